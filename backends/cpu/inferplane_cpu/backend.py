@@ -1,0 +1,66 @@
+"""The cpu backend: always there, and the one every other backend is compared with."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from inferplane.plugin import (
+    Backend,
+    DeviceState,
+    Feature,
+    Features,
+    Kernel,
+    KVLayout,
+    KVRequest,
+    Presence,
+    Probe,
+    host_memory,
+)
+
+from inferplane_cpu.kernels import kernels
+from inferplane_cpu.kvcache import layouts
+
+
+class CpuBackend(Backend):
+    """Processors, x86 and Arm."""
+
+    name = "cpu"
+    torch_device = "cpu"
+    auto_rank: ClassVar[int] = 0
+    architectures: ClassVar[dict[str, tuple[str, ...]]] = {
+        "x86-64": ("bf16",),
+        "avx2": ("bf16",),
+        "avx512": ("bf16",),
+        "arm64": ("bf16",),
+    }
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """Always available."""
+        return Probe(
+            Presence.AVAILABLE,
+            f"{platform.machine()}, {torch.get_num_threads()} threads",
+            versions={"torch": torch.__version__},
+            devices=1,
+        )
+
+    def open(self) -> DeviceState:
+        """Describe the processor; nothing needs to be opened."""
+        capability = torch.backends.cpu.get_cpu_capability()
+        known = {
+            "bf16": Feature(True, "torch computes it, in software where the processor does not"),
+            "fp8": Feature(False, "torch has no fast FP8 product for processors"),
+        }
+        name = f"{platform.machine()} ({capability})"
+        return DeviceState("cpu", name, capability.lower(), Features(known), host_memory())
+
+    def kernels(self) -> Sequence[Kernel]:
+        """torch's own operators."""
+        return kernels()
+
+    def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
+        """Core's paged storage with 16 tokens a block."""
+        return layouts()

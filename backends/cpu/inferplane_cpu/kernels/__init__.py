@@ -1,0 +1,11 @@
+"""Kernels of the cpu backend: for now those composed from torch's operators, which are oneDNN and MKL underneath."""
+
+from __future__ import annotations
+
+from inferplane.kernels.composed import composed_kernels
+from inferplane.plugin import Kernel
+
+
+def kernels() -> list[Kernel]:
+    """Every kernel this backend declares."""
+    return composed_kernels()

@@ -1,0 +1,1 @@
+"""NVIDIA GPUs for Inferplane. Importing this package imports nothing else."""

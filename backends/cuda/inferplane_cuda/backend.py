@@ -1,0 +1,233 @@
+"""NVIDIA GPUs: torch's "cuda" device on a CUDA build of torch, and nothing else that answers to that name.
+
+Three other stacks call their devices "cuda": HIP builds of torch (device "dcu"), Kunlun's torch_xmlir ("xpu:kunlun"),
+and third-party builds that translate CUDA. The probe leaves the first two to their own backends; `open()` asks for an
+NVIDIA name, which the third kind lacks. Compute capabilities are known to this file only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from glob import glob
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from inferplane.plugin import (
+    Backend,
+    DeviceError,
+    DeviceState,
+    Feature,
+    Features,
+    Kernel,
+    KVLayout,
+    KVRequest,
+    Memory,
+    Presence,
+    Probe,
+)
+from inferplane_cuda import kvcache
+from inferplane_cuda.kernels import declared
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+TOOL = "nvidia-smi"
+DRIVER_FILE = "/proc/driver/nvidia/version"
+DEVICE_NODES = "/dev/nvidia[0-9]*"
+OTHER_NODES = ("/dev/dxg", "/dev/nvhost-gpu")
+"""Where NVIDIA GPUs have no node of their own: WSL2 and Tegra."""
+
+INSTALL_TORCH = "install a CUDA build of torch (pip install torch on Linux, or https://pytorch.org/get-started/locally)"
+INSTALL_DRIVER = "install NVIDIA's driver; in a container, start it with `--gpus all`"
+
+BRANDS = ("NVIDIA", "GeForce", "Quadro", "TITAN", "Tesla")
+"""What NVIDIA's driver puts into a device's name; drivers before 465 left out the first."""
+
+# Source: CUDA C++ Programming Guide, "Compute Capabilities" and "Arithmetic Instructions"; PTX ISA, "Target ISA Notes".
+SINCE: dict[str, tuple[tuple[int, int], str]] = {
+    "fp16": ((5, 3), "half-precision arithmetic"),
+    "bf16": ((8, 0), "bfloat16 matrix instructions"),
+    "int8-dot": ((7, 5), "int8 matrix instructions"),
+    "fp8": ((8, 9), "FP8 matrix instructions"),
+    "fp4": ((10, 0), "FP4 matrix instructions"),
+    "sm80": ((8, 0), "the instructions of sm80"),
+    "sm89": ((8, 9), "the instructions of sm89"),
+    "sm90": ((9, 0), "the instructions of sm90"),
+    "sm100": ((10, 0), "the instructions of sm100"),
+    "sm120": ((12, 0), "the instructions of sm120"),
+}
+"""Feature -> first compute capability that has it, and what it is. Later ones keep it."""
+
+ONLY: dict[str, tuple[int, int]] = {"sm90a": (9, 0), "sm100a": (10, 0), "sm120a": (12, 0)}
+"""Feature -> the one compute capability that has it: instructions that no later architecture promises to keep."""
+
+
+def features_of(capability: tuple[int, int]) -> Features:
+    """What a compute capability `(major, minor)` can do, each with the reason."""
+    here = f"this is compute capability {_dotted(capability)}"
+    known = {
+        name: Feature(capability >= since, f"{what} came with {_dotted(since)}; {here}")
+        for name, (since, what) in SINCE.items()
+    }
+    for name, only in ONLY.items():
+        known[name] = Feature(capability == only, f"instructions that {_dotted(only)} alone has; {here}")
+    return Features(known)
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """The architecture's name: "sm90a" where the architecture-specific instructions are the ones to compile for."""
+    return "sm90a" if capability == (9, 0) else "sm{}{}".format(*capability)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return "{}.{}".format(*capability)
+
+
+def _capability(arch: str) -> tuple[int, int] | None:
+    match = re.fullmatch(r"sm(\d+)(\d)a?", arch)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _present(capability: tuple[int, int]) -> tuple[str, ...]:
+    return tuple(name for name, feature in features_of(capability).items() if feature.present)
+
+
+class CudaBackend(Backend):
+    """One NVIDIA GPU."""
+
+    name = "cuda"
+    torch_device = "cuda"
+    auto_rank: ClassVar[int] = 100
+    architectures: ClassVar[dict[str, tuple[str, ...]]] = {
+        arch_of(capability): _present(capability) for capability in ((9, 0), (8, 0), (8, 9), (10, 0), (12, 0))
+    }
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """From torch's build and the driver's files; no CUDA call is made, so a fork afterwards is safe."""
+        versions = {"torch": torch.__version__}
+        if torch.version.hip:
+            reason = f"torch {torch.__version__} is built for HIP {torch.version.hip}, so its GPUs are not NVIDIA's"
+            return Probe(Presence.ABSENT, reason, f"use device='dcu' for Hygon DCUs, or {INSTALL_TORCH}", versions)
+        if _installed("torch_xmlir"):
+            reason = "torch_xmlir is installed: what torch calls cuda here is a Kunlun card"
+            return Probe(Presence.ABSENT, reason, "use device='xpu:kunlun', or uninstall torch_xmlir", versions)
+        driver, nodes = _driver(), len(glob(DEVICE_NODES))
+        if torch.version.cuda is None:
+            seen = "; an NVIDIA driver is there" if driver else ", and no NVIDIA driver is visible"
+            reason = f"torch {torch.__version__} is a build without CUDA{seen}"
+            remedy = INSTALL_TORCH if driver else f"{INSTALL_TORCH}, and {INSTALL_DRIVER}"
+            return Probe(Presence.ABSENT, reason, remedy, versions)
+        versions["cuda"] = torch.version.cuda
+        if driver is None:
+            looked = f"looked for {DRIVER_FILE}, {DEVICE_NODES}, {', '.join(OTHER_NODES)}"
+            tool = f"; {TOOL} is on PATH, so only the kernel module may be missing" if shutil.which(TOOL) else ""
+            reason = f"torch is built for CUDA {torch.version.cuda}, but no NVIDIA driver is visible ({looked}{tool})"
+            return Probe(Presence.ABSENT, reason, INSTALL_DRIVER, versions)
+        versions["driver"] = driver
+        if os.environ.get(VISIBLE, "all").strip() in ("", "-1"):
+            reason = f"{VISIBLE}={os.environ[VISIBLE]!r} hides every GPU"
+            return Probe(Presence.ABSENT, reason, f"unset {VISIBLE}, or list the GPUs to use", versions)
+        reason = f"torch {torch.__version__} with CUDA {torch.version.cuda}, NVIDIA driver {driver}"
+        devices = nodes if nodes and VISIBLE not in os.environ else None
+        return Probe(Presence.AVAILABLE, reason, versions=versions, devices=devices)
+
+    def open(self) -> DeviceState:
+        """Make GPU `index` torch's current device and allocate one element on it.
+
+        Raises:
+            DeviceError: the probe did not find it available, CUDA does not start, there is no such GPU, or it is not
+                NVIDIA's.
+        """
+        probe = self.probe()
+        if not probe.available:
+            raise DeviceError(f"Device {self.name!r} cannot be used: {probe.reason}.", remedy=probe.remedy)
+        try:
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            if self.index >= count:
+                raise DeviceError(
+                    f"{self.torch_device_indexed} was asked for.",
+                    there_is=f"{count} GPUs that CUDA can use, {VISIBLE}={os.environ.get(VISIBLE, 'not set')}",
+                    remedy=f"choose an index below {count}" if count else f"see what `{TOOL}` says",
+                )
+            name, capability = torch.cuda.get_device_name(self.index), torch.cuda.get_device_capability(self.index)
+            if not any(brand in name for brand in BRANDS) and not Path(DRIVER_FILE).exists():
+                raise DeviceError(
+                    f"{self.torch_device_indexed} is {name!r}, which is not an NVIDIA GPU.",
+                    remedy="use the backend of that hardware's vendor",
+                )
+            torch.cuda.set_device(self.index)
+            _touch(self.torch_device_indexed)
+            memory = self.memory()
+        except DeviceError:
+            raise
+        except Exception as error:
+            raise DeviceError(
+                f"Device {self.name!r} cannot be used: {type(error).__name__}: {error}.",
+                there_is=probe.reason,
+                remedy=f"see what `{TOOL}` says; a driver older than torch's CUDA must be updated",
+            ) from error
+        return DeviceState(self.torch_device_indexed, name, arch_of(capability), features_of(capability), memory)
+
+    def kernels(self) -> Sequence[Kernel]:
+        """See `inferplane_cuda.kernels`."""
+        return declared()
+
+    def features(self, arch: str | None = None) -> Features:
+        """Of any "sm<major><minor>", with what it lacks and why; the default is "sm90a"."""
+        capability = _capability(arch or next(iter(self.architectures)))
+        return features_of(capability) if capability else super().features(arch)
+
+    def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
+        """See `inferplane_cuda.kvcache`."""
+        return kvcache.layouts(request)
+
+    def memory(self) -> Memory:
+        """Bytes of this GPU, other processes' use counted."""
+        free, total = torch.cuda.mem_get_info(self.index)
+        return Memory(total, free)
+
+    def comm(self) -> str:
+        """NCCL."""
+        return "nccl"
+
+    def synchronize(self) -> None:
+        """Wait for everything launched on this GPU."""
+        torch.cuda.synchronize(self.index)
+
+    def timer(self) -> Callable[[], float]:
+        """The host's clock in seconds, read once the GPU has caught up."""
+
+        def now() -> float:
+            self.synchronize()
+            return time.perf_counter()
+
+        return now
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # imported by hand, without a spec
+        return True
+
+
+def _driver() -> str | None:
+    """The driver's version, "unknown" where only a device node tells of it, None without a driver."""
+    try:
+        match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", Path(DRIVER_FILE).read_text(errors="replace"))
+        return match[0] if match else "unknown"
+    except OSError:
+        there = glob(DEVICE_NODES) or any(os.path.exists(node) for node in OTHER_NODES)
+        return "unknown" if there else None
+
+
+def _touch(device: str) -> None:
+    """One tiny allocation, written and waited for: what fails now does not fail in the middle of loading."""
+    torch.zeros(1, device=device).add_(1)
+    torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""Hygon DCUs for Inferplane. Importing this package imports nothing else."""

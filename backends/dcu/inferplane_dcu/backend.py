@@ -1,0 +1,245 @@
+"""Hygon DCUs: torch's "cuda" device on a HIP build of torch, with a gfx name that is Hygon's.
+
+AMD's GPUs run the same HIP builds, so the build alone decides nothing. The kernel driver lists gfx names in sysfs, and
+Hygon's installations have paths of their own; both can be read without starting HIP. `open()` asks HIP for the gfx
+name. gfx906 is a name that both vendors use: there the installation decides.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from glob import glob
+from typing import ClassVar
+
+import torch
+
+from inferplane.plugin import (
+    Backend,
+    DeviceError,
+    DeviceState,
+    Feature,
+    Features,
+    Kernel,
+    KVLayout,
+    KVRequest,
+    Memory,
+    Presence,
+    Probe,
+)
+from inferplane_dcu import kvcache
+from inferplane_dcu.kernels import declared
+
+VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+COMPUTE_NODE = "/dev/kfd"
+TOPOLOGY = "/sys/class/kfd/kfd/topology/nodes/*/properties"
+VENDOR_PATHS = ("/dev/mkfd", "/opt/dtk", "/opt/hyhal")
+"""What only Hygon's driver and toolkit bring: a device node, the toolkit (DTK), the libraries below it."""
+VENDOR_TOOL = "hy-smi"
+SHARED_NAME = "gfx906"
+"""Hygon's Z100 and AMD's MI50 both go by it."""
+
+INSTALL = (
+    "start from one of Hygon's images, or install DTK and the torch wheel made for it (https://das.sourcefind.cn); "
+    "in a container, pass /dev/kfd, /dev/mkfd and /dev/dri and mount /opt/hyhal"
+)
+
+_UNREAD = "no source that we read says so or denies it"
+_FP8_ONLY = "the vendor's FP8 kernels are built for gfx938 alone (HYGON-AI/vllm-plugin-das)"
+_DEPLOYED = "the vendor publishes deployments of this kind for this DCU (DAS cookbook)"
+
+GFX: dict[str, tuple[str, dict[str, Feature]]] = {
+    "gfx936": (
+        "BW1000",
+        {
+            "bf16": Feature(True, _DEPLOYED),
+            "int8-dot": Feature(True, _DEPLOYED),
+            "fp8": Feature(False, _FP8_ONLY),
+        },
+    ),
+    "gfx928": (
+        "K100_AI",
+        {
+            "bf16": Feature(True, _DEPLOYED),
+            "int8-dot": Feature(True, _DEPLOYED),
+            "fp8": Feature(False, _FP8_ONLY),
+        },
+    ),
+    "gfx938": (
+        "BW1100",
+        {
+            "bf16": Feature(True, _DEPLOYED),
+            "int8-dot": Feature(True, _DEPLOYED),
+            "fp8": Feature(True, "the vendor's FP8 kernels are built for it (HYGON-AI/vllm-plugin-das)"),
+        },
+    ),
+    "gfx906": (
+        "Z100",
+        {
+            "bf16": Feature(None, _UNREAD),
+            "int8-dot": Feature(None, _UNREAD),
+            "fp8": Feature(False, _FP8_ONLY),
+        },
+    ),
+    "gfx926": (
+        "K100",
+        {
+            "bf16": Feature(None, _UNREAD),
+            "int8-dot": Feature(None, _UNREAD),
+            "fp8": Feature(False, _FP8_ONLY),
+        },
+    ),
+    "gfx946": ("gfx946", {}),
+    "gfx92a": ("gfx92a", {}),
+}
+"""Hygon's gfx names: product and features. Some pairs of name and product were inferred from the vendor's code."""
+
+
+def features_of(gfx: str) -> Features:
+    """What an architecture can do; what is not known of it is left out, which means unknown."""
+    known = {"fp16": Feature(True, "every DCU computes in it")} if gfx in GFX else {}
+    return Features({**known, **GFX.get(gfx, ("", {}))[1]})
+
+
+class DcuBackend(Backend):
+    """One Hygon DCU."""
+
+    name = "dcu"
+    torch_device = "cuda"
+    auto_rank: ClassVar[int] = 100
+    architectures: ClassVar[dict[str, tuple[str, ...]]] = {
+        gfx: tuple(name for name, feature in features_of(gfx).items() if feature.present) for gfx in GFX
+    }
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """From torch's build, sysfs and the vendor's paths; HIP is not started, so a fork afterwards is safe."""
+        versions = {"torch": torch.__version__}
+        if not torch.version.hip:
+            build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without HIP"
+            return Probe(Presence.ABSENT, f"torch {torch.__version__} is {build}", INSTALL, versions)
+        versions["hip"] = torch.version.hip
+        signs = [path for path in VENDOR_PATHS if os.path.exists(path)]
+        signs += [VENDOR_TOOL] if shutil.which(VENDOR_TOOL) else []
+        listed = _listed_gfx()
+        hygon = [gfx for gfx in listed if gfx in GFX and (gfx != SHARED_NAME or signs)]
+        if not hygon and not signs:
+            seen = f"; the GPUs here are {', '.join(sorted(set(listed)))}, not Hygon's" if listed else ""
+            looked = f"looked for {', '.join((*VENDOR_PATHS, VENDOR_TOOL))} and a Hygon gfx name in sysfs"
+            reason = f"torch is built for HIP {torch.version.hip}, but nothing of Hygon's is here ({looked}){seen}"
+            return Probe(Presence.ABSENT, reason, INSTALL, versions)
+        if not os.path.exists(COMPUTE_NODE):
+            found = ", ".join((*signs, *sorted(set(hygon))))
+            reason = f"Hygon's software is here ({found}), but no DCU is: {COMPUTE_NODE} is missing"
+            remedy = "load the driver; in a container, pass /dev/kfd, /dev/mkfd and /dev/dri"
+            return Probe(Presence.ABSENT, reason, remedy, versions)
+        for variable in VISIBLE:
+            if os.environ.get(variable, "all").strip() in ("", "-1"):
+                reason = f"{variable}={os.environ[variable]!r} hides every DCU"
+                return Probe(Presence.ABSENT, reason, f"unset {variable}, or list the DCUs to use", versions)
+        what = ", ".join(f"{gfx} ({GFX[gfx][0]})" for gfx in sorted(set(hygon))) or "a gfx name that opening will tell"
+        reason = f"torch {torch.__version__} with HIP {torch.version.hip}, {what}"
+        devices = len(hygon) if hygon and not any(variable in os.environ for variable in VISIBLE) else None
+        return Probe(Presence.AVAILABLE, reason, versions=versions, devices=devices)
+
+    def open(self) -> DeviceState:
+        """Make DCU `index` torch's current device, ask for its gfx name and allocate one element on it.
+
+        Raises:
+            DeviceError: the probe did not find it available, HIP does not start, there is no such device, or it is not
+                Hygon's.
+        """
+        probe = self.probe()
+        if not probe.available:
+            raise DeviceError(f"Device {self.name!r} cannot be used: {probe.reason}.", remedy=probe.remedy)
+        try:
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            if self.index >= count:
+                setting = ", ".join(f"{variable}={os.environ.get(variable, 'not set')}" for variable in VISIBLE)
+                raise DeviceError(
+                    f"DCU {self.index} was asked for.",
+                    there_is=f"{count} DCUs that HIP can use, {setting}",
+                    remedy=f"choose an index below {count}" if count else f"see what `{VENDOR_TOOL}` says",
+                )
+            properties = torch.cuda.get_device_properties(self.index)
+            gfx = str(properties.gcnArchName).split(":")[0]
+            if gfx not in GFX:
+                raise DeviceError(
+                    f"{self.torch_device_indexed} is {properties.name!r} ({gfx}), which is not a Hygon DCU known here.",
+                    there_is=f"support for {', '.join(GFX)}",
+                    remedy="use the backend of its vendor, or add it to inferplane_dcu.backend.GFX if it is Hygon's",
+                )
+            torch.cuda.set_device(self.index)
+            _touch(self.torch_device_indexed)
+            memory = self.memory()
+        except DeviceError:
+            raise
+        except Exception as error:
+            raise DeviceError(
+                f"Device {self.name!r} cannot be used: {type(error).__name__}: {error}.",
+                there_is=probe.reason,
+                remedy=f"see what `{VENDOR_TOOL}` says; DTK, driver and torch wheel must be of one release",
+            ) from error
+        return DeviceState(self.torch_device_indexed, properties.name, gfx, features_of(gfx), memory)
+
+    def kernels(self) -> Sequence[Kernel]:
+        """See `inferplane_dcu.kernels`."""
+        return declared()
+
+    def features(self, arch: str | None = None) -> Features:
+        """Of a gfx name, with what it lacks and why; the default is "gfx936"."""
+        return features_of(arch or next(iter(self.architectures)))
+
+    def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
+        """See `inferplane_dcu.kvcache`."""
+        return kvcache.layouts(request)
+
+    def memory(self) -> Memory:
+        """Bytes of this DCU, other processes' use counted."""
+        free, total = torch.cuda.mem_get_info(self.index)
+        return Memory(total, free)
+
+    def comm(self) -> str:
+        """RCCL, which torch calls by NCCL's name."""
+        return "nccl"
+
+    def synchronize(self) -> None:
+        """Wait for everything launched on this DCU."""
+        torch.cuda.synchronize(self.index)
+
+    def timer(self) -> Callable[[], float]:
+        """The host's clock in seconds, read once the DCU has caught up."""
+
+        def now() -> float:
+            self.synchronize()
+            return time.perf_counter()
+
+        return now
+
+
+def _listed_gfx() -> list[str]:
+    """The gfx name of each GPU that the kernel driver lists.
+
+    Source: Linux, drivers/gpu/drm/amd/amdkfd/kfd_topology.c: `gfx_target_version` is major * 10000 + minor * 100 +
+    stepping, 0 for a CPU; the name writes minor and stepping in hexadecimal (90010 is gfx90a). That Hygon's driver
+    keeps to it was not seen on a machine, so other signs of Hygon outweigh a name that is not in the table.
+    """
+    names = []
+    for path in sorted(glob(TOPOLOGY)):
+        try:
+            with open(path, errors="replace") as file:
+                match = re.search(r"^gfx_target_version (\d+)$", file.read(), re.MULTILINE)
+        except OSError:
+            continue
+        if match and (version := int(match[1])):
+            names.append(f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}")
+    return names
+
+
+def _touch(device: str) -> None:
+    """One tiny allocation, written and waited for: what fails now does not fail in the middle of loading."""
+    torch.zeros(1, device=device).add_(1)
+    torch.cuda.synchronize(device)

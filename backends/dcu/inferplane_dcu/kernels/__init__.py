@@ -1,0 +1,11 @@
+"""Kernels for Hygon DCUs: for now those composed from torch's own operators."""
+
+from __future__ import annotations
+
+from inferplane.kernels.composed import composed_kernels
+from inferplane.plugin import Kernel
+
+
+def declared() -> list[Kernel]:
+    """Every kernel declared for this device."""
+    return composed_kernels()

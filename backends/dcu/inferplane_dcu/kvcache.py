@@ -1,0 +1,13 @@
+"""KV layouts on Hygon DCUs: core's paged storage in blocks of 64 tokens."""
+
+from __future__ import annotations
+
+from inferplane.plugin import KVLayout, KVRequest, paged_layout
+
+BLOCK_TOKENS = 64
+"""The vendor's flash_attn takes blocks of 64 or 128 tokens, its flash_mla 64 (HYGON-AI/vllm-plugin-das)."""
+
+
+def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
+    """Layouts offered for one kind of layer. Pure."""
+    return (paged_layout(BLOCK_TOKENS),)

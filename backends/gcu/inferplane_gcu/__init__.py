@@ -1,0 +1,1 @@
+"""Enflame GCUs for Inferplane. Importing this package imports nothing else."""

@@ -1,0 +1,218 @@
+"""Enflame GCUs: torch's "gcu" device, which the package torch_gcu registers as PrivateUse1.
+
+torch_gcu is made for one minor version of torch. Importing it starts the vendor's runtime and sets an environment
+variable, so the probe reads its metadata and looks for device nodes, and only `open()` imports it.
+`torch_gcu.transfer_to_gcu`, which renames the device to "cuda", is never imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from glob import glob
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+
+from inferplane.plugin import (
+    Backend,
+    DeviceError,
+    DeviceState,
+    Feature,
+    Features,
+    Kernel,
+    KVLayout,
+    KVRequest,
+    Memory,
+    Presence,
+    Probe,
+)
+from inferplane_gcu import kvcache
+from inferplane_gcu.kernels import declared
+
+MODULE, DISTRIBUTION = "torch_gcu", "torch-gcu"
+OTHER_PRIVATEUSE1 = ("torch_npu",)
+VISIBLE = "TOPS_VISIBLE_DEVICES"
+DEVICE_NODES = "/dev/gcu[0-9]*"
+TOOL = "efsmi"
+
+INSTALL = (
+    "install Enflame's TopsRider with its torch_gcu wheel of the same minor version as torch (on no package index), or "
+    "start from one of Enflame's images"
+)
+PASS_NODES = "load the driver (module `enflame`); in a container, pass /dev/gcu0 (and so on) and /dev/gcuctl"
+
+S60_MAJOR = 3
+FP8_MAJOR = 4
+
+
+def features_of(major: int) -> Features:
+    """What a generation of GCUs can do; `major` is the first part of torch_gcu's device capability.
+
+    Source: EnflameTechnology/vllm-gcu, vllm_gcu/gcu.py: FP8 from capability (14, 0) on, where vllm-gcu adds 10 to
+    what torch_gcu says; its schemas for the int8 operators; the vendor's Triton compiler, whose error is "64-bit data
+    type not supported on GCU300".
+    """
+    vendor = "the vendor's vLLM plugin uses it on every GCU it serves"
+    return Features(
+        {
+            "fp16": Feature(True, vendor),
+            "bf16": Feature(True, vendor),
+            "int8-dot": Feature(True, vendor),
+            "fp8": Feature(major >= FP8_MAJOR, f"FP8 came with generation {FP8_MAJOR}; this is generation {major}"),
+            "int64-kernels": Feature(
+                False if major == S60_MAJOR else None,
+                "compiled kernels may not use 64-bit types on the S60 (GCU300); not known of others",
+            ),
+        }
+    )
+
+
+def generation_of(capability: Sequence[int]) -> int:
+    """The generation by a device capability: 3 is the S60.
+
+    torch_gcu says (3, 0) for an S60; software written for CUDA's numbers adds 10 to it, and patched stacks answer with
+    the sum, so both count.
+    """
+    return capability[0] - 10 if capability[0] > 10 else capability[0]
+
+
+class GcuBackend(Backend):
+    """One Enflame GCU."""
+
+    name = "gcu"
+    torch_device = "gcu"
+    auto_rank: ClassVar[int] = 100
+    architectures: ClassVar[dict[str, tuple[str, ...]]] = {
+        "s60": tuple(name for name, feature in features_of(S60_MAJOR).items() if feature.present)
+    }
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """From package metadata and device nodes; torch_gcu is not imported."""
+        versions = {"torch": torch.__version__}
+        if not _installed(MODULE):
+            return Probe(Presence.ABSENT, f"{MODULE} is not installed", INSTALL, versions)
+        version = _version(DISTRIBUTION)
+        versions[DISTRIBUTION] = version or "(version unknown)"
+        package = f"{DISTRIBUTION} {versions[DISTRIBUTION]}"
+        if version and _minor(version) != _minor(torch.__version__):
+            reason = f"{package} is made for torch {_minor(version)}, this is torch {torch.__version__}"
+            remedy = f"install torch_gcu {_minor(torch.__version__)} of TopsRider, or 'torch=={_minor(version)}.*'"
+            return Probe(Presence.BROKEN, reason, remedy, versions)
+        nodes = len(glob(DEVICE_NODES))
+        if not nodes:
+            return Probe(Presence.ABSENT, f"{package} is here, but no GCU is: no {DEVICE_NODES}", PASS_NODES, versions)
+        reason = f"torch {torch.__version__} with {package}"
+        return Probe(Presence.AVAILABLE, reason, versions=versions, devices=None if VISIBLE in os.environ else nodes)
+
+    def open(self) -> DeviceState:
+        """Import torch_gcu, make GCU `index` torch's current device and allocate one element on it.
+
+        Raises:
+            DeviceError: another package holds PrivateUse1, the probe did not find it available, torch_gcu does not
+                start, or there is no such GCU.
+        """
+        owner = torch._C._get_privateuse1_backend_name()
+        rivals = [module for module in OTHER_PRIVATEUSE1 if module in sys.modules]
+        if rivals or owner not in ("privateuseone", self.torch_device):
+            raise DeviceError(
+                f"Device {self.name!r} cannot be used: torch has one place for outside devices (PrivateUse1), and "
+                f"{rivals[0] if rivals else owner!r} has taken it in this process.",
+                remedy="start another process, with TORCH_DEVICE_BACKEND_AUTOLOAD=0 if the other package loads itself",
+            )
+        probe = self.probe()
+        if not probe.available:
+            raise DeviceError(f"Device {self.name!r} cannot be used: {probe.reason}.", remedy=probe.remedy)
+        try:
+            gcu = _runtime()
+            count = gcu.device_count() if gcu.is_available() else 0
+            if self.index >= count:
+                raise DeviceError(
+                    f"{self.torch_device_indexed} was asked for.",
+                    there_is=f"{count} GCUs that TopsRider can use, {VISIBLE}={os.environ.get(VISIBLE, 'not set')}",
+                    remedy=f"choose an index below {count}" if count else f"see what `{TOOL}` says",
+                )
+            gcu.set_device(self.index)
+            name = str(gcu.get_device_name(self.index))
+            generation = generation_of(gcu.get_device_capability(self.index))
+            _touch(self.torch_device_indexed)
+            gcu.synchronize(self.index)
+            memory = self.memory()
+        except DeviceError:
+            raise
+        except Exception as error:
+            raise DeviceError(
+                f"Device {self.name!r} cannot be used: {type(error).__name__}: {error}.",
+                there_is=probe.reason,
+                remedy=f"see what `{TOOL}` says; driver, TopsRider and torch_gcu must be of one release",
+            ) from error
+        arch = "s60" if generation == S60_MAJOR else f"gcu{generation}00"
+        return DeviceState(self.torch_device_indexed, name, arch, features_of(generation), memory)
+
+    def kernels(self) -> Sequence[Kernel]:
+        """See `inferplane_gcu.kernels`."""
+        return declared()
+
+    def features(self, arch: str | None = None) -> Features:
+        """Of the S60, with what it lacks and why; other architectures are known once opened."""
+        return features_of(S60_MAJOR) if arch in (None, "s60") else super().features(arch)
+
+    def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
+        """See `inferplane_gcu.kvcache`."""
+        return kvcache.layouts(request)
+
+    def memory(self) -> Memory:
+        """Bytes of this GCU, other processes' use counted."""
+        free, total = _runtime().mem_get_info(self.index)
+        return Memory(total, free)
+
+    def comm(self) -> str:
+        """ECCL."""
+        return "eccl"
+
+    def synchronize(self) -> None:
+        """Wait for everything launched on this GCU."""
+        _runtime().synchronize(self.index)
+
+    def timer(self) -> Callable[[], float]:
+        """The host's clock in seconds, read once the GCU has caught up."""
+
+        def now() -> float:
+            self.synchronize()
+            return time.perf_counter()
+
+        return now
+
+
+def _runtime() -> Any:
+    """The vendor's counterpart of `torch.cuda`; the first call imports the package."""
+    return importlib.import_module(MODULE).gcu
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # imported by hand, without a spec
+        return True
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _touch(device: str) -> None:
+    """One tiny allocation, written: what fails now does not fail in the middle of loading."""
+    torch.zeros(1, device=device).add_(1)

@@ -1,0 +1,1 @@
+"""Huawei Ascend NPUs for Inferplane. Importing this package imports nothing else."""

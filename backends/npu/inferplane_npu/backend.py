@@ -1,0 +1,264 @@
+"""Huawei Ascend NPUs: torch's "npu" device, which the package torch_npu registers as PrivateUse1.
+
+torch_npu is made for one minor version of torch and for CANN, and breaks plain `import torch` where CANN is missing:
+torch loads it by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD=0. So the probe reads the package's metadata and looks for
+CANN's files, and only `open()` imports it. A probe that says AVAILABLE is not enough: stub libraries can make torch_npu
+count devices that are not there, which is why `open()` allocates.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from glob import glob
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from inferplane.plugin import (
+    Backend,
+    DeviceError,
+    DeviceState,
+    Feature,
+    Features,
+    Kernel,
+    KVLayout,
+    KVRequest,
+    Memory,
+    Presence,
+    Probe,
+)
+from inferplane_npu import kvcache
+from inferplane_npu.kernels import declared
+
+MODULE, DISTRIBUTION = "torch_npu", "torch-npu"
+OTHER_PRIVATEUSE1 = ("torch_gcu",)
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+DEVICE_NODES = "/dev/davinci[0-9]*"
+TOOLKIT_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+TOOLKIT_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", "/usr/local/Ascend/latest")
+RUNTIME_LIBRARY = "libascendcl.so"
+LOADER_CACHE = "/etc/ld.so.cache"
+
+INSTALL_CANN = "install CANN (https://www.hiascend.com/cann) and source its set_env.sh before starting Python"
+AUTOLOAD = "until then TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps plain `import torch` working"
+PASS_NODES = (
+    "install the Ascend driver; in a container, pass /dev/davinci0 (and so on), /dev/davinci_manager, /dev/devmm_svm "
+    "and /dev/hisi_hdc"
+)
+
+_CUBE = "the cube unit computes in it (CANN operator documents)"
+_A5 = "FP8 operators are for the 950 series alone (CANN operator documents)"
+_SERIES: dict[str, dict[str, Feature]] = {
+    "910b": {"fp16": Feature(True, _CUBE), "bf16": Feature(True, _CUBE), "int8-dot": Feature(True, _CUBE)},
+    "910_93": {"fp16": Feature(True, _CUBE), "bf16": Feature(True, _CUBE), "int8-dot": Feature(True, _CUBE)},
+    "310p": {
+        "fp16": Feature(True, _CUBE),
+        "bf16": Feature(False, "several operators refuse bfloat16 on the 310P (CANN operator documents); use float16"),
+        "int8-dot": Feature(True, _CUBE),
+    },
+    "950": {
+        "fp16": Feature(True, _CUBE),
+        "bf16": Feature(True, _CUBE),
+        "int8-dot": Feature(None, "no source that we read says so or denies it"),
+        "fp8": Feature(True, _A5),
+    },
+}
+"""Series -> features. 910b is Atlas A2, 910_93 is Atlas A3, 950 is A5."""
+
+
+def features_of(arch: str) -> Features:
+    """What a series can do; a series that is not in the table is unknown in everything."""
+    known = _SERIES.get(arch, {})
+    return Features({"fp8": Feature(False, _A5), **known} if known else {})
+
+
+def arch_of(name: str) -> str:
+    """The series of a device by the name that torch_npu gives it: "Ascend910B3" is "910b".
+
+    A name of no known series is its own architecture. Source: SoC names in CANN's platform_config folder; the 950
+    series was called 910_95 in early releases.
+    """
+    short = name.lower().removeprefix("ascend")
+    for prefix, arch in (("910_95", "950"), ("950", "950"), ("910_93", "910_93"), ("910b", "910b"), ("310p", "310p")):
+        if short.startswith(prefix):
+            return arch
+    return short
+
+
+class NpuBackend(Backend):
+    """One Ascend NPU."""
+
+    name = "npu"
+    torch_device = "npu"
+    auto_rank: ClassVar[int] = 100
+    architectures: ClassVar[dict[str, tuple[str, ...]]] = {
+        arch: tuple(name for name, feature in features_of(arch).items() if feature.present) for arch in _SERIES
+    }
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """From package metadata, CANN's files and device nodes; torch_npu is not imported."""
+        versions = {"torch": torch.__version__}
+        if not _installed(MODULE):
+            remedy = f"pip install '{DISTRIBUTION}=={_minor(torch.__version__)}.*' for this torch, and {INSTALL_CANN}"
+            return Probe(Presence.ABSENT, f"{MODULE} is not installed", remedy, versions)
+        version = _version(DISTRIBUTION)
+        versions[DISTRIBUTION] = version or "(version unknown)"
+        package = f"{DISTRIBUTION} {versions[DISTRIBUTION]}"
+        if version and _minor(version) != _minor(torch.__version__):
+            reason = f"{package} is made for torch {_minor(version)}, this is torch {torch.__version__}"
+            remedy = (
+                f"pip install '{DISTRIBUTION}=={_minor(torch.__version__)}.*' for this torch, "
+                f"or 'torch=={_minor(version)}.*' for this {DISTRIBUTION}"
+            )
+            return Probe(Presence.BROKEN, reason, f"{remedy}; {AUTOLOAD}", versions)
+        toolkit, loadable = _toolkit(), MODULE in sys.modules or _on_loader_path(RUNTIME_LIBRARY)
+        if toolkit is None and not loadable:
+            looked = f"looked for {', '.join((*TOOLKIT_VARIABLES, *TOOLKIT_FOLDERS))} and {RUNTIME_LIBRARY}"
+            reason = f"{package} is installed, but CANN is not ({looked})"
+            return Probe(Presence.BROKEN, reason, f"{INSTALL_CANN}; {AUTOLOAD}", versions)
+        if not loadable:
+            reason = f"CANN is in {toolkit}, but {RUNTIME_LIBRARY} is not on the loader's path"
+            return Probe(Presence.BROKEN, reason, f"source {_environment_script(toolkit)} first; {AUTOLOAD}", versions)
+        nodes = len(glob(DEVICE_NODES))
+        if not nodes:
+            reason = f"{package} and CANN are here, but no NPU is: no {DEVICE_NODES}"
+            return Probe(Presence.ABSENT, reason, PASS_NODES, versions)
+        reason = f"torch {torch.__version__} with {package}, CANN in {toolkit or 'the loader path'}"
+        return Probe(Presence.AVAILABLE, reason, versions=versions, devices=None if VISIBLE in os.environ else nodes)
+
+    def open(self) -> DeviceState:
+        """Import torch_npu, make NPU `index` torch's current device and allocate one element on it.
+
+        Raises:
+            DeviceError: another package holds PrivateUse1, the probe did not find it available, torch_npu or CANN does
+                not start, or there is no such NPU.
+        """
+        owner = torch._C._get_privateuse1_backend_name()
+        rivals = [module for module in OTHER_PRIVATEUSE1 if module in sys.modules]
+        if rivals or owner not in ("privateuseone", self.torch_device):
+            raise DeviceError(
+                f"Device {self.name!r} cannot be used: torch has one place for outside devices (PrivateUse1), and "
+                f"{rivals[0] if rivals else owner!r} has taken it in this process.",
+                remedy="start another process, with TORCH_DEVICE_BACKEND_AUTOLOAD=0 if the other package loads itself",
+            )
+        probe = self.probe()
+        if not probe.available:
+            raise DeviceError(f"Device {self.name!r} cannot be used: {probe.reason}.", remedy=probe.remedy)
+        try:
+            npu = _runtime()
+            count = npu.device_count() if npu.is_available() else 0
+            if self.index >= count:
+                raise DeviceError(
+                    f"{self.torch_device_indexed} was asked for.",
+                    there_is=f"{count} NPUs that CANN can use, {VISIBLE}={os.environ.get(VISIBLE, 'not set')}",
+                    remedy=f"choose an index below {count}" if count else "see what `npu-smi info` says",
+                )
+            npu.set_device(self.index)
+            name = str(npu.get_device_name(self.index))
+            _touch(self.torch_device_indexed)
+            npu.synchronize(self.index)
+            memory = self.memory()
+        except DeviceError:
+            raise
+        except Exception as error:
+            raise DeviceError(
+                f"Device {self.name!r} cannot be used: {type(error).__name__}: {error}.",
+                there_is=probe.reason,
+                remedy="see what `npu-smi info` says; driver, CANN, torch-npu and torch must be of one release "
+                "(COMPATIBILITY.md of Ascend/pytorch)",
+            ) from error
+        arch = arch_of(name)
+        return DeviceState(self.torch_device_indexed, name, arch, features_of(arch), memory)
+
+    def kernels(self) -> Sequence[Kernel]:
+        """See `inferplane_npu.kernels`."""
+        return declared()
+
+    def features(self, arch: str | None = None) -> Features:
+        """Of a series, with what it lacks and why; the default is "910b"."""
+        return features_of(arch or next(iter(self.architectures)))
+
+    def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
+        """See `inferplane_npu.kvcache`."""
+        return kvcache.layouts(request)
+
+    def memory(self) -> Memory:
+        """Bytes of this NPU, other processes' use counted."""
+        free, total = _runtime().mem_get_info(self.index)
+        return Memory(total, free)
+
+    def comm(self) -> str:
+        """HCCL."""
+        return "hccl"
+
+    def synchronize(self) -> None:
+        """Wait for everything launched on this NPU."""
+        _runtime().synchronize(self.index)
+
+    def timer(self) -> Callable[[], float]:
+        """The host's clock in seconds, read once the NPU has caught up."""
+
+        def now() -> float:
+            self.synchronize()
+            return time.perf_counter()
+
+        return now
+
+
+def _runtime() -> Any:
+    """The vendor's counterpart of `torch.cuda`; the first call imports the package."""
+    return importlib.import_module(MODULE).npu
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # imported by hand, without a spec
+        return True
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _toolkit() -> str | None:
+    """The folder of CANN: the environment's, else a usual one."""
+    named = [os.environ[variable] for variable in TOOLKIT_VARIABLES if os.environ.get(variable)]
+    return next((folder for folder in (*named, *TOOLKIT_FOLDERS) if os.path.isdir(folder)), None)
+
+
+def _environment_script(toolkit: str | None) -> str:
+    folder = Path(toolkit or TOOLKIT_FOLDERS[0])
+    script = next((place / "set_env.sh" for place in (folder, folder.parent) if (place / "set_env.sh").exists()), None)
+    return str(script or folder.parent / "set_env.sh")
+
+
+def _on_loader_path(library: str) -> bool:
+    """Whether the dynamic loader would find it. `ctypes.util.find_library` would start ldconfig and gcc to tell."""
+    folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    if any(os.path.exists(os.path.join(folder, library)) for folder in folders):
+        return True
+    try:
+        return library.encode() in Path(LOADER_CACHE).read_bytes()
+    except OSError:
+        return False
+
+
+def _touch(device: str) -> None:
+    """One tiny allocation, written: what fails now does not fail in the middle of loading."""
+    torch.zeros(1, device=device).add_(1)

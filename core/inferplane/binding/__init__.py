@@ -1,0 +1,38 @@
+"""Binding: from a tree of ops and a device's kernels to plain functions over packed weights."""
+
+from inferplane.binding.canary import Verdict, run_canary
+from inferplane.binding.check import Bench, Outcome, run_case
+from inferplane.binding.explain import explain, explain_text
+from inferplane.binding.link import View, link
+from inferplane.binding.load import DictSource, FormatReader, Loaded, TensorSource, load
+from inferplane.binding.lock import read_lock, signature, write_lock
+from inferplane.binding.plan import COPY_BUDGET, Plan, Settings, bind
+from inferplane.binding.resolver import Choice, Options, Rejection, Resolver
+
+__all__ = [
+    "COPY_BUDGET",
+    "Bench",
+    "Choice",
+    "DictSource",
+    "FormatReader",
+    "Loaded",
+    "Options",
+    "Outcome",
+    "Plan",
+    "Rejection",
+    "Resolver",
+    "Settings",
+    "TensorSource",
+    "Verdict",
+    "View",
+    "bind",
+    "explain",
+    "explain_text",
+    "link",
+    "load",
+    "read_lock",
+    "run_canary",
+    "run_case",
+    "signature",
+    "write_lock",
+]

@@ -1,0 +1,71 @@
+"""The start-up canary: each chosen kernel runs its smallest sample against the oracle before it may serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inferplane.binding.check import Bench, OfferLayouts, Outcome, run_case
+from inferplane.binding.plan import Plan
+from inferplane.ops import OPS
+from inferplane.types import Kernel
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the canary found out about a kernel: `outcome` None when no sample of its op is served by it."""
+
+    kernel: Kernel
+    sample: str
+    outcome: Outcome | None
+
+    @property
+    def failed(self) -> bool:
+        """True when a sample ran and was wrong."""
+        return self.outcome is not None and not self.outcome.passed
+
+    @property
+    def reason(self) -> str:
+        """One sentence for explain and the warning."""
+        if self.outcome is None:
+            return "not checked: it serves none of its op's samples"
+        o = self.outcome
+        what = o.detail.removeprefix("! ") or "result"
+        return f"canary failed on sample {self.sample!r}: {what}; error {o.error:.3g}, tolerance {o.tolerance:.3g}"
+
+
+def run_canary(plan: Plan, torch_device: str, layouts: OfferLayouts) -> list[Verdict]:
+    """Check every kernel that a plan chose, once each, on the smallest sample it serves in the plan's own context.
+
+    Args:
+        plan: its kernels are checked.
+        torch_device: the opened device.
+        layouts: layouts on offer for a cache request; those with the plan's chosen names are used.
+
+    Returns:
+        One verdict a kernel.
+    """
+    chosen = {x.name for x in plan.layouts.values()}
+
+    def same_layouts(request):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - an OfferLayouts
+        return [x for x in layouts(request) if x.name in chosen or len(layouts(request)) == 1]
+
+    settings = plan.settings
+    bench = Bench(settings.device, torch_device, settings.dtype, settings.features, same_layouts)
+    return [_check(kernel, bench) for kernel in _kernels(plan)]
+
+
+def _kernels(plan: Plan) -> Sequence[Kernel]:
+    found: dict[int, Kernel] = {}
+    for _, _, _, choice in plan.distinct():
+        if choice.kernel is not None:
+            found.setdefault(id(choice.kernel), choice.kernel)
+    return list(found.values())
+
+
+def _check(kernel: Kernel, bench: Bench) -> Verdict:
+    for sample in OPS[kernel.op].samples():
+        outcome = run_case(kernel, sample, bench)
+        if outcome.served:
+            return Verdict(kernel, sample.label, outcome)
+    return Verdict(kernel, "", None)

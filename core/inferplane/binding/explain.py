@@ -1,0 +1,177 @@
+"""A plan as data and as text: per site the kernel chosen, why, and every loser with the reason it lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from inferplane.binding.lock import signature
+from inferplane.binding.plan import Plan
+from inferplane.binding.resolver import Choice
+from inferplane.ops import Op
+from inferplane.types import StepKind
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class _Line:
+    site: str
+    op: Op
+    choice: Choice
+    depth: int
+
+
+def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
+    """The plan as JSON-ready data, schema 1 (docs/schemas/explain.json).
+
+    Args:
+        plan: any plan; nothing needs to be loaded.
+        model_name: what the user calls the model.
+
+    Returns:
+        `{schema, model, device, dtype, arch, assumed, kv_layouts, weight_bytes, sites: [...], copies: [...],
+        expanded: [...]}`. Layers that are bound alike are one entry, "layers.1-60".
+    """
+    settings = plan.settings
+    sites = []
+    for kind in plan.choices:
+        for line in _lines(plan, kind):
+            c = line.choice
+            sites.append(
+                {
+                    "site": line.site,
+                    "op": c.op,
+                    "step_kind": kind,
+                    "signature": signature(line.op),
+                    "chosen": {
+                        "kernel": c.label,
+                        "provider": c.kernel.provider if c.kernel else "core",
+                        "rank": c.rank,
+                        "why": c.why,
+                        "hot": c.hot,
+                        "ambiguous": c.ambiguous,
+                        "weights_expanded": c.dequantized,
+                        "note": c.kernel.note if c.kernel else "",
+                    },
+                    "rejected": [{"kernel": r.kernel, "rank": r.rank, "reason": r.reason} for r in c.rejected],
+                }
+            )
+    return {
+        "schema": SCHEMA,
+        "model": model_name,
+        "device": settings.device,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "arch": settings.arch,
+        "assumed": settings.assumed,
+        "kv_layouts": [
+            {"kind": r.kind, "heads": r.heads, "dim": r.dim, "window": r.window, "layout": x.name}
+            for r, x in plan.layouts.items()
+        ],
+        "weight_bytes": plan.weight_bytes,
+        "sites": sites,
+        "copies": _copies(plan),
+        "expanded": _expanded(plan),
+    }
+
+
+def explain_text(plan: Plan, model_name: str = "", *, verbose: bool = False) -> str:
+    """The plan as text: one line a site; with `verbose`, also every loser with its reason."""
+    settings = plan.settings
+    head = f"{model_name or 'model'} on {settings.device}, {str(settings.dtype).removeprefix('torch.')}"
+    if settings.arch:
+        head += f", {settings.arch}"
+    if settings.assumed:
+        head += " (not opened: features are assumed)"
+    layouts = sorted({x.name for x in plan.layouts.values()})
+    out = [head, f"KV layout {', '.join(layouts)}; weights {plan.weight_bytes / 2**20:.1f} MiB"]
+    columns = {kind: list(_lines(plan, kind)) for kind in plan.choices}
+    kinds = list(columns)
+    shown = {kind: [_text(x, verbose) for x in lines] for kind, lines in columns.items()}
+    if len(kinds) > 1 and all(shown[k] == shown[kinds[0]] for k in kinds[1:]):
+        out += ["", f"steps: {', '.join(kinds)}", *shown[kinds[0]]]
+    else:
+        for kind in kinds:
+            out += ["", f"steps: {kind}", *shown[kind]]
+    for copy in _copies(plan):
+        out.append(f"kept in {len(copy['packings'])} packings ({', '.join(copy['packings'])}): {copy['weight']}, "
+                   f"{copy['extra_bytes']} bytes more, {copy['uses']} weight(s)")
+    for item in _expanded(plan):
+        out.append(f"expanded at load: {item['weights']} weight(s) of format {item['format']} for op {item['op']}: "
+                   "no kernel here takes it")
+    return "\n".join(out)
+
+
+def _text(line: _Line, verbose: bool) -> str:
+    c = line.choice
+    label = "  " * line.depth + (line.site.rpartition(".")[2] if not _range(line.site) else _tail(line.site)) or "model"
+    mark = "!" if c.ambiguous or (c.own_hot and c.kernel is None and not c.children) else " "
+    text = f"{mark} {label:<26} {c.op:<14} {c.label:<34} {c.why}"
+    if verbose:
+        pad = "  " * line.depth + "      "
+        text = "\n".join([text, *(f"{pad}lost: {r.kernel} (rank {r.rank}): {r.reason}" for r in c.rejected)])
+    return text.rstrip()
+
+
+def _range(site: str) -> bool:
+    return bool(site) and site.rpartition(".")[2].replace("-", "").isdigit()
+
+
+def _tail(site: str) -> str:
+    return ".".join(site.split(".")[-2:])
+
+
+def _lines(plan: Plan, kind: StepKind) -> list[_Line]:
+    """Sites in order, with runs of layers that are bound alike shown once."""
+    out: list[_Line] = []
+
+    def walk(op: Op, choice: Choice, site: str, depth: int) -> None:
+        out.append(_Line(site, op, choice, depth))
+        if choice.kernel is not None:
+            return
+        children = [(path, child, choice.children[path]) for path, child in op.children()]
+        i = 0
+        while i < len(children):
+            path, child, below = children[i]
+            j = i
+            stem, dot, _ = path.rpartition(".")
+            while dot and j + 1 < len(children) and children[j + 1][2] is below and children[j + 1][0].startswith(stem):
+                j += 1
+            name = path if j == i else f"{path}-{children[j][0].rpartition('.')[2]}"
+            walk(child, below, f"{site}.{name}" if site else name, depth + 1)
+            i = j + 1
+
+    walk(plan.model, plan.choices[kind], "", 0)
+    return out
+
+
+def _copies(plan: Plan) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
+    for i, extra in plan.copied_bytes().items():
+        packings = tuple(sorted(plan.packings[i]))
+        weight = plan.weights[i]
+        entry = groups.setdefault(
+            packings,
+            {
+                "weight": weight.parts[0] if weight.parts else "a constant",
+                "packings": list(packings),
+                "uses": 0,
+                "extra_bytes": 0,
+                "for": {name: sorted(users)[:4] for name, users in plan.users[i].items()},
+            },
+        )
+        entry["uses"] += 1
+        entry["extra_bytes"] += extra
+    return list(groups.values())
+
+
+def _expanded(plan: Plan) -> list[dict[str, Any]]:
+    counts: dict[tuple[str, str], set[int]] = {}
+    for kind in plan.choices:
+        for _, op in plan.model.sites():
+            for _, value in op.items():
+                format = getattr(value, "format", None)
+                if isinstance(format, str) and id(value) in plan.weights and format != "plain":
+                    if not plan.resolvers[kind].native(op.name, format):
+                        counts.setdefault((op.name, format), set()).add(id(value))
+    return [{"op": op, "format": f, "weights": len(ids)} for (op, f), ids in sorted(counts.items())]

@@ -1,0 +1,106 @@
+"""From decisions and packed weights to the callables that the hot path holds.
+
+A bound op is `types.MethodType(kernel, view)`: calling it costs one bound-method call, and nothing is captured in
+closures. A view is a plain object with the op's field names: weights in the kernel's packing, child views or bound
+children, and the static fields.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from inferplane.binding.plan import Plan
+from inferplane.binding.resolver import Choice, check_parameters
+from inferplane.errors import KernelError
+from inferplane.ops import Op
+from inferplane.types import CANONICAL, Kernel, StepKind, Weight
+
+Packed = Mapping[tuple[int, str], Any]
+"""`(id of a weight, packing name)` -> what the kernel reads."""
+
+
+class View:
+    """What a kernel or a body sees as its first argument: the op's fields by name, and `prepared`."""
+
+    prepared: Any = None
+
+
+def link(plan: Plan, packed: Packed) -> dict[StepKind, Callable[..., Any]]:
+    """The bound root for each step kind.
+
+    Args:
+        plan: the decisions.
+        packed: every weight in every packing that the plan needs.
+
+    Raises:
+        KernelError: a kernel's module cannot be imported, its parameters are wrong, or its `prepare` raised.
+    """
+    return {kind: _Linker(plan, packed, kind).bind(plan.model, choice) for kind, choice in plan.choices.items()}
+
+
+class _Linker:
+    def __init__(self, plan: Plan, packed: Packed, kind: StepKind) -> None:
+        self.plan, self.packed, self.kind = plan, packed, kind
+        self.functions: dict[int, Callable[..., Any]] = {}
+        self.prepared: dict[int, Any] = {}
+
+    def bind(self, op: Op, choice: Choice) -> Callable[..., Any]:
+        if choice.kernel is not None:
+            view = self.view(op, choice.kernel, "")
+            view.prepared = self.prepare(op, choice)
+            return types.MethodType(self.function(choice.kernel), view)
+        view = View()
+        for path, value in op.items():
+            if isinstance(value, Weight):
+                value = self.weight(op, value, CANONICAL.name)
+            elif isinstance(value, Op):
+                value = self.bind(value, choice.children[path])
+            _put(view, path, value)
+        body = op.variants[choice.variant] if choice.variant else type(op).__call__
+        return types.MethodType(body, view)
+
+    def view(self, op: Op, kernel: Kernel, prefix: str) -> View:
+        view = View()
+        for path, value in op.items():
+            if isinstance(value, Weight):
+                value = self.weight(op, value, kernel.packs.get(prefix + path, CANONICAL).name)
+            elif isinstance(value, Op):
+                value = self.view(value, kernel, f"{prefix}{path}.")
+            _put(view, path, value)
+        return view
+
+    def weight(self, op: Op, weight: Weight, packing: str) -> Any:
+        if weight.format != "plain" and not self.plan.resolvers[self.kind].native(op.name, weight.format):
+            packing = "plain" if packing == CANONICAL.name else f"plain > {packing}"
+        return self.packed[id(weight), packing]
+
+    def function(self, kernel: Kernel) -> Callable[..., Any]:
+        found = self.functions.get(id(kernel))
+        if found is None:
+            if isinstance(kernel.target, str):
+                check_parameters(kernel)
+            found = self.functions[id(kernel)] = kernel.function()
+        return found
+
+    def prepare(self, op: Op, choice: Choice) -> Any:
+        kernel = choice.kernel
+        if kernel is None or kernel.prepare is None:
+            return None
+        if id(choice) not in self.prepared:
+            try:
+                self.prepared[id(choice)] = kernel.prepare(op, self.plan.resolvers[self.kind].ctx)
+            except Exception as error:
+                raise KernelError(
+                    f"Kernel {kernel.name}: prepare raised {type(error).__name__}: {error}.",
+                    remedy=f"pin another provider for {kernel.op!r}",
+                ) from error
+        return self.prepared[id(choice)]
+
+
+def _put(view: View, path: str, value: Any) -> None:
+    name, dot, _ = path.partition(".")
+    if dot:  # an entry of a tuple of ops
+        value = (*getattr(view, name, ()), value)
+    setattr(view, name, value)

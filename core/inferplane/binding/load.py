@@ -1,0 +1,227 @@
+"""Reading weights: one at a time, straight into their destination, packed as soon as their parts are there.
+
+A weight is read whole (sharded, then fused), put into each packing the plan needs, and its source is dropped before
+the next one is read. When the canonical form is what is needed, the file is read straight into it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from inferplane.binding.plan import Plan
+from inferplane.errors import CheckpointError, KernelError
+from inferplane.types import HOST, PLAIN, QTensor, Shard, Weight
+
+
+class TensorSource(Protocol):
+    """Where tensors come from: a checkpoint's files, a state dict, random numbers."""
+
+    def names(self) -> Iterable[str]:
+        """Every tensor there is."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a tensor, None when there is none of that name."""
+
+    def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
+        """Fill `out` (on the host, contiguous) with this rank's slice of a tensor, converted to its dtype.
+
+        Raises:
+            CheckpointError: the tensor cannot be read; names file and tensor.
+        """
+
+
+FormatReader = Callable[[TensorSource, str, Shard], QTensor]
+"""Reads one checkpoint tensor of a quantized format, with its scales."""
+
+Progress = Callable[[int, int], None]
+"""`(bytes done, bytes in all)`, called after each weight."""
+
+
+@dataclass
+class Loaded:
+    """What loading left behind.
+
+    Args:
+        packed: `(id of a weight, packing name)` -> what kernels read.
+        unused: names in the source that no weight asked for.
+        nbytes: bytes of all packings.
+    """
+
+    packed: dict[tuple[int, str], Any] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def load(
+    plan: Plan,
+    source: TensorSource,
+    device: str = HOST,
+    *,
+    readers: Mapping[str, FormatReader] | None = None,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Read and pack every weight of a plan.
+
+    Args:
+        plan: tells which weights are needed and in which packings.
+        source: where the tensors are.
+        device: torch device the packed weights live on.
+        readers: a reader for each quantized format in the plan.
+        progress: told after each weight.
+
+    Raises:
+        CheckpointError: tensors are missing or have another shape than the model (all are named before any is read).
+        KernelError: a packing raised; the kernels that asked for it are named.
+    """
+    weights = [plan.weights[i] for i in plan.packings]
+    asked = check(weights, source)
+    total = sum(plan.nbytes(w, name) for w in weights for name in plan.packings[id(w)])
+    loaded = Loaded()
+    for weight in weights:
+        full = assemble(weight, source, plan.settings.dtype, readers or {})
+        packings = plan.packings[id(weight)]
+        if device != HOST:
+            full = full.to(device)
+        for name, packing in packings.items():
+            try:
+                loaded.packed[id(weight), name] = packing.fn(full)
+            except Exception as error:
+                users = sorted(plan.users[id(weight)][name])
+                raise KernelError(
+                    f"Packing {name!r} of {weight.parts[:1] or 'a constant'} raised {type(error).__name__}: {error}. "
+                    f"It was asked for by {', '.join(users[:3])}.",
+                    remedy="pin another provider for these sites",
+                ) from error
+            loaded.nbytes += plan.nbytes(weight, name)
+        if progress is not None:
+            progress(loaded.nbytes, total)
+    loaded.unused = sorted(set(source.names()) - asked)
+    return loaded
+
+
+def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
+    """Check names and shapes of everything before anything is read; returns the names that will be.
+
+    Raises:
+        CheckpointError: something is missing or misshapen.
+    """
+    missing, wrong, asked = [], [], set()
+    for weight in weights:
+        rows, columns = 0, set()
+        for part in weight.parts:
+            asked.add(part)
+            shape = source.shape(part)
+            if shape is None:
+                if not weight.optional:
+                    missing.append(part)
+                continue
+            shape = _sharded(shape, weight.shard)
+            rows += math.prod(shape[:-1]) if len(weight.shape) > 1 else shape[0]
+            columns.add(shape[-1])
+        if not rows:
+            continue
+        want_rows = math.prod(weight.shape[:-1]) if len(weight.shape) > 1 else weight.shape[0]
+        if rows != want_rows or (len(weight.shape) > 1 and columns != {weight.shape[-1]}):
+            found = ", ".join(f"{p} {source.shape(p)}" for p in weight.parts[:3])
+            wrong.append(f"{found}{', ...' if len(weight.parts) > 3 else ''} for {weight.shape}")
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint lacks {len(missing)} tensor(s) the model needs: {', '.join(missing[:5])}"
+            f"{', ...' if len(missing) > 5 else ''}.",
+            remedy="check that all its files are there and that its config belongs to it",
+        )
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} tensor(s) have other shapes than the model's config says: {'; '.join(wrong[:3])}.",
+            remedy="check that the config belongs to the checkpoint",
+        )
+    return asked
+
+
+def assemble(
+    weight: Weight, source: TensorSource, dtype: torch.dtype, readers: Mapping[str, FormatReader]
+) -> torch.Tensor | QTensor:
+    """One weight in canonical form on the host, sharded and fused.
+
+    Raises:
+        CheckpointError: a part cannot be read, or no reader knows the weight's format.
+    """
+    if weight.make is not None:
+        return weight.make()
+    if weight.optional and weight.default is not None and source.shape(weight.parts[0]) is None:
+        return weight.default()
+    if weight.format != PLAIN:
+        return _assemble_quantized(weight, source, readers)
+    full = torch.empty(weight.shape, dtype=weight.dtype or dtype)
+    flat = full.view(-1, weight.shape[-1]) if len(weight.shape) > 1 else full
+    row = 0
+    for part in weight.parts:
+        shape = _sharded(source.shape(part) or (), weight.shard)
+        rows = math.prod(shape[:-1]) if len(weight.shape) > 1 else shape[0]
+        source.read_into(part, flat[row : row + rows].view(shape), weight.shard)
+        row += rows
+    return full
+
+
+def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[str, FormatReader]) -> QTensor:
+    reader = readers.get(weight.format)
+    if reader is None:
+        raise CheckpointError(
+            f"Weight format {weight.format!r} of {weight.parts[0]} has no reader.",
+            there_is=", ".join(sorted(readers)) or "none",
+            remedy="install the plugin that reads it",
+        )
+    parts = [reader(source, name, weight.shard) for name in weight.parts]
+    if len(weight.shape) == 2:
+        return parts[0] if len(parts) == 1 else QTensor.cat(parts)
+    experts = weight.shape[0]
+    each = len(parts) // experts
+    stacked = [QTensor.cat(parts[e * each : (e + 1) * each]) for e in range(experts)]
+    zero = None if stacked[0].zero is None else torch.stack([q.zero for q in stacked if q.zero is not None])
+    return QTensor(
+        torch.stack([q.data for q in stacked]),
+        torch.stack([q.scale for q in stacked]),
+        zero,
+        stacked[0].block,
+        stacked[0].bits,
+    )
+
+
+def _sharded(shape: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
+    if shard.size == 1:
+        return shape
+    first, last = shard.bounds(shape[shard.axis])
+    return (*shape[: shard.axis], last - first, *shape[shard.axis + 1 :])
+
+
+class DictSource:
+    """Tensors held in memory, e.g. a state dict.
+
+    Args:
+        tensors: by name, on any device; read, never changed.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def names(self) -> Iterable[str]:
+        """See `TensorSource.names`."""
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See `TensorSource.shape`."""
+        found = self.tensors.get(name)
+        return None if found is None else tuple(found.shape)
+
+    def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
+        """See `TensorSource.read_into`."""
+        tensor = self.tensors[name]
+        if shard.size > 1:
+            first, last = shard.bounds(tensor.shape[shard.axis])
+            tensor = tensor.narrow(shard.axis, first, last - first)
+        out.copy_(tensor)

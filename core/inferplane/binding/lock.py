@@ -1,0 +1,55 @@
+"""The lock file: kernel choices that were measured once, reviewable, valid for one fingerprint of machine and versions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from inferplane.errors import UsageError
+from inferplane.ops import Op
+
+SCHEMA = 1
+
+
+def signature(op: Op) -> str:
+    """Twelve hexadecimal digits that name an op's static signature; equal across processes and machines."""
+    found = op.__dict__.get("_signature")
+    if found is None:
+        found = op.__dict__["_signature"] = hashlib.sha256(repr(op.key()).encode()).hexdigest()[:12]
+    return str(found)
+
+
+def read_lock(path: str | Path, fingerprint: Mapping[str, Any]) -> dict[str, str]:
+    """Choices of a lock file, `{"op|step_kind|signature": kernel}`.
+
+    Args:
+        path: the file.
+        fingerprint: this machine's; the file's must be equal.
+
+    Raises:
+        UsageError: the file cannot be read, has another schema, or was made elsewhere (the differing entries are named).
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"Lock file {path} cannot be read: {error}.", remedy="make it anew with the tune command") from error
+    if content.get("schema") != SCHEMA:
+        raise UsageError(f"Lock file {path} has schema {content.get('schema')!r}.", there_is=f"schema {SCHEMA}")
+    theirs = content.get("fingerprint", {})
+    other = sorted(k for k in {*theirs, *fingerprint} if theirs.get(k) != fingerprint.get(k))
+    if other:
+        difference = ", ".join(f"{k}: {theirs.get(k)!r} there, {fingerprint.get(k)!r} here" for k in other)
+        raise UsageError(f"Lock file {path} was made for another machine ({difference}).", remedy="tune on this machine")
+    return {str(k): str(v) for k, v in content["choices"].items()}
+
+
+def write_lock(path: str | Path, fingerprint: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """Write a lock file whole or not at all."""
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    content = {"schema": SCHEMA, "fingerprint": dict(fingerprint), "choices": dict(sorted(choices.items()))}
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(target)

@@ -1,0 +1,283 @@
+"""A plan: the binding of all sites of one model on one backend, and the packings its weights are needed in."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from inferplane.binding.resolver import Choice, Options, Resolver
+from inferplane.errors import BindError
+from inferplane.ops import OPS, Op
+from inferplane.types import (
+    CANONICAL,
+    PLAIN,
+    STEP_KINDS,
+    Context,
+    Features,
+    Kernel,
+    KVLayout,
+    KVRequest,
+    Layouts,
+    Packing,
+    QTensor,
+    StepKind,
+    Weight,
+)
+
+COPY_BUDGET = 0.05
+"""Share of the weights' bytes that may be kept in a second packing."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a plan is made for.
+
+    Args:
+        device: the user's word for the backend.
+        dtype: activations' dtype.
+        arch: the architecture assumed or found, opaque.
+        features: what the device can do.
+        deterministic: bind only batch-invariant kernels.
+        copies: share of weight bytes that may be kept twice; None: any.
+        assumed: True when the device was not opened and features are assumed.
+    """
+
+    device: str
+    dtype: torch.dtype
+    arch: str = ""
+    features: Features = field(default_factory=Features)
+    deterministic: bool = False
+    copies: float | None = COPY_BUDGET
+    assumed: bool = False
+
+
+class Plan:
+    """Every decision for one model on one backend: a choice tree a step kind, and each weight's packings.
+
+    Attributes: `model`, `settings`, `layouts` (cache request -> layout), `choices` (step kind -> root choice),
+    `packings` (id of a weight -> name -> packing), `users` (id of a weight -> packing name -> sites), `weights`.
+    """
+
+    def __init__(
+        self, model: Op, settings: Settings, layouts: Layouts, resolvers: Mapping[StepKind, Resolver]
+    ) -> None:
+        self.model, self.settings, self.layouts = model, settings, layouts
+        self.resolvers = resolvers
+        self.choices: dict[StepKind, Choice] = {kind: r.resolve(model) for kind, r in resolvers.items()}
+        self.weights: dict[int, Weight] = {id(w): w for _, w in model.weights()}
+        self.packings: dict[int, dict[str, Packing]] = defaultdict(dict)
+        self.users: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self.packers: dict[int, set[tuple[StepKind, Any, Kernel]]] = defaultdict(set)
+        for kind, choice in self.choices.items():
+            self._collect(model, choice, "", kind)
+
+    # -- packings
+
+    def _collect(self, op: Op, choice: Choice, site: str, kind: StepKind) -> None:
+        if choice.kernel is not None:
+            self._collect_view(op, choice.kernel, "", site, kind, op)
+            return
+        for path, value in op.items():
+            below = f"{site}.{path}" if site else path
+            if isinstance(value, Weight):
+                self._use(value, self.packing(op, value, CANONICAL, kind), below)
+            elif isinstance(value, Op):
+                self._collect(value, choice.children[path], below, kind)
+
+    def _collect_view(self, op: Op, kernel: Kernel, prefix: str, site: str, kind: StepKind, root: Op) -> None:
+        for path, value in op.items():
+            if isinstance(value, Weight):
+                packing = kernel.packs.get(prefix + path, CANONICAL)
+                self._use(value, self.packing(op, value, packing, kind), f"{site} {kernel.name}")
+                if packing is not CANONICAL:
+                    self.packers[id(value)].add((kind, root.key(), kernel))
+            elif isinstance(value, Op):
+                self._collect_view(value, kernel, f"{prefix}{path}.", site, kind, root)
+
+    def packing(self, op: Op, weight: Weight, packing: Packing, kind: StepKind) -> Packing:
+        """The packing as it will be stored: behind dequantizing when no kernel of `op` takes the weight's format."""
+        if weight.format == PLAIN or self.resolvers[kind].native(op.name, weight.format):
+            return packing
+        dtype = weight.dtype or self.settings.dtype
+        name = "plain" if packing is CANONICAL else f"plain > {packing.name}"
+        return Packing(name, lambda q: packing.fn(q.dequantize(dtype) if isinstance(q, QTensor) else q))
+
+    def _use(self, weight: Weight, packing: Packing, user: str) -> None:
+        self.packings[id(weight)].setdefault(packing.name, packing)
+        self.users[id(weight)][packing.name].add(user)
+
+    def nbytes(self, weight: Weight, packing: str) -> int:
+        """Bytes of one weight in one packing (padding by the packing not counted)."""
+        if weight.format != PLAIN and packing.startswith("plain"):
+            weight = replace(weight, format=PLAIN)
+        return weight.nbytes(self.settings.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in all their packings."""
+        return sum(self.nbytes(self.weights[i], name) for i, names in self.packings.items() for name in names)
+
+    def copied_bytes(self) -> dict[int, int]:
+        """Bytes of the second and further packings, by weight."""
+        out = {}
+        for i, names in self.packings.items():
+            sizes = sorted(self.nbytes(self.weights[i], name) for name in names)
+            if len(sizes) > 1:
+                out[i] = sum(sizes[:-1])
+        return out
+
+    # -- walking
+
+    def sites(self, kind: StepKind) -> Iterator[tuple[str, Op, Choice]]:
+        """`(site, op, choice)` of every site that is bound in steps of `kind`, parents before children."""
+
+        def walk(op: Op, choice: Choice, site: str) -> Iterator[tuple[str, Op, Choice]]:
+            yield site, op, choice
+            if choice.kernel is None:
+                for path, child in op.children():
+                    yield from walk(child, choice.children[path], f"{site}.{path}" if site else path)
+
+        return walk(self.model, self.choices[kind], "")
+
+    def distinct(self) -> Iterator[tuple[StepKind, str, Op, Choice]]:
+        """One `(step kind, first site, op, choice)` a distinct choice."""
+        for kind in self.choices:
+            seen: set[int] = set()
+            for site, op, choice in self.sites(kind):
+                if id(choice) not in seen:
+                    seen.add(id(choice))
+                    yield kind, site, op, choice
+
+    def hot_references(self) -> list[tuple[str, str, str]]:
+        """`(step kind, site, op)` of hot ops that no kernel serves."""
+        out = []
+        for kind, site, op, choice in self.distinct():
+            if choice.own_hot and choice.kernel is None and not any(c.hot for c in choice.children.values()):
+                out.append((kind, site, op.name))
+        return out
+
+
+def bind(
+    model: Op,
+    kernels: Sequence[Kernel],
+    settings: Settings,
+    kv_layouts: Callable[[KVRequest], Sequence[KVLayout]],
+    *,
+    options: Options | None = None,
+    step_kinds: Sequence[StepKind] = STEP_KINDS,
+    strict: bool = False,
+) -> Plan:
+    """Choose a KV layout and a kernel for every site. No tensor exists yet, not even on meta.
+
+    Args:
+        model: the tree of ops.
+        kernels: what the device's plugins declare.
+        settings: device, dtype, features, options.
+        kv_layouts: layouts on offer for a cache request, at least one.
+        options: pins, lock, demotions.
+        step_kinds: the columns of the plan.
+        strict: refuse a plan that leaves a hot op on its reference.
+
+    Raises:
+        BindError: a pin cannot be met or meets no site; no layouts agree on a block size; `strict` is not met.
+        KernelError: a kernel is declared wrongly.
+    """
+    options = options or Options()
+    refused: dict[tuple[StepKind, Any, Kernel], list[str]] = {}
+    while True:
+        plan = _best_layouts(model, kernels, settings, kv_layouts, options, step_kinds, refused)
+        banned = _over_budget(plan)
+        if banned is None:
+            break
+        key, reason = banned
+        refused[key] = [reason]
+    unused = sorted(set(options.pins) - set().union(*(r.used_pins for r in plan.resolvers.values())))
+    if unused:
+        raise _unused_pin(model, unused)
+    if strict and (left := plan.hot_references()):
+        listed = ", ".join(f"{op} at {site or 'the root'} ({kind})" for kind, site, op in left[:5])
+        raise BindError(
+            f"strict=True, but {len(left)} hot op(s) of device {settings.device!r} have no kernel: {listed}.",
+            remedy="drop strict, or see the reasons in explain",
+        )
+    return plan
+
+
+def _best_layouts(
+    model: Op,
+    kernels: Sequence[Kernel],
+    settings: Settings,
+    kv_layouts: Callable[[KVRequest], Sequence[KVLayout]],
+    options: Options,
+    step_kinds: Sequence[StepKind],
+    refused: Mapping[tuple[StepKind, Any, Kernel], list[str]],
+) -> Plan:
+    """Layouts and kernels are chosen together: the combination whose layout-aware kernels rank highest in sum."""
+    requests = model.kv_requests()
+    offers = [list(kv_layouts(r)) for r in requests]
+    best: tuple[int, Plan] | None = None
+    for combination in itertools.product(*offers):
+        if len({layout.block_tokens for layout in combination}) > 1:
+            continue
+        layouts = dict(zip(requests, combination))
+        resolvers: dict[StepKind, Resolver] = {}
+        for kind in step_kinds:
+            ctx = Context(settings.dtype, kind, layouts, settings.features, settings.deterministic)
+            resolvers[kind] = Resolver(kernels, ctx, options)
+            resolvers[kind].refused = {(key, k): why for (s, key, k), why in refused.items() if s == kind}
+        plan = Plan(model, settings, layouts, resolvers)
+        score = sum(_layout_score(c) for c in plan.choices.values())
+        if best is None or score > best[0]:
+            best = score, plan
+    if best is None:
+        sizes = {f"{r.kind}, window {r.window}": [x.name for x in offer] for r, offer in zip(requests, offers)}
+        raise BindError(
+            f"Device {settings.device!r} offers no KV layouts with one block size for all layers of this model.",
+            there_is=str(sizes),
+            remedy="let the backend offer layouts that share a block size",
+        )
+    return best[1]
+
+
+def _layout_score(choice: Choice) -> int:
+    own = choice.rank if choice.kernel is not None and choice.kernel.when.kv_layouts else 0
+    return own + sum(_layout_score(c) for c in choice.children.values())
+
+
+def _over_budget(plan: Plan) -> tuple[tuple[StepKind, Any, Kernel], str] | None:
+    """The kernel to refuse when second copies of weights exceed the budget, and the reason; None when they fit."""
+    budget = plan.settings.copies
+    if budget is None:
+        return None
+    copied = plan.copied_bytes()
+    once = plan.weight_bytes - sum(copied.values())
+    if sum(copied.values()) <= budget * once:
+        return None
+    candidates = [i for i in copied if plan.packers[i]]
+    if not candidates:
+        return None
+    worst = max(candidates, key=lambda i: copied[i])
+    key = min(plan.packers[worst], key=lambda u: (u[2].rank, u[2].name, u[0]))
+    weight = plan.weights[worst]
+    name = weight.parts[0] if weight.parts else "a constant"
+    return key, (
+        f"would keep a second copy of {name} ({copied[worst]} bytes in packings "
+        f"{', '.join(sorted(plan.packings[worst]))}); all copies may be {budget:.0%} of {once} weight bytes"
+    )
+
+
+def _unused_pin(model: Op, unused: list[str]) -> BindError:
+    import difflib
+
+    sites = [site for site, _ in model.sites() if site]
+    close = [c for name in unused for c in difflib.get_close_matches(name, [*sites, *OPS], 3)]
+    return BindError(
+        f"No site or op of this model is called {', '.join(map(repr, unused))}.",
+        there_is=f"near it: {', '.join(close)}" if close else "ops " + ", ".join(sorted({o.name for _, o in model.sites()})),
+        remedy="pin an op by its name, or a site as explain prints it (patterns such as 'layers.*.mlp' work)",
+    )

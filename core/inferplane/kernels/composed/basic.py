@@ -1,0 +1,89 @@
+"""Norms, linear layers, activations, rotary positions, sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from inferplane.ops import AllReduce, SampleTokens
+from inferplane.types import Batch, Kernel, Kernels, Packing, When
+
+KERNELS = Kernels()
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ANY = When(dtypes=FLOATS)
+FLOAT32 = Packing("float32", lambda w: w.float())
+
+
+@KERNELS("embedding", "torch", when=When(FLOATS, needs=(("one rank", lambda op: op.reduce is None),)), capture_safe=True,
+         batch_invariant=True)
+def embedding(p: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Gather rows."""
+    return F.embedding(ids, p.weight)
+
+
+@KERNELS("rms_norm", "torch", when=ANY, capture_safe=True, batch_invariant=True)
+def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """torch's own RMS norm."""
+    return F.rms_norm(x, p.weight.shape, p.weight, p.eps)
+
+
+@KERNELS("add_rms_norm", "torch", when=ANY, capture_safe=True, batch_invariant=True)
+def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Addition, then torch's own RMS norm."""
+    s = x if residual is None else x + residual
+    return F.rms_norm(s, p.norm.weight.shape, p.norm.weight, p.norm.eps), s
+
+
+def _same_dtype(op: Any) -> bool:
+    return op.out_dtype is None and op.act is None
+
+
+@KERNELS("linear", "torch", when=When(FLOATS, needs=(("activations and result in the plan's dtype", _same_dtype),)),
+         capture_safe=True)
+def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """torch's own matrix product."""
+    return F.linear(x, p.weight, p.bias)
+
+
+def _float32_result(op: Any) -> bool:
+    return op.out_dtype is torch.float32 and op.act is None
+
+
+@KERNELS("linear", "torch", when=When(FLOATS, needs=(("a float32 result", _float32_result),)),
+         packs={"weight": FLOAT32, "bias": FLOAT32}, capture_safe=True)
+def linear_float32(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """The product in float32 throughout, as routers want it; the weight is kept in float32."""
+    return F.linear(x.float(), p.weight, p.bias)
+
+
+@KERNELS("lm_head", "torch", when=ANY, capture_safe=True)
+def lm_head(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Select rows, multiply in the plan's dtype, widen."""
+    rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
+    return F.linear(rows, p.weight).float()
+
+
+@KERNELS("silu_mul", "torch", when=ANY, capture_safe=True, batch_invariant=True)
+def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half times the second half."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@KERNELS("rope", "torch", when=ANY, capture_safe=True, batch_invariant=True)
+def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate in float32; one gather of cosines and sines a token."""
+    cos, sin = p.table[positions][:, :, None].unbind(1)
+    h = x.float()
+    if p.interleaved:
+        a, b = h.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).to(x.dtype)
+    a, b = h.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+# These bodies are already nothing but torch operators on the device.
+KERNELS.append(Kernel("sample", "torch", SampleTokens.__call__, ANY, capture_safe=True, batch_invariant=True))
+KERNELS.append(Kernel("all_reduce", "torch", AllReduce.__call__, ANY, batch_invariant=True))

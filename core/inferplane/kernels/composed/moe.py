@@ -1,0 +1,38 @@
+"""Mixture of experts: tokens gathered by expert, two products each, scattered back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from inferplane.ops import MoERoute
+from inferplane.types import Kernel, Kernels, When
+
+KERNELS = Kernels()
+ANY = When(dtypes=(torch.float32, torch.bfloat16, torch.float16))
+
+# The body is already nothing but torch operators on the device.
+KERNELS.append(Kernel("moe_route", "torch", MoERoute.__call__, ANY, capture_safe=True, batch_invariant=True))
+
+
+@KERNELS("moe_experts", "torch", when=ANY)
+def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Sort the chosen pairs by expert, so that each expert's rows are one slice; only chosen experts are read."""
+    tokens, k = ids.shape
+    order = ids.flatten().argsort(stable=True)
+    token = torch.div(order, k, rounding_mode="floor")
+    counts = torch.bincount(ids.flatten(), minlength=p.gate_up.shape[0]).tolist()
+    rows, scale = x[token], weights.flatten()[order]
+    out = torch.zeros_like(x, dtype=torch.float32)
+    start = 0
+    for e, n in enumerate(counts):
+        if not n:
+            continue
+        part = slice(start, start + n)
+        gate, up = F.linear(rows[part], p.gate_up[e]).chunk(2, -1)
+        y = F.linear(F.silu(gate) * up, p.down[e])
+        out.index_add_(0, token[part], y.float() * scale[part, None])
+        start += n
+    return out.to(x.dtype)

@@ -1,0 +1,54 @@
+"""The operations models are written in. One place answers "what must this kernel compute?"."""
+
+from inferplane.ops.attention import Attention, GQABlock, KVWrite, each_range, hidden_pairs
+from inferplane.ops.basic import AddRMSNorm, Embedding, GatedMLP, Linear, LMHead, RMSNorm, Rope, SiluMul
+from inferplane.ops.collective import AllReduce
+from inferplane.ops.draw import Draw
+from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite
+from inferplane.ops.model import CausalLM, DecoderLayer, MTPLayer
+from inferplane.ops.moe import MoE, MoEExperts, MoERoute
+from inferplane.ops.op import OPS, Comparison, Cost, Load, Op, Sample, placeholder, values
+from inferplane.ops.quantize import FORMATS, Quantize, dequantize_rows, encode
+from inferplane.ops.sampling import SampleTokens
+
+__all__ = [
+    "FORMATS",
+    "OPS",
+    "AddRMSNorm",
+    "AllReduce",
+    "Attention",
+    "CausalLM",
+    "Comparison",
+    "Cost",
+    "DecoderLayer",
+    "Draw",
+    "Embedding",
+    "GQABlock",
+    "GatedMLP",
+    "KVWrite",
+    "LMHead",
+    "Linear",
+    "Load",
+    "MLAAbsorbed",
+    "MLABlock",
+    "MLADims",
+    "MLAExpanded",
+    "MLAKVWrite",
+    "MTPLayer",
+    "MoE",
+    "MoEExperts",
+    "MoERoute",
+    "Op",
+    "Quantize",
+    "RMSNorm",
+    "Rope",
+    "Sample",
+    "SampleTokens",
+    "SiluMul",
+    "dequantize_rows",
+    "each_range",
+    "encode",
+    "hidden_pairs",
+    "placeholder",
+    "values",
+]

@@ -1,0 +1,255 @@
+"""Attention over a paged cache: writing K and V, attending, and the block around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from inferplane.ops.basic import Linear, RMSNorm, Rope
+from inferplane.ops.collective import AllReduce
+from inferplane.ops.draw import Draw
+from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Load, Op, Sample, placeholder
+from inferplane.types import Batch, KVRequest, LayerKV, Weight
+
+Queries = Literal["few", "many"]
+
+
+def hidden_pairs(query_tokens: int, tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which keys each query must not see: True above the causal diagonal and before the window.
+
+    Args:
+        query_tokens: the last `query_tokens` of the sequence ask.
+        tokens: length of the sequence.
+        window: how many last tokens, itself included, a query sees; None: all.
+        device: where the mask is made.
+
+    Returns:
+        bool `[query_tokens, tokens]`.
+    """
+    key = torch.arange(tokens, device=device)[None]
+    query = torch.arange(tokens - query_tokens, tokens, device=device)[:, None]
+    late = key > query
+    return late if window is None else late | (key <= query - window)
+
+
+def each_range(
+    batch: Batch, q: tuple[torch.Tensor, ...], few: Callable[..., torch.Tensor], many: Callable[..., torch.Tensor], kv: LayerKV
+) -> torch.Tensor:
+    """Run `few` on the sequences with few query tokens and `many` on the others; rows come back in order.
+
+    Args:
+        batch: the step.
+        q: tensors whose dim 0 is tokens, passed on in slices.
+        few: attention bound for few query tokens: `(*q, batch, kv) -> [t, ...]`.
+        many: attention bound for many query tokens.
+        kv: the layer's cache.
+    """
+    a, b = batch.split()
+    if b is None:
+        return few(*q, batch if a is None else a, kv)
+    if a is None:
+        return many(*q, b, kv)
+    n = a.tokens
+    return torch.cat((few(*(t[:n] for t in q), a, kv), many(*(t[n:] for t in q), b, kv)))
+
+
+class KVWrite(Op, name="kv_write"):
+    """Store this step's K and V in the cache; rows with slot -1 are ignored.
+
+    Args of the call:
+        k: `[T, G, D]`. v: `[T, G, Dv]`. Either may be strided.
+        batch: its `slots` `[T]`.
+        kv: the layer's cache, changed.
+
+    Returns:
+        None.
+
+    Source: paged attention, Kwon et al., arXiv 2309.06180.
+    """
+
+    tolerance = EXACT
+
+    kv: KVRequest
+
+    def __call__(self, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+        kv.write(batch.slots, k, v)
+
+    def cost(self, load: Load) -> Cost:
+        """Bytes read and written."""
+        return Cost(2 * load.tokens * self.kv.entries * load.dtype.itemsize)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Empty caches and caches with history, strided V."""
+        request = KVRequest("gqa", 2, 64, 64)
+
+        def inputs(sequences: list[tuple[int, int]]) -> Callable[[Draw], tuple[Any, ...]]:
+            def draw_inputs(d: Draw) -> tuple[Any, ...]:
+                batch, kv = d.step(request, sequences)
+                wide = d.normal(batch.tokens, 2, 160)
+                return d.normal(batch.tokens, 2, 64), wide[..., 96:], batch, kv
+
+            return draw_inputs
+
+        return [
+            Sample("decode", KVWrite(request), inputs([(1, 5), (2, 70)]), "decode"),
+            Sample("mixed", KVWrite(request), inputs([(1, 130), (50, 0), (9, 63)])),
+        ]
+
+
+class Attention(Op, name="attention", hot=True):
+    """Causal attention of ragged queries over a paged cache: `softmax(q k^T scale) v`, each query group on its KV head.
+
+    A query at position p sees keys 0..p, or the last `window` of them. Softmax and sums in float32, rounded once.
+
+    Args of the call:
+        q: `[T, H, D]`, contiguous rows.
+        batch: lengths, offsets and block tables; the step's own K and V are already in the cache.
+        kv: the layer's cache.
+
+    Returns:
+        `[T, H, Dv]` in the dtype of `q`. Rows of padded sequences are undefined.
+
+    Fields: `heads` query heads H; `scale`; `kv` the cache request (KV heads, dims, window); `queries` "few" when every
+    sequence brings at most 8 query tokens, else "many".
+
+    Source: GQA, arXiv 2305.13245; paged attention, arXiv 2309.06180; window as in Mistral 7B, arXiv 2310.06825.
+    """
+
+    tolerance = ACCUMULATED
+
+    heads: int
+    scale: float
+    kv: KVRequest
+    queries: Queries = "many"
+
+    def __call__(self, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+        group = self.heads // self.kv.heads
+        out = q.new_zeros(q.shape[0], self.heads, self.kv.v_dim)
+        for a, b, n, table in batch.rows():
+            k, v = (t.float().repeat_interleave(group, 1) for t in kv.read(table, n))
+            s = torch.einsum("qhd,khd->hqk", q[a:b].float(), k) * self.scale
+            s = s.masked_fill(hidden_pairs(b - a, n, self.kv.window, q.device), -torch.inf)
+            out[a:b] = torch.einsum("hqk,khd->qhd", s.softmax(-1), v).to(q.dtype)
+        return out
+
+    def cost(self, load: Load) -> Cost:
+        """Bytes of the cache read once; two operations a multiply-add of scores and values."""
+        r = self.kv
+        moved = load.kv_tokens * r.entries * load.dtype.itemsize
+        return Cost(moved, 2.0 * load.pairs * self.heads * (r.dim + r.v_dim))
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Single tokens, drafts, prefill, chunks and mixtures; head counts and dims of real models; a window."""
+        g2 = KVRequest("gqa", 2, 64, 64)
+        g1 = KVRequest("gqa", 1, 128, 128)
+        g4 = KVRequest("gqa", 4, 32, 32)
+        window = KVRequest("gqa", 2, 64, 64, window=20)
+
+        def sample(label: str, request: KVRequest, heads: int, sequences: list[tuple[int, int]], queries: Queries) -> Sample:
+            def inputs(d: Draw) -> tuple[Any, ...]:
+                batch, kv = d.step(request, sequences, written=True)
+                return d.normal(batch.tokens, heads, request.dim), batch, kv
+
+            kind = "decode" if queries == "few" else "mixed"
+            return Sample(label, Attention(heads, request.dim**-0.5, request, queries), inputs, kind)  # type: ignore[arg-type]
+
+        return [
+            sample("decode", g2, 4, [(1, 5), (1, 90)], "few"),
+            sample("first_token", g2, 4, [(1, 0)], "few"),
+            sample("drafts", g2, 6, [(1, 40), (3, 64), (8, 127)], "few"),
+            sample("decode_d128_mqa", g1, 8, [(1, 200), (2, 33)], "few"),
+            sample("window_decode", window, 4, [(1, 90), (3, 12), (2, 300)], "few"),
+            sample("prefill", g2, 4, [(70, 0), (19, 0)], "many"),
+            sample("chunks", g2, 4, [(9, 90), (33, 64), (64, 128)], "many"),
+            sample("mha_d32", g4, 4, [(40, 3)], "many"),
+            sample("prefill_d128", g1, 4, [(65, 0), (12, 130)], "many"),
+            sample("window_prefill", window, 2, [(60, 0), (15, 40)], "many"),
+        ]
+
+
+class GQABlock(Op, name="gqa_block"):
+    """Grouped-query attention whole: project, rotate, write the cache, attend, project back.
+
+    `q, k, v = split(qkv(x)); q, k = rope(q), rope(k); write(k, v); y = o(attend(q))`, with norms on q and k where the
+    model has them. Sequences with few query tokens and those with many are served by the op bound for each.
+
+    Args of the call:
+        x: `[T, D]`. batch: the step. kv: the layer's cache, changed.
+
+    Returns:
+        `[T, D]` in the dtype of `x`.
+
+    Fields: `qkv` linear D -> (H + 2 G) d, rows q then k then v; `o` linear H d -> D; `heads` (H, G); `head_dim` d.
+
+    Source: GQA, arXiv 2305.13245; norms on q and k as in Qwen3, arXiv 2505.09388.
+    """
+
+    tolerance = BLOCK
+
+    qkv: Linear
+    o: Linear
+    rope: Rope
+    few: Attention
+    many: Attention
+    write: KVWrite
+    heads: tuple[int, int]
+    head_dim: int
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+    reduce: AllReduce | None = None
+
+    def __call__(self, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+        h, g = self.heads
+        q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split((h, g, g), 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
+        self.write(k, v, batch, kv)
+        y = self.o(each_range(batch, (q,), self.few, self.many, kv).flatten(1))
+        return y if self.reduce is None else self.reduce(y)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Decode, prefill and a mixture; with norms on q and k."""
+        request = KVRequest("gqa", 2, 32, 32)
+
+        def block(norms: bool) -> GQABlock:
+            norm = lambda: RMSNorm(placeholder(32), 1e-6) if norms else None  # noqa: E731
+            return GQABlock(
+                qkv=Linear(placeholder((4 + 4) * 32, 64)),
+                o=Linear(placeholder(64, 128)),
+                rope=Rope(_rope_table(32, 512)),
+                few=Attention(4, 32**-0.5, request, "few"),
+                many=Attention(4, 32**-0.5, request, "many"),
+                write=KVWrite(request),
+                heads=(4, 2),
+                head_dim=32,
+                q_norm=norm(),
+                k_norm=norm(),
+            )
+
+        def sample(label: str, op: GQABlock, sequences: list[tuple[int, int]], kind: Any) -> Sample:
+            def inputs(d: Draw) -> tuple[Any, ...]:
+                batch, kv = d.step(request, sequences)
+                return d.normal(batch.tokens, 64), batch, kv
+
+            return Sample(label, op, inputs, kind)
+
+        return [
+            sample("decode", block(False), [(1, 9), (3, 70)], "decode"),
+            sample("prefill", block(False), [(33, 0), (20, 0)], "mixed"),
+            sample("mixed", block(False), [(1, 100), (2, 47), (40, 0), (11, 60)], "mixed"),
+            sample("qk_norm", block(True), [(1, 10), (17, 5)], "mixed"),
+        ]
+
+
+def _rope_table(dim: int, positions: int) -> Weight:
+    def make() -> torch.Tensor:
+        angle = torch.arange(float(positions))[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
+        return torch.stack((angle.cos(), angle.sin()), 1)
+
+    return Weight((), (positions, 2, dim // 2), torch.float32, make=make)

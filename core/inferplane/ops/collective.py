@@ -1,0 +1,46 @@
+"""Collectives as ops: children of the layers whose parts they join."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from inferplane.ops.op import EXACT, Cost, Load, Op, Sample
+
+
+class AllReduce(Op, name="all_reduce"):
+    """Sum over the ranks that share a layer: `y = sum_r x_r`; with one rank, `x` itself.
+
+    Args of the call:
+        x: `[T, D]`; may be overwritten.
+
+    Returns:
+        `[T, D]` in the dtype of `x`, equal on all ranks.
+
+    Fields: `ranks`, the number of processes that share the layer (torch.distributed's default group).
+
+    Raises:
+        RuntimeError: `ranks` > 1 and no process group is initialised (from torch.distributed).
+
+    Source: Megatron-LM, arXiv 1909.08053.
+    """
+
+    tolerance = EXACT
+
+    ranks: int = 1
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.ranks > 1:
+            dist.all_reduce(x)
+        return x
+
+    def cost(self, load: Load) -> Cost:
+        """Not counted: it is bound by the links, not by the device."""
+        return Cost()
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """One rank; several ranks are tested end to end."""
+        return [Sample("alone", AllReduce(1), lambda d: (d.normal(3, 64),))]

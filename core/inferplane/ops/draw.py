@@ -1,0 +1,105 @@
+"""Random inputs for samples: tensors, ragged batches, caches with history, weights. Fresh numbers for every seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from inferplane.types import HOST, PLAIN, Batch, KVRequest, LayerKV, QTensor, Weight
+from inferplane.types.batch import Query, make_batch
+
+BuildKV = Callable[[KVRequest, int], LayerKV]
+
+
+class Draw:
+    """A seeded source of inputs in one dtype on one device. Numbers are drawn on the host, so seeds mean the same
+    everywhere.
+
+    Args:
+        seed: any integer.
+        dtype: dtype of drawn activations.
+        device: torch device the tensors are moved to.
+        build_kv: `(request, blocks) -> LayerKV`, in the layout under test.
+    """
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: str = HOST, build_kv: BuildKV | None = None) -> None:
+        self.generator = torch.Generator(HOST).manual_seed(seed)
+        self.dtype, self.device, self.build_kv = dtype, device, build_kv
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Normal numbers of the given standard deviation, in this draw's dtype unless `dtype` is given."""
+        return self._place(torch.randn(*shape, generator=self.generator) * scale, dtype or self.dtype)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+        """Uniform float32 numbers in [low, high)."""
+        return self._place(torch.rand(*shape, generator=self.generator) * (high - low) + low, torch.float32)
+
+    def ints(self, *shape: int, below: int) -> torch.Tensor:
+        """Integers in [0, below), int64."""
+        return self._place(torch.randint(0, below, shape, generator=self.generator), torch.int64)
+
+    def permutation(self, n: int) -> list[int]:
+        """The numbers 0 to n-1 in random order."""
+        return [int(i) for i in torch.randperm(n, generator=self.generator)]
+
+    def _place(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype).to(self.device)
+
+    # -- batches and caches
+
+    def step(
+        self, request: KVRequest, sequences: Sequence[tuple[int, int]], *, written: bool = False, vocab: int = 97
+    ) -> tuple[Batch, LayerKV]:
+        """A ragged step over a cache that already holds each sequence's history.
+
+        Args:
+            request: what the layer remembers.
+            sequences: `(query tokens, tokens before)` of each sequence, those with few query tokens first.
+            written: also fill in the query tokens' own entries (for attention alone, which reads them).
+            vocab: token ids are drawn below this.
+
+        Returns:
+            The batch, and the layer's cache with random entries. Blocks are scattered, and one spare block stays
+            unused.
+        """
+        assert self.build_kv is not None, "this draw was made without a cache"
+        probe = self.build_kv(request, 1)
+        size = probe.block_tokens
+        counts = [math.ceil((new + before) / size) for new, before in sequences]
+        kv = self.build_kv(request, sum(counts) + 1)
+        order = self.permutation(sum(counts) + 1)
+        queries = []
+        for (new, before), count in zip(sequences, counts):
+            blocks, order = order[:count], order[count:]
+            ids = [int(i) for i in torch.randint(0, vocab, (new,), generator=self.generator)]
+            queries.append(Query(ids, before, blocks))
+            stored = before + (new if written else 0)
+            if stored:
+                slots = torch.tensor([blocks[i // size] * size + i % size for i in range(stored)]).to(self.device)
+                kv.write(slots, *self.kv_entries(request, stored))
+        return make_batch(queries, block_tokens=size, device=self.device), kv
+
+    def kv_entries(self, request: KVRequest, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Random entries of a cache in canonical form, `tokens` of them."""
+        if request.kind == "mla":
+            return (self.normal(tokens, request.dim),)
+        return self.normal(tokens, request.heads, request.dim), self.normal(tokens, request.heads, request.v_dim)
+
+    # -- weights
+
+    def weight(self, weight: Weight) -> torch.Tensor | QTensor:
+        """Random canonical values for a declared weight, scaled so that outputs are of order one, on the host."""
+        if weight.make is not None:
+            return weight.make()
+        dtype = weight.dtype or self.dtype
+        fan_in = weight.shape[-1] if len(weight.shape) > 1 else 1
+        values = torch.randn(*weight.shape, generator=self.generator) / math.sqrt(fan_in)
+        if len(weight.shape) == 1:
+            values = values * 0.2 + 1.0
+        if weight.format == PLAIN:
+            return values.to(dtype)
+        from inferplane.ops.quantize import encode
+
+        return encode(values, weight.format)

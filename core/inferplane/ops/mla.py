@@ -1,0 +1,302 @@
+"""Multi-head latent attention: one latent vector a token in the cache, expanded or absorbed when attending."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from inferplane.ops.attention import _rope_table, each_range, hidden_pairs
+from inferplane.ops.basic import Linear, RMSNorm, Rope
+from inferplane.ops.collective import AllReduce
+from inferplane.ops.draw import Draw
+from inferplane.ops.op import BLOCK, EXACT, Cost, Load, Op, Sample, placeholder, values
+from inferplane.types import Batch, KVRequest, LayerKV, Weight
+
+
+@dataclass(frozen=True)
+class MLADims:
+    """Sizes of latent attention, in entries.
+
+    Args:
+        heads: query heads H on this rank.
+        nope: query and key entries a head without rotation N.
+        rope: rotated entries P, shared by all heads in the key.
+        value: value entries a head V.
+        latent: entries of the latent vector R (`kv_lora_rank`).
+    """
+
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    latent: int
+
+    @property
+    def request(self) -> KVRequest:
+        """What the cache keeps: `[latent | rotated key]`, R + P entries a token."""
+        return KVRequest("mla", 1, self.latent + self.rope)
+
+
+class MLAKVWrite(Op, name="mla_kv_write"):
+    """Store `[latent | rotated key]` of each token; rows with slot -1 are ignored.
+
+    Args of the call:
+        latent: `[T, R]`, after its norm. k_rope: `[T, P]`, rotated.
+        batch: its `slots` `[T]`. kv: the layer's cache, changed.
+
+    Returns:
+        None.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    """
+
+    tolerance = EXACT
+
+    kv: KVRequest
+
+    def __call__(self, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+        kv.write(batch.slots, torch.cat((latent, k_rope), -1))
+
+    def cost(self, load: Load) -> Cost:
+        """Bytes read and written."""
+        return Cost(2 * load.tokens * self.kv.entries * load.dtype.itemsize)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Decode and mixed steps over caches with history."""
+        request = KVRequest("mla", 1, 96)
+
+        def inputs(sequences: list[tuple[int, int]]) -> Any:
+            def draw_inputs(d: Draw) -> tuple[Any, ...]:
+                batch, kv = d.step(request, sequences)
+                return d.normal(batch.tokens, 64), d.normal(batch.tokens, 48)[:, :32], batch, kv
+
+            return draw_inputs
+
+        return [
+            Sample("decode", MLAKVWrite(request), inputs([(1, 5), (2, 70)]), "decode"),
+            Sample("mixed", MLAKVWrite(request), inputs([(1, 130), (50, 0), (9, 63)])),
+        ]
+
+
+class MLAExpanded(Op, name="mla_expanded", hot=True):
+    """Attention over K and V expanded from the latent, for many query tokens.
+
+    `[k_nope | v] = kv_b(c); s = (q_nope k_nope^T + q_rope k_rope^T) scale; y = softmax(s) v`, causal, float32 inside.
+
+    Args of the call:
+        q_nope: `[T, H, N]`. q_rope: `[T, H, P]`, rotated. Either may be strided.
+        batch: the step; its own latents are already in the cache. kv: the layer's cache.
+
+    Returns:
+        `[T, H, V]` in the dtype of `q_nope`.
+
+    Fields: `kv_b` linear R -> H (N + V), rows `[k_nope | v]` a head; `dims`; `scale`; `kv`.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
+    """
+
+    tolerance = BLOCK
+
+    kv_b: Linear
+    dims: MLADims
+    scale: float
+    kv: KVRequest
+
+    def __call__(self, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+        d = self.dims
+        out = q_nope.new_zeros(q_nope.shape[0], d.heads, d.value)
+        for a, b, n, table in batch.rows():
+            latent, k_rope = kv.read(table, n)[0].to(q_nope.dtype).split((d.latent, d.rope), -1)
+            k, v = self.kv_b(latent.contiguous()).view(n, d.heads, -1).float().split((d.nope, d.value), -1)
+            s = torch.einsum("qhd,khd->hqk", q_nope[a:b].float(), k)
+            s = (s + torch.einsum("qhd,kd->hqk", q_rope[a:b].float(), k_rope.float())) * self.scale
+            s = s.masked_fill(hidden_pairs(b - a, n, None, q_nope.device), -torch.inf)
+            out[a:b] = torch.einsum("hqk,khd->qhd", s.softmax(-1), v).to(out.dtype)
+        return out
+
+    def cost(self, load: Load) -> Cost:
+        """The cache read and expanded once, then scores and values head by head."""
+        d = self.dims
+        expand = self.kv_b.cost(Load(load.kv_tokens, dtype=load.dtype))
+        attend = 2.0 * load.pairs * d.heads * (d.nope + d.rope + d.value)
+        return expand + Cost(load.kv_tokens * self.kv.entries * load.dtype.itemsize, attend)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Prefill, chunks; V3's own dims with few heads."""
+        small, real = MLADims(2, 32, 16, 24, 48), MLADims(2, 128, 64, 128, 512)
+        make = lambda d: MLAExpanded(  # noqa: E731
+            Linear(placeholder(d.heads * (d.nope + d.value), d.latent)), d, (d.nope + d.rope) ** -0.5, d.request
+        )
+        return [
+            Sample("prefill", make(small), _queries(small, [(20, 0), (13, 0)])),
+            Sample("chunks", make(small), _queries(small, [(9, 70), (33, 128)])),
+            Sample("v3_dims", make(real), _queries(real, [(17, 60)])),
+        ]
+
+
+class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
+    """The same value with `kv_b` folded into the query and the output, for few query tokens.
+
+    Per head, `W_k [N, R]` and `W_v [V, R]` are rows of `kv_b`: `q' = [q_nope W_k | q_rope]; s = q' c^T scale;
+    y = (softmax(s) c[:R]) W_v^T`. Keys and values are never expanded: every head reads the same R + P entries a token.
+
+    Args of the call:
+        q_nope: `[T, H, N]`. q_rope: `[T, H, P]`, rotated. Either may be strided.
+        batch: the step; its own latents are already in the cache. kv: the layer's cache.
+
+    Returns:
+        `[T, H, V]` in the dtype of `q_nope`.
+
+    Fields: `kv_b` `[H (N + V), R]`, tied to `MLAExpanded.kv_b`; `dims`; `scale`; `kv`.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2 ("absorbed").
+    """
+
+    tolerance = BLOCK
+
+    kv_b: Weight
+    dims: MLADims
+    scale: float
+    kv: KVRequest
+
+    def __call__(self, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+        d = self.dims
+        w = values(self.kv_b).view(d.heads, d.nope + d.value, d.latent)  # type: ignore[arg-type]
+        w_k, w_v = w.split((d.nope, d.value), 1)
+        q = torch.cat((torch.einsum("thn,hnr->thr", q_nope.float(), w_k), q_rope.float()), -1)
+        out = q_nope.new_zeros(q_nope.shape[0], d.heads, d.value)
+        for a, b, n, table in batch.rows():
+            c = kv.read(table, n)[0].float()
+            s = torch.einsum("qhd,kd->hqk", q[a:b], c) * self.scale
+            s = s.masked_fill(hidden_pairs(b - a, n, None, q.device), -torch.inf)
+            o = torch.einsum("hqk,kr->qhr", s.softmax(-1), c[:, : d.latent])
+            out[a:b] = torch.einsum("qhr,hvr->qhv", o, w_v).to(out.dtype)
+        return out
+
+    def cost(self, load: Load) -> Cost:
+        """The cache read once; the weight once; folding, scores and values."""
+        d = self.dims
+        fold = 2.0 * load.tokens * d.heads * d.latent * (d.nope + d.value)
+        attend = 2.0 * load.pairs * d.heads * (2 * d.latent + d.rope)
+        moved = self.kv_b.nbytes(load.dtype) + load.kv_tokens * self.kv.entries * load.dtype.itemsize
+        return Cost(moved, fold + attend)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Single tokens and drafts; V3's own dims with few heads."""
+        small, real = MLADims(2, 32, 16, 24, 48), MLADims(4, 128, 64, 128, 512)
+        make = lambda d: MLAAbsorbed(  # noqa: E731
+            placeholder(d.heads * (d.nope + d.value), d.latent), d, (d.nope + d.rope) ** -0.5, d.request
+        )
+        return [
+            Sample("decode", make(small), _queries(small, [(1, 5), (1, 90)]), "decode"),
+            Sample("drafts", make(small), _queries(small, [(1, 0), (3, 64), (8, 127)]), "decode"),
+            Sample("v3_dims", make(real), _queries(real, [(1, 100), (2, 30)]), "decode"),
+        ]
+
+
+class MLABlock(Op, name="mla_block"):
+    """Latent attention whole: project, norm, rotate, write the latent, attend expanded or absorbed, project back.
+
+    `c_q = q_a_norm(q_a(x))` (or x); `[q_nope | q_rope] = q_b(c_q)` a head; `[c | k_rope] = kv_a(x)`; `c = kv_a_norm(c)`;
+    rotate q_rope and k_rope; write `[c | k_rope]`; sequences with few query tokens attend absorbed, the others expanded.
+    The variants "absorbed" and "expanded" take that form for every sequence.
+
+    Args of the call:
+        x: `[T, D]`. batch: the step. kv: the layer's cache, changed.
+
+    Returns:
+        `[T, D]` in the dtype of `x`.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.1.
+    """
+
+    tolerance = BLOCK
+
+    q_a: Linear | None
+    q_a_norm: RMSNorm | None
+    q_b: Linear
+    kv_a: Linear
+    kv_a_norm: RMSNorm
+    rope: Rope
+    expanded: MLAExpanded
+    absorbed: MLAAbsorbed
+    write: MLAKVWrite
+    o: Linear
+    dims: MLADims
+    reduce: AllReduce | None = None
+
+    def __call__(self, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+        return _mla(self, x, batch, kv, self.absorbed, self.expanded)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Decode, prefill and a mixture; with and without the query's own low rank."""
+
+        def block(q_lora: int) -> MLABlock:
+            d, width = MLADims(2, 32, 16, 24, 48), 64
+            kv_b = placeholder(d.heads * (d.nope + d.value), d.latent)
+            scale = (d.nope + d.rope) ** -0.5
+            return MLABlock(
+                q_a=Linear(placeholder(q_lora, width)) if q_lora else None,
+                q_a_norm=RMSNorm(placeholder(q_lora), 1e-6) if q_lora else None,
+                q_b=Linear(placeholder(d.heads * (d.nope + d.rope), q_lora or width)),
+                kv_a=Linear(placeholder(d.latent + d.rope, width)),
+                kv_a_norm=RMSNorm(placeholder(d.latent), 1e-6),
+                rope=Rope(_rope_table(d.rope, 512), True),
+                expanded=MLAExpanded(Linear(kv_b), d, scale, d.request),
+                absorbed=MLAAbsorbed(kv_b, d, scale, d.request),
+                write=MLAKVWrite(d.request),
+                o=Linear(placeholder(width, d.heads * d.value)),
+                dims=d,
+            )
+
+        def sample(label: str, op: MLABlock, sequences: list[tuple[int, int]], kind: Any) -> Sample:
+            def inputs(draw: Draw) -> tuple[Any, ...]:
+                batch, kv = draw.step(op.dims.request, sequences)
+                return draw.normal(batch.tokens, 64), batch, kv
+
+            return Sample(label, op, inputs, kind)
+
+        return [
+            sample("decode", block(40), [(1, 9), (3, 70)], "decode"),
+            sample("prefill", block(40), [(33, 0), (20, 0)], "mixed"),
+            sample("mixed", block(0), [(1, 100), (2, 47), (40, 0), (11, 60)], "mixed"),
+        ]
+
+
+def _mla(p: Any, x: torch.Tensor, batch: Batch, kv: LayerKV, few: Any, many: Any) -> torch.Tensor:
+    d: MLADims = p.dims
+    c = x if p.q_a is None else p.q_a_norm(p.q_a(x))
+    q_nope, q_rope = p.q_b(c).view(x.shape[0], d.heads, -1).split((d.nope, d.rope), -1)
+    latent, k_rope = p.kv_a(x).split((d.latent, d.rope), -1)
+    latent = p.kv_a_norm(latent)
+    q_rope = p.rope(q_rope, batch.positions)
+    p.write(latent, p.rope(k_rope[:, None], batch.positions)[:, 0], batch, kv)
+    y = p.o(each_range(batch, (q_nope, q_rope), few, many, kv).flatten(1))
+    return y if p.reduce is None else p.reduce(y)
+
+
+def _absorbed_only(self: Any, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    return _mla(self, x, batch, kv, self.absorbed, self.absorbed)
+
+
+def _expanded_only(self: Any, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    return _mla(self, x, batch, kv, self.expanded, self.expanded)
+
+
+MLABlock.variants = {"absorbed": _absorbed_only, "expanded": _expanded_only}
+
+
+def _queries(dims: MLADims, sequences: list[tuple[int, int]]) -> Any:
+    def inputs(draw: Draw) -> tuple[Any, ...]:
+        batch, kv = draw.step(dims.request, sequences, written=True)
+        wide = draw.normal(batch.tokens, dims.heads, dims.nope + dims.rope)
+        return wide[..., : dims.nope], draw.normal(batch.tokens, dims.heads, dims.rope), batch, kv
+
+    return inputs

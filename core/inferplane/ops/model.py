@@ -1,0 +1,165 @@
+"""The outer shells: a decoder layer, a causal language model, a multi-token-prediction layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from inferplane.ops.attention import GQABlock
+from inferplane.ops.basic import AddRMSNorm, Embedding, GatedMLP, Linear, LMHead, RMSNorm
+from inferplane.ops.draw import Draw
+from inferplane.ops.mla import MLABlock
+from inferplane.ops.moe import MoE
+from inferplane.ops.op import BLOCK, Op, Sample, placeholder
+from inferplane.ops.sampling import SampleTokens
+from inferplane.types import Batch, KVCache, LayerKV
+
+
+class DecoderLayer(Op, name="decoder_layer"):
+    """A pre-norm transformer layer on the pair (x, residual), whose sum is the hidden state.
+
+    `h, r = attn_norm(x, residual); h, r = mlp_norm(attn(h), r); return mlp(h), r`.
+
+    Args of the call:
+        x: `[T, D]`. residual: `[T, D]` or None in the first layer. batch: the step. kv: the layer's cache, changed.
+
+    Returns:
+        x and residual, each `[T, D]`.
+
+    Source: pre-norm transformer, arXiv 2002.04745.
+    """
+
+    tolerance = BLOCK
+
+    attn_norm: AddRMSNorm
+    attn: GQABlock | MLABlock
+    mlp_norm: AddRMSNorm
+    mlp: GatedMLP | MoE
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.attn_norm(x, residual)
+        x, residual = self.mlp_norm(self.attn(x, batch, kv), residual)
+        return self.mlp(x), residual
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Each pairing of attention and MLP that the families use, built from the blocks' own samples."""
+
+        def layer(attn: Op, mlp: Op) -> DecoderLayer:
+            norm = lambda: AddRMSNorm(RMSNorm(placeholder(64), 1e-6))  # noqa: E731
+            return DecoderLayer(norm(), attn, norm(), mlp)  # type: ignore[arg-type]
+
+        out = []
+        mlp, moe = GatedMLP.samples()[0].op, MoE.samples()[0].op
+        for block, label in ((GQABlock, "gqa"), (MLABlock, "mla")):
+            for sample in block.samples():
+                if sample.label == "prefill":
+                    continue
+                for other, name in ((mlp, "mlp"), (moe, "moe")):
+
+                    def inputs(d: Draw, draw_block: Any = sample.inputs) -> tuple[Any, ...]:
+                        x, batch, kv = draw_block(d)
+                        return x, d.normal(*x.shape), batch, kv
+
+                    out.append(Sample(f"{label}_{name}_{sample.label}", layer(sample.op, other), inputs, sample.step_kind))
+        return out
+
+
+class MTPLayer(Op, name="mtp_layer"):
+    """Multi-token prediction: from the hidden state at i and token i+1, the hidden state that predicts token i+2.
+
+    `x = eh_proj([enorm(embed(ids)) | hnorm(hidden)]); x = layer(x); h = norm(x); logits = head(h)`. Row i carries the
+    id of token i+1, the main model's hidden state of token i, and position i.
+
+    The hidden state is the main model's *after* its final norm: published checkpoints were trained so (their own
+    modeling file passes `self.norm(hidden_states)` on), and recycling a state from before the norm costs acceptance.
+
+    Args of the call:
+        hidden: `[T, D]`, the main model's (or the previous MTP step's) normed hidden states.
+        batch: the step; `ids` are shifted by one. kv: this layer's own cache, changed.
+
+    Returns:
+        logits float32 `[R, V]` and the normed hidden states `[T, D]`.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; which state is passed: ROCm/ATOM pull request 1764 and
+    vllm-project/vllm pull request 47448.
+    """
+
+    tolerance = BLOCK
+
+    embed: Embedding
+    enorm: RMSNorm
+    hnorm: RMSNorm
+    eh_proj: Linear
+    layer: DecoderLayer
+    norm: AddRMSNorm
+    head: LMHead
+
+    def __call__(self, hidden: torch.Tensor, batch: Batch, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.cat((self.enorm(self.embed(batch.ids)), self.hnorm(hidden)), -1)
+        x, residual = self.layer(self.eh_proj(x), None, batch, kv)
+        x, _ = self.norm(x, residual)
+        return self.head(x, batch), x
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """One sample around the smallest decoder layer."""
+        inner = DecoderLayer.samples()[0]
+        rms = lambda: RMSNorm(placeholder(64), 1e-6)  # noqa: E731
+        vocab = placeholder(97, 64)
+        op = MTPLayer(
+            Embedding(vocab),
+            rms(),
+            rms(),
+            Linear(placeholder(64, 128)),
+            inner.op,  # type: ignore[arg-type]
+            AddRMSNorm(rms()),
+            LMHead(vocab),
+        )
+
+        def inputs(d: Draw) -> tuple[Any, ...]:
+            x, _, batch, kv = inner.inputs(d)
+            return x, batch, kv
+
+        return [Sample("gqa", op, inputs, inner.step_kind)]
+
+
+class CausalLM(Op, name="causal_lm"):
+    """A causal language model: embed, layers, final norm, head.
+
+    Args of the call:
+        batch: the step. cache: layer i's cache is `cache.layers[i]`; changed.
+
+    Returns:
+        logits float32 `[R, V]` of the rows that want them, and the hidden states after the final norm `[T, D]`.
+
+    Fields: `mtp` prediction layers (not called by the body: the engine calls them; their caches follow the layers');
+    `sample` turns logits into tokens.
+
+    Source: Llama, arXiv 2302.13971; DeepSeek-V3, arXiv 2412.19437.
+    """
+
+    tolerance = BLOCK
+
+    embed: Embedding
+    layers: tuple[DecoderLayer, ...]
+    norm: AddRMSNorm
+    head: LMHead
+    sample: SampleTokens = SampleTokens()
+    mtp: tuple[MTPLayer, ...] = ()
+
+    def __call__(self, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.embed(batch.ids), None
+        for layer, kv in zip(self.layers, cache.layers):
+            x, residual = layer(x, residual, batch, kv)
+        x, _ = self.norm(x, residual)
+        return self.head(x, batch), x
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """None: whole models are judged end to end, by the model cases of the conformance suite."""
+        return []

@@ -1,0 +1,203 @@
+"""Mixture of experts: routing, the experts, the layer around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from inferplane.ops.basic import GatedMLP, Linear
+from inferplane.ops.collective import AllReduce
+from inferplane.ops.draw import Draw
+from inferplane.ops.op import BLOCK, ROUNDED, Comparison, Cost, Load, Op, Sample, placeholder, relative_error, values
+from inferplane.types import Weight
+
+
+class MoERoute(Op, name="moe_route"):
+    """Choose `top_k` experts a token and their weights from the router's logits, in float32.
+
+    `score = sigmoid(logits)` or `softmax(logits)`; `choice = score + bias` (the bias only chooses). With groups, only
+    the best `top_groups` groups stay, judged by the sum of their two best choices ("top2") or by their best ("max").
+    `ids = topk(choice)`; `weights = score[ids]`, divided by their sum when `renormalize`, times `factor`.
+
+    Args of the call:
+        logits: float32 `[T, E]`.
+
+    Returns:
+        weights float32 `[T, top_k]`, ids int64 `[T, top_k]`; the order within a token is free.
+
+    Fields: `bias` `[E]` or None; `score`; `groups` (1: no grouping); `top_groups`; `group_score`; `top_k`;
+    `renormalize`; `factor`.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2 (sigmoid, bias, groups); DeepSeek-V2, arXiv 2405.04434
+    (softmax, device-limited groups); Mixtral, arXiv 2401.04088 (softmax, top-k, renormalized).
+    """
+
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+
+    bias: Weight | None
+    top_k: int
+    score: Literal["sigmoid", "softmax"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["top2", "max"] = "max"
+    renormalize: bool = True
+    factor: float = 1.0
+
+    def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = logits.float()
+        score = h.sigmoid() if self.score == "sigmoid" else h.softmax(-1)
+        choice = score if self.bias is None else score + values(self.bias)  # type: ignore[arg-type]
+        if self.groups > 1:
+            by_group = choice.view(choice.shape[0], self.groups, -1)
+            rank = by_group.topk(2, -1)[0].sum(-1) if self.group_score == "top2" else by_group.amax(-1)
+            drop = torch.ones_like(rank, dtype=torch.bool).scatter_(1, rank.topk(self.top_groups, -1)[1], False)
+            choice = by_group.masked_fill(drop[..., None], -torch.inf).flatten(1)
+        ids = choice.topk(self.top_k, -1)[1]
+        weights = score.gather(1, ids)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.factor, ids
+
+    def cost(self, load: Load) -> Cost:
+        """Not counted: small beside the experts."""
+        return Cost()
+
+    @classmethod
+    def compare(cls, got: Any, want: Any) -> Comparison:
+        """As dense `[T, E]` matrices of weights, so that the order of the chosen experts does not matter."""
+        if not isinstance(got, tuple) or len(got) != 2:
+            return Comparison(float("inf"), "not (weights, ids)")
+        experts = 1 + max(int(got[1].max()), int(want[1].max()))
+        if int(got[1].min()) < 0 or got[0].shape != got[1].shape:
+            return Comparison(float("inf"), "ids below 0 or of another shape than the weights")
+        dense = [torch.zeros(w.shape[0], experts).scatter_add_(1, i.long(), w.float()) for w, i in (got, want)]
+        return Comparison(relative_error(*dense), "as a matrix of expert weights")
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """The three routings of the families: V3, V2, Mixtral."""
+        v3 = MoERoute(placeholder(16), 4, "sigmoid", 4, 2, "top2", True, 2.5)
+        v2 = MoERoute(None, 3, "softmax", 4, 2, "max", False, 16.0)
+        mixtral = MoERoute(None, 2, "softmax")
+        return [
+            Sample(label, op, lambda d, n=n, e=e: (d.normal(n, e, dtype=torch.float32),))
+            for label, op, n, e in (("v3", v3, 5, 16), ("v2", v2, 9, 16), ("mixtral", mixtral, 3, 8))
+        ]
+
+
+class MoEExperts(Op, name="moe_experts", hot=True):
+    """The chosen experts' gated MLPs: `y[t] = sum_j weights[t, j] down_e(silu(gate_e(x)) * up_e(x))`, `e = ids[t, j]`.
+
+    Sums in float32, rounded once. Only chosen experts are read; counts stay on the device.
+
+    Args of the call:
+        x: `[T, D]`. weights: float32 `[T, k]`. ids: int64 `[T, k]`.
+
+    Returns:
+        `[T, D]` in the dtype of `x`.
+
+    Fields: `gate_up` `[E, 2 I, D]` (gate rows first), `down` `[E, D, I]`: stacked, read from per-expert names.
+
+    Source: Mixtral, arXiv 2401.04088; DeepSeekMoE, arXiv 2401.06066.
+    """
+
+    tolerance = BLOCK
+
+    gate_up: Weight
+    down: Weight
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for e in ids.unique().tolist():
+            token, j = torch.where(ids == e)
+            gate, up = F.linear(x[token].float(), _expert(self.gate_up, e)).chunk(2, -1)
+            y = F.linear(F.silu(gate) * up, _expert(self.down, e))
+            out.index_add_(0, token, y * weights[token, j, None])
+        return out.to(x.dtype)
+
+    def cost(self, load: Load) -> Cost:
+        """Bytes of the experts that `load.tokens` tokens touch at most; operations per token need `top_k` (see MoE)."""
+        return Cost()
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """One token, several; an expert that nobody chose; FP8 blocks."""
+
+        def inputs(t: int, k: int) -> Any:
+            def draw_inputs(d: Draw) -> tuple[Any, ...]:
+                ids = torch.stack([torch.tensor(d.permutation(5)[:k]) for _ in range(t)]).to(d.device)
+                return d.normal(t, 64), d.uniform(t, k, low=0.1), ids
+
+            return draw_inputs
+
+        plain = MoEExperts(placeholder(6, 96, 64), placeholder(6, 64, 48))
+        fp8 = MoEExperts(placeholder(6, 256, 64, format="fp8_block"), placeholder(6, 64, 128, format="fp8_block"))
+        return [
+            Sample("t1", plain, inputs(1, 2), "decode"),
+            Sample("t13", plain, inputs(13, 3)),
+            Sample("fp8_block", fp8, inputs(7, 2)),
+        ]
+
+
+def _expert(weight: Any, e: int) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return weight[e].float()
+    zero = None if weight.zero is None else weight.zero[e]
+    return type(weight)(weight.data[e], weight.scale[e], zero, weight.block, weight.bits).dequantize()
+
+
+class MoE(Op, name="moe"):
+    """A mixture-of-experts layer: `y = experts(x, route(router(x))) + shared(x)`.
+
+    Args of the call:
+        x: `[T, D]`.
+
+    Returns:
+        `[T, D]` in the dtype of `x`.
+
+    Fields: `router` linear D -> E with a float32 result; `route`; `experts`; `shared` a gated MLP or None; `reduce`.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    """
+
+    tolerance = BLOCK
+
+    router: Linear
+    route: MoERoute
+    experts: MoEExperts
+    shared: GatedMLP | None = None
+    reduce: AllReduce | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.experts(x, *self.route(self.router(x)))
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y if self.reduce is None else self.reduce(y)
+
+    def cost(self, load: Load) -> Cost:
+        """Router, shared MLP, and the chosen experts: at most `tokens * top_k` of them are read."""
+        experts, width, columns = self.experts.gate_up.shape
+        touched = min(experts, load.tokens * self.route.top_k)
+        one = self.experts.gate_up.nbytes(load.dtype) / experts + self.experts.down.nbytes(load.dtype) / experts
+        flops = 2.0 * load.tokens * self.route.top_k * columns * width * 1.5
+        total = self.router.cost(load) + Cost(touched * one, flops)
+        return total if self.shared is None else total + self.shared.cost(load)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """With and without a shared expert."""
+
+        def layer(shared: bool) -> MoE:
+            return MoE(
+                Linear(placeholder(8, 64), out_dtype=torch.float32),
+                MoERoute(placeholder(8), 2, "sigmoid", 4, 2, "top2", True, 2.5),
+                MoEExperts(placeholder(8, 64, 64), placeholder(8, 64, 32)),
+                GatedMLP(Linear(placeholder(64, 64)), Linear(placeholder(64, 32))) if shared else None,
+            )
+
+        return [
+            Sample(f"t{t}", layer(shared), lambda d, t=t: (d.normal(t, 64),)) for t, shared in ((1, True), (12, False))
+        ]

@@ -1,0 +1,75 @@
+"""`INFERPLANE_PLUGINS`: what the user chose about plugins."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from inferplane.errors import UsageError
+from inferplane.plugins.records import family, normalized
+
+VARIABLE = "INFERPLANE_PLUGINS"
+
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?")
+_EXCLUDED = re.compile(r"-([\w.]+([:-][\w.]+)*)")
+_CLAIM = re.compile(r"(\w[\w.:-]*)@([A-Za-z0-9][\w.-]*)")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The parsed list.
+
+    Args:
+        modules: plugins to load by module, "module" or "module:object".
+        excluded: entry points, devices or families to leave out.
+        claims: name -> distribution (normalized) that shall serve it.
+        only: entry points are not looked at.
+    """
+
+    modules: tuple[str, ...] = ()
+    excluded: frozenset[str] = frozenset()
+    claims: dict[str, str] = field(default_factory=dict)
+    only: bool = False
+
+    def excludes(self, name: str) -> str | None:
+        """The item that leaves out this entry point or device, if one does; a family's name covers its variants."""
+        for candidate in (name, family(name)):
+            if candidate in self.excluded:
+                return candidate
+        return None
+
+
+def parse(spec: str | None) -> Choice:
+    """Read a comma list: `module` loads it (installed or not), `-name` leaves out an entry point or a device,
+    `device@distribution` settles who serves a device, a leading `only` turns entry points off.
+
+    Raises:
+        UsageError: items that are none of these; one error names them all.
+    """
+    items = [item for item in (part.strip() for part in (spec or "").split(",")) if item]
+    modules: list[str] = []
+    excluded: set[str] = set()
+    claims: dict[str, str] = {}
+    wrong: list[str] = []
+    only = bool(items) and items[0] == "only"
+    for item in items[1:] if only else items:
+        if item == "only":
+            wrong.append("'only' (it must come first)")
+        elif match := _EXCLUDED.fullmatch(item):
+            excluded.add(match[1])
+        elif match := _CLAIM.fullmatch(item):
+            name, distribution = match[1], normalized(match[2])
+            if claims.setdefault(name, distribution) != distribution:
+                wrong.append(f"{item!r} ({name!r} is already given to {claims[name]!r})")
+        elif _MODULE.fullmatch(item):
+            if item not in modules:
+                modules.append(item)
+        else:
+            wrong.append(repr(item))
+    if wrong:
+        raise UsageError(
+            f"{VARIABLE}={spec!r} cannot be read: {', '.join(wrong)}.",
+            there_is="`module` loads, `-name` leaves out, `device@distribution` settles a claim, a leading `only`",
+            remedy="separate such items by commas",
+        )
+    return Choice(tuple(modules), frozenset(excluded), claims, only)

@@ -1,0 +1,260 @@
+"""From the user's word to a backend: loading, probing, families, `auto`. Nothing is taken that was not asked for."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from inferplane.errors import DeviceError, InferplaneError, PluginError, UsageError
+from inferplane.plugins.choice import VARIABLE, Choice
+from inferplane.plugins.records import (
+    Claim,
+    DeviceEntry,
+    Quarantined,
+    Stage,
+    family,
+    guarded,
+    imported,
+    in_words,
+    quarantine,
+    same_distribution,
+)
+from inferplane.plugins.registration import AUTO, unfit
+from inferplane.types import Backend, Presence, Probe
+
+log = logging.getLogger("inferplane")
+
+
+class Devices:
+    """Every device that a plugin serves.
+
+    Args:
+        claims: device name -> who serves it.
+        vacant: device name -> why nobody has it.
+        choice: the user's.
+        kept_out: the host's quarantine; failures found here are added to it.
+    """
+
+    def __init__(
+        self, claims: Mapping[str, Claim], vacant: Mapping[str, str], choice: Choice, kept_out: list[Quarantined]
+    ) -> None:
+        self._claims, self._vacant, self._choice, self._kept_out = dict(claims), dict(vacant), choice, kept_out
+        self._classes: dict[str, type[Backend]] = {}
+        self._entries: dict[str, DeviceEntry] = {}
+        self._failed: dict[str, Quarantined] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Served devices, sorted; some of them may turn out not to load."""
+        return sorted(self._claims.keys() - self._failed.keys())
+
+    def entries(self) -> list[DeviceEntry]:
+        """Every device that loads, probed, sorted by name."""
+        found = []
+        for name in self.names:
+            try:
+                found.append(self._entry(name))
+            except PluginError:
+                continue  # it is in quarantine now
+        return found
+
+    def choose(self, device: str) -> DeviceEntry:
+        """The AVAILABLE device that `device` means.
+
+        Raises:
+            DeviceError, PluginError, UsageError: see `PluginHost.backend`.
+        """
+        if device == AUTO:
+            return self._choose_auto()
+        entry = self._named(device)
+        if entry is None:
+            entry = self._variant(device, explain=False)
+        if not entry.probe.available:
+            raise self._not_available(entry)
+        return entry
+
+    def choose_for_explain(self, device: str) -> DeviceEntry:
+        """The device that `device` means, whether or not it is here. A family none of whose variants is available gives
+        the in-tree variant with the highest rank, and says so."""
+        if device == AUTO:
+            return self._choose_auto()
+        return self._named(device) or self._variant(device, explain=True)
+
+    def instance(self, entry: DeviceEntry, index: int = 0) -> Backend:
+        """A backend for the device number `index` of this kind.
+
+        Raises:
+            UsageError: `index` is no device number.
+            DeviceError: there are fewer devices.
+            PluginError: the backend's constructor raised.
+        """
+        if type(index) is not int or index < 0:
+            raise UsageError(f"Device index {index!r} is not a number from 0.", remedy="pass index=0, 1, ...")
+        seen = entry.probe.devices
+        if entry.probe.available and seen is not None and index >= seen:
+            raise DeviceError(f"No device {entry.name!r} has index {index}.", there_is=f"{seen}, counted from 0")
+        made, error = guarded(partial(self._classes[entry.name], index))
+        if error is not None:
+            raise self.fail(entry.name, "load", error) from error
+        return made
+
+    def fail(self, name: str, stage: Stage, error: BaseException | str) -> PluginError:
+        """Quarantine a device that turned out not to work; the error for who asked for it."""
+        claim = self._claims.get(name)
+        if claim is None:  # a backend that no plugin registered, handed in by a caller
+            words = error if isinstance(error, str) else in_words(error)
+            return PluginError(f"Device {name!r} failed at {stage}: {words}.")
+        record = quarantine(claim.origin, stage, error, devices=(name,))
+        if name not in self._failed:
+            self._failed[name] = record
+            self._kept_out.append(record)
+        return record.error(f"device {name!r}")
+
+    # -- one device
+
+    def _entry(self, name: str) -> DeviceEntry:
+        if name in self._failed:
+            raise self._failed[name].error(f"device {name!r}")
+        if name not in self._entries:
+            backend, origin = self._load(name), self._claims[name].origin
+            self._entries[name] = DeviceEntry(
+                name=name,
+                distribution=origin.distribution,
+                version=origin.version,
+                variant_of=family(name),
+                probe=self._probe(name, backend),
+                torch_device=backend.torch_device,
+                auto_rank=backend.auto_rank,
+                in_tree=origin.in_tree,
+            )
+        return self._entries[name]
+
+    def _load(self, name: str) -> type[Backend]:
+        if name not in self._classes:
+            target = self._claims[name].target
+            found, error = guarded(partial(imported, target)) if isinstance(target, str) else (target, None)
+            if error is not None:
+                raise self.fail(name, "load", error) from error
+            if problem := unfit(name, found):
+                raise self.fail(name, "load", problem)
+            self._classes[name] = found
+        return self._classes[name]
+
+    def _probe(self, name: str, backend: type[Backend]) -> Probe:
+        found, error = guarded(backend.probe)
+        if error is None and isinstance(found, Probe):
+            return found
+        reason = "its probe " + (f"returned {found!r}, not a Probe" if error is None else f"raised {in_words(error)}")
+        record = quarantine(self._claims[name].origin, "probe", error or reason, devices=(name,))
+        self._kept_out.append(record)
+        return Probe(Presence.BROKEN, reason, remedy=record.remedy)
+
+    # -- what a word means
+
+    def _named(self, device: Any) -> DeviceEntry | None:
+        """The device of exactly this name; None when it names a family."""
+        if not isinstance(device, str) or not device:
+            raise UsageError(f"device={device!r} is not a device's name.", there_is=", ".join(self.names))
+        if (item := self._choice.excludes(device)) is not None:
+            raise DeviceError(f"Device {device!r} is left out.", remedy=f"take -{item} off {VARIABLE}")
+        if device in self._vacant:
+            raise DeviceError(
+                f"Device {device!r} is nobody's: {self._vacant[device]}.",
+                remedy=f"name one of them, {VARIABLE}={device}@distribution",
+            )
+        if device in self._claims:
+            return self._entry(device)
+        if self._variants(device):
+            return None
+        for record in self._kept_out:
+            if device in record.devices or device in map(family, record.devices):
+                raise record.error(f"device {device!r}")
+        raise self._unknown(device)
+
+    def _variants(self, device: str) -> list[str]:
+        """Served variants of a family, those that failed to load included."""
+        names = [name for name in sorted(self._claims) if family(name) == device]
+        chosen = self._choice.claims.get(device)
+        if chosen is None:
+            return names
+        return [name for name in names if same_distribution(self._claims[name].origin.distribution, chosen)]
+
+    def _variant(self, device: str, *, explain: bool) -> DeviceEntry:
+        entries = []
+        for name in self._variants(device):
+            try:
+                entries.append(self._entry(name))
+            except PluginError:
+                continue  # it is in quarantine now
+        available = [entry for entry in entries if entry.probe.available]
+        if len(available) == 1:
+            return available[0]
+        if available:
+            raise DeviceError(
+                f"Device {device!r} means more than one here.",
+                there_is=", ".join(f"{entry.name} ({entry.probe.reason})" for entry in available),
+                remedy="name one of them",
+            )
+        if explain and entries:
+            first = min(entries, key=lambda entry: (not entry.in_tree, -entry.auto_rank, entry.name))
+            others = ", ".join(entry.name for entry in entries if entry is not first) or "none"
+            log.warning("device %r has no available variant; explaining %r (others: %s)", device, first.name, others)
+            return first
+        records = [r for r in self._kept_out if r.stage != "probe" and device in map(family, r.devices)]
+        what = "; ".join([*map(_state, entries), *map(str, records)])
+        raise DeviceError(f"Device {device!r} has no available variant. {what}.", there_is=self._available())
+
+    def _choose_auto(self) -> DeviceEntry:
+        available = [entry for entry in self.entries() if entry.probe.available]
+        if not available:
+            what = "; ".join(map(_state, self.entries())) or "No plugin serves one"
+            raise DeviceError(f"No device is available. {what}.", remedy="run `inferplane doctor`")
+        best = max((entry.auto_rank, entry.in_tree) for entry in available)
+        first = [entry for entry in available if (entry.auto_rank, entry.in_tree) == best]
+        if len(first) > 1:
+            raise DeviceError(
+                f"device={AUTO!r} cannot decide.",
+                there_is=", ".join(f"{entry.name} ({entry.probe.reason})" for entry in first) + ", equally preferred",
+                remedy="name one of them",
+            )
+        taken = first[0]
+        # A warning only so that it is seen where no logging was set up: this was decided for the user.
+        log.warning("device=%s takes %s: %s", AUTO, taken.name, taken.probe.reason)
+        return taken
+
+    # -- errors
+
+    def _available(self) -> str:
+        return ", ".join(entry.name for entry in self.entries() if entry.probe.available)
+
+    def _not_available(self, entry: DeviceEntry) -> InferplaneError:
+        return DeviceError(
+            f"Device {entry.name!r} ({entry.distribution} {entry.version}) is {entry.probe.presence.value}: "
+            f"{entry.probe.reason.rstrip('.')}.",
+            there_is=self._available(),
+            remedy=entry.probe.remedy,
+        )
+
+    def _unknown(self, device: str) -> InferplaneError:
+        head, _, tail = device.partition(":")
+        known = sorted({*self.names, *(head for head in map(family, self.names) if head)})
+        if tail.isdigit() and head in known:
+            return UsageError(
+                f"device={device!r}: what follows the colon is a variant, not a number.",
+                remedy=f"pass device={head!r} and index={int(tail)}",
+            )
+        there_is = ", ".join(known) or "no device"
+        if self._kept_out:
+            there_is += f" (quarantined: {'; '.join(map(str, self._kept_out))})"
+        close = difflib.get_close_matches(device.lower(), known, n=1)
+        remedy = f"install the plugin that serves it, or name its module in {VARIABLE}"
+        remedy = f"perhaps {close[0]!r} was meant; otherwise {remedy}" if close else remedy
+        return DeviceError(f"Unknown device {device!r}.", there_is=there_is, remedy=remedy)
+
+
+def _state(entry: DeviceEntry) -> str:
+    told = f"{entry.name} is {entry.probe.presence.value}: {entry.probe.reason.rstrip('.')}"
+    return f"{told} (to do: {entry.probe.remedy})" if entry.probe.remedy else told

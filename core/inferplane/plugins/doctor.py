@@ -1,0 +1,157 @@
+"""One screen: what is here, what is not, what to do about it. Facts only; the command line renders them."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from inferplane.plugins.choice import VARIABLE
+from inferplane.plugins.hookspecs import API_VERSION
+from inferplane.plugins.host import PluginHost
+from inferplane.plugins.records import DeviceEntry, guarded, in_words
+from inferplane.types import Memory, Presence
+from inferplane.types.backend import host_memory
+
+Status = Literal["ok", "warn", "fail"]
+
+_OF_PRESENCE: dict[Presence, Status] = {
+    Presence.AVAILABLE: "ok",
+    Presence.ABSENT: "warn",
+    Presence.BROKEN: "fail",
+}
+_SMALL_HOST_CORES = 8
+
+
+@dataclass(frozen=True)
+class Line:
+    """One finding.
+
+    Args:
+        subject: what it is about ("torch", "device toy").
+        status: "ok"; "warn" where something is missing that one may want; "fail" where something is wrong.
+        detail: what was found.
+        remedy: what to do; empty when there is nothing to do.
+    """
+
+    subject: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `doctor` found, in the order of a screen."""
+
+    lines: tuple[Line, ...]
+
+    @property
+    def status(self) -> Status:
+        """The worst status of a line."""
+        found = {line.status for line in self.lines}
+        return "fail" if "fail" in found else "warn" if "warn" in found else "ok"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `json.dumps`: `{"schema": 1, "status", "lines": [{subject, status, detail, remedy}]}`."""
+        return {"schema": 1, "status": self.status, "lines": [asdict(line) for line in self.lines]}
+
+
+def doctor(host: PluginHost, *, open_devices: bool = False) -> Report:
+    """Examine this process's surroundings; never raises for what a plugin does.
+
+    Args:
+        host: the plugin host. Its devices are loaded and probed.
+        open_devices: also open each available device, which imports its runtime and touches it: tells its name,
+            architecture and memory, and whether it works at all.
+    """
+    devices = list(_devices(host, open_devices))  # first: loading devices may send plugins into quarantine
+    return Report((*_python(), *_plugins(host), *devices, *_host()))
+
+
+def _python() -> Iterator[Line]:
+    yield Line("python", "ok", f"{sys.version.split()[0]}, {sys.executable}")
+    facts = [(name, value) for name, value in vars(torch.version).items() if isinstance(value, str)]
+    build = ", ".join(f"{name} {value}" for name, value in facts if name[0] != "_" and name != "git_version")
+    yield Line("torch", "ok", torch.__version__ + (f" ({build})" if build else ""))
+    loaders = metadata.entry_points(group="torch.backends")
+    if loaders and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
+        names = ", ".join(sorted({point.value for point in loaders}))
+        yield Line(
+            "torch extensions",
+            "warn",
+            f"`import torch` also imports {names}; one whose runtime is missing breaks it",
+            "set TORCH_DEVICE_BACKEND_AUTOLOAD=0; a backend imports its own runtime",
+        )
+    version, error = guarded(partial(metadata.version, "transformers"))
+    if error is None:
+        yield Line("transformers", "ok", str(version))
+    else:
+        yield Line("transformers", "fail", "not installed", "pip install transformers: it reads configs and tokenizers")
+
+
+def _plugins(host: PluginHost) -> Iterator[Line]:
+    ours = f"{API_VERSION[0]}.{API_VERSION[1]}"
+    listed = os.environ.get(VARIABLE)
+    yield Line("plugin API", "ok", f"{ours}; {VARIABLE}" + (f"={listed}" if listed else " is not set"))
+    for plugin in host.plugins():
+        api = f"{plugin.api[0]}.{plugin.api[1]}"
+        what = ", ".join(hook.removeprefix("inferplane_") for hook in plugin.hooks)
+        yield Line(f"plugin {plugin.origin.entry_point}", "ok", f"{plugin.origin}, API {api}: {what}")
+    for record in host.quarantined():
+        if record.stage == "probe":
+            continue  # the device's line tells it
+        status: Status = "warn" if record.stage == "claim" else "fail"
+        detail = f"{record.distribution} {record.version} is in quarantine ({record.stage}): {record.reason}"
+        yield Line(f"plugin {record.entry_point}", status, detail, record.remedy)
+    for note in host.notes():
+        yield Line("plugins", "warn", note, f"mend {VARIABLE}" if VARIABLE in note else "install the plugin it extends")
+
+
+def _devices(host: PluginHost, open_devices: bool) -> Iterator[Line]:
+    entries = host.devices()
+    for entry in entries:
+        probe = entry.probe
+        detail = f"{probe.presence.value}: {probe.reason} [{entry.distribution} {entry.version}]"
+        if probe.versions:
+            detail += "; " + ", ".join(f"{name} {version}" for name, version in probe.versions.items())
+        yield Line(f"device {entry.name}", _OF_PRESENCE[probe.presence], detail, probe.remedy)
+        if open_devices and probe.available:
+            yield _opened(host, entry)
+    if not any(entry.probe.available for entry in entries):
+        yield Line("devices", "fail", "none is available", "follow a remedy above, or install a device's plugin")
+
+
+def _opened(host: PluginHost, entry: DeviceEntry) -> Line:
+    state, error = guarded(lambda: host.backend(entry.name).open())
+    if error is not None:
+        return Line(f"device {entry.name}", "fail", f"cannot be opened: {in_words(error)}", entry.probe.remedy)
+    words, error = guarded(lambda: f"{state.name}, {state.arch}, {_in_gib(state.memory)}")
+    return Line(f"device {entry.name}", "fail" if error else "ok", in_words(error) if error else words)
+
+
+def _host() -> Iterator[Line]:
+    memory, error = guarded(host_memory)
+    if error is None:
+        yield Line("host memory", "ok", _in_gib(memory))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.sysconf("SC_NPROCESSORS_ONLN")
+    threads, wanted = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    detail = f"torch uses {threads} of {cores} cores; OMP_NUM_THREADS {f'= {wanted}' if wanted else 'is not set'}"
+    if threads > cores:
+        yield Line("host threads", "warn", f"{detail}: they wait for each other", f"set OMP_NUM_THREADS={cores}")
+    elif cores <= _SMALL_HOST_CORES and threads > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+        # A two-thread GEMV beside a busy core was measured at 7.1 ms with spinning threads and at 0.5 ms without.
+        remedy = "set OMP_WAIT_POLICY=passive where other work runs beside it"
+        yield Line("host threads", "ok", f"{detail}; idle threads spin", remedy)
+    else:
+        yield Line("host threads", "ok", detail)
+
+
+def _in_gib(memory: Memory) -> str:
+    return f"{memory.free_bytes / 2**30:.1f} GiB free of {memory.total_bytes / 2**30:.1f}"

@@ -1,0 +1,102 @@
+"""What a plugin may implement. Each hook is handed a callback, so that a mistake fails at the plugin's own line.
+
+A hook's later parameters may be left out by an implementation, so parameters can be added within a major; none has a
+default, because pluggy does not pass parameters that have one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pluggy
+
+from inferplane.types import Backend, Kernel
+
+PROJECT = "inferplane"
+API_VERSION = (1, 0)
+"""(major, minor). A plugin states what it was written for: `INFERPLANE_API = (1, 0)`. Another major is refused; a newer
+minor than this is refused too, because the plugin may use what is not here yet; an older minor works."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function as a plugin's implementation of a hook. `optionalhook=True` allows a hook this version lacks."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, for observers.
+
+    Args:
+        name: what happened, dotted ("device.opened", "canary.demoted").
+        facts: what is known about it; plain values.
+    """
+
+    name: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RegisterBackend(Protocol):
+    """`register(name, target)`: `name` is a device ("toy") or a family's variant ("family:variant"); `target` is a
+    `Backend` class or its dotted name "module:Class", imported only when the device is probed or chosen."""
+
+    def __call__(self, name: str, target: str | type[Backend]) -> None: ...
+
+
+class RegisterKernels(Protocol):
+    """`register(device, kernels)`: more kernels for a device that somebody else serves; a list, or the dotted name
+    "module:function" of a function without parameters that returns one, called when that device is chosen."""
+
+    def __call__(self, device: str, kernels: Sequence[Kernel] | str) -> None: ...
+
+
+class RegisterQuantization(Protocol):
+    """`register(name, target)`: a reader of a checkpoint's weight format, or its dotted name."""
+
+    def __call__(self, name: str, target: str | Callable[..., Any]) -> None: ...
+
+
+class RegisterModel(Protocol):
+    """`register(architecture, target)`: a model family by the name in `config.json`; its constructor or dotted name."""
+
+    def __call__(self, architecture: str, target: str | Callable[..., Any]) -> None: ...
+
+
+@hookspec
+def inferplane_register_backends(register: RegisterBackend) -> None:
+    """Register backends: kinds of hardware that users name with `device=`."""
+
+
+@hookspec
+def inferplane_register_kernels(register: RegisterKernels) -> None:
+    """Register kernels for devices that another plugin serves."""
+
+
+@hookspec
+def inferplane_register_quantization(register: RegisterQuantization) -> None:
+    """Register readers of quantized weight formats."""
+
+
+@hookspec
+def inferplane_register_models(register: RegisterModel) -> None:
+    """Register model families."""
+
+
+@hookspec
+def inferplane_on_event(event: Event) -> None:
+    """Observe. Called on the thread where it happened, so be quick; never called while a token is computed."""
+
+
+HOOKS: dict[str, tuple[str, ...]] = {
+    spec.__name__: tuple(inspect.signature(spec).parameters)
+    for spec in (
+        inferplane_register_backends,
+        inferplane_register_kernels,
+        inferplane_register_quantization,
+        inferplane_register_models,
+        inferplane_on_event,
+    )
+}
+"""Every hook and its parameters. An implementation must take the first, without which it could do nothing."""

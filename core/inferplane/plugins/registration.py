@@ -1,0 +1,131 @@
+"""The `register` callbacks: what a plugin hands over, checked on the spot so that a mistake raises at its own line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from inferplane.errors import PluginError
+from inferplane.plugins.hookspecs import HOOKS
+from inferplane.plugins.records import Claim, Origin
+from inferplane.types import Backend, Kernel
+
+AUTO = "auto"
+"""The `device=` that means "the preferred one that is available"; no plugin may serve it."""
+
+REGISTER_HOOKS = tuple(hook for hook in HOOKS if hook.startswith("inferplane_register_"))
+
+_DEVICE = re.compile(r"[a-z][a-z0-9_-]*(:[a-z][a-z0-9_-]*)?")
+_WORD = re.compile(r"[A-Za-z][\w.-]*")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+class Registrations:
+    """What one plugin registers. Taken over by the host only when all its hooks have returned.
+
+    Args:
+        origin: the plugin.
+    """
+
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
+        self.devices: list[Claim] = []
+        self.kernels: list[Claim] = []
+        self.quantization: list[Claim] = []
+        self.models: list[Claim] = []
+        self._open = True
+
+    def callback(self, hook: str) -> Callable[[str, Any], None]:
+        """The function to hand to this hook."""
+        return {
+            "inferplane_register_backends": self._backend,
+            "inferplane_register_kernels": self._kernels,
+            "inferplane_register_quantization": self._quantization,
+            "inferplane_register_models": self._model,
+        }[hook]
+
+    def close(self) -> None:
+        """Refuse later calls: a plugin may have kept a callback."""
+        self._open = False
+
+    def _backend(self, name: str, target: Any) -> None:
+        _check(name, _DEVICE, "device", '"name" or "family:variant" in lower case')
+        if name.partition(":")[0] == AUTO:
+            raise PluginError(f"device {name!r} cannot be registered: {AUTO!r} means the preferred device.")
+        if isinstance(target, type) and issubclass(target, Backend):
+            problem = unfit(name, target)
+            if problem:
+                raise PluginError(f"device {name!r}: {problem}.")
+        elif not (isinstance(target, str) and _DOTTED.fullmatch(target)):
+            raise PluginError(
+                f"device {name!r}: target {target!r} is neither a Backend subclass nor a dotted name.",
+                remedy='pass a class that derives from Backend, or its name as "module:Class"',
+            )
+        self._add(self.devices, "device", name, target)
+
+    def _kernels(self, device: str, kernels: Sequence[Kernel] | str) -> None:
+        _check(device, _DEVICE, "device", '"name" or "family:variant" in lower case')
+        if isinstance(kernels, str):
+            if not _DOTTED.fullmatch(kernels):
+                raise PluginError(f'kernels for {device!r}: {kernels!r} is not a dotted name "module:function".')
+        else:
+            kernels = checked_kernels(kernels, f"kernels for {device!r}")
+        self._add(self.kernels, "", device, kernels)
+
+    def _quantization(self, name: str, target: str | Callable[..., Any]) -> None:
+        _check(name, _WORD, "quantization", "letters, digits, '_', '.', '-'")
+        _check_target(target, f"quantization {name!r}")
+        self._add(self.quantization, "quantization", name, target)
+
+    def _model(self, architecture: str, target: str | Callable[..., Any]) -> None:
+        _check(architecture, _WORD, "architecture", "letters, digits, '_', '.', '-'")
+        _check_target(target, f"architecture {architecture!r}")
+        self._add(self.models, "architecture", architecture, target)
+
+    def _add(self, into: list[Claim], unique: str, name: str, target: Any) -> None:
+        if not self._open:
+            raise PluginError(f"{name!r} is registered too late: register() works inside its hook only.")
+        if unique and any(claim.name == name for claim in into):
+            raise PluginError(f"{unique} {name!r} is registered twice by the same plugin.")
+        into.append(Claim(name, target, self.origin))
+
+
+def checked_kernels(kernels: Any, what: str) -> list[Kernel]:
+    """`kernels` as a list.
+
+    Raises:
+        PluginError: it is not a sequence of `Kernel`.
+    """
+    if not isinstance(kernels, Sequence) or isinstance(kernels, str):
+        raise PluginError(f"{what}: {type(kernels).__name__} is not a list of Kernel.")
+    for i, kernel in enumerate(kernels):
+        if not isinstance(kernel, Kernel):
+            raise PluginError(f"{what}: item {i} is a {type(kernel).__name__}, not a Kernel.")
+    return list(kernels)
+
+
+def unfit(name: str, target: Any) -> str:
+    """Why `target` cannot serve the device `name`; empty when it can."""
+    if not (isinstance(target, type) and issubclass(target, Backend)):
+        return f"{target!r} is not a Backend subclass"
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        return f"{target.__name__} lacks {', '.join(missing)}"
+    for attribute in ("name", "torch_device"):
+        if not isinstance(getattr(target, attribute, None), str):
+            return f"{target.__name__}.{attribute} is not a string"
+    if target.name != name:
+        return f"{target.__name__}.name is {target.name!r}, registered is {name!r}"
+    if type(target.auto_rank) is not int:
+        return f"{target.__name__}.auto_rank is {target.auto_rank!r}, not an integer"
+    return ""
+
+
+def _check(name: Any, pattern: re.Pattern[str], what: str, form: str) -> None:
+    if not (isinstance(name, str) and pattern.fullmatch(name)):
+        raise PluginError(f"{what} name {name!r} is malformed.", remedy=f"write {form}")
+
+
+def _check_target(target: Any, what: str) -> None:
+    if not (callable(target) or (isinstance(target, str) and _DOTTED.fullmatch(target))):
+        raise PluginError(f'{what}: target {target!r} is neither callable nor a dotted name "module:name".')

@@ -1,0 +1,201 @@
+"""A step's batch: ragged, frozen, made in one place (`make_batch`).
+
+Dim 0 of every activation is tokens. Sequences bring any number of query tokens: prefill chunks, single decode tokens,
+drafts to verify. Sequences with few query tokens stand first, so that attention can serve the two ranges by two
+kernels; nothing is padded to a rectangle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import torch
+
+from inferplane.errors import UsageError
+
+StepKind = Literal["decode", "mixed"]
+STEP_KINDS: tuple[StepKind, ...] = ("decode", "mixed")
+
+FEW_TOKENS = 8
+"""A sequence with at most this many query tokens in a step counts as "few": one decode token, or drafts."""
+
+
+@dataclass(frozen=True)
+class HostLens:
+    """The batch's lengths as Python integers, known where the scheduler runs.
+
+    Args:
+        query_start: B + 1 offsets into the step's tokens.
+        seq_lens: B totals in tokens, this step's tokens included.
+    """
+
+    query_start: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+
+class Row(NamedTuple):
+    """One sequence of a batch: its tokens `start:stop`, its length in tokens with them, its block table `[blocks]`."""
+
+    start: int
+    stop: int
+    tokens: int
+    table: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One ragged step over T tokens of B sequences. All tensors live on the device; integers are int64 unless said.
+
+    Args:
+        ids: token ids `[T]`.
+        positions: positions `[T]`, counted from 0 in each sequence.
+        slots: `[T]`, the KV place of each token: `block * block_tokens + offset`; -1 marks padding, which every kernel
+            ignores.
+        query_start: int32 `[B + 1]`.
+        seq_lens: int32 `[B]`, this step's tokens included; 0 marks a padded sequence.
+        block_tables: int32 `[B, max blocks]`; entries past a sequence's length are 0 and never read.
+        logit_rows: `[R]`, the token rows whose logits are wanted; None: all.
+        kind: "decode" if every sequence brings few tokens, else "mixed".
+        max_query_tokens: the largest number of query tokens of a sequence (or a bound of it under capture).
+        max_seq_tokens: the largest length in tokens (or a bound of it).
+        host_lens: lengths on the host; None when the host runs behind the device.
+        few: the leading sequences with few tokens as a batch of their own; None when there are none.
+        many: the other sequences; None when there are none.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    logit_rows: torch.Tensor | None
+    kind: StepKind
+    max_query_tokens: int
+    max_seq_tokens: int
+    host_lens: HostLens | None = None
+    few: Batch | None = None
+    many: Batch | None = None
+
+    def split(self) -> tuple[Batch | None, Batch | None]:
+        """The leading sequences with few query tokens and the rest, each a batch of its own or None.
+
+        The first `few.tokens` token rows of the step belong to the first, the others to the second.
+        """
+        return (self, None) if self.kind == "decode" else (self.few, self.many)
+
+    @property
+    def tokens(self) -> int:
+        """T, the number of token rows of this step."""
+        return self.ids.shape[0]
+
+    def lens(self) -> HostLens:
+        """Lengths as Python integers; copies them from the device when the host does not know them."""
+        if self.host_lens is not None:
+            return self.host_lens
+        return HostLens(tuple(self.query_start.tolist()), tuple(self.seq_lens.tolist()))
+
+    def rows(self) -> Iterator[Row]:
+        """Sequence by sequence, for reference bodies and kernels that loop; padded sequences are left out."""
+        lens = self.lens()
+        for i, n in enumerate(lens.seq_lens):
+            if n:
+                yield Row(lens.query_start[i], lens.query_start[i + 1], n, self.block_tables[i])
+
+
+@dataclass(frozen=True)
+class Query:
+    """What one sequence brings to a step.
+
+    Args:
+        ids: its new tokens' ids.
+        before: tokens it already has in the cache.
+        blocks: its blocks, enough for `before + len(ids)` tokens.
+        logits: how many of its last rows want logits; None: all.
+    """
+
+    ids: Sequence[int]
+    before: int
+    blocks: Sequence[int]
+    logits: int | None = None
+
+
+def make_batch(
+    queries: Sequence[Query], *, block_tokens: int, device: torch.device | str, few_tokens: int = FEW_TOKENS
+) -> Batch:
+    """Build a step's batch.
+
+    Args:
+        queries: the sequences; those with at most `few_tokens` new tokens first.
+        block_tokens: tokens a block.
+        device: where the tensors go.
+        few_tokens: the bound of "few".
+
+    Raises:
+        UsageError: a sequence brings nothing, has too few blocks, or a long one stands before a short one.
+    """
+    counts = [len(q.ids) for q in queries]
+    lens = [q.before + n for q, n in zip(queries, counts)]
+    split = next((i for i, n in enumerate(counts) if n > few_tokens), len(counts))
+    for i, (q, n, total) in enumerate(zip(queries, counts, lens)):
+        if n == 0:
+            raise UsageError(f"Sequence {i} of the batch brings no tokens.")
+        if n <= few_tokens and i > split:
+            raise UsageError(f"Sequence {i} brings {n} tokens but stands after one with {counts[split]}.",
+                             remedy="put the sequences with few tokens first")
+        if len(q.blocks) * block_tokens < total:
+            raise UsageError(f"Sequence {i} has {len(q.blocks)} blocks of {block_tokens} tokens for {total} tokens.")
+    starts = (0, *accumulate(counts))
+    ids, positions, slots, wanted = [], [], [], []
+    for q, n, start in zip(queries, counts, starts):
+        ids += q.ids
+        span = range(q.before, q.before + n)
+        positions += span
+        slots += [q.blocks[i // block_tokens] * block_tokens + i % block_tokens for i in span]
+        last = n if q.logits is None else min(q.logits, n)
+        wanted += range(start + n - last, start + n)
+    width = max(len(q.blocks) for q in queries)
+    tables = torch.tensor([[*q.blocks, *([0] * (width - len(q.blocks)))] for q in queries], dtype=torch.int32)
+    whole = Batch(
+        ids=torch.tensor(ids).to(device),
+        positions=torch.tensor(positions).to(device),
+        slots=torch.tensor(slots).to(device),
+        query_start=torch.tensor(starts, dtype=torch.int32).to(device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32).to(device),
+        block_tables=tables.to(device),
+        logit_rows=None if len(wanted) == len(ids) else torch.tensor(wanted).to(device),
+        kind="decode" if split == len(queries) else "mixed",
+        max_query_tokens=max(counts),
+        max_seq_tokens=max(lens),
+        host_lens=HostLens(starts, tuple(lens)),
+    )
+    if whole.kind == "decode":
+        return whole
+    return replace(
+        whole,
+        few=_part(whole, 0, split) if split else None,
+        many=_part(whole, split, len(queries)),
+    )
+
+
+def _part(batch: Batch, first: int, last: int) -> Batch:
+    """Sequences `first:last` of a batch as a batch of their own; tensors are views where they can be."""
+    lens = batch.lens()
+    a, b = lens.query_start[first], lens.query_start[last]
+    starts = tuple(s - a for s in lens.query_start[first : last + 1])
+    return Batch(
+        ids=batch.ids[a:b],
+        positions=batch.positions[a:b],
+        slots=batch.slots[a:b],
+        query_start=batch.query_start[first : last + 1] - a,
+        seq_lens=batch.seq_lens[first:last],
+        block_tables=batch.block_tables[first:last],
+        logit_rows=None,
+        kind="decode" if first == 0 else "mixed",
+        max_query_tokens=max(j - i for i, j in zip(starts, starts[1:])),
+        max_seq_tokens=max(lens.seq_lens[first:last]),
+        host_lens=HostLens(starts, lens.seq_lens[first:last]),
+    )

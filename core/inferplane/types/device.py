@@ -1,0 +1,115 @@
+"""What a backend tells about its hardware: before it is opened (`Probe`) and after (`DeviceState`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+HOST = "cpu"
+"""torch's name for host memory, where checkpoints are staged. Never used as the name of a backend."""
+
+
+class Presence(Enum):
+    """Outcome of a probe."""
+
+    ABSENT = "absent"
+    AVAILABLE = "available"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Whether a backend can be used here. Made from metadata only: cheap, fork-safe, never raises.
+
+    Args:
+        presence: ABSENT (the runtime or the hardware is not there), AVAILABLE, or BROKEN (there, but unusable).
+        reason: one sentence for a person: what was looked for and found.
+        remedy: what to install or change; empty when available.
+        versions: versions that matter, by package ("torch": "2.13.0").
+        devices: number of devices seen, None when that needs opening them.
+    """
+
+    presence: Presence
+    reason: str
+    remedy: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    devices: int | None = None
+
+    @property
+    def available(self) -> bool:
+        """True when the backend can be opened."""
+        return self.presence is Presence.AVAILABLE
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something hardware can or cannot do, with the reason; `present` None means it could not be found out."""
+
+    present: bool | None
+    reason: str
+
+
+class Features(Mapping[str, Feature]):
+    """Named features of a device ("bf16", "fp8", "int8-dot"), each yes, no or unknown, with a reason.
+
+    What is not listed is unknown: a kernel that needs it is refused with "unknown on this device".
+    """
+
+    def __init__(self, known: Mapping[str, Feature] | Iterable[str] = ()) -> None:
+        if isinstance(known, Mapping):
+            self._known = dict(known)
+        else:
+            self._known = {name: Feature(True, "assumed") for name in known}
+
+    def __getitem__(self, name: str) -> Feature:
+        return self._known[name]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204 - Mapping's own signature
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def lacking(self, wanted: Iterable[str]) -> list[str]:
+        """Sentences for each wanted feature that is absent or unknown."""
+        out = []
+        for name in wanted:
+            feature = self._known.get(name)
+            if feature is None:
+                out.append(f"feature {name!r} is unknown on this device")
+            elif not feature.present:
+                word = "absent" if feature.present is False else "unknown"
+                out.append(f"feature {name!r} is {word}: {feature.reason}")
+        return out
+
+    def key(self) -> tuple[tuple[str, bool | None], ...]:
+        """Hashable summary, for the binding memo and the lock file's fingerprint."""
+        return tuple(sorted((n, f.present) for n, f in self._known.items()))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of device memory: `total_bytes` and those `free_bytes` at the time of asking."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """An opened device.
+
+    Args:
+        torch_device: what torch calls it, with its index ("meta:0").
+        name: the hardware's own name.
+        arch: opaque architecture name ; core never parses it.
+        features: what it can do.
+        memory: bytes.
+    """
+
+    torch_device: str
+    name: str
+    arch: str
+    features: Features
+    memory: Memory

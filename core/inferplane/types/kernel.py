@@ -1,0 +1,180 @@
+"""A kernel's declaration: what it computes, when it may be used, how it wants its weights."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inferplane.errors import KernelError
+from inferplane.types.batch import StepKind
+from inferplane.types.device import Features
+from inferplane.types.kv import Layouts
+from inferplane.types.weight import PLAIN, Packing
+
+RANK_TUNED = 90
+"""Band of vendor- or hand-tuned kernels that were measured."""
+RANK_PORTABLE = 50
+"""Band of portable compiled kernels."""
+RANK_COMPOSED = 10
+"""Band of kernels composed from torch's own operators."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The static half of a signature that no op field holds.
+
+    Args:
+        dtype: the plan's activation dtype.
+        step_kind: "decode" or "mixed".
+        layouts: the KV layout chosen for each distinct request of the model.
+        features: what the device can do.
+        deterministic: only kernels that are batch-invariant may be bound.
+        host_lens: whether lengths are known on the host when a step is launched.
+    """
+
+    dtype: torch.dtype
+    step_kind: StepKind
+    layouts: Layouts = field(default_factory=dict)
+    features: Features = field(default_factory=Features)
+    deterministic: bool = False
+    host_lens: bool = True
+
+
+@dataclass(frozen=True)
+class When:
+    """What a kernel takes. Empty means "any", except `formats`, whose default is plain weights only.
+
+    Args:
+        dtypes: activation dtypes.
+        formats: weight formats.
+        kv_layouts: names of KV layouts it can look into; a kernel that uses only `LayerKV.write`/`read` states none.
+        step_kinds: "decode", "mixed".
+        features: hardware features that must be present.
+        needs: `(words, predicate)`; the predicate receives the op and returns whether it is served. The words complete
+            the sentence "needs ...".
+    """
+
+    dtypes: tuple[torch.dtype, ...] = ()
+    formats: tuple[str, ...] = (PLAIN,)
+    kv_layouts: tuple[str, ...] = ()
+    step_kinds: tuple[StepKind, ...] = ()
+    features: tuple[str, ...] = ()
+    needs: tuple[tuple[str, Callable[[Any], bool]], ...] = ()
+
+    def refusals(self, op: Any, ctx: Context, formats: Iterable[str]) -> list[str]:
+        """Every reason, in words, why this kernel cannot serve `op` in `ctx`; empty when it can."""
+        out = []
+        if self.dtypes and ctx.dtype not in self.dtypes:
+            out.append(f"dtype {_short(ctx.dtype)} is not among {', '.join(map(_short, self.dtypes))}")
+        if bad := sorted(set(formats) - set(self.formats)):
+            out.append(f"weight format {', '.join(bad)} is not among {', '.join(self.formats)}")
+        if self.kv_layouts:
+            names = sorted({ctx.layouts[r].name for r in op.kv_requests() if r in ctx.layouts})
+            if bad := [n for n in names if n not in self.kv_layouts]:
+                out.append(f"KV layout {', '.join(bad)} is not among {', '.join(self.kv_layouts)}")
+        if self.step_kinds and ctx.step_kind not in self.step_kinds:
+            out.append(f"step kind {ctx.step_kind} is not among {', '.join(self.step_kinds)}")
+        out += ctx.features.lacking(self.features)
+        for words, predicate in self.needs:
+            try:
+                served = predicate(op)
+            except Exception as error:
+                out.append(f"its predicate {words!r} raised {type(error).__name__}: {error}")
+                continue
+            if not served:
+                out.append(f"needs {words}")
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One implementation of an op by a provider.
+
+    Args:
+        op: the op's name ("rms_norm").
+        provider: who implements it ("torch", "triton", "torch_npu" style names); unique per op and target.
+        target: the function, or its dotted name "module:function", imported at link only. It takes a view (the op's
+            field names, weights in this kernel's packings) and then exactly the parameters of the op's `__call__`.
+        when: what it takes.
+        rank: 90 tuned and measured, 50 portable, 10 composed from torch; higher wins.
+        packs: weight path below the op ("weight", "gate_up.weight") -> packing.
+        prepare: `(op, ctx) -> object`, run once at link for winners; found on the view as `prepared`.
+        capture_safe: it may run under graph capture.
+        batch_invariant: a row's result does not depend on the other rows.
+        needs_host_lens: it reads `batch.host_lens`.
+        note: a sentence for `explain` (source, measured figure).
+    """
+
+    op: str
+    provider: str
+    target: Callable[..., Any] | str
+    when: When = field(default_factory=When)
+    rank: int = RANK_COMPOSED
+    packs: Mapping[str, Packing] = field(default_factory=dict)
+    prepare: Callable[[Any, Context], Any] | None = None
+    capture_safe: bool = False
+    batch_invariant: bool = False
+    needs_host_lens: bool = False
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """`provider:function`, by which explain, pins, lock file and xfails speak of it."""
+        function = self.target.rpartition(":")[2] if isinstance(self.target, str) else self.target.__name__
+        return f"{self.provider}:{function}"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def function(self) -> Callable[..., Any]:
+        """The callable itself; imports it when the target is a dotted name.
+
+        Raises:
+            KernelError: the module or the function cannot be imported.
+        """
+        if not isinstance(self.target, str):
+            return self.target
+        module, _, attribute = self.target.partition(":")
+        try:
+            found = importlib.import_module(module)
+            for part in attribute.split("."):
+                found = getattr(found, part)
+        except Exception as error:
+            raise KernelError(
+                f"Kernel {self.name} for op {self.op!r}: {self.target} cannot be imported "
+                f"({type(error).__name__}: {error}).",
+                remedy=f"install the runtime of provider {self.provider!r}, or pin another provider for {self.op!r}",
+            ) from error
+        return found  # type: ignore[return-value]
+
+    def refusals(self, op: Any, ctx: Context, formats: Iterable[str]) -> list[str]:
+        """Reasons why it cannot serve `op` in `ctx`: those of `when`, and those of the plan's options."""
+        out = self.when.refusals(op, ctx, formats)
+        if ctx.deterministic and not self.batch_invariant:
+            out.append("deterministic=True binds only batch-invariant kernels")
+        if self.needs_host_lens and not ctx.host_lens:
+            out.append("needs lengths on the host, which runs behind the device")
+        return out
+
+
+class Kernels(list[Kernel]):
+    """A list that also collects by decorator: `@kernels("rms_norm", "toy", rank=90)` above the function."""
+
+    def __call__(
+        self, op: str, provider: str, **options: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Declare the decorated function as a kernel; `options` are those of `Kernel`."""
+
+        def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+            self.append(Kernel(op, provider, function, **options))
+            return function
+
+        return declare
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,88 @@
+"""Where a process stands among the others that hold parts of the same model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inferplane.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Tensor-parallel and expert-parallel rank and size of this process; `Placement()` is one process alone.
+
+    Args:
+        tp_rank: this process among those that share each layer, 0 <= tp_rank < tp_size.
+        tp_size: number of processes that share each layer.
+        ep_rank: this process among those that share the experts, 0 <= ep_rank < ep_size.
+        ep_size: number of processes that share the experts.
+
+    Raises:
+        UsageError: a rank lies outside its size.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+
+    def __post_init__(self) -> None:
+        for kind, rank, size in (("tp", self.tp_rank, self.tp_size), ("ep", self.ep_rank, self.ep_size)):
+            if not 0 <= rank < size:
+                raise UsageError(
+                    f"Placement with {kind}_rank={rank} of {kind}_size={size}.",
+                    there_is=f"ranks 0 to {size - 1}" if size > 0 else "no ranks: the size must be at least 1",
+                    remedy="number the ranks from 0",
+                )
+
+    def part(self, name: str, size: int) -> int:
+        """This rank's share of a dimension of `size` entries under tensor parallelism.
+
+        Args:
+            name: the dimension's name, for the error.
+            size: entries over all ranks.
+
+        Returns:
+            Entries on this rank.
+
+        Raises:
+            UsageError: `size` is not divisible by `tp_size`; the message names the dimension.
+        """
+        if size % self.tp_size:
+            raise UsageError(
+                f"{name} = {size} cannot be shared equally by {self.tp_size} ranks.",
+                remedy=f"choose a tensor-parallel size that divides {size}",
+            )
+        return size // self.tp_size
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The slice of every checkpoint part that one rank reads.
+
+    Args:
+        axis: dimension of the part that is divided (0: rows, the outputs of a linear; 1: columns, its inputs).
+        rank: this rank's index.
+        size: number of ranks; 1 reads everything.
+    """
+
+    axis: int = 0
+    rank: int = 0
+    size: int = 1
+
+    def bounds(self, length: int) -> tuple[int, int]:
+        """First and one-past-last index of this rank's slice of a dimension of `length` entries.
+
+        Raises:
+            UsageError: `length` is not divisible by the number of ranks.
+        """
+        if length % self.size:
+            raise UsageError(
+                f"A dimension of {length} entries cannot be shared equally by {self.size} ranks.",
+                remedy=f"choose a tensor-parallel size that divides {length}",
+            )
+        step = length // self.size
+        return self.rank * step, (self.rank + 1) * step
+
+
+WHOLE = Shard()

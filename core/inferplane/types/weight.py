@@ -1,0 +1,72 @@
+"""Weights as a model declares them, before any tensor exists, and packings as kernels want them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inferplane.types.placement import WHOLE, Shard
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """One weight of a model: which checkpoint tensors it is made of and what it looks like.
+
+    Identity is the tie: an embedding and an output head that share one `Weight` object share one tensor. Rows are
+    outputs. `parts` are concatenated along rows in the order given; for a stack of experts the parts fill
+    `shape[0]` slices one after the other. Nothing here is a tensor, so a model of any size can be declared at once.
+
+    Args:
+        parts: checkpoint names, in order; empty with `make`.
+        shape: shape on this rank, `[N, K]`, `[N]`, or `[E, N, K]` for stacked experts.
+        dtype: dtype of the values as kernels see them; None follows the plan's dtype.
+        format: quantized format of the checkpoint's tensors ("plain", or a registered format such as "fp8_block").
+        make: builds a constant (a rope table) instead of reading one; called once at load.
+        shard: the slice of each part that this rank reads.
+        optional: the checkpoint may lack it; `default` is then used.
+        default: builds the value when an optional weight is missing.
+    """
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    format: str = PLAIN
+    make: Callable[[], torch.Tensor] | None = None
+    shard: Shard = WHOLE
+    optional: bool = False
+    default: Callable[[], torch.Tensor] | None = None
+
+    def key(self) -> tuple[Any, ...]:
+        """The static signature: equal keys bind to the same kernel, whatever the layer."""
+        return ("weight", self.shape, self.dtype, self.format)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the values in one packing, when the plan's dtype is `dtype`; quantized formats count a byte."""
+        size = 1 if self.format != PLAIN else (self.dtype or dtype).itemsize
+        return math.prod(self.shape) * size
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A named weight layout. Equal names share one packed copy, whoever asked for it.
+
+    Args:
+        name: unique; by habit `provider.layout` ("torch_npu.nz").
+        fn: canonical tensor or `QTensor` -> what the kernel reads. Pure; may return any object that holds tensors.
+    """
+
+    name: str
+    fn: Callable[[Any], Any] = field(default=_same, compare=False)
+
+
+CANONICAL = Packing("canonical")

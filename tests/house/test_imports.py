@@ -1,0 +1,51 @@
+"""What an import may bring with it, seen from fresh processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.house import rules
+from tests.house.rules import none, plant
+
+# torch brings some of its own device modules; only what comes on top is ours, so torch is loaded first and not counted.
+TORCH_DEVICES = frozenset(f"torch.{device}" for device in ("cuda", "gcu", "hip", "mps", "mtia", "npu", "xpu"))
+LIGHT = (
+    rules.VENDOR_PACKAGES
+    | TORCH_DEVICES
+    | {"transformers", "inferplane.engine", "inferplane.cli", "inferplane.conformance"}
+)
+
+
+def test_plugin_authors_door_is_light():
+    none(rules.impurities(rules.imported_by(["inferplane", "inferplane.plugin"], preload=("torch",)), LIGHT))
+
+
+def test_core_imports_no_vendor_package_and_sets_no_variable():
+    # Triton's kernels need triton, and the suite's test modules are for pytest to import. transformers, which core's
+    # upper floors may import, looks for triton by itself, so it is loaded first.
+    names = rules.core_modules(rules.REPOSITORY / "core", without=("inferplane.kernels.triton", "inferplane.__main__"))
+    names = [name for name in names if not name.rpartition(".")[2].startswith(("test_", "conftest"))]
+    none(rules.impurities(rules.imported_by(names, preload=("torch", "transformers", "pytest")), rules.VENDOR_PACKAGES))
+
+
+@pytest.mark.parametrize("device", rules.DEVICES)
+def test_backend_is_light(device):
+    names = [f"inferplane_{device}.plugin", f"inferplane_{device}.backend"]
+    none(rules.impurities(rules.imported_by(names, preload=("torch",)), LIGHT))
+
+
+def test_planted_faults_are_found(tmp_path):
+    plant(tmp_path, "", "torch_npu.py")
+    plant(tmp_path, "", "inferplane/__init__.py")
+    plant(tmp_path, "", "inferplane/engine/llm.py")
+    plant(tmp_path, "import inferplane.engine.llm", "heavy.py")
+    plant(tmp_path, "import torch_npu", "vendor.py")
+    plant(tmp_path, "import os\nos.environ['SET_BY_IMPORT'] = '1'", "loud.py")
+    plant(tmp_path, "raise RuntimeError('no driver')", "broken.py")
+    plant(tmp_path, "import json, inferplane", "clean.py")
+    names = ["heavy", "vendor", "loud", "broken", "clean"]
+    found = "\n".join(rules.impurities(rules.imported_by(names, paths=(str(tmp_path),)), LIGHT))
+    for name in names[:-1]:
+        assert f"import {name}" in found
+    assert "import clean" not in found
+    assert "RuntimeError: no driver" in found

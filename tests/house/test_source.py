@@ -1,0 +1,113 @@
+"""What may be written where; each rule is shown to find a planted fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.house import rules
+from tests.house.rules import none, plant
+
+CORE = rules.REPOSITORY / "core"
+BACKENDS = rules.REPOSITORY / "backends"
+
+# Path -> why this file is better in one piece.
+LONG_FILES: dict[str, str] = {}
+
+
+def test_core_names_no_device():
+    none(rules.device_names(CORE))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'x = torch.empty(1, device="cuda")',
+        "torch.cuda.synchronize()",
+        "if is_npu(x): pass",
+        "# on a DCU this is slower",
+        '"""LLM("m", device=\'xpu\')"""',
+        "class CudaGraph: ...",
+        'backend = "nccl"',
+        "torch.version.hip",
+        "cuda_graphs = {}",
+        'device = "cpu"',
+        "# LLM(model, device='cpu')",
+        "# inferplane generate --device cpu",
+        'HOST = "cpu"\nHOST = "cpu"',
+    ],
+)
+def test_core_names_a_device(tmp_path, line):
+    assert rules.device_names(plant(tmp_path, line))
+
+
+@pytest.mark.parametrize(
+    "line", ['HOST = "cpu"', 'HOST: Final = "cpu"  # never a backend', "chip = ship = 1", "x = x.cpu()", "# barracuda"]
+)
+def test_core_names_no_device_here(tmp_path, line):
+    none(rules.device_names(plant(tmp_path, line)))
+
+
+def test_names_say_what_is_inside():
+    none(rules.bad_names(CORE, BACKENDS))
+
+
+@pytest.mark.parametrize(
+    "text", ["class BaseCache: ...", "class BlockManager: ...", "class RunnerImpl: ...", "class _Base: ..."]
+)
+def test_names_that_say_nothing(tmp_path, text):
+    assert len(rules.bad_names(plant(tmp_path, text))) == 1
+
+
+def test_files_named_for_nothing(tmp_path):
+    assert len(rules.bad_names(plant(tmp_path, "", "utils.py"))) == 1
+    none(rules.bad_names(plant(tmp_path / "other", "class Basement: ...\nclass Implicit: ...")))
+
+
+def test_files_are_short():
+    none(rules.long_files(CORE, BACKENDS, allowed=LONG_FILES))
+
+
+def test_files_too_long(tmp_path):
+    assert rules.long_files(plant(tmp_path, "x = 1\n" * 401), allowed={})
+    none(rules.long_files(tmp_path, allowed={"fault.py": "one table, read as one"}))
+    assert rules.long_files(tmp_path, allowed={"fault.py": " "})
+    assert rules.long_files(plant(tmp_path, "x = 1\n" * 400), allowed={"fault.py": "no longer true"})
+
+
+def test_grammar_is_python_3_10():
+    none(rules.too_new_grammar(CORE, BACKENDS))
+
+
+@pytest.mark.parametrize("text", ["type X = int", "def first[T](x: T) -> T: ...", "try: ...\nexcept* ValueError: ..."])
+def test_grammar_too_new(tmp_path, text):
+    assert len(rules.too_new_grammar(plant(tmp_path, text))) == 1
+
+
+def test_checkpoints_run_no_code():
+    none(rules.runs_foreign_code(CORE, BACKENDS))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "    from dill import loads",
+        "torch.load(path)",
+        "AutoConfig.from_pretrained(p, trust_remote_code=True)",
+    ],
+)
+def test_checkpoints_that_run_code(tmp_path, text):
+    assert len(rules.runs_foreign_code(plant(tmp_path, text))) == 1
+
+
+def test_folders_are_alike():
+    none(rules.folder_shape(rules.REPOSITORY))
+
+
+def test_folders_unlike(tmp_path):
+    for name in ("README.md", "inferplane_x/__init__.py", "inferplane_x/plugin.py", "inferplane_x/backend.py"):
+        plant(tmp_path / "backends" / "x", "", name)
+    none(rules.folder_shape(tmp_path))
+    plant(tmp_path / "core", "", "__init__.py")
+    (tmp_path / "backends" / "x" / "README.md").unlink()
+    assert len(rules.folder_shape(tmp_path)) == 2
