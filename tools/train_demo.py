@@ -50,6 +50,7 @@ PAD_ROWS = 128  # an expert's rows are padded to a multiple of this
 BLOCK = 128  # rows and columns of one scale block
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")  # ids 0, 1, 2
 BOS, EOS, PAD = range(3)
+EMBED_STD, HEAD_NORM = 0.5, 0.06  # initial scale of the embedding, initial weight of the norms before the head
 HELD_OUT_PART = 25  # one file in this many is held out (4 %)
 
 
@@ -465,13 +466,18 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.cfg = cfg
-        self.embed = nn.Parameter(torch.randn(cfg.vocab_size, cfg.hidden_size) * 0.03)
+        # A wide embedding keeps a token's identity visible in the residual stream beside what the layers add; as
+        # the head shares it, the last norm starts small, so that the first logits are near zero.
+        self.embed = nn.Parameter(torch.randn(cfg.vocab_size, cfg.hidden_size) * EMBED_STD)
         self.layers = nn.ModuleList(
             DecoderLayer(cfg, dense=i < cfg.first_k_dense_replace) for i in range(cfg.num_hidden_layers)
         )
         self.norm = Norm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mtp = MTPLayer(cfg)
         cos, sin = rope_table(cfg, cfg.max_position_embeddings)
+        with torch.no_grad():
+            for norm in (self.norm, self.mtp.shared_head_norm):
+                norm.weight.fill_(HEAD_NORM)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -832,6 +838,7 @@ class Options:
     context: str = "0:256,0.6:512"
     muon_lr: float = 0.02
     adam_lr: float = 0.006
+    embed_lr: float = 0.03
     weight_decay: float = 0.1
     warmup: float = 0.02
     cooldown: float = 0.7
@@ -886,14 +893,15 @@ def train(cfg: Config, opt: Options, work: Path, resume: bool) -> None:
     data = Dataset.build(cfg.vocab_size)
     (work / "tokenizer.json").write_text(data.tokenizer.to_str(), encoding="utf-8")
     model = Model(cfg, opt.seed)
-    muon_params = []
     for name, param in model.named_parameters():
         if is_muon(name):
             param.data = param.data.bfloat16()
     muon_params = [p for n, p in model.named_parameters() if is_muon(n)]
-    other = [p for n, p in model.named_parameters() if not is_muon(n)]
+    small = [p for n, p in model.named_parameters() if not is_muon(n) and n != "embed"]
+    other = [model.embed, *small]
     muon = Muon(muon_params)
-    adam = torch.optim.AdamW(other, lr=opt.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    groups = [{"params": [model.embed], "peak": opt.embed_lr}, {"params": small, "peak": opt.adam_lr}]
+    adam = torch.optim.AdamW(groups, lr=opt.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     step, seen, elapsed, cursor = 0, 0, 0.0, [0, 0]
     last = work / "last.pt"
     if resume and last.exists():
@@ -949,7 +957,7 @@ def train(cfg: Config, opt: Options, work: Path, resume: bool) -> None:
             seen += opt.micro_rows // context * context
         factor = opt.lr_factor(progress)
         for group in adam.param_groups:
-            group["lr"] = opt.adam_lr * factor
+            group["lr"] = group["peak"] * factor
         muon.step(opt.muon_lr * factor, opt.weight_decay)
         torch.nn.utils.clip_grad_norm_(other, 1.0)
         adam.step()
@@ -1276,7 +1284,8 @@ def main(argv: list[str] | None = None) -> int:
         "micro_rows": "tokens in one forward and backward pass",
         "context": "progress:length pairs, training windows by progress (0 to 1)",
         "muon_lr": "peak learning rate of the hidden matrices (Muon)",
-        "adam_lr": "peak learning rate of the rest (AdamW)",
+        "adam_lr": "peak learning rate of norms and router gates (AdamW)",
+        "embed_lr": "peak learning rate of the embedding (AdamW)",
         "weight_decay": "decoupled decay of the hidden matrices, times the learning rate",
         "warmup": "part of the budget in which the learning rate rises",
         "cooldown": "part of the budget in which it falls to zero",

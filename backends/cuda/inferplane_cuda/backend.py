@@ -110,7 +110,7 @@ class CudaBackend(Backend):
     @classmethod
     def probe(cls) -> Probe:
         """From torch's build and the driver's files; no CUDA call is made, so a fork afterwards is safe."""
-        versions = {"torch": torch.__version__}
+        versions = {"torch": str(torch.__version__)}
         if torch.version.hip:
             reason = f"torch {torch.__version__} is built for HIP {torch.version.hip}, so its GPUs are not NVIDIA's"
             return Probe(Presence.ABSENT, reason, f"use device='dcu' for Hygon DCUs, or {INSTALL_TORCH}", versions)

@@ -10,10 +10,10 @@ from importlib import import_module
 
 import pytest
 import torch
-from inferplane_cuda import backend, plugin
-from inferplane_cuda.backend import CudaBackend, arch_of, features_of
 
 from inferplane.plugin import Backend, DeviceError, KVRequest, Presence
+from inferplane_cuda import backend, plugin
+from inferplane_cuda.backend import CudaBackend, arch_of, features_of
 
 VENDORS = ("torch_npu", "torch_gcu", "torch_xmlir", "triton", "flashinfer", "flash_attn", "flash_mla", "deep_gemm")
 

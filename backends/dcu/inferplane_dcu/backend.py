@@ -117,7 +117,7 @@ class DcuBackend(Backend):
     @classmethod
     def probe(cls) -> Probe:
         """From torch's build, sysfs and the vendor's paths; HIP is not started, so a fork afterwards is safe."""
-        versions = {"torch": torch.__version__}
+        versions = {"torch": str(torch.__version__)}
         if not torch.version.hip:
             build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without HIP"
             return Probe(Presence.ABSENT, f"torch {torch.__version__} is {build}", INSTALL, versions)

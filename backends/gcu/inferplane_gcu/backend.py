@@ -95,7 +95,7 @@ class GcuBackend(Backend):
     @classmethod
     def probe(cls) -> Probe:
         """From package metadata and device nodes; torch_gcu is not imported."""
-        versions = {"torch": torch.__version__}
+        versions = {"torch": str(torch.__version__)}
         if not _installed(MODULE):
             return Probe(Presence.ABSENT, f"{MODULE} is not installed", INSTALL, versions)
         version = _version(DISTRIBUTION)

@@ -105,7 +105,7 @@ class NpuBackend(Backend):
     @classmethod
     def probe(cls) -> Probe:
         """From package metadata, CANN's files and device nodes; torch_npu is not imported."""
-        versions = {"torch": torch.__version__}
+        versions = {"torch": str(torch.__version__)}
         if not _installed(MODULE):
             remedy = f"pip install '{DISTRIBUTION}=={_minor(torch.__version__)}.*' for this torch, and {INSTALL_CANN}"
             return Probe(Presence.ABSENT, f"{MODULE} is not installed", remedy, versions)

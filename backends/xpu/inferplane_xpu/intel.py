@@ -93,7 +93,7 @@ class IntelBackend(Backend):
     def probe(cls) -> Probe:
         """From torch's build and render nodes; no XPU call is made, so a fork afterwards is safe."""
         version = getattr(torch.version, "xpu", None)
-        versions = {"torch": torch.__version__, **({"xpu": str(version)} if version else {})}
+        versions = {"torch": str(torch.__version__), **({"xpu": str(version)} if version else {})}
         if _installed("torch_xmlir"):
             reason = "torch_xmlir is installed, so xpu means Kunlun's cards here and torch.xpu is a stub"
             return Probe(Presence.ABSENT, reason, "use device='xpu:kunlun', or uninstall torch_xmlir", versions)
@@ -193,7 +193,8 @@ def _installed(module: str) -> bool:
 
 def _render_nodes() -> tuple[list[str], list[str]]:
     """Render nodes of Intel GPUs, and those of other vendors. One whose vendor cannot be read counts as Intel's."""
-    nodes, others = [], []
+    nodes: list[str] = []
+    others: list[str] = []
     for node in sorted(glob(RENDER_NODES)):
         try:
             vendor = Path(RENDER_VENDORS.format(node=os.path.basename(node))).read_text(errors="replace").strip()

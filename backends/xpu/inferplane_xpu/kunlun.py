@@ -6,12 +6,11 @@ it, after which "cuda" means the card. `torch.xpu` there is Intel's stub and fin
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
 from glob import glob
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import ClassVar
 
@@ -67,15 +66,13 @@ class KunlunBackend(Backend):
     @classmethod
     def probe(cls) -> Probe:
         """From torch_xmlir's spec, torch's build and device nodes; torch_xmlir is not imported."""
-        versions = {"torch": torch.__version__}
+        versions = {"torch": str(torch.__version__)}
         if not _installed(MODULE):
             return Probe(Presence.ABSENT, f"{MODULE} is not installed", INSTALL, versions)
         versions[MODULE] = _version(MODULE) or "(version unknown)"
         package = f"{MODULE} {versions[MODULE]}"
         if torch.version.cuda is None:
-            reason = (
-                f"{package} is installed, but torch {torch.__version__} is not the vendor's: it lacks CUDA"
-            )
+            reason = f"{package} is installed, but torch {torch.__version__} is not the vendor's: it lacks CUDA"
             return Probe(Presence.BROKEN, reason, INSTALL, versions)
         nodes = len(glob(DEVICE_NODES))
         if not nodes:
@@ -95,7 +92,7 @@ class KunlunBackend(Backend):
         if not probe.available:
             raise DeviceError(f"Device {self.name!r} cannot be used: {probe.reason}.", remedy=probe.remedy)
         try:
-            importlib.import_module(MODULE)
+            import_module(MODULE)
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
             if self.index >= count:
                 setting = ", ".join(f"{variable}={os.environ.get(variable, 'not set')}" for variable in VISIBLE)

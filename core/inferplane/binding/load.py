@@ -15,6 +15,7 @@ import torch
 
 from inferplane.binding.plan import Plan
 from inferplane.errors import CheckpointError, KernelError
+from inferplane.ops import encode
 from inferplane.types import HOST, PLAIN, QTensor, Shard, Weight
 
 
@@ -59,7 +60,7 @@ class Loaded:
 
 def load(
     plan: Plan,
-    source: TensorSource,
+    source: TensorSource | DummySource,
     device: str = HOST,
     *,
     readers: Mapping[str, FormatReader] | None = None,
@@ -79,11 +80,14 @@ def load(
         KernelError: a packing raised; the kernels that asked for it are named.
     """
     weights = [plan.weights[i] for i in plan.packings]
-    asked = check(weights, source)
+    asked = set() if isinstance(source, DummySource) else check(weights, source)
     total = sum(plan.nbytes(w, name) for w in weights for name in plan.packings[id(w)])
     loaded = Loaded()
     for weight in weights:
-        full = assemble(weight, source, plan.settings.dtype, readers or {})
+        if isinstance(source, DummySource):
+            full = source.draw(weight, plan.settings.dtype)
+        else:
+            full = assemble(weight, source, plan.settings.dtype, readers or {})
         packings = plan.packings[id(weight)]
         if device != HOST:
             full = full.to(device)
@@ -225,3 +229,30 @@ class DictSource:
             first, last = shard.bounds(tensor.shape[shard.axis])
             tensor = tensor.narrow(shard.axis, first, last - first)
         out.copy_(tensor)
+
+
+class DummySource:
+    """Random weights of the declared shapes, for trying sizes and speeds without a checkpoint.
+
+    Args:
+        seed: any integer; equal seeds give equal weights.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator(HOST).manual_seed(seed)
+
+    def names(self) -> Iterable[str]:
+        """Nothing has a name here."""
+        return ()
+
+    def draw(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor | QTensor:
+        """One weight, whole: norms near 1, matrices scaled so that activations keep their size."""
+        if weight.make is not None:
+            return weight.make()
+        if weight.format != PLAIN:
+            fan_in = weight.shape[-1]
+            return encode(torch.randn(weight.shape, generator=self.generator) / math.sqrt(fan_in), weight.format)
+        out = torch.empty(weight.shape, dtype=weight.dtype or dtype)
+        if len(weight.shape) == 1:
+            return out.normal_(1.0, 0.1, generator=self.generator)
+        return out.normal_(0.0, 1 / math.sqrt(weight.shape[-1]), generator=self.generator)

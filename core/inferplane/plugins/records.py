@@ -62,7 +62,7 @@ class Quarantined:
         distribution: see `Origin`, as `version` and `entry_point`.
         devices: devices it serves or, where that was not learned, would probably have served.
         reason: one sentence.
-        remedy: what to do; empty when it is as the user settled it.
+        remedy: what to do.
         traceback: Python's, when something was raised.
     """
 
@@ -148,15 +148,17 @@ def quarantine(
     remedy: str = "",
 ) -> Quarantined:
     """A record of `origin` failing at `stage`; `devices` None means that it is not known what it serves."""
-    if isinstance(error, Rejected):
-        stage, reason, remedy, trace = error.stage, error.reason, error.remedy, ""
-    elif isinstance(error, BaseException):
-        ours = isinstance(error, PluginError)  # what a `register` callback found wrong
-        reason = error.what.rstrip(".") if ours else in_words(error)
-        remedy = error.remedy if ours else remedy
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    trace = ""
+    if isinstance(error, str):
+        reason = error
+    elif isinstance(error, Rejected):
+        stage, reason, remedy = error.stage, error.reason, error.remedy
     else:
-        reason, trace = error, ""
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        if isinstance(error, PluginError):  # what a `register` callback found wrong
+            reason, remedy = error.what.rstrip("."), error.remedy
+        else:
+            reason = in_words(error)
     leave_out = f"take {origin.entry_point} off" if origin.listed else f"leave it out by -{origin.entry_point} in"
     remedy = remedy or f"tell the author of {origin.distribution}, or {leave_out} INFERPLANE_PLUGINS"
     devices = origin.likely_devices() if devices is None else devices

@@ -1,0 +1,257 @@
+"""How Hygon DCUs are recognised, on machines made of files and patched torch builds. No DCU is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inferplane.plugin import Backend, DeviceError, KVRequest, Presence
+from inferplane_dcu import backend, plugin
+from inferplane_dcu.backend import DcuBackend, features_of
+
+VENDORS = ("torch_npu", "torch_gcu", "torch_xmlir", "triton", "flash_attn", "flash_mla", "lightop", "lmslim", "amdsmi")
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A folder that stands for the root of a machine with a HIP build of torch and nothing else."""
+    for name in ("dev", "opt", "nodes"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(backend, "COMPUTE_NODE", str(tmp_path / "dev/kfd"))
+    monkeypatch.setattr(backend, "TOPOLOGY", str(tmp_path / "nodes/*/properties"))
+    monkeypatch.setattr(backend, "VENDOR_PATHS", (str(tmp_path / "dev/mkfd"), str(tmp_path / "opt/dtk")))
+    monkeypatch.setattr(torch, "__version__", "2.9.0")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.3.26093")
+    for variable in backend.VISIBLE:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def add_gpus(machine, *versions):
+    """GPUs as the kernel driver lists them, after a CPU."""
+    (machine / "dev/kfd").touch()
+    for index, version in enumerate((0, *versions)):
+        (machine / f"nodes/{index}").mkdir()
+        (machine / f"nodes/{index}/properties").write_text(
+            f"simd_count 256\ngfx_target_version {version}\nvendor_id 1\n"
+        )
+
+
+@pytest.fixture
+def dcus(machine, monkeypatch):
+    """The same with DTK and two BW1000s that HIP can use; returns what was done to them."""
+    add_gpus(machine, 90306, 90306)
+    (machine / "dev/mkfd").touch()
+    (machine / "opt/dtk").mkdir()
+    properties = SimpleNamespace(name="BW200, UBB BW1000", gcnArchName="gfx936:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (50, 64))
+    done = []
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(backend, "_touch", done.append)
+    return SimpleNamespace(properties=properties, done=done)
+
+
+def test_registers_what_it_can_import():
+    registered = {}
+    plugin.inferplane_register_backends(registered.__setitem__)
+    assert list(registered) == ["dcu"]
+    module, _, attribute = registered["dcu"].partition(":")
+    found = getattr(import_module(module), attribute)
+    assert issubclass(found, Backend)
+    assert found.name == "dcu"
+    assert found.torch_device == "cuda"
+    assert plugin.INFERPLANE_API == (1, 0)
+
+
+def test_this_machine_is_explained():
+    probe = DcuBackend.probe()
+    assert probe.reason
+    assert probe.available or probe.remedy
+    assert probe.versions["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(("cuda", "words"), [(None, "a build without HIP"), ("12.6", "built for CUDA 12.6")])
+def test_build_without_hip(dcus, monkeypatch, cuda, words):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    probe = DcuBackend.probe()
+    assert probe.presence is Presence.ABSENT
+    assert f"torch 2.9.0 is {words}" in probe.reason
+    assert "DTK" in probe.remedy
+
+
+def test_nothing_of_hygons(machine):
+    probe = DcuBackend.probe()
+    assert probe.presence is Presence.ABSENT
+    assert "nothing of Hygon's is here" in probe.reason
+    assert "hy-smi" in probe.reason
+    assert "DTK" in probe.remedy
+
+
+@pytest.mark.parametrize(
+    ("version", "name"), [(90402, "gfx942"), (90010, "gfx90a"), (110000, "gfx1100"), (90006, "gfx906")]
+)
+def test_an_amd_machine_is_not_a_dcu(machine, version, name):
+    add_gpus(machine, version)
+    probe = DcuBackend.probe()
+    assert probe.presence is Presence.ABSENT
+    assert f"the GPUs here are {name}, not Hygon's" in probe.reason
+
+
+def test_toolkit_without_a_device(machine):
+    (machine / "opt/dtk").mkdir()
+    probe = DcuBackend.probe()
+    assert probe.presence is Presence.ABSENT
+    assert "no DCU is" in probe.reason
+    assert "/dev/mkfd" in probe.remedy
+
+
+def test_available(dcus):
+    probe = DcuBackend.probe()
+    assert probe.presence is Presence.AVAILABLE
+    assert "gfx936 (BW1000)" in probe.reason
+    assert probe.versions == {"torch": "2.9.0", "hip": "6.3.26093"}
+    assert probe.devices == 2
+    assert not probe.remedy
+
+
+@pytest.mark.parametrize("version", [90208, 90306, 90308, 90406, 90210])
+def test_a_hygon_name_needs_no_other_sign(machine, version):
+    add_gpus(machine, version)
+    assert DcuBackend.probe().presence is Presence.AVAILABLE
+
+
+def test_the_installation_decides_whose_gfx906_it_is(machine):
+    add_gpus(machine, 90006)
+    (machine / "dev/mkfd").touch()
+    assert DcuBackend.probe().presence is Presence.AVAILABLE
+
+
+def test_signs_of_hygon_outweigh_an_unreadable_name(machine):
+    add_gpus(machine, 936)
+    (machine / "dev/mkfd").touch()
+    probe = DcuBackend.probe()
+    assert probe.presence is Presence.AVAILABLE
+    assert "opening will tell" in probe.reason
+    assert probe.devices is None
+
+
+@pytest.mark.parametrize("variable", ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
+def test_hidden_dcus(dcus, monkeypatch, variable):
+    monkeypatch.setenv(variable, "-1")
+    probe = DcuBackend.probe()
+    assert probe.presence is Presence.ABSENT
+    assert f"{variable}='-1'" in probe.reason
+    assert f"unset {variable}" in probe.remedy
+
+
+def test_probe_is_cheap():
+    def once() -> float:
+        start = time.perf_counter()
+        DcuBackend.probe()
+        return time.perf_counter() - start
+
+    assert min(once() for _ in range(5)) < 0.1
+
+
+def test_open_describes_the_dcu(dcus):
+    state = DcuBackend(1).open()
+    assert state.torch_device == "cuda:1"
+    assert state.name == "BW200, UBB BW1000"
+    assert state.arch == "gfx936"
+    assert state.features["bf16"].present
+    assert state.features["fp8"].present is False
+    assert (state.memory.total_bytes, state.memory.free_bytes) == (64, 50)
+    assert dcus.done == [1, "cuda:1"], "current device set, then one allocation on it"
+
+
+def test_open_of_an_amd_gpu(dcus):
+    dcus.properties.name, dcus.properties.gcnArchName = "AMD Instinct MI300X", "gfx942:sramecc+:xnack-"
+    with pytest.raises(DeviceError, match=r"'AMD Instinct MI300X' \(gfx942\), which is not a Hygon DCU"):
+        DcuBackend().open()
+    assert not dcus.done, "another vendor's GPU was touched"
+
+
+def test_open_without_hip_gives_the_probes_reason(machine, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(DeviceError, match="a build without HIP") as caught:
+        DcuBackend().open()
+    assert caught.value.remedy == DcuBackend.probe().remedy
+
+
+def test_open_of_an_index_too_far(dcus):
+    with pytest.raises(DeviceError, match="DCU 2 was asked for") as caught:
+        DcuBackend(2).open()
+    assert "2 DCUs" in caught.value.there_is
+    assert "HIP_VISIBLE_DEVICES=not set" in caught.value.there_is
+
+
+def test_open_when_the_allocation_fails(dcus, monkeypatch):
+    def fail(device):
+        raise RuntimeError("HIP error: no kernel image")
+
+    monkeypatch.setattr(backend, "_touch", fail)
+    with pytest.raises(DeviceError, match="RuntimeError: HIP error: no kernel image") as caught:
+        DcuBackend().open()
+    assert "hy-smi" in caught.value.remedy
+
+
+def test_assumed_architectures():
+    assert next(iter(DcuBackend.architectures)) == "gfx936"
+    assert {"gfx906", "gfx926", "gfx928", "gfx936", "gfx938", "gfx946", "gfx92a"} == set(DcuBackend.architectures)
+    assert [gfx for gfx, names in DcuBackend.architectures.items() if "fp8" in names] == ["gfx938"]
+    assert dict(DcuBackend().features()) == dict(features_of("gfx936"))
+    assert "gfx938 alone" in features_of("gfx928")["fp8"].reason
+    assert features_of("gfx906")["bf16"].present is None, "what no source says is unknown"
+    assert not features_of("sm90a"), "another vendor's architecture is unknown in everything"
+
+
+def test_blocks_of_64_tokens_for_every_kind_of_layer():
+    for request in (KVRequest("gqa", 8, 128, 128), KVRequest("mla", 1, 576)):
+        assert [layout.block_tokens for layout in DcuBackend().kv_layouts(request, torch.bfloat16)] == [64]
+
+
+def test_every_declared_kernel_exists():
+    kernels = DcuBackend().kernels()
+    assert kernels
+    assert all(callable(kernel.function()) for kernel in kernels)
+
+
+def test_collectives():
+    assert DcuBackend().comm() == "nccl"
+
+
+def test_nothing_of_a_vendor_is_imported_and_no_device_started(tmp_path):
+    """Each vendor's package is there, and fails when imported."""
+    for vendor in VENDORS:
+        (tmp_path / vendor).mkdir()
+        (tmp_path / vendor / "__init__.py").write_text(f"raise SystemExit('{vendor} was imported')")
+    code = f"""
+import sys
+import inferplane_dcu.plugin
+assert "inferplane_dcu.backend" not in sys.modules, "the plugin imports its backend"
+import torch
+from inferplane_dcu.backend import DcuBackend
+from inferplane.plugin import KVRequest
+backend = DcuBackend()
+DcuBackend.probe(), backend.kernels(), backend.features(), backend.comm()
+backend.kv_layouts(KVRequest("mla", 1, 576), torch.bfloat16)
+assert not set({VENDORS!r}) & set(sys.modules), "a vendor's package was imported"
+assert not torch.cuda.is_initialized()
+"""
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

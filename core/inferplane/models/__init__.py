@@ -1,0 +1,20 @@
+"""Model families as trees of ops, and the checkpoints they are read from."""
+
+from inferplane.models.build import Build
+from inferplane.models.checkpoint import SafetensorsFolder
+from inferplane.models.config import Config, as_config
+from inferplane.models.deepseek_v3 import deepseek_v3
+from inferplane.models.llama import llama
+from inferplane.models.registry import ARCHITECTURES, build, constructor
+
+__all__ = [
+    "ARCHITECTURES",
+    "Build",
+    "Config",
+    "SafetensorsFolder",
+    "as_config",
+    "build",
+    "constructor",
+    "deepseek_v3",
+    "llama",
+]

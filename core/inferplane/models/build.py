@@ -1,0 +1,119 @@
+"""What family constructors share: naming weights, sharding them, counting cache layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inferplane.errors import CheckpointError
+from inferplane.models.config import Config
+from inferplane.models.rope import rope_table
+from inferplane.ops import AddRMSNorm, AllReduce, Embedding, GatedMLP, Linear, LMHead, RMSNorm
+from inferplane.types import PLAIN, WHOLE, Placement, Shard, Weight
+
+FormatOf = Callable[[str], str]
+"""Weight format of a checkpoint tensor, by its name."""
+
+
+def _plain(name: str) -> str:
+    return PLAIN
+
+
+@dataclass(frozen=True)
+class Build:
+    """Everything a constructor needs beside its family's arithmetic.
+
+    Args:
+        config: the checkpoint's config.
+        placement: this process among those that share the model.
+        format_of: weight format by checkpoint name.
+        positions: positions the rotary tables must cover.
+        mtp: also build the multi-token-prediction layers.
+    """
+
+    config: Config
+    placement: Placement = field(default_factory=Placement)
+    format_of: FormatOf = _plain
+    positions: int = 4096
+    mtp: bool = False
+
+    # -- weights
+
+    def weight(self, names: Iterable[str], shape: tuple[int, ...], axis: int | None = None, **options: Any) -> Weight:
+        """A weight made of the tensors `name.weight`; `axis` is divided over the tensor-parallel ranks.
+
+        Raises:
+            CheckpointError: the parts are stored in different formats.
+        """
+        parts = tuple(f"{name}.weight" for name in names)
+        formats = {self.format_of(part) for part in parts}
+        if len(formats) > 1:
+            raise CheckpointError(
+                f"{parts[0]} and {len(parts) - 1} more are fused, but stored in formats {', '.join(sorted(formats))}.",
+                remedy="quantize all parts of a fused weight alike",
+            )
+        return Weight(parts, shape, format=formats.pop(), shard=self.shard(axis), **options)
+
+    def shard(self, axis: int | None) -> Shard:
+        """The slice of a divided weight that this rank reads."""
+        p = self.placement
+        return WHOLE if axis is None or p.tp_size == 1 else Shard(axis, p.tp_rank, p.tp_size)
+
+    def share(self, name: str, size: int) -> int:
+        """This rank's share of a dimension."""
+        return self.placement.part(name, size)
+
+    def linear(self, *names: str, rows: int, columns: int, axis: int | None = None, bias: bool = False, **options: Any) -> Linear:
+        """A linear whose parts are stacked by rows; `rows` and `columns` are this rank's.
+
+        `axis` 0 divides the outputs, 1 the inputs (the results are then summed over ranks by the op's `reduce`).
+        """
+        biases = None
+        if bias:
+            biases = Weight(tuple(f"{n}.bias" for n in names), (rows,), shard=self.shard(0 if axis == 0 else None))
+        return Linear(self.weight(names, (rows, columns), axis), biases, **options)
+
+    def router(self, name: str, experts: int, width: int) -> Linear:
+        """A router: its product is taken in float32."""
+        return self.linear(name, rows=experts, columns=width, out_dtype=torch.float32)
+
+    def rms(self, name: str, width: int) -> RMSNorm:
+        """An RMS norm with the config's epsilon."""
+        return RMSNorm(Weight((f"{name}.weight",), (width,)), float(self.config.get("rms_norm_eps") or 1e-6))
+
+    def add_rms(self, name: str, width: int) -> AddRMSNorm:
+        """The same behind an addition."""
+        return AddRMSNorm(self.rms(name, width))
+
+    def reduce(self) -> AllReduce | None:
+        """The sum over ranks behind a row-parallel linear; None on one rank."""
+        return AllReduce(self.placement.tp_size) if self.placement.tp_size > 1 else None
+
+    def mlp(self, name: str, inner: int, width: int) -> GatedMLP:
+        """A gated MLP of `gate_proj`, `up_proj`, `down_proj`; `inner` is the size over all ranks."""
+        mine = self.share("intermediate_size", inner)
+        return GatedMLP(
+            gate_up=self.linear(f"{name}.gate_proj", f"{name}.up_proj", rows=2 * mine, columns=width, axis=0),
+            down=self.linear(f"{name}.down_proj", rows=width, columns=mine, axis=1),
+            reduce=self.reduce(),
+        )
+
+    def embedding(self, name: str, vocab: int, width: int) -> Embedding:
+        """The token embedding, whole on each rank."""
+        return Embedding(self.weight((name,), (vocab, width)))
+
+    def head(self, embed: Embedding, vocab: int, width: int, name: str = "lm_head") -> LMHead:
+        """The output head: the embedding's own weight when the config ties them."""
+        if self.config.get("tie_word_embeddings", False):
+            return LMHead(embed.weight)
+        return LMHead(self.weight((name,), (vocab, width)))
+
+    def rope(self, dim: int) -> Weight:
+        """The rotary table for `dim` entries a head."""
+        settings = {"max_position_embeddings": self.config.get("max_position_embeddings"), **self.config.rope}
+        return rope_table(settings, dim, self.positions)
+
+

@@ -1,0 +1,44 @@
+"""From an architecture's name to its constructor."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from inferplane.errors import UnsupportedModelError
+from inferplane.models.build import Build
+from inferplane.ops import CausalLM
+
+Constructor = Callable[[Build], CausalLM]
+
+ARCHITECTURES: dict[str, str] = {
+    "DeepseekV3ForCausalLM": "inferplane.models.deepseek_v3:deepseek_v3",
+    "LlamaForCausalLM": "inferplane.models.llama:llama",
+}
+"""Families in core; plugins register more."""
+
+
+def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> Constructor:
+    """The constructor of an architecture, from core or from a plugin.
+
+    Raises:
+        UnsupportedModelError: nobody knows it; lists what is known.
+    """
+    known = {**(plugins or {}), **ARCHITECTURES}
+    target = known.get(architecture)
+    if target is None:
+        raise UnsupportedModelError(
+            f"Architecture {architecture!r} is not known.",
+            there_is=", ".join(sorted(known)),
+            remedy="add a constructor (docs/adding-a-model.md), in inferplane/models or in a plugin",
+        )
+    if isinstance(target, str):
+        module, _, name = target.partition(":")
+        target = getattr(importlib.import_module(module), name)
+    return target  # type: ignore[no-any-return]
+
+
+def build(b: Build, plugins: Mapping[str, Any] | None = None) -> CausalLM:
+    """The tree of ops for a config; nothing is read or allocated."""
+    return constructor(b.config.architecture, plugins)(b)

@@ -1,0 +1,99 @@
+"""Rotary tables for the kinds of scaling that configs name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from inferplane.errors import UnsupportedModelError
+from inferplane.types import Weight
+
+TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
+    """Cosines and sines as a weight that is computed at load: float32 `[positions, 2, dim / 2]`.
+
+    Args:
+        rope: `rope_type`, `rope_theta` and the type's own entries, as `Config.rope` gives them, with
+            `max_position_embeddings` where the type needs it.
+        dim: rotated entries of a head.
+        positions: positions to tabulate.
+
+    Raises:
+        UnsupportedModelError: the type is not implemented.
+    """
+    kind = rope["rope_type"]
+    if kind not in TYPES:
+        raise UnsupportedModelError(
+            f"Rotary scaling of type {kind!r} is not implemented.",
+            there_is=", ".join(TYPES),
+            remedy="add it in inferplane/models/rope.py",
+        )
+
+    def make() -> torch.Tensor:
+        frequency, factor = frequencies(rope, dim)
+        angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
+        return torch.stack((angle.cos(), angle.sin()), 1) * factor
+
+    return Weight((), (positions, 2, dim // 2), torch.float32, make=make)
+
+
+def frequencies(rope: dict[str, Any], dim: int) -> tuple[torch.Tensor, float]:
+    """Radians a position for each pair, float32 `[dim / 2]`, and the factor on cosines and sines.
+
+    Source: RoFormer, arXiv 2104.09864; linear: arXiv 2306.15595; YaRN: arXiv 2309.00071; llama3: the scaling that the
+    Llama 3.1 model card describes.
+    """
+    base = torch.pow(float(rope["rope_theta"]), torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    plain = 1.0 / base
+    kind = rope["rope_type"]
+    if kind == "linear":
+        return plain / rope["factor"], 1.0
+    if kind == "llama3":
+        return _llama3(plain, rope), 1.0
+    if kind == "yarn":
+        return _yarn(base, rope, dim), yarn_factor(rope)
+    return plain, 1.0
+
+
+def _llama3(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended by how many turns they make."""
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * ((1 - blend) / factor + blend)
+
+
+def _yarn(base: torch.Tensor, rope: dict[str, Any], dim: int) -> torch.Tensor:
+    """Pairs that turn often in the original context are kept, slow ones stretched, with a ramp between."""
+    theta, factor = float(rope["rope_theta"]), rope["factor"]
+    context = rope.get("original_max_position_embeddings") or rope["max_position_embeddings"]
+
+    def pair_with(turns: float) -> float:
+        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_with(rope.get("beta_fast", 32)), pair_with(rope.get("beta_slow", 1))
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    stretch = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return (1.0 / (factor * base)) * stretch + (1.0 / base) * (1 - stretch)
+
+
+def mscale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's attention temperature: `0.1 weight ln(factor) + 1` for factors above 1 (arXiv 2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def yarn_factor(rope: dict[str, Any]) -> float:
+    """The factor on cosines and sines under YaRN."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return mscale(rope["factor"], rope["mscale"]) / mscale(rope["factor"], rope["mscale_all_dim"])
+    return mscale(rope["factor"])

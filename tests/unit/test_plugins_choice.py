@@ -1,0 +1,54 @@
+"""`INFERPLANE_PLUGINS` as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferplane.errors import UsageError
+from inferplane.plugins.choice import Choice, parse
+
+
+@pytest.mark.parametrize(
+    ("spec", "meant"),
+    [
+        (None, Choice()),
+        ("", Choice()),
+        (" , ", Choice()),
+        ("only", Choice(only=True)),
+        ("only, a.b", Choice(("a.b",), only=True)),
+        ("a.b,a.b:thing,a.b", Choice(("a.b", "a.b:thing"))),
+        ("-toy,-my-toy,-fam:one", Choice(excluded=frozenset({"toy", "my-toy", "fam:one"}))),
+        ("toy@Acme_Toy", Choice(claims={"toy": "acme-toy"})),
+        ("fam:one@acme,LlamaForCausalLM@acme", Choice(claims={"fam:one": "acme", "LlamaForCausalLM": "acme"})),
+        ("toy@acme,toy@ACME", Choice(claims={"toy": "acme"})),
+        ("a.b,-toy,fam@acme", Choice(("a.b",), frozenset({"toy"}), {"fam": "acme"})),
+    ],
+)
+def test_reads(spec, meant):
+    assert parse(spec) == meant
+
+
+@pytest.mark.parametrize("item", ["a b", "-", "@", "toy@", "@acme", "a..b", "3d", "a/b", "toy@a@b", "--toy", "a:b:c", "toy=1"])
+def test_refuses(item):
+    with pytest.raises(UsageError) as caught:
+        parse(f"fine.module,{item}")
+    assert repr(item) in str(caught.value)
+    assert "INFERPLANE_PLUGINS" in str(caught.value)
+
+
+def test_one_error_names_all_that_is_wrong():
+    with pytest.raises(UsageError) as caught:
+        parse("a b,fine,only,toy@acme,toy@other")
+    words = str(caught.value)
+    assert "'a b'" in words
+    assert "'only' (it must come first)" in words
+    assert "'toy@other' ('toy' is already given to 'acme')" in words
+    assert "'fine'" not in words
+
+
+def test_a_family_covers_its_variants():
+    choice = parse("-fam,-other:one")
+    assert choice.excludes("fam:two") == "fam"
+    assert choice.excludes("other:one") == "other:one"
+    assert choice.excludes("other") is None
+    assert choice.excludes("family") is None
