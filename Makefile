@@ -53,7 +53,7 @@ docs-check: $(VENV)/.installed-test
 
 clean:
 	rm -rf build dist *.egg-info core/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
-	find core backends tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip, not python: an incomplete `venv` (Debian without python3-venv) leaves a python behind, but no pip.
 $(BIN)/pip:

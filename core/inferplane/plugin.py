@@ -57,6 +57,7 @@ from inferplane.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from inferplane.kvcache.paged import paged_layout
 from inferplane.plugins.hookspecs import API_VERSION, Event, hookimpl
 from inferplane.types import (
     CANONICAL,
@@ -91,6 +92,7 @@ from inferplane.types import (
     Weight,
     When,
 )
+from inferplane.types.backend import host_memory
 
 __all__ = [
     "API_VERSION",
@@ -136,4 +138,6 @@ __all__ = [
     "Weight",
     "When",
     "hookimpl",
+    "host_memory",
+    "paged_layout",
 ]

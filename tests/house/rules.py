@@ -253,10 +253,11 @@ def undocumented(name: str, thing: object) -> list[str]:
         if _takes_tensors(thing) and not _SHAPE.search(_own_docstring(thing)):
             found.append(f"{name}: takes or returns tensors, and its docstring gives no [shape]")
         return found
+    fields = inspect.get_annotations(thing)  # a field may have a function as its default
     for key, value in vars(thing).items():
         method = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         method = method.fget if isinstance(method, property) else method
-        if key.startswith("_") or not inspect.isfunction(method):
+        if key.startswith("_") or key in fields or not inspect.isfunction(method):
             continue
         if not (inspect.getdoc(getattr(thing, key, method)) or _own_docstring(method)):
             found.append(f"{name}.{key}: no docstring")

@@ -16,7 +16,9 @@ INFERPLANE_API = (1, 0)
 """
 
 
-def backend(device: str, *, probe: str = 'Probe(Presence.AVAILABLE, "made of thin air", devices=2)', more: str = "pass") -> str:
+def backend(
+    device: str, *, probe: str = 'Probe(Presence.AVAILABLE, "made of thin air", devices=2)', more: str = "pass"
+) -> str:
     """Source of a class `Fake_<device>`; `probe` is the body of its probe as an expression, `more` a statement."""
     return f"""
 class Fake_{device.replace(":", "_").replace("-", "_")}(Backend):
@@ -63,7 +65,8 @@ class Wheels:
             self.module(name, source)
 
     def module(self, name: str, source: str) -> None:
-        """Put a module there that no distribution names."""
+        """Put a module there, or another in its place, that no distribution need name."""
+        sys.modules.pop(name, None)
         (self.folder / f"{name}.py").write_text(textwrap.dedent(source))
 
     def discover(self, spec: str | None = None) -> PluginHost:

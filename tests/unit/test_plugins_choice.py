@@ -28,7 +28,9 @@ def test_reads(spec, meant):
     assert parse(spec) == meant
 
 
-@pytest.mark.parametrize("item", ["a b", "-", "@", "toy@", "@acme", "a..b", "3d", "a/b", "toy@a@b", "--toy", "a:b:c", "toy=1"])
+@pytest.mark.parametrize(
+    "item", ["a b", "-", "@", "toy@", "@acme", "a..b", "3d", "a/b", "toy@a@b", "--toy", "a:b:c", "toy=1"]
+)
 def test_refuses(item):
     with pytest.raises(UsageError) as caught:
         parse(f"fine.module,{item}")

@@ -17,7 +17,12 @@ def test_in_tree_keeps_its_device(wheels, distribution):
     wheels.install(distribution, "0.3", {"taken": "fake_taken"}, fake_taken=serving("homely", "mine"))
     host = wheels.discover()
     record = only_record(host)
-    assert (record.stage, record.distribution, record.version, record.devices) == ("claim", distribution, "0.3", ("homely",))
+    assert (record.stage, record.distribution, record.version, record.devices) == (
+        "claim",
+        distribution,
+        "0.3",
+        ("homely",),
+    )
     assert "inferplane 9.9" in record.reason
     assert f"INFERPLANE_PLUGINS=homely@{distribution}" in record.remedy
     assert served_by(host, "homely") == "inferplane"
@@ -40,7 +45,10 @@ def test_two_strangers(wheels, order):
         wheels.module(f"fake_{distribution}", serving("toy", f"own-{distribution}"))
     host = wheels.discover()
     assert names(host) == ["homely", "own-acme", "own-zeta"]
-    assert [(record.stage, record.distribution) for record in host.quarantined()] == [("claim", "acme"), ("claim", "zeta")]
+    assert [(record.stage, record.distribution) for record in host.quarantined()] == [
+        ("claim", "acme"),
+        ("claim", "zeta"),
+    ]
     for ask in (host.backend, host.backend_for_explain, host.kernels):
         with pytest.raises(DeviceError) as caught:
             ask("toy")
@@ -50,11 +58,13 @@ def test_two_strangers(wheels, order):
 
 
 def test_one_distribution_against_itself(wheels):
-    wheels.install("acme", "1", {"one": "fake_one", "two": "fake_two"}, fake_one=serving("toy"), fake_two=serving("toy"))
+    wheels.install(
+        "acme", "1", {"one": "fake_one", "two": "fake_two"}, fake_one=serving("toy"), fake_two=serving("toy")
+    )
     for spec in (None, "toy@acme"):
         with pytest.raises(DeviceError) as caught:
             wheels.discover(spec).backend("toy")
-        assert "acme 1 (one), acme 1 (two)" in str(caught.value) or "toy@acme" in str(caught.value)
+        assert "acme 1 (one), acme 1 (two)" in str(caught.value)
 
 
 def test_two_names_for_one_plugin_are_one_plugin(wheels):
@@ -220,8 +230,8 @@ def test_exclusion(wheels):
 
 def test_excluding_the_in_tree_one_leaves_no_dispute(wheels):
     wheels.install("acme", "1", {"toy": "fake_taken"}, fake_taken=serving("homely"))
-    wheels.module("fake_homely", serving("homely").replace("'homely'", "'homely'"))
-    (wheels.folder / "inferplane-9.9.dist-info" / "entry_points.txt").write_text("[inferplane.plugins]\nin-tree = fake_homely\n")
+    points = wheels.folder / "inferplane-9.9.dist-info" / "entry_points.txt"
+    points.write_text("[inferplane.plugins]\nin-tree = fake_homely\n")
     assert served_by(wheels.discover("-in-tree"), "homely") == "acme"
 
 

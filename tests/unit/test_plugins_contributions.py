@@ -17,10 +17,13 @@ def kernels_of(device, provider):
 
 
 def test_backends_own_kernels_come_first(wheels):
-    source = serving("toy", "fam:one") + "def own(self): return [Kernel('rms_norm', 'own', 'm:f')]\nFake_toy.kernels = own\n"
+    source = (
+        serving("toy", "fam:one") + "def own(self): return [Kernel('rms_norm', 'own', 'm:f')]\nFake_toy.kernels = own\n"
+    )
     wheels.install("zeta", "1", {"toy": "fake_toy"}, fake_toy=source)
     wheels.install("acme", "1", {"list": "fake_list"}, fake_list=kernels_of("toy", "list"))
-    dotted = f"{HEAD}{KERNEL_HOOK}    register('toy', 'fake_dotted:kernels')\ndef kernels(): return [Kernel('linear', 'dotted', 'm:f')]"
+    dotted = f"{HEAD}{KERNEL_HOOK}    register('toy', 'fake_dotted:kernels')\n"
+    dotted += "def kernels(): return [Kernel('linear', 'dotted', 'm:f')]"
     wheels.install("beta", "1", {"dotted": "fake_dotted"}, fake_dotted=dotted)
     wheels.install("gamma", "1", {"other": "fake_other"}, fake_other=kernels_of("fam:one", "other"))
     host = wheels.discover()
@@ -64,7 +67,9 @@ def nothing(): return None
 
 @pytest.mark.parametrize("target", ["'no dots'", "'a:b:c'", "[Kernel]"])
 def test_malformed_kernel_lists(wheels, target):
-    wheels.install("acme-bad", "0.3", {"bad": "fake_bad"}, fake_bad=f"{HEAD}{KERNEL_HOOK}    register('homely', {target})\n")
+    wheels.install(
+        "acme-bad", "0.3", {"bad": "fake_bad"}, fake_bad=f"{HEAD}{KERNEL_HOOK}    register('homely', {target})\n"
+    )
     assert only_record(wheels.discover()).stage == "validate"
 
 
@@ -121,7 +126,9 @@ OBSERVER = "seen = []\n@hookimpl\ndef inferplane_on_event(event):\n    seen.appe
 
 
 def test_an_observer_that_raises_is_not_called_again(wheels):
-    wheels.install("acme-bad", "0.3", {"bad": "fake_bad"}, fake_bad=serving("bad") + OBSERVER + "    raise SystemExit('enough')")
+    wheels.install(
+        "acme-bad", "0.3", {"bad": "fake_bad"}, fake_bad=serving("bad") + OBSERVER + "    raise SystemExit('enough')"
+    )
     wheels.install("aaa", "1", {"good": "fake_good"}, fake_good=HEAD + OBSERVER)
     wheels.install("zzz", "1", {"also": "fake_also"}, fake_also=HEAD + OBSERVER)
     host = wheels.discover()

@@ -35,7 +35,9 @@ def test_exact_name(wheels):
     assert host.choose("toy") == toy
 
 
-@pytest.mark.parametrize(("probe", "words"), [(ABSENT, "absent: no driver found."), (BROKEN, "broken: driver 1 is older")])
+@pytest.mark.parametrize(
+    ("probe", "words"), [(ABSENT, "absent: no driver found."), (BROKEN, "broken: driver 1 is older")]
+)
 def test_explicit_device_never_degrades(wheels, probe, words):
     wheels.install("acme", "1.5", {"toy": "fake_toy"}, fake_toy=plugin(toy=(probe, 0)))
     host = wheels.discover()
@@ -49,7 +51,7 @@ def test_explicit_device_never_degrades(wheels, probe, words):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ("homly", ["Unknown device 'homly'", "perhaps 'homely'", "fam, homely, toy"]),
+        ("homly", ["Unknown device 'homly'", "perhaps 'homely'", "fam, fam:one, homely, toy"]),
         ("Homely", ["perhaps 'homely'"]),
         ("completely-else", ["Unknown device", "install the plugin", "INFERPLANE_PLUGINS"]),
         ("fam:three", ["Unknown device 'fam:three'", "fam:one"]),
@@ -61,8 +63,7 @@ def test_unknown(wheels, asked, words):
     for ask in (host.backend, host.backend_for_explain, host.choose):
         with pytest.raises(DeviceError) as caught:
             ask(asked)
-        told = str(caught.value).replace("fam, fam:one, homely", "fam, homely") if asked == "homly" else str(caught.value)
-        assert all(word in told for word in words), told
+        assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 @pytest.mark.parametrize("asked", ["homely:1", "fam:0"])
@@ -80,7 +81,9 @@ def test_no_name_at_all(wheels, asked):
         wheels.discover().backend(asked)
 
 
-@pytest.mark.parametrize(("index", "error"), [(-1, UsageError), (True, UsageError), ("1", UsageError), (2, DeviceError)])
+@pytest.mark.parametrize(
+    ("index", "error"), [(-1, UsageError), (True, UsageError), ("1", UsageError), (2, DeviceError)]
+)
 def test_index(wheels, index, error):
     with pytest.raises(error, match=str(index)):
         wheels.discover().backend("homely", index=index)
@@ -95,7 +98,9 @@ def test_index_where_the_number_of_devices_is_not_known(wheels):
 
 
 def test_family_takes_the_available_variant(wheels):
-    wheels.install("acme", "1", {"fam": "fake_fam"}, fake_fam=plugin(fam_one=(ABSENT, 9), fam_two=(None, 0), fam_three=(BROKEN, 9)))
+    wheels.install(
+        "acme", "1", {"fam": "fake_fam"}, fake_fam=plugin(fam_one=(ABSENT, 9), fam_two=(None, 0), fam_three=(BROKEN, 9))
+    )
     host = wheels.discover()
     assert host.backend("fam", index=1).name == "fam:two"
     assert host.backend_for_explain("fam").name == "fam:two"

@@ -13,7 +13,11 @@ HOOK = "@hookimpl\ndef inferplane_register_backends(register):\n"
 BROKEN = {
     "raises at import": ("raise RuntimeError('no driver here')", "import", ["RuntimeError", "no driver here"]),
     "ends the process at import": ("import sys\nsys.exit(127)", "import", ["SystemExit", "127"]),
-    "imports what is not there": ("import surely_not_installed", "import", ["ModuleNotFoundError", "surely_not_installed"]),
+    "imports what is not there": (
+        "import surely_not_installed",
+        "import",
+        ["ModuleNotFoundError", "surely_not_installed"],
+    ),
     "is no Python": ("def def", "import", ["SyntaxError"]),
     "states no API": (serving("bad").replace("INFERPLANE_API = (1, 0)", ""), "validate", ["no INFERPLANE_API"]),
     "states words for an API": (serving("bad").replace("(1, 0)", "'1.0'"), "validate", ["'1.0'", "two integers"]),
@@ -43,16 +47,28 @@ BROKEN = {
         "validate",
         ["default never arrives"],
     ),
-    "has no parameter": (HEAD + "@hookimpl\ndef inferplane_register_backends(): pass", "validate", ["no plain parameter"]),
+    "has no parameter": (
+        HEAD + "@hookimpl\ndef inferplane_register_backends(): pass",
+        "validate",
+        ["no plain parameter"],
+    ),
     "is a wrapper": (
         HEAD + "@hookimpl(wrapper=True)\ndef inferplane_register_backends(register): return (yield)",
         "validate",
         ["wrapper"],
     ),
-    "raises in its hook": (HEAD + HOOK + "    register('bad', 'm:C')\n    raise OSError('half way')", "register", ["half way"]),
+    "raises in its hook": (
+        HEAD + HOOK + "    register('bad', 'm:C')\n    raise OSError('half way')",
+        "register",
+        ["half way"],
+    ),
     "registers another class": (HEAD + HOOK + "    register('bad', dict)", "validate", ["neither a Backend subclass"]),
     "registers an instance": (HEAD + HOOK + "    register('bad', 3)", "validate", ["'bad'", "3", "neither"]),
-    "registers half a dotted name": (HEAD + HOOK + "    register('bad', 'module.Class')", "validate", ["'module.Class'"]),
+    "registers half a dotted name": (
+        HEAD + HOOK + "    register('bad', 'module.Class')",
+        "validate",
+        ["'module.Class'"],
+    ),
     "registers an abstract class": (
         HEAD + "class B(Backend):\n    name = 'bad'\n    torch_device = 'meta'\n" + HOOK + "    register('bad', B)",
         "validate",
@@ -73,7 +89,11 @@ BROKEN = {
         "validate",
         ["auto_rank is 'first'"],
     ),
-    "registers a malformed name": (HEAD + HOOK + "    register('Bad Device', 'm:C')", "validate", ["'Bad Device'", "malformed"]),
+    "registers a malformed name": (
+        HEAD + HOOK + "    register('Bad Device', 'm:C')",
+        "validate",
+        ["'Bad Device'", "malformed"],
+    ),
     "registers a number for a name": (HEAD + HOOK + "    register(7, 'm:C')", "validate", ["7", "malformed"]),
     "registers auto": (HEAD + HOOK + "    register('auto', 'm:C')", "validate", ["'auto'"]),
     "registers twice": (HEAD + HOOK + "    register('bad', 'm:C')\n    register('bad', 'm:C')", "validate", ["twice"]),
@@ -145,7 +165,9 @@ def test_names_learned_before_the_failure_are_kept(wheels):
 
 
 def test_half_a_registration_counts_for_nothing(wheels):
-    source = serving("bad") + "@hookimpl\ndef inferplane_register_models(register):\n    register('Net', 'm:f')\n    1 / 0"
+    source = (
+        serving("bad") + "@hookimpl\ndef inferplane_register_models(register):\n    register('Net', 'm:f')\n    1 / 0"
+    )
     wheels.install("acme-bad", "0.3", {"bad": "fake_bad"}, fake_bad=source)
     host = wheels.discover()
     assert only_record(host).stage == "register"
@@ -166,7 +188,9 @@ def test_a_kept_callback_is_dead(wheels):
 
 def test_unreadable_entry_points_cost_only_their_own(wheels):
     wheels.install("acme-bad", "0.3", {"bad": "fake_bad"})
-    (wheels.folder / "acme_bad-0.3.dist-info" / "entry_points.txt").write_text("[inferplane.plugins]\nthis is no entry\n")
+    (wheels.folder / "acme_bad-0.3.dist-info" / "entry_points.txt").write_text(
+        "[inferplane.plugins]\nthis is no entry\n"
+    )
     host = wheels.discover()
     record = only_record(host)
     assert (record.stage, record.distribution, record.version) == ("metadata", "acme-bad", "0.3")
@@ -322,7 +346,9 @@ def test_kernels_that_fail(wheels):
         wheels.install(f"acme-{i}", "0.3", {f"bad{i}": f"fake_bad{i}"})
         wheels.module(f"fake_bad{i}", source)
     host = wheels.discover()
-    for i, words in enumerate(("ZeroDivisionError", "item 0 is a builtin_function_or_method", "NoneType is not a list")):
+    for i, words in enumerate(
+        ("ZeroDivisionError", "item 0 is a builtin_function_or_method", "NoneType is not a list")
+    ):
         with pytest.raises(PluginError) as caught:
             host.kernels(f"bad{i}")
         assert words in str(caught.value)

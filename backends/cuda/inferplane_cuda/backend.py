@@ -32,8 +32,8 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_cuda import kvcache
-from inferplane_cuda.kernels import declared
+from inferplane_cuda.kernels import kernels
+from inferplane_cuda.kvcache import layouts
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TOOL = "nvidia-smi"
@@ -176,7 +176,7 @@ class CudaBackend(Backend):
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_cuda.kernels`."""
-        return declared()
+        return kernels()
 
     def features(self, arch: str | None = None) -> Features:
         """Of any "sm<major><minor>", with what it lacks and why; the default is "sm90a"."""
@@ -185,7 +185,7 @@ class CudaBackend(Backend):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_cuda.kvcache`."""
-        return kvcache.layouts(request)
+        return layouts()
 
     def memory(self) -> Memory:
         """Bytes of this GPU, other processes' use counted."""

@@ -67,6 +67,10 @@ def test_this_machine_is_explained():
     assert probe.reason
     assert probe.available or probe.remedy
     assert probe.versions["torch"] == torch.__version__
+    if not probe.available:
+        with pytest.raises(DeviceError) as caught:
+            CudaBackend().open()
+        assert caught.value.remedy == probe.remedy
 
 
 def test_build_without_cuda(machine, monkeypatch):
@@ -242,7 +246,9 @@ def test_assumed_architectures():
 
 def test_blocks_of_64_tokens_for_every_kind_of_layer():
     for request in (KVRequest("gqa", 8, 128, 128), KVRequest("mla", 1, 576)):
-        assert [layout.block_tokens for layout in CudaBackend().kv_layouts(request, torch.bfloat16)] == [64]
+        layouts = CudaBackend().kv_layouts(request, torch.bfloat16)
+        assert {layout.block_tokens for layout in layouts} == {64}
+        assert [layout.kv_dtype for layout in layouts] == ["auto", "fp8", "int8"]
 
 
 def test_every_declared_kernel_exists():

@@ -30,8 +30,8 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_dcu import kvcache
-from inferplane_dcu.kernels import declared
+from inferplane_dcu.kernels import kernels
+from inferplane_dcu.kvcache import layouts
 
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 COMPUTE_NODE = "/dev/kfd"
@@ -187,7 +187,7 @@ class DcuBackend(Backend):
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_dcu.kernels`."""
-        return declared()
+        return kernels()
 
     def features(self, arch: str | None = None) -> Features:
         """Of a gfx name, with what it lacks and why; the default is "gfx936"."""
@@ -195,7 +195,7 @@ class DcuBackend(Backend):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_dcu.kvcache`."""
-        return kvcache.layouts(request)
+        return layouts()
 
     def memory(self) -> Memory:
         """Bytes of this DCU, other processes' use counted."""

@@ -80,6 +80,10 @@ def test_this_machine_is_explained():
     assert probe.reason
     assert probe.available or probe.remedy
     assert probe.versions["torch"] == torch.__version__
+    if not probe.available:
+        with pytest.raises(DeviceError) as caught:
+            DcuBackend().open()
+        assert caught.value.remedy == probe.remedy
 
 
 @pytest.mark.parametrize(("cuda", "words"), [(None, "a build without HIP"), ("12.6", "built for CUDA 12.6")])
@@ -101,7 +105,8 @@ def test_nothing_of_hygons(machine):
 
 
 @pytest.mark.parametrize(
-    ("version", "name"), [(90402, "gfx942"), (90010, "gfx90a"), (110000, "gfx1100"), (90006, "gfx906")]
+    ("version", "name"),
+    [(90402, "gfx942"), (90010, "gfx90a"), (91000, "gfx9a0"), (110000, "gfx1100"), (90006, "gfx906")],
 )
 def test_an_amd_machine_is_not_a_dcu(machine, version, name):
     add_gpus(machine, version)
@@ -220,7 +225,9 @@ def test_assumed_architectures():
 
 def test_blocks_of_64_tokens_for_every_kind_of_layer():
     for request in (KVRequest("gqa", 8, 128, 128), KVRequest("mla", 1, 576)):
-        assert [layout.block_tokens for layout in DcuBackend().kv_layouts(request, torch.bfloat16)] == [64]
+        layouts = DcuBackend().kv_layouts(request, torch.bfloat16)
+        assert {layout.block_tokens for layout in layouts} == {64}
+        assert [layout.kv_dtype for layout in layouts] == ["auto", "int8"]
 
 
 def test_every_declared_kernel_exists():

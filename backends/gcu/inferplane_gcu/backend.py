@@ -32,8 +32,8 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_gcu import kvcache
-from inferplane_gcu.kernels import declared
+from inferplane_gcu.kernels import kernels
+from inferplane_gcu.kvcache import layouts
 
 MODULE, DISTRIBUTION = "torch_gcu", "torch-gcu"
 OTHER_PRIVATEUSE1 = ("torch_npu",)
@@ -96,8 +96,10 @@ class GcuBackend(Backend):
     def probe(cls) -> Probe:
         """From package metadata and device nodes; torch_gcu is not imported."""
         versions = {"torch": str(torch.__version__)}
+        nodes = len(glob(DEVICE_NODES))
         if not _installed(MODULE):
-            return Probe(Presence.ABSENT, f"{MODULE} is not installed", INSTALL, versions)
+            seen = "; a GCU is there" if nodes else ", and no GCU is visible"
+            return Probe(Presence.ABSENT, f"{MODULE} is not installed{seen}", INSTALL, versions)
         version = _version(DISTRIBUTION)
         versions[DISTRIBUTION] = version or "(version unknown)"
         package = f"{DISTRIBUTION} {versions[DISTRIBUTION]}"
@@ -105,7 +107,6 @@ class GcuBackend(Backend):
             reason = f"{package} is made for torch {_minor(version)}, this is torch {torch.__version__}"
             remedy = f"install torch_gcu {_minor(torch.__version__)} of TopsRider, or 'torch=={_minor(version)}.*'"
             return Probe(Presence.BROKEN, reason, remedy, versions)
-        nodes = len(glob(DEVICE_NODES))
         if not nodes:
             return Probe(Presence.ABSENT, f"{package} is here, but no GCU is: no {DEVICE_NODES}", PASS_NODES, versions)
         reason = f"torch {torch.__version__} with {package}"
@@ -157,7 +158,7 @@ class GcuBackend(Backend):
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_gcu.kernels`."""
-        return declared()
+        return kernels()
 
     def features(self, arch: str | None = None) -> Features:
         """Of the S60, with what it lacks and why; other architectures are known once opened."""
@@ -165,7 +166,7 @@ class GcuBackend(Backend):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_gcu.kvcache`."""
-        return kvcache.layouts(request)
+        return layouts()
 
     def memory(self) -> Memory:
         """Bytes of this GCU, other processes' use counted."""

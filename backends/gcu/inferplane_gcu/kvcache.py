@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from inferplane.plugin import KVLayout, KVRequest, paged_layout
+from inferplane.plugin import KVLayout, paged_layout
 
 BLOCK_TOKENS = 64
 """What vllm-gcu chooses when nothing is asked for (vllm_gcu/gcu.py, check_and_update_config)."""
 
 
-def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
-    """Layouts offered for one kind of layer. Pure."""
-    return (paged_layout(BLOCK_TOKENS),)
+def layouts() -> tuple[KVLayout, ...]:
+    """Every layout on offer, the plan's own dtype first."""
+    return tuple(paged_layout(BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "int8"))

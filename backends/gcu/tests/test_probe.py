@@ -81,14 +81,20 @@ def test_this_machine_is_explained():
     assert probe.reason
     assert probe.available or probe.remedy
     assert probe.versions["torch"] == torch.__version__
+    if not probe.available:
+        with pytest.raises(DeviceError) as caught:
+            GcuBackend().open()
+        assert caught.value.remedy == probe.remedy
 
 
 def test_nothing_installed(machine, monkeypatch):
     monkeypatch.setattr(backend, "_installed", lambda module: False)
     probe = GcuBackend.probe()
     assert probe.presence is Presence.ABSENT
-    assert "torch_gcu is not installed" in probe.reason
+    assert "torch_gcu is not installed, and no GCU is visible" in probe.reason
     assert "TopsRider" in probe.remedy
+    (machine / "dev/gcu0").touch()
+    assert "a GCU is there" in GcuBackend.probe().reason
 
 
 def test_versions_that_differ_are_broken_with_both_ways_out(gcus, monkeypatch):
@@ -211,7 +217,9 @@ def test_assumed_architectures():
 
 def test_blocks_of_64_tokens_for_every_kind_of_layer():
     for request in (KVRequest("gqa", 8, 128, 128), KVRequest("mla", 1, 576)):
-        assert [layout.block_tokens for layout in GcuBackend().kv_layouts(request, torch.bfloat16)] == [64]
+        layouts = GcuBackend().kv_layouts(request, torch.bfloat16)
+        assert {layout.block_tokens for layout in layouts} == {64}
+        assert [layout.kv_dtype for layout in layouts] == ["auto", "int8"]
 
 
 def test_every_declared_kernel_exists():

@@ -34,8 +34,8 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_npu import kvcache
-from inferplane_npu.kernels import declared
+from inferplane_npu.kernels import kernels
+from inferplane_npu.kvcache import layouts
 
 MODULE, DISTRIBUTION = "torch_npu", "torch-npu"
 OTHER_PRIVATEUSE1 = ("torch_gcu",)
@@ -106,9 +106,11 @@ class NpuBackend(Backend):
     def probe(cls) -> Probe:
         """From package metadata, CANN's files and device nodes; torch_npu is not imported."""
         versions = {"torch": str(torch.__version__)}
+        nodes = len(glob(DEVICE_NODES))
         if not _installed(MODULE):
+            seen = "; an NPU is there" if nodes else ", and no NPU is visible"
             remedy = f"pip install '{DISTRIBUTION}=={_minor(torch.__version__)}.*' for this torch, and {INSTALL_CANN}"
-            return Probe(Presence.ABSENT, f"{MODULE} is not installed", remedy, versions)
+            return Probe(Presence.ABSENT, f"{MODULE} is not installed{seen}", remedy, versions)
         version = _version(DISTRIBUTION)
         versions[DISTRIBUTION] = version or "(version unknown)"
         package = f"{DISTRIBUTION} {versions[DISTRIBUTION]}"
@@ -127,7 +129,6 @@ class NpuBackend(Backend):
         if not loadable:
             reason = f"CANN is in {toolkit}, but {RUNTIME_LIBRARY} is not on the loader's path"
             return Probe(Presence.BROKEN, reason, f"source {_environment_script(toolkit)} first; {AUTOLOAD}", versions)
-        nodes = len(glob(DEVICE_NODES))
         if not nodes:
             reason = f"{package} and CANN are here, but no NPU is: no {DEVICE_NODES}"
             return Probe(Presence.ABSENT, reason, PASS_NODES, versions)
@@ -180,7 +181,7 @@ class NpuBackend(Backend):
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_npu.kernels`."""
-        return declared()
+        return kernels()
 
     def features(self, arch: str | None = None) -> Features:
         """Of a series, with what it lacks and why; the default is "910b"."""
@@ -188,7 +189,7 @@ class NpuBackend(Backend):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_npu.kvcache`."""
-        return kvcache.layouts(request)
+        return layouts()
 
     def memory(self) -> Memory:
         """Bytes of this NPU, other processes' use counted."""

@@ -86,15 +86,21 @@ def test_this_machine_is_explained():
     assert probe.reason
     assert probe.available or probe.remedy
     assert probe.versions["torch"] == torch.__version__
+    if not probe.available:
+        with pytest.raises(DeviceError) as caught:
+            NpuBackend().open()
+        assert caught.value.remedy == probe.remedy
 
 
 def test_nothing_installed(machine, monkeypatch):
     monkeypatch.setattr(backend, "_installed", lambda module: False)
     probe = NpuBackend.probe()
     assert probe.presence is Presence.ABSENT
-    assert "torch_npu is not installed" in probe.reason
+    assert "torch_npu is not installed, and no NPU is visible" in probe.reason
     assert "pip install 'torch-npu==2.13.*'" in probe.remedy
     assert "CANN" in probe.remedy
+    (machine / "dev/davinci0").touch()
+    assert "an NPU is there" in NpuBackend.probe().reason
 
 
 def test_versions_that_differ_are_broken_with_both_ways_out(npus, machine):
@@ -265,7 +271,9 @@ def test_assumed_architectures():
 
 def test_blocks_of_128_tokens_for_every_kind_of_layer():
     for request in (KVRequest("gqa", 8, 128, 128), KVRequest("mla", 1, 576)):
-        assert [layout.block_tokens for layout in NpuBackend().kv_layouts(request, torch.bfloat16)] == [128]
+        layouts = NpuBackend().kv_layouts(request, torch.bfloat16)
+        assert {layout.block_tokens for layout in layouts} == {128}
+        assert [layout.kv_dtype for layout in layouts] == ["auto", "int8"]
 
 
 def test_every_declared_kernel_exists():

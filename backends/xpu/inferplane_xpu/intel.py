@@ -30,8 +30,8 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_xpu import kvcache
-from inferplane_xpu.kernels import declared_intel
+from inferplane_xpu.kernels import intel_kernels
+from inferplane_xpu.kvcache import intel_layouts
 
 VISIBLE = "ZE_AFFINITY_MASK"
 RENDER_NODES = "/dev/dri/renderD*"
@@ -143,7 +143,7 @@ class IntelBackend(Backend):
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_xpu.kernels`."""
-        return declared_intel()
+        return intel_kernels()
 
     def features(self, arch: str | None = None) -> Features:
         """Of an architecture by public specification; what an opened device reports takes its place."""
@@ -152,7 +152,7 @@ class IntelBackend(Backend):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_xpu.kvcache`."""
-        return kvcache.intel_layouts(request)
+        return intel_layouts()
 
     def memory(self) -> Memory:
         """Bytes of this GPU. Where the driver does not tell what is free, all that torch has not taken counts as free.

@@ -29,8 +29,8 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_xpu import kvcache
-from inferplane_xpu.kernels import declared_kunlun
+from inferplane_xpu.kernels import kunlun_kernels
+from inferplane_xpu.kvcache import kunlun_layouts
 
 MODULE = "torch_xmlir"
 VISIBLE = ("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -67,14 +67,15 @@ class KunlunBackend(Backend):
     def probe(cls) -> Probe:
         """From torch_xmlir's spec, torch's build and device nodes; torch_xmlir is not imported."""
         versions = {"torch": str(torch.__version__)}
+        nodes = len(glob(DEVICE_NODES))
         if not _installed(MODULE):
-            return Probe(Presence.ABSENT, f"{MODULE} is not installed", INSTALL, versions)
+            seen = "; a Kunlun card is there" if nodes else ", and no Kunlun card is visible"
+            return Probe(Presence.ABSENT, f"{MODULE} is not installed{seen}", INSTALL, versions)
         versions[MODULE] = _version(MODULE) or "(version unknown)"
         package = f"{MODULE} {versions[MODULE]}"
         if torch.version.cuda is None:
             reason = f"{package} is installed, but torch {torch.__version__} is not the vendor's: it lacks CUDA"
             return Probe(Presence.BROKEN, reason, INSTALL, versions)
-        nodes = len(glob(DEVICE_NODES))
         if not nodes:
             reason = f"{package} is here, but no Kunlun card is: no {DEVICE_NODES}"
             return Probe(Presence.ABSENT, reason, PASS_NODES, versions)
@@ -117,7 +118,7 @@ class KunlunBackend(Backend):
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_xpu.kernels`."""
-        return declared_kunlun()
+        return kunlun_kernels()
 
     def features(self, arch: str | None = None) -> Features:
         """Of the P800, with what it lacks and why."""
@@ -125,7 +126,7 @@ class KunlunBackend(Backend):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_xpu.kvcache`."""
-        return kvcache.kunlun_layouts(request)
+        return kunlun_layouts(request)
 
     def memory(self) -> Memory:
         """Bytes of this card, other processes' use counted."""

@@ -12,11 +12,15 @@ KUNLUN_LATENT_BLOCK_TOKENS = 64
 """Kunlun's FlashMLA takes no other block size; its other attention is run with 16 (vllm_kunlun/platforms/kunlun.py)."""
 
 
-def intel_layouts(request: KVRequest) -> tuple[KVLayout, ...]:
-    """Layouts offered for one kind of layer on Intel GPUs. Pure."""
-    return (paged_layout(INTEL_BLOCK_TOKENS),)
+def intel_layouts() -> tuple[KVLayout, ...]:
+    """Every layout on offer on Intel GPUs, the plan's own dtype first."""
+    return _paged(INTEL_BLOCK_TOKENS)
 
 
 def kunlun_layouts(request: KVRequest) -> tuple[KVLayout, ...]:
-    """Layouts offered for one kind of layer on Kunlun cards. Pure."""
-    return (paged_layout(KUNLUN_LATENT_BLOCK_TOKENS if request.kind == "mla" else KUNLUN_BLOCK_TOKENS),)
+    """Every layout on offer for one kind of layer on Kunlun cards, the plan's own dtype first."""
+    return _paged(KUNLUN_LATENT_BLOCK_TOKENS if request.kind == "mla" else KUNLUN_BLOCK_TOKENS)
+
+
+def _paged(block_tokens: int) -> tuple[KVLayout, ...]:
+    return tuple(paged_layout(block_tokens, kv_dtype) for kv_dtype in ("auto", "int8"))

@@ -118,6 +118,10 @@ def test_this_machine_is_explained(variant):
     assert probe.reason
     assert probe.available or probe.remedy
     assert probe.versions["torch"] == torch.__version__
+    if not probe.available:
+        with pytest.raises(DeviceError) as caught:
+            variant().open()
+        assert caught.value.remedy == probe.remedy
 
 
 @pytest.mark.parametrize("variant", [IntelBackend, KunlunBackend])
@@ -268,8 +272,10 @@ def test_kunlun_nothing_installed(machine, monkeypatch):
     monkeypatch.setattr(kunlun, "_installed", lambda module: False)
     probe = KunlunBackend.probe()
     assert probe.presence is Presence.ABSENT
-    assert "torch_xmlir is not installed" in probe.reason
+    assert "torch_xmlir is not installed, and no Kunlun card is visible" in probe.reason
     assert "xpytorch" in probe.remedy
+    (machine / "dev/xpu0").touch()
+    assert "a Kunlun card is there" in KunlunBackend.probe().reason
 
 
 def test_kunlun_with_somebody_elses_torch_is_broken(kunlun_cards, monkeypatch):
@@ -361,7 +367,9 @@ def test_assumed_architectures():
     [(IntelBackend, GQA, 64), (IntelBackend, MLA, 64), (KunlunBackend, GQA, 16), (KunlunBackend, MLA, 64)],
 )
 def test_block_tokens(variant, request_, tokens):
-    assert [layout.block_tokens for layout in variant().kv_layouts(request_, torch.bfloat16)] == [tokens]
+    layouts = variant().kv_layouts(request_, torch.bfloat16)
+    assert {layout.block_tokens for layout in layouts} == {tokens}
+    assert [layout.kv_dtype for layout in layouts] == ["auto", "int8"]
 
 
 @pytest.mark.parametrize("variant", [IntelBackend, KunlunBackend])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from inferplane.binding.check import Bench, OfferLayouts, Outcome, run_case
@@ -34,13 +34,16 @@ class Verdict:
         return f"canary failed on sample {self.sample!r}: {what}; error {o.error:.3g}, tolerance {o.tolerance:.3g}"
 
 
-def run_canary(plan: Plan, torch_device: str, layouts: OfferLayouts) -> list[Verdict]:
+def run_canary(
+    plan: Plan, torch_device: str, layouts: OfferLayouts, checked: Collection[int] = ()
+) -> list[Verdict]:
     """Check every kernel that a plan chose, once each, on the smallest sample it serves in the plan's own context.
 
     Args:
         plan: its kernels are checked.
         torch_device: the opened device.
         layouts: layouts on offer for a cache request; those with the plan's chosen names are used.
+        checked: ids of kernels that were checked before.
 
     Returns:
         One verdict a kernel.
@@ -52,7 +55,7 @@ def run_canary(plan: Plan, torch_device: str, layouts: OfferLayouts) -> list[Ver
 
     settings = plan.settings
     bench = Bench(settings.device, torch_device, settings.dtype, settings.features, same_layouts)
-    return [_check(kernel, bench) for kernel in _kernels(plan)]
+    return [_check(kernel, bench) for kernel in _kernels(plan) if id(kernel) not in checked]
 
 
 def _kernels(plan: Plan) -> Sequence[Kernel]:

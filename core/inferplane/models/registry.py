@@ -33,12 +33,17 @@ def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> 
             there_is=", ".join(sorted(known)),
             remedy="add a constructor (docs/adding-a-model.md), in inferplane/models or in a plugin",
         )
-    if isinstance(target, str):
-        module, _, name = target.partition(":")
-        target = getattr(importlib.import_module(module), name)
-    return target  # type: ignore[no-any-return]
+    return resolve(target)  # type: ignore[no-any-return]
 
 
 def build(b: Build, plugins: Mapping[str, Any] | None = None) -> CausalLM:
     """The tree of ops for a config; nothing is read or allocated."""
     return constructor(b.config.architecture, plugins)(b)
+
+
+def resolve(target: Any) -> Any:
+    """An object from its dotted name "module:name", or itself."""
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)

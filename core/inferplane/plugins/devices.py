@@ -232,7 +232,7 @@ class Devices:
 
     def _not_available(self, entry: DeviceEntry) -> InferplaneError:
         return DeviceError(
-            f"Device {entry.name!r} ({entry.distribution} {entry.version}) is {entry.probe.presence.value}: "
+            f"Device {entry.name!r} of {entry.distribution} {entry.version} is {entry.probe.presence.value}: "
             f"{entry.probe.reason.rstrip('.')}.",
             there_is=self._available(),
             remedy=entry.probe.remedy,

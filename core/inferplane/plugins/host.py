@@ -203,11 +203,9 @@ class PluginHost:
 
     def _unserved(self, name: str, distribution: str) -> str:
         """Why the user's choice of a distribution for a name cannot be met."""
-        why = f"{VARIABLE} gives it to {distribution}, which is not installed or does not serve it"
-        for record in self._kept_out:
-            if same_distribution(record.distribution, distribution):
-                why = f"{VARIABLE} gives it to {distribution}, which is quarantined: {record}"
-        return why
+        records = [str(r) for r in self._kept_out if same_distribution(r.distribution, distribution)]
+        state = f"is quarantined: {'; '.join(records)}" if records else "is not installed or does not serve it"
+        return f"{VARIABLE} gives it to {distribution}, which {state}"
 
 
 def _extra(claim: Claim) -> list[Kernel]:

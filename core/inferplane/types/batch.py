@@ -166,7 +166,7 @@ def make_batch(
         query_start=torch.tensor(starts, dtype=torch.int32).to(device),
         seq_lens=torch.tensor(lens, dtype=torch.int32).to(device),
         block_tables=tables.to(device),
-        logit_rows=None if len(wanted) == len(ids) else torch.tensor(wanted).to(device),
+        logit_rows=None if len(wanted) == len(ids) else torch.tensor(wanted, dtype=torch.int64).to(device),
         kind="decode" if split == len(queries) else "mixed",
         max_query_tokens=max(counts),
         max_seq_tokens=max(lens),

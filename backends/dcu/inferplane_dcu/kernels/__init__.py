@@ -6,6 +6,6 @@ from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
 
 
-def declared() -> list[Kernel]:
-    """Every kernel declared for this device."""
+def kernels() -> list[Kernel]:
+    """Every kernel this backend declares."""
     return composed_kernels()

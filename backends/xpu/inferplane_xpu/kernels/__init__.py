@@ -6,11 +6,11 @@ from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
 
 
-def declared_intel() -> list[Kernel]:
-    """Every kernel declared for Intel GPUs."""
+def intel_kernels() -> list[Kernel]:
+    """Every kernel the Intel backend declares."""
     return composed_kernels()
 
 
-def declared_kunlun() -> list[Kernel]:
-    """Every kernel declared for Kunlun cards."""
+def kunlun_kernels() -> list[Kernel]:
+    """Every kernel the Kunlun backend declares."""
     return composed_kernels()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.ops import AllReduce, SampleTokens
-from inferplane.types import Batch, Kernel, Kernels, Packing, When
+from inferplane.types import Batch, Kernels, Packing, When
 
 KERNELS = Kernels()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -84,6 +84,21 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-# These bodies are already nothing but torch operators on the device.
-KERNELS.append(Kernel("sample", "torch", SampleTokens.__call__, ANY, capture_safe=True, batch_invariant=True))
-KERNELS.append(Kernel("all_reduce", "torch", AllReduce.__call__, ANY, batch_invariant=True))
+@KERNELS("sample", "torch", when=ANY, capture_safe=True, batch_invariant=True)
+def sample(
+    p: Any,
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """The op's body, which is nothing but torch operators on the device already."""
+    return SampleTokens.__call__(p, logits, temperature, top_k, top_p, min_p, uniform)
+
+
+@KERNELS("all_reduce", "torch", when=ANY, batch_invariant=True)
+def all_reduce(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """torch.distributed on the default group."""
+    return AllReduce.__call__(p, x)  # type: ignore[no-any-return]

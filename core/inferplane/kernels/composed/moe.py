@@ -8,13 +8,16 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.ops import MoERoute
-from inferplane.types import Kernel, Kernels, When
+from inferplane.types import Kernels, When
 
 KERNELS = Kernels()
 ANY = When(dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
-# The body is already nothing but torch operators on the device.
-KERNELS.append(Kernel("moe_route", "torch", MoERoute.__call__, ANY, capture_safe=True, batch_invariant=True))
+
+@KERNELS("moe_route", "torch", when=ANY, capture_safe=True, batch_invariant=True)
+def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op's body, which is nothing but torch operators on the device already."""
+    return MoERoute.__call__(p, logits)
 
 
 @KERNELS("moe_experts", "torch", when=ANY)

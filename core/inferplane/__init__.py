@@ -1,0 +1,35 @@
+"""Inferplane runs large language models on any accelerator: `LLM(model, device=...)`.
+
+The names below are imported when they are first used, so that `import inferplane.plugin` stays light.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inferplane.engine import LLM, Delta, Result, SamplingParams
+    from inferplane.errors import InferplaneError
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Delta", "InferplaneError", "Result", "SamplingParams", "__version__"]
+
+_WHERE = {
+    "LLM": "inferplane.engine",
+    "SamplingParams": "inferplane.engine",
+    "Result": "inferplane.engine",
+    "Delta": "inferplane.engine",
+    "InferplaneError": "inferplane.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'inferplane' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,9 @@
+"""Requests, batches, steps: what turns a bound model into generated text."""
+
+from inferplane.engine.llm import LLM
+from inferplane.engine.params import SamplingParams
+from inferplane.engine.request import Delta, Result, Timings
+from inferplane.engine.runner import InferplaneWarning, Runner, RunnerOptions
+from inferplane.engine.sources import ModelFiles
+
+__all__ = ["LLM", "Delta", "InferplaneWarning", "ModelFiles", "Result", "Runner", "RunnerOptions", "SamplingParams", "Timings"]

@@ -1,0 +1,280 @@
+"""`LLM`: a model on a device, for scripts and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Union
+
+import torch
+
+from inferplane.binding import explain, explain_text
+from inferplane.engine.engine import DEFAULT_STEP_TOKENS, Engine
+from inferplane.engine.params import SamplingParams
+from inferplane.engine.request import Delta, Request, Result
+from inferplane.engine.runner import Runner, RunnerOptions
+from inferplane.engine.sources import ModelFiles
+from inferplane.engine.text import Detokenizer, Tokenizer, end_ids
+from inferplane.errors import UsageError
+from inferplane.plugins import host
+
+Prompt = Union[str, Sequence[int]]
+Progress = Callable[[int, int], None]
+
+
+class LLM:
+    """A model on one device.
+
+        llm = LLM("demo")
+        print(llm.generate(["def main():"], SamplingParams(max_tokens=40))[0].text)
+
+    Args:
+        model: "demo", a folder in the Hugging Face layout, or a config (mapping or transformers config) with
+            `load_format="dummy"`.
+        device: a backend's name ("auto" takes the best one available, and says which). Never another device than asked.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16", or a torch dtype.
+        max_model_len: most tokens of a sequence; None takes what the model allows and the cache can hold.
+        strict: refuse to run when a hot op is left on its slow reference.
+        ops: pins: site or op name -> provider, "reference", "decomposition" or a variant of the op.
+        kv_dtype: how the cache stores entries: "auto" (as dtype), "fp8", "int8" where the backend offers them.
+        kv_cache_bytes: memory for the cache; None takes 30 % of what is free.
+        max_batch: sequences in a step.
+        max_step_tokens: tokens in a step; longer prompts are cut into chunks.
+        deterministic: bind only kernels whose results do not depend on the batch.
+        load_format: "auto", or "dummy" for random weights.
+        mtp: also load the multi-token-prediction layers.
+        lock: a lock file with measured kernel choices.
+        progress: told `(bytes done, bytes in all)` while weights are loaded.
+
+    Raises:
+        UsageError, DeviceError, UnsupportedModelError, CheckpointError, BindError, CapacityError: each says what was
+        asked, what there is and what to do; nothing stays allocated.
+    """
+
+    def __init__(
+        self,
+        model: Any = "demo",
+        *,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        max_model_len: int | None = None,
+        strict: bool = False,
+        ops: Mapping[str, str] | None = None,
+        kv_dtype: str = "auto",
+        kv_cache_bytes: int | None = None,
+        max_batch: int = 32,
+        max_step_tokens: int = DEFAULT_STEP_TOKENS,
+        deterministic: bool = False,
+        load_format: str = "auto",
+        mtp: bool = False,
+        lock: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        if load_format not in ("auto", "dummy"):
+            raise UsageError(f"load_format = {load_format!r}.", there_is="'auto', 'dummy'")
+        for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
+            if value < 1:
+                raise UsageError(f"{name} = {value}.", there_is="values of 1 and more")
+        options = RunnerOptions(
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            max_model_len=max_model_len,
+            max_batch=max_batch,
+            kv_cache_bytes=kv_cache_bytes,
+            strict=strict,
+            deterministic=deterministic,
+            ops=dict(ops or {}),
+            lock=str(lock) if lock is not None else None,
+            load_format=load_format,
+            mtp=mtp,
+        )
+        self.files = ModelFiles(model)
+        self.runner = Runner.open(self.files, host(), device, options, progress)
+        self.engine = Engine(self.runner, max_batch=max_batch, max_step_tokens=max_step_tokens)
+        self._tokenizer: Tokenizer | None = None
+
+    # -- text
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, loaded at first use.
+
+        Raises:
+            UsageError: the model has no folder. CheckpointError: the folder has no usable tokenizer.
+        """
+        if self._tokenizer is None:
+            if self.files.folder is None:
+                raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
+            self._tokenizer = Tokenizer(self.files.folder)
+        return self._tokenizer
+
+    def _end_ids(self) -> frozenset[int]:
+        if self.files.folder is None:
+            value = self.files.config.get("eos_token_id")
+            return frozenset([value] if isinstance(value, int) else value or ())
+        if self._tokenizer is not None:
+            return self._tokenizer.end_ids
+        return end_ids(self.files.folder)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return [int(t) if isinstance(t, int) or hasattr(t, "__index__") else t for t in prompt]
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        """None for a folder or config without a tokenizer, unless text is needed."""
+        has_files = self.files.folder is not None and any(
+            (self.files.folder / n).exists() for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        )
+        if self._tokenizer is None and not has_files and not params.stop:
+            return None
+        return Detokenizer(self.tokenizer, params.stop)
+
+    # -- generating
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Result]:
+        """Continue each prompt; one result a prompt, in their order. All run in one batch, as far as there is room.
+
+        Args:
+            prompts: a string, a list of token ids, or a list of either.
+            params: one for all, or one a prompt.
+
+        Raises:
+            UsageError: no prompts, an empty one, a token outside the vocabulary, or as many params as prompts is not met.
+            CapacityError: a prompt with its `max_tokens` is longer than the model or the cache allows.
+        """
+        many = self._prompts(prompts)
+        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(many):
+            raise UsageError(f"{len(each)} sampling params for {len(many)} prompts.", remedy="pass one, or one a prompt")
+        encoded = [self._encode(p) for p in many]
+        texts = [self._detokenizer(p) for p in each]
+        requests: list[Request] = []
+        try:
+            ends = self._end_ids()
+            for ids, p in zip(encoded, each):
+                requests.append(self.engine.add(ids, p, ends))
+            place = {r.request_id: i for i, r in enumerate(requests)}
+            while any(r.finish_reason is None for r in requests):
+                for request, token in self.engine.step():
+                    self._text(request, token, texts[place[request.request_id]])
+        finally:
+            for request in requests:
+                self.engine.end(request, "abort")
+        out = []
+        for request, text in zip(requests, texts):
+            if text is not None:
+                text.take(end=True)
+            out.append(
+                Result(
+                    text.text if text else "",
+                    request.generated,
+                    request.finish_reason or "abort",
+                    request.timings(),
+                    request.prompt,
+                )
+            )
+        return out
+
+    def _text(self, request: Request, token: int, text: Detokenizer | None) -> None:
+        if text is not None and not (token in request.end_ids) and text.push([token]):
+            self.engine.end(request, "stop")
+            request.finish_reason = "stop"
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Continue one prompt, piece by piece. Closing the iterator early ends the request and frees its blocks.
+
+        Args:
+            prompt: a string or a list of token ids.
+            params: how to sample.
+
+        Raises:
+            As `generate`, at the first piece.
+        """
+        params = params or SamplingParams()
+        text = self._detokenizer(params)
+        request = self.engine.add(self._encode(prompt), params, self._end_ids())
+        try:
+            while request.finish_reason is None:
+                for which, token in self.engine.step():
+                    if which is not request:
+                        continue
+                    self._text(request, token, text)
+                    if request.finish_reason is None:
+                        yield Delta(text.take() if text else "", [token])
+                    else:
+                        yield Delta(text.take(end=True) if text else "", [token], request.finish_reason, request.timings())
+        finally:
+            self.engine.end(request, "abort")
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+    ) -> Result:
+        """The reply to a conversation, rendered by the checkpoint's own chat template.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`, oldest first.
+            params: how to sample.
+
+        Raises:
+            UsageError: no chat template, or it refuses the messages. Otherwise as `generate`.
+        """
+        return self.generate([self.tokenizer.chat(messages)], params)[0]
+
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Iterator[Delta]:
+        """As `chat`, piece by piece."""
+        return self.stream(self.tokenizer.chat(messages), params)
+
+    def logits(self, prompts: Sequence[Sequence[int]], *, chunk_tokens: int | None = None) -> list[torch.Tensor]:
+        """Logits after every token of each prompt.
+
+        Args:
+            prompts: lists of token ids.
+            chunk_tokens: tokens a step; None takes whole prompts up to `max_step_tokens`.
+
+        Returns:
+            A float32 tensor `[tokens, vocab]` on the host for each prompt.
+
+        Raises:
+            UsageError, CapacityError: as `generate`.
+        """
+        return [self.engine.logits(self._encode(p), chunk_tokens) for p in prompts]
+
+    def _prompts(self, prompts: Any) -> list[Prompt]:
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+            return [prompts]
+        if not len(prompts):
+            raise UsageError("No prompts were given.", remedy="pass at least one")
+        return list(prompts)
+
+    # -- looking inside
+
+    def explain(self) -> dict[str, Any]:
+        """The plan as data: per site the kernel, why, and every loser with its reason (docs/schemas/explain.json)."""
+        return explain(self.runner.plan, self.files.name)
+
+    def explain_text(self, *, verbose: bool = False) -> str:
+        """The plan as text; `verbose` adds every loser."""
+        return explain_text(self.runner.plan, self.files.name, verbose=verbose)
+
+    @property
+    def device(self) -> str:
+        """The backend's name."""
+        return self.runner.backend.name
+
+    def close(self) -> None:
+        """Free the weights and the cache."""
+        self.runner.steps = {}
+        self.runner.cache = None
+        self.runner.loaded.packed.clear()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

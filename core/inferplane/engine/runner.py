@@ -1,0 +1,270 @@
+"""From a name and a device to a model that runs: probe, bind, canary, load, link, cache; then step after step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inferplane.binding import (
+    DummySource,
+    Loaded,
+    Options,
+    Plan,
+    Settings,
+    Verdict,
+    bind,
+    link,
+    load,
+    read_lock,
+    run_canary,
+)
+from inferplane.engine.sources import ModelFiles
+from inferplane.errors import CapacityError, UsageError
+from inferplane.kvcache import paged_layout
+from inferplane.models import Build, build
+from inferplane.ops import CausalLM
+from inferplane.plugins import PluginHost
+from inferplane.quant import READERS, format_of
+from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULT_BLOCK_TOKENS = 64
+KV_SHARE = 0.3
+"""Share of free device memory that the cache may take unless told otherwise."""
+
+
+class InferplaneWarning(UserWarning):
+    """Something works, but worse than it could: a demoted kernel, a hot op on its reference."""
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """How to bind and load. See `LLM` for the meaning of each."""
+
+    dtype: str | torch.dtype = "auto"
+    kv_dtype: str = "auto"
+    max_model_len: int | None = None
+    max_batch: int = 32
+    kv_cache_bytes: int | None = None
+    strict: bool = False
+    deterministic: bool = False
+    ops: Mapping[str, str] = field(default_factory=dict)
+    lock: str | None = None
+    load_format: str = "auto"
+    mtp: bool = False
+    copies: float | None = 0.05
+    arch: str | None = None
+
+
+class Runner:
+    """A model bound to one device. `open` makes one; `plan_only` stops before anything is allocated.
+
+    Attributes: `backend`, `state` (None when not opened), `plan`, `steps` (step kind -> bound model), `cache`,
+    `max_model_len`, `verdicts` (the canary's), `loaded`.
+    """
+
+    def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
+        self.files, self.host, self.backend, self.options = files, host, backend, options
+        self.dtype = pick_dtype(options.dtype, files)
+        self.state: DeviceState | None = None
+        self.verdicts: list[Verdict] = []
+        self.demoted: dict[Kernel, str] = {}
+        self.loaded = Loaded()
+        self.steps: dict[str, Callable[..., Any]] = {}
+        self.cache: KVCache | None = None
+        limit = files.config.get("max_position_embeddings")
+        if options.max_model_len is not None:
+            if options.max_model_len < 1 or (limit and options.max_model_len > limit):
+                raise UsageError(
+                    f"max_model_len = {options.max_model_len}.", there_is=f"1 to {limit}, the model's own positions"
+                )
+            limit = options.max_model_len
+        self.max_model_len: int = limit or 4096
+        self.kernels = host.kernels(backend)
+
+    @classmethod
+    def plan_only(cls, files: ModelFiles, host: PluginHost, device: str, options: RunnerOptions) -> Runner:
+        """Everything that can be decided on a machine without the device."""
+        runner = cls(files, host, host.backend_for_explain(device), options)
+        runner._bind(assumed=True)
+        return runner
+
+    @classmethod
+    def open(
+        cls,
+        files: ModelFiles,
+        host: PluginHost,
+        device: str,
+        options: RunnerOptions,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Runner:
+        """Open the device, bind, check the kernels, read the weights, build the cache.
+
+        Raises:
+            DeviceError, BindError, CheckpointError, CapacityError: see each; nothing stays allocated.
+        """
+        runner = cls(files, host, host.backend(device), options)
+        runner.state = runner.backend.open()
+        runner._bind(assumed=False)
+        runner._canary()
+        runner._warn()
+        plan = runner.plan
+        source = DummySource() if options.load_format == "dummy" else files.source()
+        runner.loaded = load(
+            plan, source, runner.backend.torch_device_indexed, readers=runner._readers(), progress=progress
+        )
+        if hasattr(source, "close"):
+            source.close()
+        runner.steps = dict(link(plan, runner.loaded.packed))
+        runner._build_cache()
+        return runner
+
+    # -- binding
+
+    def offer(self, request: KVRequest) -> Sequence[KVLayout]:
+        """Layouts for one kind of layer, in the KV dtype that was asked for."""
+        offers = list(self.backend.kv_layouts(request, self.dtype)) or [
+            paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "fp8", "int8")
+        ]
+        fitting = [x for x in offers if x.kv_dtype == self.options.kv_dtype]
+        if not fitting:
+            raise UsageError(
+                f"kv_dtype = {self.options.kv_dtype!r} on device {self.backend.name!r}.",
+                there_is=", ".join(sorted({x.kv_dtype for x in offers})),
+            )
+        return fitting
+
+    def _bind(self, *, assumed: bool) -> None:
+        names = None if self.options.load_format == "dummy" or not self.files.has_weights else set(self.files.names())
+        self.model: CausalLM = build(
+            Build(
+                self.files.config,
+                Placement(),
+                format_of(self.files.config.get("quantization_config"), names),
+                self.max_model_len,
+                self.options.mtp,
+            ),
+            self.host.models(),
+        )
+        self._bind_again(assumed=assumed)
+
+    def _bind_again(self, *, assumed: bool) -> None:
+        arch = self.options.arch or next(iter(self.backend.architectures), "")
+        features = self.backend.features(self.options.arch)
+        if self.state is not None and self.options.arch is None:
+            arch, features = self.state.arch, self.state.features
+        settings = Settings(
+            self.backend.name, self.dtype, arch, features, self.options.deterministic, self.options.copies, assumed
+        )
+        choices = read_lock(self.options.lock, self.fingerprint()) if self.options.lock else {}
+        self.plan: Plan = bind(
+            self.model,
+            self.kernels,
+            settings,
+            self.offer,
+            options=Options(self.options.ops, choices, self.demoted),
+            strict=self.options.strict,
+        )
+
+    def fingerprint(self) -> dict[str, str]:
+        """What a lock file must agree with: device, architecture, torch."""
+        return {
+            "device": self.backend.name,
+            "arch": self.state.arch if self.state else "",
+            "name": self.state.name if self.state else "",
+            "torch": torch.__version__,
+        }
+
+    def _canary(self) -> None:
+        """Check the chosen kernels; demote those that are wrong, and bind again, until all that is chosen is right."""
+        checked: set[int] = set()
+        while True:
+            verdicts = [v for v in run_canary(self.plan, self.backend.torch_device_indexed, self.offer, checked)]
+            self.verdicts += verdicts
+            checked |= {id(v.kernel) for v in verdicts}
+            failed = [v for v in verdicts if v.failed]
+            if not failed:
+                return
+            for v in failed:
+                self.demoted[v.kernel] = v.reason
+                warnings.warn(
+                    f"Kernel {v.kernel.name} for op {v.kernel.op!r} on device {self.backend.name!r} gives wrong results "
+                    f"and is not used: {v.reason}. Report it to provider {v.kernel.provider!r}.",
+                    InferplaneWarning,
+                    stacklevel=4,
+                )
+            self._bind_again(assumed=False)
+
+    def _warn(self) -> None:
+        left = self.plan.hot_references()
+        if left:
+            ops = sorted({op for _, _, op in left})
+            warnings.warn(
+                f"On device {self.backend.name!r} {len(left)} hot op(s) run on their slow reference: {', '.join(ops)}. "
+                "See explain for the reasons; strict=True refuses such a plan.",
+                InferplaneWarning,
+                stacklevel=4,
+            )
+
+    def _readers(self) -> dict[str, Any]:
+        from inferplane.models.registry import resolve
+
+        return {**{name: resolve(target) for name, target in self.host.quantization().items()}, **READERS}
+
+    # -- cache
+
+    def _build_cache(self) -> None:
+        requests = [layer.attn.kv_requests()[0] for layer in self.model.layers]
+        requests += [layer.layer.attn.kv_requests()[0] for layer in self.model.mtp]
+        layouts = self.plan.layouts
+        block_tokens = next(iter(layouts.values())).block_tokens
+        block_bytes = sum(layouts[r].bytes_per_block(r, self.dtype) for r in requests)
+        budget = self.options.kv_cache_bytes or int(self.backend.memory().free_bytes * KV_SHARE)
+        blocks = min(budget // block_bytes, math.ceil(self.max_model_len / block_tokens) * self.options.max_batch)
+        if blocks < 1:
+            raise CapacityError(
+                f"One KV block takes {block_bytes} bytes; the cache may take {budget}.", remedy="raise kv_cache_bytes"
+            )
+        if self.options.max_model_len is not None and blocks * block_tokens < self.max_model_len:
+            raise CapacityError(
+                f"max_model_len = {self.max_model_len} needs {math.ceil(self.max_model_len / block_tokens)} KV blocks of "
+                f"{block_bytes} bytes.",
+                there_is=f"{budget} bytes for {blocks}",
+                remedy="lower max_model_len, or raise kv_cache_bytes",
+            )
+        self.max_model_len = min(self.max_model_len, blocks * block_tokens)
+        self.cache = self.backend.build_kv_cache(requests, layouts, blocks, self.dtype)
+
+    # -- steps
+
+    def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step: logits float32 `[R, V]` of the rows that want them, and hidden states `[T, D]`."""
+        with torch.inference_mode():
+            logits, hidden = self.steps[batch.kind](batch, self.cache)
+        return logits, hidden
+
+    @property
+    def sample(self) -> Callable[..., torch.Tensor]:
+        """The bound op that turns logits into tokens."""
+        return self.steps["decode"].__self__.sample  # type: ignore[attr-defined, no-any-return]
+
+
+def pick_dtype(asked: str | torch.dtype, files: ModelFiles) -> torch.dtype:
+    """The dtype to compute in: what was asked for, or the checkpoint's own.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    if isinstance(asked, torch.dtype):
+        return asked
+    name = asked
+    if asked == "auto":
+        name = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(f"dtype = {name!r}.", there_is=f"auto, {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,0 +1,74 @@
+"""Where a model comes from: a folder, a config, or the demo model that ships with Inferplane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from inferplane.errors import CheckpointError, UsageError
+from inferplane.models import Config, SafetensorsFolder, as_config
+
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).resolve().parent.parent / "models" / "demo"
+
+
+class ModelFiles:
+    """A model's config, and its folder if it has one.
+
+    Args:
+        model: "demo", a folder in the Hugging Face layout, a mapping with a config's entries, or a transformers config.
+
+    Raises:
+        UsageError: no such folder.
+        CheckpointError: the folder lacks a readable config.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.folder: Path | None = None
+        if isinstance(model, (str, Path)):
+            self.name = str(model)
+            self.folder = DEMO_FOLDER if model == DEMO else Path(model).expanduser()
+            if not self.folder.is_dir():
+                if model == DEMO:
+                    raise CheckpointError(
+                        "The demo model is not part of this installation.",
+                        remedy="train it with tools/train_demo.py, or load another model",
+                    )
+                raise UsageError(
+                    f"Model {self.name!r} is no folder.",
+                    there_is="'demo', which ships with Inferplane, and folders in the Hugging Face layout",
+                    remedy="fetch the model's files first and pass their folder",
+                )
+            self.config = Config.read(self.folder)
+        else:
+            self.config = as_config(model)
+            self.name = self.config.architecture
+        self._source: SafetensorsFolder | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the folder holds weights, also pickled ones (which are then refused by name)."""
+        return self.folder is not None and any(self.folder.glob("*.safetensors*")) or self._pickled()
+
+    def _pickled(self) -> bool:
+        return self.folder is not None and any(p.suffix in (".bin", ".pt", ".pth") for p in self.folder.iterdir())
+
+    def source(self) -> SafetensorsFolder:
+        """The checkpoint's tensors; headers are read once.
+
+        Raises:
+            CheckpointError: there are none, or they are damaged.
+        """
+        if self.folder is None:
+            raise CheckpointError(
+                f"{self.name} was given as a config without weights.",
+                remedy='pass load_format="dummy" for random weights, or a folder with weights',
+            )
+        if self._source is None:
+            self._source = SafetensorsFolder(self.folder)
+        return self._source
+
+    def names(self) -> Iterable[str]:
+        """Names of the checkpoint's tensors."""
+        return self.source().names()

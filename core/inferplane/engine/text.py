@@ -1,0 +1,130 @@
+"""Between text and tokens: the checkpoint's tokenizer, incremental decoding, stop strings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inferplane.errors import CheckpointError, UsageError
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template, through transformers. Code inside a checkpoint is never run.
+
+    Args:
+        folder: holds `tokenizer.json` or what transformers needs instead.
+
+    Raises:
+        CheckpointError: there is no tokenizer that transformers can load without running the checkpoint's code.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._inner: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            raise CheckpointError(
+                f"{folder} holds no tokenizer that can be loaded ({type(error).__name__}: {error}).",
+                remedy="add its tokenizer.json, or pass prompts as token ids",
+            ) from error
+        self.folder = folder
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens the model expects around it."""
+        return list(self._inner.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return str(self._inner.decode(list(ids), skip_special_tokens=True))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, rendered by the checkpoint's own chat template.
+
+        Raises:
+            UsageError: the checkpoint has no chat template, or the template refuses the messages.
+        """
+        if not self._inner.chat_template:
+            raise UsageError(
+                f"{self.folder} has no chat template.", remedy="use generate with a prompt that you format yourself"
+            )
+        try:
+            text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            raise UsageError(f"The chat template refuses these messages: {error}.") from error
+        return list(self._inner.encode(text, add_special_tokens=False))
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text: the tokenizer's own and those of generation_config.json."""
+        found = {self._inner.eos_token_id} if self._inner.eos_token_id is not None else set()
+        return frozenset(found | end_ids(self.folder))
+
+
+def end_ids(folder: Path) -> frozenset[int]:
+    """End-of-text ids named by a folder's generation_config.json or config.json."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            value = json.loads(path.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} is not valid JSON: {error}.", remedy="fetch the file again") from error
+        found |= {value} if isinstance(value, int) else set(value or ())
+    return frozenset(found)
+
+
+class Detokenizer:
+    """Text of a growing list of tokens, piece by piece, never splitting a character.
+
+    Some tokens decode differently after others, and a character may need several tokens; so text is taken from
+    decodings of a short window, and held back while it ends in the replacement character.
+
+    Args:
+        tokenizer: decodes.
+        stop: strings that end the text; text that might begin one is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.ids: list[int] = []
+        self.text = ""
+        self.sent = 0
+        self.stopped = False
+        self._from = 0
+        self._to = 0
+
+    def push(self, ids: Sequence[int]) -> bool:
+        """Take in new tokens; True when the text now holds a stop string (and is cut there)."""
+        self.ids += ids
+        before = self.tokenizer.decode(self.ids[self._from : self._to])
+        after = self.tokenizer.decode(self.ids[self._from :])
+        if not after.endswith("\N{REPLACEMENT CHARACTER}"):
+            if len(after) > len(before):
+                self._append(after[len(before) :])
+            self._from, self._to = self._to, len(self.ids)
+        return self.stopped
+
+    def _append(self, piece: str) -> None:
+        start = max(0, len(self.text) - max((len(s) for s in self.stop), default=0))
+        self.text += piece
+        found = [at for at in (self.text.find(s, start) for s in self.stop) if at >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+
+    def take(self, *, end: bool = False) -> str:
+        """New text that is safe to show; at the `end` all that is left."""
+        if end and not self.stopped:
+            rest = self.tokenizer.decode(self.ids[self._from :])[len(self.tokenizer.decode(self.ids[self._from : self._to])) :]
+            self._append(rest)
+            self._from = self._to = len(self.ids)
+        upto = len(self.text)
+        if not end and not self.stopped:
+            hold = (n for s in self.stop for n in range(min(len(s) - 1, upto), 0, -1) if self.text.endswith(s[:n]))
+            upto -= max(hold, default=0)
+        piece, self.sent = self.text[self.sent : upto], max(self.sent, upto)
+        return piece
