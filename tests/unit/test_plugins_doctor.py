@@ -98,6 +98,8 @@ def test_extensions_that_torch_imports_by_itself(wheels, monkeypatch, autoload):
     wheels.install("torch-vendor", "1", {})
     points = wheels.folder / "torch_vendor-1.dist-info" / "entry_points.txt"
     points.write_text("[torch.backends]\nvendor = torch_vendor:_autoload\n")
+    wheels.install("acme-bad", "0.3", {})
+    (wheels.folder / "acme_bad-0.3.dist-info" / "entry_points.txt").write_text("[torch.backends]\nthis is no entry\n")
     found = lines(doctor(wheels.discover()), "torch extensions")
     assert [line.status for line in found] == ([] if autoload else ["warn"])
     if found:

@@ -168,7 +168,7 @@ class CudaBackend(Backend):
             raise
         except Exception as error:
             raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {error}.",
+                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
                 there_is=probe.reason,
                 remedy=f"see what `{TOOL}` says; a driver older than torch's CUDA must be updated",
             ) from error

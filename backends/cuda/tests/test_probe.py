@@ -207,10 +207,10 @@ def test_open_of_another_vendors_gpu(gpus, machine, monkeypatch):
 
 def test_open_when_the_allocation_fails(gpus, monkeypatch):
     def fail(device):
-        raise RuntimeError("CUDA error: out of memory")
+        raise RuntimeError("CUDA error: out of memory\n  at line 1")
 
     monkeypatch.setattr(backend, "_touch", fail)
-    with pytest.raises(DeviceError, match="RuntimeError: CUDA error: out of memory") as caught:
+    with pytest.raises(DeviceError, match="RuntimeError: CUDA error: out of memory at line 1") as caught:
         CudaBackend().open()
     assert isinstance(caught.value.__cause__, RuntimeError)
 

@@ -179,7 +179,7 @@ class DcuBackend(Backend):
             raise
         except Exception as error:
             raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {error}.",
+                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
                 there_is=probe.reason,
                 remedy=f"see what `{VENDOR_TOOL}` says; DTK, driver and torch wheel must be of one release",
             ) from error

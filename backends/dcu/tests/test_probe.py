@@ -205,10 +205,10 @@ def test_open_of_an_index_too_far(dcus):
 
 def test_open_when_the_allocation_fails(dcus, monkeypatch):
     def fail(device):
-        raise RuntimeError("HIP error: no kernel image")
+        raise RuntimeError("HIP error: no kernel image\n  at line 1")
 
     monkeypatch.setattr(backend, "_touch", fail)
-    with pytest.raises(DeviceError, match="RuntimeError: HIP error: no kernel image") as caught:
+    with pytest.raises(DeviceError, match="RuntimeError: HIP error: no kernel image at line 1") as caught:
         DcuBackend().open()
     assert "hy-smi" in caught.value.remedy
 

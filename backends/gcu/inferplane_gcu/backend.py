@@ -149,7 +149,7 @@ class GcuBackend(Backend):
             raise
         except Exception as error:
             raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {error}.",
+                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
                 there_is=probe.reason,
                 remedy=f"see what `{TOOL}` says; driver, TopsRider and torch_gcu must be of one release",
             ) from error

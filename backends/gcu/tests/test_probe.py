@@ -167,10 +167,10 @@ def test_open_when_the_import_fails(gcus, monkeypatch):
 
 def test_open_when_the_allocation_fails(gcus, monkeypatch):
     def fail(device):
-        raise RuntimeError("topsErrorNoDevice")
+        raise RuntimeError("topsErrorNoDevice\n  at line 1")
 
     monkeypatch.setattr(backend, "_touch", fail)
-    with pytest.raises(DeviceError, match="RuntimeError: topsErrorNoDevice"):
+    with pytest.raises(DeviceError, match="RuntimeError: topsErrorNoDevice at line 1"):
         GcuBackend().open()
 
 

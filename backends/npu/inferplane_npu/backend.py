@@ -171,7 +171,7 @@ class NpuBackend(Backend):
             raise
         except Exception as error:
             raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {error}.",
+                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
                 there_is=probe.reason,
                 remedy="see what `npu-smi info` says; driver, CANN, torch-npu and torch must be of one release "
                 "(COMPATIBILITY.md of Ascend/pytorch)",

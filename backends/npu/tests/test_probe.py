@@ -208,10 +208,10 @@ def test_open_when_the_allocation_fails(npus, monkeypatch):
     """Stub libraries answer every question and can do nothing."""
 
     def fail(device):
-        raise RuntimeError("aclrtMalloc failed")
+        raise RuntimeError("aclrtMalloc failed\n  at line 1")
 
     monkeypatch.setattr(backend, "_touch", fail)
-    with pytest.raises(DeviceError, match="RuntimeError: aclrtMalloc failed"):
+    with pytest.raises(DeviceError, match="RuntimeError: aclrtMalloc failed at line 1"):
         NpuBackend().open()
 
 

@@ -134,7 +134,7 @@ class IntelBackend(Backend):
             raise
         except Exception as error:
             raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {error}.",
+                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
                 there_is=probe.reason,
                 remedy=f"see what `sycl-ls` says; {INSTALL_DRIVER}",
             ) from error

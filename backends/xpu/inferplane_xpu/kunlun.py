@@ -110,7 +110,7 @@ class KunlunBackend(Backend):
             raise
         except Exception as error:
             raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {error}.",
+                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
                 there_is=probe.reason,
                 remedy=f"see what `{TOOL}` says; driver, XRE and {MODULE} must be of one release",
             ) from error

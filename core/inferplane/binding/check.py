@@ -1,13 +1,25 @@
-"""Holding one kernel against its op's oracle on one sample. The canary at start-up and the conformance suite share it."""
+"""Holding one kernel against its op's oracle on one sample. Start-up canary and conformance suite share it."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from inferplane.binding.case import (
+    Caches,
+    Untouched,
+    batch_in,
+    caches_in,
+    describe,
+    pad,
+    poisoned_memory,
+    real_rows,
+    stray_write,
+)
 from inferplane.binding.link import link
 from inferplane.binding.plan import Plan, Settings
 from inferplane.binding.resolver import Choice, Options, Resolver
@@ -38,13 +50,17 @@ class Outcome:
         served: False when the kernel refuses the sample; `detail` then says why.
         error: worst error, as the op compares.
         tolerance: largest accepted error.
-        detail: where it went wrong, in words.
+        detail: where it went wrong, in words; begins with "!" when no tolerance could excuse it.
+        arguments: what the kernel was called with, in words.
+        traceback: Python's, when the kernel raised.
     """
 
     served: bool
     error: float = 0.0
     tolerance: float = 0.0
     detail: str = ""
+    arguments: str = ""
+    traceback: str = ""
 
     @property
     def passed(self) -> bool:
@@ -73,11 +89,20 @@ class Bench:
     layout: str | None = None
 
 
-def run_case(kernel: Kernel | None, sample: Sample, bench: Bench, *, seed: int = 0) -> Outcome:
+def run_case(kernel: Kernel | None, sample: Sample, bench: Bench, *, seed: int = 0, padded: bool = False) -> Outcome:
     """Run a kernel (None: the op's own body) on a sample and compare it with the oracle.
 
-    Checked are: the results' number, shapes, dtypes and values; that nothing is NaN or infinite; that no input was
-    changed; and, for ops that write the cache, what can be read from it afterwards.
+    Checked are: the results' number, shapes, dtypes and values; that nothing is NaN or infinite, with fresh memory
+    poisoned; that no input was changed; and, for ops with a cache, what can be read from it afterwards, and that no
+    slot changed which the step does not name. Caches hold stale numbers wherever the step has none of its own.
+
+    Args:
+        kernel: what is judged.
+        sample: a case of its op.
+        bench: where it runs.
+        seed: of inputs and weights.
+        padded: for samples of decode steps, add padded sequences (slot -1) as captured steps have them, which the
+            kernel must ignore, and hide the lengths from the host unless the kernel says that it needs them there.
     """
     op = sample.op
     chosen = _choose_layouts(kernel, op, bench)
@@ -91,36 +116,61 @@ def run_case(kernel: Kernel | None, sample: Sample, bench: Bench, *, seed: int =
     tolerance = op.tolerance.get(bench.dtype)
     if tolerance is None:
         return Outcome(False, detail=f"op {op.name} states no tolerance for {bench.dtype}")
-    if any(name.endswith("kv_write") for name in (o.name for _, o in op.sites())):
-        tolerance += max((x.tolerance for x in chosen.values()), default=0.0)
+    writes = any(o.name.endswith("kv_write") for _, o in op.sites())
+    if writes:
+        tolerance += max((_stored_error(x, bench.dtype) for x in chosen.values()), default=0.0)
 
-    def build_kv(request: KVRequest, blocks: int) -> LayerKV:
-        return chosen[request].build(request, blocks, bench.dtype, torch.device(bench.torch_device))
-
-    draw = Draw(seed, bench.dtype, bench.torch_device, build_kv)
+    caches = Caches(chosen, bench.dtype, bench.torch_device, seed)
+    draw = Draw(seed, bench.dtype, bench.torch_device, caches.build)
     weights = {id(w): draw.weight(w) for _, w in op.weights()}
     args = sample.inputs(draw)
     ideal_args = oracle_arguments(args)
-    usual = _bound(op, None, weights, bench, sample.step_kind, HOST)(*_host_arguments(args, ideal_args, bench.dtype))
-    ideal = _bound(op, None, weights, bench, sample.step_kind, HOST, oracle=True)(*ideal_args)
-    before = [to_host(a) for a in args if isinstance(a, torch.Tensor)]
+    host_args = _host_arguments(args, ideal_args)
+    usual = _bound(op, None, _packed(op, None, weights, bench, HOST), bench, sample.step_kind)(*host_args)
+    wide = _packed(op, None, weights, bench, HOST, oracle=True)
+    ideal = _bound(op, None, wide, bench, sample.step_kind, oracle=True)(*ideal_args)
+    batch, given = batch_in(args), args
+    padded = padded and sample.step_kind == "decode" and batch is not None and batch.kind == "decode"
+    if padded:
+        given = pad(args, draw, lens_known=kernel is None or kernel.needs_host_lens)
+    described = describe(given)
+
+    def wrong(detail: str, trace: str = "") -> Outcome:
+        return Outcome(True, float("inf"), tolerance, f"! {detail}", described, trace)
+
     try:
-        function = _bound(op, kernel, weights, bench, sample.step_kind, bench.torch_device)
-        got = to_host(function(*args))
+        packed = _packed(op, kernel, weights, bench, bench.torch_device)
+        function = _bound(op, kernel, packed, bench, sample.step_kind)
+        untouched = Untouched(given, packed.values())
+        before = [caches.held(kv) for kv in caches_in(given)]
+        with poisoned_memory():
+            got = to_host(function(*given))
     except Exception as error:
-        return Outcome(True, float("inf"), tolerance, f"! raised {type(error).__name__}: {error}")
-    shape_error = _shape_error(got, usual)
-    if shape_error:
-        return Outcome(True, float("inf"), tolerance, f"! {shape_error}")
-    outcome = op.compare(got, ideal) if ideal is not None else None
-    error, detail = (outcome.error, outcome.detail) if outcome else (0.0, "")
-    for changed, original in zip((to_host(a) for a in args if isinstance(a, torch.Tensor)), before):
-        if op.name != "all_reduce" and not torch.equal(changed, original):
-            return Outcome(True, float("inf"), tolerance, "! an input was changed")
+        return wrong(f"raised {type(error).__name__}: {error}", traceback.format_exc())
+    if padded and batch is not None and usual is not None:
+        got = real_rows(got, usual, batch.tokens)
+    if shape_error := _shape_error(got, usual):
+        return wrong(shape_error)
+    if op.name != "all_reduce" and (change := untouched.changed()):
+        return wrong(change)
+    named = {s for s in to_host(batch.slots).tolist() if s >= 0} if batch is not None and writes else set()
+    for kv, held in zip(caches_in(given), before, strict=True):
+        if stray := stray_write(held, caches.held(kv), named, kv.block_tokens):
+            return wrong(stray)
+    try:
+        compared = op.compare(got, ideal) if ideal is not None else None
+    except Exception as error:
+        return wrong(f"result could not be compared ({type(error).__name__}: {error})")
+    error, detail = (compared.error, compared.detail) if compared else (0.0, "")
     written = _cache_error(args, ideal_args)
     if written > error:
         error, detail = written, "in the cache"
-    return Outcome(True, error, tolerance, detail)
+    return Outcome(True, error, tolerance, detail, described)
+
+
+def _stored_error(layout: KVLayout, dtype: torch.dtype) -> float:
+    """Largest relative error of an entry written and read: the layout's, and one rounding to the plan's dtype."""
+    return layout.tolerance + torch.finfo(dtype).eps / 2 if layout.tolerance else 0.0
 
 
 def _choose_layouts(kernel: Kernel | None, op: Op, bench: Bench) -> dict[KVRequest, KVLayout] | str:
@@ -135,23 +185,12 @@ def _choose_layouts(kernel: Kernel | None, op: Op, bench: Bench) -> dict[KVReque
     return chosen
 
 
-def _bound(
-    op: Op,
-    kernel: Kernel | None,
-    weights: dict[int, Any],
-    bench: Bench,
-    kind: StepKind,
-    device: str,
-    *,
-    oracle: bool = False,
-) -> Callable[..., Any]:
-    """`op` bound to one kernel, or to bodies all the way down, over the given canonical weights."""
-    dtype = torch.float32 if oracle else bench.dtype
-    settings = Settings(bench.device, dtype, features=bench.features, copies=None)
-    ctx = Context(dtype, kind, {}, bench.features)
-    plan = Plan(op, settings, {}, {kind: _Forced(kernel, ctx)})
+def _packed(
+    op: Op, kernel: Kernel | None, weights: dict[int, Any], bench: Bench, device: str, *, oracle: bool = False
+) -> dict[tuple[int, str], Any]:
+    """The given canonical weights in the packings that one kernel, or bodies all the way down, want."""
     packed = {}
-    for i, names in plan.packings.items():
+    for i, names in _forced_plan(op, kernel, bench, "mixed").packings.items():
         full = weights[i]
         if oracle:
             full = full.dequantize() if isinstance(full, QTensor) else full.float()
@@ -159,7 +198,26 @@ def _bound(
             full = full.to(device)
         for name, packing in names.items():
             packed[i, name] = packing.fn(full)
-    return link(plan, packed)[kind]
+    return packed
+
+
+def _bound(
+    op: Op,
+    kernel: Kernel | None,
+    packed: dict[tuple[int, str], Any],
+    bench: Bench,
+    kind: StepKind,
+    *,
+    oracle: bool = False,
+) -> Callable[..., Any]:
+    """`op` bound to one kernel, or to bodies all the way down."""
+    return link(_forced_plan(op, kernel, bench, kind, torch.float32 if oracle else None), packed)[kind]
+
+
+def _forced_plan(op: Op, kernel: Kernel | None, bench: Bench, kind: StepKind, dtype: torch.dtype | None = None) -> Plan:
+    settings = Settings(bench.device, dtype or bench.dtype, features=bench.features, copies=None)
+    ctx = Context(settings.dtype, kind, {}, bench.features)
+    return Plan(op, settings, {}, {kind: _Forced(kernel, ctx)})
 
 
 class _Forced(Resolver):
@@ -179,10 +237,10 @@ class _Forced(Resolver):
         return True
 
 
-def _host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+def _host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments for the body in the plan's dtype on the host: shows which shapes and dtypes a kernel must return."""
     out = []
-    for arg, other in zip(args, ideal):
+    for arg, other in zip(args, ideal, strict=True):
         if isinstance(arg, torch.Tensor):
             out.append(to_host(arg))
         elif isinstance(other, OracleKV):
@@ -200,9 +258,9 @@ def _shape_error(got: Any, usual: Any) -> str:
     gots, usuals = as_tuple(got), as_tuple(usual)
     if len(gots) != len(usuals):
         return f"{len(gots)} results instead of {len(usuals)}"
-    for i, (g, u) in enumerate(zip(gots, usuals)):
+    for i, (g, u) in enumerate(zip(gots, usuals, strict=True)):
         if not isinstance(g, torch.Tensor):
-            return f"result {i} is {type(g).__name__}, not a tensor"
+            return f"result {i} is {g if isinstance(g, str) else type(g).__name__}, not a tensor"
         if tuple(g.shape) != tuple(u.shape):
             return f"result {i} has shape {list(g.shape)} instead of {list(u.shape)}"
         if g.dtype != u.dtype and not (_is_index(g) and _is_index(u)):
@@ -220,7 +278,7 @@ def _cache_error(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> float:
     """Worst error over everything that can be read from the caches afterwards."""
     worst = 0.0
     batch = next((a for a in args if isinstance(a, Batch)), None)
-    for kv, twin in zip(args, ideal):
+    for kv, twin in zip(args, ideal, strict=True):
         if not isinstance(kv, LayerKV) or batch is None:
             continue
         host = next(a for a in ideal if isinstance(a, Batch))
@@ -229,7 +287,7 @@ def _cache_error(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> float:
                 continue
             held = to_host(kv.read(batch.block_tables[i], n), widen=True)
             want = twin.read(host.block_tables[i], n)
-            for h, w in zip(held, want):
+            for h, w in zip(held, want, strict=True):
                 if h.shape != w.shape or not torch.isfinite(h).all():
                     return float("inf")
                 worst = max(worst, ((h - w).abs().max() / w.abs().max().clamp_min(1e-30)).item())

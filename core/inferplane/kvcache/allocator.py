@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
+
 from inferplane.errors import CapacityError, UsageError
 
 
@@ -18,7 +21,7 @@ class BlockAllocator:
         if total < 1:
             raise UsageError(f"A KV cache of {total} blocks.", remedy="give it at least one block")
         self.total = total
-        self._free = list(range(total - 1, -1, -1))
+        self._free = list(range(total))  # a heap
         self._users: dict[int, int] = {}
 
     @property
@@ -43,7 +46,7 @@ class BlockAllocator:
                 there_is=f"{len(self._free)} free of {self.total}",
                 remedy="run fewer or shorter sequences at once, or give the cache more memory",
             )
-        blocks = [self._free.pop() for _ in range(count)]
+        blocks = [heapq.heappop(self._free) for _ in range(count)]
         for block in blocks:
             self._users[block] = 1
         return blocks
@@ -64,12 +67,14 @@ class BlockAllocator:
         """Count one user less of each block; blocks without users become free.
 
         Raises:
-            UsageError: a block is free already.
+            UsageError: a block has fewer users than are taken from it; none is given back.
         """
-        for block in blocks:
-            if block not in self._users:
+        counts = Counter(blocks)
+        for block, n in counts.items():
+            if self._users.get(block, 0) < n:
                 raise UsageError(f"KV block {block} is given back twice.")
-            self._users[block] -= 1
+        for block, n in counts.items():
+            self._users[block] -= n
             if not self._users[block]:
                 del self._users[block]
-                self._free.append(block)
+                heapq.heappush(self._free, block)

@@ -212,6 +212,13 @@ class GQABlock(Op, name="gqa_block"):
         y = self.o(each_range(batch, (q,), self.few, self.many, kv).flatten(1))
         return y if self.reduce is None else self.reduce(y)
 
+    def cost(self, load: Load) -> Cost:
+        """The sum over the children; `few` and `many` share the sequences and cost the same, so one of them counts."""
+        total = Cost()
+        for path, child in self.children():
+            total = total if path == "few" else total + child.cost(load)
+        return total
+
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """Decode, prefill and a mixture; with norms on q and k."""

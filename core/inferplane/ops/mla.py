@@ -234,6 +234,13 @@ class MLABlock(Op, name="mla_block"):
     def __call__(self, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
         return _mla(self, x, batch, kv, self.absorbed, self.expanded)
 
+    def cost(self, load: Load) -> Cost:
+        """The sum over the children, with the form of attention that takes fewer operations for this load."""
+        total = min(self.absorbed.cost(load), self.expanded.cost(load), key=lambda c: c.flops)
+        for path, child in self.children():
+            total = total if path in ("absorbed", "expanded") else total + child.cost(load)
+        return total
+
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """Decode, prefill and a mixture; with and without the query's own low rank."""

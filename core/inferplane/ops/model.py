@@ -12,7 +12,7 @@ from inferplane.ops.basic import AddRMSNorm, Embedding, GatedMLP, Linear, LMHead
 from inferplane.ops.draw import Draw
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
-from inferplane.ops.op import BLOCK, Op, Sample, placeholder
+from inferplane.ops.op import BLOCK, Cost, Load, Op, Sample, placeholder
 from inferplane.ops.sampling import SampleTokens
 from inferplane.types import Batch, KVCache, LayerKV
 
@@ -158,6 +158,13 @@ class CausalLM(Op, name="causal_lm"):
             x, residual = layer(x, residual, batch, kv)
         x, _ = self.norm(x, residual)
         return self.head(x, batch), x
+
+    def cost(self, load: Load) -> Cost:
+        """The sum over what a call runs: prediction layers are called, and counted, by the engine."""
+        total = Cost()
+        for path, child in self.children():
+            total = total if path.startswith("mtp.") else total + child.cost(load)
+        return total
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:

@@ -119,7 +119,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
         return out.to(x.dtype)
 
     def cost(self, load: Load) -> Cost:
-        """Bytes of the experts that `load.tokens` tokens touch at most; operations per token need `top_k` (see MoE)."""
+        """Not counted here: how many experts a token takes is known to `MoE`, which counts them."""
         return Cost()
 
     @classmethod

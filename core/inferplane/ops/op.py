@@ -109,9 +109,9 @@ class Op:
         if name in OPS:
             raise UsageError(f"An op named {name!r} exists already: {OPS[name].__module__}.{OPS[name].__qualname__}.")
         cls.name, cls.hot = name, hot
-        OPS[name] = cls
         dataclass(frozen=True, eq=False)(cls)
         cls._fields = tuple(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
+        OPS[name] = cls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The op's meaning, in plain torch."""

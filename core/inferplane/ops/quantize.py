@@ -131,6 +131,13 @@ class Quantize(Op, name="quantize"):
 
 
 def dequantize_rows(data: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
-    """Undo `Quantize`: float32 `[T, K]` from data `[T, K]` and scale `[T, groups]`."""
+    """Undo `Quantize`: float32 `[T, K]` from data `[T, K]` and scale `[T, groups]`; `group` 0 is the whole row.
+
+    Raises:
+        UsageError: `scale` has another number of groups.
+    """
+    want = scale_shape(tuple(data.shape), (1, group or data.shape[-1]))
+    if tuple(scale.shape) != want:
+        raise UsageError(f"Scales of shape {tuple(scale.shape)} for groups of {group or 'all'} columns, which want {want}.")
     wide = scale.repeat_interleave(group or data.shape[-1], -1)[..., : data.shape[-1]]
     return data.float() * wide

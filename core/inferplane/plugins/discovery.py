@@ -89,28 +89,30 @@ def find(
     return candidates, kept_out, used
 
 
-def _installed(kept_out: list[Quarantined]) -> Iterator[metadata.EntryPoint]:
-    """Entry points of our group, distribution by distribution: an unreadable file costs only its own plugins."""
+def installed(group: str) -> Iterator[tuple[metadata.Distribution, list[metadata.EntryPoint], BaseException | None]]:
+    """Distribution by distribution, its entry points of a group, or what reading them raised: `metadata.entry_points`
+    fails as a whole where one distribution's file is malformed."""
     seen: set[str] = set()
     for distribution in metadata.distributions():
         text, _ = guarded(partial(distribution.read_text, "entry_points.txt"))
-        if not text or GROUP not in text:
+        if not text or group not in text:
             continue
         name = _told(distribution, "Name")
         if normalized(name) in seen and name != _UNKNOWN:  # a second copy further down sys.path
             continue
         seen.add(normalized(name))
-        points, error = guarded(partial(_points_of, distribution))
+        points, error = guarded(lambda d=distribution: [p for p in d.entry_points if p.group == group])
+        yield distribution, points or [], error
+
+
+def _installed(kept_out: list[Quarantined]) -> Iterator[metadata.EntryPoint]:
+    for distribution, points, error in installed(GROUP):
         if error is not None:
+            name = _told(distribution, "Name")
             origin = Origin(name, _told(distribution, "Version"), "entry_points.txt", "")
             reason = f"its entry_points.txt cannot be read ({type(error).__name__})"
             kept_out.append(quarantine(origin, "metadata", reason, devices=(), remedy=f"install {name} again"))
-            continue
         yield from points
-
-
-def _points_of(distribution: metadata.Distribution) -> list[metadata.EntryPoint]:
-    return [point for point in distribution.entry_points if point.group == GROUP]
 
 
 def _told(distribution: metadata.Distribution, header: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from inferplane.plugins.choice import VARIABLE
+from inferplane.plugins.discovery import installed
 from inferplane.plugins.hookspecs import API_VERSION
 from inferplane.plugins.host import PluginHost
 from inferplane.plugins.records import DeviceEntry, guarded, in_words
@@ -80,7 +81,7 @@ def _python() -> Iterator[Line]:
     facts = [(name, value) for name, value in vars(torch.version).items() if isinstance(value, str)]
     build = ", ".join(f"{name} {value}" for name, value in facts if name[0] != "_" and name != "git_version")
     yield Line("torch", "ok", torch.__version__ + (f" ({build})" if build else ""))
-    loaders = metadata.entry_points(group="torch.backends")
+    loaders = [point for _, points, _ in installed("torch.backends") for point in points]
     if loaders and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
         names = ", ".join(sorted({point.value for point in loaders}))
         yield Line(

@@ -135,8 +135,11 @@ def make_batch(
         few_tokens: the bound of "few".
 
     Raises:
-        UsageError: a sequence brings nothing, has too few blocks, or a long one stands before a short one.
+        UsageError: there is no sequence, or one brings nothing, has too few blocks, or is short but stands behind a
+            long one.
     """
+    if not queries:
+        raise UsageError("A batch without sequences.", remedy="leave the step out")
     counts = [len(q.ids) for q in queries]
     lens = [q.before + n for q, n in zip(queries, counts)]
     split = next((i for i, n in enumerate(counts) if n > few_tokens), len(counts))
@@ -176,12 +179,12 @@ def make_batch(
         return whole
     return replace(
         whole,
-        few=_part(whole, 0, split) if split else None,
-        many=_part(whole, split, len(queries)),
+        few=_part(whole, 0, split, "decode") if split else None,
+        many=_part(whole, split, len(queries), "mixed"),
     )
 
 
-def _part(batch: Batch, first: int, last: int) -> Batch:
+def _part(batch: Batch, first: int, last: int, kind: StepKind) -> Batch:
     """Sequences `first:last` of a batch as a batch of their own; tensors are views where they can be."""
     lens = batch.lens()
     a, b = lens.query_start[first], lens.query_start[last]
@@ -194,7 +197,7 @@ def _part(batch: Batch, first: int, last: int) -> Batch:
         seq_lens=batch.seq_lens[first:last],
         block_tables=batch.block_tables[first:last],
         logit_rows=None,
-        kind="decode" if first == 0 else "mixed",
+        kind=kind,
         max_query_tokens=max(j - i for i, j in zip(starts, starts[1:])),
         max_seq_tokens=max(lens.seq_lens[first:last]),
         host_lens=HostLens(starts, lens.seq_lens[first:last]),

@@ -124,8 +124,9 @@ class Kernel:
     @property
     def name(self) -> str:
         """`provider:function`, by which explain, pins, lock file and xfails speak of it."""
-        function = self.target.rpartition(":")[2] if isinstance(self.target, str) else self.target.__name__
-        return f"{self.provider}:{function}"
+        if isinstance(self.target, str):
+            return f"{self.provider}:{self.target.rpartition(':')[2]}"
+        return f"{self.provider}:{getattr(self.target, '__name__', type(self.target).__name__)}"
 
     def __str__(self) -> str:
         return self.name
@@ -134,7 +135,7 @@ class Kernel:
         """The callable itself; imports it when the target is a dotted name.
 
         Raises:
-            KernelError: the module or the function cannot be imported.
+            KernelError: the module or the function cannot be imported, or it is no function.
         """
         if not isinstance(self.target, str):
             return self.target
@@ -143,6 +144,8 @@ class Kernel:
             found = importlib.import_module(module)
             for part in attribute.split("."):
                 found = getattr(found, part)
+            if not callable(found):
+                raise TypeError(f"{type(found).__name__} is not callable")
         except Exception as error:
             raise KernelError(
                 f"Kernel {self.name} for op {self.op!r}: {self.target} cannot be imported "

@@ -24,7 +24,7 @@ class QTensor:
         bits: significant bits of an entry of `data` (8 or 4).
 
     Raises:
-        UsageError: the shape of `scale` does not fit `data` and `block`.
+        UsageError: the shape of `scale` does not fit `data` and `block`, or a block is empty.
     """
 
     data: torch.Tensor
@@ -34,6 +34,8 @@ class QTensor:
     bits: int = 8
 
     def __post_init__(self) -> None:
+        if min(self.block) < 1:
+            raise UsageError(f"QTensor: blocks of {self.block}.", remedy="state at least one row and one column a block")
         want = scale_shape(tuple(self.data.shape), self.block)
         for name, t in (("scale", self.scale), ("zero", self.zero)):
             if t is not None and tuple(t.shape) != want:
@@ -90,11 +92,15 @@ class QTensor:
         Parts whose rows do not fill whole blocks are first refined, so that no block crosses two parts.
 
         Raises:
-            UsageError: the parts differ in columns, column blocks, bits or the presence of zero points.
+            UsageError: there are no parts, or they differ in dtype, columns, column blocks, bits or the presence of zero
+                points.
         """
+        if len({(p.data.dtype, p.shape[:-2], p.shape[-1], p.block[1], p.bits, p.zero is None) for p in parts}) != 1:
+            raise UsageError(
+                f"QTensor.cat: {len(parts)} parts that differ in dtype, columns, column blocks, bits or zero points.",
+                remedy="quantize all parts of a fused weight alike",
+            )
         first = parts[0]
-        if len({(p.shape[-1], p.block[1], p.bits, p.zero is None) for p in parts}) > 1:
-            raise UsageError("QTensor.cat: parts differ in columns, column blocks, bits or zero points.")
         rows = math.gcd(*(p.block[0] for p in parts))
         for p in parts[:-1]:
             rows = math.gcd(rows, p.shape[-2])

@@ -1,0 +1,87 @@
+"""Machines made of files and patched torch builds, for the tests beside this file."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inferplane_xpu import intel, kunlun
+
+VENDORS = ("torch_xmlir", "torch_npu", "torch_gcu", "triton", "intel_extension_for_pytorch", "kunlun_ops", "cocopod")
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A folder that stands for the root of a machine with a plain build of torch and nothing else."""
+    for name in ("dev", "sys", "site"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(intel, "RENDER_NODES", str(tmp_path / "dev/renderD*"))
+    monkeypatch.setattr(intel, "RENDER_VENDORS", str(tmp_path / "sys/{node}"))
+    monkeypatch.setattr(intel, "WSL_NODE", str(tmp_path / "dev/dxg"))
+    monkeypatch.setattr(kunlun, "DEVICE_NODES", str(tmp_path / "dev/xpu[0-9]*"))
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "xpu", None, raising=False)
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: False)
+    for variable in (intel.VISIBLE, *kunlun.VISIBLE):
+        monkeypatch.delenv(variable, raising=False)
+    for vendor in VENDORS:
+        monkeypatch.delitem(sys.modules, vendor, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return tmp_path
+
+
+def install_torch_xmlir(machine):
+    """torch_xmlir as the vendor's image has it; importing it fails, as it does without the driver."""
+    (machine / "site/torch_xmlir").mkdir()
+    (machine / "site/torch_xmlir/__init__.py").write_text("raise ImportError('libxpurt.so: cannot open shared object')")
+    (machine / "site/torch_xmlir-1.0.0.dist-info").mkdir()
+    (machine / "site/torch_xmlir-1.0.0.dist-info/METADATA").write_text("Name: torch_xmlir\nVersion: 1.0.0\n")
+
+
+@pytest.fixture
+def intel_gpus(machine, monkeypatch):
+    """The same with an XPU build of torch and two Arc B580s; returns what torch reports and what was done."""
+    for node in ("renderD128", "renderD129"):
+        (machine / "dev" / node).touch()
+        (machine / "sys" / node).write_text("0x8086\n")
+    properties = SimpleNamespace(
+        name="Intel(R) Arc(TM) B580 Graphics",
+        total_memory=12,
+        has_fp16=True,
+        has_bfloat16_conversions=True,
+        has_subgroup_matrix_multiply_accumulate=True,
+    )
+    done = []
+    monkeypatch.setattr(torch.version, "xpu", "20250201", raising=False)
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda index: (11, 12), raising=False)
+    monkeypatch.setattr(torch.xpu, "memory_reserved", lambda index: 2)
+    monkeypatch.setattr(torch.xpu, "set_device", done.append)
+    monkeypatch.setattr(intel, "_touch", done.append)
+    return SimpleNamespace(properties=properties, done=done)
+
+
+@pytest.fixture
+def kunlun_cards(machine, monkeypatch):
+    """The same with the vendor's torch, torch_xmlir that can be imported, and two P800s; returns what was done."""
+    install_torch_xmlir(machine)
+    for name in ("xpu0", "xpu1", "xpuctrl"):
+        (machine / "dev" / name).touch()
+    done = []
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu118")
+    monkeypatch.setattr(torch.version, "cuda", "11.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "KUNLUN P800")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (90, 96))
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(kunlun, "_touch", done.append)
+    monkeypatch.setattr(kunlun, "import_module", lambda name: done.append(name))
+    return done

@@ -1,0 +1,138 @@
+"""How Intel GPUs are recognised. No GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inferplane.plugin import DeviceError, Presence
+from inferplane_xpu import intel
+from inferplane_xpu.backend import IntelBackend, KunlunBackend
+
+
+def test_intel_build_without_xpu(machine):
+    probe = IntelBackend.probe()
+    assert probe.presence is Presence.ABSENT
+    assert "torch 2.13.0 is a build without XPU, and no Intel GPU is visible" in probe.reason
+    assert "https://download.pytorch.org/whl/xpu" in probe.remedy
+    assert "Level Zero" in probe.remedy
+
+
+def test_intel_gpu_without_an_xpu_build_asks_only_for_torch(intel_gpus, monkeypatch):
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: False)
+    probe = IntelBackend.probe()
+    assert probe.presence is Presence.ABSENT
+    assert "an Intel GPU is there" in probe.reason
+    assert "https://download.pytorch.org/whl/xpu" in probe.remedy
+    assert "Level Zero" not in probe.remedy
+
+
+def test_intel_build_without_a_gpu(machine, monkeypatch):
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: True)
+    probe = IntelBackend.probe()
+    assert probe.presence is Presence.ABSENT
+    assert "no Intel GPU" in probe.reason
+    assert "Level Zero" in probe.remedy
+
+
+def test_another_vendors_render_node_is_no_intel_gpu(machine, monkeypatch):
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: True)
+    (machine / "dev/renderD128").touch()
+    (machine / "sys/renderD128").write_text("0x1002\n")
+    probe = IntelBackend.probe()
+    assert probe.presence is Presence.ABSENT
+    assert "renderD128 belong to other vendors" in probe.reason
+
+
+def test_a_render_node_whose_vendor_cannot_be_read_may_be_intels(machine, monkeypatch):
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: True)
+    (machine / "dev/renderD128").touch()
+    assert IntelBackend.probe().presence is Presence.AVAILABLE
+
+
+def test_intel_available(intel_gpus):
+    probe = IntelBackend.probe()
+    assert probe.presence is Presence.AVAILABLE
+    assert "renderD128" in probe.reason
+    assert probe.versions == {"torch": "2.13.0", "xpu": "20250201"}
+    assert not probe.remedy
+
+
+def test_intel_under_wsl(machine, monkeypatch):
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: True)
+    (machine / "dev/dxg").touch()
+    assert IntelBackend.probe().presence is Presence.AVAILABLE
+
+
+def test_intel_gives_way_to_kunlun(intel_gpus, kunlun_cards):
+    probe = IntelBackend.probe()
+    assert probe.presence is Presence.ABSENT
+    assert "torch_xmlir is installed" in probe.reason
+    assert "device='xpu:kunlun'" in probe.remedy
+    assert KunlunBackend.probe().presence is Presence.AVAILABLE
+
+
+def test_intel_open_describes_the_gpu(intel_gpus):
+    state = IntelBackend(1).open()
+    assert state.torch_device == "xpu:1"
+    assert state.arch == "bmg"
+    assert state.features["bf16"].present
+    assert state.features["int8-dot"].present
+    assert state.features["fp8"].present is None
+    assert (state.memory.total_bytes, state.memory.free_bytes) == (12, 11)
+    assert intel_gpus.done == [1, "xpu:1"], "current device set, then one allocation on it"
+
+
+def test_intel_features_are_what_torch_reports(intel_gpus):
+    intel_gpus.properties.has_bfloat16_conversions = False
+    del intel_gpus.properties.has_subgroup_matrix_multiply_accumulate
+    features = IntelBackend().open().features
+    assert features["bf16"].present is False
+    assert "has_bfloat16_conversions=False" in features["bf16"].reason
+    assert features["int8-dot"].present is None, "an older torch does not report it"
+
+
+def test_intel_memory_where_the_driver_does_not_tell(intel_gpus, monkeypatch):
+    def fail(index):
+        raise RuntimeError("The device doesn't support querying the available free memory")
+
+    monkeypatch.setattr(torch.xpu, "mem_get_info", fail)
+    memory = IntelBackend().memory()
+    assert (memory.total_bytes, memory.free_bytes) == (12, 10)
+
+
+def test_intel_open_of_an_index_too_far(intel_gpus, monkeypatch):
+    monkeypatch.setenv(intel.VISIBLE, "0,1")
+    with pytest.raises(DeviceError, match="xpu:2 was asked for") as caught:
+        IntelBackend(2).open()
+    assert "ZE_AFFINITY_MASK=0,1" in caught.value.there_is
+
+
+def test_intel_open_without_xpu_gives_the_probes_reason(machine):
+    with pytest.raises(DeviceError, match="a build without XPU") as caught:
+        IntelBackend().open()
+    assert caught.value.remedy == IntelBackend.probe().remedy
+
+
+def test_intel_open_when_the_allocation_fails(intel_gpus, monkeypatch):
+    def fail(device):
+        raise RuntimeError("UR_RESULT_ERROR_DEVICE_LOST\n  at line 1")
+
+    monkeypatch.setattr(intel, "_touch", fail)
+    with pytest.raises(DeviceError, match="RuntimeError: UR_RESULT_ERROR_DEVICE_LOST at line 1"):
+        IntelBackend().open()
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("Intel(R) Arc(TM) B580 Graphics", "bmg"),
+        ("Intel(R) Arc(TM) Pro B60 Graphics", "bmg"),
+        ("Intel(R) Data Center GPU Max 1550", "pvc"),
+        ("Intel(R) Arc(TM) A770 Graphics", "dg2"),
+        ("Intel(R) Data Center GPU Flex 170", "dg2"),
+        ("Intel(R) Arc(TM) 140V GPU (16GB)", "xe"),
+    ],
+)
+def test_intel_architecture_of_a_name(name, arch):
+    assert intel.arch_of(name) == arch

@@ -1,0 +1,210 @@
+"""What a case is run on: caches full of stale numbers, steps padded as under capture, what a kernel may not change."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from inferplane.ops import Draw
+from inferplane.ops.op import as_tuple
+from inferplane.ops.oracle import to_host
+from inferplane.types import Batch, HostLens, KVCache, KVLayout, KVRequest, LayerKV, QTensor
+
+PADDED_ROWS = 2
+STALE_SCALE = 4.0
+"""Stale entries are drawn larger than fresh ones, so that a kernel that attends to one of them is clearly wrong."""
+
+
+class Caches:
+    """Builds a case's caches. Every slot holds finite numbers of somebody else's, as in a cache that has been in use.
+
+    Args:
+        layouts: the layout of each cache request.
+        dtype: the plan's dtype.
+        device: torch device.
+        seed: of the stale numbers.
+    """
+
+    def __init__(self, layouts: dict[KVRequest, KVLayout], dtype: torch.dtype, device: str, seed: int) -> None:
+        self.layouts, self.dtype, self.device = layouts, dtype, device
+        self._draw = Draw(seed + 7919, dtype, device)
+        self._built: dict[int, tuple[LayerKV, int]] = {}
+
+    def build(self, request: KVRequest, blocks: int) -> LayerKV:
+        """A cache of `blocks` blocks, all slots written."""
+        kv = self.layouts[request].build(request, blocks, self.dtype, torch.device(self.device))
+        slots = torch.arange(blocks * kv.block_tokens).to(self.device)
+        kv.write(slots, *(t * STALE_SCALE for t in self._draw.kv_entries(request, len(slots))))
+        self._built[id(kv)] = kv, blocks
+        return kv
+
+    def held(self, kv: LayerKV) -> tuple[torch.Tensor, ...]:
+        """All entries by slot, `[blocks * block_tokens, ...]` float32 on the host."""
+        _, blocks = self._built[id(kv)]
+        table = torch.arange(blocks, dtype=torch.int32).to(self.device)
+        held: tuple[torch.Tensor, ...] = to_host(tuple(kv.read(table, blocks * kv.block_tokens)), widen=True)
+        return held
+
+
+def caches_in(args: Iterable[Any]) -> list[LayerKV]:
+    """The layers' caches among arguments."""
+    out: list[LayerKV] = []
+    for arg in args:
+        out += arg.layers if isinstance(arg, KVCache) else [arg] if isinstance(arg, LayerKV) else []
+    return out
+
+
+def batch_in(args: Iterable[Any]) -> Batch | None:
+    """The batch among arguments, if there is one."""
+    return next((a for a in args if isinstance(a, Batch)), None)
+
+
+def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ...]:
+    """The same step with two padded sequences of one row each behind it, as a captured step has them.
+
+    Args:
+        args: arguments of an op; one is a batch of kind "decode".
+        draw: fills the padded rows of activations with random numbers.
+        lens_known: whether the host knows the lengths; without, `host_lens` is None.
+    """
+    batch = batch_in(args)
+    assert batch is not None and batch.kind == "decode", "only captured steps are padded, and they are decode steps"
+    tokens, lens, extra = batch.tokens, batch.lens(), range(1, PADDED_ROWS + 1)
+    starts = (*lens.query_start, *(tokens + i for i in extra))
+    block_tokens = next((kv.block_tokens for kv in caches_in(args)), 1)
+    padded = replace(
+        batch,
+        ids=_append(batch.ids, 0),
+        positions=_append(batch.positions, 0),
+        slots=_append(batch.slots, -1),
+        query_start=torch.tensor(starts, dtype=torch.int32).to(batch.query_start.device),
+        seq_lens=_append(batch.seq_lens, 0),
+        block_tables=_append(batch.block_tables, 0),
+        max_seq_tokens=max(batch.max_seq_tokens, batch.block_tables.shape[1] * block_tokens),
+        host_lens=HostLens(starts, (*lens.seq_lens, *(0 for _ in extra))) if lens_known else None,
+    )
+
+    def grow(arg: Any) -> Any:
+        if arg is batch:
+            return padded
+        if isinstance(arg, torch.Tensor) and arg.dim() and arg.shape[0] == tokens:
+            if not arg.is_floating_point():
+                return _append(arg, 0)
+            return torch.cat((arg, draw.normal(PADDED_ROWS, *arg.shape[1:], dtype=arg.dtype)))
+        return arg
+
+    return tuple(grow(arg) for arg in args)
+
+
+def _append(tensor: torch.Tensor, value: int) -> torch.Tensor:
+    return torch.cat((tensor, tensor.new_full((PADDED_ROWS, *tensor.shape[1:]), value)))
+
+
+class Untouched:
+    """What a kernel was given, as it was before: arguments, the batch's tensors, weights.
+
+    Args:
+        args: the op's arguments.
+        weights: packed weights by the name of their field.
+    """
+
+    def __init__(self, args: tuple[Any, ...], weights: Iterable[Any]) -> None:
+        self.args, self.weights = args, list(weights)
+        self.before = [(words, tensor, to_host(tensor)) for words, tensor in self._tensors()]
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for i, arg in enumerate(self.args):
+            if isinstance(arg, torch.Tensor):
+                yield f"argument {i}", arg
+            elif isinstance(arg, Batch):
+                for f in fields(arg):
+                    if isinstance(value := getattr(arg, f.name), torch.Tensor):
+                        yield f"the batch's {f.name}", value
+        for weight in self.weights:
+            parts = (weight.data, weight.scale) if isinstance(weight, QTensor) else (weight,)
+            yield from (("a weight", t) for t in parts if isinstance(t, torch.Tensor))
+
+    def changed(self) -> str:
+        """In words, the first thing that is no longer what it was; empty when nothing changed."""
+        for words, tensor, before in self.before:
+            if not torch.equal(to_host(tensor), before):
+                return f"it changed {words}"
+        return ""
+
+
+def stray_write(
+    before: tuple[torch.Tensor, ...], after: tuple[torch.Tensor, ...], named: set[int], block_tokens: int
+) -> str:
+    """In words, a slot that changed although the step does not name it; empty when there is none.
+
+    Args:
+        before: all entries of a cache by slot. after: the same later.
+        named: slots that may change.
+        block_tokens: tokens a block.
+    """
+    for old, new in zip(before, after, strict=True):
+        same = (old == new) | (old.isnan() & new.isnan())
+        slots = sorted(set(torch.where(~same.flatten(1).all(1))[0].tolist()) - named)
+        if slots:
+            block, offset = divmod(slots[0], block_tokens)
+            more = f" and {len(slots) - 1} more" if len(slots) > 1 else ""
+            return f"it wrote slot {slots[0]} (block {block}, offset {offset}){more}, which the step does not name"
+    return ""
+
+
+def real_rows(got: Any, usual: Any, tokens: int) -> Any:
+    """Results without their padded rows; results of another height are left as they are, to be found wrong."""
+
+    def cut(g: Any, u: torch.Tensor) -> Any:
+        if u.shape[:1] != (tokens,):
+            return g
+        high = isinstance(g, torch.Tensor) and g.shape[:1] == (tokens + PADDED_ROWS,)
+        return g[:tokens] if high else f"{list(getattr(g, 'shape', ()))} with {tokens + PADDED_ROWS} token rows given"
+
+    gots, usuals = as_tuple(got), as_tuple(usual)
+    if len(gots) != len(usuals):
+        return got
+    out = tuple(cut(g, u) for g, u in zip(gots, usuals, strict=True))
+    return out if isinstance(got, tuple) else out[0]
+
+
+def describe(args: tuple[Any, ...]) -> str:
+    """Arguments in words: "[3, 64] bfloat16, 2 sequences of 4 tokens, KV paged_16"."""
+    out = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            strides = "" if arg.is_contiguous() else f" strides {list(arg.stride())}"
+            out.append(f"{list(arg.shape)} {str(arg.dtype).removeprefix('torch.')}{strides}")
+        elif isinstance(arg, Batch):
+            lens = arg.lens()
+            news = [b - a for a, b in zip(lens.query_start, lens.query_start[1:], strict=False)]
+            pairs = ", ".join(f"{new} of {total}" for new, total in zip(news, lens.seq_lens, strict=True))
+            out.append(f"batch of {len(news)} sequences (new tokens of all: {pairs})")
+        elif isinstance(arg, LayerKV):
+            out.append(f"KV {arg.layout}")
+        else:
+            out.append(type(arg).__name__ if isinstance(arg, KVCache) else str(arg))
+    return "; ".join(out)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Within it torch fills fresh memory with NaN (integers: the largest), so that what is left unwritten shows.
+
+    Source: torch.utils.deterministic.fill_uninitialized_memory.
+    """
+    fill, mode = torch.utils.deterministic.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic.*")
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
