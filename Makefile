@@ -16,7 +16,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-versio
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS)
 
-TESTS := tests/unit tests/house tests/e2e tests/mock_device tests/compat backends/cpu/tests
+TESTS := tests/unit tests/house tests/e2e tests/mock_device tests/compat $(wildcard backends/*/tests)
 
 .PHONY: help demo test lint format docs docs-check clean
 

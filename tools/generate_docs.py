@@ -1,4 +1,5 @@
-"""Write docs/ops.md and docs/support-matrix.md from the code and the dated evidence; `--check` fails when they are stale.
+"""Write docs/ops.md and docs/support-matrix.md from the code and the dated evidence; `--check` fails when they are
+stale.
 
 Nothing on these pages is typed by hand: ops from their classes, kernels from the backends' declarations, levels from
 `backends/*/evidence/*.json`. Where there is no evidence the matrix says "unverified".
@@ -68,8 +69,10 @@ def ops_page(host: PluginHost) -> str:
     for device in devices:
         for kernel in host.kernels(host.backend_for_explain(device)):
             kernels[kernel.op][f"`{kernel.name}` (rank {kernel.rank})"].append(device)
-    out = [HEAD + "# Ops\n\nWhat every kernel must compute. The bodies are in `core/inferplane/ops/`; "
-           "[adding-an-op.md](adding-an-op.md) tells how to add one.\n"]
+    out = [
+        HEAD + "# Ops\n\nWhat every kernel must compute. The bodies are in `core/inferplane/ops/`; "
+        "[adding-an-op.md](adding-an-op.md) tells how to add one.\n"
+    ]
     for name in sorted(OPS):
         out.append(_op(name, OPS[name], kernels[name], devices))
     return "\n".join(out)
@@ -79,8 +82,11 @@ def _op(name: str, op: type[Op], kernels: dict[str, list[str]], devices: list[st
     call = list(inspect.signature(op.__call__).parameters)[1:]
     tolerance = ", ".join(f"{str(d).removeprefix('torch.')} {t:g}" for d, t in op.tolerance.items())
     samples = ", ".join(s.label for s in op.samples()) or "none of its own"
-    lines = [f"## {name}{' (hot)' if op.hot else ''}\n", f"`{op.__name__}({', '.join(op.fields())})({', '.join(call)})`\n",
-             _markdown(inspect.cleandoc(op.__doc__ or "")) + "\n"]
+    lines = [
+        f"## {name}{' (hot)' if op.hot else ''}\n",
+        f"`{op.__name__}({', '.join(op.fields())})({', '.join(call)})`\n",
+        _markdown(inspect.cleandoc(op.__doc__ or "")) + "\n",
+    ]
     if op.variants:
         lines.append(f"Variants, chosen by a pin: {', '.join(sorted(op.variants))}.\n")
     lines.append(f"Tolerance: {tolerance}. Samples: {samples}.\n")
@@ -110,9 +116,14 @@ def matrix_page(host: PluginHost) -> str:
     found = evidence()
     devices = [d.name for d in host.devices()]
     declared = {d: {k.op for k in host.kernels(host.backend_for_explain(d))} for d in devices}
-    out = [HEAD + "# Support matrix\n", "A cell shows how far the newest evidence proves it on that device; *unverified* "
-           "means that kernels are declared and nobody has proved them there. A dash means that no kernel is declared and "
-           "the op's body runs.\n", "| level | means |", "|---|---|"]
+    out = [
+        HEAD + "# Support matrix\n",
+        "A cell shows how far the newest evidence proves it on that device; *unverified* "
+        "means that kernels are declared and nobody has proved them there. A dash means that no kernel is declared and "
+        "the op's body runs.\n",
+        "| level | means |",
+        "|---|---|",
+    ]
     out += [f"| {name} | {text} |" for name, text in LEVELS.items()]
     out += ["", "| op | " + " | ".join(devices) + " |", "|---|" + "---|" * len(devices)]
     for name in sorted(OPS):
@@ -121,7 +132,9 @@ def matrix_page(host: PluginHost) -> str:
             proved = level(found.get(device, []), name)
             cells.append(proved or ("*unverified*" if name in declared[device] else "-"))
         out.append(f"| {name} | " + " | ".join(cells) + " |")
-    features = sorted({str(r["feature"]) for files in found.values() for f in files for r in f["results"] if r.get("feature")})
+    features = sorted(
+        {str(r["feature"]) for files in found.values() for f in files for r in f["results"] if r.get("feature")}
+    )
     if features:
         out += ["", "| feature | " + " | ".join(devices) + " |", "|---|" + "---|" * len(devices)]
         for name in features:
@@ -131,8 +144,10 @@ def matrix_page(host: PluginHost) -> str:
         for file in found.get(device, []):
             count = sum(r["status"] == "passed" for r in file["results"])
             versions = ", ".join(f"{k} {v}" for k, v in sorted(file.get("versions", {}).items()))
-            out.append(f"- [{file['path']}](../{file['path']}): {device}, {file['level']}, {file['date']}, {count} of "
-                       f"{len(file['results'])} passed, {file.get('hardware') or 'no hardware'}; {versions}")
+            out.append(
+                f"- [{file['path']}](../{file['path']}): {device}, {file['level']}, {file['date']}, {count} of "
+                f"{len(file['results'])} passed, {file.get('hardware') or 'no hardware'}; {versions}"
+            )
         if device not in found:
             out.append(f"- {device}: none")
     return "\n".join(out) + "\n"

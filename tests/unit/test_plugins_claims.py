@@ -189,6 +189,10 @@ def test_a_listed_module_of_a_wheel_has_the_wheels_name(wheels):
     host = wheels.discover("fake_zeta")
     assert names(host) == ["homely", "other"], "found by entry point and listed: one plugin"
     assert not host.quarantined()
+    (wheels.folder / "zeta_toy-0.4.dist-info" / "top_level.txt").unlink()  # as in some editable installs
+    host = wheels.discover("fake_zeta")
+    assert names(host) == ["homely", "other"]
+    assert not host.quarantined()
 
 
 def test_a_listed_module_that_fails_is_found_by_its_device(wheels):

@@ -43,6 +43,7 @@ def test_every_subject_of_a_screen(wheels):
     assert (one.status, one.remedy) == ("warn", "install the driver")
     assert (two.status, two.remedy) == ("fail", "upgrade the driver")
     assert (odd.status, "ZeroDivisionError" in odd.detail) == ("fail", True)
+    assert len(lines(report, "plugin fam")) == 1, "what a probe raised is told once, in the device's line"
     assert "-nothing leaves nothing out" in lines(report, "plugins")[0].detail
     assert "GiB free of" in lines(report, "host memory")[0].detail
     assert "cores" in lines(report, "host threads")[0].detail

@@ -346,9 +346,13 @@ def test_kernels_that_fail(wheels):
         wheels.install(f"acme-{i}", "0.3", {f"bad{i}": f"fake_bad{i}"})
         wheels.module(f"fake_bad{i}", source)
     host = wheels.discover()
-    for i, words in enumerate(
-        ("ZeroDivisionError", "item 0 is a builtin_function_or_method", "NoneType is not a list")
-    ):
+    made = host.backend("bad0")
+    for _ in range(2):
+        with pytest.raises(PluginError, match="ZeroDivisionError"):
+            host.kernels(made)
+    assert only_record(host).distribution == "acme-0", "asking again adds no record"
+    found = ("ZeroDivisionError", "item 0 is a builtin_function_or_method", "NoneType is not a list")
+    for i, words in enumerate(found):
         with pytest.raises(PluginError) as caught:
             host.kernels(f"bad{i}")
         assert words in str(caught.value)

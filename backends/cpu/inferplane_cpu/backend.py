@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
+
 from inferplane.plugin import (
     Backend,
     DeviceState,
@@ -19,7 +20,6 @@ from inferplane.plugin import (
     Probe,
     host_memory,
 )
-
 from inferplane_cpu.kernels import kernels
 from inferplane_cpu.kvcache import layouts
 

@@ -198,13 +198,19 @@ def poisoned_memory() -> Iterator[None]:
 
     Source: torch.utils.deterministic.fill_uninitialized_memory.
     """
-    fill, mode = torch.utils.deterministic.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings.fill_uninitialized_memory = True
+    _set_deterministic(True, warn_only=True)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic.*")
             yield
     finally:
-        torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        _set_deterministic(was[0], warn_only=was[1])
+        settings.fill_uninitialized_memory = fill
+
+
+# The public function also imports torch's compiler, which takes more than a second at start-up.
+_set_deterministic = getattr(torch._C, "_set_deterministic_algorithms", torch.use_deterministic_algorithms)

@@ -145,8 +145,8 @@ def run_case(kernel: Kernel | None, sample: Sample, bench: Bench, *, seed: int =
         before = [caches.held(kv) for kv in caches_in(given)]
         with poisoned_memory():
             got = to_host(function(*given))
-    except Exception as error:
-        return wrong(f"raised {type(error).__name__}: {error}", traceback.format_exc())
+    except Exception as raised:
+        return wrong(f"raised {type(raised).__name__}: {raised}", traceback.format_exc())
     if padded and batch is not None and usual is not None:
         got = real_rows(got, usual, batch.tokens)
     if shape_error := _shape_error(got, usual):
@@ -159,8 +159,8 @@ def run_case(kernel: Kernel | None, sample: Sample, bench: Bench, *, seed: int =
             return wrong(stray)
     try:
         compared = op.compare(got, ideal) if ideal is not None else None
-    except Exception as error:
-        return wrong(f"result could not be compared ({type(error).__name__}: {error})")
+    except Exception as raised:
+        return wrong(f"result could not be compared ({type(raised).__name__}: {raised})")
     error, detail = (compared.error, compared.detail) if compared else (0.0, "")
     written = _cache_error(args, ideal_args)
     if written > error:
@@ -233,7 +233,7 @@ class _Forced(Resolver):
         children = {p: self.resolve(c, f"{site}.{p}" if site else p) for p, c in op.children()}
         return Choice(op.name, None, 0, "oracle", [], children, op.hot)
 
-    def native(self, op_name: str, format: str) -> bool:
+    def native(self, op: Op, format: str) -> bool:
         return True
 
 

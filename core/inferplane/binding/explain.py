@@ -94,18 +94,22 @@ def explain_text(plan: Plan, model_name: str = "", *, verbose: bool = False) -> 
         for kind in kinds:
             out += ["", f"steps: {kind}", *shown[kind]]
     for copy in _copies(plan):
-        out.append(f"kept in {len(copy['packings'])} packings ({', '.join(copy['packings'])}): {copy['weight']}, "
-                   f"{copy['extra_bytes']} bytes more, {copy['uses']} weight(s)")
+        out.append(
+            f"kept in {len(copy['packings'])} packings ({', '.join(copy['packings'])}): {copy['weight']}, "
+            f"{copy['extra_bytes']} bytes more, {copy['uses']} weight(s)"
+        )
     for item in _expanded(plan):
-        out.append(f"expanded at load: {item['weights']} weight(s) of format {item['format']} for op {item['op']}: "
-                   "no kernel here takes it")
+        out.append(
+            f"expanded at load: {item['weights']} weight(s) of format {item['format']} for op {item['op']}: "
+            "no kernel here takes it"
+        )
     return "\n".join(out)
 
 
 def _text(line: _Line, verbose: bool) -> str:
     c = line.choice
     label = "  " * line.depth + (line.site.rpartition(".")[2] if not _range(line.site) else _tail(line.site)) or "model"
-    mark = "!" if c.ambiguous or (c.own_hot and c.kernel is None and not c.children) else " "
+    mark = "!" if c.ambiguous or (c.own_hot and c.kernel is None) else " "
     text = f"{mark} {label:<26} {c.op:<14} {c.label:<34} {c.why}"
     if verbose:
         pad = "  " * line.depth + "      "
@@ -135,7 +139,9 @@ def _lines(plan: Plan, kind: StepKind) -> list[_Line]:
             path, child, below = children[i]
             j = i
             stem, dot, _ = path.rpartition(".")
-            while dot and j + 1 < len(children) and children[j + 1][2] is below and children[j + 1][0].startswith(stem):
+            while dot and j + 1 < len(children) and children[j + 1][2] is below:
+                if not children[j + 1][0].startswith(stem + dot):
+                    break
                 j += 1
             name = path if j == i else f"{path}-{children[j][0].rpartition('.')[2]}"
             walk(child, below, f"{site}.{name}" if site else name, depth + 1)
@@ -166,12 +172,4 @@ def _copies(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _expanded(plan: Plan) -> list[dict[str, Any]]:
-    counts: dict[tuple[str, str], set[int]] = {}
-    for kind in plan.choices:
-        for _, op in plan.model.sites():
-            for _, value in op.items():
-                format = getattr(value, "format", None)
-                if isinstance(format, str) and id(value) in plan.weights and format != "plain":
-                    if not plan.resolvers[kind].native(op.name, format):
-                        counts.setdefault((op.name, format), set()).add(id(value))
-    return [{"op": op, "format": f, "weights": len(ids)} for (op, f), ids in sorted(counts.items())]
+    return [{"op": op, "format": f, "weights": len(ids)} for (op, f), ids in sorted(plan.expanded.items())]

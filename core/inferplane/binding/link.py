@@ -48,33 +48,30 @@ class _Linker:
 
     def bind(self, op: Op, choice: Choice) -> Callable[..., Any]:
         if choice.kernel is not None:
-            view = self.view(op, choice.kernel, "")
+            view = self.view(op, choice, choice.kernel, "")
             view.prepared = self.prepare(op, choice)
             return types.MethodType(self.function(choice.kernel), view)
         view = View()
         for path, value in op.items():
             if isinstance(value, Weight):
-                value = self.weight(op, value, CANONICAL.name)
+                value = self.packed[id(value), self.plan.packing(op, value, CANONICAL, self.kind, "unserved").name]
             elif isinstance(value, Op):
                 value = self.bind(value, choice.children[path])
             _put(view, path, value)
         body = op.variants[choice.variant] if choice.variant else type(op).__call__
         return types.MethodType(body, view)
 
-    def view(self, op: Op, kernel: Kernel, prefix: str) -> View:
+    def view(self, op: Op, choice: Choice, kernel: Kernel, prefix: str) -> View:
         view = View()
         for path, value in op.items():
             if isinstance(value, Weight):
-                value = self.weight(op, value, kernel.packs.get(prefix + path, CANONICAL).name)
+                packing = kernel.packs.get(prefix + path, CANONICAL)
+                stored = self.plan.packing(op, value, packing, self.kind, choice.expand, below=bool(prefix))
+                value = self.packed[id(value), stored.name]
             elif isinstance(value, Op):
-                value = self.view(value, kernel, f"{prefix}{path}.")
+                value = self.view(value, choice, kernel, f"{prefix}{path}.")
             _put(view, path, value)
         return view
-
-    def weight(self, op: Op, weight: Weight, packing: str) -> Any:
-        if weight.format != "plain" and not self.plan.resolvers[self.kind].native(op.name, weight.format):
-            packing = "plain" if packing == CANONICAL.name else f"plain > {packing}"
-        return self.packed[id(weight), packing]
 
     def function(self, kernel: Kernel) -> Callable[..., Any]:
         found = self.functions.get(id(kernel))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -76,7 +76,8 @@ def load(
         progress: told after each weight.
 
     Raises:
-        CheckpointError: tensors are missing or have another shape than the model (all are named before any is read).
+        CheckpointError: tensors are missing or have another shape than the model. All are looked for before any is
+            read; the message counts them and names the first.
         KernelError: a packing raised; the kernels that asked for it are named.
     """
     weights = [plan.weights[i] for i in plan.packings]
@@ -87,7 +88,7 @@ def load(
         if isinstance(source, DummySource):
             full = source.draw(weight, plan.settings.dtype)
         else:
-            full = assemble(weight, source, plan.settings.dtype, readers or {})
+            full = assemble(weight, _Watched(source, asked), plan.settings.dtype, readers or {})
         packings = plan.packings[id(weight)]
         if device != HOST:
             full = full.to(device)
@@ -102,10 +103,28 @@ def load(
                     remedy="pin another provider for these sites",
                 ) from error
             loaded.nbytes += plan.nbytes(weight, name)
+        del full  # before the next weight is read, or two canonical forms would be held at once
         if progress is not None:
             progress(loaded.nbytes, total)
     loaded.unused = sorted(set(source.names()) - asked)
     return loaded
+
+
+class _Watched:
+    """A source that notes what is read from it: a format's reader also reads scales, which no weight names."""
+
+    def __init__(self, source: TensorSource, read: set[str]) -> None:
+        self.source, self.read = source, read
+
+    def names(self) -> Iterable[str]:
+        return self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.source.shape(name)
+
+    def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
+        self.read.add(name)
+        self.source.read_into(name, out, shard)
 
 
 def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
@@ -116,21 +135,22 @@ def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
     """
     missing, wrong, asked = [], [], set()
     for weight in weights:
-        rows, columns = 0, set()
+        rows, columns, present = 0, set(), 0
         for part in weight.parts:
             asked.add(part)
             shape = source.shape(part)
             if shape is None:
-                if not weight.optional:
+                if not weight.optional or weight.default is None:
                     missing.append(part)
                 continue
-            shape = _sharded(shape, weight.shard)
-            rows += math.prod(shape[:-1]) if len(weight.shape) > 1 else shape[0]
-            columns.add(shape[-1])
-        if not rows:
+            present += 1
+            if len(shape) > weight.shard.axis:  # else it is misshapen and counts no rows
+                shape = _sharded(part, shape, weight.shard)
+                rows += _rows(weight, shape)
+                columns.add(shape[-1])
+        if not present:
             continue
-        want_rows = math.prod(weight.shape[:-1]) if len(weight.shape) > 1 else weight.shape[0]
-        if rows != want_rows or (len(weight.shape) > 1 and columns != {weight.shape[-1]}):
+        if rows != _rows(weight, weight.shape) or (len(weight.shape) > 1 and columns != {weight.shape[-1]}):
             found = ", ".join(f"{p} {source.shape(p)}" for p in weight.parts[:3])
             wrong.append(f"{found}{', ...' if len(weight.parts) > 3 else ''} for {weight.shape}")
     if missing:
@@ -165,8 +185,8 @@ def assemble(
     flat = full.view(-1, weight.shape[-1]) if len(weight.shape) > 1 else full
     row = 0
     for part in weight.parts:
-        shape = _sharded(source.shape(part) or (), weight.shard)
-        rows = math.prod(shape[:-1]) if len(weight.shape) > 1 else shape[0]
+        shape = _sharded(part, source.shape(part) or (), weight.shard)
+        rows = _rows(weight, shape)
         source.read_into(part, flat[row : row + rows].view(shape), weight.shard)
         row += rows
     return full
@@ -180,25 +200,40 @@ def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[s
             there_is=", ".join(sorted(readers)) or "none",
             remedy="install the plugin that reads it",
         )
-    parts = [reader(source, name, weight.shard) for name in weight.parts]
+    if len(weight.parts) == 1:
+        return reader(source, weight.parts[0], weight.shard)
     if len(weight.shape) == 2:
-        return parts[0] if len(parts) == 1 else QTensor.cat(parts)
+        return QTensor.cat([reader(source, name, weight.shard) for name in weight.parts])
     experts = weight.shape[0]
-    each = len(parts) // experts
-    stacked = [QTensor.cat(parts[e * each : (e + 1) * each]) for e in range(experts)]
-    zero = None if stacked[0].zero is None else torch.stack([q.zero for q in stacked if q.zero is not None])
-    return QTensor(
-        torch.stack([q.data for q in stacked]),
-        torch.stack([q.scale for q in stacked]),
-        zero,
-        stacked[0].block,
-        stacked[0].bits,
-    )
+    each = len(weight.parts) // experts
+    stack: QTensor | None = None
+    for e in range(experts):  # one expert at a time: a layer's experts are most of what there is
+        q = QTensor.cat([reader(source, name, weight.shard) for name in weight.parts[e * each : (e + 1) * each]])
+        if stack is None:
+            zero = None if q.zero is None else q.zero.new_empty(experts, *q.zero.shape)
+            data, scale = q.data.new_empty(experts, *q.data.shape), q.scale.new_empty(experts, *q.scale.shape)
+            stack = replace(q, data=data, scale=scale, zero=zero)
+        stack.data[e], stack.scale[e] = q.data, q.scale
+        if stack.zero is not None and q.zero is not None:
+            stack.zero[e] = q.zero
+    assert stack is not None, weight.parts[:1]
+    return stack
 
 
-def _sharded(shape: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
+def _rows(weight: Weight, shape: tuple[int, ...]) -> int:
+    """Rows of a shape; all its entries when the weight is a vector."""
+    return math.prod(shape[:-1]) if len(weight.shape) > 1 else math.prod(shape)
+
+
+def _sharded(name: str, shape: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
     if shard.size == 1:
         return shape
+    if shape[shard.axis] % shard.size:
+        raise CheckpointError(
+            f"Tensor {name} has {shape[shard.axis]} entries in dimension {shard.axis}, which {shard.size} ranks cannot "
+            "share equally.",
+            remedy=f"choose a tensor-parallel size that divides {shape[shard.axis]}",
+        )
     first, last = shard.bounds(shape[shard.axis])
     return (*shape[: shard.axis], last - first, *shape[shard.axis + 1 :])
 

@@ -1,4 +1,4 @@
-"""The lock file: kernel choices that were measured once, reviewable, valid for one fingerprint of machine and versions."""
+"""The lock file: kernel choices that were measured once, for one fingerprint of machine and versions; reviewable."""
 
 from __future__ import annotations
 
@@ -30,23 +30,29 @@ def read_lock(path: str | Path, fingerprint: Mapping[str, Any]) -> dict[str, str
         fingerprint: this machine's; the file's must be equal.
 
     Raises:
-        UsageError: the file cannot be read, has another schema, or was made elsewhere (the differing entries are named).
+        UsageError: the file cannot be read, has another schema, or was made elsewhere (what differs is named).
     """
     try:
         content = json.loads(Path(path).read_text())
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
     except (OSError, ValueError) as error:
-        raise UsageError(f"Lock file {path} cannot be read: {error}.", remedy="make it anew with the tune command") from error
+        raise UsageError(
+            f"Lock file {path} cannot be read: {error}.", remedy="make it anew with the tune command"
+        ) from error
     if content.get("schema") != SCHEMA:
         raise UsageError(f"Lock file {path} has schema {content.get('schema')!r}.", there_is=f"schema {SCHEMA}")
     theirs, choices = content.get("fingerprint"), content.get("choices")
     if not isinstance(theirs, dict) or not isinstance(choices, dict):
-        raise UsageError(f"Lock file {path} lacks its fingerprint or its choices.", remedy="make it anew with the tune command")
+        raise UsageError(
+            f"Lock file {path} lacks its fingerprint or its choices.", remedy="make it anew with the tune command"
+        )
     other = sorted(k for k in {*theirs, *fingerprint} if theirs.get(k) != fingerprint.get(k))
     if other:
         difference = ", ".join(f"{k}: {theirs.get(k)!r} there, {fingerprint.get(k)!r} here" for k in other)
-        raise UsageError(f"Lock file {path} was made for another machine ({difference}).", remedy="tune on this machine")
+        raise UsageError(
+            f"Lock file {path} was made for another machine ({difference}).", remedy="tune on this machine"
+        )
     return {str(k): str(v) for k, v in choices.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from inferplane.binding.resolver import Choice, Options, Resolver
+from inferplane.binding.resolver import Choice, Expand, Options, Resolver
 from inferplane.errors import BindError
 from inferplane.ops import OPS, Op
 from inferplane.types import (
@@ -60,12 +60,11 @@ class Plan:
     """Every decision for one model on one backend: a choice tree a step kind, and each weight's packings.
 
     Attributes: `model`, `settings`, `layouts` (cache request -> layout), `choices` (step kind -> root choice),
-    `packings` (id of a weight -> name -> packing), `users` (id of a weight -> packing name -> sites), `weights`.
+    `packings` (id of a weight -> name -> packing), `users` (id of a weight -> packing name -> sites), `weights`,
+    `expanded` (op name and format -> ids of the quantized weights that are expanded to plain ones for it).
     """
 
-    def __init__(
-        self, model: Op, settings: Settings, layouts: Layouts, resolvers: Mapping[StepKind, Resolver]
-    ) -> None:
+    def __init__(self, model: Op, settings: Settings, layouts: Layouts, resolvers: Mapping[StepKind, Resolver]) -> None:
         self.model, self.settings, self.layouts = model, settings, layouts
         self.resolvers = resolvers
         self.choices: dict[StepKind, Choice] = {kind: r.resolve(model) for kind, r in resolvers.items()}
@@ -73,6 +72,7 @@ class Plan:
         self.packings: dict[int, dict[str, Packing]] = defaultdict(dict)
         self.users: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         self.packers: dict[int, set[tuple[StepKind, Any, Kernel]]] = defaultdict(set)
+        self.expanded: dict[tuple[str, str], set[int]] = defaultdict(set)
         for kind, choice in self.choices.items():
             self._collect(model, choice, "", kind)
 
@@ -80,40 +80,56 @@ class Plan:
 
     def _collect(self, op: Op, choice: Choice, site: str, kind: StepKind) -> None:
         if choice.kernel is not None:
-            self._collect_view(op, choice.kernel, "", site, kind, op)
+            self._collect_view(op, choice, choice.kernel, "", site, kind, op)
             return
         for path, value in op.items():
             below = f"{site}.{path}" if site else path
             if isinstance(value, Weight):
-                self._use(value, self.packing(op, value, CANONICAL, kind), below)
+                self._use(op, value, self.packing(op, value, CANONICAL, kind, "unserved"), below)
             elif isinstance(value, Op):
                 self._collect(value, choice.children[path], below, kind)
 
-    def _collect_view(self, op: Op, kernel: Kernel, prefix: str, site: str, kind: StepKind, root: Op) -> None:
+    def _collect_view(
+        self, op: Op, choice: Choice, kernel: Kernel, prefix: str, site: str, kind: StepKind, root: Op
+    ) -> None:
         for path, value in op.items():
             if isinstance(value, Weight):
                 packing = kernel.packs.get(prefix + path, CANONICAL)
-                self._use(value, self.packing(op, value, packing, kind), f"{site} {kernel.name}")
-                if packing is not CANONICAL:
+                stored = self.packing(op, value, packing, kind, choice.expand, below=op is not root)
+                self._use(op, value, stored, f"{site} {kernel.name}")
+                if packing.name != CANONICAL.name:
                     self.packers[id(value)].add((kind, root.key(), kernel))
             elif isinstance(value, Op):
-                self._collect_view(value, kernel, f"{prefix}{path}.", site, kind, root)
+                self._collect_view(value, choice, kernel, f"{prefix}{path}.", site, kind, root)
 
-    def packing(self, op: Op, weight: Weight, packing: Packing, kind: StepKind) -> Packing:
-        """The packing as it will be stored: behind dequantizing when no kernel of `op` takes the weight's format."""
-        if weight.format == PLAIN or self.resolvers[kind].native(op.name, weight.format):
+    def packing(
+        self, op: Op, weight: Weight, packing: Packing, kind: StepKind, expand: Expand, *, below: bool = False
+    ) -> Packing:
+        """The packing as it will be stored: behind dequantizing where the weight is expanded.
+
+        Args:
+            op: whose field the weight is.
+            weight: any of the model's.
+            packing: what the kernel asks for.
+            kind: step kind.
+            expand: what the choice that reads the weight says; "unserved" for bodies.
+            below: `op` stands below the op that the choice is for.
+        """
+        if not self.resolvers[kind].expands(op, weight, expand, below=below):
             return packing
         dtype = weight.dtype or self.settings.dtype
-        name = "plain" if packing is CANONICAL else f"plain > {packing.name}"
+        name = PLAIN if packing.name == CANONICAL.name else f"{PLAIN} > {packing.name}"
         return Packing(name, lambda q: packing.fn(q.dequantize(dtype) if isinstance(q, QTensor) else q))
 
-    def _use(self, weight: Weight, packing: Packing, user: str) -> None:
+    def _use(self, op: Op, weight: Weight, packing: Packing, user: str) -> None:
         self.packings[id(weight)].setdefault(packing.name, packing)
         self.users[id(weight)][packing.name].add(user)
+        if packing.name.startswith(PLAIN):
+            self.expanded[op.name, weight.format].add(id(weight))
 
     def nbytes(self, weight: Weight, packing: str) -> int:
         """Bytes of one weight in one packing (padding by the packing not counted)."""
-        if weight.format != PLAIN and packing.startswith("plain"):
+        if weight.format != PLAIN and packing.startswith(PLAIN):
             weight = replace(weight, format=PLAIN)
         return weight.nbytes(self.settings.dtype)
 
@@ -155,9 +171,9 @@ class Plan:
 
     def hot_references(self) -> list[tuple[str, str, str]]:
         """`(step kind, site, op)` of hot ops that no kernel serves."""
-        out = []
+        out: list[tuple[str, str, str]] = []
         for kind, site, op, choice in self.distinct():
-            if choice.own_hot and choice.kernel is None and not any(c.hot for c in choice.children.values()):
+            if choice.own_hot and choice.kernel is None:
                 out.append((kind, site, op.name))
         return out
 
@@ -194,11 +210,13 @@ def bind(
         banned = _over_budget(plan)
         if banned is None:
             break
-        key, reason = banned
-        refused[key] = [reason]
-    unused = sorted(set(options.pins) - set().union(*(r.used_pins for r in plan.resolvers.values())))
-    if unused:
+        keys, reason = banned
+        refused.update({key: [reason] for key in keys})
+    matched = set().union(*(r.used_pins for r in plan.resolvers.values()))
+    if unused := sorted(set(options.pins) - matched):
         raise _unused_pin(model, unused)
+    if hidden := sorted(matched - {c.pin for _, _, _, c in plan.distinct()}):
+        raise _hidden_pin(plan, hidden[0])
     if strict and (left := plan.hot_references()):
         listed = ", ".join(f"{op} at {site or 'the root'} ({kind})" for kind, site, op in left[:5])
         raise BindError(
@@ -217,7 +235,9 @@ def _best_layouts(
     step_kinds: Sequence[StepKind],
     refused: Mapping[tuple[StepKind, Any, Kernel], list[str]],
 ) -> Plan:
-    """Layouts and kernels are chosen together: the combination whose layout-aware kernels rank highest in sum."""
+    """Layouts and kernels are chosen together: the combination whose layout-aware kernels rank highest in sum; among
+    equals the first on offer.
+    """
     requests = model.kv_requests()
     offers = [list(kv_layouts(r)) for r in requests]
     best: tuple[int, Plan] | None = None
@@ -231,7 +251,7 @@ def _best_layouts(
             resolvers[kind] = Resolver(kernels, ctx, options)
             resolvers[kind].refused = {(key, k): why for (s, key, k), why in refused.items() if s == kind}
         plan = Plan(model, settings, layouts, resolvers)
-        score = sum(_layout_score(c) for c in plan.choices.values())
+        score = sum(_layout_score(model, c) for c in plan.choices.values())
         if best is None or score > best[0]:
             best = score, plan
     if best is None:
@@ -244,13 +264,19 @@ def _best_layouts(
     return best[1]
 
 
-def _layout_score(choice: Choice) -> int:
-    own = choice.rank if choice.kernel is not None and choice.kernel.when.kv_layouts else 0
-    return own + sum(_layout_score(c) for c in choice.children.values())
+def _layout_score(op: Op, choice: Choice) -> int:
+    """Ranks of the kernels that look into the cache, each counted once for every op with a cache that it replaces."""
+    if choice.kernel is None:
+        return sum(_layout_score(child, choice.children[path]) for path, child in op.children())
+    if not choice.kernel.when.kv_layouts:
+        return 0
+    return choice.rank * sum(isinstance(v, KVRequest) for _, o in op.sites() for _, v in o.items())
 
 
-def _over_budget(plan: Plan) -> tuple[tuple[StepKind, Any, Kernel], str] | None:
-    """The kernel to refuse when second copies of weights exceed the budget, and the reason; None when they fit."""
+def _over_budget(plan: Plan) -> tuple[list[tuple[StepKind, Any, Kernel]], str] | None:
+    """The kernel to refuse when second copies of weights exceed the budget, in every step kind that has it, and the
+    reason; None when they fit.
+    """
     budget = plan.settings.copies
     if budget is None:
         return None
@@ -262,12 +288,27 @@ def _over_budget(plan: Plan) -> tuple[tuple[StepKind, Any, Kernel], str] | None:
     if not candidates:
         return None
     worst = max(candidates, key=lambda i: copied[i])
-    key = min(plan.packers[worst], key=lambda u: (u[2].rank, u[2].name, u[0]))
+    _, lowest, kernel = min(plan.packers[worst], key=lambda u: (u[2].rank, u[2].name, u[0]))
+    keys = [u for u in plan.packers[worst] if u[1] == lowest and u[2] is kernel]
     weight = plan.weights[worst]
     name = weight.parts[0] if weight.parts else "a constant"
-    return key, (
+    return keys, (
         f"would keep a second copy of {name} ({copied[worst]} bytes in packings "
         f"{', '.join(sorted(plan.packings[worst]))}); all copies may be {budget:.0%} of {once} weight bytes"
+    )
+
+
+def _hidden_pin(plan: Plan, name: str) -> BindError:
+    larger = [
+        f"{site or 'the root'} ({choice.kernel})"
+        for kind in plan.choices
+        for site, op, choice in plan.sites(kind)
+        if choice.kernel is not None and any(o.name == name for path, o in op.sites() if path)
+    ]
+    return BindError(
+        f"Op {name!r} is pinned, but wherever this model has it a larger kernel serves the whole: "
+        f"{', '.join(larger[:3])}.",
+        remedy=f"pin these to 'decomposition' too, or pin {name!r} by its site",
     )
 
 
@@ -278,6 +319,8 @@ def _unused_pin(model: Op, unused: list[str]) -> BindError:
     close = [c for name in unused for c in difflib.get_close_matches(name, [*sites, *OPS], 3)]
     return BindError(
         f"No site or op of this model is called {', '.join(map(repr, unused))}.",
-        there_is=f"near it: {', '.join(close)}" if close else "ops " + ", ".join(sorted({o.name for _, o in model.sites()})),
+        there_is=f"near it: {', '.join(close)}"
+        if close
+        else "ops " + ", ".join(sorted({o.name for _, o in model.sites()})),
         remedy="pin an op by its name, or a site as explain prints it (patterns such as 'layers.*.mlp' work)",
     )

@@ -10,14 +10,20 @@ import fnmatch
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from inferplane.binding.lock import signature
 from inferplane.errors import BindError, KernelError
 from inferplane.ops import OPS, Op
-from inferplane.types import PLAIN, Context, Kernel, Weight
+from inferplane.types import CANONICAL, PLAIN, Context, Kernel, Weight
 
 REFERENCE = "reference"
+DECOMPOSITION = "decomposition"
+
+Expand = Literal["never", "unserved", "below"]
+"""Which quantized weights a choice has expanded to plain ones at load: none; those whose own op has no kernel for their
+format; or all of its children's."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,9 @@ class Choice:
         variant: the body taken instead of the usual one, by a pin.
         ambiguous: another accepted kernel has the same rank.
         dequantized: own quantized weights are expanded at load, because no kernel of this op takes their format.
+        own_hot: the op itself is hot: without a kernel its body is a slow reference, whatever serves its children.
+        expand: which quantized weights are expanded under the kernel.
+        pin: the pin that decided, by name.
     """
 
     op: str
@@ -57,6 +66,8 @@ class Choice:
     ambiguous: bool = False
     dequantized: bool = False
     own_hot: bool = False
+    expand: Expand = "never"
+    pin: str | None = None
 
     @property
     def label(self) -> str:
@@ -64,8 +75,8 @@ class Choice:
         if self.kernel is not None:
             return self.kernel.name
         if self.variant is not None:
-            return f"decomposition ({self.variant})"
-        return "decomposition" if self.children else REFERENCE
+            return f"{DECOMPOSITION} ({self.variant})"
+        return DECOMPOSITION if self.children and not self.own_hot else REFERENCE
 
 
 @dataclass
@@ -74,6 +85,8 @@ class Options:
 
     Args:
         pins: site or op name (shell patterns allowed in sites) -> provider, "reference", "decomposition" or a variant.
+            A site's own name goes before patterns, patterns before op names; a site under one with a pin of its own is
+            never hidden by a larger kernel; "reference" holds for everything below.
         lock: "op|step_kind|signature" -> kernel name.
         demoted: kernels that failed the canary, with the reason.
     """
@@ -102,139 +115,192 @@ class Resolver:
             check_declaration(kernel)
             self.by_op[kernel.op].append(kernel)
         for same in self.by_op.values():
-            same.sort(key=lambda k: (-k.rank, k.name))
+            same.sort(key=lambda k: (-k.rank, k.name, _origin(k)))
         self.refused: dict[tuple[object, Kernel], list[str]] = {}
         self.used_pins: set[str] = set()
+        self._site_pins = [name for name in options.pins if name not in OPS]
         self._memo: dict[object, Choice] = {}
+        self._alike: dict[object, Choice] = {}
         self._formats: dict[object, frozenset[str]] = {}
-        self._native: dict[tuple[str, str], bool] = {}
+        self._native: dict[tuple[object, str], bool] = {}
 
     def resolve(self, op: Op, site: str = "") -> Choice:
-        """The choice for `op` at `site`, and for everything below it.
+        """The choice for `op` at `site`, and for everything below it; sites that are bound alike share one.
 
         Raises:
             BindError: a pin names a provider that has no kernel here, or whose kernel is refused.
         """
-        pinned = self._pins_at_or_below(site) if self.options.pins else ()
-        memo_key = (op.key(), site if pinned else None)
+        return self._at(op, site, None)
+
+    def _at(self, op: Op, site: str, inherited: str | None) -> Choice:
+        """As `resolve`, under a pin (`inherited`) that puts everything on its reference."""
+        memo_key = (op.key(), site if self._pins_at_or_below(site) else None, inherited)
         found = self._memo.get(memo_key)
         if found is None:
-            found = self._memo[memo_key] = self._resolve(op, site)
+            found = self._resolve(op, site, inherited)
+            alike = (op.key(), found.kernel, found.why, tuple(found.rejected), tuple(map(id, found.children.values())))
+            found = self._memo[memo_key] = self._alike.setdefault(alike, found)
         return found
 
-    def _resolve(self, op: Op, site: str) -> Choice:
-        children = {path: self.resolve(child, f"{site}.{path}" if site else path) for path, child in op.children()}
+    def _resolve(self, op: Op, site: str, inherited: str | None) -> Choice:
+        pin = self._pin(op, site) or (None if inherited is None else (inherited, REFERENCE))
+        below = [name for name in self._pins_below(op, site) if pin is None or name != pin[0]]
+        passed_on = pin[0] if pin and pin[1] == REFERENCE else None
+        children = {
+            path: self._at(child, f"{site}.{path}" if site else path, passed_on) for path, child in op.children()
+        }
         rejected: list[Rejection] = []
-        accepted: list[Kernel] = []
-        formats = self.formats(op)
-        for kernel in self.by_op[op.name]:
-            reasons = kernel.refusals(op, self.ctx, formats) + self.refused.get((op.key(), kernel), [])
-            if kernel in self.options.demoted:
-                reasons.append(f"demoted: {self.options.demoted[kernel]}")
-            if reasons:
-                rejected.append(Rejection(kernel.name, kernel.rank, "; ".join(reasons)))
-            else:
-                accepted.append(kernel)
+        accepted, expand = self._accepted(op, [f"pin {name!r} asks for a part of it" for name in below], rejected)
         hot = op.hot or any(c.hot for c in children.values())
         leaves = [c for c in children.values() if c.hot] or list(children.values())
-        body_rank = min((c.rank for c in leaves), default=0)
-        dequantized = any(v.format != PLAIN and not self.native(op.name, v.format) for v in _own_weights(op))
+        # A hot op's own body is slow whatever its children are; so is one that expands what a kernel reads as stored.
+        slow = op.hot or (bool(accepted) and expand == "never" and self.formats(op) != op.formats())
+        body_rank = 0 if slow else min((c.rank for c in leaves), default=0)
+        dequantized = any(v.format != PLAIN and not self.native(op, v.format) for v in _own_weights(op))
         choice = Choice(op.name, None, body_rank, "", rejected, children, hot, dequantized=dequantized, own_hot=op.hot)
-        self._decide(choice, op, site, accepted, body_rank)
+        by_rank = self._decide(choice, op, site, pin, accepted)
         for kernel in accepted:
-            if kernel is not choice.kernel and all(r.kernel != kernel.name for r in rejected):
-                reason = f"ranks below {choice.label}" if choice.kernel else choice.why
+            if kernel is not choice.kernel:
+                reason = choice.why
+                if by_rank and choice.kernel is not None:
+                    level = "has the rank of" if kernel.rank == choice.kernel.rank else "ranks below"
+                    reason = f"{level} {choice.label}"
                 rejected.append(Rejection(kernel.name, kernel.rank, reason))
         if choice.kernel is not None:
-            choice.children, choice.rank = {}, choice.kernel.rank
+            choice.children, choice.rank, choice.expand = {}, choice.kernel.rank, expand
+            choice.dequantized = expand != "never"
         return choice
 
-    def _decide(self, c: Choice, op: Op, site: str, accepted: list[Kernel], body_rank: int) -> None:
-        pin = self._pin(op, site)
+    def _accepted(self, op: Op, against: list[str], rejected: list[Rejection]) -> tuple[list[Kernel], Expand]:
+        """The kernels that take `op`, highest rank first, and which weights are expanded for them.
+
+        Kernels that take all weights as they are stored go before those for which some must be expanded. A hot op with
+        quantized children, whose own body would be slow, has these expanded rather than none.
+        """
+        left = []
+        for kernel in self.by_op[op.name]:
+            reasons = against + self.refused.get((op.key(), kernel), [])
+            if kernel in self.options.demoted:
+                reasons = [*reasons, f"demoted: {self.options.demoted[kernel]}"]
+            left.append((kernel, reasons))
+        tiers: list[tuple[Expand, frozenset[str]]] = [("never", op.formats())]
+        if self.formats(op) != op.formats():
+            tiers.append(("unserved", self.formats(op)))
+        if op.hot and any(not c.formats() <= {PLAIN} for _, c in op.children()):
+            tiers.append(("below", self._own_formats(op) | {PLAIN}))
+        for expand, formats in tiers:
+            outcome = {k: [*k.refusals(op, self.ctx, formats), *reasons] for k, reasons in left}
+            accepted = [k for k, reasons in outcome.items() if not reasons]
+            if accepted or expand == tiers[-1][0]:
+                rejected += [Rejection(k.name, k.rank, "; ".join(reasons)) for k, reasons in outcome.items() if reasons]
+                return accepted, expand
+        raise AssertionError("there is always a last tier")
+
+    def _decide(self, c: Choice, op: Op, site: str, pin: tuple[str, str] | None, accepted: list[Kernel]) -> bool:
+        """Fill in the choice; True when ranks decided."""
         if pin is not None:
-            name, provider = pin
-            if provider in (REFERENCE, "decomposition"):
-                c.why = f"pinned to {provider} by {name!r}"
-            elif provider in op.variants:
-                c.variant, c.why = provider, f"pinned to {provider} by {name!r}"
-            else:
+            c.pin, provider = pin
+            c.why = f"pinned to {provider} by {c.pin!r}"
+            if provider in op.variants:
+                c.variant = provider
+            elif provider not in (REFERENCE, DECOMPOSITION):
                 c.kernel = next((k for k in accepted if provider in (k.provider, k.name)), None)
                 if c.kernel is None:
-                    raise self._pin_error(op, site, name, provider, c.rejected, accepted)
-                c.why = f"pinned to {provider} by {name!r}"
-            return
+                    raise self._pin_error(op, site, c.pin, provider, c.rejected, accepted)
+            return False
+        locked = None
         if self.options.lock:
             locked = self.options.lock.get(f"{op.name}|{self.ctx.step_kind}|{signature(op)}")
             c.kernel = next((k for k in accepted if k.name == locked), None)
             if c.kernel is not None:
                 c.why = "chosen by the lock file"
-                return
+                return False
+        parts = c.children and not c.own_hot
         if not accepted:
-            c.why = "no kernel takes it: decomposed" if c.children else "no kernel takes it: reference"
-            return
-        best = accepted[0]
-        if len(accepted) > 1 and accepted[1].rank == best.rank:
-            c.kernel, c.ambiguous = best, True
-            c.why = f"AMBIGUOUS: {accepted[1].name} has rank {best.rank} too; pin one, or change a rank"
-        elif c.children and body_rank > best.rank:
-            c.why = f"decomposed: its slowest hot part has rank {body_rank}, above {best.name} with {best.rank}"
+            c.why = "no kernel takes it: decomposed" if parts else "no kernel takes it: reference"
+        elif parts and c.rank > accepted[0].rank:
+            best = accepted[0]
+            c.why = f"decomposed: its slowest hot part has rank {c.rank}, above {best.name} with {best.rank}"
         else:
-            c.kernel = best
-            c.why = f"rank {best.rank}" + (f" over the decomposition's {body_rank}" if c.children else "")
+            c.kernel = accepted[0]
+            c.why = f"rank {c.kernel.rank}" + (f" over the decomposition's {c.rank}" if parts else "")
+            if len(accepted) > 1 and accepted[1].rank == c.kernel.rank:
+                c.ambiguous = True
+                c.why = f"AMBIGUOUS: {accepted[1].name} has rank {c.kernel.rank} too; pin one, or change a rank"
+        if locked is not None:
+            c.why += f"; the lock file's {locked} is not to be had"
+        return True
 
     # -- weight formats
 
-    def native(self, op_name: str, format: str) -> bool:
-        """Whether some kernel of this op takes weights of this format here; if not, they are expanded at load."""
-        found = self._native.get((op_name, format))
+    def native(self, op: Op, format: str) -> bool:
+        """Whether some kernel takes weights of this format for `op` here; if not, they are expanded at load.
+
+        Kernels of other step kinds count: a weight that one column of the plan reads as stored is not kept twice.
+        """
+        found = self._native.get((op.key(), format))
         if found is None:
-            found = any(
+            found = self._native[op.key(), format] = any(
                 format in k.when.formats
-                and (not k.when.dtypes or self.ctx.dtype in k.when.dtypes)
-                and not self.ctx.features.lacking(k.when.features)
                 and k not in self.options.demoted
-                for k in self.by_op[op_name]
+                and not k.refusals(
+                    op, replace(self.ctx, step_kind=(*k.when.step_kinds, self.ctx.step_kind)[0]), {format}
+                )
+                for k in self.by_op[op.name]
             )
-            self._native[op_name, format] = found
         return found
 
     def formats(self, op: Op) -> frozenset[str]:
-        """Formats in which the weights of `op` and below reach their kernels."""
+        """Formats in which the weights of `op` and below reach their kernels when each op is bound by itself."""
         if op.formats() <= {PLAIN}:
             return op.formats()
         found = self._formats.get(op.key())
         if found is None:
-            own = {w.format if self.native(op.name, w.format) else PLAIN for w in _own_weights(op)}
-            found = frozenset(own.union(*(self.formats(c) for _, c in op.children())))
+            found = self._own_formats(op).union(*(self.formats(c) for _, c in op.children()))
             self._formats[op.key()] = found
         return found
+
+    def _own_formats(self, op: Op) -> frozenset[str]:
+        return frozenset(w.format if self.native(op, w.format) else PLAIN for w in _own_weights(op))
+
+    def expands(self, owner: Op, weight: Weight, expand: Expand, *, below: bool) -> bool:
+        """Whether a weight of `owner` is expanded, in a choice that says `expand` and stands at or above `owner`."""
+        if weight.format == PLAIN or expand == "never":
+            return False
+        return (expand == "below" and below) or not self.native(owner, weight.format)
 
     # -- pins
 
     def _pin(self, op: Op, site: str) -> tuple[str, str] | None:
-        for name, provider in self.options.pins.items():
-            if name == site or (any(c in name for c in "*?[") and fnmatch.fnmatchcase(site, name)):
-                self.used_pins.add(name)
-                return name, provider
-        provider = self.options.pins.get(op.name)
-        if provider is None:
+        pins = self.options.pins
+        if not pins:
             return None
-        self.used_pins.add(op.name)
-        return op.name, provider
+        pattern = (n for n in self._site_pins if site and _is_pattern(n) and fnmatch.fnmatchcase(site, n))
+        name = site if site in pins else next(pattern, op.name)
+        if name not in pins:
+            return None
+        self.used_pins.add(name)
+        return name, pins[name]
 
     def _pins_at_or_below(self, site: str) -> bool:
-        if not site:
-            return True
-        return any(
-            name.startswith(site) or any(c in name for c in "*?[") for name in self.options.pins if name not in OPS
-        )
+        return any(not site or name.startswith(site) or _is_pattern(name) for name in self._site_pins)
+
+    def _pins_below(self, op: Op, site: str) -> list[str]:
+        """Pins of sites under this one, which a kernel for the whole would hide."""
+        if not self._pins_at_or_below(site):
+            return []
+        below = [f"{site}.{path}" if site else path for path, _ in op.sites() if path]
+        return [n for n in self._site_pins if n in below or (_is_pattern(n) and fnmatch.filter(below, n))]
 
     def _pin_error(
         self, op: Op, site: str, name: str, provider: str, rejected: list[Rejection], accepted: list[Kernel]
     ) -> BindError:
-        refusal = next((r for r in rejected if r.kernel.split(":")[0] == provider or r.kernel == provider), None)
+        refused = [r for r in rejected if provider in (r.kernel.split(":")[0], r.kernel)]
         there = [k.name for k in accepted] + sorted(op.variants) + [REFERENCE]
-        why = f"its kernel {refusal.kernel} is refused: {refusal.reason}" if refusal else "it has no kernel for this op"
+        why = (
+            "; ".join(f"its kernel {r.kernel} is refused: {r.reason}" for r in refused)
+            or "it has no kernel for this op"
+        )
         return BindError(
             f"Op {op.name!r} at {site or 'the root'} is pinned to {provider!r} by {name!r}, but {why}.",
             there_is=", ".join(there),
@@ -243,7 +309,7 @@ class Resolver:
 
 
 def check_declaration(kernel: Kernel) -> None:
-    """Raise KernelError when a kernel names an unknown op or takes other parameters than the op passes."""
+    """Raise KernelError when a kernel names an unknown op or weight, or takes other parameters than the op passes."""
     op = OPS.get(kernel.op)
     if op is None:
         raise KernelError(
@@ -251,6 +317,18 @@ def check_declaration(kernel: Kernel) -> None:
             there_is=", ".join(sorted(OPS)),
             remedy="declare it for one of these",
         )
+    for path, packing in kernel.packs.items():
+        if path.partition(".")[0] not in op.fields():
+            raise KernelError(
+                f"Kernel {kernel.name} packs {path!r}, but op {kernel.op!r} has no such field.",
+                there_is=", ".join(op.fields()),
+                remedy="name the weight by its path below the op",
+            )
+        if packing.name.startswith(PLAIN) or (packing.name == CANONICAL.name and packing.fn is not CANONICAL.fn):
+            raise KernelError(
+                f"Kernel {kernel.name} calls a packing {packing.name!r}, which is core's own name.",
+                remedy="name it provider.layout",
+            )
     if isinstance(kernel.target, str):
         return  # a dotted target is imported, and checked, at link
     check_parameters(kernel)
@@ -269,6 +347,20 @@ def check_parameters(kernel: Kernel) -> None:
             f"({', '.join(want)}).",
             remedy="give the function exactly these parameters, in this order",
         )
+
+
+def _origin(kernel: Kernel) -> str:
+    """Tells kernels of equal names apart, so that not even their order depends on who registered first."""
+    target = kernel.target
+    return (
+        target
+        if isinstance(target, str)
+        else f"{getattr(target, '__module__', '')}:{getattr(target, '__qualname__', '')}"
+    )
+
+
+def _is_pattern(name: str) -> bool:
+    return any(c in name for c in "*?[")
 
 
 def _own_weights(op: Op) -> list[Weight]:

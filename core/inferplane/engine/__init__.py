@@ -6,4 +6,14 @@ from inferplane.engine.request import Delta, Result, Timings
 from inferplane.engine.runner import InferplaneWarning, Runner, RunnerOptions
 from inferplane.engine.sources import ModelFiles
 
-__all__ = ["LLM", "Delta", "InferplaneWarning", "ModelFiles", "Result", "Runner", "RunnerOptions", "SamplingParams", "Timings"]
+__all__ = [
+    "LLM",
+    "Delta",
+    "InferplaneWarning",
+    "ModelFiles",
+    "Result",
+    "Runner",
+    "RunnerOptions",
+    "SamplingParams",
+    "Timings",
+]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ class Engine:
         """Raise UsageError for an empty prompt or token ids outside the vocabulary."""
         if not prompt:
             raise UsageError("The prompt is empty.", remedy="pass at least one token")
-        bad = [t for t in prompt if not isinstance(t, int) or not 0 <= t < self.vocab]
+        bad: list[Any] = [t for t in prompt if type(t) is not int or not 0 <= t < self.vocab]
         if bad:
             raise UsageError(f"Token id {bad[0]!r} is not in the vocabulary.", there_is=f"ids 0 to {self.vocab - 1}")
 
@@ -69,9 +70,7 @@ class Engine:
         now = time.monotonic()
         for s in chosen:
             s.request.started = s.request.started or now
-        batch = make_batch(
-            self.scheduler.queries(chosen), block_tokens=self.cache.block_tokens, device=self.device
-        )
+        batch = make_batch(self.scheduler.queries(chosen), block_tokens=self.cache.block_tokens, device=self.device)
         logits, _ = self.runner.run(batch)
         deciding = [s for s in chosen if s.last]
         tokens = self._sample(deciding, logits)
@@ -91,15 +90,17 @@ class Engine:
             logits[row, ids] = -torch.inf
         column = lambda values, dtype: torch.tensor(values, dtype=dtype).to(self.device)  # noqa: E731
         with torch.inference_mode():
-            ids = self.runner.sample(
+            tokens = self.runner.sample(
                 logits,
                 column([p.temperature for p in params], torch.float32),
                 column([p.top_k for p in params], torch.int64),
                 column([p.top_p for p in params], torch.float32),
                 column([p.min_p for p in params], torch.float32),
-                column([s.request.uniform() if p.temperature > 0 else 0.0 for s, p in zip(deciding, params)], torch.float32),
+                column(
+                    [s.request.uniform() if p.temperature > 0 else 0.0 for s, p in zip(deciding, params)], torch.float32
+                ),
             )
-        return [int(i) for i in ids.to(HOST).tolist()]
+        return [int(i) for i in tokens.to(HOST).tolist()]
 
     def _accept(self, request: Request, token: int) -> int:
         now = time.monotonic()
@@ -155,8 +156,6 @@ class Engine:
             for start in range(0, len(prompt), step):
                 ids = list(prompt[start : start + step])
                 have = blocks[: self.scheduler.blocks_for(start + len(ids))]
-                batch = make_batch(
-                    [Query(ids, start, have)], block_tokens=self.cache.block_tokens, device=self.device
-                )
+                batch = make_batch([Query(ids, start, have)], block_tokens=self.cache.block_tokens, device=self.device)
                 out.append(self.runner.run(batch)[0].to(HOST))
         return torch.cat(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from inferplane.engine.text import Detokenizer, Tokenizer, end_ids
 from inferplane.errors import UsageError
 from inferplane.plugins import host
 
-Prompt = Union[str, Sequence[int]]
+Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
 
 
@@ -120,7 +120,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        return [int(t) if isinstance(t, int) or hasattr(t, "__index__") else t for t in prompt]
+        return list(prompt)
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         """None for a folder or config without a tokenizer, unless text is needed."""
@@ -143,13 +143,15 @@ class LLM:
             params: one for all, or one a prompt.
 
         Raises:
-            UsageError: no prompts, an empty one, a token outside the vocabulary, or as many params as prompts is not met.
+            UsageError: no prompts, an empty one, a token outside the vocabulary, or another number of params than prompts.
             CapacityError: a prompt with its `max_tokens` is longer than the model or the cache allows.
         """
-        many = self._prompts(prompts)
-        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        many = _prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
-            raise UsageError(f"{len(each)} sampling params for {len(many)} prompts.", remedy="pass one, or one a prompt")
+            raise UsageError(
+                f"{len(each)} sampling params for {len(many)} prompts.", remedy="pass one, or one a prompt"
+            )
         encoded = [self._encode(p) for p in many]
         texts = [self._detokenizer(p) for p in each]
         requests: list[Request] = []
@@ -180,7 +182,7 @@ class LLM:
         return out
 
     def _text(self, request: Request, token: int, text: Detokenizer | None) -> None:
-        if text is not None and not (token in request.end_ids) and text.push([token]):
+        if text is not None and token not in request.end_ids and text.push([token]):
             self.engine.end(request, "stop")
             request.finish_reason = "stop"
 
@@ -206,13 +208,13 @@ class LLM:
                     if request.finish_reason is None:
                         yield Delta(text.take() if text else "", [token])
                     else:
-                        yield Delta(text.take(end=True) if text else "", [token], request.finish_reason, request.timings())
+                        yield Delta(
+                            text.take(end=True) if text else "", [token], request.finish_reason, request.timings()
+                        )
         finally:
             self.engine.end(request, "abort")
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
-    ) -> Result:
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Result:
         """The reply to a conversation, rendered by the checkpoint's own chat template.
 
         Args:
@@ -224,7 +226,9 @@ class LLM:
         """
         return self.generate([self.tokenizer.chat(messages)], params)[0]
 
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
         """As `chat`, piece by piece."""
         return self.stream(self.tokenizer.chat(messages), params)
 
@@ -242,13 +246,6 @@ class LLM:
             UsageError, CapacityError: as `generate`.
         """
         return [self.engine.logits(self._encode(p), chunk_tokens) for p in prompts]
-
-    def _prompts(self, prompts: Any) -> list[Prompt]:
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-            return [prompts]
-        if not len(prompts):
-            raise UsageError("No prompts were given.", remedy="pass at least one")
-        return list(prompts)
 
     # -- looking inside
 
@@ -278,3 +275,12 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or several as a list."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]
+    if not len(prompts):
+        raise UsageError("No prompts were given.", remedy="pass at least one")
+    return list(prompts)

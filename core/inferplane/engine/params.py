@@ -51,7 +51,7 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (all) or more"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            ("stop", all(self.stop), "non-empty strings"),
         )
         for name, ok, rule in checks:
             if not ok:

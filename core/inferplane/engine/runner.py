@@ -30,7 +30,7 @@ from inferplane.models import Build, build
 from inferplane.ops import CausalLM
 from inferplane.plugins import PluginHost
 from inferplane.quant import READERS, format_of
-from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement
+from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_BLOCK_TOKENS = 64
@@ -75,7 +75,7 @@ class Runner:
         self.verdicts: list[Verdict] = []
         self.demoted: dict[Kernel, str] = {}
         self.loaded = Loaded()
-        self.steps: dict[str, Callable[..., Any]] = {}
+        self.steps: dict[StepKind, Callable[..., Any]] = {}
         self.cache: KVCache | None = None
         limit = files.config.get("max_position_embeddings")
         if options.max_model_len is not None:
@@ -120,7 +120,7 @@ class Runner:
         )
         if hasattr(source, "close"):
             source.close()
-        runner.steps = dict(link(plan, runner.loaded.packed))
+        runner.steps = link(plan, runner.loaded.packed)
         runner._build_cache()
         return runner
 
@@ -193,8 +193,8 @@ class Runner:
             for v in failed:
                 self.demoted[v.kernel] = v.reason
                 warnings.warn(
-                    f"Kernel {v.kernel.name} for op {v.kernel.op!r} on device {self.backend.name!r} gives wrong results "
-                    f"and is not used: {v.reason}. Report it to provider {v.kernel.provider!r}.",
+                    f"Kernel {v.kernel.name} for op {v.kernel.op!r} on device {self.backend.name!r} gives wrong "
+                    f"results and is not used: {v.reason}. Report it to provider {v.kernel.provider!r}.",
                     InferplaneWarning,
                     stacklevel=4,
                 )
@@ -232,8 +232,8 @@ class Runner:
             )
         if self.options.max_model_len is not None and blocks * block_tokens < self.max_model_len:
             raise CapacityError(
-                f"max_model_len = {self.max_model_len} needs {math.ceil(self.max_model_len / block_tokens)} KV blocks of "
-                f"{block_bytes} bytes.",
+                f"max_model_len = {self.max_model_len} needs {math.ceil(self.max_model_len / block_tokens)} KV blocks "
+                f"of {block_bytes} bytes.",
                 there_is=f"{budget} bytes for {blocks}",
                 remedy="lower max_model_len, or raise kv_cache_bytes",
             )
@@ -251,7 +251,7 @@ class Runner:
     @property
     def sample(self) -> Callable[..., torch.Tensor]:
         """The bound op that turns logits into tokens."""
-        return self.steps["decode"].__self__.sample  # type: ignore[attr-defined, no-any-return]
+        return self.steps["decode"].__self__.sample  # type: ignore[attr-defined]
 
 
 def pick_dtype(asked: str | torch.dtype, files: ModelFiles) -> torch.dtype:

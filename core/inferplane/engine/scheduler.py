@@ -69,8 +69,8 @@ class Scheduler:
         """
         if len(request.prompt) + request.params.max_tokens > self.limits.max_model_len:
             raise CapacityError(
-                f"A prompt of {len(request.prompt)} tokens and max_tokens={request.params.max_tokens} exceed the model's "
-                f"{self.limits.max_model_len} tokens.",
+                f"A prompt of {len(request.prompt)} tokens and max_tokens={request.params.max_tokens} exceed the "
+                f"model's {self.limits.max_model_len} tokens.",
                 remedy="shorten the prompt, lower max_tokens, or raise max_model_len",
             )
         need = self.blocks_for(request.most_tokens)

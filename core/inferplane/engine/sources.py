@@ -49,7 +49,7 @@ class ModelFiles:
     @property
     def has_weights(self) -> bool:
         """Whether the folder holds weights, also pickled ones (which are then refused by name)."""
-        return self.folder is not None and any(self.folder.glob("*.safetensors*")) or self._pickled()
+        return (self.folder is not None and any(self.folder.glob("*.safetensors*"))) or self._pickled()
 
     def _pickled(self) -> bool:
         return self.folder is not None and any(p.suffix in (".bin", ".pt", ".pth") for p in self.folder.iterdir())

@@ -24,7 +24,9 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            self._inner: Any = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:
             raise CheckpointError(
                 f"{folder} holds no tokenizer that can be loaded ({type(error).__name__}: {error}).",
@@ -119,7 +121,9 @@ class Detokenizer:
     def take(self, *, end: bool = False) -> str:
         """New text that is safe to show; at the `end` all that is left."""
         if end and not self.stopped:
-            rest = self.tokenizer.decode(self.ids[self._from :])[len(self.tokenizer.decode(self.ids[self._from : self._to])) :]
+            rest = self.tokenizer.decode(self.ids[self._from :])[
+                len(self.tokenizer.decode(self.ids[self._from : self._to])) :
+            ]
             self._append(rest)
             self._from = self._to = len(self.ids)
         upto = len(self.text)

@@ -66,7 +66,9 @@ class Build:
         """This rank's share of a dimension."""
         return self.placement.part(name, size)
 
-    def linear(self, *names: str, rows: int, columns: int, axis: int | None = None, bias: bool = False, **options: Any) -> Linear:
+    def linear(
+        self, *names: str, rows: int, columns: int, axis: int | None = None, bias: bool = False, **options: Any
+    ) -> Linear:
         """A linear whose parts are stacked by rows; `rows` and `columns` are this rank's.
 
         `axis` 0 divides the outputs, 1 the inputs (the results are then summed over ranks by the op's `reduce`).
@@ -80,9 +82,11 @@ class Build:
         """A router: its product is taken in float32."""
         return self.linear(name, rows=experts, columns=width, out_dtype=torch.float32)
 
-    def rms(self, name: str, width: int) -> RMSNorm:
-        """An RMS norm with the config's epsilon."""
-        return RMSNorm(Weight((f"{name}.weight",), (width,)), float(self.config.get("rms_norm_eps") or 1e-6))
+    def rms(self, name: str, width: int, eps: float | None = None) -> RMSNorm:
+        """An RMS norm with the config's epsilon, unless the family fixes another."""
+        if eps is None:
+            eps = float(self.config.get("rms_norm_eps") or 1e-6)
+        return RMSNorm(Weight((f"{name}.weight",), (width,)), eps)
 
     def add_rms(self, name: str, width: int) -> AddRMSNorm:
         """The same behind an addition."""
@@ -115,5 +119,3 @@ class Build:
         """The rotary table for `dim` entries a head."""
         settings = {"max_position_embeddings": self.config.get("max_position_embeddings"), **self.config.rope}
         return rope_table(settings, dim, self.positions)
-
-

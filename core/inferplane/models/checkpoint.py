@@ -180,8 +180,8 @@ def _entry(path: Path, name: str, entry: dict[str, Any], base: int, size: int) -
         raise CheckpointError(f"{path}: tensor {name!r} has a shape or offsets that are no sizes.")
     if stop - start != math.prod(shape) * dtype.itemsize or base + stop > size:
         raise CheckpointError(
-            f"{path}: tensor {name!r} of shape {list(shape)} lies at bytes {start} to {stop}, which does not fit its shape "
-            f"or the file's {size} bytes.",
+            f"{path}: tensor {name!r} of shape {list(shape)} lies at bytes {start} to {stop}, which does not fit its "
+            f"shape or the file's {size} bytes.",
             remedy="fetch the file again",
         )
     return _Entry(path, dtype, shape, base + start)

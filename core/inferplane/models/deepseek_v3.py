@@ -28,6 +28,10 @@ from inferplane.ops import (
 )
 from inferplane.types import Weight
 
+LATENT_EPS = 1e-6
+"""Epsilon of the norms on the latents, whatever `rms_norm_eps` says: so in the modeling file that DeepSeek publishes with
+its checkpoints, and in transformers."""
+
 
 def deepseek_v3(b: Build) -> CausalLM:
     """DeepSeek-V3: MLA with and without a low-rank query, sigmoid routing with a correction bias and groups, shared
@@ -46,8 +50,13 @@ def deepseek_v3(b: Build) -> CausalLM:
     Source: arXiv 2412.19437; latent attention: arXiv 2405.04434.
     """
     c = b.config
-    c.refuse(hidden_act=("silu",), scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,),
-             attention_bias=(False,))
+    c.refuse(
+        hidden_act=("silu",),
+        scoring_func=("sigmoid",),
+        topk_method=("noaux_tc",),
+        moe_layer_freq=(1,),
+        attention_bias=(False,),
+    )
     width, vocab = c.size("hidden_size"), c.size("vocab_size")
     layers, dense = c.size("num_hidden_layers"), int(c.get("first_k_dense_replace") or 0)
     d = MLADims(
@@ -76,10 +85,10 @@ def deepseek_v3(b: Build) -> CausalLM:
             q_b = b.linear(f"{name}.q_proj", rows=q_rows, columns=width, axis=0)
         return MLABlock(
             q_a=b.linear(f"{name}.q_a_proj", rows=rank, columns=width) if rank else None,
-            q_a_norm=b.rms(f"{name}.q_a_layernorm", rank) if rank else None,
+            q_a_norm=b.rms(f"{name}.q_a_layernorm", rank, LATENT_EPS) if rank else None,
             q_b=q_b,
             kv_a=b.linear(f"{name}.kv_a_proj_with_mqa", rows=d.latent + d.rope, columns=width),
-            kv_a_norm=b.rms(f"{name}.kv_a_layernorm", d.latent),
+            kv_a_norm=b.rms(f"{name}.kv_a_layernorm", d.latent, LATENT_EPS),
             rope=rope,
             expanded=MLAExpanded(Linear(kv_b), d, scale, d.request),
             absorbed=MLAAbsorbed(kv_b, d, scale, d.request),

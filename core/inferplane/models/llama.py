@@ -36,7 +36,13 @@ def llama(b: Build) -> CausalLM:
     def attention(name: str) -> GQABlock:
         return GQABlock(
             qkv=b.linear(
-                f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj", rows=(h + 2 * g) * dim, columns=width, axis=0, bias=bias
+                f"{name}.q_proj",
+                f"{name}.k_proj",
+                f"{name}.v_proj",
+                rows=(h + 2 * g) * dim,
+                columns=width,
+                axis=0,
+                bias=bias,
             ),
             o=b.linear(f"{name}.o_proj", rows=width, columns=h * dim, axis=1, bias=bias),
             rope=rope,

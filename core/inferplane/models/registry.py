@@ -33,7 +33,7 @@ def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> 
             there_is=", ".join(sorted(known)),
             remedy="add a constructor (docs/adding-a-model.md), in inferplane/models or in a plugin",
         )
-    return resolve(target)  # type: ignore[no-any-return]
+    return resolve(target)
 
 
 def build(b: Build, plugins: Mapping[str, Any] | None = None) -> CausalLM:

@@ -35,7 +35,11 @@ def hidden_pairs(query_tokens: int, tokens: int, window: int | None, device: tor
 
 
 def each_range(
-    batch: Batch, q: tuple[torch.Tensor, ...], few: Callable[..., torch.Tensor], many: Callable[..., torch.Tensor], kv: LayerKV
+    batch: Batch,
+    q: tuple[torch.Tensor, ...],
+    few: Callable[..., torch.Tensor],
+    many: Callable[..., torch.Tensor],
+    kv: LayerKV,
 ) -> torch.Tensor:
     """Run `few` on the sequences with few query tokens and `many` on the others; rows come back in order.
 
@@ -149,7 +153,9 @@ class Attention(Op, name="attention", hot=True):
         g4 = KVRequest("gqa", 4, 32, 32)
         window = KVRequest("gqa", 2, 64, 64, window=20)
 
-        def sample(label: str, request: KVRequest, heads: int, sequences: list[tuple[int, int]], queries: Queries) -> Sample:
+        def sample(
+            label: str, request: KVRequest, heads: int, sequences: list[tuple[int, int]], queries: Queries
+        ) -> Sample:
             def inputs(d: Draw) -> tuple[Any, ...]:
                 batch, kv = d.step(request, sequences, written=True)
                 return d.normal(batch.tokens, heads, request.dim), batch, kv

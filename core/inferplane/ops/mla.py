@@ -203,8 +203,9 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
 class MLABlock(Op, name="mla_block"):
     """Latent attention whole: project, norm, rotate, write the latent, attend expanded or absorbed, project back.
 
-    `c_q = q_a_norm(q_a(x))` (or x); `[q_nope | q_rope] = q_b(c_q)` a head; `[c | k_rope] = kv_a(x)`; `c = kv_a_norm(c)`;
-    rotate q_rope and k_rope; write `[c | k_rope]`; sequences with few query tokens attend absorbed, the others expanded.
+    `c_q = q_a_norm(q_a(x))` (or x); `[q_nope | q_rope] = q_b(c_q)` a head; `[c | k_rope] = kv_a(x)`;
+    `c = kv_a_norm(c)`; rotate q_rope and k_rope; write `[c | k_rope]`; sequences with few query tokens attend
+    absorbed, the others expanded.
     The variants "absorbed" and "expanded" take that form for every sequence.
 
     Args of the call:

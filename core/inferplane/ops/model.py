@@ -65,7 +65,9 @@ class DecoderLayer(Op, name="decoder_layer"):
                         x, batch, kv = draw_block(d)
                         return x, d.normal(*x.shape), batch, kv
 
-                    out.append(Sample(f"{label}_{name}_{sample.label}", layer(sample.op, other), inputs, sample.step_kind))
+                    out.append(
+                        Sample(f"{label}_{name}_{sample.label}", layer(sample.op, other), inputs, sample.step_kind)
+                    )
         return out
 
 
@@ -85,8 +87,7 @@ class MTPLayer(Op, name="mtp_layer"):
     Returns:
         logits float32 `[R, V]` and the normed hidden states `[T, D]`.
 
-    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; which state is passed: ROCm/ATOM pull request 1764 and
-    vllm-project/vllm pull request 47448.
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; which state is passed: docs/decisions/0004-mtp-hidden-state.md.
     """
 
     tolerance = BLOCK

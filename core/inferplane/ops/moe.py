@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from inferplane.ops.basic import GatedMLP, Linear
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
-from inferplane.ops.op import BLOCK, ROUNDED, Comparison, Cost, Load, Op, Sample, placeholder, relative_error, values
+from inferplane.ops.op import BLOCK, Comparison, Cost, Load, Op, Sample, placeholder, relative_error, values
 from inferplane.types import Weight
 
 
@@ -83,8 +83,9 @@ class MoERoute(Op, name="moe_route"):
         v2 = MoERoute(None, 3, "softmax", 4, 2, "max", False, 16.0)
         mixtral = MoERoute(None, 2, "softmax")
         return [
-            Sample(label, op, lambda d, n=n, e=e: (d.normal(n, e, dtype=torch.float32),))
-            for label, op, n, e in (("v3", v3, 5, 16), ("v2", v2, 9, 16), ("mixtral", mixtral, 3, 8))
+            Sample("v3", v3, lambda d: (d.normal(5, 16, dtype=torch.float32),)),
+            Sample("v2", v2, lambda d: (d.normal(9, 16, dtype=torch.float32),)),
+            Sample("mixtral", mixtral, lambda d: (d.normal(3, 8, dtype=torch.float32),)),
         ]
 
 
@@ -199,5 +200,6 @@ class MoE(Op, name="moe"):
             )
 
         return [
-            Sample(f"t{t}", layer(shared), lambda d, t=t: (d.normal(t, 64),)) for t, shared in ((1, True), (12, False))
+            Sample("t1", layer(True), lambda d: (d.normal(1, 64),)),
+            Sample("t12", layer(False), lambda d: (d.normal(12, 64),)),
         ]

@@ -219,7 +219,7 @@ class Key(tuple[Any, ...]):
 
     def __hash__(self) -> int:
         try:
-            return self._hash  # type: ignore[has-type, no-any-return]
+            return self._hash  # type: ignore[has-type]
         except AttributeError:
             self._hash = tuple.__hash__(self)
             return self._hash
@@ -251,4 +251,3 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 def placeholder(*shape: int, dtype: torch.dtype | None = None, format: str = "plain") -> Weight:
     """A weight for samples: right in shape, drawn at random."""
     return Weight((), tuple(shape), dtype, format)
-

@@ -23,7 +23,11 @@ class OracleKV(LayerKV):
 
     def __init__(self, request: KVRequest, block_tokens: int, slots: int) -> None:
         self.request, self.block_tokens = request, block_tokens
-        shapes = [(request.dim,)] if request.kind == "mla" else [(request.heads, request.dim), (request.heads, request.v_dim)]
+        shapes = (
+            [(request.dim,)]
+            if request.kind == "mla"
+            else [(request.heads, request.dim), (request.heads, request.v_dim)]
+        )
         self.entries = [torch.full((slots, *s), float("nan")) for s in shapes]
 
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:

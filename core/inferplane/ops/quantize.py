@@ -138,6 +138,8 @@ def dequantize_rows(data: torch.Tensor, scale: torch.Tensor, group: int) -> torc
     """
     want = scale_shape(tuple(data.shape), (1, group or data.shape[-1]))
     if tuple(scale.shape) != want:
-        raise UsageError(f"Scales of shape {tuple(scale.shape)} for groups of {group or 'all'} columns, which want {want}.")
+        raise UsageError(
+            f"Scales of shape {tuple(scale.shape)} for groups of {group or 'all'} columns, which want {want}."
+        )
     wide = scale.repeat_interleave(group or data.shape[-1], -1)[..., : data.shape[-1]]
     return data.float() * wide

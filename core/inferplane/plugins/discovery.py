@@ -101,8 +101,12 @@ def installed(group: str) -> Iterator[tuple[metadata.Distribution, list[metadata
         if normalized(name) in seen and name != _UNKNOWN:  # a second copy further down sys.path
             continue
         seen.add(normalized(name))
-        points, error = guarded(lambda d=distribution: [p for p in d.entry_points if p.group == group])
+        points, error = guarded(partial(_points_of, distribution, group))
         yield distribution, points or [], error
+
+
+def _points_of(distribution: metadata.Distribution, group: str) -> list[metadata.EntryPoint]:
+    return [point for point in distribution.entry_points if point.group == group]
 
 
 def _installed(kept_out: list[Quarantined]) -> Iterator[metadata.EntryPoint]:

@@ -70,7 +70,9 @@ class Backend(ABC):
         """(optional) Layouts it offers for one kind of layer, any order. Pure. Default: empty, core's paged storage."""
         return ()
 
-    def build_kv_cache(self, requests: Sequence[KVRequest], layouts: Layouts, blocks: int, dtype: torch.dtype) -> KVCache:
+    def build_kv_cache(
+        self, requests: Sequence[KVRequest], layouts: Layouts, blocks: int, dtype: torch.dtype
+    ) -> KVCache:
         """(optional) Allocate the cache after weights are loaded: `blocks` blocks a layer. Default: layer by layer."""
         device = torch.device(self.torch_device_indexed)
         layers = tuple(layouts[r].build(r, blocks, dtype, device) for r in requests)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -147,12 +147,17 @@ def make_batch(
         if n == 0:
             raise UsageError(f"Sequence {i} of the batch brings no tokens.")
         if n <= few_tokens and i > split:
-            raise UsageError(f"Sequence {i} brings {n} tokens but stands after one with {counts[split]}.",
-                             remedy="put the sequences with few tokens first")
+            raise UsageError(
+                f"Sequence {i} brings {n} tokens but stands after one with {counts[split]}.",
+                remedy="put the sequences with few tokens first",
+            )
         if len(q.blocks) * block_tokens < total:
             raise UsageError(f"Sequence {i} has {len(q.blocks)} blocks of {block_tokens} tokens for {total} tokens.")
     starts = (0, *accumulate(counts))
-    ids, positions, slots, wanted = [], [], [], []
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    wanted: list[int] = []
     for q, n, start in zip(queries, counts, starts):
         ids += q.ids
         span = range(q.before, q.before + n)
@@ -198,7 +203,7 @@ def _part(batch: Batch, first: int, last: int, kind: StepKind) -> Batch:
         block_tables=batch.block_tables[first:last],
         logit_rows=None,
         kind=kind,
-        max_query_tokens=max(j - i for i, j in zip(starts, starts[1:])),
+        max_query_tokens=max(j - i for i, j in pairwise(starts)),
         max_seq_tokens=max(lens.seq_lens[first:last]),
         host_lens=HostLens(starts, lens.seq_lens[first:last]),
     )

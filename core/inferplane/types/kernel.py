@@ -96,7 +96,7 @@ class Kernel:
 
     Args:
         op: the op's name ("rms_norm").
-        provider: who implements it ("torch", "triton", "torch_npu" style names); unique per op and target.
+        provider: who implements it ("torch", "triton", a library's name); unique per op and target.
         target: the function, or its dotted name "module:function", imported at link only. It takes a view (the op's
             field names, weights in this kernel's packings) and then exactly the parameters of the op's `__call__`.
         when: what it takes.
@@ -152,7 +152,7 @@ class Kernel:
                 f"({type(error).__name__}: {error}).",
                 remedy=f"install the runtime of provider {self.provider!r}, or pin another provider for {self.op!r}",
             ) from error
-        return found  # type: ignore[return-value]
+        return found
 
     def refusals(self, op: Any, ctx: Context, formats: Iterable[str]) -> list[str]:
         """Reasons why it cannot serve `op` in `ctx`: those of `when`, and those of the plan's options."""
@@ -167,9 +167,7 @@ class Kernel:
 class Kernels(list[Kernel]):
     """A list that also collects by decorator: `@kernels("rms_norm", "toy", rank=90)` above the function."""
 
-    def __call__(
-        self, op: str, provider: str, **options: Any
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def __call__(self, op: str, provider: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Declare the decorated function as a kernel; `options` are those of `Kernel`."""
 
         def declare(function: Callable[..., Any]) -> Callable[..., Any]:

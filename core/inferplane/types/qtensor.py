@@ -35,7 +35,9 @@ class QTensor:
 
     def __post_init__(self) -> None:
         if min(self.block) < 1:
-            raise UsageError(f"QTensor: blocks of {self.block}.", remedy="state at least one row and one column a block")
+            raise UsageError(
+                f"QTensor: blocks of {self.block}.", remedy="state at least one row and one column a block"
+            )
         want = scale_shape(tuple(self.data.shape), self.block)
         for name, t in (("scale", self.scale), ("zero", self.zero)):
             if t is not None and tuple(t.shape) != want:
@@ -92,8 +94,8 @@ class QTensor:
         Parts whose rows do not fill whole blocks are first refined, so that no block crosses two parts.
 
         Raises:
-            UsageError: there are no parts, or they differ in dtype, columns, column blocks, bits or the presence of zero
-                points.
+            UsageError: there are no parts, or they differ in dtype, columns, column blocks, bits or
+                the presence of zero points.
         """
         if len({(p.data.dtype, p.shape[:-2], p.shape[-1], p.block[1], p.bits, p.zero is None) for p in parts}) != 1:
             raise UsageError(

@@ -61,7 +61,7 @@ class Packing:
     """A named weight layout. Equal names share one packed copy, whoever asked for it.
 
     Args:
-        name: unique; by habit `provider.layout` ("torch_npu.nz").
+        name: unique; by habit `provider.layout` ("acme.tiled").
         fn: canonical tensor or `QTensor` -> what the kernel reads. Pure; may return any object that holds tensors.
     """
 

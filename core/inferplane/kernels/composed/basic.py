@@ -16,8 +16,13 @@ ANY = When(dtypes=FLOATS)
 FLOAT32 = Packing("float32", lambda w: w.float())
 
 
-@KERNELS("embedding", "torch", when=When(FLOATS, needs=(("one rank", lambda op: op.reduce is None),)), capture_safe=True,
-         batch_invariant=True)
+@KERNELS(
+    "embedding",
+    "torch",
+    when=When(FLOATS, needs=(("one rank", lambda op: op.reduce is None),)),
+    capture_safe=True,
+    batch_invariant=True,
+)
 def embedding(p: Any, ids: torch.Tensor) -> torch.Tensor:
     """Gather rows."""
     return F.embedding(ids, p.weight)
@@ -40,8 +45,12 @@ def _same_dtype(op: Any) -> bool:
     return op.out_dtype is None and op.act is None
 
 
-@KERNELS("linear", "torch", when=When(FLOATS, needs=(("activations and result in the plan's dtype", _same_dtype),)),
-         capture_safe=True)
+@KERNELS(
+    "linear",
+    "torch",
+    when=When(FLOATS, needs=(("activations and result in the plan's dtype", _same_dtype),)),
+    capture_safe=True,
+)
 def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's own matrix product."""
     return F.linear(x, p.weight, p.bias)
@@ -51,8 +60,13 @@ def _float32_result(op: Any) -> bool:
     return op.out_dtype is torch.float32 and op.act is None
 
 
-@KERNELS("linear", "torch", when=When(FLOATS, needs=(("a float32 result", _float32_result),)),
-         packs={"weight": FLOAT32, "bias": FLOAT32}, capture_safe=True)
+@KERNELS(
+    "linear",
+    "torch",
+    when=When(FLOATS, needs=(("a float32 result", _float32_result),)),
+    packs={"weight": FLOAT32, "bias": FLOAT32},
+    capture_safe=True,
+)
 def linear_float32(p: Any, x: torch.Tensor) -> torch.Tensor:
     """The product in float32 throughout, as routers want it; the weight is kept in float32."""
     return F.linear(x.float(), p.weight, p.bias)
@@ -101,4 +115,4 @@ def sample(
 @KERNELS("all_reduce", "torch", when=ANY, batch_invariant=True)
 def all_reduce(p: Any, x: torch.Tensor) -> torch.Tensor:
     """torch.distributed on the default group."""
-    return AllReduce.__call__(p, x)  # type: ignore[no-any-return]
+    return AllReduce.__call__(p, x)

@@ -23,7 +23,7 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 @KERNELS("moe_experts", "torch", when=ANY)
 def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Sort the chosen pairs by expert, so that each expert's rows are one slice; only chosen experts are read."""
-    tokens, k = ids.shape
+    _tokens, k = ids.shape
     order = ids.flatten().argsort(stable=True)
     token = torch.div(order, k, rounding_mode="floor")
     counts = torch.bincount(ids.flatten(), minlength=p.gate_up.shape[0]).tolist()

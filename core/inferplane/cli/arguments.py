@@ -1,0 +1,150 @@
+"""Options that several verbs share, and a parser that answers mistakes as the rest of Inferplane does."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shutil
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, NoReturn
+
+from inferplane.errors import UsageError
+
+PROGRAM = "inferplane"
+AUTO = "auto"
+# `inferplane.plugins` knows both, but importing it imports torch.
+PLUGIN_GROUP = "inferplane.plugins"
+PLUGIN_VARIABLE = "INFERPLANE_PLUGINS"
+
+
+class _Layout(argparse.RawDescriptionHelpFormatter):
+    """Descriptions as written, in the terminal's width up to a line that is read with ease."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        options.setdefault("width", min(100, shutil.get_terminal_size().columns - 2))
+        super().__init__(prog, max_help_position=30, **options)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors as `UsageError` and no guessing at abbreviated options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_Layout, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse calls when the words make no sense."""
+        raise UsageError(f"{message[0].upper()}{message[1:]}.", remedy=f"see `{self.prog} --help`")
+
+    def parse_all(self, words: Sequence[str], *, pass_on: str | None = None) -> argparse.Namespace:
+        """Parse, leaving nothing over.
+
+        Args:
+            words: what stands behind the verb.
+            pass_on: name of the attribute that receives unknown words; None refuses them.
+
+        Raises:
+            UsageError: the words make no sense; an unknown option is answered with the one it resembles.
+        """
+        args, rest = self.parse_known_args(words)
+        if pass_on is not None:
+            setattr(args, pass_on, rest)
+        elif rest:
+            raise self._unknown(rest)
+        return args
+
+    def _unknown(self, rest: Sequence[str]) -> UsageError:
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        word = rest[0].partition("=")[0]
+        close = difflib.get_close_matches(word, known, n=1) if word.startswith("-") else []
+        remedy = f"perhaps {close[0]} was meant" if close else f"see `{self.prog} --help`"
+        what = "option" if word.startswith("-") else "argument; quote what belongs together:"
+        return UsageError(f"{self.prog} has no {what} {' '.join(rest)!r}.", remedy=remedy)
+
+
+def device_words() -> list[str]:
+    """Names by which devices are probably served, read from package metadata alone: for help, never for choosing."""
+    names = {point.name for point in metadata.entry_points(group=PLUGIN_GROUP)}
+    for item in filter(None, (part.strip() for part in os.environ.get(PLUGIN_VARIABLE, "").split(","))):
+        if item[0] != "-" and "@" not in item and item != "only":
+            names.add(item.partition(".")[0].removeprefix(f"{PROGRAM}_"))
+    return sorted(names)
+
+
+def add_model(parser: Parser, *, config: bool = False) -> None:
+    """The positional MODEL; with `config`, a config alone will do."""
+    also = "a config.json or a folder that holds one" if config else "a folder in the Hugging Face layout"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="demo", help=f"{also}; left out: the demo model")
+
+
+def add_device(parser: Parser | argparse._ArgumentGroup, *, required: bool = False, default: str | None = AUTO) -> None:
+    """`--device`."""
+    known = ", ".join(device_words()) or "see `inferplane devices`"
+    words = f"one of: {known}" if required or default is None else f"{AUTO} (the best one here), {known}; {AUTO}"
+    parser.add_argument("--device", metavar="X", required=required, default=default, help=words)
+
+
+def add_json(parser: Parser) -> None:
+    """`--json`."""
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout; what goes wrong, on stderr")
+
+
+def add_binding(parser: Parser) -> None:
+    """What decides which kernels are bound: device, dtypes, pins."""
+    group = parser.add_argument_group("where and how it runs")
+    add_device(group)
+    group.add_argument("--dtype", metavar="D", default=AUTO, help="float32, bfloat16, float16; auto, the checkpoint's")
+    group.add_argument("--kv-dtype", metavar="D", default=AUTO, help="how the KV cache stores: fp8, int8 where offered")
+    group.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of a sequence; else the model's own")
+    group.add_argument(
+        "--op",
+        metavar="WHAT=PROVIDER",
+        action="append",
+        default=[],
+        dest="ops",
+        help="pin an op or a site ('layers.*.mlp') to a provider, to 'reference' or 'decomposition'; repeatable",
+    )
+    group.add_argument("--lock", metavar="FILE", help="a lock file with measured kernel choices")
+    group.add_argument("--strict", action="store_true", help="refuse to leave a hot op on its slow reference")
+
+
+def add_loading(parser: Parser) -> None:
+    """How weights are read."""
+    parser.add_argument(
+        "--load-format",
+        metavar="F",
+        default=AUTO,
+        help="auto, or dummy: random weights of the config's shapes",
+    )
+
+
+def add_sampling(parser: Parser, *, max_tokens: int) -> None:
+    """How tokens are chosen. What is left out is taken from the checkpoint's generation_config.json, see `sampling`."""
+    group = parser.add_argument_group("how tokens are chosen (left out: as generation_config.json says, else greedy)")
+    group.add_argument("--max-tokens", metavar="N", type=int, help=f"most tokens to generate; {max_tokens}")
+    group.add_argument("--temperature", metavar="T", type=float, help="0: the likeliest token each time; 1: as trained")
+    group.add_argument("--top-p", metavar="P", type=float, help="keep the likeliest tokens that together reach P")
+    group.add_argument("--top-k", metavar="K", type=int, help="keep the K likeliest tokens; 0: all")
+    group.add_argument("--min-p", metavar="P", type=float, help="keep tokens with P times the likeliest's probability")
+    group.add_argument("--seed", metavar="N", type=int, help="equal seeds give equal text; left out: drawn and told")
+    group.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable"
+    )
+    group.set_defaults(default_max_tokens=max_tokens)
+
+
+def pins(words: Sequence[str]) -> dict[str, str]:
+    """`--op` words as a mapping.
+
+    Raises:
+        UsageError: a word is not WHAT=PROVIDER, or pins something twice.
+    """
+    out: dict[str, str] = {}
+    for word in words:
+        what, equals, provider = (part.strip() for part in word.partition("="))
+        if not (what and equals and provider):
+            raise UsageError(f"--op {word!r} is not WHAT=PROVIDER.", remedy="write for example --op linear=reference")
+        if out.setdefault(what, provider) != provider:
+            raise UsageError(f"--op pins {what!r} to {out[what]!r} and to {provider!r}.", remedy="keep one of them")
+    return out

@@ -1,0 +1,50 @@
+"""Run the conformance suite on a device: does every kernel compute what its op promises?
+
+What this verb does not know is passed on to pytest (-k rms_norm, -x, -v), and pytest's exit code is passed back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from inferplane.cli.arguments import Parser, add_device
+from inferplane.cli.screen import Screen
+from inferplane.errors import UsageError
+
+SUITE = "inferplane.conformance"
+PASS_ON = "pytest_args"
+
+
+def add_arguments(parser: Parser) -> None:
+    """Options of `conform`."""
+    parser.usage = f"{parser.prog} --device X [pytest's options ...]"
+    add_device(parser, required=True)
+
+
+def command(device: str, more: list[str]) -> list[str]:
+    """What is run."""
+    return [sys.executable, "-m", "pytest", "--pyargs", SUITE, "--device", device, *more]
+
+
+def run(args: argparse.Namespace, screen: Screen) -> int:
+    """Run the suite in a process of its own.
+
+    Raises:
+        UsageError: pytest or the suite is not installed.
+    """
+    if find_spec("pytest") is None:
+        raise UsageError("The conformance suite needs pytest.", remedy="pip install 'inferplane[test]'")
+    if find_spec(SUITE) is None:
+        raise UsageError("This installation lacks the conformance suite.", remedy="install inferplane anew")
+    child = subprocess.Popen(command(args.device, args.pytest_args))
+    # Ctrl-C reaches both; pytest reports what it has, and its exit code is ours.
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = child.wait()
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    return code if code >= 0 else 128 - code

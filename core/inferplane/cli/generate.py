@@ -1,0 +1,114 @@
+"""Continue a prompt: text to standard output as it comes, what it took to standard error.
+
+The prompt is given by -p, or else read from standard input without its last line end. A terminal shows it dimmed before
+the text; a pipe gets the generated text alone, ending in a line end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inferplane.cli.arguments import PROGRAM, Parser, add_binding, add_json, add_loading, add_model, add_sampling
+from inferplane.cli.screen import Screen
+from inferplane.errors import UsageError
+
+if TYPE_CHECKING:
+    from inferplane.engine import LLM, SamplingParams, Timings
+
+SCHEMA = 1
+MAX_TOKENS = 128
+
+
+def add_arguments(parser: Parser) -> None:
+    """Options of `generate`."""
+    add_model(parser)
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue; left out: standard input")
+    add_json(parser)
+    add_loading(parser)
+    add_sampling(parser, max_tokens=MAX_TOKENS)
+    add_binding(parser)
+
+
+def run(args: argparse.Namespace, screen: Screen) -> int:
+    """Load, generate, report."""
+    prompt = read_prompt(args)
+    from inferplane.cli.load import open_model
+
+    llm, params = open_model(args, screen)
+    with llm:
+        return _generate(llm, prompt, params, args, screen)
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt of a command.
+
+    Raises:
+        UsageError: there is none, or it is no text.
+    """
+    prompt: str | None = args.prompt
+    if prompt is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            likely = "TEXT" if args.model == "demo" or Path(args.model).exists() else repr(args.model)
+            raise UsageError("There is no prompt.", remedy=f"{PROGRAM} generate -p {likely}, or pipe one in")
+        try:
+            prompt = sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"Standard input is no text: {error}.", remedy="pass UTF-8") from error
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes that are no text come in as lone surrogates
+        raise UsageError(f"The prompt is no text: {error}.", remedy="pass UTF-8") from error
+    if not prompt:
+        raise UsageError("The prompt is empty.", remedy="pass at least one character")
+    return prompt
+
+
+def _generate(llm: LLM, prompt: str, params: SamplingParams, args: argparse.Namespace, screen: Screen) -> int:
+    from inferplane.cli.load import stats, timings_data
+    from inferplane.cli.sampling import as_data, fitting
+
+    ids = llm.tokenizer.encode(prompt)
+    params = fitting(params, args.max_tokens, len(ids), llm.runner.max_model_len)
+    terminal, pieces, tokens = sys.stdout.isatty(), [], []
+    reason, timings = None, None
+    if terminal and not args.json:
+        screen.stream(prompt, style="dim")
+    try:
+        for delta in llm.stream(ids, params):
+            tokens += delta.token_ids
+            pieces.append(delta.text)
+            reason, timings = delta.finish_reason, delta.timings
+            if not args.json:
+                screen.stream(delta.text)
+    except KeyboardInterrupt:
+        if terminal:
+            screen.stream("\n")
+        raise
+    text = "".join(pieces)
+    if args.json:
+        screen.facts(
+            {
+                "schema": SCHEMA,
+                "model": llm.files.name,
+                "device": llm.device,
+                "prompt": prompt,
+                "text": text,
+                "token_ids": tokens,
+                "finish_reason": reason,
+                "timings": timings_data(_there(timings)),
+                "sampling": as_data(params),
+            }
+        )
+        return 0
+    if not text.endswith("\n"):
+        screen.stream("\n")
+    screen.said(stats(_there(timings), llm.device, reason, params))
+    return 0
+
+
+def _there(timings: Timings | None) -> Timings:
+    assert timings is not None, "a stream ends with its timings"
+    return timings

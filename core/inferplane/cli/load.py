@@ -1,0 +1,66 @@
+"""A model, loaded, with a progress bar; and the line that tells what a reply took."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from inferplane.cli.arguments import pins
+from inferplane.cli.screen import Screen
+
+if TYPE_CHECKING:
+    from inferplane.engine import LLM, SamplingParams, Timings
+
+
+def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingParams]:
+    """The model of a command with its tokenizer, and how to sample from it.
+
+    Raises:
+        InferplaneError: as `LLM`; cheap checks come before weights are read.
+    """
+    pinned = pins(args.ops)
+    with screen.loading(f"loading {args.model}") as progress:
+        from inferplane.cli.sampling import choose
+        from inferplane.engine import LLM, ModelFiles
+
+        params = choose(args, ModelFiles(args.model).folder)
+        llm = LLM(
+            args.model,
+            device=args.device,
+            dtype=args.dtype,
+            kv_dtype=args.kv_dtype,
+            max_model_len=args.max_model_len,
+            strict=args.strict,
+            ops=pinned,
+            lock=args.lock,
+            load_format=args.load_format,
+            progress=progress,
+        )
+        try:
+            _ = llm.tokenizer  # read at first use, which would be after the bar
+        except BaseException:
+            llm.close()
+            raise
+    return llm, params
+
+
+def stats(timings: Timings, device: str, reason: str | None, params: SamplingParams) -> str:
+    """One line: tokens in and out, seconds to the first, speed of the others, where."""
+    parts = [
+        f"{timings.prompt_tokens} prompt tokens",
+        f"{timings.generated_tokens} generated" + (f" ({reason})" if reason else ""),
+        f"first token {timings.first_token_s:.2f} s",
+        f"{timings.tokens_per_s:.1f} tokens/s",
+        device,
+    ]
+    if params.temperature:
+        parts.append(f"seed {params.seed}")
+    return ", ".join(parts)
+
+
+def timings_data(timings: Timings) -> dict[str, Any]:
+    """Seconds and counts, for `--json`."""
+    from dataclasses import asdict
+
+    seconds = {name: round(value, 6) for name, value in asdict(timings).items()}
+    return {**seconds, "tokens_per_s": round(timings.tokens_per_s, 3)}

@@ -1,0 +1,203 @@
+"""Where the command line writes: facts to standard output, everything said about them to standard error.
+
+Colour, progress and control of the cursor are for terminals that want them: a pipe, `NO_COLOR` or `TERM=dumb` get plain
+text. With `--json` both streams carry JSON, one object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import IO, TYPE_CHECKING, Any
+
+from inferplane.errors import InferplaneError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+PIPE_COLUMNS = 100
+"""Width of tables that go to no terminal, unless COLUMNS says another."""
+MIB = 2**20
+
+_CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421}
+_CONTROLS |= dict.fromkeys(range(128, 160), 0x2426)
+
+
+class Screen:
+    """Both streams of one command.
+
+    Args:
+        json: machines read it.
+        debug: the user asked for tracebacks.
+    """
+
+    def __init__(self, *, json: bool = False, debug: bool = False) -> None:
+        self.json, self.debug = json, debug
+
+    @cached_property
+    def out(self) -> Console:
+        """Standard output."""
+        return _console(sys.stdout)
+
+    @cached_property
+    def err(self) -> Console:
+        """Standard error."""
+        return _console(sys.stderr)
+
+    # -- facts
+
+    def show(self, *renderables: RenderableType) -> None:
+        """Print tables and text on standard output."""
+        for renderable in renderables:
+            self.out.print(renderable)
+
+    def facts(self, data: Mapping[str, Any]) -> None:
+        """Print one JSON object on standard output: on one line, or indented for eyes."""
+        indent = 2 if sys.stdout.isatty() else None
+        sys.stdout.write(json.dumps(data, indent=indent, ensure_ascii=indent is None) + "\n")
+
+    def stream(self, text: str, *, style: str = "") -> None:
+        """Write generated text as it comes. A terminal is shown control characters, it does not obey them."""
+        if sys.stdout.isatty():
+            text = visible(text)
+        if style:
+            from rich.text import Text
+
+            self.out.print(Text(text, style), end="", soft_wrap=True)
+        else:
+            sys.stdout.write(text)
+        sys.stdout.flush()
+
+    # -- words about them
+
+    def note(self, words: str, label: str = "note", style: str = "dim") -> None:
+        """One line that one may want to know."""
+        if self.json:
+            self._json_line({label: words})
+        else:
+            self._labelled([(label, words, style)])
+
+    def warning(self, words: str) -> None:
+        """One line that one should know."""
+        self.note(words, "warning", "yellow")
+
+    def said(self, words: str) -> None:
+        """A dim line without a label; nothing with `--json`, whose object holds the same facts."""
+        if not self.json:
+            self.err.print(words, style="dim", soft_wrap=True)
+
+    def error(self, error: InferplaneError) -> None:
+        """What was asked, what there is, what to do."""
+        if self.json:
+            parts = {"kind": type(error).__name__, "what": error.what, "there_is": error.there_is}
+            self._json_line({"error": {**parts, "remedy": error.remedy}})
+            return
+        lines = [("error", error.what, "bold red")]
+        lines += [("there is", error.there_is, "bold")] if error.there_is else []
+        lines += [("to do", error.remedy, "bold green")] if error.remedy else []
+        self._labelled(lines)
+
+    def crash(self, error: Exception) -> None:
+        """An error that nobody foresaw; its traceback has been printed, or goes into the JSON."""
+        what, remedy = f"{type(error).__name__}: {error}", "report it, with the traceback and the command"
+        if self.json:
+            import traceback
+
+            trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            kind = type(error).__name__
+            error_data = {"kind": kind, "what": what, "there_is": "", "remedy": remedy, "traceback": trace}
+            self._json_line({"error": error_data})
+            return
+        self._labelled([("error", f"{what} (a bug in Inferplane or in a plugin)", "bold red"), ("to do", remedy, "bold")])
+
+    def _json_line(self, data: Mapping[str, Any]) -> None:
+        sys.stderr.write(json.dumps(data) + "\n")
+
+    def _labelled(self, lines: list[tuple[str, str, str]]) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        if not sys.stderr.isatty():  # logs are searched line by line
+            for label, words, style in lines:
+                self.err.print(Text.assemble((f"{label}:", style), f" {words}"), soft_wrap=True)
+            return
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        for label, words, style in lines:
+            grid.add_row(Text(f"{label}:", style, no_wrap=True), Text(words, "dim" if style == "dim" else ""))
+        self.err.print(grid)
+
+    # -- while it works
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While it lasts, what Inferplane logs and warns of is shown as notes and warnings."""
+        handler = _Notes(self)
+        logger = logging.getLogger("inferplane")
+        logger.addHandler(handler)
+        propagate, logger.propagate = logger.propagate, False
+        try:
+            with warnings.catch_warnings():
+                usual = warnings.showwarning
+
+                def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+                    if category.__name__ == "InferplaneWarning":  # its module imports torch
+                        self.warning(str(message))
+                    else:
+                        usual(message, category, *where, **more)
+
+                warnings.showwarning = show
+                yield
+        finally:
+            logger.removeHandler(handler)
+            logger.propagate = propagate
+
+    @contextmanager
+    def loading(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """A progress bar on a terminal's standard error, and nothing elsewhere; takes `(bytes done, bytes in all)`."""
+        if self.json or not sys.stderr.isatty() or not self.err.is_terminal or self.err.is_dumb_terminal:
+            yield lambda done, total: None
+            return
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+        with Progress(*columns, TimeRemainingColumn(), console=self.err, transient=True) as progress:
+            task = progress.add_task(what, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+class _Notes(logging.Handler):
+    def __init__(self, screen: Screen) -> None:
+        super().__init__(logging.WARNING)
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno > logging.WARNING:
+            self._screen.warning(record.getMessage())
+        else:
+            self._screen.note(record.getMessage())
+
+
+def visible(text: str) -> str:
+    """Control characters as signs; line ends and tabs stay. Text that a model wrote must not steer a terminal."""
+    return text.translate(_CONTROLS)
+
+
+def _console(stream: IO[str]) -> Console:
+    from rich.console import Console
+
+    terminal = stream.isatty()
+    return Console(
+        file=stream,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        width=None if terminal or os.environ.get("COLUMNS") else PIPE_COLUMNS,
+        # rich keeps bold and dim under NO_COLOR; whoever sets it wants plain text.
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+    )

@@ -1,0 +1,129 @@
+"""What really ran, as a dated file: the support matrix is made of nothing else. Schema: docs/schemas/evidence.json."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inferplane.conformance.subject import Subject
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one case ended.
+
+    Args:
+        group: "ops", "kvcache", "models" or "hygiene".
+        case: its id, as failures and xfails name it.
+        status: "passed", "failed", "xfailed", "refused" (the kernel says that it does not serve it), "not run".
+        op: the op it is about; empty for features.
+        error: the worst error found; None where nothing is measured, or where it is infinite.
+        tolerance: the largest accepted.
+        detail: why, when it did not pass.
+    """
+
+    group: str
+    case: str
+    status: str
+    op: str = ""
+    error: float | None = None
+    tolerance: float | None = None
+    detail: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """An entry of the file's `results`: `op` or `feature` first."""
+        about = {"op": self.op} if self.op else {"feature": self.group}
+        detail = {"detail": self.detail} if self.detail else {}
+        return {
+            **about,
+            "case": self.case,
+            "status": self.status,
+            "error": self.error,
+            "tolerance": self.tolerance,
+            **detail,
+        }
+
+
+def level(results: Iterable[Result], *, complete: bool) -> str:
+    """The highest level that these results prove, "L0", "L3", "L4", or "none".
+
+    L0: the declarations hold. L3: every op and KV case passed as well. L4: every model case too. Expected failures
+    count as such: they are listed, and do not lower the level.
+
+    Args:
+        results: everything that ran.
+        complete: whether nothing was left out of the run by a user's choice.
+    """
+    by_group: dict[str, set[str]] = {}
+    for r in results:
+        by_group.setdefault(r.group, set()).add(r.status)
+
+    def sound(group: str) -> bool:
+        return "passed" in by_group.get(group, ()) and not by_group[group] & {"failed", "not run"}
+
+    if not sound("hygiene"):
+        return "none"
+    if not (complete and sound("ops") and sound("kvcache")):
+        return "L0"
+    return "L4" if sound("models") else "L3"
+
+
+def write(path: Path, subject: Subject, results: list[Result], *, command: str, complete: bool) -> None:
+    """Write the file.
+
+    Args:
+        path: where to.
+        subject: the device; opened if anything ran on it.
+        results: everything that ran.
+        command: how the suite was started.
+        complete: see `level`.
+    """
+    state = subject.state
+    content = {
+        "schema": SCHEMA,
+        "backend": subject.name,
+        "level": level(results, complete=complete),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "versions": _versions(subject.entry.probe.versions, subject.entry.distribution, subject.entry.version),
+        "hardware": f"{state.name}, {state.arch}" if state else "none",
+        "command": command,
+        "results": [r.as_json() for r in sorted(results, key=lambda r: r.case)],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _versions(probed: Mapping[str, str], distribution: str, version: str) -> dict[str, str]:
+    try:
+        own = importlib.metadata.version("inferplane")
+    except importlib.metadata.PackageNotFoundError:
+        own = "source tree"
+    return {"inferplane": own, "torch": torch.__version__, distribution: version, **probed}
+
+
+def _commit() -> str:
+    """The commit of the source tree this runs from, with "+" behind it when files differ from it; else empty."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
+
+    try:
+        top = Path(git("rev-parse", "--show-toplevel"))
+        if not here.is_relative_to(top / "core"):  # an installed copy that lies inside somebody else's repository
+            return ""
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,157 @@
+"""Small random models of both families, made by transformers, in folders that `LLM` loads."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+LLAMA: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mha": {"num_key_value_heads": 6, "num_attention_heads": 6, "hidden_size": 96},
+    "tied_llama3": {"tie_word_embeddings": True, "rope": LLAMA3},
+    "linear": {"rope": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}, "rms_norm_eps": 1e-3},
+    "attention_bias": {"attention_bias": True, "num_key_value_heads": 1},
+    "head_dim": {"head_dim": 40, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 72},
+    "odd": {
+        "vocab_size": 101,
+        "hidden_size": 90,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "head_dim": 22,
+        "intermediate_size": 123,
+        "num_hidden_layers": 3,
+    },
+    "yarn": {"rope": YARN},
+}
+DEEPSEEK: dict[str, dict[str, Any]] = {
+    "q_lora": {},
+    "q_full": {"q_lora_rank": None, "n_shared_experts": 2},
+    "yarn": {"rope": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-3},
+    "dense": {"num_hidden_layers": 4, "first_k_dense_replace": 3, "rope_interleave": False},
+    "one_group": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
+    "odd": {"vocab_size": 101, "v_head_dim": 20, "qk_nope_head_dim": 12, "moe_intermediate_size": 37, "num_heads": 3},
+}
+
+
+def llama_config(**changes: Any) -> Any:
+    from transformers import LlamaConfig
+
+    sizes = {
+        "vocab_size": 160,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    return _config(LlamaConfig, {**sizes, **changes})
+
+
+def deepseek_config(**changes: Any) -> Any:
+    from transformers import DeepseekV3Config
+
+    heads = changes.pop("num_heads", 4)
+    sizes = {
+        "vocab_size": 160,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "moe_intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "kv_lora_rank": 48,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "max_position_embeddings": 512,
+    }
+    return _config(DeepseekV3Config, {**sizes, **changes})
+
+
+def _config(kind: type, entries: dict[str, Any]) -> Any:
+    """A config with rotary settings in the spelling of the transformers that is installed, and no end of text."""
+    from transformers import __version__
+
+    rope = entries.pop("rope", None)
+    if rope is not None and int(__version__.split(".")[0]) >= 5:
+        entries["rope_parameters"] = rope
+    elif rope is not None:
+        entries["rope_theta"] = rope["rope_theta"]
+        entries["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    return kind(**entries, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+
+def random_model(config: Any, seed: int = 0) -> Any:
+    """A model whose every weight matters: no norm of ones, no bias of zeros, activations of ordinary size."""
+    import transformers
+
+    model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config).eval()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, t in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith(("inv_freq", "original_inv_freq")):
+                continue
+            noise = torch.randn(t.shape, generator=draw)
+            if "norm" in name:
+                t.copy_(1 + 0.3 * noise)
+            elif t.ndim == 1:
+                t.copy_(0.2 * noise)
+            elif "embed" in name:
+                t.copy_(noise)
+            else:
+                t.copy_(noise / math.sqrt(t.shape[-1]))
+    model.tie_weights()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped product refuses odd sizes
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    return model
+
+
+def make(family: str, case: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Save a random model of a named case in `folder`; returns transformers' model, in float32 with the saved values."""
+    configs = {"llama": (llama_config, LLAMA), "deepseek": (deepseek_config, DEEPSEEK)}
+    config_of, cases = configs[family]
+    model = random_model(config_of(**cases[case])).to(dtype)
+    model.save_pretrained(folder, **options)
+    return model.float()
+
+
+def prompts(vocab: int, lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
+    """Random token ids."""
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab, (n,), generator=draw).tolist() for n in lengths]
+
+
+def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
+    """transformers' logits after every token, float32 `[tokens, vocab]`."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float()
