@@ -16,7 +16,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-versio
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS)
 
-TESTS := tests/unit tests/house tests/e2e tests/mock_device tests/compat $(wildcard backends/*/tests)
+TESTS := tests $(wildcard backends/*/tests)
 
 .PHONY: help demo test lint format docs docs-check clean
 
@@ -36,7 +36,7 @@ test: $(VENV)/.installed-test
 	$(PYTEST) --pyargs inferplane.conformance --device cpu $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint
-	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff check --quiet --output-format concise .
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import platform
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def export(work: Path, out: Path) -> None:
-    """Write the Hugging Face folder from work/final.pt (or last.pt), measure it and describe it in training.json."""
-    source = work / "final.pt"
-    if not source.exists():
-        raise UsageError(f"{source} does not exist: run `train` with the same --work folder first")
-    saved = torch.load(source, weights_only=True)
-    cfg, opt = Config(**saved["config"]), Options(**saved["options"])
-    model = Model(cfg)
-    model.load_state_dict(saved["state"])
-    model.eval()
-    tok = Tokenizer.from_file(str(work / "tokenizer.json"))
-    data = Dataset.build(cfg.vocab_size, tok)
-    out.mkdir(parents=True, exist_ok=True)
+def stored_tensors(model: Model) -> dict[str, Tensor]:
+    """The checkpoint's tensors: FP8 blocks with their scales, the correction bias in float32, the rest in bfloat16."""
     tensors: dict[str, Tensor] = {}
     for name, value in to_hf_state(model).items():
         if is_fp8(name, value):
@@ -73,16 +63,24 @@ def export(work: Path, out: Path) -> None:
             tensors[name] = value.float().contiguous()
         else:
             tensors[name] = value.bfloat16().contiguous()
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Indented, as Hugging Face's own files are."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_model(cfg: Config, model: Model, tok: Tokenizer, out: Path) -> None:
+    """Weights, config and tokenizer: what is needed to run the model."""
+    save_file(stored_tensors(model), out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # safetensors keeps its files private, these go into a package
     tok.save(str(out / "tokenizer.json"), pretty=False)
-
-    def write(name: str, content: Any) -> None:
-        (out / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-    write("config.json", cfg.to_hf(fp8=True))
-    write("generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": False})
-    write(
-        "tokenizer_config.json",
+    write_json(out / "config.json", cfg.to_hf(fp8=True))
+    ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    write_json(out / "generation_config.json", {**ids, "do_sample": False})
+    write_json(
+        out / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": SPECIALS[BOS],
@@ -95,23 +93,52 @@ def export(work: Path, out: Path) -> None:
             "chat_template": CHAT_TEMPLATE,
         },
     )
-    context = Options.at(opt.context, 1.0)
-    measured = {
+
+
+def measure(model: Model, shipped: Model, data: Dataset, context: int) -> dict[str, dict[str, Any]]:
+    """Held-out results of the weights in memory and of the shipped ones, the latter at two contexts."""
+    short = min(512, context)
+    results = {
         "float32_in_memory": evaluate(model, data.held, context, torch.float32),
-        "exported_fp8_dequantized_float32": evaluate(load_folder(out)[1], data.held, context, torch.float32),
+        "exported_fp8_dequantized_float32": evaluate(shipped, data.held, context, torch.float32),
+        f"exported_fp8_dequantized_float32_context_{short}": evaluate(shipped, data.held, short, torch.float32),
     }
-    per_token = data.held_bytes / sum(map(len, data.held))
-    for result in measured.values():
-        result["loss_per_byte"] = result["loss"] / per_token
-    write(
-        "training.json",
+    for result in results.values():
+        result["loss_per_byte"] = result["loss"] * sum(map(len, data.held)) / data.held_bytes
+    return results
+
+
+def export(work: Path, out: Path) -> None:
+    """Write the Hugging Face folder from work/final.pt, measure it and describe it in training.json.
+
+    The files replace those of an earlier export only when all of them are there and measured.
+    """
+    source = work / "final.pt"
+    if not source.exists():
+        raise UsageError(f"{source} does not exist: run `train` with the same --work folder first")
+    saved = torch.load(source, weights_only=True)
+    cfg, opt = Config(**saved["config"]), Options(**saved["options"])
+    model = Model(cfg)
+    model.load_state_dict(saved["state"])
+    model.eval()
+    tok = Tokenizer.from_file(str(work / "tokenizer.json"))
+    data = Dataset.build(cfg.vocab_size, tok)
+    new = work / "export"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    write_model(cfg, model, tok, new)
+    context = Options.at(opt.context, 1.0)
+    measured = measure(model, load_folder(new)[1], data, context)
+    parameters = sum(p.numel() for p in model.parameters())
+    write_json(
+        new / "training.json",
         {
             "what": "Inferplane demo model: DeepSeek-V3 architecture, trained on Python's standard library",
             "loss_unit": "nats; mean over held-out tokens, windows of `context` tokens with nothing carried over",
             "context": context,
             "held_out": measured,
-            "held_out_bytes_per_token": per_token,
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "held_out_bytes_per_token": data.held_bytes / sum(map(len, data.held)),
+            "parameters": parameters,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "files": len(data.files),
@@ -126,22 +153,25 @@ def export(work: Path, out: Path) -> None:
                 "kind": "byte-level BPE",
                 "vocab_size": cfg.vocab_size,
                 "split": SPLIT,
-                "sha256": hashlib.sha256((out / "tokenizer.json").read_bytes()).hexdigest(),
+                "sha256": hashlib.sha256((new / "tokenizer.json").read_bytes()).hexdigest(),
             },
             "options": dataclasses.asdict(opt),
         },
     )
     result = measured["exported_fp8_dequantized_float32"]
     text = README.format(
-        params=sum(p.numel() for p in model.parameters()) / 1e6,
+        params=parameters / 1e6,
         minutes=saved["elapsed"] / 60,
         loss=result["loss"],
         byte=result["loss_per_byte"],
         context=context,
         mtp=cfg.num_hidden_layers,
     )
-    (out / "README.md").write_text(text, encoding="utf-8")
-    size = sum(p.stat().st_size for p in out.iterdir() if p.is_file())
+    (new / "README.md").write_text(text, encoding="utf-8")
+    size = sum(p.stat().st_size for p in new.iterdir())
     print(json.dumps({"folder": str(out), "bytes": size, "held_out": measured}, indent=2))
     if size > SIZE_LIMIT:
-        raise UsageError(f"{out} has {size} bytes, the limit is {SIZE_LIMIT}: lower the sizes in Config")
+        raise UsageError(f"the export has {size} bytes, the limit is {SIZE_LIMIT}: lower the sizes in Config")
+    out.mkdir(parents=True, exist_ok=True)
+    for path in sorted(new.iterdir()):
+        shutil.move(path, out / path.name)

@@ -145,6 +145,6 @@ def transformers_mtp(hf: dict[str, Any], state: dict[str, Tensor], tokens: Tenso
 
 def write_plain(folder: Path, hf: dict[str, Any], state: dict[str, Tensor]) -> None:
     """An unquantized float32 folder that transformers can load."""
-    hf = {k: v for k, v in hf.items() if k != "quantization_config"} | {"torch_dtype": "float32"}
+    hf = {k: v for k, v in hf.items() if k != "quantization_config"} | {"torch_dtype": "float32", "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
     save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})

@@ -79,7 +79,8 @@ class Config:
             "seq_aux": True,
             "tie_word_embeddings": True,
             "topk_method": "noaux_tc",
-            "torch_dtype": "bfloat16",
+            "torch_dtype": "bfloat16",  # transformers 4
+            "dtype": "bfloat16",  # transformers 5
             "use_cache": True,
         }
         hf.update(dataclasses.asdict(self))

@@ -136,11 +136,16 @@ def random_model(config: Any, seed: int = 0) -> Any:
     return model
 
 
+def config_of(family: str, case: str, **changes: Any) -> Any:
+    """The config of a named case."""
+    if family == "llama":
+        return llama_config(**{**LLAMA[case], **changes})
+    return deepseek_config(**{**DEEPSEEK[case], **changes})
+
+
 def make(family: str, case: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Save a random model of a named case in `folder`; returns transformers' model, in float32 with the saved values."""
-    configs = {"llama": (llama_config, LLAMA), "deepseek": (deepseek_config, DEEPSEEK)}
-    config_of, cases = configs[family]
-    model = random_model(config_of(**cases[case])).to(dtype)
+    """Save a random model of a named case; returns transformers' model, in float32 with the saved values."""
+    model = random_model(config_of(family, case)).to(dtype)
     model.save_pretrained(folder, **options)
     return model.float()
 

@@ -9,13 +9,14 @@ import torch
 from inferplane.binding import DictSource, Options, Settings, bind, link, load
 from inferplane.kvcache import paged_layout
 from inferplane.models import Build, Config, deepseek_v3, llama
-from inferplane.ops import OPS
+from inferplane.ops import OPS, encode
 from inferplane.ops.op import relative_error
-from inferplane.types import HOST, Features, Kernel, Weight
+from inferplane.types import HOST, PLAIN, WHOLE, Features, Kernel, Placement, Weight
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)
 LAYOUT = paged_layout(16)
+WHOLE_MODEL = Placement()
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,14 +54,19 @@ V3 = {
 }
 
 
-def tiny_llama(**changes):
+def quantized(format):
+    """Format by checkpoint name: that of every projection."""
+    return lambda name: format if name.endswith(("_proj.weight", "_mqa.weight")) else PLAIN
+
+
+def tiny_llama(*, format=PLAIN, placement=WHOLE_MODEL, **changes):
     """A Llama of three layers, nothing read."""
-    return llama(Build(Config({**LLAMA, **changes}), positions=256))
+    return llama(Build(Config({**LLAMA, **changes}), placement, quantized(format), positions=256))
 
 
-def tiny_v3(*, mtp=False, **changes):
+def tiny_v3(*, format=PLAIN, mtp=False, **changes):
     """A DeepSeek-V3 of four layers, the first dense, nothing read."""
-    return deepseek_v3(Build(Config({**V3, **changes}), positions=256, mtp=mtp))
+    return deepseek_v3(Build(Config({**V3, **changes}), WHOLE_MODEL, quantized(format), positions=256, mtp=mtp))
 
 
 def function(op, name=None):
@@ -120,6 +126,18 @@ def tensors_for(op, seed=0, dtype=F32):
             rows = w.shape[-2] * (w.shape[0] if len(w.shape) == 3 else 1) // len(w.parts)
             out[part] = (torch.randn(rows, w.shape[-1], generator=generator) / w.shape[-1] ** 0.5).to(dtype)
     return out
+
+
+def encoding(format):
+    """A reader of a checkpoint that is stored plainly: encodes what it reads."""
+
+    def read(source, name, shard):
+        whole = torch.empty(source.shape(name))
+        source.read_into(name, whole, WHOLE)
+        q = encode(whole, format)
+        return q if shard.size == 1 else q.shard(shard.axis, *shard.bounds(whole.shape[shard.axis]))
+
+    return {format: read}
 
 
 def bound(op, tensors=None, *kernels, kind="mixed", dtype=F32, readers=None, **options):

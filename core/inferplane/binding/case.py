@@ -43,6 +43,15 @@ class Caches:
         self._built[id(kv)] = kv, blocks
         return kv
 
+    def stored(self, request: KVRequest, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Canonical entries as a cache of this layout gives them back, float32 on the host."""
+        n, layout = values[0].shape[0], self.layouts[request]
+        kv = layout.build(request, layout.blocks_for(n), self.dtype, torch.device(self.device))
+        kv.write(torch.arange(n).to(self.device), *(v.to(self.dtype).to(self.device) for v in values))
+        table = torch.arange(layout.blocks_for(n), dtype=torch.int32).to(self.device)
+        held: tuple[torch.Tensor, ...] = to_host(tuple(kv.read(table, n)), widen=True)
+        return held
+
     def held(self, kv: LayerKV) -> tuple[torch.Tensor, ...]:
         """All entries by slot, `[blocks * block_tokens, ...]` float32 on the host."""
         _, blocks = self._built[id(kv)]

@@ -6,8 +6,9 @@ the next one is read. When the canonical form is what is needed, the file is rea
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -27,6 +28,9 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a tensor, None when there is none of that name."""
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Dtype a tensor is stored in, None when there is none of that name."""
 
     def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
         """Fill `out` (on the host, contiguous) with this rank's slice of a tensor, converted to its dtype.
@@ -49,12 +53,14 @@ class Loaded:
 
     Args:
         packed: `(id of a weight, packing name)` -> what kernels read.
-        unused: names in the source that no weight asked for.
+        unused: names in the source that no weight asked for, and that were not expected to be left over.
+        ignored: names that were left over as expected.
         nbytes: bytes of all packings.
     """
 
     packed: dict[tuple[int, str], Any] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -65,6 +71,7 @@ def load(
     *,
     readers: Mapping[str, FormatReader] | None = None,
     progress: Progress | None = None,
+    ignore: Sequence[str] = (),
 ) -> Loaded:
     """Read and pack every weight of a plan.
 
@@ -74,10 +81,11 @@ def load(
         device: torch device the packed weights live on.
         readers: a reader for each quantized format in the plan.
         progress: told after each weight.
+        ignore: shell patterns of names that may be left over.
 
     Raises:
-        CheckpointError: tensors are missing or have another shape than the model. All are looked for before any is
-            read; the message counts them and names the first.
+        CheckpointError: tensors are missing, or have another shape or kind of dtype than the model. All are looked for
+            before any is read; the message counts them and names the first.
         KernelError: a packing raised; the kernels that asked for it are named.
     """
     weights = [plan.weights[i] for i in plan.packings]
@@ -106,7 +114,9 @@ def load(
         del full  # before the next weight is read, or two canonical forms would be held at once
         if progress is not None:
             progress(loaded.nbytes, total)
-    loaded.unused = sorted(set(source.names()) - asked)
+    for name in sorted(set(source.names()) - asked):
+        expected = any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
+        (loaded.ignored if expected else loaded.unused).append(name)
     return loaded
 
 
@@ -122,21 +132,24 @@ class _Watched:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self.source.shape(name)
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self.source.dtype(name)
+
     def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
         self.read.add(name)
         self.source.read_into(name, out, shard)
 
 
 def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
-    """Check names and shapes of everything before anything is read; returns the names that will be.
+    """Check names, shapes and dtypes of everything before anything is read; returns the names that will be.
 
     Raises:
-        CheckpointError: something is missing or misshapen.
+        CheckpointError: something is missing, misshapen, or stored as numbers that mean nothing without scales.
     """
-    missing, wrong, asked = [], [], set()
+    missing, wrong, strange, asked = [], [], [], set()
     for weight in weights:
-        rows, columns, present = 0, set(), 0
-        for part in weight.parts:
+        rows, columns, present = [0] * _groups(weight), set(), 0
+        for i, part in enumerate(weight.parts):
             asked.add(part)
             shape = source.shape(part)
             if shape is None:
@@ -144,13 +157,17 @@ def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
                     missing.append(part)
                 continue
             present += 1
-            if len(shape) > weight.shard.axis:  # else it is misshapen and counts no rows
+            dtype = source.dtype(part)
+            if weight.format == PLAIN and dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+                strange.append(f"{part} {str(dtype).removeprefix('torch.')}")
+            if len(shape) in (len(weight.shape), min(2, len(weight.shape))):  # else it is misshapen and counts no rows
                 shape = _sharded(part, shape, weight.shard)
-                rows += _rows(weight, shape)
+                rows[i * len(rows) // len(weight.parts)] += _rows(weight, shape)
                 columns.add(shape[-1])
         if not present:
             continue
-        if rows != _rows(weight, weight.shape) or (len(weight.shape) > 1 and columns != {weight.shape[-1]}):
+        want = _rows(weight, weight.shape) // len(rows)
+        if any(n != want for n in rows) or (len(weight.shape) > 1 and columns != {weight.shape[-1]}):
             found = ", ".join(f"{p} {source.shape(p)}" for p in weight.parts[:3])
             wrong.append(f"{found}{', ...' if len(weight.parts) > 3 else ''} for {weight.shape}")
     if missing:
@@ -163,6 +180,12 @@ def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
         raise CheckpointError(
             f"{len(wrong)} tensor(s) have other shapes than the model's config says: {'; '.join(wrong[:3])}.",
             remedy="check that the config belongs to the checkpoint",
+        )
+    if strange:
+        raise CheckpointError(
+            f"{len(strange)} tensor(s) are stored in a dtype that means nothing without scales: "
+            f"{', '.join(strange[:3])}.",
+            remedy="check that the checkpoint has its scales, and its config a quantization_config",
         )
     return asked
 
@@ -220,6 +243,11 @@ def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[s
     return stack
 
 
+def _groups(weight: Weight) -> int:
+    """Into how many slices the parts are stacked: one an expert, else one in all."""
+    return weight.shape[0] if len(weight.shape) == 3 and len(weight.parts) % weight.shape[0] == 0 else 1
+
+
 def _rows(weight: Weight, shape: tuple[int, ...]) -> int:
     """Rows of a shape; all its entries when the weight is a vector."""
     return math.prod(shape[:-1]) if len(weight.shape) > 1 else math.prod(shape)
@@ -256,6 +284,11 @@ class DictSource:
         """See `TensorSource.shape`."""
         found = self.tensors.get(name)
         return None if found is None else tuple(found.shape)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """See `TensorSource.dtype`."""
+        found = self.tensors.get(name)
+        return None if found is None else found.dtype
 
     def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
         """See `TensorSource.read_into`."""

@@ -338,7 +338,7 @@ def check_parameters(kernel: Kernel) -> None:
     """Raise KernelError when the kernel's function does not take a view and then exactly the op's parameters."""
     want = list(inspect.signature(OPS[kernel.op].__call__).parameters)[1:]
     try:
-        have = list(inspect.signature(kernel.function()).parameters)[1:]
+        have = [_called(p) for p in inspect.signature(kernel.function()).parameters.values()][1:]
     except ValueError:
         return  # a builtin without a signature: the canary and conformance judge it
     if have != want:
@@ -347,6 +347,12 @@ def check_parameters(kernel: Kernel) -> None:
             f"({', '.join(want)}).",
             remedy="give the function exactly these parameters, in this order",
         )
+
+
+def _called(p: inspect.Parameter) -> str:
+    """A parameter's name, if an argument can be passed to it by position; else also what it is."""
+    plain = p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    return p.name if plain else f"{p.kind.description} {p.name}"
 
 
 def _origin(kernel: Kernel) -> str:

@@ -14,17 +14,22 @@ from inferplane.errors import UsageError
 
 PROGRAM = "inferplane"
 AUTO = "auto"
+MOST_COLUMNS = 100
 # `inferplane.plugins` knows both, but importing it imports torch.
 PLUGIN_GROUP = "inferplane.plugins"
 PLUGIN_VARIABLE = "INFERPLANE_PLUGINS"
 
 
-class _Layout(argparse.RawDescriptionHelpFormatter):
-    """Descriptions as written, in the terminal's width up to a line that is read with ease."""
+class _Layout(argparse.HelpFormatter):
+    """Paragraphs and options in the terminal's width, up to lines that are read with ease; examples as written."""
 
     def __init__(self, prog: str, **options: Any) -> None:
-        options.setdefault("width", min(100, shutil.get_terminal_size().columns - 2))
-        super().__init__(prog, max_help_position=30, **options)
+        options.setdefault("width", min(MOST_COLUMNS, shutil.get_terminal_size().columns - 2))
+        super().__init__(prog, max_help_position=26, **options)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.split("\n\n")
+        return "\n\n".join(p if "\n  " in p else super(_Layout, self)._fill_text(p, width, indent) for p in paragraphs)
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,8 +86,15 @@ def add_model(parser: Parser, *, config: bool = False) -> None:
 def add_device(parser: Parser | argparse._ArgumentGroup, *, required: bool = False, default: str | None = AUTO) -> None:
     """`--device`."""
     known = ", ".join(device_words()) or "see `inferplane devices`"
-    words = f"one of: {known}" if required or default is None else f"{AUTO} (the best one here), {known}; {AUTO}"
+    words = known if required or default is None else f"{known}; left out: {AUTO}, the best one here"
     parser.add_argument("--device", metavar="X", required=required, default=default, help=words)
+
+
+def add_examples(parser: Parser, *examples: str) -> None:
+    """Commands to try, below the options; `{X}` in one stands for a device that a plugin serves."""
+    devices = device_words()
+    lines = [f"  {parser.prog} {e.replace('{X}', devices[-1] if devices else 'X')}".rstrip() for e in examples]
+    parser.epilog = "\n".join(("examples:", *lines))
 
 
 def add_json(parser: Parser) -> None:
@@ -90,47 +102,55 @@ def add_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout; what goes wrong, on stderr")
 
 
-def add_binding(parser: Parser) -> None:
+def add_binding(parser: Parser) -> argparse._ArgumentGroup:
     """What decides which kernels are bound: device, dtypes, pins."""
     group = parser.add_argument_group("where and how it runs")
     add_device(group)
-    group.add_argument("--dtype", metavar="D", default=AUTO, help="float32, bfloat16, float16; auto, the checkpoint's")
-    group.add_argument("--kv-dtype", metavar="D", default=AUTO, help="how the KV cache stores: fp8, int8 where offered")
-    group.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of a sequence; else the model's own")
+    group.add_argument(
+        "--dtype", metavar="D", default=AUTO, help="float32, bfloat16, float16; left out: the checkpoint's"
+    )
+    group.add_argument(
+        "--kv-dtype",
+        metavar="D",
+        default=AUTO,
+        help="how the KV cache stores: fp8, int8 where offered; left out: as --dtype",
+    )
+    group.add_argument(
+        "--max-model-len", metavar="N", type=int, help="most tokens of a sequence; left out: the model's own"
+    )
     group.add_argument(
         "--op",
         metavar="WHAT=PROVIDER",
         action="append",
         default=[],
         dest="ops",
-        help="pin an op or a site ('layers.*.mlp') to a provider, to 'reference' or 'decomposition'; repeatable",
+        help="pin an op, or a site such as 'layers.*.mlp', to a provider, to reference or to decomposition; repeatable",
     )
-    group.add_argument("--lock", metavar="FILE", help="a lock file with measured kernel choices")
     group.add_argument("--strict", action="store_true", help="refuse to leave a hot op on its slow reference")
+    return group
 
 
-def add_loading(parser: Parser) -> None:
-    """How weights are read."""
-    parser.add_argument(
-        "--load-format",
-        metavar="F",
-        default=AUTO,
-        help="auto, or dummy: random weights of the config's shapes",
-    )
+def add_running(parser: Parser) -> None:
+    """As `add_binding`, and how weights are read."""
+    group = add_binding(parser)
+    group.add_argument("--lock", metavar="FILE", help="take kernel choices from a lock file, measured on this machine")
+    group.add_argument("--load-format", metavar="F", default=AUTO, help="dummy: random weights of the config's shapes")
 
 
 def add_sampling(parser: Parser, *, max_tokens: int) -> None:
     """How tokens are chosen. What is left out is taken from the checkpoint's generation_config.json, see `sampling`."""
-    group = parser.add_argument_group("how tokens are chosen (left out: as generation_config.json says, else greedy)")
-    group.add_argument("--max-tokens", metavar="N", type=int, help=f"most tokens to generate; {max_tokens}")
+    group = parser.add_argument_group("how tokens are chosen (left out: as the checkpoint recommends, else greedily)")
+    group.add_argument(
+        "--max-tokens", metavar="N", type=int, help=f"most tokens to generate; left out: {max_tokens}, or what has room"
+    )
     group.add_argument("--temperature", metavar="T", type=float, help="0: the likeliest token each time; 1: as trained")
     group.add_argument("--top-p", metavar="P", type=float, help="keep the likeliest tokens that together reach P")
     group.add_argument("--top-k", metavar="K", type=int, help="keep the K likeliest tokens; 0: all")
-    group.add_argument("--min-p", metavar="P", type=float, help="keep tokens with P times the likeliest's probability")
-    group.add_argument("--seed", metavar="N", type=int, help="equal seeds give equal text; left out: drawn and told")
     group.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable"
+        "--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the likeliest"
     )
+    group.add_argument("--seed", metavar="N", type=int, help="equal seeds give equal text; left out: drawn and told")
+    group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     group.set_defaults(default_max_tokens=max_tokens)
 
 
@@ -148,3 +168,16 @@ def pins(words: Sequence[str]) -> dict[str, str]:
         if out.setdefault(what, provider) != provider:
             raise UsageError(f"--op pins {what!r} to {out[what]!r} and to {provider!r}.", remedy="keep one of them")
     return out
+
+
+def as_text(words: str) -> str:
+    """Words as they came, if they are text.
+
+    Raises:
+        UsageError: bytes that are no UTF-8, which Python reads as lone surrogates.
+    """
+    try:
+        words.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"The prompt is no text: {error}.", remedy="pass UTF-8") from error
+    return words

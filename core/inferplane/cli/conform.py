@@ -11,7 +11,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from inferplane.cli.arguments import Parser, add_device
+from inferplane.cli.arguments import Parser, add_device, add_examples
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
 
@@ -23,6 +23,7 @@ def add_arguments(parser: Parser) -> None:
     """Options of `conform`."""
     parser.usage = f"{parser.prog} --device X [pytest's options ...]"
     add_device(parser, required=True)
+    add_examples(parser, "--device {X}", "--device {X} -k rms_norm -x")
 
 
 def command(device: str, more: list[str]) -> list[str]:
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         raise UsageError("The conformance suite needs pytest.", remedy="pip install 'inferplane[test]'")
     if find_spec(SUITE) is None:
         raise UsageError("This installation lacks the conformance suite.", remedy="install inferplane anew")
-    child = subprocess.Popen(command(args.device, args.pytest_args))
+    more = args.pytest_args[1:] if args.pytest_args[:1] == ["--"] else args.pytest_args
+    child = subprocess.Popen(command(args.device, more))
     # Ctrl-C reaches both; pytest reports what it has, and its exit code is ours.
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -70,15 +70,16 @@ def _show(host: PluginHost, screen: Screen) -> None:
 
     entries = sorted(host.devices(), key=lambda entry: (not entry.probe.available, entry.name))
     grid = Table.grid(padding=(0, 2, 0, 0))
+    everywhere = set.intersection(*(set(entry.probe.versions.items()) for entry in entries)) if entries else set()
     for entry in entries:
         probe, status = entry.probe, entry.probe.presence.value
         words = Text(probe.reason)
         if probe.devices is not None and probe.devices > 1:
             words.append(f" ({probe.devices} of them)")
+        own = [f"{name} {version}" for name, version in set(probe.versions.items()) - everywhere]
+        words.append(f"  [{'; '.join((f'{entry.distribution} {entry.version}', *sorted(own)))}]", "dim")
         if probe.remedy:
             words.append("\nto do: ", "bold").append(probe.remedy)
-        served = [f"{entry.distribution} {entry.version}", *(f"{n} {v}" for n, v in probe.versions.items())]
-        words.append("\n" + ", ".join(served), "dim")
         name = Text(entry.name, "bold" if probe.available else "", no_wrap=True)
         grid.add_row(name, Text(status, STYLES[status], no_wrap=True), words)
     screen.show(grid)

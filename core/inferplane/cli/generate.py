@@ -11,7 +11,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferplane.cli.arguments import PROGRAM, Parser, add_binding, add_json, add_loading, add_model, add_sampling
+from inferplane.cli.arguments import (
+    PROGRAM,
+    Parser,
+    add_examples,
+    add_json,
+    add_model,
+    add_running,
+    add_sampling,
+    as_text,
+)
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
 
@@ -24,12 +33,18 @@ MAX_TOKENS = 128
 
 def add_arguments(parser: Parser) -> None:
     """Options of `generate`."""
+    parser.usage = f"{parser.prog} [MODEL] [-p TEXT] [options]"
     add_model(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue; left out: standard input")
     add_json(parser)
-    add_loading(parser)
     add_sampling(parser, max_tokens=MAX_TOKENS)
-    add_binding(parser)
+    add_running(parser)
+    add_examples(
+        parser,
+        "-p 'def main():' --max-tokens 64",
+        "path/to/model --device {X} --temperature 0.7 < prompt.txt",
+        "-p 'import ' --json",
+    )
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
@@ -57,13 +72,9 @@ def read_prompt(args: argparse.Namespace) -> str:
             prompt = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise UsageError(f"Standard input is no text: {error}.", remedy="pass UTF-8") from error
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # bytes that are no text come in as lone surrogates
-        raise UsageError(f"The prompt is no text: {error}.", remedy="pass UTF-8") from error
     if not prompt:
         raise UsageError("The prompt is empty.", remedy="pass at least one character")
-    return prompt
+    return as_text(prompt)
 
 
 def _generate(llm: LLM, prompt: str, params: SamplingParams, args: argparse.Namespace, screen: Screen) -> int:
@@ -105,7 +116,8 @@ def _generate(llm: LLM, prompt: str, params: SamplingParams, args: argparse.Name
         return 0
     if not text.endswith("\n"):
         screen.stream("\n")
-    screen.said(stats(_there(timings), llm.device, reason, params))
+    drawn = params.seed if args.seed is None else None
+    screen.said(stats(_there(timings), llm.device, reason, drawn))
     return 0
 
 

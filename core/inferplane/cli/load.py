@@ -19,11 +19,12 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
         InferplaneError: as `LLM`; cheap checks come before weights are read.
     """
     pinned = pins(args.ops)
-    with screen.loading(f"loading {args.model}") as progress:
+    with screen.loading(f"starting {args.model}") as loading:
         from inferplane.cli.sampling import choose
         from inferplane.engine import LLM, ModelFiles
 
         params = choose(args, ModelFiles(args.model).folder)
+        loading.phase(f"loading {args.model}")
         llm = LLM(
             args.model,
             device=args.device,
@@ -34,8 +35,9 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
             ops=pinned,
             lock=args.lock,
             load_format=args.load_format,
-            progress=progress,
+            progress=loading.bar,
         )
+        loading.phase("reading the tokenizer")
         try:
             _ = llm.tokenizer  # read at first use, which would be after the bar
         except BaseException:
@@ -44,8 +46,8 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
     return llm, params
 
 
-def stats(timings: Timings, device: str, reason: str | None, params: SamplingParams) -> str:
-    """One line: tokens in and out, seconds to the first, speed of the others, where."""
+def stats(timings: Timings, device: str, reason: str | None, drawn_seed: int | None) -> str:
+    """One line: tokens in and out, seconds to the first, speed of the others, where; and a seed nobody chose."""
     parts = [
         f"{timings.prompt_tokens} prompt tokens",
         f"{timings.generated_tokens} generated" + (f" ({reason})" if reason else ""),
@@ -53,8 +55,8 @@ def stats(timings: Timings, device: str, reason: str | None, params: SamplingPar
         f"{timings.tokens_per_s:.1f} tokens/s",
         device,
     ]
-    if params.temperature:
-        parts.append(f"seed {params.seed}")
+    if drawn_seed is not None:
+        parts.append(f"seed {drawn_seed}")
     return ", ".join(parts)
 
 

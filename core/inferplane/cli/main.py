@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def _help() -> str:
 def _unknown(verb: str) -> UsageError:
     if verb.startswith("-"):
         remedy = f"options stand behind the verb: {PROGRAM} VERB {verb}"
-    elif close := difflib.get_close_matches(verb.lower(), VERBS, n=1, cutoff=0.5):
+    elif close := difflib.get_close_matches(verb.lower(), VERBS, n=1):
         remedy = f"perhaps `{PROGRAM} {close[0]}` was meant"
     elif verb == "demo" or Path(verb).exists():
         remedy = f"a model stands behind the verb: {PROGRAM} generate {verb}"
@@ -151,7 +152,5 @@ def _unknown(verb: str) -> UsageError:
 
 def _let_go_of_stdout() -> None:
     """Python flushes standard output once more when it ends, and would complain of the closed pipe there."""
-    try:
+    with suppress(OSError, ValueError):  # where it is no real file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):  # not a real file
-        pass

@@ -42,7 +42,9 @@ def recommended(folder: Path | None) -> dict[str, Any]:
     found = {"temperature": 1.0, **{name: entries[name] for name in TAKEN if entries.get(name) is not None}}
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CheckpointError(f"{path}: {name} is {value!r}, not a number.", remedy=f"pass --{name.replace('_', '-')}")
+            raise CheckpointError(
+                f"{path}: {name} is {value!r}, not a number.", remedy=f"pass --{name.replace('_', '-')}"
+            )
     return found
 
 
@@ -90,4 +92,4 @@ def fitting(params: SamplingParams, asked: int | None, prompt_tokens: int, max_m
 def as_data(params: SamplingParams) -> dict[str, Any]:
     """What was chosen, for `--json`."""
     names = ("max_tokens", *TAKEN, "seed")
-    return {**{name: getattr(params, name) for name in names}, "stop": list(params.stop)}
+    return {**{name: getattr(params, name) for name in names}, "stop": list(params.stop or ())}

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import IO, TYPE_CHECKING, Any
 
@@ -54,8 +55,15 @@ class Screen:
 
     def show(self, *renderables: RenderableType) -> None:
         """Print tables and text on standard output."""
+        terminal = sys.stdout.isatty()
         for renderable in renderables:
-            self.out.print(renderable)
+            if terminal:
+                self.out.print(renderable)
+                continue
+            with self.out.capture() as captured:
+                self.out.print(renderable)
+            # Tables are padded to their width; what is searched and compared should not be.
+            sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def facts(self, data: Mapping[str, Any]) -> None:
         """Print one JSON object on standard output: on one line, or indented for eyes."""
@@ -90,7 +98,7 @@ class Screen:
     def said(self, words: str) -> None:
         """A dim line without a label; nothing with `--json`, whose object holds the same facts."""
         if not self.json:
-            self.err.print(words, style="dim", soft_wrap=True)
+            self.err.print(words, style="dim", soft_wrap=not sys.stderr.isatty())
 
     def error(self, error: InferplaneError) -> None:
         """What was asked, what there is, what to do."""
@@ -114,7 +122,9 @@ class Screen:
             error_data = {"kind": kind, "what": what, "there_is": "", "remedy": remedy, "traceback": trace}
             self._json_line({"error": error_data})
             return
-        self._labelled([("error", f"{what} (a bug in Inferplane or in a plugin)", "bold red"), ("to do", remedy, "bold")])
+        self._labelled(
+            [("error", f"{what} (a bug in Inferplane or in a plugin)", "bold red"), ("to do", remedy, "bold")]
+        )
 
     def _json_line(self, data: Mapping[str, Any]) -> None:
         sys.stderr.write(json.dumps(data) + "\n")
@@ -158,17 +168,40 @@ class Screen:
             logger.propagate = propagate
 
     @contextmanager
-    def loading(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A progress bar on a terminal's standard error, and nothing elsewhere; takes `(bytes done, bytes in all)`."""
+    def loading(self, what: str) -> Iterator[Loading]:
+        """A progress bar on a terminal's standard error while it lasts, and nothing elsewhere."""
         if self.json or not sys.stderr.isatty() or not self.err.is_terminal or self.err.is_dumb_terminal:
-            yield lambda done, total: None
+            yield Loading(lambda words: None, lambda done, total: None)
             return
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-        with Progress(*columns, TimeRemainingColumn(), console=self.err, transient=True) as progress:
-            task = progress.add_task(what, total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(pulse_style="dim"))
+        with Progress(*columns, TextColumn("{task.fields[size]}"), console=self.err, transient=True) as progress:
+            task = progress.add_task(what, total=None, size="")
+
+            def bar(done: int, total: int) -> None:
+                size = f"{done / MIB:,.0f} of {total / MIB:,.0f} MiB"
+                progress.update(task, completed=done, total=total, size=size)
+
+            def phase(words: str) -> None:
+                nonlocal task
+                progress.remove_task(task)
+                task = progress.add_task(words, total=None, size="")
+
+            yield Loading(phase, bar)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What can be told while a model is loaded.
+
+    Args:
+        phase: takes words for what is done now.
+        bar: takes the bytes that are done, and those in all.
+    """
+
+    phase: Callable[[str], None]
+    bar: Callable[[int, int], None]
 
 
 class _Notes(logging.Handler):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+import inferplane
 from inferplane.conformance.subject import Subject
 
 SCHEMA = 1
@@ -71,33 +71,40 @@ def level(results: Iterable[Result], *, complete: bool) -> str:
     def sound(group: str) -> bool:
         return "passed" in by_group.get(group, ()) and not by_group[group] & {"failed", "not run"}
 
-    if not sound("hygiene"):
+    if not (complete and sound("hygiene")):
         return "none"
-    if not (complete and sound("ops") and sound("kvcache")):
+    if not (sound("ops") and sound("kvcache")):
         return "L0"
     return "L4" if sound("models") else "L3"
 
 
-def write(path: Path, subject: Subject, results: list[Result], *, command: str, complete: bool) -> None:
-    """Write the file.
+@dataclass(frozen=True)
+class Run:
+    """How the suite was run.
 
     Args:
-        path: where to.
-        subject: the device; opened if anything ran on it.
-        results: everything that ran.
-        command: how the suite was started.
-        complete: see `level`.
+        hardware: name and architecture of what was opened, or "none".
+        command: how it was started.
+        complete: whether nothing was left out by a user's choice.
     """
-    state = subject.state
+
+    hardware: str
+    command: str
+    complete: bool
+
+
+def write(path: Path, subject: Subject, results: list[Result], run: Run) -> None:
+    """Write the file, with the day's date and the source tree's commit."""
+    entry = subject.entry
     content = {
         "schema": SCHEMA,
         "backend": subject.name,
-        "level": level(results, complete=complete),
+        "level": level(results, complete=run.complete),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": _commit(),
-        "versions": _versions(subject.entry.probe.versions, subject.entry.distribution, subject.entry.version),
-        "hardware": f"{state.name}, {state.arch}" if state else "none",
-        "command": command,
+        "versions": _versions(entry.probe.versions, entry.distribution, entry.version),
+        "hardware": run.hardware,
+        "command": run.command,
         "results": [r.as_json() for r in sorted(results, key=lambda r: r.case)],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,11 +112,7 @@ def write(path: Path, subject: Subject, results: list[Result], *, command: str, 
 
 
 def _versions(probed: Mapping[str, str], distribution: str, version: str) -> dict[str, str]:
-    try:
-        own = importlib.metadata.version("inferplane")
-    except importlib.metadata.PackageNotFoundError:
-        own = "source tree"
-    return {"inferplane": own, "torch": torch.__version__, distribution: version, **probed}
+    return {distribution: version, "inferplane": inferplane.__version__, "torch": torch.__version__, **probed}
 
 
 def _commit() -> str:

@@ -23,12 +23,13 @@ SUITE = "inferplane.conformance"
 FOLDER = Path(__file__).resolve().parent
 CASE = "inferplane_case"
 MEASURED = "inferplane_measured"
+HARDWARE = "inferplane_hardware"
 NOT_RUN_STATUS = 5
 """pytest's own status for "no tests ran"."""
 
-SUBJECT = pytest.StashKey["Subject"]()
-EXPECTED = pytest.StashKey["list[Expected]"]()
-STALE = pytest.StashKey["list[Expected]"]()
+SUBJECT: pytest.StashKey[Subject] = pytest.StashKey()
+EXPECTED: pytest.StashKey[list[Expected]] = pytest.StashKey()
+STALE: pytest.StashKey[list[Expected]] = pytest.StashKey()
 
 
 def _asks_for_suite(args: list[str]) -> bool:
@@ -80,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if device is None:
             names = ", ".join(entry.name for entry in host().devices()) or "no device"
             raise pytest.UsageError(f"Say which device to test, --device NAME. There is: {names}.")
-        subject = config.stash[SUBJECT] = Subject.of(host(), device, config.option.inferplane_dtype)
+        subject = config.stash[SUBJECT] = Subject.of(host(), str(device), config.option.inferplane_dtype)
         given = config.option.inferplane_xfails
         path = Path(given) if given else _own_xfails(subject)
         config.stash[EXPECTED] = xfails.read(path) if path else []
@@ -152,6 +153,7 @@ class _Record:
         self.config, self.subject, self.xfails = config, subject, xfails
         self.worker = hasattr(config, "workerinput")
         self.results: dict[str, Result] = {}
+        self.hardware = ""
 
     def pytest_report_header(self) -> list[str]:
         entry = self.subject.entry
@@ -180,8 +182,16 @@ class _Record:
             detail=detail,
         )
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker of pytest-xdist has ended; it opened the device, this process did not."""
+        self.hardware = getattr(node, "workeroutput", {}).get(HARDWARE) or self.hardware
+
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self.subject.state is not None:
+            self.hardware = f"{self.subject.state.name}, {self.subject.state.arch}"
         if self.worker:
+            self.config.workeroutput[HARDWARE] = self.hardware  # type: ignore[attr-defined]
             return
         ran = any(r.status in ("passed", "xfailed") for r in self.results.values())
         if exitstatus == 0 and (self.subject.absent or not ran):
@@ -206,8 +216,8 @@ class _Record:
         path = self.config.option.inferplane_evidence
         if path:
             args = self.config.invocation_params.args
-            command = " ".join(["pytest", *map(str, args)])
-            evidence.write(Path(path), self.subject, results, command=command, complete=complete)
+            ran = evidence.Run(self.hardware or "none", " ".join(["pytest", *map(str, args)]), complete)
+            evidence.write(Path(path), self.subject, results, ran)
             terminalreporter.line(f"evidence: {path}")
 
 

@@ -12,7 +12,7 @@ import torch
 from inferplane.binding import Options, Plan, Settings, bind, link
 from inferplane.conformance.subject import Subject
 from inferplane.kvcache import paged_layout
-from inferplane.ops import CausalLM, Draw, Embedding
+from inferplane.ops import CausalLM, Draw, Embedding, MoERoute
 from inferplane.types import HOST, Features, KVCache, KVLayout, KVRequest, QTensor
 from inferplane.types.batch import FEW_TOKENS, Query, make_batch
 
@@ -47,10 +47,26 @@ class Bound:
     device: str
 
 
-def draw_weights(model: CausalLM, dtype: torch.dtype, seed: int = 0) -> dict[int, torch.Tensor | QTensor]:
-    """Random canonical weights on the host for every weight of a model, by the weight's id."""
+def draw_weights(
+    model: CausalLM, dtype: torch.dtype, seed: int = 0, *, steady_routes: bool = False
+) -> dict[int, torch.Tensor | QTensor]:
+    """Random canonical weights on the host for every weight of a model, by the weight's id.
+
+    Args:
+        model: the tree.
+        dtype: of plain weights.
+        seed: any integer.
+        steady_routes: spread the routers' correction biases so far that rounding cannot change which experts a token
+            goes to. Otherwise a near tie, decided otherwise in a narrow dtype, makes a few rows' logits incomparable.
+    """
     draw = Draw(seed, dtype)
-    return {id(w): draw.weight(w) for w in {id(w): w for _, w in model.weights()}.values()}
+    weights = {id(w): draw.weight(w) for w in {id(w): w for _, w in model.weights()}.values()}
+    for _, op in model.sites():
+        if steady_routes and isinstance(op, MoERoute) and op.bias is not None:
+            # Powers of two: neither two experts nor two pairs of them, which rank groups, lie less than 3 apart, and
+            # scores (of one or two experts, each below 1) cannot make that up.
+            weights[id(op.bias)] = 3.0 * 2.0 ** torch.tensor(draw.permutation(op.bias.shape[0]))
+    return weights
 
 
 def plan_for(subject: Subject, model: CausalLM, dtype: torch.dtype) -> Plan:

@@ -97,8 +97,8 @@ def test_some_sample_is_served(kernel, device, measured):
                 reasons.update(dict.fromkeys(refusals))
     listed = "\n".join(f"  {reason}" for reason in reasons)
     pytest.fail(
-        f"no sample serves it: {kernel.name} refuses all {len(samples)} samples of op {kernel.op}, so nothing shows that "
-        f"it is right. Its reasons:\n{listed}",
+        f"no sample serves it: {kernel.name} refuses all {len(samples)} samples of op {kernel.op}, so nothing shows "
+        f"that it is right. Its reasons:\n{listed}",
         pytrace=False,
     )
 

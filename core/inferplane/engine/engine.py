@@ -14,12 +14,15 @@ from inferplane.engine.params import SamplingParams
 from inferplane.engine.request import Request
 from inferplane.engine.runner import Runner
 from inferplane.engine.scheduler import Limits, Scheduled, Scheduler
+from inferplane.engine.text import Detokenizer
 from inferplane.errors import CapacityError, UsageError
 from inferplane.kvcache import BlockAllocator
-from inferplane.types import HOST
+from inferplane.types import HOST, KVCache
 from inferplane.types.batch import Query, make_batch
 
 DEFAULT_STEP_TOKENS = 2048
+COLDEST = 1e-5
+"""Temperatures below this take the likeliest token: dividing by them would overflow float32."""
 
 
 class Engine:
@@ -39,23 +42,38 @@ class Engine:
         self.allocator = BlockAllocator(self.cache.blocks)
         limits = Limits(max_batch, max_step_tokens, runner.max_model_len)
         self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits)
+        self.closed = False
         self._ids = count()
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, end_ids: frozenset[int]) -> Request:
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        end_ids: frozenset[int],
+        text: Detokenizer | None = None,
+    ) -> Request:
         """Queue a prompt.
 
+        Args:
+            prompt: token ids.
+            params: how to sample, and when to stop.
+            end_ids: tokens that end the text.
+            text: told every generated token that is part of the text; it knows the stop strings.
+
         Raises:
-            UsageError: it is empty, or a token id lies outside the vocabulary.
+            UsageError: it is empty, or a token id lies outside the vocabulary; the engine is closed.
             CapacityError: it could never run.
         """
         self.check(prompt)
-        ends = (frozenset() if params.ignore_eos else end_ids) | frozenset(params.stop_token_ids)
-        request = Request(next(self._ids), list(prompt), params, ends)
+        ends = (frozenset() if params.ignore_eos else end_ids) | frozenset(params.stop_token_ids or ())
+        request = Request(next(self._ids), list(prompt), params, ends, text)
         self.scheduler.add(request)
         return request
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Raise UsageError for an empty prompt or token ids outside the vocabulary."""
+        """Raise UsageError for an empty prompt or token ids outside the vocabulary, or when the engine is closed."""
+        if self.closed:
+            raise UsageError("The model is closed: its weights and its cache are freed.", remedy="make a new LLM")
         if not prompt:
             raise UsageError("The prompt is empty.", remedy="pass at least one token")
         bad: list[Any] = [t for t in prompt if type(t) is not int or not 0 <= t < self.vocab]
@@ -63,9 +81,14 @@ class Engine:
             raise UsageError(f"Token id {bad[0]!r} is not in the vocabulary.", there_is=f"ids 0 to {self.vocab - 1}")
 
     def step(self) -> list[tuple[Request, int]]:
-        """One step; returns the sequences that got a token, with it. Ended ones have a `finish_reason`."""
+        """One step; returns the sequences that got a token, with it. Ended ones have a `finish_reason`.
+
+        What an exception or an interrupt leaves half done is done again by the next step: until its token is accepted
+        a sequence stands where it stood, and writing the same cache entries twice changes nothing.
+        """
         chosen = self.scheduler.schedule()
         if not chosen:
+            assert not self.busy, "nothing runs, and what waits does not fit: blocks were lost"
             return []
         now = time.monotonic()
         for s in chosen:
@@ -73,44 +96,43 @@ class Engine:
         batch = make_batch(self.scheduler.queries(chosen), block_tokens=self.cache.block_tokens, device=self.device)
         logits, _ = self.runner.run(batch)
         deciding = [s for s in chosen if s.last]
-        tokens = self._sample(deciding, logits)
+        decided = [(s.request, token) for s, token in zip(deciding, self._sample(deciding, logits))]
+        for request, token in decided:
+            self._accept(request, token)
         self.scheduler.commit(chosen)
-        return [(s.request, self._accept(s.request, token)) for s, token in zip(deciding, tokens)]
+        return decided
 
     def _sample(self, deciding: list[Scheduled], logits: torch.Tensor) -> list[int]:
         if not deciding:
             return []
         params = [s.request.params for s in deciding]
+        heat = [p.temperature if p.temperature >= COLDEST else 0.0 for p in params]
         banned = [
-            (row, list(s.request.end_ids))
+            (row, [i for i in s.request.end_ids if 0 <= i < self.vocab])
             for row, s in enumerate(deciding)
-            if len(s.request.generated) < s.request.params.min_tokens and s.request.end_ids
+            if len(s.request.generated) < s.request.params.min_tokens
         ]
-        for row, ids in banned:
-            logits[row, ids] = -torch.inf
         column = lambda values, dtype: torch.tensor(values, dtype=dtype).to(self.device)  # noqa: E731
         with torch.inference_mode():
+            for row, ids in banned:
+                logits[row, ids] = -torch.inf
             tokens = self.runner.sample(
                 logits,
-                column([p.temperature for p in params], torch.float32),
+                column(heat, torch.float32),
                 column([p.top_k for p in params], torch.int64),
                 column([p.top_p for p in params], torch.float32),
                 column([p.min_p for p in params], torch.float32),
-                column(
-                    [s.request.uniform() if p.temperature > 0 else 0.0 for s, p in zip(deciding, params)], torch.float32
-                ),
+                column([s.request.uniform() if h else 0.0 for s, h in zip(deciding, heat)], torch.float32),
             )
         return [int(i) for i in tokens.to(HOST).tolist()]
 
-    def _accept(self, request: Request, token: int) -> int:
-        now = time.monotonic()
+    def _accept(self, request: Request, token: int) -> None:
         request.generated.append(token)
-        request.first_token = request.first_token or now
-        if token in request.end_ids:
+        request.first_token = request.first_token or time.monotonic()
+        if token in request.end_ids or (request.text is not None and request.text.push([token])):
             self.end(request, "stop")
         elif len(request.generated) >= request.params.max_tokens:
             self.end(request, "length")
-        return token
 
     def end(self, request: Request, reason: str) -> None:
         """End a request and take back its blocks; a request that has ended stays as it is."""
@@ -118,6 +140,13 @@ class Engine:
             request.finish_reason = reason  # type: ignore[assignment]
             request.ended = time.monotonic()
             self.scheduler.remove(request)
+
+    def close(self) -> None:
+        """End all requests and let go of the cache; nothing can be added any more."""
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.end(request, "abort")
+        self.closed = True
+        self.cache = KVCache((), self.cache.blocks, self.cache.block_tokens)
 
     @property
     def busy(self) -> bool:
@@ -145,6 +174,8 @@ class Engine:
             UsageError, CapacityError: as for `add`.
         """
         self.check(prompt)
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise UsageError(f"chunk_tokens = {chunk_tokens}.", there_is="values of 1 and more")
         if len(prompt) > self.scheduler.limits.max_model_len:
             raise CapacityError(
                 f"A prompt of {len(prompt)} tokens exceeds the model's {self.scheduler.limits.max_model_len}.",

@@ -120,16 +120,18 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        return list(prompt)
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        return [i.item() if hasattr(i, "item") else i for i in ids]
 
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+    def _detokenizer(self, prompt: list[int], params: SamplingParams) -> Detokenizer | None:
         """None for a folder or config without a tokenizer, unless text is needed."""
         has_files = self.files.folder is not None and any(
             (self.files.folder / n).exists() for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
         )
         if self._tokenizer is None and not has_files and not params.stop:
             return None
-        return Detokenizer(self.tokenizer, params.stop)
+        self.engine.check(prompt)
+        return Detokenizer(self.tokenizer, params.stop or (), prompt)
 
     # -- generating
 
@@ -143,7 +145,7 @@ class LLM:
             params: one for all, or one a prompt.
 
         Raises:
-            UsageError: no prompts, an empty one, a token outside the vocabulary, or another number of params than prompts.
+            UsageError: no prompts, an empty one, a token outside the vocabulary, or not as many params as prompts.
             CapacityError: a prompt with its `max_tokens` is longer than the model or the cache allows.
         """
         many = _prompts(prompts)
@@ -153,38 +155,18 @@ class LLM:
                 f"{len(each)} sampling params for {len(many)} prompts.", remedy="pass one, or one a prompt"
             )
         encoded = [self._encode(p) for p in many]
-        texts = [self._detokenizer(p) for p in each]
+        texts = [self._detokenizer(ids, p) for ids, p in zip(encoded, each)]
         requests: list[Request] = []
         try:
             ends = self._end_ids()
-            for ids, p in zip(encoded, each):
-                requests.append(self.engine.add(ids, p, ends))
-            place = {r.request_id: i for i, r in enumerate(requests)}
+            for ids, p, text in zip(encoded, each, texts):
+                requests.append(self.engine.add(ids, p, ends, text))
             while any(r.finish_reason is None for r in requests):
-                for request, token in self.engine.step():
-                    self._text(request, token, texts[place[request.request_id]])
+                self.engine.step()
         finally:
             for request in requests:
                 self.engine.end(request, "abort")
-        out = []
-        for request, text in zip(requests, texts):
-            if text is not None:
-                text.take(end=True)
-            out.append(
-                Result(
-                    text.text if text else "",
-                    request.generated,
-                    request.finish_reason or "abort",
-                    request.timings(),
-                    request.prompt,
-                )
-            )
-        return out
-
-    def _text(self, request: Request, token: int, text: Detokenizer | None) -> None:
-        if text is not None and token not in request.end_ids and text.push([token]):
-            self.engine.end(request, "stop")
-            request.finish_reason = "stop"
+        return [_result(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Continue one prompt, piece by piece. Closing the iterator early ends the request and frees its blocks.
@@ -196,21 +178,22 @@ class LLM:
         Raises:
             As `generate`, at the first piece.
         """
-        params = params or SamplingParams()
-        text = self._detokenizer(params)
-        request = self.engine.add(self._encode(prompt), params, self._end_ids())
+        params, ids = params or SamplingParams(), self._encode(prompt)
+        text = self._detokenizer(ids, params)
+        request = self.engine.add(ids, params, self._end_ids(), text)
+        sent = 0
         try:
-            while request.finish_reason is None:
-                for which, token in self.engine.step():
-                    if which is not request:
-                        continue
-                    self._text(request, token, text)
-                    if request.finish_reason is None:
-                        yield Delta(text.take() if text else "", [token])
-                    else:
-                        yield Delta(
-                            text.take(end=True) if text else "", [token], request.finish_reason, request.timings()
-                        )
+            while True:
+                # Other streams and calls of generate step this request too, while nobody asks for its next piece.
+                while request.finish_reason is None and sent == len(request.generated):
+                    self.engine.step()
+                reason, new = request.finish_reason, request.generated[sent:]
+                sent += len(new)
+                piece = text.take(end=reason is not None) if text else ""
+                if reason is not None:
+                    yield Delta(piece, new, reason, request.timings())
+                    return
+                yield Delta(piece, new)
         finally:
             self.engine.end(request, "abort")
 
@@ -245,7 +228,7 @@ class LLM:
         Raises:
             UsageError, CapacityError: as `generate`.
         """
-        return [self.engine.logits(self._encode(p), chunk_tokens) for p in prompts]
+        return [self.engine.logits(self._encode(p), chunk_tokens) for p in _prompts(prompts)]
 
     # -- looking inside
 
@@ -263,7 +246,8 @@ class LLM:
         return self.runner.backend.name
 
     def close(self) -> None:
-        """Free the weights and the cache."""
+        """Free the weights and the cache; what still runs is aborted. A second call does nothing."""
+        self.engine.close()
         self.runner.steps = {}
         self.runner.cache = None
         self.runner.loaded.packed.clear()
@@ -278,9 +262,27 @@ class LLM:
 
 
 def _prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several as a list."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+    """One prompt or several as a list; ids may also be an array or a tensor."""
+    if isinstance(prompts, str):
         return [prompts]
-    if not len(prompts):
+    if not hasattr(prompts, "__iter__"):
+        raise UsageError(f"{prompts!r} is no prompt.", there_is="strings, and lists of token ids")
+    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    if not many:
         raise UsageError("No prompts were given.", remedy="pass at least one")
-    return list(prompts)
+    alone = all(isinstance(p, int) or getattr(p, "ndim", None) == 0 for p in many)
+    if not alone and (odd := [p for p in many if not hasattr(p, "__iter__")]):
+        raise UsageError(f"{odd[0]!r} among the prompts is no prompt.", there_is="strings, and lists of token ids")
+    return [many] if alone else many
+
+
+def _result(request: Request) -> Result:
+    if request.text is not None:
+        request.text.take(end=True)
+    return Result(
+        request.text.text if request.text is not None else "",
+        request.generated,
+        request.finish_reason or "abort",
+        request.timings(),
+        request.prompt,
+    )

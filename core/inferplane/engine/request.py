@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from inferplane.engine.params import SamplingParams
+from inferplane.engine.text import Detokenizer
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -76,6 +77,7 @@ class Request:
         prompt: token ids.
         params: how to sample.
         end_ids: tokens that end it.
+        text: takes in the generated tokens, except those that end the text; None when nobody wants text.
         generated: tokens so far.
         blocks: its KV blocks.
         computed: tokens whose KV entries are in the cache.
@@ -86,6 +88,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     end_ids: frozenset[int] = frozenset()
+    text: Detokenizer | None = None
     generated: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -98,6 +101,7 @@ class Request:
     def __post_init__(self) -> None:
         seed = self.params.seed
         self._random = random.Random(secrets.randbits(64) if seed is None else seed)
+        self._drawn: list[float] = []
 
     @property
     def tokens(self) -> int:
@@ -115,8 +119,14 @@ class Request:
         return self.prompt[start:stop] + self.generated[max(0, start - n) : max(0, stop - n)]
 
     def uniform(self) -> float:
-        """The next random number in [0, 1): a function of the seed and of how many were drawn before."""
-        return self._random.random()
+        """The random number in [0, 1) that decides the next token: a function of the seed and of the token's place.
+
+        It has 24 bits, so that float32 holds it exactly and never rounds it up to 1.
+        """
+        place = len(self.generated)
+        while len(self._drawn) <= place:
+            self._drawn.append(self._random.getrandbits(24) / 2**24)
+        return self._drawn[place]
 
     def timings(self) -> Timings:
         """Seconds so far; call it when the request has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -114,12 +115,18 @@ class Runner:
         runner._canary()
         runner._warn()
         plan = runner.plan
-        source = DummySource() if options.load_format == "dummy" else files.source()
-        runner.loaded = load(
-            plan, source, runner.backend.torch_device_indexed, readers=runner._readers(), progress=progress
-        )
-        if hasattr(source, "close"):
-            source.close()
+        with contextlib.ExitStack() as opened:
+            dummy = options.load_format == "dummy"
+            source = DummySource() if dummy else opened.enter_context(contextlib.closing(files.source()))
+            runner.loaded = load(
+                plan,
+                source,
+                runner.backend.torch_device_indexed,
+                readers=runner._readers(),
+                progress=progress,
+                ignore=runner.ignored,
+            )
+        runner._warn_unused()
         runner.steps = link(plan, runner.loaded.packed)
         runner._build_cache()
         return runner
@@ -141,16 +148,20 @@ class Runner:
 
     def _bind(self, *, assumed: bool) -> None:
         names = None if self.options.load_format == "dummy" or not self.files.has_weights else set(self.files.names())
-        self.model: CausalLM = build(
-            Build(
-                self.files.config,
-                Placement(),
-                format_of(self.files.config.get("quantization_config"), names),
-                self.max_model_len,
-                self.options.mtp,
-            ),
-            self.host.models(),
+        plans = Build(
+            self.files.config,
+            Placement(),
+            format_of(self.files.config.get("quantization_config"), names),
+            self.max_model_len,
+            self.options.mtp,
         )
+        self.model: CausalLM = build(plans, self.host.models())
+        self.ignored = plans.ignored
+        if self.options.mtp and not self.model.mtp:
+            raise UsageError(
+                f"mtp=True, but {self.files.name} has no multi-token-prediction layers.",
+                remedy="leave mtp out, or load a checkpoint whose config has num_nextn_predict_layers",
+            )
         self._bind_again(assumed=assumed)
 
     def _bind_again(self, *, assumed: bool) -> None:
@@ -211,6 +222,16 @@ class Runner:
                 stacklevel=4,
             )
 
+    def _warn_unused(self) -> None:
+        left = self.loaded.unused
+        if left:
+            warnings.warn(
+                f"{self.files.name}: {len(left)} tensor(s) of the checkpoint are not part of the model and were not "
+                f"read: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Check that its config belongs to it.",
+                InferplaneWarning,
+                stacklevel=4,
+            )
+
     def _readers(self) -> dict[str, Any]:
         from inferplane.models.registry import resolve
 
@@ -224,7 +245,9 @@ class Runner:
         layouts = self.plan.layouts
         block_tokens = next(iter(layouts.values())).block_tokens
         block_bytes = sum(layouts[r].bytes_per_block(r, self.dtype) for r in requests)
-        budget = self.options.kv_cache_bytes or int(self.backend.memory().free_bytes * KV_SHARE)
+        budget = self.options.kv_cache_bytes
+        if budget is None:
+            budget = int(self.backend.memory().free_bytes * KV_SHARE)
         blocks = min(budget // block_bytes, math.ceil(self.max_model_len / block_tokens) * self.options.max_batch)
         if blocks < 1:
             raise CapacityError(
@@ -261,7 +284,7 @@ def pick_dtype(asked: str | torch.dtype, files: ModelFiles) -> torch.dtype:
         UsageError: an unknown name.
     """
     if isinstance(asked, torch.dtype):
-        return asked
+        asked = str(asked).removeprefix("torch.")
     name = asked
     if asked == "auto":
         name = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")

@@ -98,9 +98,10 @@ class Scheduler:
             need = self.blocks_for(self.waiting[0].most_tokens)
             if need > self.allocator.free:
                 break
-            request = self.waiting.popleft()
+            request = self.waiting[0]
             request.blocks = self.allocator.take(need)
-            self.running.append(request)
+            self.running.append(request)  # first in, then out: an interrupt between must not lose it
+            self.waiting.popleft()
             count = min(request.tokens, budget)
             chosen.append(Scheduled(request, count))
             budget -= count
@@ -130,5 +131,5 @@ class Scheduler:
             self.running.remove(request)
             self.allocator.give_back(request.blocks)
             request.blocks = []
-        elif request in self.waiting:
+        if request in self.waiting:
             self.waiting.remove(request)

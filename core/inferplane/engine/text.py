@@ -9,6 +9,9 @@ from typing import Any
 
 from inferplane.errors import CheckpointError, UsageError
 
+CONTEXT_TOKENS = 6
+"""Tokens of the prompt that generated ones are decoded with: enough to complete a character and to know of a space."""
+
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template, through transformers. Code inside a checkpoint is never run.
@@ -39,8 +42,8 @@ class Tokenizer:
         return list(self._inner.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        return str(self._inner.decode(list(ids), skip_special_tokens=True))
+        """Text of token ids, special tokens left out, spaces as the tokens have them."""
+        return str(self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, rendered by the checkpoint's own chat template.
@@ -80,36 +83,46 @@ def end_ids(folder: Path) -> frozenset[int]:
     return frozenset(found)
 
 
+def _agreeing(a: str, b: str) -> int:
+    """How many characters two strings have in common from their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
 class Detokenizer:
     """Text of a growing list of tokens, piece by piece, never splitting a character.
 
-    Some tokens decode differently after others, and a character may need several tokens; so text is taken from
-    decodings of a short window, and held back while it ends in the replacement character.
+    Some tokens decode differently after others (many tokenizers drop the space before a text's first word), and a
+    character may need several tokens; so text is taken from decodings of a short window, which begins in the prompt,
+    and held back while it ends in the replacement character.
 
     Args:
         tokenizer: decodes.
         stop: strings that end the text; text that might begin one is held back.
+        prompt: the tokens before; only the last few are looked at, and they are no part of the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
-        self.ids: list[int] = []
+        self.ids = list(prompt[-CONTEXT_TOKENS:])
         self.text = ""
         self.sent = 0
         self.stopped = False
         self._from = 0
-        self._to = 0
+        self._to = len(self.ids)
 
     def push(self, ids: Sequence[int]) -> bool:
         """Take in new tokens; True when the text now holds a stop string (and is cut there)."""
         self.ids += ids
+        self._decode()
+        return self.stopped
+
+    def _decode(self, *, end: bool = False) -> None:
         before = self.tokenizer.decode(self.ids[self._from : self._to])
         after = self.tokenizer.decode(self.ids[self._from :])
-        if not after.endswith("\N{REPLACEMENT CHARACTER}"):
-            if len(after) > len(before):
-                self._append(after[len(before) :])
+        piece = after[_agreeing(before, after) :]
+        if piece and (end or not after.endswith("\N{REPLACEMENT CHARACTER}")):
+            self._append(piece)
             self._from, self._to = self._to, len(self.ids)
-        return self.stopped
 
     def _append(self, piece: str) -> None:
         start = max(0, len(self.text) - max((len(s) for s in self.stop), default=0))
@@ -121,11 +134,7 @@ class Detokenizer:
     def take(self, *, end: bool = False) -> str:
         """New text that is safe to show; at the `end` all that is left."""
         if end and not self.stopped:
-            rest = self.tokenizer.decode(self.ids[self._from :])[
-                len(self.tokenizer.decode(self.ids[self._from : self._to])) :
-            ]
-            self._append(rest)
-            self._from = self._to = len(self.ids)
+            self._decode(end=True)
         upto = len(self.text)
         if not end and not self.stopped:
             hold = (n for s in self.stop for n in range(min(len(s) - 1, upto), 0, -1) if self.text.endswith(s[:n]))

@@ -7,6 +7,7 @@ wanted again. Cached blocks are taken when free ones run out, the one that was r
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -50,7 +51,7 @@ class BlockAllocator:
         if total < 1:
             raise UsageError(f"A KV cache of {total} blocks.", remedy="give it at least one block")
         self.total = total
-        self._free = list(range(total - 1, -1, -1))
+        self._free = list(range(total))  # a heap
         self._users: dict[int, int] = {}
         self._cached: dict[int, None] = {}  # in the order of their release
         self._by_hash: dict[bytes, int] = {}
@@ -97,7 +98,7 @@ class BlockAllocator:
         blocks = []
         for _ in range(count):
             if self._free:
-                block = self._free.pop()
+                block = heapq.heappop(self._free)
             else:
                 block = next(iter(self._cached))
                 del self._cached[block]
@@ -139,7 +140,7 @@ class BlockAllocator:
             if block in self._hash_of:
                 self._cached[block] = None
             else:
-                self._free.append(block)
+                heapq.heappush(self._free, block)
 
     # -- content
 
@@ -186,7 +187,7 @@ class BlockAllocator:
         for block in list(self._cached):
             del self._cached[block]
             self._forget(block)
-            self._free.append(block)
+            heapq.heappush(self._free, block)
 
     def _forget(self, block: int) -> None:
         content = self._hash_of.pop(block, None)

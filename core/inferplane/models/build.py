@@ -32,6 +32,7 @@ class Build:
         format_of: weight format by checkpoint name.
         positions: positions the rotary tables must cover.
         mtp: also build the multi-token-prediction layers.
+        ignored: shell patterns of checkpoint tensors that the family knows and does not read, filled by `ignore`.
     """
 
     config: Config
@@ -39,6 +40,11 @@ class Build:
     format_of: FormatOf = _plain
     positions: int = 4096
     mtp: bool = False
+    ignored: list[str] = field(default_factory=list, compare=False)
+
+    def ignore(self, *patterns: str) -> None:
+        """Name checkpoint tensors that are expected and not read; others that nothing reads are reported."""
+        self.ignored.extend(patterns)
 
     # -- weights
 
@@ -71,10 +77,11 @@ class Build:
     ) -> Linear:
         """A linear whose parts are stacked by rows; `rows` and `columns` are this rank's.
 
-        `axis` 0 divides the outputs, 1 the inputs (the results are then summed over ranks by the op's `reduce`).
+        `axis` 0 divides the outputs, 1 the inputs (the results are then summed over ranks by the op's `reduce`, so that
+        only the first rank may add the bias).
         """
         biases = None
-        if bias:
+        if bias and not (axis == 1 and self.placement.tp_rank):
             biases = Weight(tuple(f"{n}.bias" for n in names), (rows,), shard=self.shard(0 if axis == 0 else None))
         return Linear(self.weight(names, (rows, columns), axis), biases, **options)
 
@@ -112,6 +119,7 @@ class Build:
     def head(self, embed: Embedding, vocab: int, width: int, name: str = "lm_head") -> LMHead:
         """The output head: the embedding's own weight when the config ties them."""
         if self.config.get("tie_word_embeddings", False):
+            self.ignore(f"{name}.weight")  # some exports write it all the same
             return LMHead(embed.weight)
         return LMHead(self.weight((name,), (vocab, width)))
 

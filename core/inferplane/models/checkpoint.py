@@ -34,6 +34,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+SUFFIX = ".safetensors"
+SINGLE = "model.safetensors"
 HEADER_LIMIT_BYTES = 100 * 2**20
 CHUNK_BYTES = 32 * 2**20
 """Staging for tensors that need converting or slicing."""
@@ -75,18 +77,26 @@ class SafetensorsFolder:
         if index.exists():
             try:
                 names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"{index} is not a shard index ({error}).", remedy="fetch it again") from error
-            if bad := [n for n in names if Path(n).name != n]:
-                raise CheckpointError(f"{index} points outside its folder: {bad[0]!r}.")
+            if bad := [n for n in names if not isinstance(n, str) or Path(n).name != n or not n.endswith(SUFFIX)]:
+                raise CheckpointError(
+                    f"{index} names {bad[0]!r}, which is no {SUFFIX} file of its folder.", remedy="fetch it again"
+                )
+            if SINGLE not in names and (self.folder / SINGLE).exists():
+                raise CheckpointError(
+                    f"{self.folder} holds {SINGLE} and an index of other files: it is not clear which are meant.",
+                    remedy="remove the stale files of an earlier export",
+                )
             files = [self.folder / n for n in names]
             if missing := [f.name for f in files if not f.exists()]:
                 raise CheckpointError(
-                    f"{index} names {len(missing)} file(s) that are not there: {', '.join(missing[:3])}.",
+                    f"{index} names {len(missing)} file(s) that are not there: "
+                    f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}.",
                     remedy="fetch the missing files",
                 )
             return files
-        files = sorted(self.folder.glob("*.safetensors"))
+        files = sorted(self.folder.glob(f"*{SUFFIX}"))
         if not files:
             others = sorted(p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl"))
             raise CheckpointError(
@@ -105,17 +115,21 @@ class SafetensorsFolder:
         entry = self._entries.get(name)
         return None if entry is None else entry.shape
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor is stored in."""
-        return self._entries[name].dtype
+    def dtype(self, name: str) -> torch.dtype | None:
+        """See `TensorSource.dtype`."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.dtype
 
     def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
         """See `TensorSource.read_into`. Equal dtypes and whole rows go straight into `out`."""
         entry = self._entries[name]
-        shape = entry.shape
-        first, last = shard.bounds(shape[shard.axis]) if shape else (0, 1)
-        row_entries = math.prod(shape[1:])
-        row_bytes = row_entries * entry.dtype.itemsize
+        shape = entry.shape or (1,)
+        first, last = shard.bounds(shape[shard.axis])
+        mine = (*shape[: shard.axis], last - first, *shape[shard.axis + 1 :])
+        if out.numel() != math.prod(mine):  # reading on would fill it with its neighbours' bytes
+            raise CheckpointError(f"{entry.path}: {name} {entry.shape} does not fill {tuple(out.shape)}.")
+        out = out.view(mine)
+        row_bytes = math.prod(shape[1:]) * entry.dtype.itemsize
         rows = range(first, last) if shard.axis == 0 else range(shape[0])
         columns = None if shard.axis == 0 or shard.size == 1 else (first, last)
         if columns is None and out.dtype == entry.dtype and out.is_contiguous():
@@ -136,6 +150,8 @@ class SafetensorsFolder:
             self._open = entry.path, open(entry.path, "rb", buffering=0)  # noqa: SIM115 - kept for the next tensor
         file = self._open[1]
         want = out.numel() * out.element_size()
+        if not want:
+            return
         memory = memoryview((ctypes.c_char * want).from_address(out.data_ptr())).cast("B")
         file.seek(entry.start + offset)
         done = 0
@@ -165,7 +181,7 @@ def _header(path: Path) -> dict[str, _Entry]:
         try:
             header = json.loads(file.read(length))
             return {n: _entry(path, n, e, 8 + length, size) for n, e in header.items() if n != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} has a damaged header: {error!r}.", remedy="fetch the file again") from error
 
 

@@ -29,8 +29,8 @@ from inferplane.ops import (
 from inferplane.types import Weight
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms on the latents, whatever `rms_norm_eps` says: so in the modeling file that DeepSeek publishes with
-its checkpoints, and in transformers."""
+"""Epsilon of the norms on the latents, whatever `rms_norm_eps` says: so in the modeling file that is published with the
+checkpoints, and in transformers."""
 
 
 def deepseek_v3(b: Build) -> CausalLM:
@@ -150,11 +150,14 @@ def deepseek_v3(b: Build) -> CausalLM:
             head=LMHead(head.weight),
         )
 
-    extra = int(c.get("num_nextn_predict_layers") or 0) if b.mtp else 0
+    extra = int(c.get("num_nextn_predict_layers") or 0)
+    for k in range(extra):
+        unread = ("embed_tokens.weight", "shared_head.head.weight") if b.mtp else ("*",)
+        b.ignore(*(f"model.layers.{layers + k}.{name}" for name in unread))
     return CausalLM(
         embed=embed,
         layers=tuple(layer(i) for i in range(layers)),
         norm=b.add_rms("model.norm", width),
         head=head,
-        mtp=tuple(mtp(layers + k) for k in range(extra)),
+        mtp=tuple(mtp(layers + k) for k in range(extra if b.mtp else 0)),
     )

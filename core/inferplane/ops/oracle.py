@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from inferplane.types import HOST, Batch, KVCache, KVRequest, LayerKV, QTensor
+
+
+Stored = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class OracleKV(LayerKV):
@@ -17,12 +21,13 @@ class OracleKV(LayerKV):
         request: what the layer remembers.
         block_tokens: tokens a block, as in the cache it stands for.
         slots: number of slots.
+        through: what a storage makes of entries when it keeps them; None keeps them as they are.
     """
 
     layout = "oracle"
 
-    def __init__(self, request: KVRequest, block_tokens: int, slots: int) -> None:
-        self.request, self.block_tokens = request, block_tokens
+    def __init__(self, request: KVRequest, block_tokens: int, slots: int, through: Stored | None = None) -> None:
+        self.request, self.block_tokens, self.through = request, block_tokens, through
         shapes = (
             [(request.dim,)]
             if request.kind == "mla"
@@ -32,6 +37,7 @@ class OracleKV(LayerKV):
 
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
         """See `LayerKV.write`."""
+        values = values if self.through is None else self.through(*values)
         real = slots >= 0
         for entry, value in zip(self.entries, values):
             entry[slots[real]] = value[real].float()

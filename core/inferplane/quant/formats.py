@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from inferplane.binding import FormatReader, TensorSource
-from inferplane.errors import UnsupportedModelError
+from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.ops import FORMATS
 from inferplane.types import PLAIN, QTensor, Shard
 from inferplane.types.qtensor import scale_shape
@@ -24,16 +24,27 @@ def read_fp8_block(source: TensorSource, name: str, shard: Shard) -> QTensor:
         name: the weight's name.
         shard: this rank's slice; cut after reading, because blocks and slices need not align.
 
+    Raises:
+        CheckpointError: the data are not FP8 e4m3, the scales no floats or not one a block.
+
     Source: DeepSeek-V3's weight notes (README_WEIGHTS.md in the model's repository).
     """
-    shape = source.shape(name)
+    shape, scales = source.shape(name), name + FP8_SUFFIX
     assert shape is not None, name
     dtype, bits, block = FORMATS["fp8_block"]
+    have, want = source.shape(scales), scale_shape(shape, block)
+    kind = source.dtype(scales)
+    if source.dtype(name) not in (dtype, None) or have != want or not (kind is None or kind.is_floating_point):
+        raise CheckpointError(
+            f"{name} {shape} {source.dtype(name)} with {scales} {have} {kind} is no FP8 weight in blocks of {block}.",
+            there_is=f"a reader for {dtype} with floating-point scales {want}",
+            remedy="fetch or export the checkpoint again",
+        )
     data = torch.empty(shape, dtype=dtype)
-    scale = torch.empty(scale_shape(shape, block), dtype=torch.float32)
+    scale = torch.empty(want, dtype=torch.float32)
     whole = Shard()
     source.read_into(name, data, whole)
-    source.read_into(name + FP8_SUFFIX, scale, whole)
+    source.read_into(scales, scale, whole)
     q = QTensor(data, scale, block=block, bits=bits)
     return q if shard.size == 1 else q.shard(shard.axis, *shard.bounds(shape[shard.axis]))
 

@@ -1,0 +1,216 @@
+"""Talk with a model, turn by turn, in the checkpoint's own chat template.
+
+At a terminal: /help lists commands, Ctrl-C stops a reply and nothing else, Ctrl-D leaves. Otherwise each line of
+standard input is one turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, cast
+
+from inferplane.cli.arguments import PROGRAM, Parser, add_examples, add_model, add_running, add_sampling, as_text
+from inferplane.cli.interrupt import Interrupt
+from inferplane.cli.screen import Screen
+from inferplane.errors import InferplaneError, UsageError
+
+if TYPE_CHECKING:
+    from inferplane.engine import LLM, Delta, SamplingParams, Timings
+    from inferplane.engine.text import Tokenizer
+
+MAX_TOKENS = 512
+COMMANDS = {"/help": "this list", "/reset": "forget the conversation", "/exit": "leave; so does Ctrl-D"}
+PROMPT = "> "
+
+
+def add_arguments(parser: Parser) -> None:
+    """Options of `chat`."""
+    parser.usage = f"{parser.prog} [MODEL] [options]"
+    add_model(parser)
+    parser.add_argument(
+        "--system", metavar="TEXT", help="a system prompt: what the model is told before the first turn"
+    )
+    add_sampling(parser, max_tokens=MAX_TOKENS)
+    add_running(parser)
+    add_examples(parser, "path/to/model --device {X} --system 'Be brief.'")
+
+
+def run(args: argparse.Namespace, screen: Screen) -> int:
+    """Load, then read turns until the input ends."""
+    from inferplane.cli.load import open_model
+
+    llm, params = open_model(args, screen)
+    with llm:
+        conversation = Conversation(llm, params, args)
+        plain = marks_no_roles(llm.tokenizer)
+        terminal = sys.stdin.isatty()
+        if terminal:
+            screen.said(f"{args.model} on {llm.device}; /help lists commands, Ctrl-D leaves")
+        if plain:
+            screen.note(
+                f"{args.model} is a completion model, not a chat model: its template only joins the turns, and it "
+                f"continues them as text. `{PROGRAM} generate` is made for it"
+            )
+        _turns(conversation, screen, terminal=terminal)
+    return 0
+
+
+class Conversation:
+    """What has been said, and how the model replies.
+
+    Args:
+        llm: the model.
+        params: how to sample.
+        args: the command's options.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, args: argparse.Namespace) -> None:
+        self.llm, self.params, self._asked = llm, params, args.max_tokens
+        self.drawn_seed = params.seed if args.seed is None else None
+        self._system = [{"role": "system", "content": args.system}] if args.system else []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the system prompt."""
+        self.messages = [*self._system]
+
+    def reply(self, words: str, screen: Screen) -> tuple[Timings | None, str | None]:
+        """Stream the reply to `words`; both become part of the conversation, also when Ctrl-C cuts the reply short.
+
+        Raises:
+            InferplaneError: the turn cannot be taken, and is not part of the conversation.
+        """
+        self.messages.append({"role": "user", "content": as_text(words)})
+        try:
+            text, timings, reason = self._stream(screen)
+        except BaseException:
+            self.messages.pop()
+            raise
+        self.messages.append({"role": "assistant", "content": text})
+        return timings, reason
+
+    def _stream(self, screen: Screen) -> tuple[str, Timings | None, str | None]:
+        from inferplane.cli.sampling import fitting
+
+        ids = self.llm.tokenizer.chat(self.messages)
+        params = fitting(self.params, self._asked, len(ids), self.llm.runner.max_model_len)
+        text, timings, reason = "", None, None
+        replies = cast("Generator[Delta]", self.llm.stream(ids, params))
+        # Closing the stream frees the blocks of a reply that was cut short.
+        with Interrupt(patient=sys.stdin.isatty()) as interrupt, closing(replies) as stream:
+            for delta in stream:
+                text += delta.text
+                timings, reason = delta.timings, delta.finish_reason
+                screen.stream(delta.text)
+                if interrupt.seen and reason is None:
+                    break
+        return text, timings, reason
+
+
+def _turns(conversation: Conversation, screen: Screen, *, terminal: bool) -> None:
+    read = _reader(terminal, screen)
+    while True:
+        try:
+            line = read()
+        except EOFError:
+            if terminal:
+                screen.stream("\n")
+            return
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            screen.stream("\n")
+            screen.said("/exit or Ctrl-D leaves")
+            continue
+        try:
+            if line.startswith("/"):
+                if not _command(line.strip(), conversation, screen):
+                    return
+            elif line.strip():
+                _turn(line.strip(), conversation, screen)
+        except InferplaneError as error:
+            if not terminal:
+                raise
+            screen.error(error)
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            screen.stream("\n")
+            screen.said("stopped")
+
+
+def _turn(words: str, conversation: Conversation, screen: Screen) -> None:
+    from inferplane.cli.load import stats
+
+    timings, reason = conversation.reply(words, screen)
+    screen.stream("\n")
+    if timings is None:
+        screen.said("stopped")
+    else:
+        screen.said(stats(timings, conversation.llm.device, reason, conversation.drawn_seed))
+
+
+def _command(words: str, conversation: Conversation, screen: Screen) -> bool:
+    """Obey a command; False when it means to leave.
+
+    Raises:
+        UsageError: there is no such command.
+    """
+    if words == "/exit":
+        return False
+    if words == "/reset":
+        conversation.reset()
+        screen.said("the conversation begins anew")
+    elif words == "/help":
+        for name, meaning in COMMANDS.items():
+            screen.said(f"{name:<8} {meaning}")
+        screen.said("Ctrl-C   stop the reply")
+        screen.said("a line that begins with a space is sent even if a / follows")
+    else:
+        close = difflib.get_close_matches(words, COMMANDS, n=1)
+        remedy = f"perhaps {close[0]} was meant" if close else "begin the line with a space to send it as it is"
+        raise UsageError(f"There is no command {words!r}.", there_is=", ".join(COMMANDS), remedy=remedy)
+    return True
+
+
+def marks_no_roles(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template renders a user's words and the model's alike: then it is made for completion.
+
+    Raises:
+        UsageError: there is no chat template.
+    """
+    mine = tokenizer.chat([{"role": "user", "content": "word"}])
+    try:
+        return mine == tokenizer.chat([{"role": "assistant", "content": "word"}])
+    except UsageError:  # real templates may refuse a conversation that the model begins
+        return False
+
+
+def _reader(terminal: bool, screen: Screen) -> Callable[[], str]:
+    """Reads one line; raises EOFError when there is none left."""
+    if not terminal:
+        return _next_line
+    shown, prompt = sys.stdout.isatty(), PROMPT
+    if shown:
+        with suppress(ImportError):
+            import readline  # noqa: F401 - gives input() line editing and history
+    else:
+        prompt = ""  # what goes into a file is what the model says
+
+    def ask() -> str:
+        if not shown:
+            screen.err.print(PROMPT, end="")
+        return input(prompt)
+
+    return ask
+
+
+def _next_line() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")

@@ -1,0 +1,116 @@
+"""Which kernel runs each part of a model on a device, and why, without weights and without the device.
+
+First it is said whether the device is here and, if not, what is missing. The plan is then made for the architecture
+that --arch names, or the first one the backend knows; its features are assumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, pins
+from inferplane.cli.screen import Screen
+from inferplane.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from inferplane.engine import ModelFiles, Runner
+    from inferplane.plugins import DeviceEntry, PluginHost
+
+
+def add_arguments(parser: Parser) -> None:
+    """Options of `explain`."""
+    parser.usage = f"{parser.prog} [MODEL] [options]"
+    add_model(parser, config=True)
+    add_json(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="also every kernel that lost, with the reason")
+    parser.add_argument("--step", choices=("decode", "mixed"), help="one step kind only; both, if they differ, else")
+    add_binding(parser)
+    parser.add_argument("--arch", metavar="A", help="the architecture to assume; else the first that the backend knows")
+    add_examples(
+        parser, "--device {X}", "path/to/config.json --device {X} --step decode --verbose", "--op linear=reference"
+    )
+
+
+def run(args: argparse.Namespace, screen: Screen) -> int:
+    """Plan and show."""
+    from inferplane.binding import explain
+    from inferplane.cli.plan_text import show
+    from inferplane.engine import Runner, RunnerOptions
+    from inferplane.plugins import host
+
+    options = RunnerOptions(
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        max_model_len=args.max_model_len,
+        strict=args.strict,
+        ops=pins(args.ops),
+        arch=args.arch,
+    )
+    files = model_files(args.model)
+    check_arch(host(), args.device, args.arch)
+    runner = Runner.plan_only(files, host(), args.device, options)
+    if args.step is not None:
+        runner.plan.choices = {args.step: runner.plan.choices[args.step]}
+    entry = entry_of(host(), runner)
+    data = explain(runner.plan, files.name)
+    if args.json:
+        from inferplane.cli.devices import probe_data
+
+        screen.facts({**data, "probe": probe_data(entry.probe)})
+    else:
+        show(data, entry, sorted(runner.backend.architectures), screen, verbose=args.verbose)
+    return 0
+
+
+def model_files(model: str) -> ModelFiles:
+    """Where a model comes from; a config file stands for its folder, or under another name for itself.
+
+    Raises:
+        UsageError: there is no such folder or file.
+        CheckpointError: it holds no config.
+    """
+    from inferplane.engine import ModelFiles
+    from inferplane.models import Config
+
+    path = Path(model).expanduser()
+    if not path.is_file():
+        return ModelFiles(model)
+    if path.name == "config.json":
+        return ModelFiles(path.parent)
+    try:
+        entries = json.loads(path.read_text())
+    except ValueError as error:  # also bytes that are no text
+        raise CheckpointError(f"{path} is not valid JSON: {error}.", remedy="pass a config.json") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path} holds no JSON object.", remedy="pass a config.json")
+    return ModelFiles(Config(entries, str(path)))
+
+
+def check_arch(host: PluginHost, device: str, arch: str | None) -> None:
+    """Refuse an architecture of which the backend knows nothing: every feature would be unknown, by a slip of the pen.
+
+    Raises:
+        UsageError: it is such a one.
+        DeviceError, PluginError: there is no such device.
+    """
+    if arch is None:
+        return
+    backend = host.backend_for_explain(device)
+    known = list(backend.architectures)
+    if arch in known or len(backend.features(arch)) or not known:
+        return
+    close = difflib.get_close_matches(arch, known, n=1)
+    raise UsageError(
+        f"Device {backend.name!r} knows nothing of architecture {arch!r}.",
+        there_is=", ".join(known),
+        remedy=f"perhaps {close[0]!r} was meant" if close else "name one of these",
+    )
+
+
+def entry_of(host: PluginHost, runner: Runner) -> DeviceEntry:
+    """What the host knows of the runner's device."""
+    return next(entry for entry in host.devices() if entry.name == runner.backend.name)

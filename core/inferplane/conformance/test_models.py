@@ -1,0 +1,96 @@
+"""Whole models, bound as a user's would be, against the same tree made of reference bodies in float32.
+
+What single kernels cannot show: that they agree on what lies between them (a KV layout, a residual, an order of rows),
+and that it does not matter how a prompt was cut into steps. Weights are random; logits after every token are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from inferplane.binding import explain
+from inferplane.conformance import stepping
+from inferplane.conformance.configs import SLICES, TINY, model
+from inferplane.conformance.plugin import SUBJECT
+from inferplane.engine.runner import DTYPES
+from inferplane.ops import CausalLM
+
+LENGTHS = (70, 19, 33)
+SLICE_LENGTHS = (21, 5, 9)
+
+
+@dataclass(frozen=True)
+class Case:
+    config: dict[str, Any]
+    dtype: str
+    schedule: str
+    id: str
+
+
+def pytest_generate_tests(metafunc):
+    dtypes = metafunc.config.stash[SUBJECT].dtypes
+    if metafunc.function is test_tiny_model:
+        made = [Case(c, d, s, f"{m}/{d}/{s}") for m, c in TINY.items() for d in dtypes for s in stepping.SCHEDULES]
+    else:
+        dtype = "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes))
+        made = [Case(c, dtype, "", f"{m}/{dtype}") for m, c in SLICES.items()]
+    metafunc.parametrize("case", made, ids=lambda c: c.id)
+
+
+def test_tiny_model(case, device, measured):
+    """A few layers, three sequences in one batch."""
+    tree = model(case.config)
+    weights = stepping.draw_weights(tree, DTYPES[case.dtype], steady_routes=case.dtype != "float32")
+    prompts = draw_prompts(LENGTHS, case.config["vocab_size"])
+    want = stepping.run(
+        stepping.on_references(tree, weights, max(LENGTHS)), prompts, stepping.SCHEDULES["whole_prompt"]
+    )
+    bound = stepping.on_device(device, tree, DTYPES[case.dtype], weights, max(LENGTHS))
+    got = stepping.run(bound, prompts, stepping.SCHEDULES[case.schedule])
+    compare(case, bound, got, want, measured)
+
+
+@pytest.mark.slow
+def test_two_layers_at_true_sizes(case, device, measured):
+    """The widths that real models have, where tiles are full and workspaces large: a prompt, then single tokens."""
+    tree = model(case.config)
+    weights = stepping.draw_weights(tree, DTYPES[case.dtype], steady_routes=True)
+    prompts = draw_prompts(SLICE_LENGTHS, case.config["vocab_size"])
+    want = stepping.run(
+        stepping.on_references(tree, weights, max(SLICE_LENGTHS)), prompts, stepping.SCHEDULES["whole_prompt"]
+    )
+    bound = stepping.on_device(device, tree, DTYPES[case.dtype], weights, max(SLICE_LENGTHS))
+    got = stepping.run(bound, prompts, lambda sequence, done, total: 1 if done else total - 2)
+    compare(case, bound, got, want, measured)
+
+
+def draw_prompts(lengths: tuple[int, ...], vocab: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def compare(case: Case, bound: stepping.Bound, got: list[torch.Tensor], want: list[torch.Tensor], measured) -> None:
+    tolerance = CausalLM.tolerance[DTYPES[case.dtype]]
+    worst, where = 0.0, ""
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert g.shape == w.shape, f"sequence {i}: logits {list(g.shape)} instead of {list(w.shape)}"
+        off = ((g - w).abs().amax(1) / w.abs().max()).nan_to_num(float("inf"))
+        if off.max().item() > worst:
+            worst = off.max().item()
+            first = int((off > tolerance).int().argmax())
+            where = f"sequence {i}, first at token {first} of {len(w)}" if worst > tolerance else ""
+    measured(error=worst, tolerance=tolerance)
+    if worst > tolerance:
+        plan = explain(bound.plan)
+        kernels = sorted({f"{s['op']}: {s['chosen']['kernel']}" for s in plan["sites"] if s["chosen"]["rank"]})
+        pytest.fail(
+            f"logits are wrong by {worst:.3g} of the largest ({where}); tolerance {tolerance:.3g}, {case.dtype}\n"
+            f"  KV layouts {', '.join(sorted({x.name for x in bound.plan.layouts.values()}))}\n  bound\n    "
+            + "\n    ".join(kernels)
+            + "\n  If the kernels' own cases pass, look at what lies between them.",
+            pytrace=False,
+        )

@@ -1,0 +1,169 @@
+"""Random models of both families against transformers: cuts of prompts, greedy text, bf16, forms of MLA."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+from inferplane import LLM, SamplingParams
+from inferplane.types.batch import FEW_TOKENS, Query, make_batch
+from tests.e2e.tiny_models import DEEPSEEK, LLAMA, config_of, logits_of, make, prompts, random_model
+
+CASES = [*(f"llama-{c}" for c in LLAMA), *(f"deepseek-{c}" for c in DEEPSEEK)]
+FLOAT32 = 1e-5
+BF16 = 1.25
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert got.shape == want.shape and got.dtype == torch.float32 and want.abs().max() > 1
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory):
+    """transformers' model and ours from its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make(*request.param.split("-"), folder)
+    with LLM(folder, device="cpu", dtype="float32", max_batch=3, max_step_tokens=48) as llm:
+        assert llm.device == "cpu" and not llm.runner.loaded.unused
+        yield model, llm
+
+
+@pytest.mark.parametrize("chunk_tokens", [1000, 7, 1])
+def test_prompts_cut_in_any_way(pair, chunk_tokens):
+    model, llm = pair
+    many = prompts(llm.engine.vocab, (101, 37, 1))
+    for ids, got in zip(many, llm.logits(many, chunk_tokens=chunk_tokens)):
+        assert error(got, logits_of(model, ids)) <= FLOAT32
+
+
+def test_ragged_mixtures(pair):
+    """Sequences at different phases share steps and scattered blocks of a cache that was full of NaN."""
+    model, llm = pair
+    runner, cache = llm.runner, llm.runner.cache
+    for layer in cache.layers:
+        for entry in layer.entries:
+            entry.fill_(float("nan"))
+    draw = random.Random(5)
+    many = prompts(llm.engine.vocab, (1, 8, 9, 16, 33, 64, 90), seed=2)
+    pool = draw.sample(range(cache.blocks), cache.blocks)
+    blocks = [[pool.pop() for _ in range(0, len(ids), cache.block_tokens)] for ids in many]
+    done, got, kinds = [0] * len(many), [[] for _ in many], set()
+    while live := [i for i, ids in enumerate(many) if done[i] < len(ids)]:
+        chosen = [(i, min(draw.choice((1, 1, 2, 7, 8, 9, 20, 40)), len(many[i]) - done[i])) for i in live]
+        chosen = sorted(draw.sample(chosen, draw.randint(1, len(chosen))), key=lambda c: c[1] > FEW_TOKENS)
+        queries = [Query(many[i][done[i] : done[i] + n], done[i], blocks[i]) for i, n in chosen]
+        batch = make_batch(queries, block_tokens=cache.block_tokens, device="cpu")
+        logits, hidden = runner.run(batch)
+        assert hidden.shape[0] == sum(n for _, n in chosen)
+        for (i, n), rows in zip(chosen, logits.split([n for _, n in chosen])):
+            got[i].append(rows)
+            done[i] += n
+        kinds.add((batch.kind, batch.few is not None, batch.many is not None))
+    assert {("decode", False, False), ("mixed", True, True)} <= kinds
+    for ids, rows in zip(many, got):
+        assert error(torch.cat(rows), logits_of(model, ids)) <= FLOAT32
+
+
+def test_greedy_tokens(pair):
+    """64 tokens each, more prompts than the batch holds, one longer than a step."""
+    model, llm = pair
+    many = prompts(llm.engine.vocab, (5, 1, 70, 17, 29), seed=3)
+    results = llm.generate(many, SamplingParams(max_tokens=64, temperature=0))
+    for ids, result in zip(many, results):
+        asked = torch.tensor([ids])
+        want = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=64, do_sample=False)
+        assert result.token_ids == want[0, len(ids) :].tolist() and len(result.token_ids) == 64
+        assert result.finish_reason == "length" and result.text == ""
+    assert llm.engine.allocator.used == 0
+
+
+# ------------------------------------------------------------------ bf16
+
+
+def bf16_errors(config, seed, folder, *, count, chunk_tokens=None):
+    """Errors `[prompts, tokens, vocab]` of ours and of transformers' bf16 against float32, over the largest logit."""
+    model = random_model(config, seed).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    half, model = copy.deepcopy(model), model.float()
+    ours, theirs = [], []
+    with LLM(folder, device="cpu") as llm:
+        assert llm.runner.dtype is torch.bfloat16
+        for ids in prompts(config.vocab_size, (64,) * count, seed):
+            want = logits_of(model, ids)
+            top = want.abs().max()
+            ours.append((llm.logits([ids], chunk_tokens=chunk_tokens)[0] - want) / top)
+            theirs.append((logits_of(half, ids) - want) / top)
+    return torch.stack(ours), torch.stack(theirs)
+
+
+def rms(x):
+    return float(x.pow(2).mean().sqrt())
+
+
+def largest(x):
+    """Mean over prompts of the largest error in each: one prompt's alone is a matter of luck."""
+    return float(x.abs().amax((-1, -2)).mean())
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+@pytest.mark.parametrize("case", CASES)
+def test_bf16_error_without_routing(case, chunk_tokens, tmp_path):
+    """Every expert is chosen, so that an error is a rounding and not another expert."""
+    family, name = case.split("-")
+    changes = {} if family == "llama" else {"num_experts_per_tok": 8, "topk_group": DEEPSEEK[name].get("n_group", 4)}
+    config = config_of(family, name, **changes)
+    ours, theirs = bf16_errors(config, CASES.index(case), tmp_path, count=8, chunk_tokens=chunk_tokens)
+    assert 1e-4 < rms(theirs) < 1e-2
+    assert rms(ours) <= BF16 * rms(theirs)
+    assert largest(ours) <= BF16 * largest(theirs)
+
+
+def test_bf16_error_with_routing(tmp_path):
+    """A router that is a hair's breadth from another choice makes both err by a whole expert: judged over all cases."""
+    both = [bf16_errors(config_of("deepseek", c), i, tmp_path / c, count=16) for i, c in enumerate(DEEPSEEK)]
+    ours, theirs = (torch.cat([pair[k].flatten(1).pow(2).mean(1) for pair in both]).mean().sqrt() for k in (0, 1))
+    assert ours <= BF16 * theirs
+    for ours, theirs in both:  # a token's error in the median, which no change of experts decides
+        assert ours.pow(2).mean(-1).median().sqrt() <= BF16 * theirs.pow(2).mean(-1).median().sqrt()
+
+
+# ------------------------------------------------------------------ latent attention, KV dtypes
+
+
+@pytest.mark.parametrize("case", ["q_lora", "q_full", "yarn"])
+def test_both_forms_of_latent_attention(case, tmp_path):
+    model = make("deepseek", case, tmp_path)
+    many = prompts(model.config.vocab_size, (60, 3))
+    for form in ("absorbed", "expanded"):
+        with LLM(tmp_path, device="cpu", dtype="float32", ops={"mla_block": form}) as llm:
+            blocks = [s for s in llm.explain()["sites"] if s["op"] == "mla_block"]
+            assert blocks and all(form in s["chosen"]["kernel"] for s in blocks)
+            other = {"absorbed": "expanded", "expanded": "absorbed"}[form]
+            for steps in llm.runner.steps.values():  # the form that was not asked for is never called
+                for layer in steps.__self__.layers:
+                    setattr(layer.__self__.attn.__self__, other, None)
+            for chunk_tokens in (1000, 9, 1):
+                for ids, got in zip(many, llm.logits(many, chunk_tokens=chunk_tokens)):
+                    assert error(got, logits_of(model, ids)) <= FLOAT32
+
+
+@pytest.mark.parametrize(("kv_dtype", "bound"), [("fp8", 6e-2), ("int8", 2e-2)])
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_kv_dtypes(family, kv_dtype, bound, tmp_path):
+    """Entries are rounded when written, so that cutting a prompt differently changes next to nothing."""
+    changes = {} if family == "llama" else {"num_experts_per_tok": 8, "topk_group": 4}
+    model = random_model(config_of(family, next(iter(LLAMA if family == "llama" else DEEPSEEK)), **changes))
+    model.save_pretrained(tmp_path)
+    many = prompts(model.config.vocab_size, (90, 41))
+    with LLM(tmp_path, device="cpu", dtype="float32", kv_dtype=kv_dtype) as llm:
+        assert all(kv_dtype in layer.layout for layer in llm.runner.cache.layers)
+        whole = llm.logits(many)
+        rounding = [error(got, logits_of(model, ids)) for ids, got in zip(many, whole)]
+        assert all(1e-4 < e <= bound for e in rounding)
+        for chunk_tokens in (1, 7, 9):
+            for want, got in zip(whole, llm.logits(many, chunk_tokens=chunk_tokens)):
+                assert error(got, want) <= 0.02 * max(rounding)  # one entry may fall to the other side of a step

@@ -1,0 +1,421 @@
+"""The command line without a model: words, errors, exit codes, and what each verb prints."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from inferplane import __version__
+from inferplane.cli import arguments, main, screen
+from inferplane.cli.main import DONE, FAILED, INTERRUPTED, VERBS, WRONG_USAGE, verb_parser
+from inferplane.errors import DeviceError, UsageError
+from inferplane.plugins import choice, discovery
+from tests.house.rules import REPOSITORY
+
+ESCAPE = "\x1b"
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    """Runs the command in this process; returns exit code, standard output and standard error."""
+    monkeypatch.setattr(main, "prepare", lambda environment: None)
+
+    def run(*words: str, stdin: str | None = None) -> tuple[int, str, str]:
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = main.main(words)
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_help_and_version(cli):
+    code, out, err = cli("--help")
+    assert (code, err) == (DONE, "")
+    assert all(f"  {verb} " in out for verb in VERBS)
+    assert cli("-h")[1] == cli("help")[1] == out
+    assert cli("--version") == (DONE, f"inferplane {__version__}\n", "")
+    assert cli() == (WRONG_USAGE, "", out)
+    assert cli("help", "ops")[1] == cli("ops", "--help")[1]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_explains_itself(cli, verb, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = cli(verb, "--help")
+    assert code == DONE
+    assert out.startswith(f"usage: inferplane {verb} ")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_is_on_the_page(verb):
+    page = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## {verb}", 1)[1].split("\n## ")[0] + page.split("\n## Options", 1)[1].split("\n## ")[0]
+    parser, _ = verb_parser(verb)
+    options = {word for action in parser._actions for word in action.option_strings if word.startswith("--")}
+    assert [word for word in sorted(options - {"--help"}) if f"`{word}" not in section] == []
+
+
+def test_names_known_without_importing_torch():
+    assert arguments.PLUGIN_GROUP == discovery.GROUP
+    assert arguments.PLUGIN_VARIABLE == choice.VARIABLE
+
+
+def test_help_names_listed_devices(monkeypatch):
+    monkeypatch.setenv("INFERPLANE_PLUGINS", "only, inferplane_homely.plugin,acme.plugin:it,-odd,homely@acme")
+    assert {"homely", "acme"} <= set(arguments.device_words())
+    assert not {"only", "odd", "-odd"} & set(arguments.device_words())
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "remedy"),
+    [
+        (["generat"], "There is no verb 'generat'", "`inferplane generate`"),
+        (["serve"], "There is no verb 'serve'", "`inferplane --help`"),
+        (["demo"], "There is no verb 'demo'", "inferplane generate demo"),
+        (["--device", "x"], "There is no verb '--device'", "inferplane VERB --device"),
+        (["generate", "--max-token", "3"], "no option", "--max-tokens"),
+        (["generate", "--max-tokens", "three"], "--max-tokens: invalid int value: 'three'", "generate --help"),
+        (["ops", "one", "two"], "no argument", "ops --help"),
+        (["generate", "-p", ""], "The prompt is empty", "character"),
+        (["generate", "-p", "\udcff"], "no text", "UTF-8"),
+        (["generate", "-p", "x", "--op", "linear"], "'linear' is not WHAT=PROVIDER", "linear=reference"),
+        (["generate", "-p", "x", "--op", "a=b", "--op", "a=c"], "'b' and to 'c'", "one of them"),
+        (["generate", "-p", "x", "--temperature", "-1"], "temperature = -1.0", ""),
+        (["generate", "/no/such/folder", "-p", "x"], "is no folder", "folder"),
+        (["chat", "--json"], "no option '--json'", ""),
+        (["conform"], "--device", "conform --help"),
+        (["ops", "lineer"], "There is no op 'lineer'", "'linear'"),
+        (["explain", "/no/such/folder"], "is no folder", "folder"),
+    ],
+)
+def test_wrong_usage(cli, words, what, remedy):
+    code, out, err = cli(*words)
+    assert (code, out) == (WRONG_USAGE, "")
+    if "--json" in words:
+        assert what in json.loads(err)["error"]["what"]
+    else:
+        assert what in err.splitlines()[0]
+        assert err.startswith("error: ")
+        assert remedy in err
+    assert "Traceback" not in err
+
+
+def test_no_prompt_at_a_terminal(cli, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    code, _, err = cli("generate", "def main():")
+    assert code == WRONG_USAGE
+    assert "-p 'def main():'" in err
+
+
+# ---------------------------------------------------------------- errors
+
+
+def raising(error):
+    def run(words, screen):
+        raise error
+
+    return run
+
+
+ERROR = DeviceError("Device 'x' is absent.", there_is="y", remedy="install x")
+
+
+def test_an_error_in_three_lines(cli, monkeypatch):
+    monkeypatch.setattr(main, "_run", raising(ERROR))
+    assert cli("generate") == (FAILED, "", "error: Device 'x' is absent.\nthere is: y\nto do: install x\n")
+    assert "Traceback" in cli("generate", "--debug")[2]
+
+
+def test_an_error_as_json_is_on_stderr(cli, monkeypatch):
+    monkeypatch.setattr(main, "_run", raising(ERROR))
+    code, out, err = cli("generate", "--json")
+    assert (code, out) == (FAILED, "")
+    assert json.loads(err) == {
+        "error": {"kind": "DeviceError", "what": "Device 'x' is absent.", "there_is": "y", "remedy": "install x"}
+    }
+
+
+def test_a_bug_keeps_its_traceback(cli, monkeypatch):
+    monkeypatch.setattr(main, "_run", raising(ZeroDivisionError("by nothing")))
+    code, _, err = cli("generate")
+    assert code == FAILED
+    assert "Traceback" in err and "ZeroDivisionError: by nothing (a bug" in err
+    assert "Traceback" in json.loads(cli("generate", "--json")[2])["error"]["traceback"]
+
+
+def test_interrupts_are_silent(cli, monkeypatch):
+    monkeypatch.setattr(main, "_run", raising(KeyboardInterrupt()))
+    assert cli("generate") == (INTERRUPTED, "", "")
+
+
+def test_settings_of_the_entry_point():
+    environment = {}
+    main.prepare(environment)
+    assert environment == {"OMP_WAIT_POLICY": "passive"}
+    environment = {"OMP_WAIT_POLICY": "active"}
+    main.prepare(environment)
+    assert environment == {"OMP_WAIT_POLICY": "active"}
+
+
+# ---------------------------------------------------------------- the screen
+
+
+@pytest.mark.parametrize(("variable", "coloured"), [(None, True), ("1", False)])
+def test_colour_is_for_terminals_without_no_color(monkeypatch, variable, coloured):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if variable:
+        monkeypatch.setenv("NO_COLOR", variable)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    screen.Screen().error(ERROR)
+    screen.Screen().note("so it is")
+    assert "install x" in terminal.getvalue()
+    assert (ESCAPE in terminal.getvalue()) == coloured
+
+
+def test_no_colour_in_a_pipe(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    screen.Screen().warning("x" * 300)
+    assert pipe.getvalue() == f"warning: {'x' * 300}\n", "a log's line is one line"
+    with screen.Screen().loading("a model") as loading:
+        loading.phase("weights")
+        loading.bar(1, 2)
+    assert pipe.getvalue().count("\n") == 1
+
+
+def test_generated_text_does_not_steer_a_terminal(monkeypatch):
+    text = "a\x1b[2Jb\rc\n\td\x9be"
+    assert screen.visible(text) == "a␛[2Jb␍c\n\td␦e"
+    for stream, shown in ((Terminal(), screen.visible(text)), (io.StringIO(), text)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        screen.Screen().stream(text)
+        assert stream.getvalue() == shown
+
+
+def test_pins():
+    assert arguments.pins(["linear=torch", "layers.*.mlp = reference"]) == {
+        "linear": "torch",
+        "layers.*.mlp": "reference",
+    }
+    with pytest.raises(UsageError, match="WHAT=PROVIDER"):
+        arguments.pins(["=torch"])
+
+
+# ---------------------------------------------------------------- devices, doctor
+
+
+def test_devices_as_json(cli, plain_devices):
+    code, out, err = cli("devices", "--json")
+    assert (code, err) == (DONE, "")
+    data = json.loads(out)
+    assert set(data) == {"schema", "devices", "quarantined", "notes"}
+    assert data["schema"] == 1
+    for entry in data["devices"]:
+        assert set(entry) == {
+            *("name", "status", "reason", "remedy", "versions", "count"),
+            *("distribution", "version", "in_tree", "variant_of", "torch_device", "auto_rank"),
+        }
+        assert entry["reason"]
+        assert bool(entry["remedy"]) == (entry["status"] != "available")
+    assert {entry["name"] for entry in data["devices"]} == plain_devices
+
+
+def test_devices_for_eyes(cli, plain_devices, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = cli("devices")
+    assert code == DONE
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if line != line.rstrip()]
+    for name in plain_devices:
+        assert re.search(rf"^{name} +(available|absent|broken) ", out, re.MULTILINE)
+
+
+def test_devices_tell_of_quarantine(cli, wheels, monkeypatch):
+    wheels.install("acme-bad", "0.3", {"bad": "fake_bad"}, fake_bad="raise OSError('no driver')")
+    host = wheels.discover()
+    monkeypatch.setattr("inferplane.plugins.host", lambda: host)
+    _, out, _ = cli("devices")
+    assert "homely  available  made of thin air (2 of them)" in out
+    assert "in quarantine\nbad  import: OSError: no driver\n" in out
+    assert "acme-bad 0.3" in out
+    assert "Traceback" not in out and "Traceback" in cli("devices", "--debug")[1]
+    (record,) = json.loads(cli("devices", "--json")[1])["quarantined"]
+    assert (record["entry_point"], record["stage"], record["distribution"]) == ("bad", "import", "acme-bad")
+    code, out, _ = cli("doctor")
+    assert code == FAILED, "a plugin that does not load is a fault"
+    assert "no driver" in out
+
+
+def test_doctor(cli, plain_devices):
+    code, out, _ = cli("doctor", "--json")
+    data = json.loads(out)
+    assert code == (FAILED if data["status"] == "fail" else DONE)
+    assert set(data) == {"schema", "status", "lines"}
+    assert {key for line in data["lines"] for key in line} == {"subject", "status", "detail", "remedy"}
+    _, out, _ = cli("doctor")
+    for name in plain_devices:
+        assert re.search(rf"^(ok|warn|fail) +device {name} ", out, re.MULTILINE)
+
+
+def test_lines_that_say_the_same_are_one():
+    from inferplane.cli.doctor import together
+    from inferplane.plugins.doctor import Line
+
+    lines = [Line("plugin a", "ok", "fine"), Line("plugin b", "ok", "fine"), Line("plugin c", "warn", "odd", "mend it")]
+    assert together(lines) == [Line("plugins", "ok", "a, b: fine"), lines[2]]
+
+
+# ---------------------------------------------------------------- ops
+
+
+def test_ops_as_json(cli, plain_devices):
+    (op,) = json.loads(cli("ops", "linear", "--json")[1])["ops"]
+    assert op["op"] == "linear" and op["hot"] and op["arguments"] == ["x"]
+    assert set(op["tolerance"]) == {"float32", "bfloat16", "float16"}
+    assert {kernel["device"] for kernel in op["kernels"]} == plain_devices
+    assert set(op["kernels"][0]) == {
+        *("device", "kernel", "provider", "rank", "dtypes", "formats", "needs"),
+        *("capture_safe", "batch_invariant", "note", "evidence"),
+    }
+    data = json.loads(cli("ops", "--json")[1])
+    assert data["device"] is None and all(not op["kernels"] for op in data["ops"])
+
+
+def test_ops_for_eyes(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = cli("ops")
+    assert re.search(r"^rms_norm +y = ", out, re.MULTILINE)
+    assert re.search(r"^linear +hot ", out, re.MULTILINE)
+    for words in ((), ("--device", "npu"), ("linear",)):
+        code, out, _ = cli("ops", *words)
+        assert code == DONE
+        assert max(map(len, out.splitlines())) <= 80
+        assert "…" not in out, "nothing is cut off"
+    code, out, _ = cli("ops", "--device", "npu")
+    assert re.search(r"^rms_norm +\S+:rms_norm +\d+ ", out, re.MULTILINE)
+
+
+def test_evidence_is_the_highest_level_that_passed():
+    from inferplane.cli.evidence import Evidence
+
+    def file(level, *results):
+        return {"level": level, "results": [{"op": op, "status": status} for op, status in results]}
+
+    evidence = Evidence([file("L3", ("rms_norm", "passed"), ("linear", "failed")), file("L2", ("linear", "passed"))])
+    assert [evidence.level(op) for op in ("rms_norm", "linear", "rope")] == ["L3", "L2", ""]
+
+
+# ---------------------------------------------------------------- conform
+
+
+def test_conform_passes_on_words_and_exit_code(cli, monkeypatch):
+    from inferplane.cli import conform
+
+    monkeypatch.setattr(conform, "find_spec", lambda name: object())
+    monkeypatch.setattr(
+        conform,
+        "command",
+        lambda device, more: [sys.executable, "-c", f"print({[device, *more]!r}); raise SystemExit(5)"],
+    )
+    assert cli("conform", "--device", "homely", "-k", "rms norm", "-x")[0] == 5
+    assert conform.command("homely", [])  # the real one below
+    monkeypatch.undo()
+    words = conform.command("homely", ["-x"])
+    assert words[1:] == ["-m", "pytest", "--pyargs", "inferplane.conformance", "--device", "homely", "-x"]
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def arguments_of(*words: str):
+    parser, _ = verb_parser("generate")
+    return parser.parse_all(words)
+
+
+def test_sampling_is_greedy_where_nothing_is_said(tmp_path):
+    from inferplane.cli.sampling import choose
+
+    params = choose(arguments_of(), tmp_path)
+    assert (params.temperature, params.seed, params.max_tokens) == (0.0, None, 128)
+    assert choose(arguments_of("--temperature", "0.5"), None).seed is not None, "a drawn seed can be told"
+    assert choose(arguments_of("--temperature", "0.5", "--seed", "7", "--stop", "a", "--stop", "b"), None).stop == (
+        "a",
+        "b",
+    )
+
+
+def test_sampling_follows_the_checkpoint(tmp_path):
+    from inferplane.cli.sampling import choose
+    from inferplane.errors import CheckpointError
+
+    config = tmp_path / "generation_config.json"
+    config.write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.95, "top_k": null}')
+    params = choose(arguments_of(), tmp_path)
+    assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.95, 0)
+    assert choose(arguments_of("--temperature", "0"), tmp_path).temperature == 0
+    config.write_text('{"do_sample": false, "temperature": 0.6}')
+    assert choose(arguments_of(), tmp_path).temperature == 0
+    config.write_text('{"do_sample": true}')
+    assert choose(arguments_of(), tmp_path).temperature == 1
+    config.write_text('{"do_sample": true, "top_p": "most"}')
+    with pytest.raises(CheckpointError, match="top_p is 'most'"):
+        choose(arguments_of(), tmp_path)
+
+
+def test_only_a_default_is_cut_to_what_has_room():
+    from inferplane.cli.sampling import fitting
+    from inferplane.engine import SamplingParams
+    from inferplane.errors import CapacityError
+
+    params = SamplingParams(max_tokens=128)
+    assert fitting(params, None, 10, 100).max_tokens == 90
+    assert fitting(params, None, 10, 1000).max_tokens == 128
+    assert fitting(params, 128, 10, 100).max_tokens == 128, "the engine refuses it in its own words"
+    with pytest.raises(CapacityError, match="100 tokens"):
+        fitting(params, None, 100, 100)
+
+
+# ---------------------------------------------------------------- fixtures
+
+
+@pytest.fixture
+def plain_devices(monkeypatch):
+    """Names of the in-tree devices, served by a host of this test's own."""
+    from inferplane.plugins import discover
+
+    modules = [
+        f"inferplane_{path.name}.plugin" for path in sorted((REPOSITORY / "backends").iterdir()) if path.is_dir()
+    ]
+    host = discover(",".join(("only", *modules)))
+    monkeypatch.setattr("inferplane.plugins.host", lambda: host)
+    return {entry.name for entry in host.devices()}
+
+
+def test_nothing_is_left_in_the_environment(cli):
+    before = dict(os.environ)
+    cli("--help")
+    cli("ops")
+    assert dict(os.environ) == before
+    assert Path(main.__file__).name == "main.py"
