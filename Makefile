@@ -16,6 +16,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-versio
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS)
 
+# The suite itself is tried on the cpu backend and on an adversary; "slow" is what asks for 5 GB of memory.
+MOCK := INFERPLANE_PLUGINS=tests.mock_device.mock_device
 TESTS := tests $(wildcard backends/*/tests)
 
 .PHONY: help demo test lint format docs docs-check clean
@@ -34,6 +36,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(PYTEST) $(TESTS) $(PYTEST_ARGS)
 	$(PYTEST) --pyargs inferplane.conformance --device cpu $(PYTEST_ARGS)
+	$(MOCK) $(PYTEST) -m "not slow" --pyargs inferplane.conformance --device mock:layer $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check --quiet --output-format concise .

@@ -187,17 +187,24 @@ class AtTerminal:
         """Reads until the pattern has come; returns what came since the last call, up to its end."""
         deadline = time.monotonic() + TIMEOUT_S
         while not (found := re.search(pattern, self.seen)):
-            ready, _, _ = select.select([self.master], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"{pattern!r} never came:\n{self.seen}"
-            self.seen += self._read()
+            assert time.monotonic() < deadline, f"{pattern!r} never came:\n{self.seen}"
+            self._wait(1)
         before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return before
 
     def type(self, keys: str) -> None:
         os.write(self.master, keys.encode())
 
-    def interrupt(self) -> None:
-        self.child.send_signal(signal.SIGINT)
+    def interrupt(self, pattern: str) -> str:
+        """Sends Ctrl-C until the pattern comes: readline misses one that comes just behind its prompt."""
+        while not re.search(pattern, self.seen):
+            self.child.send_signal(signal.SIGINT)
+            self._wait(1)
+        return self.until(pattern)
+
+    def _wait(self, seconds: float) -> None:
+        if select.select([self.master], [], [], seconds)[0]:
+            self.seen += self._read()
 
     def end(self) -> tuple[int, str]:
         """Waits for the command; returns its exit code and what was not yet seen."""
@@ -219,11 +226,10 @@ def test_chat_at_a_terminal():
     chat.until("> ")
     chat.type("def parse(text):\n")
     chat.until(r"parse\(text\):\s[\s\S]{20}")  # the echo, and some of a reply
-    chat.interrupt()
+    chat.child.send_signal(signal.SIGINT)
     assert "tokens/s" not in chat.until("stopped")
     chat.until("> ")
-    chat.interrupt()
-    chat.until("/exit or Ctrl-D leaves")
+    chat.interrupt("/exit or Ctrl-D leaves")
     chat.type("/rest\n")
     chat.until("perhaps /reset was meant")
     chat.type("/reset\n")

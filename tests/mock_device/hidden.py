@@ -70,7 +70,14 @@ class DeviceTensor(torch.Tensor):
     def _forbidden(self, *args: Any, **kwargs: Any) -> Any:
         raise ReadByHost("core reads a device tensor in place; copy it with tensor.to(HOST) first")
 
-    tolist = numpy = data_ptr = untyped_storage = __array__ = __dlpack__ = _forbidden
+    tolist = numpy = __array__ = __dlpack__ = _forbidden
+
+    def untyped_storage(self) -> Any:
+        """Where and how large, which a host may know; not what is in it."""
+        return self.raw.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
 
     def __repr__(self) -> str:
         return f"DeviceTensor({list(self.shape)}, {self.dtype})"

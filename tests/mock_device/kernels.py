@@ -6,7 +6,7 @@ They work on the device's memory (`lowered`), in float32, and round once. They n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.ops import MoERoute, Rope
-from inferplane.plugin import Batch, HostLens, Kernel, LayerKV, Packing, When
+from inferplane.plugin import Batch, HostLens, Kernel, LayerKV, Packing, Row, When
 from tests.mock_device.hidden import DeviceTensor, lifted, lowered
-from tests.mock_device.kvcache import HEADS_FIRST, LATENT
+from tests.mock_device.kvcache import HEADS_FIRST, LATENT, HiddenKV
 
 RANK = 90
 PADDED = Packing("mock.padded64", lambda w: F.pad(w, (0, -w.shape[-1] % 64), value=torch.nan))
@@ -77,29 +77,44 @@ def rotate(rope: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return Rope.__call__(rope, x.float(), positions)
 
 
+def sequences(batch: Batch) -> Iterator[Row]:
+    """The step's sequences; padded ones have no tokens and are left out."""
+    return batch.rows()
+
+
+def hidden_keys(query_tokens: int, tokens: int) -> torch.Tensor:
+    """Which keys a query may not see."""
+    return torch.ones(query_tokens, tokens, dtype=torch.bool).triu(tokens - query_tokens + 1)
+
+
+def remember(kv: HiddenKV, slots: torch.Tensor, *values: torch.Tensor) -> None:
+    """Write the step's own tokens; padded rows go to the spare block."""
+    kv.write_raw(slots, *values)
+
+
 def attend(q: torch.Tensor, batch: Batch, keys_values: Callable[..., Any], scale: float, width: int) -> torch.Tensor:
-    """Causal attention, head by head equal numbers of keys: q `[T, H, D]` -> `[T, H, width]`, float32."""
+    """Causal attention, q `[T, H, D]` -> `[T, H, width]`, float32; rows of padding stay NaN."""
     out = q.new_full((*q.shape[:2], width), torch.nan)
-    for a, b, n, table in batch.rows():
+    for a, b, n, table in sequences(batch):
         k, v = (t.float().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in keys_values(table, n))
         scores = torch.einsum("qhd,khd->hqk", q[a:b], k) * scale
-        allowed = torch.ones(b - a, n, dtype=torch.bool).tril(n - (b - a))
-        out[a:b] = torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v)
+        scores = scores.masked_fill(hidden_keys(b - a, n), -torch.inf)
+        out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
     return out
 
 
-def gqa(p: Any, x: torch.Tensor, batch: Batch, kv: Any, scratch: torch.dtype) -> torch.Tensor:
+def gqa(p: Any, x: torch.Tensor, batch: Batch, kv: HiddenKV, scratch: torch.dtype) -> torch.Tensor:
     """Grouped-query attention, float32 `[T, D]`; `scratch` is the dtype in which K and V are remembered."""
     (h, g), d = p.heads, p.head_dim
     q, k, v = product(x, p.qkv, (h + 2 * g) * d).view(len(x), -1, d).split((h, g, g), 1)
     if p.q_norm is not None:
         q, k = norm(q, p.q_norm), norm(k, p.k_norm)
-    kv.write_raw(batch.slots, rotate(p.rope, k, batch.positions).to(scratch), v.to(scratch))
+    remember(kv, batch.slots, rotate(p.rope, k, batch.positions).to(scratch), v.to(scratch))
     o = attend(rotate(p.rope, q, batch.positions), batch, kv.read_raw, p.few.scale, p.few.kv.v_dim)
     return product(o.flatten(1), p.o, x.shape[1])
 
 
-def mla(p: Any, x: torch.Tensor, batch: Batch, kv: Any, scratch: torch.dtype) -> torch.Tensor:
+def mla(p: Any, x: torch.Tensor, batch: Batch, kv: HiddenKV, scratch: torch.dtype) -> torch.Tensor:
     """Latent attention in its expanded form for every step, float32 `[T, D]`."""
     d, c = p.dims, x
     if p.q_a is not None:
@@ -110,7 +125,7 @@ def mla(p: Any, x: torch.Tensor, batch: Batch, kv: Any, scratch: torch.dtype) ->
     )
     latent, k_rope = product(x, p.kv_a, d.latent + d.rope).split((d.latent, d.rope), -1)
     k_rope = rotate(p.rope, k_rope[:, None], batch.positions)[:, 0]
-    kv.write_raw(batch.slots, torch.cat((norm(latent, p.kv_a_norm), k_rope), -1).to(scratch))
+    remember(kv, batch.slots, torch.cat((norm(latent, p.kv_a_norm), k_rope), -1).to(scratch))
 
     def keys_values(table: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         latent, k_rope = kv.read_raw(table, n)[0].float().split((d.latent, d.rope), -1)
@@ -158,6 +173,16 @@ def decoder_layer(p, x, residual, batch, kv):
     return y.to(x.dtype), s.to(x.dtype)
 
 
+@device_code
+def gated_mlp(p, x):
+    return mlp(p, x).to(x.dtype)
+
+
+@device_code
+def mixture(p, x):
+    return moe(p, x).to(x.dtype)
+
+
 GQA_PACKS = {"qkv.weight": TRANSPOSED, "o.weight": BOTH}
 MLA_PACKS = {
     **{f"{name}.weight": BOTH for name in ("q_a", "q_b", "kv_a", "o")},
@@ -198,3 +223,8 @@ BLOCKS = [
 ]
 LAYER = Kernel("decoder_layer", "mock", decoder_layer, When(kv_layouts=(HEADS_FIRST, LATENT)), RANK, LAYER_PACKS)
 DECODE_LAYER = replace(LAYER, when=replace(LAYER.when, step_kinds=("decode",)))
+# What shares the layer's packings in mixed steps; without them the layer would keep every MLP twice.
+MLPS = [
+    Kernel("gated_mlp", "mock", gated_mlp, When(needs=(ONE_RANK,)), RANK, MLP_PACKS),
+    Kernel("moe", "mock", mixture, When(needs=(ONE_RANK,)), RANK, MOE_PACKS),
+]

@@ -5,7 +5,7 @@
 | mock:norm | the two norms; all else runs as references on the device |
 | mock:block | also attention blocks, for both families |
 | mock:layer | also whole decoder layers |
-| mock:decode | whole layers in decode steps only: a plan's columns differ, weights are shared |
+| mock:decode | blocks, MLPs, and whole layers in decode steps only: a plan's columns differ, packings are shared |
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Layer(MockBackend):
 
 class Decode(MockBackend):
     name = "mock:decode"
-    declared: ClassVar[list[Kernel]] = [*kernels.NORMS, *kernels.BLOCKS, kernels.DECODE_LAYER]
+    declared: ClassVar[list[Kernel]] = [*kernels.NORMS, *kernels.BLOCKS, *kernels.MLPS, kernels.DECODE_LAYER]
 
 
 VARIANTS = {backend.name: backend for backend in (Norm, Block, Layer, Decode)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 
 import torch
@@ -115,16 +116,21 @@ def lost(plan, path, name, kind="decode"):
 
 
 def tensors_for(op, seed=0, dtype=F32):
-    """Random tensors for every checkpoint name below `op`, of the shapes its weights ask for (equal parts)."""
+    """Random tensors for every checkpoint name below `op`, of the shapes its weights ask for."""
     generator = torch.Generator().manual_seed(seed)
+    blocks = [o for _, o in op.sites() if o.name == "gqa_block"]
+    heads = {id(b.qkv.weight): [n * b.head_dim for n in (b.heads[0], b.heads[1], b.heads[1])] for b in blocks}
     out = {}
-    for _, w in op.weights():
-        for part in w.parts:
-            if len(w.shape) == 1:
-                out[part] = torch.rand(w.shape[0] // len(w.parts), generator=generator).to(dtype) + 0.5
-                continue
-            rows = w.shape[-2] * (w.shape[0] if len(w.shape) == 3 else 1) // len(w.parts)
-            out[part] = (torch.randn(rows, w.shape[-1], generator=generator) / w.shape[-1] ** 0.5).to(dtype)
+    for _, weight in op.weights():
+        if not weight.parts:
+            continue
+        rows = math.prod(weight.shape[:-1] or weight.shape)
+        sizes = heads.get(id(weight)) or [rows // len(weight.parts)] * len(weight.parts)
+        for part, n in zip(weight.parts, sizes):
+            shape = (n, *weight.shape[1:][-1:]) if len(weight.parts) > 1 else weight.shape
+            t = torch.randn(shape, generator=generator)
+            t = t / shape[-1] ** 0.5 if len(shape) > 1 else t * 0.2 + 1
+            out[part] = t.to(dtype)
     return out
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -330,20 +331,28 @@ def test_evidence_is_the_highest_level_that_passed():
 # ---------------------------------------------------------------- conform
 
 
-def test_conform_passes_on_words_and_exit_code(cli, monkeypatch):
+@pytest.mark.parametrize(("installed", "plugin"), [(True, []), (False, ["-p", "inferplane.conformance.plugin"])])
+def test_conform_runs_pytest(monkeypatch, installed, plugin):
     from inferplane.cli import conform
 
-    monkeypatch.setattr(conform, "find_spec", lambda name: object())
-    monkeypatch.setattr(
-        conform,
-        "command",
-        lambda device, more: [sys.executable, "-c", f"print({[device, *more]!r}); raise SystemExit(5)"],
-    )
-    assert cli("conform", "--device", "homely", "-k", "rms norm", "-x")[0] == 5
-    assert conform.command("homely", [])  # the real one below
-    monkeypatch.undo()
+    points = [EntryPoint("inferplane_conformance", conform.PLUGIN, "pytest11")] if installed else []
+    monkeypatch.setattr(conform.metadata, "entry_points", lambda group: points)
     words = conform.command("homely", ["-x"])
-    assert words[1:] == ["-m", "pytest", "--pyargs", "inferplane.conformance", "--device", "homely", "-x"]
+    assert words[0] == sys.executable
+    assert words[1:] == ["-m", "pytest", *plugin, "--pyargs", "inferplane.conformance", "--device", "homely", "-x"]
+
+
+@pytest.mark.parametrize("more", [["-k", "rms norm", "-x"], ["--", "-k", "rms norm", "-x"]])
+def test_conform_passes_on_words_and_exit_code(cli, monkeypatch, tmp_path, more):
+    from inferplane.cli import conform
+
+    code = "import sys; open(sys.argv[1], 'w').write(repr(sys.argv[2:])); sys.exit(5)"
+    passed = tmp_path / "words"
+    monkeypatch.setattr(
+        conform, "command", lambda device, more: [sys.executable, "-c", code, str(passed), device, *more]
+    )
+    assert cli("conform", "--device", "homely", *more)[0] == 5
+    assert passed.read_text() == repr(["homely", "-k", "rms norm", "-x"])
 
 
 # ---------------------------------------------------------------- sampling

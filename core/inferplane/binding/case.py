@@ -141,9 +141,15 @@ class Untouched:
     def changed(self) -> str:
         """In words, the first thing that is no longer what it was; empty when nothing changed."""
         for words, tensor, before in self.before:
-            if not torch.equal(to_host(tensor), before):
+            now = to_host(tensor)
+            if now.shape != before.shape or not bool(same_entries(now, before).all()):
                 return f"it changed {words}"
         return ""
+
+
+def same_entries(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where two tensors of one shape hold the same, NaN being the same as NaN; bool of that shape."""
+    return (one == other) | ((one != one) & (other != other))
 
 
 def stray_write(
@@ -157,8 +163,8 @@ def stray_write(
         block_tokens: tokens a block.
     """
     for old, new in zip(before, after, strict=True):
-        same = (old == new) | (old.isnan() & new.isnan())
-        slots = sorted(set(torch.where(~same.flatten(1).all(1))[0].tolist()) - named)
+        same = same_entries(old, new).flatten(1).all(1)
+        slots = sorted(set(torch.where(~same)[0].tolist()) - named)
         if slots:
             block, offset = divmod(slots[0], block_tokens)
             more = f" and {len(slots) - 1} more" if len(slots) > 1 else ""

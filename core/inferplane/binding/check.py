@@ -109,7 +109,10 @@ def run_case(kernel: Kernel | None, sample: Sample, bench: Bench, *, seed: int =
     chosen = _choose_layouts(kernel, op, bench)
     if isinstance(chosen, str):
         return Outcome(False, detail=chosen)
-    ctx = Context(bench.dtype, sample.step_kind, chosen, bench.features)
+    kind = sample.step_kind
+    if kernel is not None and kernel.when.step_kinds and not op.kv_requests():
+        kind = kernel.when.step_kinds[0]  # without a cache, a sample stands for steps of every kind
+    ctx = Context(bench.dtype, kind, chosen, bench.features)
     if kernel is not None:
         reasons = kernel.refusals(op, ctx, op.formats())
         if reasons:
@@ -145,7 +148,7 @@ def run_case(kernel: Kernel | None, sample: Sample, bench: Bench, *, seed: int =
 
     try:
         packed = _packed(op, kernel, weights, bench, bench.torch_device)
-        function = _bound(op, kernel, packed, bench, sample.step_kind)
+        function = _bound(op, kernel, packed, bench, kind)
         untouched = Untouched(given, packed.values())
         before = [caches.held(kv) for kv in caches_in(given)]
         with poisoned_memory():
@@ -221,8 +224,10 @@ def _bound(
 
 def _forced_plan(op: Op, kernel: Kernel | None, bench: Bench, kind: StepKind, dtype: torch.dtype | None = None) -> Plan:
     settings = Settings(bench.device, dtype or bench.dtype, features=bench.features, copies=None)
-    ctx = Context(settings.dtype, kind, {}, bench.features)
-    return Plan(op, settings, {}, {kind: _Forced(kernel, ctx)})
+    chosen = _choose_layouts(kernel, op, bench)
+    layouts = {} if isinstance(chosen, str) else chosen
+    ctx = Context(settings.dtype, kind, layouts, bench.features)  # a kernel's `prepare` may look at the layouts
+    return Plan(op, settings, layouts, {kind: _Forced(kernel, ctx)})
 
 
 class _Forced(Resolver):

@@ -118,7 +118,8 @@ class Resolver:
             same.sort(key=lambda k: (-k.rank, k.name, _origin(k)))
         self.refused: dict[tuple[object, Kernel], list[str]] = {}
         self.used_pins: set[str] = set()
-        self._site_pins = [name for name in options.pins if name not in OPS]
+        self._pinned: dict[str, str] = {}
+        self._pins_below: dict[str, dict[str, None]] = {}
         self._memo: dict[object, Choice] = {}
         self._alike: dict[object, Choice] = {}
         self._formats: dict[object, frozenset[str]] = {}
@@ -130,11 +131,12 @@ class Resolver:
         Raises:
             BindError: a pin names a provider that has no kernel here, or whose kernel is refused.
         """
+        self._find_site_pins(op, site)
         return self._at(op, site, None)
 
     def _at(self, op: Op, site: str, inherited: str | None) -> Choice:
         """As `resolve`, under a pin (`inherited`) that puts everything on its reference."""
-        memo_key = (op.key(), site if self._pins_at_or_below(site) else None, inherited)
+        memo_key = (op.key(), site if site in self._pinned or site in self._pins_below else None, inherited)
         found = self._memo.get(memo_key)
         if found is None:
             found = self._resolve(op, site, inherited)
@@ -144,7 +146,7 @@ class Resolver:
 
     def _resolve(self, op: Op, site: str, inherited: str | None) -> Choice:
         pin = self._pin(op, site) or (None if inherited is None else (inherited, REFERENCE))
-        below = [name for name in self._pins_below(op, site) if pin is None or name != pin[0]]
+        below = [name for name in self._pins_below.get(site, ()) if pin is None or name != pin[0]]
         passed_on = pin[0] if pin and pin[1] == REFERENCE else None
         children = {
             path: self._at(child, f"{site}.{path}" if site else path, passed_on) for path, child in op.children()
@@ -272,25 +274,28 @@ class Resolver:
     # -- pins
 
     def _pin(self, op: Op, site: str) -> tuple[str, str] | None:
-        pins = self.options.pins
-        if not pins:
-            return None
-        pattern = (n for n in self._site_pins if site and _is_pattern(n) and fnmatch.fnmatchcase(site, n))
-        name = site if site in pins else next(pattern, op.name)
-        if name not in pins:
+        name = self._pinned.get(site, op.name)
+        if name not in self.options.pins:
             return None
         self.used_pins.add(name)
-        return name, pins[name]
+        return name, self.options.pins[name]
 
-    def _pins_at_or_below(self, site: str) -> bool:
-        return any(not site or name.startswith(site) or _is_pattern(name) for name in self._site_pins)
-
-    def _pins_below(self, op: Op, site: str) -> list[str]:
-        """Pins of sites under this one, which a kernel for the whole would hide."""
-        if not self._pins_at_or_below(site):
-            return []
-        below = [f"{site}.{path}" if site else path for path, _ in op.sites() if path]
-        return [n for n in self._site_pins if n in below or (_is_pattern(n) and fnmatch.filter(below, n))]
+    def _find_site_pins(self, op: Op, root: str) -> None:
+        """Note which pin holds at which site, and which hold below it, where a kernel for the whole would hide them."""
+        exact = {name for name in self.options.pins if name not in OPS}
+        patterns = sorted((n for n in exact if any(c in n for c in "*?[")), key=lambda n: (-len(n), n))  # exactest first
+        for site, _ in op.sites(f"{root}." if root else "") if exact else ():
+            if site in exact:
+                names = [site]
+            else:
+                names = [name for name in patterns if site and fnmatch.fnmatchcase(site, name)]
+            if not names:
+                continue
+            self._pinned[site] = names[0]
+            above = site
+            while above:
+                above = above.rpartition(".")[0]
+                self._pins_below.setdefault(above, {}).update(dict.fromkeys(names))
 
     def _pin_error(
         self, op: Op, site: str, name: str, provider: str, rejected: list[Rejection], accepted: list[Kernel]
@@ -363,10 +368,6 @@ def _origin(kernel: Kernel) -> str:
         if isinstance(target, str)
         else f"{getattr(target, '__module__', '')}:{getattr(target, '__qualname__', '')}"
     )
-
-
-def _is_pattern(name: str) -> bool:
-    return any(c in name for c in "*?[")
 
 
 def _own_weights(op: Op) -> list[Weight]:

@@ -9,6 +9,7 @@ import argparse
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 
 from inferplane.cli.arguments import Parser, add_device, add_examples
@@ -16,6 +17,7 @@ from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
 
 SUITE = "inferplane.conformance"
+PLUGIN = "inferplane.conformance.plugin"
 PASS_ON = "pytest_args"
 
 
@@ -27,8 +29,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def command(device: str, more: list[str]) -> list[str]:
-    """What is run."""
-    return [sys.executable, "-m", "pytest", "--pyargs", SUITE, "--device", device, *more]
+    """What is run. A source tree that is not installed has no entry point that tells pytest of `--device`."""
+    known = any(point.value == PLUGIN for point in metadata.entry_points(group="pytest11"))
+    plugin = [] if known else ["-p", PLUGIN]
+    return [sys.executable, "-m", "pytest", *plugin, "--pyargs", SUITE, "--device", device, *more]
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:

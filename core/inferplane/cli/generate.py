@@ -68,10 +68,7 @@ def read_prompt(args: argparse.Namespace) -> str:
         if sys.stdin is None or sys.stdin.isatty():
             likely = "TEXT" if args.model == "demo" or Path(args.model).exists() else repr(args.model)
             raise UsageError("There is no prompt.", remedy=f"{PROGRAM} generate -p {likely}, or pipe one in")
-        try:
-            prompt = sys.stdin.read().removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"Standard input is no text: {error}.", remedy="pass UTF-8") from error
+        prompt = sys.stdin.read().removesuffix("\n")
     if not prompt:
         raise UsageError("The prompt is empty.", remedy="pass at least one character")
     return as_text(prompt)

@@ -81,6 +81,8 @@ def _run(words: list[str], screen: Screen) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused where a prompt is read
     while words and words[0] == "--debug":
         words = words[1:]
     if not words:

@@ -74,7 +74,8 @@ def show_one(op: dict[str, Any], screen: Screen) -> None:
 def reflow(doc: str, width: int) -> Iterator[str]:
     """A docstring's lines in another width; named arguments keep lines of their own."""
     block: list[str] = []
-    for line in [*doc.splitlines(), ""]:
+    lines = doc.splitlines()
+    for number, line in enumerate([*lines, ""]):
         indent = len(line) - len(line.lstrip())
         goes_on = block and line.strip() and indent == len(block[0]) - len(block[0].lstrip())
         if goes_on and not re.match(r"\w+: ", line.strip()):
@@ -85,7 +86,7 @@ def reflow(doc: str, width: int) -> Iterator[str]:
             words = " ".join(part.strip() for part in block)
             yield from textwrap.wrap(words, width, initial_indent=pad, subsequent_indent=pad)
         block = [line] if line.strip() else []
-        if not line.strip():
+        if not line.strip() and number < len(lines):
             yield ""
 
 

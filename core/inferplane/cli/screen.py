@@ -103,12 +103,12 @@ class Screen:
     def error(self, error: InferplaneError) -> None:
         """What was asked, what there is, what to do."""
         if self.json:
-            parts = {"kind": type(error).__name__, "what": error.what, "there_is": error.there_is}
-            self._json_line({"error": {**parts, "remedy": error.remedy}})
+            data = {"kind": type(error).__name__, "what": error.what, "there_is": error.there_is}
+            self._json_line({"error": {**data, "remedy": error.remedy}})
             return
-        lines = [("error", error.what, "bold red")]
-        lines += [("there is", error.there_is, "bold")] if error.there_is else []
-        lines += [("to do", error.remedy, "bold green")] if error.remedy else []
+        parts = (("error", error.what, "bold red"), ("there is", error.there_is, "bold"))
+        parts += (("to do", error.remedy, "bold green"),)
+        lines = [(label, " ".join(words.split()), style) for label, words, style in parts if words]
         self._labelled(lines)
 
     def crash(self, error: Exception) -> None:

@@ -65,7 +65,8 @@ class Engine:
             CapacityError: it could never run.
         """
         self.check(prompt)
-        ends = (frozenset() if params.ignore_eos else end_ids) | frozenset(params.stop_token_ids or ())
+        own: Any = params.stop_token_ids  # a tuple, whatever was passed
+        ends = (frozenset() if params.ignore_eos else end_ids) | frozenset(own)
         request = Request(next(self._ids), list(prompt), params, ends, text)
         self.scheduler.add(request)
         return request

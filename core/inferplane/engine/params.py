@@ -37,7 +37,8 @@ class SamplingParams:
             as a tuple.
         stop_token_ids: token ids that end the text, beside the model's own. Held as a tuple.
         ignore_eos: do not end at the model's end-of-text tokens.
-        min_tokens: end-of-text tokens cannot be chosen before this many tokens, unless a constraint allows nothing else.
+        min_tokens: end-of-text tokens cannot be chosen before this many tokens, unless a constraint allows nothing
+            else.
         repetition_penalty: tokens of the prompt and of the text so far have a positive logit divided by this and a
             negative one multiplied; above 1 discourages repetition, 1 changes nothing.
         frequency_penalty: taken from a token's logit for each time it was generated, -2 to 2.
@@ -156,6 +157,8 @@ def _json_text(value: Any) -> str:
     Raises:
         ValueError, RecursionError: it is not JSON, or neither an object nor true or false.
     """
+    if isinstance(value, str) and len(value) > MOST_GRAMMAR_BYTES["json_schema"]:
+        raise ValueError(f"more than {MOST_GRAMMAR_BYTES['json_schema']} bytes")
     parsed = json.loads(value) if isinstance(value, str) else value
     if not isinstance(parsed, (Mapping, bool)):
         raise ValueError("a schema is an object, true or false")

@@ -38,7 +38,7 @@ def fresh_seed() -> int:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of the index-th sequence of a request with `n` above 1, a signed 64-bit integer; the first keeps `seed`."""
+    """The seed of a request's index-th sequence, a signed 64-bit integer; the first one keeps the request's `seed`."""
     return as_int64(seed if index == 0 else _mix(_mix(seed & MASK) - index * GAMMA))
 
 

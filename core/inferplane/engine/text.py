@@ -38,8 +38,15 @@ class Tokenizer:
         self.folder = folder
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens the model expects around it."""
-        return list(self._inner.encode(text))
+        """Token ids of a text, with the special tokens the model expects around it.
+
+        Raises:
+            UsageError: the text holds half a surrogate pair, which no encoding has.
+        """
+        try:
+            return list(self._inner.encode(text))
+        except TypeError as error:
+            raise UsageError(f"The text cannot be encoded: {ascii(text[:80])}.", remedy="pass valid Unicode") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out, spaces as the tokens have them."""

@@ -36,7 +36,10 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
     def make() -> torch.Tensor:
         frequency, factor = frequencies(rope, dim)
         angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
-        return torch.stack((angle.cos(), angle.sin()), 1) * factor
+        table = torch.empty(positions, 2, dim // 2)  # filled half by half: with 131072 positions copies would tell
+        table[:, 0] = angle.cos()
+        table[:, 1] = angle.sin()
+        return table.mul_(factor)
 
     return Weight((), (positions, 2, dim // 2), torch.float32, make=make)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
 from inferplane.ops.op import BLOCK, Cost, Load, Op, Sample, placeholder
 from inferplane.ops.sampling import SampleTokens
-from inferplane.types import Batch, KVCache, LayerKV
+from inferplane.types import Batch, KVCache, LayerKV, Weight
 
 
 class DecoderLayer(Op, name="decoder_layer"):
@@ -55,6 +56,10 @@ class DecoderLayer(Op, name="decoder_layer"):
 
         out = []
         mlp, moe = GatedMLP.samples()[0].op, MoE.samples()[0].op
+        # The bias alone chooses: a rounding must not send a token to another expert, which no tolerance could cover.
+        decided = Weight((), (8,), torch.float32, make=lambda: torch.arange(8.0) * 10)
+        assert isinstance(moe, MoE)
+        moe = replace(moe, route=replace(moe.route, bias=decided))
         for block, label in ((GQABlock, "gqa"), (MLABlock, "mla")):
             for sample in block.samples():
                 if sample.label == "prefill":

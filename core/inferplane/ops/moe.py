@@ -12,7 +12,7 @@ from inferplane.ops.basic import GatedMLP, Linear
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
 from inferplane.ops.op import BLOCK, Comparison, Cost, Load, Op, Sample, placeholder, relative_error, values
-from inferplane.types import Weight
+from inferplane.types import HOST, Weight
 
 
 class MoERoute(Op, name="moe_route"):
@@ -112,7 +112,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
-        for e in ids.unique().tolist():
+        for e in ids.unique().to(HOST).tolist():
             token, j = torch.where(ids == e)
             gate, up = F.linear(x[token].float(), _expert(self.gate_up, e)).chunk(2, -1)
             y = F.linear(F.silu(gate) * up, _expert(self.down, e))

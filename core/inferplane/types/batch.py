@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from inferplane.errors import UsageError
+from inferplane.types.device import HOST
 
 StepKind = Literal["decode", "mixed"]
 STEP_KINDS: tuple[StepKind, ...] = ("decode", "mixed")
@@ -96,7 +97,7 @@ class Batch:
         """Lengths as Python integers; copies them from the device when the host does not know them."""
         if self.host_lens is not None:
             return self.host_lens
-        return HostLens(tuple(self.query_start.tolist()), tuple(self.seq_lens.tolist()))
+        return HostLens(tuple(self.query_start.to(HOST).tolist()), tuple(self.seq_lens.to(HOST).tolist()))
 
     def rows(self) -> Iterator[Row]:
         """Sequence by sequence, for reference bodies and kernels that loop; padded sequences are left out."""

@@ -1,0 +1,107 @@
+"""What a bound op call costs beside the kernel: bound against called by hand, on kernels that do nothing and on real ones.
+
+    python benchmarks/bound_call.py [--number 200000] [--repeats 15] [--json FILE]
+
+Both ways are timed in turn, many times, and the fastest of each counts: what a busy machine adds is never the code's own.
+The bar (issue 2, g) is 0.1 us a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import timeit
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inferplane.binding import DictSource, Settings, bind, link, load
+from inferplane.kernels.composed import composed_kernels
+from inferplane.ops import GatedMLP, Linear, SiluMul
+from inferplane.types import Kernel, Weight
+
+BAR_US = 0.1
+
+
+def nothing(p, x):
+    """A kernel that returns what it is given: all that is left is the call."""
+    return x
+
+
+def bound(op, kernels):
+    """`op` bound to `kernels`, with random weights."""
+    tensors = {part: torch.randn(64, 64) / 8 for _, w in op.weights() for part in w.parts}
+    plan = bind(op, kernels, Settings("any", torch.float32), lambda request: (), step_kinds=("decode",))
+    return link(plan, load(plan, DictSource(tensors)).packed)["decode"]
+
+
+def gated_mlp():
+    """Three leaves below one body: 64 -> 2 x 64 -> 64."""
+    return GatedMLP(Linear(Weight(("gate", "up"), (128, 64))), Linear(Weight(("down",), (64, 64))), SiluMul())
+
+
+def pairs():
+    """`(label, bound calls, statement bound, statement by hand, names)` of each comparison."""
+    leaf = bound(Linear(Weight(("w",), (64, 64))), [Kernel("linear", "no-op", nothing)])
+    names: dict[str, Any] = {"x": torch.randn(1, 64), "leaf": leaf, "view": leaf.__self__, "nothing": nothing}
+    names["parent"] = type("Parent", (), {})()
+    names["parent"].op = leaf
+    yield "leaf, no-op kernel", 1, "leaf(x)", "nothing(view, x)", names
+    yield "leaf, looked up on its parent's view", 1, "parent.op(x)", "nothing(view, x)", names
+
+    for label, kernels in (
+        ("no-op kernels", [Kernel(op, "no-op", nothing) for op in ("linear", "silu_mul")]),
+        ("composed kernels, M = 1", composed_kernels()),
+    ):
+        mlp = bound(gated_mlp(), kernels)
+        view = mlp.__self__
+        parts = {name: getattr(view, name) for name in ("gate_up", "act", "down")}
+        names = {"x": torch.randn(1, 64), "mlp": mlp}
+        names |= {f"{n}_f": p.__func__ for n, p in parts.items()} | {f"{n}_v": p.__self__ for n, p in parts.items()}
+        by_hand = "down_f(down_v, act_f(act_v, gate_up_f(gate_up_v, x)))"
+        yield f"walked-down gated_mlp, {label}", 4, "mlp(x)", by_hand, names
+
+
+def measure(number, repeats):
+    """One row a comparison, times in microseconds."""
+    rows = []
+    for label, calls, with_plan, by_hand, names in pairs():
+        count = number if "composed" not in label else max(1, number // 20)
+        best = [float("inf")] * 2
+        for _ in range(repeats):
+            for i, statement in enumerate((with_plan, by_hand)):
+                best[i] = min(best[i], timeit.timeit(statement, globals=names, number=count) / count * 1e6)
+        own = (best[0] - best[1]) / calls
+        rows.append(
+            {"case": label, "bound_us": best[0], "direct_us": best[1], "bound_calls": calls, "own_us_per_call": own}
+        )
+    return rows
+
+
+def main():
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=200_000, help="calls a timing")
+    parser.add_argument("--repeats", type=int, default=15, help="timings of each way")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        rows = measure(args.number, args.repeats)
+    told = {"benchmark": "bound_call", "bar_us": BAR_US, "results": rows}
+    told |= {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
+    print(f"{'':<48} {'bound':>9} {'direct':>9} {'own, a call':>12}  (us; bar {BAR_US})", file=sys.stderr)
+    for r in rows:
+        print(
+            f"{r['case']:<48} {r['bound_us']:9.4f} {r['direct_us']:9.4f} {r['own_us_per_call']:+12.4f}", file=sys.stderr
+        )
+    print(json.dumps(told, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

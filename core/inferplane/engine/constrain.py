@@ -1,0 +1,301 @@
+"""Constrained output: JSON that fits a schema, text that matches a regular expression or a grammar.
+
+llguidance turns a constraint into a matcher, which tells for each place in the text which tokens may come. The matcher
+works on bytes, so that any byte-level tokenizer serves, and tokens that hold half a character are handled.
+
+Between gaps of JSON at most `SPACES` characters of white space may stand: some models otherwise emit it for ever.
+
+Source: https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inferplane.engine.params import SamplingParams
+from inferplane.errors import UsageError
+
+COMPILE_S = 2.0
+"""Seconds that compiling one constraint may take."""
+START_S = 60.0
+"""Seconds that the process which tries constraints out may need to start."""
+KEPT_CONSTRAINTS = 64
+"""Compiled constraints, and refusals, that are remembered."""
+STACK_BYTES = 64 * 2**20
+"""Stack on which constraints are compiled: well above that on which they were tried out."""
+SPACES = 40
+JSON_OPTIONS = {
+    "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{SPACES}}}",
+    "lenient": False,  # a keyword that is not understood is refused, not ignored
+    "coerce_one_of": False,  # oneOf is not the same as anyOf
+}
+
+
+class Constraint:
+    """Where one sequence stands in its constraint. `Grammars.start` makes it.
+
+    It is told every token of the text, the one that ends it included. Once the constraint allows nothing but the end of
+    the text, masks contain the end tokens only; when one of them was accepted, `ended` is true, and the sequence is to
+    be ended even if `ignore_eos` is set.
+    """
+
+    def __init__(self, matcher: Any, ends: frozenset[int], words: int) -> None:
+        self._matcher, self._ends, self._words = matcher, ends, words
+        self.ended = False
+        self._only_ends = np.zeros(words, np.uint32)
+        for token in ends:
+            self._only_ends[token // 32] |= np.uint32(1 << (token % 32))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text so far satisfies the constraint as it is."""
+        return self.ended or self._matcher.is_accepting()
+
+    def masks(self, drafts: Sequence[int] = ()) -> np.ndarray:
+        """What may come next, and what after each of these drafts: int32 `[1 + drafts, ceil(V / 32)]`, a bit a token.
+
+        Rows behind a draft that may not come allow all: they are never used. The constraint stays where it was.
+
+        Raises:
+            UsageError: the constraint has become too complex to follow.
+        """
+        masks = np.full((1 + len(drafts), self._words), -1, np.int32)
+        consumed = 0
+        for i in range(1 + len(drafts)):
+            masks[i] = self._mask()
+            if i == len(drafts) or drafts[i] in self._ends or not self._matcher.validate_tokens([drafts[i]]):
+                break
+            self._matcher.consume_token(drafts[i])
+            consumed += 1
+        if consumed:
+            self._matcher.rollback(consumed)
+        return masks
+
+    def _mask(self) -> np.ndarray:
+        if self.ended or self._matcher.is_stopped():
+            self._check()
+            return self._only_ends.view(np.int32)
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        self._check()
+        return mask
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Go on by these tokens.
+
+        Raises:
+            UsageError: the constraint does not allow them, or has become too complex to follow.
+        """
+        for token in tokens:
+            if token in self._ends and not self.ended and self._matcher.is_accepting():
+                self.ended = True
+            elif self.ended or not self._matcher.validate_tokens([token]):
+                self._check()
+                raise UsageError(f"Token {token} does not continue the constrained text.")
+            else:
+                self._matcher.consume_token(token)
+                self._check()
+
+    def rollback(self, count: int) -> None:
+        """Go back by this many accepted tokens."""
+        if self.ended and count:
+            self.ended = False
+            count -= 1
+        if count:
+            self._matcher.rollback(count)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise UsageError(
+                f"The constraint cannot be followed any further: {_first_line(self._matcher.get_error())}.",
+                remedy="simplify the schema, regular expression or grammar",
+            )
+
+
+class Grammars:
+    """Compiles constraints for one model, and remembers them. Its methods may be called from any thread.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers, a `tokenizers.Tokenizer`, or its JSON text.
+        vocab: V, columns of the model's logits; at least the tokenizer's.
+        end_ids: tokens that end a text; at least one.
+        compile_s: seconds that one constraint may take.
+
+    Raises:
+        UsageError: llguidance is not installed, or cannot read the tokenizer, or there is no end token.
+    """
+
+    def __init__(self, tokenizer: Any, vocab: int, end_ids: Collection[int], compile_s: float = COMPILE_S) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise UsageError(
+                "Constrained output needs the package llguidance, which is not installed.",
+                remedy="pip install 'inferplane[constrained]'",
+            ) from error
+        self._ends = frozenset(i for i in end_ids if i < vocab)
+        if not self._ends:
+            raise UsageError("Constrained output needs to know the model's end-of-text token.", remedy="name it")
+        self._vocab, self._compile_s = vocab, compile_s
+        self._text = _tokenizer_text(tokenizer)
+        try:
+            self._tokenizer = llguidance.LLTokenizer(self._text, n_vocab=vocab, eos_token=sorted(self._ends))
+        except ValueError as error:
+            raise UsageError(f"llguidance cannot use this model's tokenizer: {error}.") from error
+        self._llguidance: Any = llguidance
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._trial: _Trial | None = None
+
+    def start(self, params: SamplingParams) -> Constraint | None:
+        """The constraint that the parameters ask for, at its beginning; None when they ask for none.
+
+        Takes as long as compiling does, up to some seconds, unless the constraint is remembered.
+
+        Raises:
+            UsageError: the constraint is not valid, not supported, or too complex.
+        """
+        if params.constraint is None:
+            return None
+        with self._lock:
+            found = self._known.get(params.constraint)
+            if found is None:
+                found = self._known[params.constraint] = self._compile(*params.constraint)
+                if len(self._known) > KEPT_CONSTRAINTS:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(params.constraint)
+        if isinstance(found, str):
+            raise UsageError(f"The {params.constraint[0]} is refused: {found}.", remedy="see SamplingParams")
+        return Constraint(found.deep_copy(), self._ends, -(-self._vocab // 32))
+
+    def close(self) -> None:
+        """End the process in which constraints are tried out. A later `start` starts another."""
+        with self._lock:
+            if self._trial is not None:
+                self._trial.close()
+                self._trial = None
+
+    def _compile(self, kind: str, text: str) -> Any:
+        """A matcher, or why there is none."""
+        make = self._llguidance.LLMatcher
+        try:
+            if kind == "json_schema":
+                grammar = make.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+            else:
+                grammar = (make.grammar_from_regex if kind == "regex" else make.grammar_from_lark)(text)
+        except ValueError as error:
+            return _first_line(str(error))
+        if self._trial is None:
+            setup = {"path": sys.path, "tokenizer": self._text, "vocab": self._vocab, "ends": sorted(self._ends)}
+            self._trial = _Trial(setup)
+        error = self._trial.error(grammar, self._compile_s)
+        if error:
+            if not self._trial.alive:
+                self._trial = None
+            return _first_line(error)
+        matcher = _on_large_stack(lambda: make(self._tokenizer, grammar, log_level=0, limits=self._limits))
+        return _first_line(matcher.get_error()) if matcher.is_error() else matcher
+
+
+class _Trial:
+    """A running `grammar_check.py`."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        script = Path(__file__).with_name("grammar_check.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+        )
+        problem = self.error(setup, START_S)
+        if problem:
+            self.close()
+            raise UsageError(f"Constraints cannot be tried out: {problem}.")
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def error(self, message: Any, seconds: float) -> str:
+        """What it says to a message, "" for nothing wrong; it is ended when it takes longer."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            stdin.write(json.dumps(message) + "\n")
+            stdin.flush()
+        except BrokenPipeError:
+            pass
+        with selectors.DefaultSelector() as ready:
+            ready.register(stdout, selectors.EVENT_READ)
+            if not ready.select(seconds):
+                self.close()
+                return f"it takes longer than {seconds:g} seconds to compile"
+        line = stdout.readline()
+        if not line:
+            self.close()
+            return "it is too deeply nested, or needs too much memory"
+        return str(json.loads(line))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_process") and self.alive:
+            self.close()
+
+
+def _tokenizer_text(tokenizer: Any) -> str:
+    """A tokenizer as the JSON text that llguidance reads.
+
+    Raises:
+        UsageError: it is none that has such a text.
+    """
+    from tokenizers import Tokenizer
+
+    if isinstance(tokenizer, str):
+        return tokenizer
+    fast = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(fast, Tokenizer):
+        raise UsageError("Constrained output needs a fast tokenizer (a tokenizer.json).")
+    copy = Tokenizer.from_str(fast.to_str())
+    copy.no_padding()
+    copy.no_truncation()
+    return str(copy.to_str())
+
+
+_stack_size = threading.Lock()
+
+
+def _on_large_stack(work: Any) -> Any:
+    """Run in a thread whose stack does not depend on the platform's default."""
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(work()), daemon=True)
+    with _stack_size:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return result[0]
+
+
+def _first_line(error: str) -> str:
+    return error.strip().split("\n", 1)[0].rstrip(".")[:200]

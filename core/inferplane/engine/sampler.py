@@ -1,0 +1,144 @@
+"""From a step's logits to tokens: what the rows ask for, in one batch on the device, paying only for what is asked.
+
+Everything here works row by row and adds integers where it adds along the vocabulary (`ops/sampling.py`), so that a
+row's token, distribution and log-probabilities do not depend on its batch mates, to the last bit.
+
+The order of processors is that of transformers: repetition penalty, frequency and presence penalties, logit bias, the
+ban on end-of-text tokens before min_tokens, the constraint; then temperature, top-k, top-p, min-p, and the bound
+`sample` op. One difference: among equal logits at its edge, top-k keeps the lowest ids, exactly k tokens in all, where
+transformers keeps all equals.
+
+Source: repetition penalty, arXiv 1909.05858, applied as in transformers to prompt and output alike; frequency and
+presence penalties, https://platform.openai.com/docs/api-reference: `logit -= count * frequency + (count > 0) *
+presence`, with counts of generated tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from inferplane.engine.logprobs import Logprobs, score
+from inferplane.engine.rows import GREEDY, SHORT, Group, Prepared, SampleRow, prepare
+from inferplane.ops.sampling import WEIGHT_BITS, invert, kept_weights, likeliest
+
+
+class Sampler:
+    """Chooses tokens. Its methods take a step's logits and what `prepare` made of the step's rows.
+
+    Args:
+        sample: the bound `sample` op.
+        vocab: V, columns of the logits.
+        device: where the logits are.
+    """
+
+    def __init__(self, sample: Callable[..., torch.Tensor], vocab: int, device: Any) -> None:
+        self._sample, self.vocab, self.device = sample, vocab, device
+        self._never = torch.full((), -torch.inf, device=device)
+        self._bits = torch.arange(32, dtype=torch.int32, device=device)
+
+    def prepare(self, rows: Sequence[SampleRow]) -> Prepared:
+        """Gather what the rows ask for and send it to the device; once a step, on the host."""
+        return prepare(rows, self.vocab, self.device)
+
+    def process(self, logits: torch.Tensor, step: Prepared) -> torch.Tensor:
+        """Logits after penalties, biases, bans and constraints: float32 `[R, V]`, the same tensor if there are none.
+
+        Args:
+            logits: float32 `[R, V]`, the model's; they are not changed.
+            step: of the same R rows.
+        """
+        if not (step.penalties or step.bias or step.banned or step.masks):
+            return logits
+        x = logits.clone()
+        if step.penalties is not None:
+            rows, ids, counts, repetition, frequency, presence = step.penalties
+            own, factor = x[rows, ids], repetition[rows]
+            own = torch.where(own < 0, own * factor, own / factor)
+            x[rows, ids] = own - (counts * frequency[rows] + (counts > 0) * presence[rows])
+        if step.bias is not None:
+            rows, ids, bias = step.bias
+            x[rows, ids] = x[rows, ids] + bias
+        if step.banned is not None:
+            x.index_put_(step.banned, self._never)
+        if step.masks is not None:
+            rows, words = step.masks
+            allowed = (words[:, :, None] >> self._bits) & 1
+            forbidden = allowed.view(len(rows), -1)[:, : self.vocab] == 0
+            x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
+        return x
+
+    def sample(self, logits: torch.Tensor, step: Prepared) -> torch.Tensor:
+        """One token a row: int64 `[R]`.
+
+        Args:
+            logits: float32 `[R, V]`, the model's; they are not changed.
+            step: of the same R rows.
+        """
+        logits = self.process(logits, step)
+        drawn = [self._draw(logits[group.rows], group) for group in step.groups]
+        if len(drawn) == 1:
+            return drawn[0]
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        for group, ids in zip(step.groups, drawn):
+            tokens[group.rows] = ids
+        return tokens
+
+    def _draw(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """Tokens of one group, int64 `[n]`, from its logits `[n, V]`."""
+        ids = None
+        if group.kind == SHORT:
+            x, ids = likeliest(x, group.candidates)
+        drawn = self._sample(x, group.temperature, group.top_k, group.top_p, group.min_p, group.uniform)
+        return drawn if ids is None else ids.gather(1, drawn[:, None])[:, 0]
+
+    def probabilities(self, logits: torch.Tensor, step: Prepared) -> torch.Tensor:
+        """The distributions that `sample` draws from: float32 `[R, V]`; one-hot for greedy rows.
+
+        Args:
+            logits: float32 `[R, V]`, the model's; they are not changed.
+            step: of the same R rows.
+        """
+        logits = self.process(logits, step)
+        result = torch.zeros_like(logits)
+        for group in step.groups:
+            x = logits[group.rows]
+            if group.kind == GREEDY:
+                result[group.rows] = torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
+                continue
+            listed = None
+            entries = x
+            if group.kind == SHORT:
+                entries, listed = likeliest(x, group.candidates)
+            weights, ids = kept_weights(entries, group.temperature, group.top_k, group.top_p, group.min_p)
+            p = weights.float() / weights.sum(-1, keepdim=True).float()
+            if ids is not None:
+                p = torch.zeros_like(x).scatter_(1, ids if listed is None else listed.gather(1, ids), p)
+            result[group.rows] = p
+        return result
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, step: Prepared) -> Logprobs | None:
+        """Log-probabilities of the rows `step.logprobs`, which want them; None when none does.
+
+        Args:
+            logits: float32 `[R, V]`, the model's.
+            tokens: int64 `[R]`: the token that came to stand at each row, sampled or draft.
+            step: of the same R rows.
+        """
+        if step.logprobs is None:
+            return None
+        every = step.logprobs.shape[0] == logits.shape[0]
+        some = logits if every else logits.index_select(0, step.logprobs)
+        return score(some, tokens.index_select(0, step.logprobs), step.alternatives)
+
+
+def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """One token a row from any distribution, by inverting its cumulated sum in the order of ids: int64 `[R]`.
+
+    Args:
+        probabilities: float32 `[R, V]` with entries from 0 to 1, of any positive sum.
+        uniform: float32 `[R]` in [0, 1).
+    """
+    return invert((probabilities * 2.0**WEIGHT_BITS).to(torch.int64), uniform)

@@ -1,0 +1,589 @@
+"""Checkpoints: whole and in shards, damaged in every way, quantized, converted, divided among ranks, within memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import sys
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.load_memory import LLAMA_1B, measure
+from inferplane import LLM
+from inferplane.binding.load import assemble
+from inferplane.engine import InferplaneWarning
+from inferplane.errors import CapacityError, CheckpointError, DeviceError, UnsupportedModelError, UsageError
+from inferplane.models import Build, Config, SafetensorsFolder, build
+from inferplane.quant import READERS, format_of
+from inferplane.types import Placement, QTensor
+from inferplane.types.placement import WHOLE
+from tests.e2e.tiny_models import LLAMA3, YARN, config_of, deepseek_config, llama_config, make, prompts, random_model
+
+PROMPT = prompts(101, (40,))
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def logits(model, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InferplaneWarning)
+        with LLM(model, device="cpu", **{"dtype": "float32", **options}) as llm:
+            return llm.logits(PROMPT)[0]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder with one file, and its logits."""
+    folder = tmp_path_factory.mktemp("whole")
+    make("llama", "gqa", folder)
+    return folder, logits(folder)
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """A folder of one's own to spoil, and its tensors."""
+    shutil.copytree(whole[0], tmp_path / "copy")
+    return tmp_path / "copy", load_file(tmp_path / "copy" / "model.safetensors")
+
+
+@pytest.fixture
+def sharded(whole, tmp_path):
+    """The same in three files with an index."""
+    tensors = load_file(whole[0] / "model.safetensors")
+    names = sorted(tensors)
+    where = {}
+    for i in range(3):
+        part = {n: tensors[n] for n in names[i::3]}
+        save_file(part, tmp_path / f"model-{i + 1:05}-of-00003.safetensors")
+        where |= dict.fromkeys(part, f"model-{i + 1:05}-of-00003.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    shutil.copy(whole[0] / "config.json", tmp_path)
+    return tmp_path
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def spoil_header(path, change):
+    """Rewrite the header of a safetensors file; the data stay."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = change(json.loads(raw[8 : 8 + length]))
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_shards(whole, sharded):
+    assert torch.equal(logits(sharded), whole[1])
+    (sharded / "old.safetensors").write_bytes(b"an index says which files count")
+    assert torch.equal(logits(str(sharded)), whole[1])
+    (sharded / "old.safetensors").unlink()
+    (sharded / "model.safetensors.index.json").unlink()  # the files say it, too
+    assert torch.equal(logits(sharded), whole[1])
+
+
+def test_saved_in_shards_by_transformers(tmp_path):
+    model = make("deepseek", "q_lora", tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="60KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert torch.equal(logits(tmp_path / "many"), logits(tmp_path / "one"))
+
+
+def test_shards_that_lack_something(sharded):
+    index = sharded / "model.safetensors.index.json"
+    second = sharded / "model-00002-of-00003.safetensors"
+    good, tensors = index.read_text(), load_file(second)
+    shutil.copy(second, sharded / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds model\.safetensors and an index of other files"):
+        LLM(sharded, device="cpu")
+    (sharded / "model.safetensors").unlink()
+    stale = next(iter(tensors))
+    save_file({stale: tensors[stale]}, sharded / "model-00009.safetensors")
+    index.write_text(json.dumps({"weight_map": json.loads(good)["weight_map"] | {"x": "model-00009.safetensors"}}))
+    with pytest.raises(CheckpointError, match=rf"{stale}.*model-00002-of-00003.* again in model-00009"):
+        LLM(sharded, device="cpu")
+    index.write_text(good)
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"names 1 file.*model-00002-of-00003\.safetensors"):
+        LLM(sharded, device="cpu")
+    index.unlink()
+    (sharded / "model-00009.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=rf"lacks {len(tensors)} tensor"):
+        LLM(sharded, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "{",
+        "[]",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": ["b"]}}',
+        '{"weight_map": {"a": "../x.safetensors"}}',
+        '{"weight_map": {"a": ".."}}',
+        '{"weight_map": {"a": ""}}',
+        '{"weight_map": {"a": "config.json"}}',
+        "[" * 100000,
+    ],
+)
+def test_index_that_is_none(sharded, index):
+    (sharded / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        LLM(sharded, device="cpu")
+
+
+def first(header, **changes):
+    name = next(n for n in header if n != "__metadata__")
+    header[name] |= changes
+    return header
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: first(h, shape=[1 << 40, 1 << 40]),
+        lambda h: first(h, shape=[-1, -64]),
+        lambda h: first(h, shape=[1.5]),
+        lambda h: first(h, shape="64"),
+        lambda h: first(h, shape=None),
+        lambda h: first(h, data_offsets=[0, 1 << 50]),
+        lambda h: first(h, data_offsets=[-4, 0]),
+        lambda h: first(h, data_offsets=[5]),
+        lambda h: first(h, dtype="F31"),
+        lambda h: first(h, dtype=["F32"]),
+        lambda h: {"a": 3},
+        lambda h: {"a": {}},
+        lambda h: [],
+        lambda h: "{",
+        lambda h: "[" * 100000,
+        lambda h: "\xff",
+    ],
+)
+def test_headers_that_lie(copy, change):
+    spoil_header(copy[0] / "model.safetensors", change)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        LLM(copy[0], device="cpu")
+
+
+@pytest.mark.parametrize("keep", [0, 7, 8, 100, -1, -1000])
+def test_truncated_files(copy, keep):
+    path = copy[0] / "model.safetensors"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        LLM(copy[0], device="cpu")
+    path.write_bytes(b"\xff" * 8 + raw[8:])
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        LLM(copy[0], device="cpu")
+
+
+def test_a_file_that_shrinks_while_it_is_read(copy):
+    source, out = SafetensorsFolder(copy[0]), torch.empty(64)
+    path = copy[0] / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors ends before its tensors do"):
+        source.read_into("model.norm.weight", out, WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", lambda t: t[:-1], "other shapes"),
+        ("model.layers.1.mlp.up_proj.weight", lambda t: t.T.contiguous(), "other shapes"),
+        ("model.layers.1.self_attn.o_proj.weight", lambda t: t.reshape(-1), "other shapes"),
+        ("model.layers.0.self_attn.q_proj.weight", lambda t: t[None], "other shapes"),
+        ("model.norm.weight", lambda t: t[None], "other shapes"),
+        ("model.norm.weight", lambda t: t.sum(), "other shapes"),
+        ("lm_head.weight", lambda t: t[:, :0], "other shapes"),
+        ("lm_head.weight", lambda t: t.to(torch.int8), "means nothing without scales: lm_head.weight int8"),
+        ("model.layers.0.mlp.gate_proj.weight", lambda t: t.to(torch.float8_e4m3fn), "gate_proj.weight float8_e4m3fn"),
+        ("model.layers.0.input_layernorm.weight", lambda t: t > 0, "input_layernorm.weight bool"),
+        ("model.embed_tokens.weight", None, "lacks 1 tensor"),
+    ],
+)
+def test_tensors_that_do_not_fit(copy, name, change, says):
+    folder, tensors = copy
+    if change is None:
+        del tensors[name]
+    else:
+        tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"(?s){says}") as caught:
+        LLM(folder, device="cpu")
+    assert name in str(caught.value) and caught.value.remedy
+
+
+def test_experts_that_differ_in_size(tmp_path):
+    """Their rows add up all the same."""
+    make("deepseek", "q_lora", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    a, b = (f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in (0, 1))
+    tensors[a], tensors[b] = tensors[a][:-8].clone(), torch.cat((tensors[b], tensors[a][-8:]))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"other shapes.*layers\.1\.mlp\.experts\.0"):
+        LLM(tmp_path, device="cpu")
+
+
+def test_pickles_are_refused_by_name(copy):
+    folder, _ = copy
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, which may run code"):
+        LLM(folder, device="cpu")
+    with pytest.raises(CheckpointError, match="dummy"):
+        LLM({**llama_config().to_dict(), "architectures": ["LlamaForCausalLM"]}, device="cpu")
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+        LLM(folder, device="cpu")
+
+
+def test_unexpected_tensors_are_named(copy):
+    folder, tensors = copy
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, folder / "model.safetensors")
+    logits(folder)  # known, and no warning
+    tensors |= {f"model.layers.{i}.mlp.gate_proj.weight_scale": torch.ones(1) for i in range(6)}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.warns(InferplaneWarning, match=r"6 tensor.*model\.layers\.0\.mlp\.gate_proj\.weight_scale,.*\.\.\."):
+        LLM(folder, device="cpu").close()
+
+
+def test_a_tied_head_may_be_written_too(tmp_path):
+    make("llama", "tied_llama3", tmp_path)
+    want = logits(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    save_file(tensors | {"lm_head.weight": torch.randn(160, 64)}, tmp_path / "model.safetensors")
+    assert torch.equal(logits(tmp_path), want)
+    with LLM(tmp_path, device="cpu") as llm:
+        assert llm.runner.model.head.weight is llm.runner.model.embed.weight
+
+
+# ------------------------------------------------------------------ configs
+
+
+def test_configs_that_are_none(copy):
+    folder, _ = copy
+    for text, says in (("{", "not valid JSON"), ("[]", "no JSON object"), ("\x80", "not valid JSON")):
+        (folder / "config.json").write_bytes(text.encode("latin1"))
+        with pytest.raises(CheckpointError, match=says):
+            LLM(folder, device="cpu")
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        LLM(folder, device="cpu")
+    with pytest.raises(UsageError, match="is no folder"):
+        LLM(str(folder / "absent"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"architectures": ...}, UnsupportedModelError, "names no architecture"),
+        ({"architectures": None}, UnsupportedModelError, "names no architecture"),
+        ({"architectures": ["FooForCausalLM"]}, UnsupportedModelError, "DeepseekV3ForCausalLM.*LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act = 'gelu'"),
+        ({"mlp_bias": True}, UnsupportedModelError, "mlp_bias"),
+        ({"hidden_size": ...}, CheckpointError, "lacks 'hidden_size'"),
+        ({"num_hidden_layers": 0}, CheckpointError, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 3}, CheckpointError, "lacks 9 tensor"),
+        ({"num_hidden_layers": 1}, None, "9 tensor"),
+        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, "'awq'"),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}, "rope_scaling": {"rope_type": "longrope"}},
+            UnsupportedModelError,
+            "'longrope'",
+        ),
+    ],
+)
+def test_configs_that_do_not_fit(copy, changes, error, says):
+    edit_config(copy[0], **changes)
+    if error is None:
+        with pytest.warns(InferplaneWarning, match=says):
+            LLM(copy[0], device="cpu").close()
+        return
+    with pytest.raises(error, match=says):
+        LLM(copy[0], device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "rope"),
+    [("llama", "tied_llama3", LLAMA3), ("llama", "linear", None), ("deepseek", "yarn", {**YARN, "mscale": 0.7})],
+)
+def test_both_spellings_of_a_config(family, case, rope, tmp_path):
+    """transformers 4 writes rope_theta, rope_scaling with "type", torch_dtype; 5 writes rope_parameters, dtype."""
+    make(family, case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = dict(config.get("rope_parameters") or {**config["rope_scaling"], "rope_theta": config["rope_theta"]})
+    if rope is not None:
+        assert rope.items() <= settings.items()
+    want = logits(tmp_path)
+    theta, kind = settings.pop("rope_theta"), settings.pop("rope_type")
+    for scaling in ({**settings, "type": kind}, {**settings, "rope_type": kind}):
+        edit_config(
+            tmp_path, rope_parameters=..., rope_theta=theta, rope_scaling=scaling, dtype=..., torch_dtype="float32"
+        )
+        assert torch.equal(logits(tmp_path), want)
+    edit_config(
+        tmp_path, rope_scaling=..., rope_theta=..., rope_parameters={**settings, "rope_type": kind, "rope_theta": theta}
+    )
+    assert torch.equal(logits(tmp_path), want)
+
+
+# ------------------------------------------------------------------ dtypes
+
+
+def packed(llm):
+    """The model's weights as kernels read them, by site."""
+    weights = {id(w): (site, w) for site, w in llm.runner.model.weights()}
+    return {(*weights[i][0:1], name): t for (i, name), t in llm.runner.loaded.packed.items()}
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("asked", ["float32", "bfloat16", "float16"])
+def test_converted_on_load(stored, asked, copy):
+    folder, tensors = copy
+    tensors = {n: t.to(stored) for n, t in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    dtype = getattr(torch, asked)
+    with LLM(folder, device="cpu", dtype=dtype) as llm:
+        found = packed(llm)
+        down = found["layers.1.mlp.down.weight", "canonical"]
+        qkv = found["layers.0.attn.qkv.weight", "canonical"]
+        assert down.dtype == qkv.dtype == llm.runner.dtype == dtype
+        assert torch.equal(down, tensors["model.layers.1.mlp.down_proj.weight"].to(dtype))
+        parts = [tensors[f"model.layers.0.self_attn.{x}_proj.weight"].to(dtype) for x in "qkv"]
+        assert torch.equal(qkv, torch.cat(parts))
+        assert llm.logits(PROMPT)[0].isfinite().all()
+
+
+def test_dtype_auto_is_the_checkpoints(copy):
+    for spelling in (
+        {"dtype": "bfloat16"},
+        {"dtype": ..., "torch_dtype": "float16"},
+        {"dtype": ..., "torch_dtype": ...},
+    ):
+        edit_config(copy[0], **spelling)
+        want = next((v for v in spelling.values() if v is not ...), "float32")
+        with LLM(copy[0], device="cpu") as llm:
+            assert llm.runner.dtype is getattr(torch, want)
+    for wrong in ("int8", torch.int8, "float8_e4m3fn", torch.float64):
+        with pytest.raises(UsageError, match="dtype"):
+            LLM(copy[0], device="cpu", dtype=wrong)
+
+
+# ------------------------------------------------------------------ FP8 blocks
+
+
+def encode_fp8(tensors):
+    """Every projection in FP8 with 128 x 128 blocks; returns the checkpoint and its values, block by block."""
+    stored, values = {}, {}
+    for name, t in tensors.items():
+        stored[name] = values[name] = t
+        if not name.endswith(("_proj.weight", "_with_mqa.weight")) or "layers" not in name:
+            continue
+        rows, columns = -(-t.shape[0] // 128), -(-t.shape[1] // 128)
+        data, value, scale = (
+            torch.empty(t.shape, dtype=torch.float8_e4m3fn),
+            torch.empty(t.shape),
+            torch.empty(rows, columns),
+        )
+        for i in range(rows):
+            for j in range(columns):
+                at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+                scale[i, j] = t[at].abs().max() / 448 * (1 + 0.1 * i + 0.3 * j)
+                data[at] = (t[at] / scale[i, j]).to(torch.float8_e4m3fn)
+                value[at] = data[at].float() * scale[i, j]
+        stored[name], stored[f"{name}_scale_inv"], values[name] = data, scale, value
+    return stored, values
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    """A DeepSeek with sizes that do not fill their blocks: in FP8, and the same values in float32."""
+    coded, plain = tmp_path_factory.mktemp("fp8"), tmp_path_factory.mktemp("plain")
+    config = deepseek_config(
+        hidden_size=200, intermediate_size=256, moe_intermediate_size=256, kv_lora_rank=150, v_head_dim=64
+    )  # two ranks share the inputs of o and down, which must be whole blocks
+    random_model(config).save_pretrained(plain)
+    stored, values = encode_fp8(load_file(plain / "model.safetensors"))
+    assert sum(n.endswith("_scale_inv") for n in stored) > 50
+    save_file(values, plain / "model.safetensors")
+    save_file(stored, coded / "model.safetensors")
+    shutil.copy(plain / "config.json", coded)
+    edit_config(coded, quantization_config=FP8)
+    return coded, plain
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_blocks_are_their_values(fp8, dtype):
+    coded, plain = fp8
+    with LLM(coded, device="cpu", dtype=dtype) as a, LLM(plain, device="cpu", dtype=dtype) as b:
+        ours, want = packed(a), packed(b)
+        expanded = [k for k in ours if k[1].startswith("plain")]
+        assert len(ours) == len(want) and len(expanded) > 20
+        for (site, name), t in ours.items():
+            assert torch.equal(t, want[site, {"plain": "canonical"}.get(name, name)]), site
+        assert torch.equal(a.logits(PROMPT)[0], b.logits(PROMPT)[0])
+        found = {(e["op"], e["format"]): e["weights"] for e in a.explain()["expanded"]}
+        assert found["linear", "fp8_block"] > 10 and found["moe_experts", "fp8_block"] == 4
+        assert "expanded at load" in a.explain_text() and not b.explain()["expanded"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t, n: t.pop(f"{n}_scale_inv"), "float8_e4m3fn"),
+        (lambda t, n: t.update({f"{n}_scale_inv": torch.ones(1, 1)}), "no FP8 weight in blocks"),
+        (lambda t, n: t.update({f"{n}_scale_inv": t[f"{n}_scale_inv"].to(torch.int32)}), "no FP8 weight in blocks"),
+        (lambda t, n: t.update({n: t[n].float()}), "no FP8 weight in blocks"),
+        (lambda t, n: t.update({n: t[n].to(torch.float8_e5m2)}), "no FP8 weight in blocks"),
+    ],
+)
+def test_fp8_blocks_that_lack_something(fp8, tmp_path, change, says):
+    shutil.copy(fp8[0] / "config.json", tmp_path)
+    tensors, name = load_file(fp8[0] / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
+    change(tensors, name)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=says) as caught:
+        LLM(tmp_path, device="cpu")
+    assert name in str(caught.value)
+    edit_config(tmp_path, quantization_config=...)
+    save_file(load_file(fp8[0] / "model.safetensors"), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        LLM(tmp_path, device="cpu")
+
+
+# ------------------------------------------------------------------ dummy weights
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_dummy_weights(family, quantized, tmp_path):
+    config = config_of(family, "odd")
+    config.architectures = [{"llama": "LlamaForCausalLM", "deepseek": "DeepseekV3ForCausalLM"}[family]]
+    entries = config.to_dict() | ({"quantization_config": FP8} if quantized else {}) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(entries, default=str))
+    for model in (entries, tmp_path) if quantized else (config, entries, tmp_path):
+        with LLM(model, device="cpu", load_format="dummy", dtype="float32", mtp=family == "deepseek") as llm:
+            assert llm.logits(PROMPT)[0].shape == (40, 101) and llm.logits(PROMPT)[0].isfinite().all()
+            assert bool(llm.explain()["expanded"]) == quantized
+            got = {site: w.shape for site, w in llm.runner.model.weights()}
+            assert got["layers.0.mlp.down.weight"] == (config.hidden_size, config.intermediate_size)
+            again = llm.logits(PROMPT)[0]
+        with LLM(model, device="cpu", load_format="dummy", dtype="float32", mtp=family == "deepseek") as llm:
+            assert torch.equal(llm.logits(PROMPT)[0], again)  # the same each time
+    with pytest.raises(UsageError, match="load_format"):
+        LLM(entries, device="cpu", load_format="pt")
+
+
+# ------------------------------------------------------------------ placement
+
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj")
+COLUMNS = ("o_proj", "down_proj")
+
+
+def halves(name, tensor, rank):
+    if name.split(".")[-2] in ROWS:
+        return tensor.chunk(2, 0)[rank]
+    return tensor.chunk(2, 1)[rank] if name.split(".")[-2] in COLUMNS and tensor.ndim == 2 else tensor
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "llama-attention_bias", "deepseek-q_lora", "deepseek-q_full", "fp8"])
+def test_two_ranks_read_their_halves(case, fp8, tmp_path):
+    folder, values = fp8
+    if case != "fp8":
+        folder = values = tmp_path
+        extra = {"num_key_value_heads": 2} if case == "llama-attention_bias" else {}
+        random_model(config_of(*case.split("-"), **extra)).save_pretrained(folder)
+    tensors = load_file(values / "model.safetensors")
+    source = SafetensorsFolder(folder)
+    config = Config.read(folder)
+    formats = format_of(config.get("quantization_config"), set(source.names()))
+    seen: dict[str, set[int]] = {}
+    for rank in (0, 1):
+        model = build(Build(config, Placement(tp_rank=rank, tp_size=2), formats))
+        for site, weight in model.weights():
+            got = assemble(weight, source, torch.float32, READERS)
+            got = got.dequantize() if isinstance(got, QTensor) else got
+            assert tuple(got.shape) == weight.shape, site
+            if weight.parts:
+                want = torch.cat([halves(n, tensors[n], rank) for n in weight.parts])
+                assert torch.equal(got.reshape(want.shape), want), site
+            for name in weight.parts:
+                seen.setdefault(name, set()).add(rank)
+    alone = {n for n, ranks in seen.items() if ranks != {0, 1}}
+    assert set(seen) == set(tensors)
+    assert all(n.endswith("o_proj.bias") and seen[n] == {0} for n in alone)  # a sum over ranks may add it once only
+    assert bool(alone) == (case == "llama-attention_bias")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "dimension"),
+    [
+        (
+            "llama",
+            {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 72},
+            "num_attention_heads",
+        ),
+        ("llama", {"num_key_value_heads": 1}, "num_key_value_heads"),
+        ("llama", {"intermediate_size": 113}, "intermediate_size"),
+        ("deepseek", {"num_heads": 3}, "num_attention_heads"),
+        ("deepseek", {"moe_intermediate_size": 37}, "moe_intermediate_size"),
+    ],
+)
+def test_sizes_that_two_ranks_cannot_share(family, changes, dimension):
+    config = {"llama": llama_config, "deepseek": deepseek_config}[family](**changes)
+    config.architectures = [{"llama": "LlamaForCausalLM", "deepseek": "DeepseekV3ForCausalLM"}[family]]
+    build(Build(Config(config.to_dict())))
+    with pytest.raises(UsageError, match=rf"{dimension} = \d+ cannot be shared equally by 2 ranks"):
+        build(Build(Config(config.to_dict()), Placement(tp_rank=1, tp_size=2)))
+
+
+# ------------------------------------------------------------------ the rest
+
+
+def test_progress_reaches_the_whole(whole):
+    told = []
+    LLM(whole[0], device="cpu", progress=lambda done, total: told.append((done, total))).close()
+    done, totals = zip(*told)
+    assert list(done) == sorted(done) and set(totals) == {done[-1]} and len(done) > 10
+
+
+def test_what_cannot_be_opened(whole):
+    with pytest.raises(DeviceError, match=r"nonsense.*cpu"):
+        LLM(whole[0], device="nonsense")
+    with pytest.raises(UsageError, match=r"max_model_len = 513.*1 to 512"):
+        LLM(whole[0], device="cpu", max_model_len=513)
+    with pytest.raises(CapacityError, match="max_model_len = 500 needs"):
+        LLM(whole[0], device="cpu", max_model_len=500, kv_cache_bytes=2**16)
+    with pytest.raises(CapacityError, match="One KV block"):
+        LLM(whole[0], device="cpu", kv_cache_bytes=0)
+    with pytest.raises(UsageError, match=r"kv_dtype = 'int2'.*auto, fp8, int8"):
+        LLM(whole[0], device="cpu", kv_dtype="int2")
+    with LLM(whole[0], device="cpu", kv_cache_bytes=2**16) as llm:  # not asked for: what fits
+        assert 0 < llm.runner.max_model_len < 512
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="not run: VmHWM is Linux's")
+@pytest.mark.parametrize("tied", [True, False])
+def test_memory_of_loading(tied):
+    """The benchmark's bar on a model an eighth of the size; a second copy of the weights would miss it."""
+    small = {
+        "vocab_size": 16384,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+    }
+    found = measure({**LLAMA_1B, **small, "tie_word_embeddings": tied}, shard_bytes=40 * 2**20)
+    assert found["weights_bytes"] > 140e6 and found["tokens"] == 2
+    assert found["met"], found

@@ -1,0 +1,85 @@
+"""Models on the mock give the cpu device's logits and tokens, through `LLM`, whatever the mock overrides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inferplane import LLM, SamplingParams
+from inferplane.conformance.configs import TINY
+from tests.e2e.suite import conformance, environment, told
+from tests.e2e.tiny_models import make, prompts
+from tests.mock_device import kernels, mock_device
+from tests.mock_device.conftest import PLUGIN
+
+CASES = ["llama-tied_llama3", "llama-attention_bias", "deepseek-q_lora", "deepseek-q_full"]
+KERNELS = {
+    "mock:norm": {"mock:add_rms_norm", "mock:rms_norm"},
+    "mock:block": {"mock:add_rms_norm", "mock:{kind}_block"},
+    "mock:layer": {"mock:add_rms_norm", "mock:decoder_layer"},
+    "mock:decode": {"mock:add_rms_norm", "mock:{kind}_block", "mock:{mlp}", "mock:gated_mlp", "mock:decoder_layer"},
+}
+LAYOUTS = {"gqa": "mock_bhtd_48", "mla": "mock_bdt_48"}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def usual(request, tmp_path_factory):
+    """A saved model, and what the cpu device makes of it."""
+    family, case = request.param.split("-")
+    folder = tmp_path_factory.mktemp(request.param)
+    make(family, case, folder)
+    many = prompts(100, (61, 9, 30))
+    with LLM(folder, device="cpu", dtype="float32", max_batch=4) as llm:
+        return folder, "gqa" if family == "llama" else "mla", many, llm.logits(many), tokens(llm, many)
+
+
+def tokens(llm: LLM, many: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    return [result.token_ids for result in llm.generate(many, params)]
+
+
+@pytest.mark.parametrize("device", KERNELS)
+def test_same_logits_and_tokens(usual, device, mock):
+    folder, kind, many, logits, greedy = usual
+    with LLM(folder, device=device, dtype="float32", max_batch=4, max_step_tokens=40) as llm:
+        for chunk in (None, 7):
+            for got, want in zip(llm.logits(many, chunk_tokens=chunk), logits, strict=True):
+                assert got.device == torch.device("cpu")
+                assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+        assert tokens(llm, many) == greedy
+        plan = llm.explain()
+    chosen = {site["chosen"]["kernel"] for site in plan["sites"]}
+    absent = {"mock:rms_norm"} if kind == "gqa" else set()  # without a norm of its own, only the fused one is there
+    expected = {
+        name.format(kind=kind, mlp="gated_mlp" if kind == "gqa" else "mixture") for name in KERNELS[device]
+    } - absent
+    assert {name for name in chosen if name.startswith("mock:")} == expected
+    own = device != "mock:norm" or kind == "mla"
+    assert [entry["layout"] for entry in plan["kv_layouts"]] == [LAYOUTS[kind] if own else "paged_48"]
+    if device == "mock:decode":
+        kinds = {s["step_kind"] for s in plan["sites"] if s["chosen"]["kernel"] == "mock:decoder_layer"}
+        assert kinds == {"decode"} and not plan["copies"]
+
+
+def test_a_second_copy_is_refused(mock, monkeypatch):
+    """A layer for decode steps alone would keep the MLPs' weights in a second packing: it is refused, in bytes."""
+    monkeypatch.setattr(mock_device.Decode, "declared", [*kernels.NORMS, *kernels.BLOCKS, kernels.DECODE_LAYER])
+    with LLM(TINY["llama"], device="mock:decode", load_format="dummy", kv_cache_bytes=1 << 20) as llm:
+        sites = [s for s in llm.explain()["sites"] if s["op"] == "decoder_layer" and s["step_kind"] == "decode"]
+    reasons = {loser["reason"] for site in sites for loser in site["rejected"]}
+    assert len(reasons) == 1 and "would keep a second copy of model.layers.0.mlp" in reasons.pop()
+
+
+@pytest.mark.parametrize(
+    ("device", "selection"),
+    [
+        ("mock:layer", "not two_layers and not bfloat16"),
+        ("mock:norm", "not two_layers and not kvcache and not float32"),
+        ("mock:block", "not two_layers and not kvcache and not bfloat16"),
+        ("mock:decode", "not two_layers and not kvcache and not bfloat16"),
+    ],
+)
+def test_conformance(device, selection, mock, tmp_path):
+    done = conformance(device, "-k", selection, cwd=tmp_path, env=environment(PLUGIN))
+    assert done.returncode == 0, told(done)
+    assert " passed" in done.stdout and "failed" not in done.stdout
