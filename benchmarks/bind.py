@@ -1,10 +1,11 @@
 """How long it takes to bind the largest models, tree included, before any tensor exists.
 
-    python benchmarks/bind.py [--repeats 9] [--device cpu] [--json FILE]
+    python benchmarks/bind.py            # a table
+    python benchmarks/bind.py --json
 
 From the source tree with nothing installed, set PYTHONPATH=core:backends/cpu INFERPLANE_PLUGINS=inferplane_cpu.plugin.
-The bar (issue 2, g) is 0.3 s for 61 layers of DeepSeek-V3, both step kinds. Weights are never allocated; the first figure
-is that of a fresh process, which also warms Python up.
+The bar is 0.3 s for 61 layers of DeepSeek-V3, both step kinds. Weights are never allocated. The first figure is that of a
+fresh process, which also warms Python up.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -111,7 +110,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9, help="bindings of each model after the first")
     parser.add_argument("--device", default="cpu", help="whose kernels; it need not be here")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     backend = host().backend_for_explain(args.device)
@@ -124,13 +123,13 @@ def main():
         rows.append(row | {name: statistics.median(r[name] for r in runs) for name in first})
     told = {"benchmark": "bind", "bar_s": BAR_S, "device": args.device, "kernels": len(kernels), "results": rows}
     told |= {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
-    columns = ("first_s", "tree_s", "bind_s", "both_s", "explain_s")
-    print(f"{'':<44}" + "".join(f"{c[:-2]:>9}" for c in columns) + f"  (s; bar {BAR_S} for both)", file=sys.stderr)
-    for r in rows:
-        print(f"{r['case']:<44}" + "".join(f"{r[c]:9.4f}" for c in columns), file=sys.stderr)
-    print(json.dumps(told, indent=1))
     if args.json:
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+        print(json.dumps(told, indent=1))
+        return
+    columns = ("first_s", "tree_s", "bind_s", "both_s", "explain_s")
+    print(f"{'seconds':<44}" + "".join(f"{c[:-2]:>9}" for c in columns) + f"   bar {BAR_S} for both")
+    for r in rows:
+        print(f"{r['case']:<44}" + "".join(f"{r[c]:9.4f}" for c in columns))
 
 
 if __name__ == "__main__":

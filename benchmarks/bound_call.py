@@ -1,9 +1,10 @@
-"""What a bound op call costs beside the kernel: bound against called by hand, on kernels that do nothing and on real ones.
+"""What a bound op call costs beside the kernel: bound against called by hand, on kernels that do nothing and real ones.
 
-    python benchmarks/bound_call.py [--number 200000] [--repeats 15] [--json FILE]
+    python benchmarks/bound_call.py            # a table
+    python benchmarks/bound_call.py --json
 
-Both ways are timed in turn, many times, and the fastest of each counts: what a busy machine adds is never the code's own.
-The bar (issue 2, g) is 0.1 us a call.
+Both ways are timed in turn, in short blocks, and the fastest block of each counts: what a busy machine adds is never the
+code's own. The bar is 0.1 us a call.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
+import time
 import timeit
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,42 +65,38 @@ def pairs():
         yield f"walked-down gated_mlp, {label}", 4, "mlp(x)", by_hand, names
 
 
-def measure(number, repeats):
+def measure(seconds, block_s=0.004):
     """One row a comparison, times in microseconds."""
     rows = []
     for label, calls, with_plan, by_hand, names in pairs():
-        count = number if "composed" not in label else max(1, number // 20)
-        best = [float("inf")] * 2
-        for _ in range(repeats):
-            for i, statement in enumerate((with_plan, by_hand)):
-                best[i] = min(best[i], timeit.timeit(statement, globals=names, number=count) / count * 1e6)
+        timers = [timeit.Timer(statement, globals=names) for statement in (with_plan, by_hand)]
+        number = max(1, int(1000 * block_s / min(timers[0].repeat(5, 1000))))
+        best, end = [float("inf")] * 2, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            best = [min(b, t.timeit(number) / number * 1e6) for b, t in zip(best, timers, strict=True)]
         own = (best[0] - best[1]) / calls
-        rows.append(
-            {"case": label, "bound_us": best[0], "direct_us": best[1], "bound_calls": calls, "own_us_per_call": own}
-        )
+        row = {"case": label, "bound_us": best[0], "direct_us": best[1], "bound_calls": calls, "own_us_per_call": own}
+        rows.append(row)
     return rows
 
 
 def main():
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=200_000, help="calls a timing")
-    parser.add_argument("--repeats", type=int, default=15, help="timings of each way")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time for each comparison")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with torch.inference_mode():
-        rows = measure(args.number, args.repeats)
+        rows = measure(args.seconds)
     told = {"benchmark": "bound_call", "bar_us": BAR_US, "results": rows}
     told |= {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
-    print(f"{'':<48} {'bound':>9} {'direct':>9} {'own, a call':>12}  (us; bar {BAR_US})", file=sys.stderr)
-    for r in rows:
-        print(
-            f"{r['case']:<48} {r['bound_us']:9.4f} {r['direct_us']:9.4f} {r['own_us_per_call']:+12.4f}", file=sys.stderr
-        )
-    print(json.dumps(told, indent=1))
     if args.json:
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+        print(json.dumps(told, indent=1))
+        return
+    print(f"{'us':<48} {'bound':>9} {'direct':>9} {'own, a call':>12}   bar {BAR_US}")
+    for r in rows:
+        print(f"{r['case']:<48} {r['bound_us']:9.4f} {r['direct_us']:9.4f} {r['own_us_per_call']:+12.4f}")
 
 
 if __name__ == "__main__":

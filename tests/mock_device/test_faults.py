@@ -128,7 +128,7 @@ def test_fault_is_found(fault, op, monkeypatch):
         for site in llm.explain()["sites"]:
             if site["op"] == op:
                 (loser,) = site["rejected"]
-                assert loser["kernel"] == kernel.name and loser["reason"].startswith("demoted: canary failed on sample")
+                assert loser["kernel"] == kernel.name and "demoted: canary failed on sample" in loser["reason"]
                 assert site["chosen"]["kernel"] == "decomposition"
         assert torch.isfinite(llm.logits([[1, 2, 3]])[0]).all()
 

@@ -58,7 +58,9 @@ def test_same_logits_and_tokens(usual, device, mock):
     assert [entry["layout"] for entry in plan["kv_layouts"]] == [LAYOUTS[kind] if own else "paged_48"]
     if device == "mock:decode":
         kinds = {s["step_kind"] for s in plan["sites"] if s["chosen"]["kernel"] == "mock:decoder_layer"}
-        assert kinds == {"decode"} and not plan["copies"]
+        assert kinds == {"decode"}
+        # Norms, which are small, are packed for one and not for the other; matrices are shared.
+        assert all("norm" in copy["weight"] for copy in plan["copies"])
 
 
 def test_a_second_copy_is_refused(mock, monkeypatch):

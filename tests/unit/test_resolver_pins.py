@@ -49,6 +49,15 @@ def test_the_more_exact_name_wins_in_any_order(names, request):
     assert set(served(p, "attn.o")) == {"fast:linear"}
 
 
+def test_the_longer_of_two_patterns_wins():
+    for pins in (
+        {"layers.*": "decomposition", "layers.*.down": "slow"},
+        {"layers.*.down": "slow", "layers.*": "decomposition"},
+    ):
+        p = plan(tiny_llama(), FAST, SLOW, kernel("gated_mlp"), pins=pins)
+        assert set(served(p, "mlp.down")) == {"slow:linear"} and set(served(p, "mlp")) == {"decomposition"}
+
+
 def test_layers_pinned_alike_share_one_choice():
     p = plan(tiny_llama(), FAST, SLOW, pins={"layers.*.down": "slow"})
     assert choice(p, "layers.0") is choice(p, "layers.2")

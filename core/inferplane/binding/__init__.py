@@ -2,12 +2,13 @@
 
 from inferplane.binding.canary import Verdict, run_canary
 from inferplane.binding.check import Bench, Outcome, run_case
+from inferplane.binding.choice import Choice, Options, Rejection
 from inferplane.binding.explain import explain, explain_text
 from inferplane.binding.link import View, link
 from inferplane.binding.load import DictSource, DummySource, FormatReader, Loaded, TensorSource, load
 from inferplane.binding.lock import read_lock, signature, write_lock
 from inferplane.binding.plan import COPY_BUDGET, Plan, Settings, bind
-from inferplane.binding.resolver import Choice, Options, Rejection, Resolver
+from inferplane.binding.resolver import Resolver
 
 __all__ = [
     "COPY_BUDGET",

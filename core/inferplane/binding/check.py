@@ -21,9 +21,10 @@ from inferplane.binding.case import (
     real_rows,
     stray_write,
 )
+from inferplane.binding.choice import Choice, Options
 from inferplane.binding.link import link
 from inferplane.binding.plan import Plan, Settings
-from inferplane.binding.resolver import Choice, Options, Resolver
+from inferplane.binding.resolver import Resolver
 from inferplane.ops import Draw, Op, Sample
 from inferplane.ops.op import as_tuple
 from inferplane.ops.oracle import OracleKV, oracle_arguments, to_host

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from inferplane.binding.choice import Choice
 from inferplane.binding.lock import signature
 from inferplane.binding.plan import Plan
-from inferplane.binding.resolver import Choice
 from inferplane.ops import Op
 from inferplane.types import StepKind
 

@@ -11,8 +11,9 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from inferplane.binding.choice import Choice
 from inferplane.binding.plan import Plan
-from inferplane.binding.resolver import Choice, check_parameters
+from inferplane.binding.resolver import check_parameters
 from inferplane.errors import KernelError
 from inferplane.ops import Op
 from inferplane.types import CANONICAL, Kernel, StepKind, Weight

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from inferplane.binding.resolver import Choice, Expand, Options, Resolver
+from inferplane.binding.choice import Choice, Expand, Options
+from inferplane.binding.resolver import Resolver
 from inferplane.errors import BindError
 from inferplane.ops import OPS, Op
 from inferplane.types import (

@@ -106,8 +106,8 @@ class Screen:
             data = {"kind": type(error).__name__, "what": error.what, "there_is": error.there_is}
             self._json_line({"error": {**data, "remedy": error.remedy}})
             return
-        parts = (("error", error.what, "bold red"), ("there is", error.there_is, "bold"))
-        parts += (("to do", error.remedy, "bold green"),)
+        parts = [("error", error.what, "bold red"), ("there is", error.there_is, "bold")]
+        parts.append(("to do", error.remedy, "bold green"))
         lines = [(label, " ".join(words.split()), style) for label, words, style in parts if words]
         self._labelled(lines)
 

@@ -3,34 +3,33 @@
 llguidance turns a constraint into a matcher, which tells for each place in the text which tokens may come. The matcher
 works on bytes, so that any byte-level tokenizer serves, and tokens that hold half a character are handled.
 
-Between gaps of JSON at most `SPACES` characters of white space may stand: some models otherwise emit it for ever.
+In each gap of JSON at most `SPACES` characters of white space may stand: some models otherwise emit it for ever.
 
 Source: https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md.
 """
 
 from __future__ import annotations
 
-import json
-import selectors
-import subprocess
+import math
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from inferplane.engine.params import SamplingParams
+from inferplane.engine.trial import Trial
 from inferplane.errors import UsageError
 
 COMPILE_S = 2.0
 """Seconds that compiling one constraint may take."""
-START_S = 60.0
-"""Seconds that the process which tries constraints out may need to start."""
 KEPT_CONSTRAINTS = 64
 """Compiled constraints, and refusals, that are remembered."""
+SLOW_KEPT_S = 60.0
+"""Seconds that a constraint which took too long is refused unseen; the machine may have been busy."""
 STACK_BYTES = 64 * 2**20
 """Stack on which constraints are compiled: well above that on which they were tried out."""
 SPACES = 40
@@ -85,7 +84,7 @@ class Constraint:
         if self.ended or self._matcher.is_stopped():
             self._check()
             return self._only_ends.view(np.int32)
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
         self._check()
         return mask
 
@@ -153,9 +152,10 @@ class Grammars:
             raise UsageError(f"llguidance cannot use this model's tokenizer: {error}.") from error
         self._llguidance: Any = llguidance
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], Any] = OrderedDict()
-        self._trial: _Trial | None = None
+        self._lock = threading.Lock()  # of what is known
+        self._compiling = threading.Lock()  # of the trial
+        self._known: OrderedDict[tuple[str, str], Any] = OrderedDict()  # a matcher, or a refusal and its end
+        self._trial: Trial | None = None
 
     def start(self, params: SamplingParams) -> Constraint | None:
         """The constraint that the parameters ask for, at its beginning; None when they ask for none.
@@ -167,98 +167,60 @@ class Grammars:
         """
         if params.constraint is None:
             return None
-        with self._lock:
-            found = self._known.get(params.constraint)
-            if found is None:
-                found = self._known[params.constraint] = self._compile(*params.constraint)
-                if len(self._known) > KEPT_CONSTRAINTS:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(params.constraint)
-        if isinstance(found, str):
-            raise UsageError(f"The {params.constraint[0]} is refused: {found}.", remedy="see SamplingParams")
+        found = self._remembered(params.constraint)
+        if found is None:
+            with self._compiling:
+                found = self._remembered(params.constraint)  # somebody else may have been at it
+                if found is None:
+                    found = self._compile(*params.constraint)
+                    with self._lock:
+                        self._known[params.constraint] = found
+                        if len(self._known) > KEPT_CONSTRAINTS:
+                            self._known.popitem(last=False)
+        if isinstance(found, tuple):
+            raise UsageError(
+                f"The {params.constraint[0]} is refused: {found[0]}.", remedy="see docs of llguidance for its syntax"
+            )
         return Constraint(found.deep_copy(), self._ends, -(-self._vocab // 32))
 
     def close(self) -> None:
         """End the process in which constraints are tried out. A later `start` starts another."""
-        with self._lock:
+        with self._compiling:
             if self._trial is not None:
                 self._trial.close()
                 self._trial = None
 
+    def _remembered(self, constraint: tuple[str, str]) -> Any:
+        with self._lock:
+            found = self._known.get(constraint)
+            if isinstance(found, tuple) and found[1] < time.monotonic():
+                del self._known[constraint]
+                return None
+            if found is not None:
+                self._known.move_to_end(constraint)
+            return found
+
     def _compile(self, kind: str, text: str) -> Any:
-        """A matcher, or why there is none."""
+        """A matcher; or why there is none, and until when that holds on a monotonic clock."""
         make = self._llguidance.LLMatcher
         try:
             if kind == "json_schema":
                 grammar = make.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
             else:
                 grammar = (make.grammar_from_regex if kind == "regex" else make.grammar_from_lark)(text)
-        except ValueError as error:
-            return _first_line(str(error))
+        except ValueError as problem:
+            return _first_line(str(problem)), math.inf
         if self._trial is None:
             setup = {"path": sys.path, "tokenizer": self._text, "vocab": self._vocab, "ends": sorted(self._ends)}
-            self._trial = _Trial(setup)
+            self._trial = Trial(setup)
         error = self._trial.error(grammar, self._compile_s)
+        if not self._trial.alive:
+            self._trial = None
+            return error, time.monotonic() + SLOW_KEPT_S
         if error:
-            if not self._trial.alive:
-                self._trial = None
-            return _first_line(error)
+            return _first_line(error), math.inf
         matcher = _on_large_stack(lambda: make(self._tokenizer, grammar, log_level=0, limits=self._limits))
-        return _first_line(matcher.get_error()) if matcher.is_error() else matcher
-
-
-class _Trial:
-    """A running `grammar_check.py`."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        script = Path(__file__).with_name("grammar_check.py")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-        )
-        problem = self.error(setup, START_S)
-        if problem:
-            self.close()
-            raise UsageError(f"Constraints cannot be tried out: {problem}.")
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def error(self, message: Any, seconds: float) -> str:
-        """What it says to a message, "" for nothing wrong; it is ended when it takes longer."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        try:
-            stdin.write(json.dumps(message) + "\n")
-            stdin.flush()
-        except BrokenPipeError:
-            pass
-        with selectors.DefaultSelector() as ready:
-            ready.register(stdout, selectors.EVENT_READ)
-            if not ready.select(seconds):
-                self.close()
-                return f"it takes longer than {seconds:g} seconds to compile"
-        line = stdout.readline()
-        if not line:
-            self.close()
-            return "it is too deeply nested, or needs too much memory"
-        return str(json.loads(line))
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_process") and self.alive:
-            self.close()
+        return (_first_line(matcher.get_error()), math.inf) if matcher.is_error() else matcher
 
 
 def _tokenizer_text(tokenizer: Any) -> str:

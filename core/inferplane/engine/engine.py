@@ -1,49 +1,77 @@
-"""The loop: schedule, run, sample, commit."""
+"""The loop: schedule, run, sample or verify, commit, propose."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import torch
 
+from inferplane.engine import rng
+from inferplane.engine.logprobs import TokenLogprob, score
+from inferplane.engine.metrics import Metrics
 from inferplane.engine.params import SamplingParams
-from inferplane.engine.request import Request
+from inferplane.engine.request import FinishReason, Request
+from inferplane.engine.rows import SampleRow
 from inferplane.engine.runner import Runner
+from inferplane.engine.sampler import Sampler
 from inferplane.engine.scheduler import Limits, Scheduled, Scheduler
+from inferplane.engine.speculate import Ran, SpeculativeConfig, Speculator, needs_probabilities, verify
 from inferplane.engine.text import Detokenizer
 from inferplane.errors import CapacityError, UsageError
-from inferplane.kvcache import BlockAllocator
+from inferplane.kvcache import BlockAllocator, root_hash
 from inferplane.types import HOST, KVCache
 from inferplane.types.batch import Query, make_batch
 
 DEFAULT_STEP_TOKENS = 2048
-COLDEST = 1e-5
-"""Temperatures below this take the likeliest token: dividing by them would overflow float32."""
 
 
 class Engine:
     """Runs requests to their end, step by step, in the caller's thread.
 
+    Every accepted request ends exactly once, with one of the reasons of `FinishReason`; a request that fails ends
+    alone. Between steps `free + cached + used` blocks are all blocks.
+
     Args:
         runner: the bound model and its cache.
         max_batch: sequences in a step.
         max_step_tokens: tokens in a step; longer prompts are cut into chunks.
+        max_new_sequences: sequences that may join in one step.
+        max_waiting: requests that may wait; None: any number.
+        prefix_cache: reuse blocks of equal prefixes.
+        speculative: draft and verify several tokens a step; None: one token a step.
     """
 
-    def __init__(self, runner: Runner, *, max_batch: int, max_step_tokens: int = DEFAULT_STEP_TOKENS) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        max_batch: int,
+        max_step_tokens: int = DEFAULT_STEP_TOKENS,
+        max_new_sequences: int = 64,
+        max_waiting: int | None = None,
+        prefix_cache: bool = True,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
         assert runner.cache is not None, "the runner was not opened"
         self.runner, self.cache = runner, runner.cache
         self.device = runner.backend.torch_device_indexed
         self.vocab = runner.model.embed.weight.shape[0]
         self.allocator = BlockAllocator(self.cache.blocks)
-        limits = Limits(max_batch, max_step_tokens, runner.max_model_len)
-        self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits)
+        limits = Limits(max_batch, max_step_tokens, runner.max_model_len, max_new_sequences, max_waiting)
+        facts = (runner.files.name, str(runner.dtype), runner.options.kv_dtype)
+        root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if prefix_cache else None
+        self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits, root)
+        self.sampler = Sampler(runner.sample, self.vocab, self.device)
+        self.speculator = Speculator(speculative, runner, self.scheduler) if speculative is not None else None
+        self.metrics = Metrics()
         self.closed = False
         self._ids = count()
+
+    # -- requests
 
     def add(
         self,
@@ -51,6 +79,7 @@ class Engine:
         params: SamplingParams,
         end_ids: frozenset[int],
         text: Detokenizer | None = None,
+        **more: Any,
     ) -> Request:
         """Queue a prompt.
 
@@ -59,16 +88,25 @@ class Engine:
             params: how to sample, and when to stop.
             end_ids: tokens that end the text.
             text: told every generated token that is part of the text; it knows the stop strings.
+            more: other fields of `Request`: request_id, constraint, seed, priority, tenant.
 
         Raises:
             UsageError: it is empty, or a token id lies outside the vocabulary; the engine is closed.
-            CapacityError: it could never run.
+            CapacityError: it could never run, or too many requests wait.
         """
-        self.check(prompt)
-        own: Any = params.stop_token_ids  # a tuple, whatever was passed
-        ends = (frozenset() if params.ignore_eos else end_ids) | frozenset(own)
-        request = Request(next(self._ids), list(prompt), params, ends, text)
-        self.scheduler.add(request)
+        try:
+            self.check(prompt)
+            params.check_ids(self.vocab)
+            own: Any = params.stop_token_ids  # a tuple, whatever was passed
+            ends = (frozenset() if params.ignore_eos else end_ids) | frozenset(own)
+            more.setdefault("request_id", next(self._ids))
+            request = Request(prompt=list(prompt), params=params, end_ids=ends, text=text, **more)
+            self.scheduler.add(request)
+        except (UsageError, CapacityError) as error:
+            self.metrics.rejected[type(error).__name__] += 1
+            raise
+        self.metrics.counters["requests_accepted_total"] += 1
+        self.metrics.counters["prompt_tokens_total"] += len(request.prompt)
         return request
 
     def check(self, prompt: Sequence[int]) -> None:
@@ -81,66 +119,17 @@ class Engine:
         if bad:
             raise UsageError(f"Token id {bad[0]!r} is not in the vocabulary.", there_is=f"ids 0 to {self.vocab - 1}")
 
-    def step(self) -> list[tuple[Request, int]]:
-        """One step; returns the sequences that got a token, with it. Ended ones have a `finish_reason`.
-
-        What an exception or an interrupt leaves half done is done again by the next step: until its token is accepted
-        a sequence stands where it stood, and writing the same cache entries twice changes nothing.
-        """
-        chosen = self.scheduler.schedule()
-        if not chosen:
-            assert not self.busy, "nothing runs, and what waits does not fit: blocks were lost"
-            return []
-        now = time.monotonic()
-        for s in chosen:
-            s.request.started = s.request.started or now
-        batch = make_batch(self.scheduler.queries(chosen), block_tokens=self.cache.block_tokens, device=self.device)
-        logits, _ = self.runner.run(batch)
-        deciding = [s for s in chosen if s.last]
-        decided = [(s.request, token) for s, token in zip(deciding, self._sample(deciding, logits))]
-        for request, token in decided:
-            self._accept(request, token)
-        self.scheduler.commit(chosen)
-        return decided
-
-    def _sample(self, deciding: list[Scheduled], logits: torch.Tensor) -> list[int]:
-        if not deciding:
-            return []
-        params = [s.request.params for s in deciding]
-        heat = [p.temperature if p.temperature >= COLDEST else 0.0 for p in params]
-        banned = [
-            (row, [i for i in s.request.end_ids if 0 <= i < self.vocab])
-            for row, s in enumerate(deciding)
-            if len(s.request.generated) < s.request.params.min_tokens
-        ]
-        column = lambda values, dtype: torch.tensor(values, dtype=dtype).to(self.device)  # noqa: E731
-        with torch.inference_mode():
-            for row, ids in banned:
-                logits[row, ids] = -torch.inf
-            tokens = self.runner.sample(
-                logits,
-                column(heat, torch.float32),
-                column([p.top_k for p in params], torch.int64),
-                column([p.top_p for p in params], torch.float32),
-                column([p.min_p for p in params], torch.float32),
-                column([s.request.uniform() if h else 0.0 for s, h in zip(deciding, heat)], torch.float32),
-            )
-        return [int(i) for i in tokens.to(HOST).tolist()]
-
-    def _accept(self, request: Request, token: int) -> None:
-        request.generated.append(token)
-        request.first_token = request.first_token or time.monotonic()
-        if token in request.end_ids or (request.text is not None and request.text.push([token])):
-            self.end(request, "stop")
-        elif len(request.generated) >= request.params.max_tokens:
-            self.end(request, "length")
-
-    def end(self, request: Request, reason: str) -> None:
+    def end(self, request: Request, reason: FinishReason, error: str = "") -> None:
         """End a request and take back its blocks; a request that has ended stays as it is."""
-        if request.finish_reason is None:
-            request.finish_reason = reason  # type: ignore[assignment]
-            request.ended = time.monotonic()
-            self.scheduler.remove(request)
+        if request.finish_reason is not None:
+            return
+        request.finish_reason, request.error = reason, error
+        request.ended = time.monotonic()
+        self.scheduler.remove(request)
+        if self.speculator is not None:
+            self.speculator.forget(request)
+        self.metrics.finished[reason] += 1
+        self.metrics.observe("e2e_request_latency_seconds", request.ended - request.arrived)
 
     def close(self) -> None:
         """End all requests and let go of the cache; nothing can be added any more."""
@@ -153,6 +142,203 @@ class Engine:
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.running)
+
+    # -- one step
+
+    def step(self) -> list[Request]:
+        """One step; returns the requests that got tokens or ended in it.
+
+        What an interrupt leaves half done is done again by the next step: until its token is accepted a sequence stands
+        where it stood, and writing the same cache entries twice changes nothing.
+        """
+        begun = time.monotonic()
+        touched = self._expire(begun)
+        chosen = self.scheduler.schedule()
+        if not chosen:
+            assert not self.busy, "nothing runs, and what waits does not fit: blocks were lost"
+            return touched
+        for s in chosen:
+            if s.request.started is None:
+                s.request.started = begun
+                self.metrics.observe("request_queue_time_seconds", begun - s.request.arrived)
+        scheduled = time.monotonic()
+        touched += self._step(chosen)
+        ended = time.monotonic()
+        self.metrics.observe("schedule_commit_time_seconds", scheduled - begun)
+        self.metrics.observe("step_time_seconds", ended - begun)
+        self.metrics.counters["steps_total"] += 1
+        return touched
+
+    def _expire(self, now: float) -> list[Request]:
+        late = [
+            r
+            for r in (*self.scheduler.running, *self.scheduler.waiting)
+            if r.deadline is not None and r.deadline <= now
+        ]
+        for request in late:
+            self.end(request, "timeout")
+        return late
+
+    def _step(self, chosen: list[Scheduled]) -> list[Request]:
+        try:
+            return self._run(chosen)
+        except Exception as error:
+            if len(chosen) == 1:
+                self.end(chosen[0].request, "error", f"{type(error).__name__}: {error}")
+                return [chosen[0].request]
+        # One of them is to blame: each runs alone, and only those that fail again end. Sequences stand where they
+        # stood, since a step changes them only after everything that can fail.
+        touched = []
+        for s in chosen:
+            if s.request.finish_reason is None and s.request in self.scheduler.running:
+                touched += self._step([s])
+        return touched
+
+    def _run(self, chosen: list[Scheduled]) -> list[Request]:
+        queries = self.scheduler.queries(chosen)
+        batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=self.device)
+        self.metrics.counters["forward_rows_total"] += batch.tokens
+        logits, hidden = self.runner.run(batch)
+        with torch.inference_mode():
+            tokens, scores, prompts = self._decide(chosen, queries, logits)
+        ran, row = [], 0
+        touched = []
+        for s, new, scored, prompt_scores in zip(chosen, tokens, scores, prompts):
+            first, before = s.request.computed, len(s.request.generated)
+            if prompt_scores and s.request.prompt_logprobs is not None:
+                s.request.prompt_logprobs[first + 1 : first + 1 + len(prompt_scores)] = prompt_scores
+            try:
+                reason = self._accept(s, new, scored)
+            except Exception as error:  # its text or its constraint: nobody else's business
+                self.end(s.request, "error", f"{type(error).__name__}: {error}")
+                reason = "error"
+            accepted = max(0, len(new) - 1)
+            if reason != "error":
+                taken = len(s.request.generated) - before
+                accepted = max(0, taken - 1)
+                self.scheduler.commit(s, accepted)
+            if s.drafts:
+                self.metrics.drafted(len(s.drafts), max(0, len(new) - 1))
+            ran.append(Ran(s.request, first, row, s.count + accepted, len(s.drafts), max(0, len(new) - 1)))
+            row += s.rows
+            if new:
+                touched.append(s.request)
+            if reason is not None:
+                self.end(s.request, reason)
+        if self.speculator is not None:
+            self.speculator.propose(ran, hidden)
+        return touched
+
+    def _decide(
+        self, chosen: list[Scheduled], queries: list[Query], logits: torch.Tensor
+    ) -> tuple[list[list[int]], list[list[TokenLogprob]], list[list[TokenLogprob | None]]]:
+        """New tokens of each sequence with their log-probabilities, and those of prompt tokens."""
+        rows: list[SampleRow] = []
+        at: list[int] = []
+        prompts: list[list[TokenLogprob | None]] = []
+        first = 0
+        for s, q in zip(chosen, queries):
+            wanted = len(q.ids) if q.logits is None else min(q.logits, len(q.ids))
+            prompts.append(self._score_prompt(s, logits[first : first + wanted]) if q.logits is None else [])
+            first += wanted
+            if s.last:
+                rows += self._rows(s)
+                at += range(first - 1 - len(s.drafts), first)
+        if not rows:
+            return [[] for _ in chosen], [[] for _ in chosen], prompts
+        some = logits if len(at) == logits.shape[0] else logits[torch.tensor(at, device=logits.device)]
+        step = self.sampler.prepare(rows)
+        drawn = self.sampler.sample(some, step)
+        deciding = [s for s in chosen if s.last]
+        drafts = [s.drafts for s in deciding]
+        if any(drafts):
+            assert self.speculator is not None
+            config = self.speculator.config
+            p = uniforms = None
+            if needs_probabilities(config) and any(g.uniform is not None for g in step.groups):
+                p = self.sampler.probabilities(some, step)
+                uniforms = torch.stack([rng.uniform(step.seeds, step.positions, stream) for stream in (1, 2)], 1)
+            verified = verify(drawn, drafts, config, p, uniforms)
+            table, counts = verified.tokens.to(HOST).tolist(), verified.counts.to(HOST).tolist()
+            kept = [t[:n] for t, n in zip(table, counts)]
+        else:
+            kept = [[int(t)] for t in drawn.to(HOST).tolist()]
+        stood = [t for new, d in zip(kept, drafts) for t in (*new, *([0] * (1 + len(d) - len(new))))]
+        found = self.sampler.logprobs(some, torch.tensor(stood, device=some.device), step)
+        listed = iter(found.lists()) if found is not None else iter(())
+        tokens: list[list[int]] = []
+        scores: list[list[TokenLogprob]] = []
+        by_request = dict(zip((id(s) for s in deciding), kept))
+        for s in chosen:
+            new = by_request.get(id(s), [])
+            tokens.append(new)
+            wants = s.last and s.request.params.logprobs is not None
+            mine = [next(listed) for _ in range(1 + len(s.drafts))] if wants else []
+            scores.append(mine[: len(new)])
+        return tokens, scores, prompts
+
+    def _rows(self, s: Scheduled) -> list[SampleRow]:
+        r = s.request
+        masks = [None] * (1 + len(s.drafts)) if r.constraint is None else r.constraint.masks(s.drafts)
+        assert r.seed is not None
+        return [
+            SampleRow(r.params, r.seed, len(r.generated) + i, r.history, s.drafts[:i], r.end_ids, mask)
+            for i, mask in enumerate(masks)
+        ]
+
+    def _score_prompt(self, s: Scheduled, logits: torch.Tensor) -> list[TokenLogprob | None]:
+        """Log-probabilities of the prompt tokens that this step's rows predict."""
+        r = s.request
+        following = r.prompt[r.computed + 1 : r.computed + s.count + 1]
+        if not following:
+            return []
+        ids = torch.tensor(following, device=logits.device)
+        return list(score(logits[: len(following)], ids, r.params.prompt_logprobs or 0).lists())
+
+    def _accept(self, s: Scheduled, new: list[int], scored: list[TokenLogprob]) -> FinishReason | None:
+        """Append a sequence's new tokens up to its end; why it ends, None while it goes on."""
+        request, now = s.request, time.monotonic()
+        for i, token in enumerate(new):
+            request.generated.append(token)
+            self.metrics.counters["generation_tokens_total"] += 1
+            if request.logprobs is not None:
+                request.logprobs.append(scored[i])
+            if request.history is not None:
+                request.history.extend([token])
+            if request.constraint is not None:
+                request.constraint.accept([token])
+            self._time(request, now)
+            ended = token in request.end_ids or (request.constraint is not None and request.constraint.ended)
+            if ended or (request.text is not None and request.text.push([token])):
+                return "stop"
+            if len(request.generated) >= request.params.max_tokens:
+                return "length"
+        return None
+
+    def _time(self, request: Request, now: float) -> None:
+        if request.first_token is None:
+            request.first_token = now
+            self.metrics.observe("time_to_first_token_seconds", now - request.arrived)
+        elif request.last_token is not None:
+            self.metrics.observe("inter_token_latency_seconds", now - request.last_token)
+        request.last_token = now
+
+    # -- numbers
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, gauges and histograms (`inferplane.engine.metrics`), JSON-ready."""
+        s, a = self.scheduler, self.allocator
+        return self.metrics.snapshot(
+            num_requests_running=len(s.running),
+            num_requests_waiting=len(s.waiting),
+            kv_cache_usage_perc=a.used / a.total,
+            kv_blocks_total=a.total,
+            kv_blocks_free=a.free,
+            kv_blocks_cached=a.cached,
+            num_preemptions_total=s.preemptions,
+            prefix_cache_queries_total=s.prefix_queries_tokens,
+            prefix_cache_hits_total=s.prefix_hits_tokens,
+        )
 
     # -- without sampling
 

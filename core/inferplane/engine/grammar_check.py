@@ -4,8 +4,8 @@ llguidance bounds most of its work, but not all: some schemas of a kilobyte keep
 stack and end the process. So a grammar is compiled here first, on a small stack and with little memory, and only what
 comes through in time is compiled where the requests live.
 
-Runs as a script, in isolation; imports nothing of Inferplane. Standard input: a line with the tokenizer, then a line for
-each grammar; standard output: a line for each, the error or "". All lines are JSON.
+Runs as a script, in isolation; imports nothing of Inferplane. Standard input: a line with the tokenizer, then a line
+for each grammar; standard output: a line for each, the error or "". All lines are JSON.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 
 from inferplane.binding import explain, explain_text
+from inferplane.engine.constrain import Constraint, Grammars
 from inferplane.engine.engine import DEFAULT_STEP_TOKENS, Engine
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.request import Delta, Request, Result
+from inferplane.engine.rng import as_int64, child_seed
 from inferplane.engine.runner import Runner, RunnerOptions
 from inferplane.engine.sources import ModelFiles
+from inferplane.engine.speculate import SpeculativeConfig
 from inferplane.engine.text import Detokenizer, Tokenizer, end_ids
 from inferplane.errors import UsageError
 from inferplane.plugins import host
@@ -46,6 +50,8 @@ class LLM:
         mtp: also load the multi-token-prediction layers.
         lock: a lock file with measured kernel choices.
         progress: told `(bytes done, bytes in all)` while weights are loaded.
+        prefix_cache: reuse the cache's blocks for equal beginnings of prompts.
+        speculative: draft and verify several tokens a step (`SpeculativeConfig`, or a mapping with its fields).
 
     Raises:
         UsageError, DeviceError, UnsupportedModelError, CheckpointError, BindError, CapacityError: each says what was
@@ -70,12 +76,16 @@ class LLM:
         mtp: bool = False,
         lock: str | Path | None = None,
         progress: Progress | None = None,
+        prefix_cache: bool = True,
+        speculative: SpeculativeConfig | Mapping[str, Any] | None = None,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UsageError(f"load_format = {load_format!r}.", there_is="'auto', 'dummy'")
         for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
             if value < 1:
                 raise UsageError(f"{name} = {value}.", there_is="values of 1 and more")
+        config = SpeculativeConfig(**speculative) if isinstance(speculative, Mapping) else speculative
+        mtp = mtp or (config is not None and config.speculate_method == "mtp")
         options = RunnerOptions(
             dtype=dtype,
             kv_dtype=kv_dtype,
@@ -91,8 +101,15 @@ class LLM:
         )
         self.files = ModelFiles(model)
         self.runner = Runner.open(self.files, host(), device, options, progress)
-        self.engine = Engine(self.runner, max_batch=max_batch, max_step_tokens=max_step_tokens)
+        self.engine = Engine(
+            self.runner,
+            max_batch=max_batch,
+            max_step_tokens=max_step_tokens,
+            prefix_cache=prefix_cache,
+            speculative=config,
+        )
         self._tokenizer: Tokenizer | None = None
+        self._grammars: Grammars | None = None
 
     # -- text
 
@@ -155,18 +172,31 @@ class LLM:
                 f"{len(each)} sampling params for {len(many)} prompts.", remedy="pass one, or one a prompt"
             )
         encoded = [self._encode(p) for p in many]
-        texts = [self._detokenizer(ids, p) for ids, p in zip(encoded, each)]
-        requests: list[Request] = []
+        groups: list[list[Request]] = []
         try:
-            ends = self._end_ids()
-            for ids, p, text in zip(encoded, each, texts):
-                requests.append(self.engine.add(ids, p, ends, text))
-            while any(r.finish_reason is None for r in requests):
+            for ids, p in zip(encoded, each):
+                groups.append([])
+                for i in range(p.n):
+                    groups[-1].append(self._add(ids, p, i))
+            while any(r.finish_reason is None for group in groups for r in group):
                 self.engine.step()
         finally:
-            for request in requests:
+            for request in (r for group in groups for r in group):
                 self.engine.end(request, "abort")
-        return [_result(request) for request in requests]
+        return [_results(group) for group in groups]
+
+    def _add(self, ids: list[int], params: SamplingParams, index: int = 0) -> Request:
+        """Queue one of a prompt's sequences; each draws its own random numbers."""
+        seed = None if params.seed is None else child_seed(as_int64(params.seed), index)
+        text, constraint = self._detokenizer(ids, params), self._constraint(params)
+        return self.engine.add(ids, params, self._end_ids(), text, seed=seed, constraint=constraint)
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if params.constraint is None:
+            return None
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer.fast, self.engine.vocab, self._end_ids())
+        return self._grammars.start(params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Continue one prompt, piece by piece. Closing the iterator early ends the request and frees its blocks.
@@ -178,10 +208,11 @@ class LLM:
         Raises:
             As `generate`, at the first piece.
         """
-        params, ids = params or SamplingParams(), self._encode(prompt)
-        text = self._detokenizer(ids, params)
-        request = self.engine.add(ids, params, self._end_ids(), text)
-        sent = 0
+        params = params or SamplingParams()
+        if params.n > 1:
+            raise UsageError(f"stream with n = {params.n}.", remedy="use generate, or one stream a sequence")
+        request = self._add(self._encode(prompt), params)
+        text, sent = request.text, 0
         try:
             while True:
                 # Other streams and calls of generate step this request too, while nobody asks for its next piece.
@@ -190,10 +221,11 @@ class LLM:
                 reason, new = request.finish_reason, request.generated[sent:]
                 sent += len(new)
                 piece = text.take(end=reason is not None) if text else ""
+                scored = None if request.logprobs is None else request.logprobs[sent - len(new) : sent]
                 if reason is not None:
-                    yield Delta(piece, new, reason, request.timings())
+                    yield Delta(piece, new, reason, request.timings(), request.error, scored)
                     return
-                yield Delta(piece, new)
+                yield Delta(piece, new, logprobs=scored)
         finally:
             self.engine.end(request, "abort")
 
@@ -248,6 +280,8 @@ class LLM:
     def close(self) -> None:
         """Free the weights and the cache; what still runs is aborted. A second call does nothing."""
         self.engine.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self.runner.steps = {}
         self.runner.cache = None
         self.runner.loaded.packed.clear()
@@ -276,6 +310,12 @@ def _prompts(prompts: Any) -> list[Prompt]:
     return [many] if alone else many
 
 
+def _results(group: list[Request]) -> Result:
+    """The first sequence's result, with those of all of them when there are several."""
+    each = tuple(map(_result, group))
+    return each[0] if len(each) == 1 else replace(each[0], samples=each)
+
+
 def _result(request: Request) -> Result:
     if request.text is not None:
         request.text.take(end=True)
@@ -285,4 +325,7 @@ def _result(request: Request) -> Result:
         request.finish_reason or "abort",
         request.timings(),
         request.prompt,
+        request.error,
+        request.logprobs,
+        request.prompt_logprobs,
     )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import random
-import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from inferplane.engine import rng
+from inferplane.engine.constrain import Constraint
+from inferplane.engine.logprobs import TokenLogprob
 from inferplane.engine.params import SamplingParams
+from inferplane.engine.rows import History
 from inferplane.engine.text import Detokenizer
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Timings:
         total_s: from arrival to its end.
         prompt_tokens: tokens of the prompt.
         generated_tokens: tokens generated.
+        cached_tokens: prompt tokens whose entries were found in the cache.
+        preemptions: how often it had to make room and was computed again.
     """
 
     queue_s: float
@@ -31,6 +36,8 @@ class Timings:
     total_s: float
     prompt_tokens: int
     generated_tokens: int
+    cached_tokens: int = 0
+    preemptions: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -46,9 +53,13 @@ class Result:
     Args:
         text: generated text, without the prompt and without a stop string.
         token_ids: generated tokens, end-of-text included if it was generated.
-        finish_reason: "stop", "length" or "abort".
+        finish_reason: "stop", "length", "abort", "timeout" or "error".
         timings: seconds and tokens.
         prompt_token_ids: the prompt as the model saw it.
+        error: what went wrong, with finish reason "error".
+        logprobs: of the generated tokens, when they were asked for.
+        prompt_logprobs: of the prompt's tokens, when they were asked for; the first token has none.
+        samples: with `n` above 1 all n results, this one first.
     """
 
     text: str
@@ -56,21 +67,30 @@ class Result:
     finish_reason: FinishReason
     timings: Timings
     prompt_token_ids: list[int]
+    error: str = ""
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    samples: tuple[Result, ...] = ()
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What `stream` yields: new text (possibly empty), its tokens, and at the end why it ended."""
+    """What streams yield: new text (possibly empty), its tokens, and at the end why it ended.
+
+    The last delta is the request's one terminal event: it alone has a `finish_reason`.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     timings: Timings | None = None
+    error: str = ""
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(eq=False)
 class Request:
-    """One sequence. The scheduler owns `blocks` and `computed`; the engine appends to `generated`.
+    """One sequence. The scheduler owns the fields from `blocks` on; the engine appends to `generated`.
 
     Args:
         request_id: unique among live requests.
@@ -78,30 +98,54 @@ class Request:
         params: how to sample.
         end_ids: tokens that end it.
         text: takes in the generated tokens, except those that end the text; None when nobody wants text.
+        constraint: what its text must obey (`inferplane.engine.constrain`); None: nothing.
+        seed: of its random numbers; the i-th token's depends on the seed and i alone. None: a fresh one.
+        priority: lower runs first.
+        tenant: cached entries are shared within a tenant only, and tenants of equal priority take turns.
+        deadline: monotonic time in seconds at which it ends with "timeout"; None: never.
         generated: tokens so far.
         blocks: its KV blocks.
         computed: tokens whose KV entries are in the cache.
-        finish_reason: None while it runs.
+        hashes: of its full blocks, as far as they were needed.
+        drafts: tokens to verify in the next step.
+        finish_reason: None while it lives.
     """
 
-    request_id: int
+    request_id: int | str
     prompt: list[int]
     params: SamplingParams
     end_ids: frozenset[int] = frozenset()
     text: Detokenizer | None = None
+    constraint: Constraint | None = None
+    seed: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    deadline: float | None = None
     generated: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    hashes: list[bytes] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    preemptions: int = 0
     finish_reason: FinishReason | None = None
+    error: str = ""
+    arrival: int = 0
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     first_token: float | None = None
+    last_token: float | None = None
     ended: float | None = None
 
     def __post_init__(self) -> None:
-        seed = self.params.seed
-        self._random = random.Random(secrets.randbits(64) if seed is None else seed)
-        self._drawn: list[float] = []
+        if self.seed is None:
+            own = self.params.seed
+            self.seed = rng.fresh_seed() if own is None else rng.as_int64(own)
+        if self.params.timeout_s is not None and self.deadline is None:
+            self.deadline = self.arrived + self.params.timeout_s
+        self.history = History(self.prompt) if self.params.penalizes else None
+        self.logprobs: list[TokenLogprob] | None = None if self.params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None if self.params.prompt_logprobs is None else [None]
 
     @property
     def tokens(self) -> int:
@@ -109,27 +153,22 @@ class Request:
         return len(self.prompt) + len(self.generated)
 
     @property
+    def remaining(self) -> int:
+        """Known tokens that are not in the cache yet; 1 while it decodes."""
+        return self.tokens - self.computed
+
+    @property
     def most_tokens(self) -> int:
         """Tokens it can ever have in the cache; the last generated one is never written."""
         return len(self.prompt) + self.params.max_tokens - 1
 
-    def slice(self, start: int, stop: int) -> list[int]:
+    def slice(self, start: int, stop: int) -> Sequence[int]:
         """Token ids `start:stop` of prompt and generated tokens together."""
         n = len(self.prompt)
         return self.prompt[start:stop] + self.generated[max(0, start - n) : max(0, stop - n)]
 
-    def uniform(self) -> float:
-        """The random number in [0, 1) that decides the next token: a function of the seed and of the token's place.
-
-        It has 24 bits, so that float32 holds it exactly and never rounds it up to 1.
-        """
-        place = len(self.generated)
-        while len(self._drawn) <= place:
-            self._drawn.append(self._random.getrandbits(24) / 2**24)
-        return self._drawn[place]
-
     def timings(self) -> Timings:
-        """Seconds so far; call it when the request has ended."""
+        """Seconds so far; final once the request has ended."""
         end = self.ended or time.monotonic()
         return Timings(
             queue_s=(self.started or end) - self.arrived,
@@ -137,4 +176,6 @@ class Request:
             total_s=end - self.arrived,
             prompt_tokens=len(self.prompt),
             generated_tokens=len(self.generated),
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
         )

@@ -1,14 +1,21 @@
-"""Who runs in the next step. It deals in integers only: tokens, blocks, sequences."""
+"""Who runs in the next step. It deals in integers only: tokens, blocks, sequences.
+
+The rules: sequences that decode come first, so a long prompt never stalls them; prompts share what is left of the
+token budget, chunk by chunk; new sequences join while there is room, in order of priority, then of the tenant that runs
+least, then of arrival. When blocks run out, the sequence that would be served last gives all of its blocks back and is
+computed again later; what it wrote stays in the prefix cache for as long as nobody needs the room.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from inferplane.engine.request import Request
-from inferplane.errors import CapacityError
-from inferplane.kvcache import BlockAllocator
+from inferplane.errors import CapacityError, UsageError
+from inferplane.kvcache import BlockAllocator, block_hashes
 from inferplane.types import FEW_TOKENS
 from inferplane.types.batch import Query
 
@@ -21,115 +28,228 @@ class Limits:
         max_batch: sequences in a step.
         max_step_tokens: tokens in a step; longer prompts are cut into chunks.
         max_model_len: tokens of a sequence.
+        max_new_sequences: sequences that may join in one step.
+        max_waiting: requests that may wait; None: any number.
     """
 
     max_batch: int
     max_step_tokens: int
     max_model_len: int
+    max_new_sequences: int = 64
+    max_waiting: int | None = None
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """One sequence's share of a step: its next `count` tokens. `last` when they reach the end of what is known."""
+    """One sequence's share of a step: its next `count` known tokens, then `drafts`."""
 
     request: Request
     count: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def last(self) -> bool:
         """Whether the step's logits decide this sequence's next token."""
         return self.request.computed + self.count == self.request.tokens
 
+    @property
+    def rows(self) -> int:
+        """Token rows it brings to the step."""
+        return self.count + len(self.drafts)
+
 
 class Scheduler:
-    """Continuous batching, first come first served: new sequences join whenever there is room for their whole life.
-
-    A sequence gets all blocks it can ever need when it starts, so that nothing has to be taken back later.
+    """Continuous batching over one pool of blocks.
 
     Args:
         allocator: the blocks.
         block_tokens: tokens a block.
         limits: what a step may hold.
+        root: `tenant -> bytes`, what the first block's hash builds on; None: prefixes are not reused.
     """
 
-    def __init__(self, allocator: BlockAllocator, block_tokens: int, limits: Limits) -> None:
-        self.allocator, self.block_tokens, self.limits = allocator, block_tokens, limits
-        self.waiting: deque[Request] = deque()
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        block_tokens: int,
+        limits: Limits,
+        root: Callable[[str], bytes] | None = None,
+    ) -> None:
+        self.allocator, self.block_tokens, self.limits, self.root = allocator, block_tokens, limits, root
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.preemptions = 0
+        self.prefix_queries_tokens = 0
+        self.prefix_hits_tokens = 0
+        self._arrivals = 0
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
         return math.ceil(tokens / self.block_tokens)
 
+    def check(self, prompt_tokens: int, max_tokens: int) -> None:
+        """The one place where lengths are judged, before a request is queued.
+
+        Raises:
+            CapacityError: it could never run: too long for the model or for the whole cache, or the queue is full.
+        """
+        if prompt_tokens + max_tokens > self.limits.max_model_len:
+            raise CapacityError(
+                f"A prompt of {prompt_tokens} tokens and max_tokens={max_tokens} exceed the model's "
+                f"{self.limits.max_model_len} tokens.",
+                remedy="shorten the prompt, lower max_tokens, or raise max_model_len",
+            )
+        need = self.blocks_for(prompt_tokens + max_tokens - 1)
+        if need > self.allocator.total:
+            raise CapacityError(
+                f"A request of up to {prompt_tokens + max_tokens - 1} tokens needs {need} KV blocks.",
+                there_is=f"{self.allocator.total} in all",
+                remedy="lower max_tokens, or raise kv_cache_bytes",
+            )
+        if self.limits.max_waiting is not None and len(self.waiting) >= self.limits.max_waiting:
+            raise CapacityError(
+                f"{len(self.waiting)} requests are waiting already.", remedy="try again later, or raise max_waiting"
+            )
+
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            CapacityError: it could never run: too long for the model or for the whole cache.
+            CapacityError: see `check`.
+            UsageError: a live request has the same id.
         """
-        if len(request.prompt) + request.params.max_tokens > self.limits.max_model_len:
-            raise CapacityError(
-                f"A prompt of {len(request.prompt)} tokens and max_tokens={request.params.max_tokens} exceed the "
-                f"model's {self.limits.max_model_len} tokens.",
-                remedy="shorten the prompt, lower max_tokens, or raise max_model_len",
-            )
-        need = self.blocks_for(request.most_tokens)
-        if need > self.allocator.total:
-            raise CapacityError(
-                f"A request of up to {request.most_tokens} tokens needs {need} KV blocks.",
-                there_is=f"{self.allocator.total} in all",
-                remedy="lower max_tokens, or raise kv_cache_bytes",
-            )
+        if any(r.request_id == request.request_id for r in (*self.waiting, *self.running)):
+            raise UsageError(f"A request with id {request.request_id!r} is alive.", remedy="choose another id")
+        self.check(len(request.prompt), request.params.max_tokens)
+        self._arrivals += 1
+        request.arrival = self._arrivals
         self.waiting.append(request)
 
-    def schedule(self) -> list[Scheduled]:
-        """The next step: running sequences first, then prompts, new sequences while there is room.
+    # -- the next step
 
-        Sequences with few tokens stand first.
-        """
-        budget = self.limits.max_step_tokens
-        chosen: list[Scheduled] = []
-        for request in self.running:
-            count = min(request.tokens - request.computed, budget)
-            if count:
-                chosen.append(Scheduled(request, count))
-                budget -= count
-        while self.waiting and budget and len(self.running) < self.limits.max_batch:
-            need = self.blocks_for(self.waiting[0].most_tokens)
-            if need > self.allocator.free:
+    def schedule(self) -> list[Scheduled]:
+        """The next step; sequences with few rows stand first. Empty when nothing can run."""
+        budget, before = self.limits.max_step_tokens, self.preemptions
+        chosen: dict[int, Scheduled] = {}
+        order = sorted(self.running, key=lambda r: (r.remaining > 1, r.priority, r.arrival))
+        for request in order:
+            if request not in self.running or not budget:
+                continue  # it made room for another one, or must wait for the next step
+            count = min(request.remaining, budget)
+            whole = count == request.remaining
+            drafts = request.drafts[: budget - count] if whole else []
+            drafts = drafts[: max(0, request.most_tokens - request.tokens)]  # past its end they would be thrown away
+            if not self._reserve(request, request.computed + count, chosen):
+                continue
+            while drafts and not self.extend(request, request.computed + count + len(drafts)):
+                drafts = drafts[:-1]  # drafts never push anybody out
+            chosen[id(request)] = Scheduled(request, count, tuple(drafts))
+            budget -= count + len(drafts)
+        joined = 0 if self.preemptions == before else self.limits.max_new_sequences  # who made room waits a step
+        while budget and joined < self.limits.max_new_sequences and len(self.running) < self.limits.max_batch:
+            candidate = self._next_waiting()
+            if candidate is None or not self._join(candidate):
                 break
-            request = self.waiting[0]
-            request.blocks = self.allocator.take(need)
-            self.running.append(request)  # first in, then out: an interrupt between must not lose it
-            self.waiting.popleft()
-            count = min(request.tokens, budget)
-            chosen.append(Scheduled(request, count))
+            joined += 1
+            count = min(candidate.remaining, budget)
+            chosen[id(candidate)] = Scheduled(candidate, count)
             budget -= count
-        chosen.sort(key=lambda s: s.count > FEW_TOKENS)
-        return chosen
+        return sorted(chosen.values(), key=lambda s: s.rows > FEW_TOKENS)
+
+    def _next_waiting(self) -> Request | None:
+        if not self.waiting:
+            return None
+        runs = Counter(r.tenant for r in self.running)
+        return min(self.waiting, key=lambda r: (r.priority, r.preemptions == 0, runs[r.tenant], r.arrival))
+
+    def _join(self, request: Request) -> bool:
+        """Give a waiting sequence its blocks: cached ones for its known prefix, new ones for the rest."""
+        found: list[int] = []
+        if self.root is not None and request.params.prompt_logprobs is None:
+            known = request.slice(0, request.tokens)
+            request.hashes = block_hashes(self.root(request.tenant), known, self.block_tokens, request.hashes)
+            # At least one token must be computed, for its logits.
+            usable = request.hashes[: (request.tokens - 1) // self.block_tokens]
+            found = self.allocator.match(usable)
+        need = self.blocks_for(request.tokens) - len(found)
+        if need > self.allocator.available:
+            self.allocator.give_back(found)
+            return False
+        request.blocks = found + self.allocator.take(need)
+        request.computed = len(found) * self.block_tokens
+        if request.preemptions == 0:
+            request.cached_tokens = request.computed
+            self.prefix_queries_tokens += request.tokens
+            self.prefix_hits_tokens += request.computed
+        self.waiting.remove(request)
+        self.running.append(request)
+        return True
+
+    def extend(self, request: Request, tokens: int) -> bool:
+        """Give a running sequence blocks for `tokens` tokens, if there are enough; False, and nothing taken, if not."""
+        need = self.blocks_for(tokens) - len(request.blocks)
+        if need > self.allocator.available:
+            return False
+        if need > 0:
+            request.blocks += self.allocator.take(need)
+        return True
+
+    def _reserve(self, request: Request, tokens: int, chosen: dict[int, Scheduled]) -> bool:
+        """Blocks for `tokens` tokens, others making room if they must; False when it has to make room itself."""
+        while not self.extend(request, tokens):
+            others = [r for r in self.running if id(r) not in chosen]
+            last = max(others, key=lambda r: (r.priority, r.arrival))
+            self.preempt(last)
+            if last is request:
+                return False
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Take all blocks from a running sequence; it waits, and is computed again from its tokens."""
+        self.running.remove(request)
+        self.allocator.give_back(request.blocks)
+        request.blocks, request.computed, request.drafts = [], 0, []
+        request.preemptions += 1
+        self.preemptions += 1
+        self.waiting.append(request)
 
     def queries(self, chosen: list[Scheduled]) -> list[Query]:
         """The step as the batch builder wants it; only sequences that reach their end want logits."""
-        return [
-            Query(
-                s.request.slice(s.request.computed, s.request.computed + s.count),
-                s.request.computed,
-                s.request.blocks[: self.blocks_for(s.request.computed + s.count)],
-                1 if s.last else 0,
-            )
-            for s in chosen
-        ]
-
-    def commit(self, chosen: list[Scheduled]) -> None:
-        """Account for a step that ran: its tokens are in the cache."""
+        out = []
         for s in chosen:
-            s.request.computed += s.count
+            r = s.request
+            ids = [*r.slice(r.computed, r.computed + s.count), *s.drafts]
+            blocks = r.blocks[: self.blocks_for(r.computed + s.rows)]
+            wanted: int | None = 1 + len(s.drafts) if s.last else 0
+            if r.params.prompt_logprobs is not None and r.computed < len(r.prompt) and not r.generated:
+                wanted = None
+            out.append(Query(ids, r.computed, blocks, wanted))
+        return out
+
+    # -- after a step
+
+    def commit(self, scheduled: Scheduled, accepted: int = 0) -> None:
+        """Account for a step that ran: its known tokens and the `accepted` first drafts are in the cache for good.
+
+        Call it after the sequence's new tokens were appended to `generated`, and before `remove`.
+        """
+        request = scheduled.request
+        request.computed += scheduled.count + accepted
+        if self.root is None:
+            return
+        full = request.computed // self.block_tokens
+        if full > len(request.hashes):
+            known = request.slice(0, full * self.block_tokens)
+            request.hashes = block_hashes(self.root(request.tenant), known, self.block_tokens, request.hashes)
+        first = (request.computed - scheduled.count - accepted) // self.block_tokens
+        for i in range(first, full):
+            self.allocator.publish(request.blocks[i], request.hashes[i])
 
     def remove(self, request: Request) -> None:
         """Forget a request that ended, and take back its blocks."""
         if request in self.running:
             self.running.remove(request)
             self.allocator.give_back(request.blocks)
-            request.blocks = []
-        if request in self.waiting:
+            request.blocks, request.drafts = [], []
+        elif request in self.waiting:
             self.waiting.remove(request)

@@ -9,6 +9,8 @@ from typing import Any
 
 from inferplane.errors import CheckpointError, UsageError
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What decoders write for bytes that are no character, or not yet."""
 CONTEXT_TOKENS = 6
 """Tokens of the prompt that generated ones are decoded with: enough to complete a character and to know of a space."""
 
@@ -46,7 +48,7 @@ class Tokenizer:
         try:
             return list(self._inner.encode(text))
         except TypeError as error:
-            raise UsageError(f"The text cannot be encoded: {ascii(text[:80])}.", remedy="pass valid Unicode") from error
+            raise UsageError(f"The text cannot be encoded: {text[:80]!a}.", remedy="pass valid Unicode") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out, spaces as the tokens have them."""
@@ -67,6 +69,11 @@ class Tokenizer:
         except Exception as error:
             raise UsageError(f"The chat template refuses these messages: {error}.") from error
         return list(self._inner.encode(text, add_special_tokens=False))
+
+    @property
+    def fast(self) -> Any:
+        """transformers' tokenizer itself."""
+        return self._inner
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -110,7 +117,11 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
-        self.ids = list(prompt[-CONTEXT_TOKENS:])
+        first = max(0, len(prompt) - CONTEXT_TOKENS)
+        for _ in range(3):  # back to where a character of up to four byte tokens begins
+            if first and tokenizer.decode(prompt[first:]).startswith(REPLACEMENT):
+                first -= 1
+        self.ids = list(prompt[first:])
         self.text = ""
         self.sent = 0
         self.stopped = False
@@ -127,7 +138,7 @@ class Detokenizer:
         before = self.tokenizer.decode(self.ids[self._from : self._to])
         after = self.tokenizer.decode(self.ids[self._from :])
         piece = after[_agreeing(before, after) :]
-        if piece and (end or not after.endswith("\N{REPLACEMENT CHARACTER}")):
+        if piece and (end or not after.endswith(REPLACEMENT)):
             self._append(piece)
             self._from, self._to = self._to, len(self.ids)
 

@@ -2,6 +2,26 @@
 
 from inferplane.engine.speculate.config import SpeculativeConfig
 from inferplane.engine.speculate.ngram import ngram_drafts
-from inferplane.engine.speculate.verify import Verified, draw, verify
+from inferplane.engine.speculate.proposer import (
+    AdaptiveLength,
+    MTPProposer,
+    NgramProposer,
+    Proposer,
+    Ran,
+    Speculator,
+)
+from inferplane.engine.speculate.verify import Verified, needs_probabilities, verify
 
-__all__ = ["SpeculativeConfig", "Verified", "draw", "ngram_drafts", "verify"]
+__all__ = [
+    "AdaptiveLength",
+    "MTPProposer",
+    "NgramProposer",
+    "Proposer",
+    "Ran",
+    "SpeculativeConfig",
+    "Speculator",
+    "Verified",
+    "needs_probabilities",
+    "ngram_drafts",
+    "verify",
+]

@@ -1,0 +1,71 @@
+"""A process of its own in which grammars are tried out before they are compiled here; see `grammar_check.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from inferplane.errors import UsageError
+
+START_S = 60.0
+"""Seconds that the process may need to start."""
+
+
+class Trial:
+    """A running `grammar_check.py`."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        script = Path(__file__).with_name("grammar_check.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+        )
+        if self.error(setup, START_S):
+            self.close()
+            raise UsageError(
+                "Constraints cannot be tried out: the process for that does not start.",
+                remedy=f"run {sys.executable} -c 'import llguidance'",
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def error(self, message: Any, seconds: float) -> str:
+        """What it says to a message, "" for nothing wrong; it is ended when it takes longer."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: there will be no answer
+            stdin.write(json.dumps(message) + "\n")
+            stdin.flush()
+        with selectors.DefaultSelector() as ready:
+            ready.register(stdout, selectors.EVENT_READ)
+            if not ready.select(seconds):
+                self.close()
+                return f"it takes longer than {seconds:g} seconds to compile"
+        line = stdout.readline()
+        if not line:
+            self.close()
+            return "it is too deeply nested, or needs too much memory"
+        return str(json.loads(line))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # what was not sent any more
+                    pipe.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_process") and self.alive:
+            self.close()

@@ -1,0 +1,208 @@
+"""Incremental decoding and stop strings, against decoding the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferplane.engine.text import Detokenizer, Tokenizer, end_ids
+from inferplane.errors import CheckpointError, UsageError
+from tests.e2e.tiny_tokenizers import CHAT, byte_level, metaspace, save
+
+# Characters of one to four bytes, combining ones, all kinds of spaces; but not U+FFFD, which stands for broken ones.
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=40)
+PIECES = st.lists(
+    st.sampled_from(["a", " b", "é", "日本", "🎉", "👩‍💻", " ", "  ", "\n", ",", ".", "Hello world"]), max_size=12
+)
+
+
+@pytest.fixture(scope="module")
+def bytes_(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    save(byte_level(), folder)
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def spaces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spaces")
+    save(metaspace(), folder, clean_up_tokenization_spaces=True)
+    return Tokenizer(folder)
+
+
+def run(tokenizer, ids, stop=(), prompt=(), sizes=(1,)):
+    """Push ids in groups of the given sizes; returns the pieces that were safe to show, the last at the end."""
+    text, out, at, turn = Detokenizer(tokenizer, stop, prompt), [], 0, 0
+    while at < len(ids) and not text.stopped:
+        n = sizes[turn % len(sizes)]
+        text.push(ids[at : at + n])
+        out.append(text.take())
+        at, turn = at + n, turn + 1
+    out.append(text.take(end=True))
+    assert "".join(out) == text.text and text.take(end=True) == ""
+    return text, out
+
+
+@given(TEXT)
+def test_every_text_comes_back(bytes_, text):
+    ids = bytes_.encode(text)
+    assert bytes_.decode(ids) == text == run(bytes_, ids)[0].text
+
+
+@given(st.lists(st.integers(0, 399), max_size=40), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_any_tokens_decode_as_a_whole(bytes_, ids, sizes):
+    """Also bytes that are no character, and special tokens in between."""
+    text, pieces = run(bytes_, ids, sizes=sizes)
+    assert text.text == bytes_.decode(ids)
+    shown = "".join(pieces[:-1])
+    assert bytes_.decode(ids).startswith(shown)
+
+
+@given(PIECES.map("".join))
+def test_spaces_and_byte_pieces(spaces, text):
+    """The cleaning that tokenizers may ask for (' ,' -> ',') is not done: the text is the tokens'."""
+    assert run(spaces, spaces.encode(text))[0].text == text == spaces.decode(spaces.encode(text))
+
+
+@given(PIECES.map("".join), PIECES.map("".join))
+def test_text_continues_the_prompt(spaces, bytes_, before, after):
+    for tokenizer in (spaces, bytes_):
+        ids, n = tokenizer.encode(before + after), len(tokenizer.encode(before))
+        if tokenizer.decode(ids[:n]) == before and before:  # else a token crosses the border
+            assert before + run(tokenizer, ids[n:], prompt=ids[:n])[0].text == before + after
+
+
+def test_a_first_word_keeps_its_space(spaces):
+    ids = spaces.encode("Hello world")
+    n = next(i for i in range(1, len(ids)) if spaces.decode(ids[:i]) == "Hello")
+    assert run(spaces, ids[n:], prompt=ids[:n])[0].text == " world"
+    assert run(spaces, ids[n:])[0].text == "world"
+
+
+def test_a_space_after_special_tokens(spaces, bytes_):
+    for tokenizer in (spaces, bytes_):
+        ids, eos = tokenizer.encode("Hello world"), 1
+        for at in range(len(ids)):
+            assert run(tokenizer, [*ids[:at], eos, eos, *ids[at:]], prompt=tokenizer.encode("x"))[0].text == (
+                run(tokenizer, ids, prompt=tokenizer.encode("x"))[0].text
+            )
+
+
+def test_parts_of_a_character_are_held_back(bytes_):
+    ids = [bytes_.encode("a")[0], *Bytes(bytes_)("é🎉"), *bytes_.encode("b")]
+    _, pieces = run(bytes_, ids)
+    assert pieces == ["a", "", "é", "", "", "", "🎉", "b", ""]
+    _, pieces = run(bytes_, ids[:4])
+    assert pieces == ["a", "", "é", "", "\ufffd"]  # the end of the text: no more will come
+    text, _ = run(bytes_, Bytes(bytes_)("é")[1:], prompt=Bytes(bytes_)("é")[:1])
+    assert text.text == "é"  # the prompt ended within a character
+
+
+class Bytes:
+    """Encodes byte by byte, whatever the merges."""
+
+    def __init__(self, tokenizer):
+        alphabet = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
+        rest = iter(range(256, 512))
+        shown = [c if (c := chr(b)) in alphabet else chr(next(rest)) for b in range(256)]
+        self.ids = [tokenizer._inner.convert_tokens_to_ids(c) for c in shown]
+
+    def __call__(self, text):
+        return [self.ids[b] for b in text.encode()]
+
+
+# ------------------------------------------------------------------ stop strings
+
+
+@given(TEXT, st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=3), st.integers(1, 3), st.data())
+def test_stop_strings(bytes_, text, stops, size, data):
+    """The text is cut where the first of them begins, and nothing that might begin one is shown before."""
+    if text:
+        i = data.draw(st.integers(0, len(text) - 1))
+        stops.append(text[i : i + data.draw(st.integers(1, 5))])
+    stops = [s for s in stops if "\ufffd" not in s and s.isprintable()] or ["zz"]
+    found, pieces = run(bytes_, bytes_.encode(text), stops, sizes=(size,))
+    at = [text.find(s) for s in stops if s in text]
+    assert found.stopped == bool(at)
+    if size == 1 and found.stopped:  # the stop string that is complete first decides; then the one that began first
+        ends = min(text.find(s) + len(s) for s in stops if s in text)
+        assert len(found.text) < ends
+        assert text.startswith(found.text) and any(text.startswith(s, len(found.text)) for s in stops)
+    elif not found.stopped:
+        assert found.text == text
+    assert not any(s in found.text for s in stops)
+    for i in range(len(pieces)):
+        assert found.text.startswith("".join(pieces[: i + 1]))
+
+
+def test_what_might_begin_a_stop_string_is_held_back(bytes_):
+    one = Bytes(bytes_)
+    assert run(bytes_, one("a<en<end>b"), ["<end>"])[1] == ["a", "", "", "", "<en", "", "", "", "", ""]
+    assert run(bytes_, one("aaab"), ["aab"])[1] == ["", "", "a", "", ""]
+    assert run(bytes_, one("a\n\nb"), ["\n\n\n"])[1] == ["a", "", "", "\n\nb", ""]
+    assert run(bytes_, one("a\n"), ["\n\n"])[1] == ["a", "", "\n"]
+    text, pieces = run(bytes_, one("abcd"), ["cd", "bcd", "d"])
+    assert (text.text, text.stopped, "".join(pieces)) == ("a", True, "a")
+
+
+def test_one_token_may_hold_the_stop_string_and_more(spaces):
+    ids = spaces.encode("The quick brown fox")
+    assert max(len(spaces.decode([i])) for i in ids) > 3
+    text, _ = run(spaces, ids, ["ick b"])
+    assert (text.text, text.stopped) == ("The qu", True)
+
+
+# ------------------------------------------------------------------ the tokenizer
+
+
+def test_encoding(bytes_, tmp_path):
+    assert bytes_.encode("") == []
+    with pytest.raises(UsageError, match=r"cannot be encoded: '\\ud800'"):
+        bytes_.encode("\ud800")
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        Tokenizer(tmp_path)
+
+
+def test_code_in_a_checkpoint_is_not_run(bytes_, tmp_path):
+    save(byte_level(), tmp_path)
+    trap = "import pathlib; pathlib.Path(__file__).with_name('ran').touch()\nclass T: pass\n"
+    (tmp_path / "tokenization_evil.py").write_text(trap)
+    path = tmp_path / "tokenizer_config.json"
+    entries = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["tokenization_evil.T", None]}}
+    path.write_text(json.dumps(entries | {"tokenizer_class": "T"}))
+    with contextlib.suppress(CheckpointError):  # to refuse is right, to take the tokenizer.json beside it as well
+        assert Tokenizer(tmp_path).encode("a") == bytes_.encode("a")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_chat(tmp_path):
+    save(byte_level(), tmp_path / "with", chat_template=CHAT)
+    save(byte_level(), tmp_path / "without")
+    tokenizer = Tokenizer(tmp_path / "with")
+    messages = [{"role": "user", "content": "hi <eos>"}, {"role": "bot", "content": "日本"}]
+    assert tokenizer.decode(tokenizer.chat(messages)) == "<user>hi \n<bot>日本\n<bot>"
+    with pytest.raises(UsageError, match="no chat template"):
+        Tokenizer(tmp_path / "without").chat(messages)
+    save(byte_level(), tmp_path / "strict", chat_template="{{ raise_exception('no system role') }}")
+    with pytest.raises(UsageError, match="no system role"):
+        Tokenizer(tmp_path / "strict").chat(messages)
+
+
+def test_end_ids(tmp_path):
+    assert end_ids(tmp_path) == frozenset()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert end_ids(tmp_path) == {5, 7, 8}
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    save(byte_level(), tmp_path)
+    assert Tokenizer(tmp_path).end_ids == {1, 7, 8}
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        end_ids(tmp_path)
