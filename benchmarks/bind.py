@@ -4,8 +4,8 @@
     python benchmarks/bind.py --json
 
 From the source tree with nothing installed, set PYTHONPATH=core:backends/cpu INFERPLANE_PLUGINS=inferplane_cpu.plugin.
-The bar is 0.3 s for 61 layers of DeepSeek-V3, both step kinds. Weights are never allocated. The first figure is that of a
-fresh process, which also warms Python up.
+The bar is 0.3 s for 61 layers of DeepSeek-V3, both step kinds. Weights are never allocated. The first figure is that of
+a fresh process, which also warms Python up.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/bound_call.py            # a table
     python benchmarks/bound_call.py --json
 
-Both ways are timed in turn, in short blocks, and the fastest block of each counts: what a busy machine adds is never the
-code's own. The bar is 0.1 us a call.
+Both ways are timed in turn, in short blocks, and the fastest block of each counts: what a busy machine adds is never
+the code's own. The bar is 0.1 us a call.
 """
 
 from __future__ import annotations

@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inferplane.engine import LLM, Delta, Result, SamplingParams
+    from inferplane.engine import LLM, AsyncLLM, Delta, Result, SamplingParams
     from inferplane.errors import InferplaneError
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Delta", "InferplaneError", "Result", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Delta", "InferplaneError", "Result", "SamplingParams", "__version__"]
 
 _WHERE = {
     "LLM": "inferplane.engine",
+    "AsyncLLM": "inferplane.engine",
     "SamplingParams": "inferplane.engine",
     "Result": "inferplane.engine",
     "Delta": "inferplane.engine",

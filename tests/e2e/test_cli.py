@@ -204,20 +204,23 @@ class AtTerminal:
 
     def _wait(self, seconds: float) -> None:
         if select.select([self.master], [], [], seconds)[0]:
-            self.seen += self._read()
+            chunk = self._read()
+            assert chunk, f"the command ended early:\n{self.seen}"
+            self.seen += chunk
 
     def end(self) -> tuple[int, str]:
         """Waits for the command; returns its exit code and what was not yet seen."""
-        try:
-            while chunk := self._read():
-                self.seen += chunk
-        except OSError:  # Linux's way to say that nobody holds the other end
-            pass
+        while chunk := self._read():
+            self.seen += chunk
         os.close(self.master)
         return self.child.wait(TIMEOUT_S), self.seen
 
     def _read(self) -> str:
-        return os.read(self.master, 4096).decode(errors="replace")
+        """What there is; empty when the command has ended, for which Linux has an error."""
+        try:
+            return os.read(self.master, 4096).decode(errors="replace")
+        except OSError:
+            return ""
 
 
 def test_chat_at_a_terminal():

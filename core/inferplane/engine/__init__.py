@@ -1,5 +1,6 @@
 """Requests, batches, steps: what turns a bound model into generated text."""
 
+from inferplane.engine.async_llm import AsyncLLM
 from inferplane.engine.llm import LLM
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.request import Delta, Result, Timings
@@ -8,6 +9,7 @@ from inferplane.engine.sources import ModelFiles
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Delta",
     "InferplaneWarning",
     "ModelFiles",

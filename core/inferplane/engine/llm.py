@@ -51,6 +51,7 @@ class LLM:
         lock: a lock file with measured kernel choices.
         progress: told `(bytes done, bytes in all)` while weights are loaded.
         prefix_cache: reuse the cache's blocks for equal beginnings of prompts.
+        max_waiting: requests that may wait; None: any number.
         speculative: draft and verify several tokens a step (`SpeculativeConfig`, or a mapping with its fields).
 
     Raises:
@@ -77,6 +78,7 @@ class LLM:
         lock: str | Path | None = None,
         progress: Progress | None = None,
         prefix_cache: bool = True,
+        max_waiting: int | None = None,
         speculative: SpeculativeConfig | Mapping[str, Any] | None = None,
     ) -> None:
         if load_format not in ("auto", "dummy"):
@@ -106,6 +108,7 @@ class LLM:
             max_batch=max_batch,
             max_step_tokens=max_step_tokens,
             prefix_cache=prefix_cache,
+            max_waiting=max_waiting,
             speculative=config,
         )
         self._tokenizer: Tokenizer | None = None
@@ -177,7 +180,7 @@ class LLM:
             for ids, p in zip(encoded, each):
                 groups.append([])
                 for i in range(p.n):
-                    groups[-1].append(self._add(ids, p, i))
+                    groups[-1].append(self.add(ids, p, i))
             while any(r.finish_reason is None for group in groups for r in group):
                 self.engine.step()
         finally:
@@ -185,11 +188,22 @@ class LLM:
                 self.engine.end(request, "abort")
         return [_results(group) for group in groups]
 
-    def _add(self, ids: list[int], params: SamplingParams, index: int = 0) -> Request:
-        """Queue one of a prompt's sequences; each draws its own random numbers."""
+    def add(self, prompt: Prompt, params: SamplingParams, index: int = 0, **more: Any) -> Request:
+        """Queue a prompt without running it; `engine.step()` does. For front ends with a loop of their own.
+
+        Args:
+            prompt: a string or a list of token ids.
+            params: how to sample.
+            index: which of the prompt's `n` sequences; each draws its own random numbers.
+            more: request_id, priority, tenant.
+
+        Raises:
+            UsageError, CapacityError: the request is refused.
+        """
+        ids = self._encode(prompt)
         seed = None if params.seed is None else child_seed(as_int64(params.seed), index)
         text, constraint = self._detokenizer(ids, params), self._constraint(params)
-        return self.engine.add(ids, params, self._end_ids(), text, seed=seed, constraint=constraint)
+        return self.engine.add(ids, params, self._end_ids(), text, seed=seed, constraint=constraint, **more)
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         if params.constraint is None:
@@ -211,7 +225,7 @@ class LLM:
         params = params or SamplingParams()
         if params.n > 1:
             raise UsageError(f"stream with n = {params.n}.", remedy="use generate, or one stream a sequence")
-        request = self._add(self._encode(prompt), params)
+        request = self.add(prompt, params)
         text, sent = request.text, 0
         try:
             while True:

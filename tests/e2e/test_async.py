@@ -1,0 +1,140 @@
+"""AsyncLLM: streams equal what LLM gives, end exactly once, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from inferplane import LLM, AsyncLLM, Delta, SamplingParams
+from inferplane.errors import CapacityError, UsageError
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "max_batch": 4}
+PROMPTS = [[5, 9, 11], [7] * 20, [3, 1, 4, 1, 5, 9, 2, 6], [90], [8, 8], [42, 17, 23]]
+
+
+async def collect(stream: AsyncIterator[Delta]) -> tuple[list[int], list[str]]:
+    """Tokens of a stream, and the reasons its pieces carried."""
+    tokens: list[int] = []
+    reasons: list[str] = []
+    async for piece in stream:
+        tokens += piece.token_ids
+        reasons += [piece.finish_reason] if piece.finish_reason else []
+    return tokens, reasons
+
+
+def at_rest(llm: AsyncLLM) -> None:
+    """Nothing runs, nothing waits, no block is used."""
+    engine = llm.llm.engine
+    engine.allocator.check()
+    assert engine.allocator.used == 0
+    assert not engine.busy
+
+
+def test_streams_equal_generate_and_end_once() -> None:
+    params = [SamplingParams(max_tokens=12, temperature=t, seed=i) for i, t in enumerate((0, 0.7, 0, 1.0, 0, 0.9))]
+    with LLM(CONFIG, **OPTIONS) as llm:
+        want = [r.token_ids for r in llm.generate(PROMPTS, params)]
+
+    async def run() -> None:
+        async with AsyncLLM(CONFIG, **OPTIONS) as llm:
+            got = await asyncio.gather(*(collect(llm.generate(p, s)) for p, s in zip(PROMPTS, params)))
+            assert [tokens for tokens, _ in got] == want
+            assert all(reasons == ["length"] for _, reasons in got)
+            stats = await llm.stats()
+            assert stats["requests_accepted_total"] == sum(stats["request_success_total"].values()) == len(PROMPTS)
+            at_rest(llm)
+
+    asyncio.run(run())
+
+
+def test_leaving_early_aborting_and_cancelling_free_the_blocks() -> None:
+    long = SamplingParams(max_tokens=400, temperature=0)
+
+    async def run() -> None:
+        async with AsyncLLM(CONFIG, **OPTIONS) as llm:
+            stream = llm.generate(PROMPTS[0], long)
+            async for _ in stream:
+                break
+            await stream.aclose()
+            aborted = asyncio.create_task(collect(llm.generate(PROMPTS[1], long, request_id="mine")))
+            cancelled = asyncio.create_task(collect(llm.generate(PROMPTS[2], long)))
+            while (await llm.stats())["num_requests_running"] < 2:
+                await asyncio.sleep(0.005)
+            llm.abort("mine")
+            llm.abort("nobody")
+            cancelled.cancel()
+            assert (await aborted)[1] == ["abort"]
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            assert (await collect(llm.generate(PROMPTS[3], SamplingParams(max_tokens=3))))[1] == ["length"]
+            at_rest(llm)
+
+    asyncio.run(run())
+
+
+def test_refusals_leave_nothing_and_others_run_on() -> None:
+    async def run() -> None:
+        async with AsyncLLM(CONFIG, max_waiting=1, **{**OPTIONS, "max_batch": 1}) as llm:
+            running = asyncio.create_task(collect(llm.generate(PROMPTS[0], SamplingParams(max_tokens=100), "same")))
+            while (await llm.stats())["num_requests_running"] < 1:
+                await asyncio.sleep(0.005)
+            for bad, error in (([], UsageError), ([1000], UsageError), ([1] * 600, CapacityError)):
+                with pytest.raises(error):
+                    await collect(llm.generate(bad))
+            with pytest.raises(UsageError, match="alive"):
+                await collect(llm.generate([1], request_id="same"))
+            waiting = asyncio.create_task(collect(llm.generate(PROMPTS[1], SamplingParams(max_tokens=2))))
+            while (await llm.stats())["num_requests_waiting"] < 1:
+                await asyncio.sleep(0.005)
+            with pytest.raises(CapacityError, match="waiting"):
+                await collect(llm.generate(PROMPTS[2]))
+            assert (await running)[1] == (await waiting)[1] == ["length"]
+            at_rest(llm)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("drain_s", "reason"), [(0.0, "abort"), (60.0, "length")])
+def test_shutdown_drains_or_aborts_and_refuses_what_comes_later(drain_s: float, reason: str) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(CONFIG, **OPTIONS)
+        task = asyncio.create_task(collect(llm.generate(PROMPTS[0], SamplingParams(max_tokens=60))))
+        while (await llm.stats())["num_requests_running"] < 1:
+            await asyncio.sleep(0.002)
+        await llm.shutdown(drain_s)
+        assert (await task)[1] == [reason]
+        with pytest.raises(UsageError, match="shut down"):
+            await collect(llm.generate(PROMPTS[1]))
+
+    asyncio.run(run())
+
+
+def test_a_broken_engine_ends_every_stream_with_the_reason() -> None:
+    async def run() -> None:
+        llm = AsyncLLM(CONFIG, **OPTIONS)
+
+        def broken() -> list[Any]:
+            raise SystemExit("the device is gone")
+
+        tasks = [asyncio.create_task(collect(llm.generate(p, SamplingParams(max_tokens=400)))) for p in PROMPTS[:2]]
+        while (await llm.stats())["num_requests_running"] < 2:
+            await asyncio.sleep(0.002)
+        llm.llm.engine.step = broken  # type: ignore[method-assign]
+        assert [(await t)[1] for t in tasks] == [["error"], ["error"]]
+        at_rest(llm)
+        await llm.shutdown()
+
+    asyncio.run(run())
