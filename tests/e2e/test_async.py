@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+
 from inferplane import LLM, AsyncLLM, Delta, SamplingParams
 from inferplane.errors import CapacityError, UsageError
 

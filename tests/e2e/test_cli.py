@@ -198,7 +198,8 @@ class AtTerminal:
     def interrupt(self, pattern: str) -> str:
         """Sends Ctrl-C until the pattern comes: readline misses one that comes just behind its prompt."""
         while not re.search(pattern, self.seen):
-            self.child.send_signal(signal.SIGINT)
+            for _ in range(3):  # whoever presses it thrice means it once
+                self.child.send_signal(signal.SIGINT)
             self._wait(1)
         return self.until(pattern)
 

@@ -20,7 +20,7 @@ from tests.unit.small import bound
 FOLDER = Path(inferplane.__file__).parent / "models" / "demo"
 V = 4100  # a few more than the tokenizer has, as padded heads have
 END = 1
-CLOSING = '"}]0'
+CLOSING = '"}]0@.'
 
 
 @functools.cache

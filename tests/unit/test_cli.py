@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from inferplane import __version__
 from inferplane.cli import arguments, main, screen
+from inferplane.cli.interrupt import Interrupt
 from inferplane.cli.main import DONE, FAILED, INTERRUPTED, VERBS, WRONG_USAGE, verb_parser
 from inferplane.errors import DeviceError, UsageError
 from inferplane.plugins import choice, discovery
@@ -404,6 +406,34 @@ def test_only_a_default_is_cut_to_what_has_room():
     assert fitting(params, 128, 10, 100).max_tokens == 128, "the engine refuses it in its own words"
     with pytest.raises(CapacityError, match="100 tokens"):
         fitting(params, None, 100, 100)
+
+
+# ---------------------------------------------------------------- Ctrl-C
+
+
+def test_ctrl_c_waits_for_a_safe_place():
+    def press(times=1):
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+
+    usual = signal.getsignal(signal.SIGINT)
+    with Interrupt() as interrupt:
+        press(2)  # nothing waits and nothing works: no exception
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt), interrupt.at_once():
+                press()
+            press()
+        with interrupt.at_second():
+            assert not interrupt.seen
+            press()
+            assert interrupt.seen
+        press()
+        with pytest.raises(KeyboardInterrupt), interrupt.at_second():
+            press(2)
+        press()
+    assert signal.getsignal(signal.SIGINT) is usual
+    with pytest.raises(KeyboardInterrupt), Interrupt(patient=False):
+        press()
 
 
 # ---------------------------------------------------------------- fixtures

@@ -37,6 +37,8 @@ from inferplane.errors import UsageError
         {"json_schema": "{"},
         {"json_schema": "3"},
         {"json_schema": 3},
+        {"json_schema": False},
+        {"json_schema": {"enum": [{1, 2}]}},
         {"json_schema": {"enum": ["x" * 70_000]}},
         {"json_schema": "[" * 60_000},
         {"json_schema": {"const": float("nan")}},
@@ -71,7 +73,7 @@ def test_a_schema_is_kept_as_text_in_its_own_order():
     p = SamplingParams(json_schema={"type": "object", "properties": {"b": {}, "a": {}}})
     assert list(json.loads(p.json_schema)["properties"]) == ["b", "a"]
     assert SamplingParams(json_schema=p.json_schema) == p and hash(p) == hash(SamplingParams(json_schema=p.json_schema))
-    assert SamplingParams(json_schema=True).constraint == ("json_schema", "true")
+    assert SamplingParams(json_schema=True) == SamplingParams(json_schema="true") == SamplingParams(json_schema={})
     assert SamplingParams(json_schema={}).constraint == ("json_schema", "{}"), "an empty schema is one, too"
 
 

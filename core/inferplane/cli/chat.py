@@ -43,11 +43,11 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     """Load, then read turns until the input ends."""
     from inferplane.cli.load import open_model
 
+    terminal = sys.stdin.isatty()
     llm, params = open_model(args, screen)
-    with llm:
-        conversation = Conversation(llm, params, args)
+    with llm, Interrupt(patient=terminal) as interrupt:
+        conversation = Conversation(llm, params, args, interrupt)
         plain = marks_no_roles(llm.tokenizer)
-        terminal = sys.stdin.isatty()
         if terminal:
             screen.said(f"{args.model} on {llm.device}; /help lists commands, Ctrl-D leaves")
         if plain:
@@ -66,10 +66,12 @@ class Conversation:
         llm: the model.
         params: how to sample.
         args: the command's options.
+        interrupt: cuts a reply short.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, args: argparse.Namespace) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, args: argparse.Namespace, interrupt: Interrupt) -> None:
         self.llm, self.params, self._asked = llm, params, args.max_tokens
+        self.interrupt = interrupt
         self.drawn_seed = params.seed if args.seed is None else None
         self._system = [{"role": "system", "content": args.system}] if args.system else []
         self.reset()
@@ -101,12 +103,12 @@ class Conversation:
         text, timings, reason = "", None, None
         replies = cast("Generator[Delta]", self.llm.stream(ids, params))
         # Closing the stream frees the blocks of a reply that was cut short.
-        with Interrupt(patient=sys.stdin.isatty()) as interrupt, closing(replies) as stream:
+        with self.interrupt.at_second(), closing(replies) as stream:
             for delta in stream:
                 text += delta.text
                 timings, reason = delta.timings, delta.finish_reason
                 screen.stream(delta.text)
-                if interrupt.seen and reason is None:
+                if self.interrupt.seen and reason is None:
                     break
         return text, timings, reason
 
@@ -115,7 +117,8 @@ def _turns(conversation: Conversation, screen: Screen, *, terminal: bool) -> Non
     read = _reader(terminal, screen)
     while True:
         try:
-            line = read()
+            with conversation.interrupt.at_once():
+                line = read()
         except EOFError:
             if terminal:
                 screen.stream("\n")

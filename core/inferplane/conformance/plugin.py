@@ -208,8 +208,9 @@ class _Record:
             counts[r.status] = counts.get(r.status, 0) + 1
         told = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()))
         name = self.subject.name
-        terminalreporter.section(f"conformance of {name}")
-        terminalreporter.line(f"{told}; level proved: {evidence.level(results, complete=complete)}")
+        terminalreporter.section("conformance")
+        served = f"{name}, served by {self.subject.entry.distribution} {self.subject.entry.version}"
+        terminalreporter.line(f"{served}: {told}; level proved: {evidence.level(results, complete=complete)}")
         if self.subject.absent:
             terminalreporter.line(f"NOT RUN on {name}: it is {self.subject.absent}", red=True)
             terminalreporter.line("Only what needs no device was checked.", red=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -70,6 +71,7 @@ class Engine:
         self.metrics = Metrics()
         self.closed = False
         self._ids = count()
+        self._commit_s = 0.0
 
     # -- requests
 
@@ -149,9 +151,10 @@ class Engine:
         """One step; returns the requests that got tokens or ended in it.
 
         What an interrupt leaves half done is done again by the next step: until its token is accepted a sequence stands
-        where it stood, and writing the same cache entries twice changes nothing.
+        where it stood, and writing the same cache entries twice changes nothing. Only the sequence whose tokens were
+        just being accepted cannot go on; it ends with "abort".
         """
-        begun = time.monotonic()
+        begun, self._commit_s = time.monotonic(), 0.0
         touched = self._expire(begun)
         chosen = self.scheduler.schedule()
         if not chosen:
@@ -164,7 +167,7 @@ class Engine:
         scheduled = time.monotonic()
         touched += self._step(chosen)
         ended = time.monotonic()
-        self.metrics.observe("schedule_commit_time_seconds", scheduled - begun)
+        self.metrics.observe("schedule_commit_time_seconds", scheduled - begun + self._commit_s)
         self.metrics.observe("step_time_seconds", ended - begun)
         self.metrics.counters["steps_total"] += 1
         return touched
@@ -201,33 +204,45 @@ class Engine:
         logits, hidden = self.runner.run(batch)
         with torch.inference_mode():
             tokens, scores, prompts = self._decide(chosen, queries, logits)
+        decided = time.monotonic()
         ran, row = [], 0
         touched = []
         for s, new, scored, prompt_scores in zip(chosen, tokens, scores, prompts):
-            first, before = s.request.computed, len(s.request.generated)
-            if prompt_scores and s.request.prompt_logprobs is not None:
-                s.request.prompt_logprobs[first + 1 : first + 1 + len(prompt_scores)] = prompt_scores
+            r, first, stood = s.request, s.request.computed, max(0, len(new) - 1)
+            if prompt_scores and r.prompt_logprobs is not None:
+                r.prompt_logprobs[first + 1 : first + 1 + len(prompt_scores)] = prompt_scores
+            before, accepted = len(r.generated), 0
             try:
                 reason = self._accept(s, new, scored)
-            except Exception as error:  # its text or its constraint: nobody else's business
-                self.end(s.request, "error", f"{type(error).__name__}: {error}")
-                reason = "error"
-            accepted = max(0, len(new) - 1)
-            if reason != "error":
-                taken = len(s.request.generated) - before
-                accepted = max(0, taken - 1)
+                accepted = max(0, len(r.generated) - before - 1)
                 self.scheduler.commit(s, accepted)
+                if reason is not None:
+                    self.end(r, reason)
+            except Exception as error:  # its text or its constraint: nobody else's business
+                self.end(r, "error", f"{type(error).__name__}: {error}")
+            except BaseException:  # half of its tokens are accepted, or its text lacks one
+                self.end(r, "abort", "interrupted")
+                raise
             if s.drafts:
-                self.metrics.drafted(len(s.drafts), max(0, len(new) - 1))
-            ran.append(Ran(s.request, first, row, s.count + accepted, len(s.drafts), max(0, len(new) - 1)))
+                self.metrics.drafted(len(s.drafts), stood)
+            ran.append(Ran(r, first, row, s.count + accepted, len(s.drafts), stood))
             row += s.rows
             if new:
-                touched.append(s.request)
-            if reason is not None:
-                self.end(s.request, reason)
+                touched.append(r)
+        self._commit_s += time.monotonic() - decided
         if self.speculator is not None:
-            self.speculator.propose(ran, hidden)
+            self._propose(ran, hidden)
         return touched
+
+    def _propose(self, ran: list[Ran], hidden: torch.Tensor) -> None:
+        """Drafts for the next step. The tokens are accepted already, so a failure costs the drafts and nothing else."""
+        assert self.speculator is not None
+        try:
+            self.speculator.propose(ran, hidden)
+        except Exception as error:
+            if not self.metrics.counters["spec_decode_failures_total"]:
+                warnings.warn(f"Drafting failed ({type(error).__name__}: {error}); going on without.", stacklevel=4)
+            self.metrics.counters["spec_decode_failures_total"] += 1
 
     def _decide(
         self, chosen: list[Scheduled], queries: list[Query], logits: torch.Tensor

@@ -155,14 +155,16 @@ def _json_text(value: Any) -> str:
     """A schema as JSON text; the order of its keys is kept, for it decides the order in the output.
 
     Raises:
-        ValueError, RecursionError: it is not JSON, or neither an object nor true or false.
+        ValueError, TypeError, RecursionError: it is not JSON, or not an object (true stands for one that allows all).
     """
     if isinstance(value, str) and len(value) > MOST_GRAMMAR_BYTES["json_schema"]:
         raise ValueError(f"more than {MOST_GRAMMAR_BYTES['json_schema']} bytes")
     parsed = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(parsed, (Mapping, bool)):
-        raise ValueError("a schema is an object, true or false")
-    return json.dumps(parsed if isinstance(parsed, bool) else dict(parsed), ensure_ascii=False, allow_nan=False)
+    if parsed is True:
+        return "{}"
+    if not isinstance(parsed, Mapping):
+        raise ValueError("a schema is an object, or true; nothing fits false")
+    return json.dumps(dict(parsed), ensure_ascii=False, allow_nan=False)
 
 
 def _short(value: Any) -> str:

@@ -135,16 +135,13 @@ class Scheduler:
         for request in order:
             if request not in self.running or not budget:
                 continue  # it made room for another one, or must wait for the next step
+            if request.remaining > 1:
+                budget -= self._add_drafts(chosen, budget)  # before prompts, whose chunks take all that is left
             count = min(request.remaining, budget)
-            whole = count == request.remaining
-            drafts = request.drafts[: budget - count] if whole else []
-            drafts = drafts[: max(0, request.most_tokens - request.tokens)]  # past its end they would be thrown away
-            if not self._reserve(request, request.computed + count, chosen):
-                continue
-            while drafts and not self.extend(request, request.computed + count + len(drafts)):
-                drafts = drafts[:-1]  # drafts never push anybody out
-            chosen[id(request)] = Scheduled(request, count, tuple(drafts))
-            budget -= count + len(drafts)
+            if count and self._reserve(request, request.computed + count, chosen):
+                chosen[id(request)] = Scheduled(request, count)
+                budget -= count
+        budget -= self._add_drafts(chosen, budget)
         joined = 0 if self.preemptions == before else self.limits.max_new_sequences  # who made room waits a step
         while budget and joined < self.limits.max_new_sequences and len(self.running) < self.limits.max_batch:
             candidate = self._next_waiting()
@@ -155,6 +152,26 @@ class Scheduler:
             chosen[id(candidate)] = Scheduled(candidate, count)
             budget -= count
         return sorted(chosen.values(), key=lambda s: s.rows > FEW_TOKENS)
+
+    def _add_drafts(self, chosen: dict[int, Scheduled], budget: int) -> int:
+        """Give chosen sequences their drafts, as far as tokens and blocks are left; returns the tokens that takes.
+
+        It comes after every decode token has its place: drafts never push anybody out.
+        """
+        before = budget
+        for key, s in chosen.items():
+            request = s.request
+            if not budget:
+                break
+            if not request.drafts or s.drafts or not s.last:
+                continue
+            # Past its end they would be thrown away.
+            drafts = request.drafts[: min(budget, max(0, request.most_tokens - request.tokens))]
+            while drafts and not self.extend(request, request.tokens + len(drafts)):
+                drafts = drafts[:-1]
+            chosen[key] = Scheduled(request, s.count, tuple(drafts))
+            budget -= len(drafts)
+        return before - budget
 
     def _next_waiting(self) -> Request | None:
         if not self.waiting:
@@ -197,12 +214,26 @@ class Scheduler:
     def _reserve(self, request: Request, tokens: int, chosen: dict[int, Scheduled]) -> bool:
         """Blocks for `tokens` tokens, others making room if they must; False when it has to make room itself."""
         while not self.extend(request, tokens):
+            if self._trim(chosen):
+                continue
             others = [r for r in self.running if id(r) not in chosen]
             last = max(others, key=lambda r: (r.priority, r.arrival))
             self.preempt(last)
             if last is request:
                 return False
         return True
+
+    def _trim(self, chosen: dict[int, Scheduled]) -> int:
+        """Take back blocks that only drafts had asked for, of this step's drafts excepted; how many they were."""
+        freed = 0
+        for r in self.running:
+            drafts = len(chosen[id(r)].drafts) if id(r) in chosen else 0
+            surplus = r.blocks[self.blocks_for(r.tokens + drafts) :]
+            if surplus:
+                del r.blocks[-len(surplus) :]
+                self.allocator.give_back(surplus)
+                freed += len(surplus)
+        return freed
 
     def preempt(self, request: Request) -> None:
         """Take all blocks from a running sequence; it waits, and is computed again from its tokens."""
@@ -235,6 +266,7 @@ class Scheduler:
         """
         request = scheduled.request
         request.computed += scheduled.count + accepted
+        request.drafts = []  # they continued the tokens before these
         if self.root is None:
             return
         full = request.computed // self.block_tokens

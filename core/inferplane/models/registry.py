@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inferplane.errors import UnsupportedModelError
+from inferplane.errors import PluginError, UnsupportedModelError
 from inferplane.models.build import Build
 from inferplane.ops import CausalLM
 
@@ -24,6 +24,7 @@ def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> 
 
     Raises:
         UnsupportedModelError: nobody knows it; lists what is known.
+        PluginError: it cannot be imported.
     """
     known = {**(plugins or {}), **ARCHITECTURES}
     target = known.get(architecture)
@@ -42,8 +43,18 @@ def build(b: Build, plugins: Mapping[str, Any] | None = None) -> CausalLM:
 
 
 def resolve(target: Any) -> Any:
-    """An object from its dotted name "module:name", or itself."""
+    """An object from its dotted name "module:name", or itself.
+
+    Raises:
+        PluginError: it cannot be imported.
+    """
     if not isinstance(target, str):
         return target
     module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise PluginError(
+            f"{target!r} cannot be imported ({type(error).__name__}: {error}).",
+            remedy="mend the plugin that registered it, or exclude it with INFERPLANE_PLUGINS",
+        ) from error

@@ -195,9 +195,9 @@ class Speculator:
 
     def propose(self, ran: Sequence[Ran], hidden: torch.Tensor) -> None:
         """Put drafts for the next step on the sequences that live on and decode."""
-        for r in ran:
-            self.lengths.tell(r.request, r.drafted, r.accepted)
         alive = [r for r in ran if r.request.finish_reason is None and r.request.blocks]
+        for r in alive:
+            self.lengths.tell(r.request, r.drafted, r.accepted)
         wants = [
             min(self.lengths.length(r.request), r.request.most_tokens - r.request.tokens)
             if r.request.remaining == 1

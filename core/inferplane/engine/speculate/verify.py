@@ -32,7 +32,7 @@ class Verified:
 
 def needs_probabilities(config: SpeculativeConfig) -> bool:
     """Whether `verify` looks at distributions under this config; otherwise the drawn tokens are enough."""
-    return config.accept_policy == "normal" and config.verify_strategy in ("rejection", "topp")
+    return config.accept_policy == "normal" and config.verify_strategy != "target_match"
 
 
 def verify(
@@ -75,6 +75,8 @@ def verify(
         accept = torch.zeros_like(real)
     elif probabilities is None or uniforms is None:
         accept = (drawn[rows] == table) & real
+    elif config.verify_strategy == "greedy":
+        accept = (probabilities.argmax(-1)[rows] == table) & real
     elif config.verify_strategy == "rejection":
         accept = (uniforms[rows, 0] < probabilities[rows, table]) & real
     else:
@@ -97,13 +99,15 @@ def verify(
 def _inside_nucleus(
     p: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, config: SpeculativeConfig
 ) -> torch.Tensor:
-    """A draft passes when it is one of the first candidates that kept a probability. The second-best candidate passes
-    also outside them when the next `window` drafts are each the likeliest. Lossy: it ignores how likely a draft is.
+    """A draft passes when it is one of the first candidates that kept a probability. The second-best token, if it kept
+    one, passes also outside them when the next `window` drafts are each the likeliest. Lossy: it ignores how likely a
+    draft is.
     """
-    best, ids = p.topk(min(config.speculate_max_candidate_len, p.shape[-1]), -1)
-    inside = ((ids[rows] == table[..., None]) & (best[rows] > 0)).any(-1)
-    top = ids[..., 0][rows] == table
-    second = (ids[..., 1][rows] == table) if ids.shape[-1] > 1 else torch.zeros_like(top)
+    most = config.speculate_max_candidate_len
+    best, ids = p.topk(min(max(2, most), p.shape[-1]), -1)
+    found = (ids[rows] == table[..., None]) & (best[rows] > 0)
+    inside, top = found[..., :most].any(-1), found[..., 0]
+    second = found[..., 1] if found.shape[-1] > 1 else torch.zeros_like(top)
     following = torch.ones_like(top)
     for step in range(1, config.speculate_verify_window + 1):
         ahead = torch.zeros_like(top)

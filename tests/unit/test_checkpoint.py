@@ -1,0 +1,83 @@
+"""Reading safetensors into their destination: any shape, dtype, slice and destination."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from inferplane.errors import CheckpointError
+from inferplane.models import SafetensorsFolder, checkpoint
+from inferplane.types.placement import WHOLE, Shard
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+WHOLE_NUMBERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+@given(
+    shape=st.lists(st.integers(0, 12), max_size=3),
+    stored=st.sampled_from(DTYPES + WHOLE_NUMBERS),
+    asked=st.sampled_from(DTYPES[:4]),
+    parts=st.integers(1, 3),
+    axis=st.integers(0, 1),
+    chunk=st.sampled_from([1, 40, 2**20]),
+    strided=st.booleans(),
+)
+def test_reads_what_was_written(tmp_path_factory, shape, stored, asked, parts, axis, chunk, strided):
+    folder = tmp_path_factory.mktemp("f")
+    shape = [n * parts if i == axis else n for i, n in enumerate(shape)]
+    value = (torch.rand(shape, generator=torch.Generator().manual_seed(len(shape))) * 50).to(stored)
+    save_file({"other": torch.full((5,), 7.0), "x": value, "zz": torch.full((5,), 7.0)}, folder / "a.safetensors")
+    source = SafetensorsFolder(folder)
+    assert source.shape("x") == tuple(shape) and source.dtype("x") == stored
+    assert source.shape("y") is None and source.dtype("y") is None and set(source.names()) == {"x", "other", "zz"}
+    for rank in range(parts):
+        shard = Shard(axis, rank, parts) if axis < len(shape) else WHOLE
+        want = value.chunk(parts, axis)[rank] if axis < len(shape) and value.numel() else value
+        if not value.numel() and parts > 1:
+            continue
+        for dtype in (asked, stored):
+            room = torch.full((*want.shape, 2), -1.0).to(dtype)
+            out = room[..., 0] if strided else torch.full(want.shape, -1.0).to(dtype)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(checkpoint, "CHUNK_BYTES", chunk)
+                source.read_into("x", out, shard)
+            assert torch.equal(out.float(), want.to(dtype).float())
+            assert not strided or (room[..., 1].float() != 0).all()
+    source.close()
+    source.close()
+
+
+def test_wrong_room_is_refused(tmp_path):
+    """Else the bytes of the next tensor, or those behind the destination, would be taken."""
+    save_file({"a": torch.zeros(4, 6), "b": torch.ones(100)}, tmp_path / "a.safetensors")
+    source = SafetensorsFolder(tmp_path)
+    for out, shard in ((torch.empty(5, 6), WHOLE), (torch.empty(4, 5), WHOLE), (torch.empty(4, 6), Shard(0, 1, 2))):
+        with pytest.raises(CheckpointError, match=r"a \(4, 6\) does not fill"):
+            source.read_into("a", out, shard)
+
+
+def test_files_are_closed(tmp_path):
+    import os
+
+    save_file({"a": torch.zeros(4)}, tmp_path / "a.safetensors")
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    source = SafetensorsFolder(tmp_path)
+    source.read_into("a", torch.empty(4), WHOLE)
+    source.close()
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) == before
+    source.read_into("a", torch.empty(4), WHOLE)  # and opened again when needed
+    source.close()
+
+
+def test_nothing_is_read_but_headers(tmp_path):
+    """Opening a folder of any size is cheap: a file whose data are a hole opens at once."""
+    with open(tmp_path / "a.safetensors", "wb") as file:
+        size = 1 << 36
+        header = b'{"a":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (size, size)
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    assert SafetensorsFolder(tmp_path).shape("a") == (1 << 36,)

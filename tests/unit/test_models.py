@@ -1,0 +1,158 @@
+"""The trees of published models, by their configs alone: sizes, names, ties."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.models import Build, Config, build
+from inferplane.ops import MLABlock
+from inferplane.quant import format_of
+
+V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+def llama(layers, width, inner, heads, vocab=128256, **more):
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        **more,
+    }
+
+
+def weights(config, **options):
+    """Distinct weights that are read from a checkpoint."""
+    model = build(Build(Config(config), **options))
+    return {id(w): w for _, w in model.weights() if w.parts}.values()
+
+
+@pytest.mark.parametrize(
+    ("config", "want"),
+    [
+        (llama(16, 2048, 8192, 32, tie_word_embeddings=True), 1_235_814_400),  # Llama 3.2 1B
+        (llama(32, 4096, 14336, 32), 8_030_261_248),  # Llama 3 8B
+        (llama(80, 8192, 28672, 64), 70_553_706_496),  # Llama 3 70B
+    ],
+)
+def test_parameters_of_llama(config, want):
+    assert sum(math.prod(w.shape) for w in weights(config)) == want
+
+
+def test_parameters_of_deepseek_v3():
+    """671B (README_WEIGHTS.md of the model's repository), and an MTP module by the names of the published files."""
+    start = time.perf_counter()
+    main, both = weights(V3), weights(V3, mtp=True)
+    assert time.perf_counter() - start < 10
+    count = [sum(math.prod(w.shape) for w in found) for found in (main, both)]
+    layer = sum(math.prod(w.shape) for w in main if w.parts[0].startswith("model.layers.60."))
+    assert count == [671_026_419_200, 671_026_419_200 + layer + 2 * 7168**2 + 3 * 7168]
+    names = {n for w in both for n in w.parts}
+    assert len(names) == sum(len(w.parts) for w in both)
+    assert {
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.3.mlp.gate.e_score_correction_bias",
+        "model.layers.60.mlp.experts.255.up_proj.weight",
+        "model.layers.60.mlp.shared_experts.gate_proj.weight",
+        "model.layers.60.self_attn.kv_a_proj_with_mqa.weight",
+        "model.layers.61.eh_proj.weight",
+        "model.layers.61.shared_head.norm.weight",
+        "model.layers.61.mlp.experts.0.down_proj.weight",
+    } <= names
+    assert not any(n.endswith(("61.embed_tokens.weight", "shared_head.head.weight")) for n in names)
+    assert {w.dtype for w in both if w.parts[0].endswith("bias")} == {torch.float32}
+
+
+def test_formats_reach_the_weights():
+    fp8 = format_of({"quant_method": "fp8", "weight_block_size": [128, 128]}, None)
+    found = weights({**V3, "num_hidden_layers": 4, "n_routed_experts": 8}, format_of=fp8, mtp=True)
+    plain = {w.parts[0].split(".")[-2] for w in found if w.format == "plain" and len(w.shape) > 1}
+    assert plain == {"embed_tokens", "lm_head", "gate", "eh_proj"}
+    mixed = lambda name: "fp8_block" if "gate_proj" in name else "plain"  # noqa: E731
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight and 1 more are fused.*fp8_block, plain"):
+        weights(V3, format_of=mixed)
+
+
+def test_what_is_shared_is_one_object():
+    model = build(Build(Config({**V3, "num_hidden_layers": 4, "tie_word_embeddings": True}), mtp=True))
+    assert model.embed.weight is model.head.weight is model.mtp[0].embed.weight is model.mtp[0].head.weight
+    attention = model.layers[0].attn
+    assert isinstance(attention, MLABlock) and attention.expanded.kv_b.weight is attention.absorbed.kv_b
+    assert len({id(layer.attn.rope.table) for layer in (*model.layers, model.mtp[0].layer)}) == 1
+    assert attention.absorbed.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scoring_func": "softmax"},
+        {"topk_method": "greedy"},
+        {"moe_layer_freq": 2},
+        {"attention_bias": True},
+        {"hidden_act": "gelu"},
+        {"rope_scaling": {"type": "dynamic"}},
+    ],
+)
+def test_what_deepseek_v3_lacks_is_refused(changes):
+    with pytest.raises(UnsupportedModelError, match="'dynamic'" if "rope_scaling" in changes else next(iter(changes))):
+        weights({**V3, **changes})
+    with pytest.raises(CheckpointError, match="256 experts cannot form 7 equal groups"):
+        weights({**V3, "n_group": 7})
+
+
+def test_ignored_names():
+    b = Build(Config(V3))
+    build(b)
+    assert b.ignored == ["model.layers.61.*"]
+    b = Build(Config({**V3, "tie_word_embeddings": True}), mtp=True)
+    build(b)
+    assert sorted(b.ignored) == [
+        "lm_head.weight",
+        "model.layers.61.embed_tokens.weight",
+        "model.layers.61.shared_head.head.weight",
+    ]
