@@ -44,7 +44,7 @@ def fold(state, e):
 
 
 def logits_after(states):
-    return TABLE[torch.tensor([s >> 54 for s in states])]
+    return TABLE[torch.tensor([s >> 54 for s in states], dtype=torch.int64)]
 
 
 @lru_cache(maxsize=100_000)

@@ -127,6 +127,15 @@ def test_a_cache_of_nothing(total):
         BlockAllocator(total)
 
 
+def test_the_tail_of_a_prefix_is_forgotten_before_its_head():
+    a = BlockAllocator(3)
+    blocks = a.take(3)
+    for block in blocks:
+        a.publish(block, bytes([block]))
+    a.give_back(blocks)
+    assert a.take(1) == [2] and a.matched([bytes([b]) for b in blocks]) == 2
+
+
 def test_a_hash_covers_everything_before_it():
     root, tokens = root_hash("model", "bf16"), list(range(10))
     hashes = block_hashes(root, tokens, 4)

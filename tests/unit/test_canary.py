@@ -9,7 +9,7 @@ import torch
 from inferplane.binding import DictSource, link, load, run_canary
 from inferplane.kvcache import paged_layout
 from inferplane.ops import OPS, GatedMLP, KVWrite, Linear, RMSNorm
-from inferplane.types import Weight, When
+from inferplane.types import QTensor, Weight, When
 from tests.unit.small import BF16, LAYOUT, chosen, close, kernel, lost, plan, tensors_for, tiny_llama, w
 
 MLP = GatedMLP(Linear(Weight(("gate", "up"), (96, 64))), Linear(w("down", 64, 48)))
@@ -88,6 +88,25 @@ def test_the_first_sample_that_is_served_is_taken():
     assert (
         verdict.sample == next(s.label for s in RMSNorm.samples() if s.op.weight.shape[0] > 100) and not verdict.failed
     )
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_kernel_is_checked_on_the_formats_it_was_chosen_for(sound):
+    """A kernel that is right on plain weights may be wrong on the FP8 weights that it is there for."""
+    seen = []
+
+    def both(p, x):
+        seen.append("fp8" if isinstance(p.weight, QTensor) else "plain")
+        return body("linear", p, x) * (1 if sound or seen[-1] == "plain" else 1.1)
+
+    takes = kernel("linear", target=both, when=When(formats=("plain", "fp8_block")))
+    model = tiny_llama(format="fp8_block")
+    (verdict,) = [v for v in run_canary(plan(model, takes), "cpu", lambda request: [LAYOUT])]
+    assert seen == ["fp8"] and verdict.sample == "fp8_block" and verdict.failed is not sound
+    seen.clear()
+    mixed = GatedMLP(Linear(w("g", 96, 64, format="fp8_block")), Linear(w("d", 64, 48)))
+    (verdict,) = run_canary(plan(mixed, takes), "cpu", lambda request: [LAYOUT])
+    assert verdict.failed is not sound and set(seen) == ({"fp8", "plain"} if sound else {"fp8"})
 
 
 def test_the_plans_own_layout_and_dtype_are_used():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from inferplane.conformance import test_hygiene as suite
 from inferplane.conformance import test_ops as ops_suite
 from inferplane.conformance.configs import TINY, model
 from inferplane.conformance.plugin import STALE
-from inferplane.errors import BindError, KernelError
+from inferplane.errors import KernelError
 from inferplane.kernels.composed import composed_kernels
 from inferplane.types import Kernel, Packing, When
 from tests.unit.subjects import subject
@@ -119,12 +121,17 @@ def backend(device, act):
         return Probe(Presence.AVAILABLE, f"asked at {time.time() if device == 'fickle' else 0}")
     return type(device.title(), (Probed,), {"name": device, "probe": classmethod(probe)})
 
-def loud(): os.environ["SET_BY_PROBE"] = "1"
-def heavy(): import a_vendors_package
-def busy(): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-def slow(): time.sleep(0.6)
+def noisy():
+    os.environ["SET_BY_PROBE"] = "1"
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
-ACTS = {"quiet": lambda: None, "fickle": lambda: None, "loud": loud, "heavy": heavy, "busy": busy, "slow": slow}
+def heavy():
+    import a_vendors_package
+
+def slow():
+    time.sleep(0.6)
+
+ACTS = {"fickle": lambda: None, "noisy": noisy, "heavy": heavy, "slow": slow}
 
 @hookimpl
 def inferplane_register_backends(register):
@@ -136,26 +143,20 @@ def inferplane_register_backends(register):
 @pytest.mark.parametrize(
     ("device", "words"),
     [
-        ("quiet", None),
         ("fickle", "different answers"),
-        ("loud", "environment"),
-        ("heavy", "a_vendors_package"),
-        ("busy", "threads"),
-        ("slow", "0.6"),
+        ("noisy", "environment, threads"),
+        ("heavy", "imports a_vendors_package"),
+        ("slow", "probing took 0.[67]"),
     ],
 )
 def test_probes_are_checked(device, words, tmp_path, monkeypatch):
+    """A sound probe is that of every device whose suite runs; these are not."""
     (tmp_path / "probes.py").write_text(PROBES)
     (tmp_path / "a_vendors_package.py").write_text("")
-    paths = [str(tmp_path), *(p for p in __import__("sys").path if p)]
-    monkeypatch.setenv("PYTHONPATH", __import__("os").pathsep.join(paths))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     monkeypatch.setenv("INFERPLANE_PLUGINS", "only,probes")
-    named = SimpleNamespace(name=device)
-    if words is None:
-        suite.test_probe_is_cheap_and_harmless(named)
-        return
     with pytest.raises(AssertionError, match=words):
-        suite.test_probe_is_cheap_and_harmless(named)
+        suite.test_probe_is_cheap_and_harmless(SimpleNamespace(name=device))
 
 
 def test_stale_xfails_are_found():
@@ -168,9 +169,9 @@ def test_stale_xfails_are_found():
 
 def test_a_kernel_that_refuses_everything_is_found():
     never = replace(NORM, when=When(needs=(("the moon", lambda op: False),)))
-    with pytest.raises(pytest.fail.Exception, match="no sample serves it: made:.* needs the moon") as caught:
+    with pytest.raises(pytest.fail.Exception, match="no sample serves it") as caught:
         ops_suite.test_some_sample_is_served(never, subject([never]), lambda **facts: None)
-    assert "all 5 samples of op rms_norm" in str(caught.value)
+    assert "all 5 samples of op rms_norm" in str(caught.value) and "needs the moon" in str(caught.value)
     ops_suite.test_some_sample_is_served(NORM, subject([NORM]), lambda **facts: None)
 
 
@@ -191,7 +192,6 @@ def test_models_find_what_kernels_do_not_show():
     noted: dict[str, float] = {}
     models_suite.test_tiny_model(case("llama"), wrong, lambda **facts: noted.update(facts))
     assert noted["error"] <= noted["tolerance"]
-    with pytest.raises(pytest.fail.Exception, match="logits are wrong by 0.0"):
+    with pytest.raises(pytest.fail.Exception, match="logits are wrong"):
         models_suite.test_tiny_model(case("deepseek_v3"), wrong, lambda **facts: noted.update(facts))
     assert noted["error"] > noted["tolerance"]
-    assert BindError

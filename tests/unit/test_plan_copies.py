@@ -102,13 +102,16 @@ def test_a_budget_large_enough():
 
 def test_the_largest_copies_go_first():
     """Small copies stay when refusing a large one is enough."""
-    norms = kernel("rms_norm", packs={"weight": T}), kernel("add_rms_norm", packs={"norm.weight": T})
+    norms = [
+        kernel("add_rms_norm", k, 20, packs={"norm.weight": Packing(k)}, when=When(step_kinds=(k,)))
+        for k in ("decode", "mixed")
+    ]
     linear = [
         kernel("linear", k, 90, packs={"weight": Packing(k)}, when=When(step_kinds=(k,))) for k in ("decode", "mixed")
     ]
     p = plan(tiny_llama(), *norms, *linear, copies=0.05)
     assert sum(p.copied_bytes().values()) <= 0.05 * p.weight_bytes
-    assert packings(p, "layers.0.attn_norm.norm.weight") == ["v.t"]
+    assert packings(p, "layers.0.attn_norm.norm.weight") == ["decode", "mixed"]
 
 
 def test_latent_attention_shares_kv_b():

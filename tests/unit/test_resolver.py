@@ -57,6 +57,15 @@ def test_a_hot_op_with_parts_is_not_fast_because_they_are():
     assert "mla_expanded" in {op for _, _, op in bare.hot_references()}
 
 
+def test_a_reference_below_is_a_slow_part():
+    """The hot body of `mla_expanded` has fast parts, but is none itself."""
+    parts = [kernel(op, rank=90) for op in ("linear", "mla_absorbed", "mla_kv_write")]
+    p = plan(tiny_v3(), kernel("mla_block", rank=50), *parts)
+    assert chosen(p, "layers.0.attn") == "vendor:mla_block"
+    p = plan(tiny_v3(), kernel("mla_block", rank=50), *parts, kernel("mla_expanded", rank=90))
+    assert chosen(p, "layers.0.attn") == "decomposition"
+
+
 def test_without_kernels_everything_is_on_its_reference():
     p = plan(MLP)
     assert [(site, c.label, c.why) for site, _, c in p.sites("decode")] == [

@@ -116,6 +116,13 @@ def test_a_composite_may_take_a_format_that_no_part_takes(wide, leaf):
     assert packings(p, "layers.0.mlp.down.weight") == {"canonical"} and not p.expanded
 
 
+def test_what_is_read_as_stored_goes_before_faster_parts_that_are_expanded():
+    ks = kernel("gated_mlp", "whole", 10, when=BOTH), kernel("linear", "wide", 90)
+    p = plan(tiny_llama(format="int8_row"), *ks)
+    assert chosen(p, "layers.0.mlp") == "whole:gated_mlp" and not choice(p, "layers.0.mlp").dequantized
+    assert chosen(plan(tiny_llama(), *ks), "layers.0.mlp") == "decomposition", "plain weights are as stored either way"
+
+
 def test_a_hot_op_with_parts_has_them_expanded_rather_than_run_its_slow_body():
     """Expanded latent attention reads `kv_b`, small beside the rest, whatever the other projections are kept in."""
     model = tiny_v3(format="int8_row")
@@ -125,6 +132,11 @@ def test_a_hot_op_with_parts_has_them_expanded_rather_than_run_its_slow_body():
     )
     assert packings(p, "layers.0.attn.expanded.kv_b.weight") == {"plain"}, "shared with the absorbed form"
     assert packings(p, "layers.0.attn.o.weight") == {"canonical"}
+    steps = link(p, load(p, DictSource(tensors_for(model)), readers=encoding("int8_row")).packed)
+    attn = steps["mixed"].__self__.layers[0].__self__.attn.__self__
+    assert attn.expanded.__self__.kv_b.weight is attn.absorbed.__self__.kv_b and isinstance(
+        attn.o.__self__.weight, QTensor
+    )
     assert p.expanded.keys() == {("linear", "int8_row"), ("mla_absorbed", "int8_row"), ("moe_experts", "int8_row")}
     aware = kernel("mla_expanded", "aware", 10, when=BOTH)
     assert (

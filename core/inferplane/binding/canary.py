@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from inferplane.binding.check import Bench, OfferLayouts, Outcome, run_case
 from inferplane.binding.plan import Plan
-from inferplane.ops import OPS
-from inferplane.types import Kernel
+from inferplane.ops import OPS, Sample
+from inferplane.types import PLAIN, Kernel
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Verdict:
 
 
 def run_canary(plan: Plan, torch_device: str, layouts: OfferLayouts, checked: Collection[int] = ()) -> list[Verdict]:
-    """Check every kernel that a plan chose, once each, on the smallest sample it serves in the plan's own context.
+    """Check every kernel that a plan chose on the smallest sample it serves in the plan's own context; one that reads
+    weights of several formats on a sample of each.
 
     Args:
         plan: its kernels are checked.
@@ -53,19 +54,35 @@ def run_canary(plan: Plan, torch_device: str, layouts: OfferLayouts, checked: Co
 
     settings = plan.settings
     bench = Bench(settings.device, torch_device, settings.dtype, settings.features, same_layouts)
-    return [_check(kernel, bench) for kernel in _kernels(plan) if id(kernel) not in checked]
+    return [_check(kernel, formats, bench) for kernel, formats in _kernels(plan).items() if id(kernel) not in checked]
 
 
-def _kernels(plan: Plan) -> Sequence[Kernel]:
-    found: dict[int, Kernel] = {}
-    for _, _, _, choice in plan.distinct():
+def _kernels(plan: Plan) -> dict[Kernel, set[frozenset[str]]]:
+    """The kernels that were chosen, and the weight formats of the ops that each was chosen for."""
+    found: dict[Kernel, set[frozenset[str]]] = {}
+    for _, _, op, choice in plan.distinct():
         if choice.kernel is not None:
-            found.setdefault(id(choice.kernel), choice.kernel)
-    return list(found.values())
+            formats = op.formats() if choice.expand == "never" else frozenset({PLAIN})
+            found.setdefault(choice.kernel, set()).add(formats)
+    return found
 
 
-def _check(kernel: Kernel, bench: Bench) -> Verdict:
-    for sample in OPS[kernel.op].samples():
+def _check(kernel: Kernel, formats: Iterable[frozenset[str]], bench: Bench) -> Verdict:
+    samples = OPS[kernel.op].samples()
+    verdict = Verdict(kernel, "", None)
+    for wanted in sorted(formats, key=sorted):
+        same = [s for s in samples if s.op.formats() == wanted]
+        verdict = _first(kernel, same, bench)
+        if verdict.outcome is None:
+            verdict = _first(kernel, samples, bench)
+        if verdict.failed:
+            break
+    return verdict
+
+
+def _first(kernel: Kernel, samples: Sequence[Sample], bench: Bench) -> Verdict:
+    """The verdict on the first of these samples that the kernel serves."""
+    for sample in samples:
         outcome = run_case(kernel, sample, bench)
         if outcome.passed and sample.step_kind == "decode":
             outcome = run_case(kernel, sample, bench, padded=True)

@@ -24,6 +24,7 @@ FOLDER = Path(__file__).resolve().parent
 CASE = "inferplane_case"
 MEASURED = "inferplane_measured"
 HARDWARE = "inferplane_hardware"
+NEEDS_NO_DEVICE = "test_hygiene"
 NOT_RUN_STATUS = 5
 """pytest's own status for "no tests ran"."""
 
@@ -65,7 +66,6 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Non
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "bare: needs no device, only what its plugin declares (conformance suite)")
     config.addinivalue_line("markers", "slow: takes long, or much memory")
     device = getattr(config.option, "inferplane_device", _NOT_ASKED)
     if device is _NOT_ASKED or config.option.help:
@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in ours:
         case = _case_id(item)
         item.user_properties.append((CASE, case))
-        if subject.absent and item.get_closest_marker("bare") is None:
+        if subject.absent and item.path.stem != NEEDS_NO_DEVICE:
             item.add_marker(pytest.mark.skip(reason=f"not run: {subject.name} is {subject.absent}"))
         elif item.get_closest_marker("slow") and not (config.option.inferplane_slow or subject.accelerator):
             item.add_marker(pytest.mark.skip(reason="not run: in host memory only with --slow"))

@@ -34,7 +34,15 @@ REQUESTS = {
     "mla": KVRequest("mla", 1, 512 + 64),
 }
 BLOCKS = 5
-STEPS, EXAMPLES = 15, 12
+SETTINGS = settings(
+    max_examples=15,
+    stateful_step_count=15,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ def machine(case: Case, where: str) -> type[RuleBasedStateMachine]:
     """A class of machines for one layout; hypothesis drives its rules and shortens what fails."""
     size, slots = case.layout.block_tokens, BLOCKS * case.layout.block_tokens
     numbers = st.integers(0, 2**31)
-    blocks = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True)
+    orders = st.permutations(range(BLOCKS))
 
     def slots_of(numbers: list[int]) -> torch.Tensor:
         return (torch.tensor(numbers)[:, None] * size + torch.arange(size)).flatten()
@@ -135,29 +143,28 @@ def machine(case: Case, where: str) -> type[RuleBasedStateMachine]:
         def write_nothing(self, padding: int, seed: int) -> None:
             self.put([-1] * padding, seed, False)
 
-        @rule(table=blocks, data=st.data(), behind=st.integers(0, 3))
-        def read(self, table: list[int], data: st.DataObject, behind: int) -> None:
-            tokens = data.draw(st.integers((len(table) - 1) * size + 1, len(table) * size))
+        @rule(order=orders, tokens=st.integers(1, slots), behind=st.integers(0, 3))
+        def read(self, order: list[int], tokens: int, behind: int) -> None:
+            table = order[: -(-tokens // size)]
             for held, model in zip(self.look(table, tokens, behind), self.model, strict=True):
                 same(held, model[slots_of(table)[:tokens]], "token", "read through a block table")
 
-        @rule(source=blocks, into=st.permutations(range(BLOCKS)))
-        def copy_blocks(self, source: list[int], into: list[int]) -> None:
-            pairs = list(zip(source, [b for b in into if b not in source], strict=False))
-            if pairs:
-                a, b = (torch.tensor(side) for side in zip(*pairs, strict=True))
-                self.kv.copy_blocks(a.to(where), b.to(where))
-                for model in self.model:
-                    model[slots_of(b.tolist())] = model[slots_of(a.tolist())]
+        @rule(order=orders, count=st.integers(1, BLOCKS // 2))
+        def copy_blocks(self, order: list[int], count: int) -> None:
+            source, target = order[:count], order[count : 2 * count]
+            self.kv.copy_blocks(torch.tensor(source).to(where), torch.tensor(target).to(where))
+            for model in self.model:
+                model[slots_of(target)] = model[slots_of(source)]
 
-        @rule(chosen=blocks)
-        def export(self, chosen: list[int]) -> None:
+        @rule(order=orders, count=st.integers(1, BLOCKS))
+        def export(self, order: list[int], count: int) -> None:
+            chosen = order[:count]
             stored = tuple(self.kv.export(torch.tensor(chosen).to(where)))
             assert all(t.device.type == HOST for t in stored), "export gives tensors that are not on the host"
             self.exported = chosen, tuple(t.clone() for t in stored), [m[slots_of(chosen)] for m in self.model]
 
         @precondition(lambda self: self.exported is not None)
-        @rule(into=st.permutations(range(BLOCKS)))
+        @rule(into=orders)
         def load(self, into: list[int]) -> None:
             """What was exported, perhaps long ago, into other blocks."""
             assert self.exported is not None
@@ -165,6 +172,11 @@ def machine(case: Case, where: str) -> type[RuleBasedStateMachine]:
             self.kv.load(torch.tensor(into[: len(chosen)]).to(where), stored)
             for model, values in zip(self.model, kept, strict=True):
                 model[slots_of(into[: len(chosen)])] = values
+
+        @rule(order=orders, into=orders, count=st.integers(2, BLOCKS))
+        def export_and_load(self, order: list[int], into: list[int], count: int) -> None:
+            self.export(order, count)
+            self.load(into)
 
         @precondition(lambda self: self.exported is not None)
         @rule()
@@ -189,18 +201,7 @@ def machine(case: Case, where: str) -> type[RuleBasedStateMachine]:
 
 def test_behaves_like_a_dictionary(case, device):
     """Write, read, copy, export and load, in any order."""
-    run_state_machine_as_test(
-        machine(case, device.backend.torch_device_indexed),
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=STEPS,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            print_blob=False,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_state_machine_as_test(machine(case, device.backend.torch_device_indexed), settings=SETTINGS)
 
 
 def test_is_what_it_declares(case, device):

@@ -67,7 +67,10 @@ class Backend(ABC):
         return Features(self.architectures.get(arch, ()) if arch else ())
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
-        """(optional) Layouts it offers for one kind of layer, any order. Pure. Default: empty, core's paged storage."""
+        """(optional) Layouts it offers for one kind of layer; among equally good ones the first is taken. Pure.
+
+        Default: empty, core's paged storage.
+        """
         return ()
 
     def build_kv_cache(

@@ -103,10 +103,10 @@ def sample(
     p: Any,
     logits: torch.Tensor,
     temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    uniform: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    uniform: torch.Tensor | None,
 ) -> torch.Tensor:
     """The op's body, which is nothing but torch operators on the device already."""
     return SampleTokens.__call__(p, logits, temperature, top_k, top_p, min_p, uniform)
