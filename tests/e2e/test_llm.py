@@ -312,7 +312,10 @@ class Fault(Exception):
 @pytest.mark.parametrize("place", ["run", "_decide", "_accept", "commit", "schedule"])
 @pytest.mark.parametrize("step", [1, 2, 6])
 def test_interrupts(llm, monkeypatch, place, step):
-    """Inside a step: the call ends, nothing is lost, and a stream that ran beside it goes on as if undisturbed."""
+    """Inside a step: the call ends, nothing is lost, and a stream that ran beside it goes on as if undisturbed.
+
+    Only the sequence whose tokens were just being accepted is ended with it.
+    """
     sampled = SamplingParams(max_tokens=20, temperature=1.0, seed=8)
     want, want_stream = one(llm, LONG), list(llm.stream("abc", sampled))
     stream = llm.stream("abc", sampled)
@@ -333,9 +336,13 @@ def test_interrupts(llm, monkeypatch, place, step):
         patch.setattr(owner, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([LONG, "b", "c", "d", "e", "f"], GREEDY)
-    assert len(engine.scheduler.running) == 1 and not engine.scheduler.waiting  # the stream alone
+    hit = place in ("_accept", "commit") and step == 1  # the stream's sequence is the first to be accepted
+    assert len(engine.scheduler.running) == (0 if hit else 1) and not engine.scheduler.waiting
     assert one(llm, LONG).token_ids == want.token_ids
     got += stream
+    if hit:
+        assert got[-1].finish_reason == "abort"
+        return
     assert [t for d in got for t in d.token_ids] == [t for d in want_stream for t in d.token_ids]
     assert "".join(d.text for d in got) == "".join(d.text for d in want_stream)
 

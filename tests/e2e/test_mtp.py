@@ -54,8 +54,8 @@ def norm(x, weight, eps):
 
 def rotate(x, config):
     """Pairs (2i, 2i+1) of `[..., tokens, dim]` turned by position times frequency."""
-    dim, rope = x.shape[-1], config["rope_parameters"] if "rope_parameters" in config else config["rope_scaling"] or {}
-    frequency = rope.get("rope_theta", config.get("rope_theta", 1e4)) ** -(torch.arange(0, dim, 2).double() / dim)
+    dim, rope = x.shape[-1], settings(config)
+    frequency = rope["rope_theta"] ** -(torch.arange(0, dim, 2).double() / dim)
     size = 1.0
     if rope.get("rope_type") == "yarn":
         base = math.log(rope["rope_theta"])
@@ -74,23 +74,28 @@ def rotate(x, config):
     return torch.view_as_real(turned).flatten(-2).float()
 
 
+def settings(config):
+    """From what transformers 5 writes, or 4."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {"rope_theta": config.get("rope_theta", 1e4), **found}
+
+
 def temperature(rope, key):
     return 0.1 * rope[key] * math.log(rope["factor"]) + 1
 
 
 def attention(x, w, c):
-    heads, nope, rope = (c[k] for k in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
+    heads, nope = c["num_attention_heads"], c["qk_nope_head_dim"]
     if c["q_lora_rank"]:
         q = norm(x @ w["q_a_proj"].T, w["q_a_layernorm"], 1e-6) @ w["q_b_proj"].T
     else:
         q = x @ w["q_proj"].T
     q = q.unflatten(-1, (heads, -1)).transpose(0, 1)
-    c_kv, k_rope = (x @ w["kv_a_proj_with_mqa"].T).split((c["kv_lora_rank"], rope), -1)
+    c_kv, k_rope = (x @ w["kv_a_proj_with_mqa"].T).split((c["kv_lora_rank"], c["qk_rope_head_dim"]), -1)
     kv = (norm(c_kv, w["kv_a_layernorm"], 1e-6) @ w["kv_b_proj"].T).unflatten(-1, (heads, -1)).transpose(0, 1)
-    scale = (nope + rope) ** -0.5
-    settings = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    if settings.get("rope_type") == "yarn":
-        scale *= temperature(settings, "mscale_all_dim") ** 2
+    scale = q.shape[-1] ** -0.5
+    if (rope := settings(c)).get("rope_type") == "yarn":
+        scale *= temperature(rope, "mscale_all_dim") ** 2
     scores = q[..., :nope] @ kv[..., :nope].mT + rotate(q[..., nope:], c) @ rotate(k_rope, c).T
     seen = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     p = (scores * scale).masked_fill(~seen, -math.inf).softmax(-1)

@@ -4,8 +4,9 @@ Its tensors stand for the device's memory: every operator on them runs, and give
 would make slow (`.item()`, `bool()`, `.tolist()`: a wait for the device) or wrong (a host's tensor among the device's)
 raises here. The one way out is the one that core is allowed: `tensor.to(HOST)`. Fresh memory is full of NaN.
 
-torch has one place for devices of others, PrivateUse1, and lets Python fill it. `torch.tensor(values, device=...)` is
-the one factory that torch does not hand to Python; write `torch.tensor(values).to(device)`.
+torch has one place for devices of others, PrivateUse1, and lets Python fill it. `torch.tensor` and `torch.as_tensor` are
+the factories that torch does not hand on to Python (it stops in an internal assertion, 2.13); they are replaced by
+functions that copy a host's tensor.
 
 Source: torch.utils.backend_registration._setup_privateuseone_for_python_backend and its test in PyTorch.
 """
@@ -13,6 +14,7 @@ Source: torch.utils.backend_registration._setup_privateuseone_for_python_backend
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,6 +97,18 @@ def start() -> None:
     for overload in ("arange", "arange.start", "arange.start_step"):
         # The usual way would resize the result, and a wrapper cannot follow.
         start.factories.impl(overload, _arange, "PrivateUse1")  # type: ignore[attr-defined]
+    for name in ("tensor", "as_tensor"):
+        setattr(torch, name, _copied(getattr(torch, name)))
+
+
+def _copied(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != DEVICE:
+            return factory(*args, device=device, **kwargs)
+        return factory(*args, **kwargs).to(device)
+
+    return made
 
 
 def _arange(*args: Any, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> DeviceTensor:

@@ -54,6 +54,7 @@ def test_what_is_allowed(mode):
         assert torch.equal((x * 2 + 1).to(torch.float64).to(HOST), (values * 2 + 1).double())
         assert torch.empty(4, device=x.device).to(HOST).isnan().all() and x.new_empty(3).to(HOST).isnan().all()
         assert torch.arange(3, 7, device=x.device).to(HOST).tolist() == [3, 4, 5, 6]
+        assert torch.tensor([1, 2], device=hidden.DEVICE).to(HOST).tolist() == [1, 2]
         view = x.view(6)
         view[1:3] = 7.0
         assert x.to(HOST).flatten()[1:3].tolist() == [7.0, 7.0]

@@ -34,7 +34,8 @@ STALE: pytest.StashKey[list[Expected]] = pytest.StashKey()
 
 
 def _asks_for_suite(args: list[str]) -> bool:
-    return any(SUITE in arg.replace(os.sep, ".") for arg in map(str, args))
+    named = [arg.replace(os.sep, ".") for arg in map(str, args)]
+    return any(SUITE in arg and not arg.endswith(f"{SUITE}.plugin") for arg in named)  # -p names this module only
 
 
 def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from inferplane.engine.sampler import draw
 from inferplane.engine.speculate.config import SpeculativeConfig
+from inferplane.ops.sampling import WEIGHT_BITS
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def verify(
         accept = real
     elif config.accept_policy == "reject_all":
         accept = torch.zeros_like(real)
-    elif probabilities is None or uniforms is None:
+    elif config.verify_strategy == "target_match" or probabilities is None or uniforms is None:
         accept = (drawn[rows] == table) & real
     elif config.verify_strategy == "greedy":
         accept = (probabilities.argmax(-1)[rows] == table) & real
@@ -88,7 +89,7 @@ def verify(
         refused = accepted < length
         without = probabilities[last].scatter(1, table.gather(1, accepted.clamp(max=most - 1)[:, None]), 0.0)
         # A draft that had all the probability is refused only by rounding; the drawn token then stands.
-        again = refused & (without.sum(1) > 0)
+        again = refused & (without.amax(1) >= 2.0**-WEIGHT_BITS)
         behind = torch.where(
             again, draw(torch.where(again[:, None], without, probabilities[last]), uniforms[last, 1]), behind
         )
