@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 @torch.no_grad()
 def evaluate(
-    model: Model, held: list[np.ndarray], context: int, dtype: torch.dtype, rows: int = 8, limit: int | None = None
+    model: Model, held: list[np.ndarray], context: int, dtype: torch.dtype, limit: int | None = None
 ) -> dict[str, Any]:
     """Held-out loss: the files as one stream cut in windows of `context` predicted tokens, nothing carried over.
 
@@ -33,6 +33,7 @@ def evaluate(
     if count == 0:
         raise UsageError(f"the held-out part has {len(stream)} tokens, too few for a context of {context}")
     starts = np.linspace(0, len(stream) - 2 - context, count).astype(np.int64) if limit else np.arange(count) * context
+    rows = max(1, 2048 // context)  # windows at a time
     was_training = model.training
     model.eval()
     total = ahead_total = 0.0

@@ -96,3 +96,10 @@ class CapacityError(InferplaneError, RuntimeError):
 
     At fault: the sizes asked for. Mended by: the smaller sizes that the message names.
     """
+
+
+class GenerationError(InferplaneError, RuntimeError):
+    """Every request of a call failed while it ran. (A single one that fails ends alone, with the reason in its result.)
+
+    At fault: a kernel or the device, named in the message. Mended by: another provider for the op, or the device.
+    """

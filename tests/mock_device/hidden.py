@@ -4,8 +4,8 @@ Its tensors stand for the device's memory: every operator on them runs, and give
 would make slow (`.item()`, `bool()`, `.tolist()`: a wait for the device) or wrong (a host's tensor among the device's)
 raises here. The one way out is the one that core is allowed: `tensor.to(HOST)`. Fresh memory is full of NaN.
 
-torch has one place for devices of others, PrivateUse1, and lets Python fill it. `torch.tensor` and `torch.as_tensor` are
-the factories that torch does not hand on to Python (it stops in an internal assertion, 2.13); they are replaced by
+torch has one place for devices of others, PrivateUse1, and lets Python fill it. `torch.tensor` and `torch.as_tensor`
+are the factories that torch does not hand on to Python (2.13 stops in an internal assertion); they are replaced by
 functions that copy a host's tensor.
 
 Source: torch.utils.backend_registration._setup_privateuseone_for_python_backend and its test in PyTorch.

@@ -20,7 +20,7 @@ from tests.mock_device import kernels, mock_device
 from tests.mock_device.conftest import bench_of
 from tests.mock_device.hidden import DeviceTensor
 
-pytestmark = pytest.mark.usefixtures("mock")
+pytestmark = [pytest.mark.usefixtures("mock"), pytest.mark.filterwarnings("ignore:.*run on their slow reference")]
 
 WHOLE = {kernel.op: kernel for kernel in kernels.BLOCKS}
 MODELS = {"gqa_block": TINY["llama"], "mla_block": TINY["deepseek_v3"]}

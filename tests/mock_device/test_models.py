@@ -12,6 +12,8 @@ from tests.e2e.tiny_models import make, prompts
 from tests.mock_device import kernels, mock_device
 from tests.mock_device.conftest import PLUGIN
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*run on their slow reference")
+
 CASES = ["llama-tied_llama3", "llama-attention_bias", "deepseek-q_lora", "deepseek-q_full"]
 KERNELS = {
     "mock:norm": {"mock:add_rms_norm", "mock:rms_norm"},
@@ -61,6 +63,41 @@ def test_same_logits_and_tokens(usual, device, mock):
         assert kinds == {"decode"}
         # Norms, which are small, are packed for one and not for the other; matrices are shared.
         assert all("norm" in copy["weight"] for copy in plan["copies"])
+
+
+FEATURES = {
+    "cuts": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 5, "n": 2},
+    "penalties": {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    "kept_from_ending": {
+        "temperature": 0.0,
+        "min_tokens": 4,
+        "stop_token_ids": list(range(0, 90)),
+        "logit_bias": {7: 3.0},
+    },
+    "logprobs": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+}
+SPECULATION = {
+    "ngram": {"speculate_method": "ngram", "speculate_max_draft_token_num": 3},
+    "mtp": {"speculate_method": "mtp", "speculate_max_draft_token_num": 2},
+}
+
+
+@pytest.mark.parametrize("feature", [*FEATURES, *SPECULATION])
+def test_what_the_engine_adds_reads_nothing_either(feature, mock):
+    """Sampling, penalties, log probabilities, drafts: a device tensor that the host reads in place raises here."""
+    config = {**TINY["deepseek_v3"], "num_nextn_predict_layers": 1}
+    many, params = (
+        prompts(199, (30, 3, 12)),
+        SamplingParams(max_tokens=8, **FEATURES.get(feature, {"temperature": 0.0})),
+    )
+    found = []
+    for device in ("cpu", "mock:block"):
+        options = {"load_format": "dummy", "kv_cache_bytes": 1 << 22, "dtype": "float32"}
+        with LLM(config, device=device, speculative=SPECULATION.get(feature), **options) as llm:
+            results = llm.generate(many, params)
+        assert all(result.finish_reason in ("length", "stop") for result in results), results
+        found.append([(result.token_ids, [sample.token_ids for sample in result.samples]) for result in results])
+    assert found[0] == found[1]
 
 
 def test_a_second_copy_is_refused(mock, monkeypatch):

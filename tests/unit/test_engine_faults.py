@@ -237,7 +237,9 @@ def test_ends_of_text(script):
         end = whole[n - 1]
         stop = e.add(prompt, greedy(12), text=Text(n, stops=True))
         last = e.add(prompt, greedy(n), text=Text())
-        token = e.add(prompt, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, stop_token_ids=[end]), text=Text())
+        token = e.add(
+            prompt, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, stop_token_ids=[end]), text=Text()
+        )
         e.finish()
         assert (stop.generated, stop.finish_reason) == (whole[:n], "stop") and stop.text.ids == whole[:n]
         assert (last.generated, last.finish_reason) == (whole[:n], "length") and last.text.ids == whole[:n]

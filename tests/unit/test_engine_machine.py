@@ -1,6 +1,6 @@
 """The engine against "each request as if it were alone", over random histories of everything that can happen to it.
 
-    python -m tests.unit.test_engine_machine 20000      # that many histories of 50 steps, more than CI runs
+python -m tests.unit.test_engine_machine 20000      # that many histories of 50 steps, more than CI runs
 """
 
 import sys

@@ -174,7 +174,12 @@ def test_more_sequences_than_tokens_in_a_step():
 def test_ids_and_prompts_are_judged_on_arrival():
     e = engine(64)
     e.add([1], greedy(), request_id="a")
-    for prompt, more, says in (([], {}, "empty"), ([V], {}, f"{V}"), ([True], {}, "True"), ([1], {"request_id": "a"}, "alive")):
+    for prompt, more, says in (
+        ([], {}, "empty"),
+        ([V], {}, f"{V}"),
+        ([True], {}, "True"),
+        ([1], {"request_id": "a"}, "alive"),
+    ):
         with pytest.raises(UsageError, match=says):
             e.add(prompt, greedy(), **more)
     assert len(e.scheduler.waiting) == 1 and e.metrics.counters["requests_accepted_total"] == 1

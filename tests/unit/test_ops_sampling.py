@@ -114,3 +114,12 @@ def test_a_share_of_wrong_rows_is_the_error():
     got, want = torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 5])
     assert SampleTokens.compare(got, want).error == 0.25 and SampleTokens.compare(want, want).error == 0
     assert SampleTokens.compare(got[:3], want).error == float("inf")
+
+
+def test_what_no_row_needs_may_be_left_out():
+    u, heat = (torch.arange(N) + 0.5) / N, torch.ones(N)
+    logits = torch.tensor(LOGITS).expand(N, -1)
+    free = sample(logits, heat, None, None, None, u)
+    assert (shares(free, 7) - P).abs().max() <= 1.5 / N
+    assert sample(logits[:3], heat[:3] * 0, None, None, None, None).tolist() == [4, 4, 4]
+    assert sample(logits[:3], torch.tensor([0.0, 1.0, 0.0]), None, None, None, u[:3])[::2].tolist() == [4, 4]

@@ -32,7 +32,13 @@ def run(code: str, folder: Path, listed: str | None = None) -> dict:
         environment["INFERPLANE_PLUGINS"] = listed
     code = f"import json, sys\nout = {{}}\n{code}\nprint('OUT ' + json.dumps(out))"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code],
+        cwd=folder,  # not the checkout: an egg-info there would be found before the wheels under test
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.rpartition("OUT ")[2])

@@ -62,7 +62,9 @@ def test_other_tenants_and_facts_share_nothing():
     assert rows_of(e, LONG, tenant="a")[1] == 1000
     assert rows_of(e, LONG, tenant="b")[1] == rows_of(e, LONG)[1] == 1000
     assert rows_of(e, LONG, tenant="a")[1] == 8
-    hashes = {root_hash(*facts) for facts in (("m", "f32", "auto", ""), ("n", "f32", "auto", ""), ("m", "bf16", "auto", ""))}
+    hashes = {
+        root_hash(*facts) for facts in (("m", "f32", "auto", ""), ("n", "f32", "auto", ""), ("m", "bf16", "auto", ""))
+    }
     assert len({*hashes, root_hash("m", "f32", "fp8", ""), root_hash("m", "f32", "auto", "x")}) == 5
     assert root_hash("a", "b") != root_hash("ab", "") != root_hash("", "ab")
 

@@ -88,7 +88,10 @@ def test_steps_and_rows(script, per_step):
     e, each = run(script, some(n, 6), [greedy(length)] * n, spec={"adaptive": False})
     s = e.stats()
     assert all(map(right, each)) and s["steps_total"] == 1 + (length - 1) // per_step
-    drafted, accepted = s.get("spec_decode_num_draft_tokens_total", 0), s.get("spec_decode_num_accepted_tokens_total", 0)
+    drafted, accepted = (
+        s.get("spec_decode_num_draft_tokens_total", 0),
+        s.get("spec_decode_num_accepted_tokens_total", 0),
+    )
     assert s["forward_rows_total"] == e.runner.rows == n * 6 + n * (s["steps_total"] - 1) + drafted
     if script == "right":
         assert drafted == accepted == 3 * n * 10 and s["spec_decode_num_accepted_tokens_per_pos"] == [n * 10] * 3
@@ -162,7 +165,10 @@ def test_a_refused_draft_is_overwritten():
             want = entry(state, token)
             assert e.runner.entries[r.blocks[i // n] * n + i % n] == want
             state = fold(state, want)
-    assert right(r) and 0 < e.stats()["spec_decode_num_accepted_tokens_total"] < e.stats()["spec_decode_num_draft_tokens_total"]
+    assert (
+        right(r)
+        and 0 < e.stats()["spec_decode_num_accepted_tokens_total"] < e.stats()["spec_decode_num_draft_tokens_total"]
+    )
 
 
 # ------------------------------------------------------------------ the real n-gram proposer, lengths, config

@@ -112,7 +112,9 @@ def test_the_test_notices_a_small_bias():
     p = LOGITS[0].softmax(-1)
     off = p.clone()
     off[int(p.argmax())] *= 1.1
-    counts = torch.bincount(torch.multinomial(off, DRAWS, True, generator=torch.Generator().manual_seed(0)), minlength=V)
+    counts = torch.bincount(
+        torch.multinomial(off, DRAWS, True, generator=torch.Generator().manual_seed(0)), minlength=V
+    )
     assert chi_square_p(counts, p) < 1e-3
 
 
@@ -169,13 +171,18 @@ def test_topp_by_hand():
     u, drawn = [[0.5, 0.5]] * 4, [0, 1, 2, 3]
 
     def accepted(drafts, **more):
-        return len(one("topp", [drafts], p[: len(drafts) + 1], u[: len(drafts) + 1], drawn[: len(drafts) + 1], **more)[0]) - 1
+        return (
+            len(one("topp", [drafts], p[: len(drafts) + 1], u[: len(drafts) + 1], drawn[: len(drafts) + 1], **more)[0])
+            - 1
+        )
 
     assert accepted([3, 2, 1]) == 3 and accepted([3, 4, 1]) == 1, "any that kept a probability"
     assert accepted([2, 0, 0], speculate_max_candidate_len=2) == 0, "among the first candidates"
     # outside them the second-best one stands when the next ones are the likeliest
     assert accepted([1, 0, 0], speculate_max_candidate_len=1) == 3
-    assert accepted([1, 0], speculate_max_candidate_len=1) == 0 and accepted([1, 0, 1], speculate_max_candidate_len=1) == 0
+    assert (
+        accepted([1, 0], speculate_max_candidate_len=1) == 0 and accepted([1, 0, 1], speculate_max_candidate_len=1) == 0
+    )
     assert accepted([2, 0, 0], speculate_max_candidate_len=1) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,11 @@ from inferplane.engine.engine import DEFAULT_STEP_TOKENS, Engine
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.request import Delta, Request, Result
 from inferplane.engine.rng import as_int64, child_seed
-from inferplane.engine.runner import Runner, RunnerOptions
+from inferplane.engine.runner import InferplaneWarning, Runner, RunnerOptions
 from inferplane.engine.sources import ModelFiles
 from inferplane.engine.speculate import SpeculativeConfig
 from inferplane.engine.text import Detokenizer, Tokenizer, end_ids
-from inferplane.errors import UsageError
+from inferplane.errors import GenerationError, UsageError
 from inferplane.plugins import host
 
 Prompt = str | Sequence[int]
@@ -167,6 +168,7 @@ class LLM:
         Raises:
             UsageError: no prompts, an empty one, a token outside the vocabulary, or not as many params as prompts.
             CapacityError: a prompt with its `max_tokens` is longer than the model or the cache allows.
+            GenerationError: every request failed while it ran. Some failing is a warning; their results say why.
         """
         many = _prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
@@ -186,6 +188,7 @@ class LLM:
         finally:
             for request in (r for group in groups for r in group):
                 self.engine.end(request, "abort")
+        _tell_failures([r for group in groups for r in group])
         return [_results(group) for group in groups]
 
     def add(self, prompt: Prompt, params: SamplingParams, index: int = 0, **more: Any) -> Request:
@@ -322,6 +325,17 @@ def _prompts(prompts: Any) -> list[Prompt]:
     if not alone and (odd := [p for p in many if not hasattr(p, "__iter__")]):
         raise UsageError(f"{odd[0]!r} among the prompts is no prompt.", there_is="strings, and lists of token ids")
     return [many] if alone else many
+
+
+def _tell_failures(requests: list[Request]) -> None:
+    """Raise when every request failed; warn when some did: their results carry the reason."""
+    failed = [r for r in requests if r.finish_reason == "error"]
+    if not failed:
+        return
+    what = f"{len(failed)} of {len(requests)} requests failed while they ran: {failed[0].error}."
+    if len(failed) == len(requests):
+        raise GenerationError(what, remedy="see explain for the kernels in use, and pin another provider")
+    warnings.warn(what, InferplaneWarning, stacklevel=3)
 
 
 def _results(group: list[Request]) -> Result:

@@ -130,6 +130,7 @@ class Request:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str = ""
+    failure: Exception | None = None
     arrival: int = 0
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None

@@ -8,7 +8,6 @@ computed again later; what it wrote stays in the prefix cache for as long as nob
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ class Scheduler:
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
-        return math.ceil(tokens / self.block_tokens)
+        return -(-tokens // self.block_tokens)
 
     def check(self, prompt_tokens: int, max_tokens: int) -> None:
         """The one place where lengths are judged, before a request is queued.
@@ -133,8 +132,8 @@ class Scheduler:
         chosen: dict[int, Scheduled] = {}
         order = sorted(self.running, key=lambda r: (r.remaining > 1, r.priority, r.arrival))
         for request in order:
-            if request not in self.running or not budget:
-                continue  # it made room for another one, or must wait for the next step
+            if not budget or (self.preemptions != before and request not in self.running):
+                continue  # it must wait for the next step, or made room for another one
             if request.remaining > 1:
                 budget -= self._add_drafts(chosen, budget)  # before prompts, whose chunks take all that is left
             count = min(request.remaining, budget)
@@ -183,8 +182,7 @@ class Scheduler:
         """Give a waiting sequence its blocks: cached ones for its known prefix, new ones for the rest."""
         found: list[int] = []
         if self.root is not None and request.params.prompt_logprobs is None:
-            known = request.slice(0, request.tokens)
-            request.hashes = block_hashes(self.root(request.tenant), known, self.block_tokens, request.hashes)
+            self._hash(request, request.tokens)
             # At least one token must be computed, for its logits.
             usable = request.hashes[: (request.tokens - 1) // self.block_tokens]
             found = self.allocator.match(usable)
@@ -201,6 +199,14 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         return True
+
+    def _hash(self, request: Request, tokens: int) -> None:
+        """Hash the full blocks among its first `tokens` tokens that have no hash yet."""
+        done = len(request.hashes) * self.block_tokens
+        if tokens - done >= self.block_tokens:
+            assert self.root is not None
+            parent = request.hashes[-1] if request.hashes else self.root(request.tenant)
+            request.hashes += block_hashes(parent, request.slice(done, tokens), self.block_tokens)
 
     def extend(self, request: Request, tokens: int) -> bool:
         """Give a running sequence blocks for `tokens` tokens, if there are enough; False, and nothing taken, if not."""
@@ -270,9 +276,7 @@ class Scheduler:
         if self.root is None:
             return
         full = request.computed // self.block_tokens
-        if full > len(request.hashes):
-            known = request.slice(0, full * self.block_tokens)
-            request.hashes = block_hashes(self.root(request.tenant), known, self.block_tokens, request.hashes)
+        self._hash(request, request.computed)
         first = (request.computed - scheduled.count - accepted) // self.block_tokens
         for i in range(first, full):
             self.allocator.publish(request.blocks[i], request.hashes[i])

@@ -10,7 +10,6 @@ import torch
 
 from inferplane.types import HOST, Batch, KVCache, KVRequest, LayerKV, QTensor
 
-
 Stored = Callable[..., tuple[torch.Tensor, ...]]
 
 

@@ -1,0 +1,130 @@
+"""Greedy tokens at float32 are the same whatever the batch, the chunks, the room, the cache, the drafts and the stream."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inferplane import LLM, SamplingParams
+from tests.e2e.tiny_models import deepseek_config, llama_config, prompts, random_model
+
+LENGTHS = (40, 7, 23, 1, 33, 12, 40, 18)
+NGRAM = {"speculate_method": "ngram", "speculate_max_draft_token_num": 4}
+MTP = {"speculate_method": "mtp", "speculate_max_draft_token_num": 3}
+
+
+def with_mtp(folder):
+    """Give a checkpoint of two layers an MTP module of random weights, named as published ones are."""
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(6)
+    last, width = config["num_hidden_layers"] - 1, config["hidden_size"]
+    for name in [n for n in tensors if n.startswith(f"model.layers.{last}.")]:
+        tensors[name.replace(f"layers.{last}.", f"layers.{last + 1}.", 1)] = tensors[name].clone()
+    new = f"model.layers.{last + 1}."
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{new}{name}.weight"] = 1 + 0.3 * torch.randn(width, generator=draw)
+    tensors[f"{new}eh_proj.weight"] = torch.randn(width, 2 * width, generator=draw) / math.sqrt(2 * width)
+    tensors[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A dense model with grouped queries, and one with latent attention, experts and an MTP module."""
+    made = {}
+    for name, config in (("gqa", llama_config()), ("mla_moe", deepseek_config(num_hidden_layers=2))):
+        made[name] = tmp_path_factory.mktemp(name)
+        random_model(config, seed=3).save_pretrained(made[name])
+    with_mtp(made["mla_moe"])
+    return made
+
+
+def asked(vocab=160):
+    """Prompts, some with a common beginning or that repeat themselves, and how many tokens each wants."""
+    each = prompts(vocab, LENGTHS)
+    each[6] = each[0][:35] + each[6][:5]
+    each[7] = each[7][:6] * 3
+    return each, [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (14, 20, 9, 16, 3, 12, 11, 18)]
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    """What each prompt gets alone, in one chunk, without a prefix cache."""
+    found = {}
+    for name, folder in folders.items():
+        with LLM(folder, device="cpu", dtype="float32", prefix_cache=False) as llm:
+            found[name] = [llm.generate([p], q)[0].token_ids for p, q in zip(*asked())]
+    return found
+
+
+CASES = {
+    "batches of 3": {"max_batch": 3},
+    "chunks of 5": {"max_step_tokens": 5},
+    "chunks of 17": {"max_step_tokens": 17, "max_batch": 5},
+    "little room": {"room": 2.5},
+    "n-gram drafts": {"speculative": NGRAM},
+    "n-gram drafts, little room, chunks of 9": {"speculative": NGRAM, "room": 1.5, "max_step_tokens": 9},
+    "mtp drafts": {"speculative": MTP},
+    "mtp drafts, little room, chunks of 9": {"speculative": MTP, "room": 1.5, "max_step_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", ["gqa", "mla_moe"])
+def test_same_answer(model, case, folders, alone):
+    options = dict(CASES[case])
+    if options.get("speculative") is MTP and model == "gqa":
+        pytest.skip("not run: the model has no MTP layer")
+    room = options.pop("room", None)
+    if room:
+        options["kv_cache_bytes"] = bytes_for(folders[model], room, options.get("speculative"))
+    with LLM(folders[model], device="cpu", dtype="float32", max_model_len=64, **options) as llm:
+        every, params = asked()
+        order = list(range(len(every)))
+        for again in range(2):  # the second time in another order, and with prefixes in the cache
+            got = llm.generate([every[i] for i in order], [params[i] for i in order])
+            assert [r.token_ids for r in got] == [alone[model][i] for i in order], (case, again)
+            random.Random(again).shuffle(order)
+        stats = llm.engine.stats()
+        assert room is None or stats["num_preemptions_total"] > 0
+        assert room or stats["prefix_cache_hits_total"] > 0
+        if "speculative" in options:
+            assert stats["spec_decode_num_draft_tokens_total"] > 0
+        assert llm.engine.allocator.used == 0
+        llm.engine.allocator.check()
+
+
+def bytes_for(folder, sequences, speculative):
+    """Cache bytes for this many sequences of the longest kind."""
+    with LLM(folder, device="cpu", dtype="float32", max_model_len=64, max_batch=8, speculative=speculative) as llm:
+        plan, cache = llm.runner.plan, llm.runner.cache
+        layers = [x.attn for x in llm.runner.model.layers] + [x.layer.attn for x in llm.runner.model.mtp]
+        asks = [a.kv_requests()[0] for a in layers]
+        a_block = sum(plan.layouts[r].bytes_per_block(r, torch.float32) for r in asks)
+        return int(sequences * math.ceil(64 / cache.block_tokens)) * a_block
+
+
+@pytest.mark.parametrize("model", ["gqa", "mla_moe"])
+def test_any_number_together_and_as_streams(model, folders, alone):
+    every, params = asked()
+    with LLM(folders[model], device="cpu", dtype="float32") as llm:
+        for n in range(1, 9):
+            got = llm.generate(every[:n], params[:n])
+            assert [r.token_ids for r in got] == alone[model][:n], f"{n} together"
+        streams = [llm.stream(p, q) for p, q in zip(every, params)]
+        told = [[] for _ in streams]
+        left = dict(enumerate(streams))
+        draw = random.Random(1)
+        while left:  # pieces are asked for in any order
+            i = draw.choice(sorted(left))
+            piece = next(left[i], None)
+            if piece is None:
+                del left[i]
+            else:
+                told[i] += piece.token_ids
+        assert told == alone[model]
