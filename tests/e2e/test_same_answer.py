@@ -1,4 +1,4 @@
-"""Greedy tokens at float32 are the same whatever the batch, the chunks, the room, the cache, the drafts and the stream."""
+"""Greedy tokens at float32 are the same whatever the batch, chunks, room, prefix cache, drafts and streams."""
 
 import json
 import math

@@ -1,6 +1,7 @@
 """Verification: which drafts stand, and that what comes out is distributed as if there had been none."""
 
 import math
+from functools import lru_cache
 
 import pytest
 import torch
@@ -35,17 +36,21 @@ def chi_square_p(counts, p):
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-def outcomes(strategy, params, drafts, first_seed=0, **more):
-    """DRAWS sequences with the same two drafts, each with its own seed, as the engine verifies them."""
+@lru_cache(maxsize=8)
+def rows_of(params, drafts, first_seed):
+    """Drawn tokens, distributions and random numbers of DRAWS sequences with these two drafts, each with its seed."""
     logits = LOGITS.repeat(DRAWS, 1)
-    some = range(first_seed, first_seed + DRAWS)
-    rows = [SampleRow(params, rng.child_seed(77, s), i, None, drafts[:i]) for s in some for i in range(3)]
+    seeds = range(first_seed, first_seed + DRAWS)
+    rows = [SampleRow(params, rng.child_seed(77, s), i, None, drafts[:i]) for s in seeds for i in range(3)]
     step = sampler().prepare(rows)
-    drawn = sampler().sample(logits, step)
-    p = sampler().probabilities(logits, step)
     uniforms = torch.stack([rng.uniform(step.seeds, step.positions, stream) for stream in (1, 2)], 1)
-    got = verify(drawn, [drafts] * DRAWS, config(strategy, **more), p, uniforms)
-    return got, p[:3], drawn.view(-1, 3)
+    return sampler().sample(logits, step), sampler().probabilities(logits, step), uniforms
+
+
+def outcomes(strategy, params, drafts, first_seed=0):
+    """What the engine makes of them."""
+    drawn, p, uniforms = rows_of(params, tuple(drafts), first_seed)
+    return verify(drawn, [drafts] * DRAWS, config(strategy), p, uniforms), p[:3], drawn.view(-1, 3)
 
 
 def p_values(got, p, drafts):
