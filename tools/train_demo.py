@@ -8,8 +8,8 @@ each 128 x 128 block.  It is trained on the standard library of the Python that 
 
     python tools/train_demo.py selftest                 # our model against transformers' DeepseekV3ForCausalLM
     python tools/train_demo.py data                     # what would be trained on
-    python tools/train_demo.py train --minutes 75       # train (resumable), then export
-    python tools/train_demo.py export                   # export the latest checkpoint of the work folder
+    python tools/train_demo.py train --minutes 75       # train (resumable), then export into the work folder
+    python tools/train_demo.py export --out FOLDER      # export the work folder's finished run
     python tools/train_demo.py eval                     # recompute the held-out loss from the shipped folder
 
 Sources: DeepSeek-V3 technical report (arXiv:2412.19437) for the architecture, the bias update of section 2.1.2
@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     check.add_argument("--transformers", action="store_true", help="measure with transformers' model class as well")
     for sub in (fit, ship):
         sub.add_argument("--work", type=Path, default=DEFAULT_WORK, help="checkpoints and logs")
-        sub.add_argument("--out", type=Path, default=DEFAULT_OUT, help="the exported folder")
+        # Not the shipped folder by default: trying the tool must not replace the project's model.
+        sub.add_argument("--out", type=Path, help="the exported folder; left out, WORK/demo")
     args = parser.parse_args(argv)
     try:
         if args.command == "selftest":
@@ -99,9 +100,9 @@ def main(argv: list[str] | None = None) -> int:
             opt.check()
             train(Config(), opt, args.work, args.resume)
             if not args.no_export:
-                export(args.work, args.out)
+                export(args.work, args.out or args.work / "demo")
         elif args.command == "export":
-            export(args.work, args.out)
+            export(args.work, args.out or args.work / "demo")
         else:
             check_folder(args.model, args.transformers)
     except (UsageError, OSError) as error:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from inferplane import LLM, SamplingParams
+from inferplane.engine import InferplaneWarning
 from inferplane.errors import CapacityError, CheckpointError, UsageError
 from tests.e2e.tiny_models import llama_config, prompts, random_model
 from tests.e2e.tiny_tokenizers import CHAT, byte_level, metaspace, save
@@ -358,7 +359,8 @@ def test_a_request_that_fails_ends_alone(llm, monkeypatch):
 
     monkeypatch.setattr(llm.runner, "run", faulty)
     stream = llm.stream([poison, 1], GREEDY)
-    good, bad, also_good = llm.generate(["Hello", [5, poison], "Hello"], GREEDY)
+    with pytest.warns(InferplaneWarning, match="1 of 3 requests failed.*a kernel"):
+        good, bad, also_good = llm.generate(["Hello", [5, poison], "Hello"], GREEDY)
     assert good.token_ids == also_good.token_ids == want.token_ids and good.finish_reason == "length"
     assert (bad.finish_reason, bad.token_ids, bad.text) == ("error", [], "") and "Fault: a kernel" in bad.error
     (last,) = stream

@@ -95,6 +95,10 @@ def test_yarn_temperatures():
     assert not torch.equal(frequencies({**YARN, "truncate": False}, DIM)[0], frequencies(YARN, DIM)[0])
 
 
-def test_unknown_types_are_refused():
+def test_what_is_not_implemented_is_refused():
+    whole = {"rope_type": "default", "rope_theta": 1.0}
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor = 0\.5"):
+        rope_table({**whole, "partial_rotary_factor": 0.5}, DIM, 10)
+    rope_table({**whole, "partial_rotary_factor": 1.0}, DIM, 10)
     with pytest.raises(UnsupportedModelError, match=r"'dynamic'.*default, linear, llama3, yarn"):
         rope_table({"rope_type": "dynamic", "rope_theta": 1.0}, DIM, 10)

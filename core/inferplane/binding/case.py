@@ -188,6 +188,29 @@ def real_rows(got: Any, usual: Any, tokens: int) -> Any:
     return out if isinstance(got, tuple) else out[0]
 
 
+def shape_error(got: Any, usual: Any) -> str:
+    """In words, how a result differs from the usual one in number, shape, dtype or finiteness; empty when it fits."""
+    if usual is None:
+        return "" if got is None else f"returned {type(got).__name__} instead of nothing"
+    gots, usuals = as_tuple(got), as_tuple(usual)
+    if len(gots) != len(usuals):
+        return f"{len(gots)} results instead of {len(usuals)}"
+    for i, (g, u) in enumerate(zip(gots, usuals, strict=True)):
+        if not isinstance(g, torch.Tensor):
+            return f"result {i} is {g if isinstance(g, str) else type(g).__name__}, not a tensor"
+        if tuple(g.shape) != tuple(u.shape):
+            return f"result {i} has shape {list(g.shape)} instead of {list(u.shape)}"
+        if g.dtype != u.dtype and not (_is_index(g) and _is_index(u)):
+            return f"result {i} has dtype {g.dtype} instead of {u.dtype}"
+        if g.is_floating_point() and not torch.isfinite(g.float()).all():
+            return f"result {i} holds NaN or Inf"
+    return ""
+
+
+def _is_index(t: torch.Tensor) -> bool:
+    return t.dtype in (torch.int32, torch.int64)
+
+
 def describe(args: tuple[Any, ...]) -> str:
     """Arguments in words: "[3, 64] bfloat16, 2 sequences of 4 tokens, KV paged_16"."""
     out = []

@@ -19,6 +19,7 @@ from inferplane.binding.case import (
     pad,
     poisoned_memory,
     real_rows,
+    shape_error,
     stray_write,
 )
 from inferplane.binding.choice import Choice, Options
@@ -26,7 +27,6 @@ from inferplane.binding.link import link
 from inferplane.binding.plan import Plan, Settings
 from inferplane.binding.resolver import Resolver
 from inferplane.ops import Draw, Op, Sample
-from inferplane.ops.op import as_tuple
 from inferplane.ops.oracle import OracleKV, oracle_arguments, to_host
 from inferplane.types import (
     HOST,
@@ -158,8 +158,8 @@ def run_case(kernel: Kernel | None, sample: Sample, bench: Bench, *, seed: int =
         return wrong(f"raised {type(raised).__name__}: {raised}", traceback.format_exc())
     if padded and batch is not None and usual is not None:
         got = real_rows(got, usual, batch.tokens)
-    if shape_error := _shape_error(got, usual):
-        return wrong(shape_error)
+    if misshapen := shape_error(got, usual):
+        return wrong(misshapen)
     if op.name != "all_reduce" and (change := untouched.changed()):
         return wrong(change)
     named = {s for s in to_host(batch.slots).tolist() if s >= 0} if batch is not None and writes else set()
@@ -261,28 +261,6 @@ def _host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> tuple[Any,
         else:
             out.append(other)
     return tuple(out)
-
-
-def _shape_error(got: Any, usual: Any) -> str:
-    if usual is None:
-        return "" if got is None else f"returned {type(got).__name__} instead of nothing"
-    gots, usuals = as_tuple(got), as_tuple(usual)
-    if len(gots) != len(usuals):
-        return f"{len(gots)} results instead of {len(usuals)}"
-    for i, (g, u) in enumerate(zip(gots, usuals, strict=True)):
-        if not isinstance(g, torch.Tensor):
-            return f"result {i} is {g if isinstance(g, str) else type(g).__name__}, not a tensor"
-        if tuple(g.shape) != tuple(u.shape):
-            return f"result {i} has shape {list(g.shape)} instead of {list(u.shape)}"
-        if g.dtype != u.dtype and not (_is_index(g) and _is_index(u)):
-            return f"result {i} has dtype {g.dtype} instead of {u.dtype}"
-        if g.is_floating_point() and not torch.isfinite(g.float()).all():
-            return f"result {i} holds NaN or Inf"
-    return ""
-
-
-def _is_index(t: torch.Tensor) -> bool:
-    return t.dtype in (torch.int32, torch.int64)
 
 
 def _cache_error(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> float:

@@ -23,7 +23,7 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
         positions: positions to tabulate.
 
     Raises:
-        UnsupportedModelError: the type is not implemented.
+        UnsupportedModelError: the type is not implemented, or only a part of each head is rotated.
     """
     kind = rope["rope_type"]
     if kind not in TYPES:
@@ -31,6 +31,13 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
             f"Rotary scaling of type {kind!r} is not implemented.",
             there_is=", ".join(TYPES),
             remedy="add it in inferplane/models/rope.py",
+        )
+
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise UnsupportedModelError(
+            f"Rotary positions on a share of a head (partial_rotary_factor = {rope['partial_rotary_factor']}) are not "
+            "implemented.",
+            remedy="add them in inferplane/models/rope.py",
         )
 
     def make() -> torch.Tensor:

@@ -62,7 +62,16 @@ class QTensor:
         return _expand(self.scale, self.block, self.shape)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The plain tensor `[..., N, K]` in `dtype`; computed in float32 and rounded once."""
+        """The plain tensor `[..., N, K]` in `dtype`; computed in float32 and rounded once.
+
+        A stack of experts is expanded one by one: in float32 all at once they would take four times their result.
+        """
+        if self.data.ndim > 2:
+            out = torch.empty(self.shape, dtype=dtype, device=self.data.device)
+            for i in range(self.shape[0]):
+                zero = None if self.zero is None else self.zero[i]
+                out[i] = replace(self, data=self.data[i], scale=self.scale[i], zero=zero).dequantize(dtype)
+            return out
         value = self.data.float()
         if self.zero is not None:
             value = value - _expand(self.zero.float(), self.block, self.shape)
