@@ -32,7 +32,8 @@ and measured without a download: it exercises the code paths of the large model 
 
 It was trained for {minutes:.0f} minutes on a CPU, on the source code of Python's standard library and nothing else,
 so it continues Python code, loosely. It is a plain completion model and **not a chat model**: the chat template only
-joins the contents of the messages by newlines, without roles or markers.
+joins the contents of the messages by newlines, without roles or markers. Greedy
+completion soon repeats itself, as small models do; sampling at a temperature near 0.8 reads better.
 
 Held-out loss (files of the standard library kept out of training): {loss:.3f} nats/token, {byte:.3f} nats/byte,
 measured on this folder's weights; `training.json` has all measurements and what they were made with. It was trained at
@@ -78,7 +79,7 @@ def write_model(cfg: Config, model: Model, tok: Tokenizer, out: Path) -> None:
     tok.save(str(out / "tokenizer.json"), pretty=False)
     write_json(out / "config.json", cfg.to_hf(fp8=True))
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    write_json(out / "generation_config.json", {**ids, "do_sample": False})
+    write_json(out / "generation_config.json", {**ids, "do_sample": True, "temperature": 0.7, "top_p": 0.95})
     write_json(
         out / "tokenizer_config.json",
         {

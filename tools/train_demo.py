@@ -12,6 +12,9 @@ each 128 x 128 block.  It is trained on the standard library of the Python that 
     python tools/train_demo.py export --out FOLDER      # export the work folder's finished run
     python tools/train_demo.py eval                     # recompute the held-out loss from the shipped folder
 
+A budget in minutes makes the schedule, and so the weights, depend on the machine's speed; `--steps` does not.  The
+shipped model's options are in its training.json; `--compile` and OMP_WAIT_POLICY=passive pay on a shared machine.
+
 Sources: DeepSeek-V3 technical report (arXiv:2412.19437) for the architecture, the bias update of section 2.1.2
 and the MTP module of section 2.2; the published checkpoints for tensor names and the FP8 block format; Muon as
 described by Keller Jordan (https://kellerjordan.github.io/posts/muon/).

@@ -37,21 +37,19 @@ def read_lock(path: str | Path, fingerprint: Mapping[str, Any]) -> dict[str, str
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"Lock file {path} cannot be read: {error}.", remedy="make it anew with the tune command"
-        ) from error
+        raise UsageError(f"Lock file {path} cannot be read: {error}.", remedy="make it anew on this machine") from error
     if content.get("schema") != SCHEMA:
         raise UsageError(f"Lock file {path} has schema {content.get('schema')!r}.", there_is=f"schema {SCHEMA}")
     theirs, choices = content.get("fingerprint"), content.get("choices")
     if not isinstance(theirs, dict) or not isinstance(choices, dict):
         raise UsageError(
-            f"Lock file {path} lacks its fingerprint or its choices.", remedy="make it anew with the tune command"
+            f"Lock file {path} lacks its fingerprint or its choices.", remedy="make it anew on this machine"
         )
     other = sorted(k for k in {*theirs, *fingerprint} if theirs.get(k) != fingerprint.get(k))
     if other:
         difference = ", ".join(f"{k}: {theirs.get(k)!r} there, {fingerprint.get(k)!r} here" for k in other)
         raise UsageError(
-            f"Lock file {path} was made for another machine ({difference}).", remedy="tune on this machine"
+            f"Lock file {path} was made for another machine ({difference}).", remedy="make one on this machine"
         )
     return {str(k): str(v) for k, v in choices.items()}
 

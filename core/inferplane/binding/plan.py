@@ -201,7 +201,8 @@ def bind(
         strict: refuse a plan that leaves a hot op on its reference.
 
     Raises:
-        BindError: a pin cannot be met or meets no site; no layouts agree on a block size; `strict` is not met.
+        BindError: a pin cannot be met or meets no site; no layouts agree on a block size; `strict` or
+            `settings.deterministic` is not met.
         KernelError: a kernel is declared wrongly.
     """
     options = options or Options()
@@ -218,6 +219,13 @@ def bind(
         raise _unused_pin(model, unused)
     if hidden := sorted(matched - {c.pin for _, _, _, c in plan.distinct()}):
         raise _hidden_pin(plan, hidden[0])
+    if settings.deterministic and (left := plan.hot_references()):
+        # A body is plain torch: its products may add in another order when the batch has another size.
+        raise BindError(
+            f"deterministic=True, but device {settings.device!r} has no batch-invariant kernel for "
+            f"{', '.join(sorted({op for _, _, op in left}))}.",
+            remedy="drop deterministic, or use a device whose kernels are batch-invariant (see explain)",
+        )
     if strict and (left := plan.hot_references()):
         listed = ", ".join(f"{op} at {site or 'the root'} ({kind})" for kind, site, op in left[:5])
         raise BindError(

@@ -7,11 +7,13 @@ and aborts reach it through a queue, pieces of text come back through each calle
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from inferplane.engine.llm import LLM, Prompt
@@ -53,6 +55,8 @@ class AsyncLLM:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[int | str, _Stream] = {}
         self._ended = threading.Event()
+        self._draining = False
+        self._ids = count()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="inferplane-engine", daemon=True)
         self._thread.start()
@@ -82,21 +86,29 @@ class AsyncLLM:
         pieces: asyncio.Queue[Delta] = asyncio.Queue()
 
         def deliver(piece: Delta) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits for the piece
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        if request_id is not None:
-            more["request_id"] = request_id
-        request = await self._ask(lambda: self._add(prompt, params, deliver, more))
+        more["request_id"] = f"stream-{next(self._ids)}" if request_id is None else request_id
+        added = False
         try:
+            # Shielded: a caller who is cancelled meanwhile still learns nothing, but the request is known, and aborted.
+            asking = asyncio.ensure_future(self._ask(lambda: self._add(prompt, params, deliver, more)))
+            try:
+                await asyncio.shield(asking)
+            except asyncio.CancelledError:
+                asking.add_done_callback(lambda done: done.cancelled() or done.exception())
+                added = True  # or about to be: the abort stands behind it in the queue
+                raise
+            added = True
             while True:
                 piece = await pieces.get()
                 yield piece
                 if piece.finish_reason is not None:
                     return
         finally:
-            if request.finish_reason is None:
-                self.abort(request.request_id)
+            if added:
+                self.abort(more["request_id"])
 
     def abort(self, request_id: int | str) -> None:
         """End a request; its stream gets a last piece with "abort". Unknown and ended ids are ignored."""
@@ -108,6 +120,7 @@ class AsyncLLM:
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Refuse new requests, let those that live run for up to `drain_s` seconds, abort the rest, free the model."""
+        self._draining = True
         if drain_s > 0 and self._thread.is_alive():
             limit = asyncio.get_running_loop().time() + drain_s
             while await self._busy() and asyncio.get_running_loop().time() < limit:
@@ -145,7 +158,7 @@ class AsyncLLM:
     # -- in the engine's thread
 
     def _add(self, prompt: Prompt, params: SamplingParams, deliver: Deliver, more: dict[str, Any]) -> Request:
-        if self._ended.is_set():
+        if self._draining or self._ended.is_set():
             raise UsageError("The model is shut down.", remedy="make a new AsyncLLM")
         request = self.llm.add(prompt, params, **more)
         self._streams[request.request_id] = _Stream(request, deliver)
@@ -192,7 +205,10 @@ class AsyncLLM:
                 reason = "abort" if self._failure is None else "error"
                 said = "" if self._failure is None else f"the engine stopped: {self._failure}"
                 engine.end(stream.request, reason, said)  # type: ignore[arg-type]
-                self._send(stream)
+                try:
+                    self._send(stream)
+                except Exception as error:  # its text cannot be had: its end still can
+                    stream.deliver(Delta("", [], "error", stream.request.timings(), f"{said} {error}".strip()))
             self._refuse()
 
     def _refuse(self) -> None:

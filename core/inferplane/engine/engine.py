@@ -138,6 +138,7 @@ class Engine:
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.end(request, "abort")
         self.closed = True
+        self.speculator = None  # it holds the prediction layer and its cache
         self.cache = KVCache((), self.cache.blocks, self.cache.block_tokens)
 
     @property
@@ -262,6 +263,9 @@ class Engine:
         if not rows:
             return [[] for _ in chosen], [[] for _ in chosen], prompts
         some = logits if len(at) == logits.shape[0] else logits[torch.tensor(at, device=logits.device)]
+        # A broken kernel's usual sign. Raised for the step, it then ends the requests it is in, found one by one.
+        if not bool(torch.isfinite(some.amax(-1)).all()):
+            raise FloatingPointError("the model's logits hold NaN or infinity")
         step = self.sampler.prepare(rows)
         drawn = self.sampler.sample(some, step)
         deciding = [s for s in chosen if s.last]

@@ -38,6 +38,7 @@ class LLM:
         model: "demo", a folder in the Hugging Face layout, or a config (mapping or transformers config) with
             `load_format="dummy"`.
         device: a backend's name ("auto" takes the best one available, and says which). Never another device than asked.
+        index: which of several devices of that kind, from 0.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16", or a torch dtype.
         max_model_len: most tokens of a sequence; None takes what the model allows and the cache can hold.
         strict: refuse to run when a hot op is left on its slow reference.
@@ -65,6 +66,7 @@ class LLM:
         model: Any = "demo",
         *,
         device: str = "auto",
+        index: int = 0,
         dtype: str | torch.dtype = "auto",
         max_model_len: int | None = None,
         strict: bool = False,
@@ -103,7 +105,7 @@ class LLM:
             mtp=mtp,
         )
         self.files = ModelFiles(model)
-        self.runner = Runner.open(self.files, host(), device, options, progress)
+        self.runner = Runner.open(self.files, host(), device, options, progress, index=index)
         self.engine = Engine(
             self.runner,
             max_batch=max_batch,
@@ -223,7 +225,7 @@ class LLM:
             params: how to sample.
 
         Raises:
-            As `generate`, at the first piece.
+            As `generate`, at the first piece; GenerationError later, when the request fails while it runs.
         """
         params = params or SamplingParams()
         if params.n > 1:
@@ -239,8 +241,10 @@ class LLM:
                 sent += len(new)
                 piece = text.take(end=reason is not None) if text else ""
                 scored = None if request.logprobs is None else request.logprobs[sent - len(new) : sent]
+                if reason == "error":
+                    raise GenerationError(f"The request failed while it ran: {request.error}.", remedy=_SEE_EXPLAIN)
                 if reason is not None:
-                    yield Delta(piece, new, reason, request.timings(), request.error, scored)
+                    yield Delta(piece, new, reason, request.timings(), logprobs=scored)
                     return
                 yield Delta(piece, new, logprobs=scored)
         finally:
@@ -327,6 +331,9 @@ def _prompts(prompts: Any) -> list[Prompt]:
     return [many] if alone else many
 
 
+_SEE_EXPLAIN = "see explain for the kernels in use, and pin another provider"
+
+
 def _tell_failures(requests: list[Request]) -> None:
     """Raise when every request failed; warn when some did: their results carry the reason."""
     failed = [r for r in requests if r.finish_reason == "error"]
@@ -334,7 +341,7 @@ def _tell_failures(requests: list[Request]) -> None:
         return
     what = f"{len(failed)} of {len(requests)} requests failed while they ran: {failed[0].error}."
     if len(failed) == len(requests):
-        raise GenerationError(what, remedy="see explain for the kernels in use, and pin another provider")
+        raise GenerationError(what, remedy=_SEE_EXPLAIN)
     warnings.warn(what, InferplaneWarning, stacklevel=3)
 
 

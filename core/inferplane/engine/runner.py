@@ -29,7 +29,7 @@ from inferplane.errors import CapacityError, UsageError
 from inferplane.kvcache import paged_layout
 from inferplane.models import Build, build
 from inferplane.ops import CausalLM
-from inferplane.plugins import PluginHost
+from inferplane.plugins import Event, PluginHost
 from inferplane.quant import READERS, format_of
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 
@@ -103,18 +103,22 @@ class Runner:
         device: str,
         options: RunnerOptions,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        index: int = 0,
     ) -> Runner:
         """Open the device, bind, check the kernels, read the weights, build the cache.
 
         Raises:
             DeviceError, BindError, CheckpointError, CapacityError: see each; nothing stays allocated.
         """
-        runner = cls(files, host, host.backend(device), options)
+        runner = cls(files, host, host.backend(device, index=index), options)
         runner.state = runner.backend.open()
+        host.emit(Event("device.opened", {"device": runner.backend.name, "name": runner.state.name}))
         runner._bind(assumed=False)
         runner._canary()
         runner._warn()
         plan = runner.plan
+        host.emit(Event("plan.bound", {"device": runner.backend.name, "model": files.name}))
         with contextlib.ExitStack() as opened:
             dummy = options.load_format == "dummy"
             source = DummySource() if dummy else opened.enter_context(contextlib.closing(files.source()))
@@ -198,18 +202,29 @@ class Runner:
             verdicts = [v for v in run_canary(self.plan, self.backend.torch_device_indexed, self.offer, checked)]
             self.verdicts += verdicts
             checked |= {id(v.kernel) for v in verdicts}
+            for v in verdicts:
+                if v.outcome is None:
+                    self._tell(f"{self._described(v.kernel)} could not be checked: it serves none of its op's samples.")
             failed = [v for v in verdicts if v.failed]
             if not failed:
                 return
             for v in failed:
                 self.demoted[v.kernel] = v.reason
-                warnings.warn(
-                    f"Kernel {v.kernel.name} for op {v.kernel.op!r} on device {self.backend.name!r} gives wrong "
-                    f"results and is not used: {v.reason}. Report it to provider {v.kernel.provider!r}.",
-                    InferplaneWarning,
-                    stacklevel=4,
+                self._tell(
+                    f"{self._described(v.kernel)} gives wrong results and is not used: {v.reason}. Report it there."
+                )
+                self.host.emit(
+                    Event("canary.demoted", {"kernel": v.kernel.name, "op": v.kernel.op, "reason": v.reason})
                 )
             self._bind_again(assumed=False)
+
+    def _described(self, kernel: Kernel) -> str:
+        """A kernel with whom it comes from."""
+        origin = self.host.origin(kernel, self.backend)
+        return f"Kernel {kernel.name} of {origin} for op {kernel.op!r} on device {self.backend.name!r}"
+
+    def _tell(self, what: str) -> None:
+        warnings.warn(what, InferplaneWarning, stacklevel=5)
 
     def _warn(self) -> None:
         left = self.plan.hot_references()

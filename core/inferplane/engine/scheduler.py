@@ -81,6 +81,7 @@ class Scheduler:
         self.prefix_queries_tokens = 0
         self.prefix_hits_tokens = 0
         self._arrivals = 0
+        self._alive: set[int | str] = set()
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
@@ -117,11 +118,12 @@ class Scheduler:
             CapacityError: see `check`.
             UsageError: a live request has the same id.
         """
-        if any(r.request_id == request.request_id for r in (*self.waiting, *self.running)):
+        if request.request_id in self._alive:
             raise UsageError(f"A request with id {request.request_id!r} is alive.", remedy="choose another id")
         self.check(len(request.prompt), request.params.max_tokens)
         self._arrivals += 1
         request.arrival = self._arrivals
+        self._alive.add(request.request_id)
         self.waiting.append(request)
 
     # -- the next step
@@ -289,3 +291,4 @@ class Scheduler:
             request.blocks, request.drafts = [], []
         elif request in self.waiting:
             self.waiting.remove(request)
+        self._alive.discard(request.request_id)

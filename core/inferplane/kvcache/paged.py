@@ -7,9 +7,11 @@ written, so that what attention reads never depends on how a prompt was cut into
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from inferplane.errors import UsageError
@@ -43,6 +45,13 @@ class _Part:
 
     heads: int
     dim: int
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on the host in memory that the system zeroes when it is touched, so an unused cache costs nothing."""
+    if device.type != HOST:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _parts(request: KVRequest) -> tuple[_Part, ...]:
@@ -81,11 +90,9 @@ class PagedKV(LayerKV):
         self.dtype, self.spec = dtype, KV_DTYPES[kv_dtype]
         slots = blocks * block_tokens + 1
         kept = self.spec.dtype or dtype
-        self.entries = [torch.zeros(slots, p.heads, p.dim, dtype=kept, device=device) for p in _parts(request)]
+        self.entries = [_zeros((slots, p.heads, p.dim), kept, device) for p in _parts(request)]
         self.scales = (
-            [torch.zeros(slots, p.heads, dtype=torch.float32, device=device) for p in _parts(request)]
-            if self.spec.limit
-            else []
+            [_zeros((slots, p.heads), torch.float32, device) for p in _parts(request)] if self.spec.limit else []
         )
 
     def blocked(self) -> tuple[torch.Tensor, ...]:
@@ -100,7 +107,8 @@ class PagedKV(LayerKV):
                 entry[slots] = v.to(entry.dtype)
                 continue
             amax = v.float().abs().amax(-1)
-            scale = torch.where(amax == 0, torch.ones_like(amax), amax / self.spec.limit)
+            scale = amax / self.spec.limit
+            scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # zeros, and amax too small to divide
             scaled = v.float() / scale[..., None]
             entry[slots] = (scaled.round() if entry.dtype == torch.int8 else scaled).to(entry.dtype)
             self.scales[i][slots] = scale

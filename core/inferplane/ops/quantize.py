@@ -32,6 +32,12 @@ def limit(dtype: torch.dtype, bits: int) -> float:
     return FP8_MAX if dtype is FP8 else float(2 ** (bits - 1) - 1)
 
 
+def scales(amax: torch.Tensor, top: float) -> torch.Tensor:
+    """`amax / top`, and 1 where that is 0: for zeros, and for numbers too small to be divided."""
+    scale = amax / top
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
 def encode(weight: torch.Tensor, format: str) -> QTensor:
     """Quantize a plain weight by rounding to nearest, with scales `amax / limit` a block.
 
@@ -58,7 +64,7 @@ def encode(weight: torch.Tensor, format: str) -> QTensor:
     tiles = torch.nn.functional.pad(w, pad).unflatten(-1, (counts[-1], block[1])).unflatten(-3, (counts[-2], block[0]))
     amax = tiles.abs().amax((-3, -1))
     top = limit(dtype, bits)
-    scale = torch.where(amax == 0, torch.ones_like(amax), amax / top)
+    scale = scales(amax, top)
     scaled = w / QTensor(torch.empty_like(w), scale, block=block).expanded_scale()
     data = scaled.clamp(-top, top).to(FP8) if dtype is FP8 else scaled.round().clamp(-top, top).to(torch.int8)
     return QTensor(data, scale, block=block, bits=bits)
@@ -91,7 +97,7 @@ class Quantize(Op, name="quantize"):
         counts = scale_shape(tuple(h.shape), (1, group))
         tiles = torch.nn.functional.pad(h, (0, counts[-1] * group - h.shape[-1])).unflatten(-1, (counts[-1], group))
         amax, top = tiles.abs().amax(-1), limit(dtype, bits)
-        scale = torch.where(amax == 0, torch.ones_like(amax), amax / top)
+        scale = scales(amax, top)
         scaled = h / scale.repeat_interleave(group, -1)[..., : h.shape[-1]]
         data = scaled.clamp(-top, top)
         return (data.to(FP8) if dtype is FP8 else data.round().to(torch.int8)), scale

@@ -140,6 +140,15 @@ class PluginHost:
                 log.warning("kernels for %r are left out: %s", claim.name, self._kept_out[-1])
         return out
 
+    def origin(self, kernel: Kernel, backend: Backend) -> str:
+        """The distribution and version that a kernel of `kernels(backend)` comes from, for messages."""
+        for claim in self._extra_kernels:
+            more, error = guarded(partial(_extra, claim))
+            if error is None and any(k is kernel or k.name == kernel.name for k in more):
+                return f"{claim.origin.distribution} {claim.origin.version}"
+        entry = next((d for d in self.devices() if d.name == backend.name), None)
+        return f"{entry.distribution} {entry.version}" if entry is not None else f"device {backend.name}"
+
     def models(self) -> dict[str, str | Callable[..., Any]]:
         """Architecture -> constructor of its model, or its dotted name."""
         return dict(self._models)

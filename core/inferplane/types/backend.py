@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -115,13 +116,31 @@ _UNNUMBERED = (HOST, "meta", "mps")
 
 
 def host_memory() -> Memory:
-    """Bytes of host memory, from the operating system (`/proc/meminfo`, else `os.sysconf`)."""
-    import os
-
+    """Bytes of host memory, from the operating system (`/proc/meminfo`, else `os.sysconf`) and a container's limit."""
     try:
         with open("/proc/meminfo") as lines:
             found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        return Memory(found["MemTotal"], found["MemAvailable"])
+        total, free = found["MemTotal"], found["MemAvailable"]
     except OSError:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-        return Memory(pages * size, pages * size // 2)
+        total, free = pages * size, pages * size // 2
+    for limit, used in _CGROUP:
+        most, now = _number(limit), _number(used)
+        if most is not None and now is not None and most < total:
+            total, free = most, min(free, max(0, most - now))
+    return Memory(total, free)
+
+
+_CGROUP = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Limit and use of the container's memory: cgroup v2, then v1."""
+
+
+def _number(path: str) -> int | None:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):  # no such control group, or "max"
+        return None

@@ -137,9 +137,9 @@ class QTensor:
             cut = slice(start // b, math.ceil(stop / b))
             return replace(
                 fine,
-                data=fine.data[..., start:stop, :],
-                scale=fine.scale[..., cut, :],
-                zero=None if fine.zero is None else fine.zero[..., cut, :],
+                data=_own(fine.data[..., start:stop, :]),
+                scale=_own(fine.scale[..., cut, :]),
+                zero=None if fine.zero is None else _own(fine.zero[..., cut, :]),
             )
         b = self.block[1]
         whole = b >= self.shape[-1]
@@ -151,9 +151,9 @@ class QTensor:
         cut = slice(0, None) if whole else slice(start // b, math.ceil(stop / b))
         return replace(
             self,
-            data=self.data[..., start:stop],
-            scale=self.scale[..., cut],
-            zero=None if self.zero is None else self.zero[..., cut],
+            data=_own(self.data[..., start:stop]),
+            scale=_own(self.scale[..., cut]),
+            zero=None if self.zero is None else _own(self.zero[..., cut]),
             block=(self.block[0], stop - start) if whole else self.block,
         )
 
@@ -166,6 +166,11 @@ class QTensor:
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
     """Shape of the scales of a tensor `[..., N, K]` with blocks of `block` rows and columns."""
     return (*shape[:-2], math.ceil(shape[-2] / block[0]), math.ceil(shape[-1] / block[1]))
+
+
+def _own(part: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own: a view would keep the whole tensor alive."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _expand(scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
