@@ -18,6 +18,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS)
 
 # The suite itself is tried on the cpu backend and on an adversary; "slow" is what asks for 5 GB of memory.
 MOCK := INFERPLANE_PLUGINS=tests.mock_device.mock_device
+# The mock device makes itself torch's accelerator, so its tests run in processes of their own.
 TESTS := tests $(wildcard backends/*/tests)
 
 .PHONY: help demo test lint format docs docs-check clean
@@ -34,7 +35,8 @@ demo: $(VENV)/.installed
 	$(BIN)/inferplane generate --device cpu -p "def fibonacci(n):" --max-tokens 64
 
 test: $(VENV)/.installed-test
-	$(PYTEST) $(TESTS) $(PYTEST_ARGS)
+	$(PYTEST) $(TESTS) --ignore tests/mock_device $(PYTEST_ARGS)
+	$(PYTEST) tests/mock_device $(PYTEST_ARGS)
 	$(PYTEST) --pyargs inferplane.conformance --device cpu $(PYTEST_ARGS)
 	$(MOCK) $(PYTEST) -m "not slow" --pyargs inferplane.conformance --device mock:layer $(PYTEST_ARGS)
 

@@ -110,7 +110,7 @@ def test_parameters_of_deepseek_v3():
 
 def test_formats_reach_the_weights():
     fp8 = format_of({"quant_method": "fp8", "weight_block_size": [128, 128]}, None)
-    found = weights({**V3, "num_hidden_layers": 4, "n_routed_experts": 8}, format_of=fp8, mtp=True)
+    found = weights({**V3, "num_hidden_layers": 4, "n_routed_experts": 16}, format_of=fp8, mtp=True)
     plain = {w.parts[0].split(".")[-2] for w in found if w.format == "plain" and len(w.shape) > 1}
     assert plain == {"embed_tokens", "lm_head", "gate", "eh_proj"}
     mixed = lambda name: "fp8_block" if "gate_proj" in name else "plain"  # noqa: E731

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from inferplane.binding import explain, explain_text
+from inferplane.engine import arguments
+from inferplane.engine.arguments import Prompt as Prompt
 from inferplane.engine.constrain import Constraint, Grammars
 from inferplane.engine.engine import DEFAULT_STEP_TOKENS, Engine
 from inferplane.engine.params import SamplingParams
@@ -24,7 +26,6 @@ from inferplane.engine.text import Detokenizer, Tokenizer, end_ids
 from inferplane.errors import GenerationError, UsageError
 from inferplane.plugins import host
 
-Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
 
 
@@ -86,10 +87,13 @@ class LLM:
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UsageError(f"load_format = {load_format!r}.", there_is="'auto', 'dummy'")
-        for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
-            if value < 1:
-                raise UsageError(f"{name} = {value}.", there_is="values of 1 and more")
-        config = SpeculativeConfig(**speculative) if isinstance(speculative, Mapping) else speculative
+        max_batch = arguments.whole("max_batch", max_batch, 1)
+        max_step_tokens = arguments.whole("max_step_tokens", max_step_tokens, 1)
+        max_model_len = None if max_model_len is None else arguments.whole("max_model_len", max_model_len, 1)
+        kv_cache_bytes = None if kv_cache_bytes is None else arguments.whole("kv_cache_bytes", kv_cache_bytes, 0)
+        max_waiting = None if max_waiting is None else arguments.whole("max_waiting", max_waiting, 0)
+        arguments.check_kinds(device=device, dtype=dtype, kv_dtype=kv_dtype, ops=ops, lock=lock, progress=progress)
+        config = arguments.speculation(speculative)
         mtp = mtp or (config is not None and config.speculate_method == "mtp")
         options = RunnerOptions(
             dtype=dtype,
@@ -172,12 +176,8 @@ class LLM:
             CapacityError: a prompt with its `max_tokens` is longer than the model or the cache allows.
             GenerationError: every request failed while it ran. Some failing is a warning; their results say why.
         """
-        many = _prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
-        if len(each) != len(many):
-            raise UsageError(
-                f"{len(each)} sampling params for {len(many)} prompts.", remedy="pass one, or one a prompt"
-            )
+        many = arguments.prompt_list(prompts)
+        each = arguments.sampling_list(params, len(many))
         encoded = [self._encode(p) for p in many]
         groups: list[list[Request]] = []
         try:
@@ -227,7 +227,7 @@ class LLM:
         Raises:
             As `generate`, at the first piece; GenerationError later, when the request fails while it runs.
         """
-        params = params or SamplingParams()
+        prompt, params = arguments.one_prompt(prompt), arguments.sampling(params)
         if params.n > 1:
             raise UsageError(f"stream with n = {params.n}.", remedy="use generate, or one stream a sequence")
         request = self.add(prompt, params)
@@ -260,13 +260,13 @@ class LLM:
         Raises:
             UsageError: no chat template, or it refuses the messages. Otherwise as `generate`.
         """
-        return self.generate([self.tokenizer.chat(messages)], params)[0]
+        return self.generate([self.tokenizer.chat(arguments.conversation(messages))], arguments.sampling(params))[0]
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
     ) -> Iterator[Delta]:
         """As `chat`, piece by piece."""
-        return self.stream(self.tokenizer.chat(messages), params)
+        return self.stream(self.tokenizer.chat(arguments.conversation(messages)), arguments.sampling(params))
 
     def logits(self, prompts: Sequence[Sequence[int]], *, chunk_tokens: int | None = None) -> list[torch.Tensor]:
         """Logits after every token of each prompt.
@@ -281,7 +281,7 @@ class LLM:
         Raises:
             UsageError, CapacityError: as `generate`.
         """
-        return [self.engine.logits(self._encode(p), chunk_tokens) for p in _prompts(prompts)]
+        return [self.engine.logits(self._encode(p), chunk_tokens) for p in arguments.prompt_list(prompts)]
 
     # -- looking inside
 
@@ -314,21 +314,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several as a list; ids may also be an array or a tensor."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not hasattr(prompts, "__iter__"):
-        raise UsageError(f"{prompts!r} is no prompt.", there_is="strings, and lists of token ids")
-    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    if not many:
-        raise UsageError("No prompts were given.", remedy="pass at least one")
-    alone = all(isinstance(p, int) or getattr(p, "ndim", None) == 0 for p in many)
-    if not alone and (odd := [p for p in many if not hasattr(p, "__iter__")]):
-        raise UsageError(f"{odd[0]!r} among the prompts is no prompt.", there_is="strings, and lists of token ids")
-    return [many] if alone else many
 
 
 _SEE_EXPLAIN = "see explain for the kernels in use, and pin another provider"

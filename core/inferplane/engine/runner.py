@@ -211,7 +211,7 @@ class Runner:
             for v in failed:
                 self.demoted[v.kernel] = v.reason
                 self._tell(
-                    f"{self._described(v.kernel)} gives wrong results and is not used: {v.reason}. Report it there."
+                    f"{self._described(v.kernel)} gives wrong results and is not used: {v.reason}."
                 )
                 self.host.emit(
                     Event("canary.demoted", {"kernel": v.kernel.name, "op": v.kernel.op, "reason": v.reason})
@@ -221,7 +221,7 @@ class Runner:
     def _described(self, kernel: Kernel) -> str:
         """A kernel with whom it comes from."""
         origin = self.host.origin(kernel, self.backend)
-        return f"Kernel {kernel.name} of {origin} for op {kernel.op!r} on device {self.backend.name!r}"
+        return f"Kernel {kernel.name} for op {kernel.op!r} on device {self.backend.name!r} (from {origin})"
 
     def _tell(self, what: str) -> None:
         warnings.warn(what, InferplaneWarning, stacklevel=5)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inferplane.errors import CheckpointError
+from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models.config import Config
 from inferplane.models.rope import rope_table
 from inferplane.ops import AddRMSNorm, AllReduce, Embedding, GatedMLP, Linear, LMHead, RMSNorm
@@ -33,6 +33,9 @@ class Build:
         positions: positions the rotary tables must cover.
         mtp: also build the multi-token-prediction layers.
         ignored: shell patterns of checkpoint tensors that the family knows and does not read, filled by `ignore`.
+
+    Raises:
+        UnsupportedModelError: the placement divides the experts, which is not implemented.
     """
 
     config: Config
@@ -41,6 +44,14 @@ class Build:
     positions: int = 4096
     mtp: bool = False
     ignored: list[str] = field(default_factory=list, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.placement.ep_size > 1:
+            raise UnsupportedModelError(
+                f"Expert parallelism (ep_size = {self.placement.ep_size}) is not implemented.",
+                there_is="ep_size = 1, with every expert on each rank and tp_size to divide it",
+                remedy="use tensor parallelism",
+            )
 
     def ignore(self, *patterns: str) -> None:
         """Name checkpoint tensors that are expected and not read; others that nothing reads are reported."""
@@ -92,7 +103,7 @@ class Build:
     def rms(self, name: str, width: int, eps: float | None = None) -> RMSNorm:
         """An RMS norm with the config's epsilon, unless the family fixes another."""
         if eps is None:
-            eps = float(self.config.get("rms_norm_eps") or 1e-6)
+            eps = self.config.number("rms_norm_eps", 1e-6)
         return RMSNorm(Weight((f"{name}.weight",), (width,)), eps)
 
     def add_rms(self, name: str, width: int) -> AddRMSNorm:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
+
+_MEND = "correct the entry, or fetch the file again"
 
 
 class Config(dict[str, Any]):
@@ -16,11 +19,15 @@ class Config(dict[str, Any]):
     Args:
         entries: the file's content, or `config.to_dict()` of a transformers config.
         name: where it came from, for errors.
+
+    Raises:
+        CheckpointError: `max_position_embeddings` is not a positive integer.
     """
 
     def __init__(self, entries: Mapping[str, Any], name: str = "config") -> None:
         super().__init__(entries)
         self.name = name
+        self.size("max_position_embeddings", 1)
 
     @classmethod
     def read(cls, folder: str | Path) -> Config:
@@ -64,17 +71,49 @@ class Config(dict[str, Any]):
         if value is None:
             return int(self.need(key))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{self.name}: {key} is {value!r}, not a positive integer.")
+            raise self._wrong(key, "not a positive integer")
         return value
+
+    def count(self, key: str) -> int:
+        """An integer from 0; 0 when it is missing or null.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(key)
+        if value is None:
+            return 0
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self._wrong(key, "not an integer from 0")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number above 0; `default` when it is missing or null.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(key)
+        if value is None:
+            return default
+        if not is_number(value) or value <= 0:
+            raise self._wrong(key, "not a number above 0")
+        return float(value)
+
+    def _wrong(self, key: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.name}: {key} is {self.get(key)!r}, {why}.", remedy=_MEND)
 
     @property
     def architecture(self) -> str:
         """The first entry of `architectures`.
 
         Raises:
+            CheckpointError: the entry is not a list of names.
             UnsupportedModelError: there is none.
         """
         found = self.get("architectures") or []
+        if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) for name in found):
+            raise self._wrong("architectures", "not a list of names")
         if not found:
             raise UnsupportedModelError(
                 f"{self.name} names no architecture.", remedy='add e.g. "architectures": ["LlamaForCausalLM"]'
@@ -83,7 +122,14 @@ class Config(dict[str, Any]):
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Rotary settings: `rope_type`, `rope_theta` and what the type needs, from either spelling."""
+        """Rotary settings: `rope_type`, `rope_theta` and what the type needs, from either spelling.
+
+        Raises:
+            CheckpointError: they are not a mapping.
+        """
+        for key in ("rope_parameters", "rope_scaling"):
+            if self.get(key) is not None and not isinstance(self[key], Mapping):
+                raise self._wrong(key, "not an object with entries")
         scaling = self.get("rope_parameters") or self.get("rope_scaling") or {}
         out = {k: v for k, v in scaling.items() if v is not None}
         out.setdefault("rope_theta", self.get("rope_theta") or 10000.0)
@@ -107,11 +153,26 @@ class Config(dict[str, Any]):
 
 
 def as_config(source: Any) -> Config:
-    """A `Config` from a folder, a mapping, or a transformers config object."""
+    """A `Config` from a folder, a mapping, or a transformers config object.
+
+    Raises:
+        UsageError: it is none of these.
+        CheckpointError: the folder holds no readable config, or an entry cannot be meant.
+    """
     if isinstance(source, Config):
         return source
     if isinstance(source, (str, Path)):
         return Config.read(source)
     if isinstance(source, Mapping):
         return Config(source)
+    if isinstance(source, type) or not callable(getattr(source, "to_dict", None)):
+        raise UsageError(
+            f"{source!r} is no model.",
+            there_is="folders in the Hugging Face layout, mappings with a config's entries, and transformers configs",
+        )
     return Config(source.to_dict(), type(source).__name__)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a config's entry is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

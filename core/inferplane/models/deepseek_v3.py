@@ -8,6 +8,7 @@ import torch
 
 from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
+from inferplane.models.config import Config
 from inferplane.models.rope import mscale
 from inferplane.ops import (
     CausalLM,
@@ -58,7 +59,7 @@ def deepseek_v3(b: Build) -> CausalLM:
         attention_bias=(False,),
     )
     width, vocab = c.size("hidden_size"), c.size("vocab_size")
-    layers, dense = c.size("num_hidden_layers"), int(c.get("first_k_dense_replace") or 0)
+    layers, dense = c.size("num_hidden_layers"), c.count("first_k_dense_replace")
     d = MLADims(
         heads=b.share("num_attention_heads", c.size("num_attention_heads")),
         nope=c.size("qk_nope_head_dim"),
@@ -66,15 +67,14 @@ def deepseek_v3(b: Build) -> CausalLM:
         value=c.size("v_head_dim"),
         latent=c.size("kv_lora_rank"),
     )
-    rank = c.get("q_lora_rank")
+    rank = c.count("q_lora_rank")
     scale = (d.nope + d.rope) ** -0.5
+    rope = Rope(b.rope(d.rope), bool(c.get("rope_interleave", True)))  # checks the settings
     settings = c.rope
     if settings["rope_type"] != "default" and settings.get("mscale_all_dim"):
         scale *= mscale(settings["factor"], settings["mscale_all_dim"]) ** 2
-    rope = Rope(b.rope(d.rope), bool(c.get("rope_interleave", True)))
     experts, chosen, groups = c.size("n_routed_experts"), c.size("num_experts_per_tok"), c.size("n_group", 1)
-    if experts % groups:
-        raise CheckpointError(f"{c.name}: {experts} experts cannot form {groups} equal groups.")
+    _check_routing(c, experts, chosen, groups)
 
     def mla(name: str) -> MLABlock:
         q_rows = d.heads * (d.nope + d.rope)
@@ -103,7 +103,7 @@ def deepseek_v3(b: Build) -> CausalLM:
 
     def moe(name: str) -> MoE:
         inner = b.share("moe_intermediate_size", c.size("moe_intermediate_size"))
-        shared = int(c.get("n_shared_experts") or 0)
+        shared = c.count("n_shared_experts")
         bias = Weight((f"{name}.gate.e_score_correction_bias",), (experts,), torch.float32)
         gate_up = [f"{name}.experts.{e}.{part}" for e in range(experts) for part in ("gate_proj", "up_proj")]
         down = [f"{name}.experts.{e}.down_proj" for e in range(experts)]
@@ -117,7 +117,7 @@ def deepseek_v3(b: Build) -> CausalLM:
                 top_groups=c.size("topk_group", 1),
                 group_score="top2",
                 renormalize=bool(c.get("norm_topk_prob", True)),
-                factor=float(c.get("routed_scaling_factor") or 1.0),
+                factor=c.number("routed_scaling_factor", 1.0),
             ),
             experts=MoEExperts(
                 b.weight(gate_up, (experts, 2 * inner, width), 0), b.weight(down, (experts, width, inner), 1)
@@ -150,7 +150,7 @@ def deepseek_v3(b: Build) -> CausalLM:
             head=LMHead(head.weight),
         )
 
-    extra = int(c.get("num_nextn_predict_layers") or 0)
+    extra = c.count("num_nextn_predict_layers")
     for k in range(extra):
         unread = ("embed_tokens.weight", "shared_head.head.weight") if b.mtp else ("*",)
         b.ignore(*(f"model.layers.{layers + k}.{name}" for name in unread))
@@ -161,3 +161,22 @@ def deepseek_v3(b: Build) -> CausalLM:
         head=head,
         mtp=tuple(mtp(layers + k) for k in range(extra if b.mtp else 0)),
     )
+
+
+def _check_routing(c: Config, experts: int, chosen: int, groups: int) -> None:
+    """Raise CheckpointError when no router could choose as the config says."""
+    kept = c.size("topk_group", 1)
+    each = experts // groups
+    what = ""
+    if experts % groups:
+        what = f"{experts} experts cannot form {groups} equal groups"
+    elif groups > 1 and each < 2:
+        what = f"n_group = {groups} leaves {each} expert a group, and a group is scored by its best two"
+    elif kept > groups:
+        what = f"topk_group = {kept} exceeds n_group = {groups}"
+    elif chosen > experts:
+        what = f"num_experts_per_tok = {chosen} exceeds n_routed_experts = {experts}"
+    elif chosen > kept * each:
+        what = f"num_experts_per_tok = {chosen} exceeds the {kept * each} experts in topk_group = {kept} groups"
+    if what:
+        raise CheckpointError(f"{c.name}: {what}.", remedy="correct the entries, or fetch the file again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
 from inferplane.ops import Attention, CausalLM, DecoderLayer, GQABlock, KVWrite, Rope
 from inferplane.types import KVRequest
@@ -17,7 +18,7 @@ def llama(b: Build) -> CausalLM:
         The tree of ops; nothing is read or allocated.
 
     Raises:
-        CheckpointError: the config lacks an entry.
+        CheckpointError: the config lacks an entry or contradicts itself.
         UnsupportedModelError: an entry has a value that is not implemented.
 
     Source: arXiv 2302.13971, arXiv 2407.21783.
@@ -27,6 +28,16 @@ def llama(b: Build) -> CausalLM:
     width, inner, vocab = c.size("hidden_size"), c.size("intermediate_size"), c.size("vocab_size")
     heads = c.size("num_attention_heads")
     kv_heads = c.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{c.name}: num_attention_heads = {heads} cannot be shared equally by num_key_value_heads = {kv_heads}.",
+            remedy="correct the entries, or fetch the file again",
+        )
+    if c.get("head_dim") is None and width % heads:
+        raise CheckpointError(
+            f"{c.name}: hidden_size = {width} cannot be divided into num_attention_heads = {heads} equal heads.",
+            remedy="correct the entries, or add head_dim",
+        )
     dim = c.size("head_dim", width // heads)
     h, g = b.share("num_attention_heads", heads), b.share("num_key_value_heads", kv_heads)
     bias = bool(c.get("attention_bias", False))

@@ -7,10 +7,22 @@ from typing import Any
 
 import torch
 
-from inferplane.errors import UnsupportedModelError
+from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.models.config import is_number
 from inferplane.types import Weight
 
 TYPES = ("default", "linear", "llama3", "yarn")
+
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+"""Entries that a type cannot do without, beside `rope_theta`: numbers above 0."""
+
+_KNOWN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+"""Further ones that a scaled type may have: numbers above 0."""
 
 
 def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
@@ -24,6 +36,7 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
 
     Raises:
         UnsupportedModelError: the type is not implemented, or only a part of each head is rotated.
+        CheckpointError: an entry that the type needs is missing or no such number, or `dim` is odd.
     """
     kind = rope["rope_type"]
     if kind not in TYPES:
@@ -39,6 +52,7 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
             "implemented.",
             remedy="add them in inferplane/models/rope.py",
         )
+    _check(rope, dim)
 
     def make() -> torch.Tensor:
         frequency, factor = frequencies(rope, dim)
@@ -49,6 +63,38 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
         return table.mul_(factor)
 
     return Weight((), (positions, 2, dim // 2), torch.float32, make=make)
+
+
+def _check(rope: dict[str, Any], dim: int) -> None:
+    """Raise CheckpointError for settings from which no table can be computed."""
+    if dim % 2:
+        raise CheckpointError(
+            f"Rotary positions turn pairs of entries, but {dim} entries of a head are to be rotated.",
+            remedy="check the config's head_dim, or qk_rope_head_dim",
+        )
+    kind = rope["rope_type"]
+    needed = ("rope_theta", *_NEEDED[kind])
+    if kind == "yarn" and rope.get("original_max_position_embeddings") is None:
+        needed += ("max_position_embeddings",)
+    known = [key for key in _KNOWN if kind != "default" and rope.get(key) is not None]
+    for key in (*needed, *known):
+        if not is_number(rope.get(key)) or rope[key] <= 0:
+            raise _wrong(rope, key, "a number above 0")
+    for key in ("mscale", "mscale_all_dim"):
+        if kind != "default" and rope.get(key) is not None and not (is_number(rope[key]) and rope[key] >= 0):
+            raise _wrong(rope, key, "a number from 0")
+    if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        raise _wrong(rope, "high_freq_factor", f"above low_freq_factor = {rope['low_freq_factor']!r}")
+    if kind == "yarn" and rope["rope_theta"] <= 1:
+        raise _wrong(rope, "rope_theta", "a number above 1")
+
+
+def _wrong(rope: dict[str, Any], key: str, want: str) -> CheckpointError:
+    found = f"has {key} = {rope[key]!r}" if rope.get(key) is not None else f"lacks {key!r}"
+    return CheckpointError(
+        f"Rotary scaling of type {rope['rope_type']!r} {found}; it must be {want}.",
+        remedy="correct rope_scaling (or rope_parameters) in the config, or fetch the file again",
+    )
 
 
 def frequencies(rope: dict[str, Any], dim: int) -> tuple[torch.Tensor, float]:
