@@ -210,9 +210,7 @@ class Runner:
                 return
             for v in failed:
                 self.demoted[v.kernel] = v.reason
-                self._tell(
-                    f"{self._described(v.kernel)} gives wrong results and is not used: {v.reason}."
-                )
+                self._tell(f"{self._described(v.kernel)} gives wrong results and is not used: {v.reason}.")
                 self.host.emit(
                     Event("canary.demoted", {"kernel": v.kernel.name, "op": v.kernel.op, "reason": v.reason})
                 )
