@@ -19,6 +19,7 @@ from inferplane.cli import main
 from tests.house.rules import SOURCE_PATHS
 
 PROMPT = "def fibonacci(n):"
+GREEDY = ("--temperature", "0")  # the demo asks to be sampled
 DEVICE = ("--device", "cpu")
 LONG = ("--temperature", "1.5", "--seed", "1", "--max-tokens", "1500")  # longer than any test waits
 STATS = re.compile(
@@ -51,15 +52,15 @@ def start(*words: str, **options) -> subprocess.Popen:
 
 
 def test_text_on_stdout_and_the_rest_on_stderr(cli):
-    code, out, err = cli("generate", "-p", PROMPT, "--max-tokens", "12")
+    code, out, err = cli("generate", *GREEDY, "-p", PROMPT, "--max-tokens", "12")
     assert code == 0
     assert PROMPT not in out and out.endswith("\n") and out.strip()
     assert STATS.search(err)
     assert "\x1b" not in out + err
-    assert cli("generate", "--max-tokens", "12", stdin=f"{PROMPT}\n")[:2] == (0, out), (
+    assert cli("generate", *GREEDY, "--max-tokens", "12", stdin=f"{PROMPT}\n")[:2] == (0, out), (
         "one line end belongs to the shell"
     )
-    code, json_out, err = cli("generate", "-p", PROMPT, "--max-tokens", "12", "--json")
+    code, json_out, err = cli("generate", *GREEDY, "-p", PROMPT, "--max-tokens", "12", "--json")
     assert (code, err) == (0, "")
     data = json.loads(json_out)
     assert set(data) == {
@@ -100,12 +101,12 @@ def test_an_absent_device_is_never_replaced(cli, monkeypatch):
 
 
 def test_each_line_is_a_turn(cli):
-    code, out, err = cli("chat", "--max-tokens", "6", stdin="def f(x):\n\n/reset\nclass A:")
+    code, out, err = cli("chat", *GREEDY, "--max-tokens", "6", stdin="def f(x):\n\n/reset\nclass A:")
     assert code == 0
     assert "demo is a completion model, not a chat model" in err
     assert len(STATS.findall(err)) == 2
     assert "> " not in out and "/reset" not in out
-    first, second = (cli("generate", "--max-tokens", "6", "-p", p)[1] for p in ("def f(x):", "class A:"))
+    first, second = (cli("generate", *GREEDY, "--max-tokens", "6", "-p", p)[1] for p in ("def f(x):", "class A:"))
     assert out.replace("\n", "") == (first + second).replace("\n", ""), "the second turn knew nothing of the first"
 
 

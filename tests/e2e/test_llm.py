@@ -11,7 +11,7 @@ import torch
 
 from inferplane import LLM, SamplingParams
 from inferplane.engine import InferplaneWarning
-from inferplane.errors import CapacityError, CheckpointError, UsageError
+from inferplane.errors import CapacityError, CheckpointError, GenerationError, UsageError
 from tests.e2e.tiny_models import llama_config, prompts, random_model
 from tests.e2e.tiny_tokenizers import CHAT, byte_level, metaspace, save
 
@@ -363,8 +363,11 @@ def test_a_request_that_fails_ends_alone(llm, monkeypatch):
         good, bad, also_good = llm.generate(["Hello", [5, poison], "Hello"], GREEDY)
     assert good.token_ids == also_good.token_ids == want.token_ids and good.finish_reason == "length"
     assert (bad.finish_reason, bad.token_ids, bad.text) == ("error", [], "") and "Fault: a kernel" in bad.error
-    (last,) = stream
-    assert last.finish_reason == "error" and "a kernel" in last.error
+    with pytest.raises(GenerationError, match="a kernel"):
+        list(stream)
+    with pytest.raises(GenerationError, match=r"2 of 2.*a kernel"):
+        llm.generate([[poison], [poison, 2]], GREEDY)
+    assert one(llm).token_ids == want.token_ids
 
 
 def test_one_bad_prompt_of_several(llm):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from inferplane.engine.arguments import sampling
 from inferplane.engine.llm import LLM, Prompt
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.request import Delta, Request
@@ -79,7 +80,7 @@ class AsyncLLM:
         Raises:
             UsageError, CapacityError: the request was refused; nothing of it remains.
         """
-        params = params or SamplingParams()
+        params = sampling(params)
         if params.n > 1:
             raise UsageError(f"generate with n = {params.n}.", remedy="start one stream a sequence")
         loop = asyncio.get_running_loop()
