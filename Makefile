@@ -77,5 +77,5 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/pip
 
 $(VENV)/.installed-lint: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "installing Inferplane and its linters into $(VENV); the first time this takes a few minutes"
-	$(PIP_INSTALL) -e ".[lint]"
+	$(PIP_INSTALL) -e ".[lint,test]"  # mypy reads the conformance suite, which needs pytest
 	@touch $(VENV)/.installed $@
