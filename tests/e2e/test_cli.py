@@ -204,6 +204,17 @@ class AtTerminal:
             self._wait(1)
         return self.until(pattern)
 
+    def say(self, line: str, pattern: str) -> str:
+        """Types a line until the pattern comes: a Ctrl-C from before may be on its way still, and takes the line away."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not re.search(pattern, self.seen):
+            assert time.monotonic() < deadline, f"{pattern!r} never came:\n{self.seen}"
+            self.type(line)
+            patience = time.monotonic() + 5
+            while time.monotonic() < patience and not re.search(pattern, self.seen):
+                self._wait(0.5)
+        return self.until(pattern)
+
     def _wait(self, seconds: float) -> None:
         if select.select([self.master], [], [], seconds)[0]:
             chunk = self._read()
@@ -235,8 +246,7 @@ def test_chat_at_a_terminal():
     assert "tokens/s" not in chat.until("stopped")
     chat.until("> ")
     chat.interrupt("/exit or Ctrl-D leaves")
-    chat.type("/rest\n")
-    chat.until("perhaps /reset was meant")
+    chat.say("/rest\n", "perhaps /reset was meant")
     chat.type("/reset\n")
     chat.until("begins anew")
     chat.until("> ")
