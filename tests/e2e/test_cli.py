@@ -205,7 +205,7 @@ class AtTerminal:
         return self.until(pattern)
 
     def say(self, line: str, pattern: str) -> str:
-        """Types a line until the pattern comes: a Ctrl-C from before may be on its way still, and takes the line away."""
+        """Types a line until the pattern comes: an earlier Ctrl-C may still be on its way, and take the line away."""
         deadline = time.monotonic() + TIMEOUT_S
         while not re.search(pattern, self.seen):
             assert time.monotonic() < deadline, f"{pattern!r} never came:\n{self.seen}"
