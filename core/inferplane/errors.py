@@ -103,3 +103,11 @@ class GenerationError(InferplaneError, RuntimeError):
 
     At fault: a kernel or the device, named in the message. Mended by: another provider for the op, or the device.
     """
+
+
+class EngineError(InferplaneError, RuntimeError):
+    """The engine has ended, or cannot be reached; every stream that it ran was told so.
+
+    At fault: what the message names: a device, a lack of memory, somebody who ended the process. Mended by: a new
+    engine.
+    """

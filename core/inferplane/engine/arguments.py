@@ -131,6 +131,15 @@ def prompt_list(prompts: Any) -> list[Prompt]:
     return [many] if alone else many
 
 
+def check_ids(prompt: Sequence[int], vocab: int) -> None:
+    """Raise UsageError for an empty prompt, or token ids that are not of 0 to `vocab` - 1."""
+    if not prompt:
+        raise UsageError("The prompt is empty.", remedy="pass at least one token")
+    bad: list[Any] = [t for t in prompt if type(t) is not int or not 0 <= t < vocab]
+    if bad:
+        raise UsageError(f"Token id {short(bad[0])} is not in the vocabulary.", there_is=f"ids 0 to {vocab - 1}")
+
+
 def one_prompt(prompt: Any) -> Prompt:
     """A single prompt, with ids as a list."""
     if isinstance(prompt, str):

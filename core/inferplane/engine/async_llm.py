@@ -1,41 +1,49 @@
-"""`AsyncLLM`: many callers of one engine, each with a stream of its own.
-
-One thread runs the engine; callers live on any asyncio loops and threads. Only that thread touches the engine: requests
-and aborts reach it through a queue, pieces of text come back through each caller's own loop.
-"""
+"""`AsyncLLM`: many callers of one engine, each with a stream of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
-from inferplane.engine.arguments import sampling
-from inferplane.engine.llm import LLM, Prompt
+from inferplane.engine import arguments
+from inferplane.engine.arguments import Prompt
+from inferplane.engine.client import EngineClient, Health, ModelInfo, Order, Question, RequestId
+from inferplane.engine.llm import LLM
+from inferplane.engine.local import LocalEngine
 from inferplane.engine.params import SamplingParams
-from inferplane.engine.request import Delta, Request
+from inferplane.engine.request import Delta
+from inferplane.engine.text import Tokenizer
 from inferplane.errors import UsageError
 
-Deliver = Callable[[Delta], None]
+LONG_PROMPT = 4096
+"""Characters from which a prompt is encoded in a thread, so that other streams of the caller's loop go on."""
 
 
-@dataclass
-class _Stream:
-    """A request with the way back to its caller."""
+class _Mailbox:
+    """Streams of one asyncio loop. Pieces of a step come over to it together."""
 
-    request: Request
-    deliver: Deliver
-    sent: int = 0
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.streams: dict[RequestId, asyncio.Queue[Delta]] = {}
+
+    def deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the pieces
+            self.loop.call_soon_threadsafe(self._put, pieces)
+
+    def _put(self, pieces: list[tuple[RequestId, Delta]]) -> None:
+        for request_id, piece in pieces:
+            stream = self.streams.get(request_id)
+            if stream is not None:
+                stream.put_nowait(piece)
 
 
 class AsyncLLM:
-    """A model on one device, for servers.
+    """A model on one device, for servers. Its methods may be used on any asyncio loop, of any thread.
 
         llm = AsyncLLM("demo")
         async for piece in llm.generate("def main():", SamplingParams(max_tokens=40)):
@@ -44,28 +52,108 @@ class AsyncLLM:
 
     Args:
         model: see `LLM`.
+        process: run the engine in a process of its own, which neither waits for this one's Python code nor dies with
+            it unnoticed. That process finds plugins as this one did at its start: by installed distributions and by the
+            environment, not by what was registered by hand. Otherwise it runs in a thread.
         max_waiting: requests that may wait; more are refused with a CapacityError. None: any number.
         options: every other argument of `LLM`.
 
     Raises:
-        As `LLM`.
+        As `LLM`. EngineError: the process ended while it was starting.
     """
 
-    def __init__(self, model: Any = "demo", *, max_waiting: int | None = None, **options: Any) -> None:
-        self.llm = LLM(model, max_waiting=max_waiting, **options)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[int | str, _Stream] = {}
-        self._ended = threading.Event()
-        self._draining = False
-        self._ids = count()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._loop, name="inferplane-engine", daemon=True)
-        self._thread.start()
+    def __init__(
+        self, model: Any = "demo", *, process: bool = False, max_waiting: int | None = None, **options: Any
+    ) -> None:
+        options["max_waiting"] = max_waiting
+        client: EngineClient
+        if process:
+            from inferplane.engine.process import RemoteEngine
 
-    # -- for callers
+            client = RemoteEngine.start(model, options)
+        else:
+            client = LocalEngine(LLM(model, **options))
+        self._begin(client)
+
+    @classmethod
+    def connect(cls, address: str) -> AsyncLLM:
+        """Use the engine of another process, which an `AsyncLLM(process=True)` has started.
+
+        Args:
+            address: that one's `address`.
+
+        Raises:
+            EngineError: nothing answers there.
+        """
+        from inferplane.engine.process import RemoteEngine
+
+        llm = cls.__new__(cls)
+        llm._begin(RemoteEngine.connect(address))
+        return llm
+
+    def _begin(self, client: EngineClient) -> None:
+        self._client = client
+        self._ids = count()
+        self._lock = threading.Lock()
+        self._owners: dict[RequestId, _Mailbox] = {}
+        self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}  # of loops with live streams
+        self._tokenizer: Tokenizer | None = None
+
+    # -- the model
+
+    @property
+    def info(self) -> ModelInfo:
+        """Its name, device, dtype, vocabulary and limits."""
+        return self._client.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, loaded at first use.
+
+        Raises:
+            UsageError: the model has no folder. CheckpointError: the folder has no usable tokenizer.
+        """
+        with self._lock:
+            if self._tokenizer is None:
+                if self.info.folder is None:
+                    raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
+                self._tokenizer = Tokenizer(Path(self.info.folder))
+            return self._tokenizer
+
+    @property
+    def llm(self) -> LLM:
+        """The model itself, when it lives in this process.
+
+        Raises:
+            UsageError: it lives in another.
+        """
+        if not isinstance(self._client, LocalEngine):
+            raise UsageError("The model lives in a process of its own.", there_is="info, stats, health and explain")
+        return self._client.llm
+
+    @property
+    def address(self) -> str:
+        """Where other processes of the same user reach the engine (`AsyncLLM.connect`).
+
+        Raises:
+            UsageError: the engine runs in a thread of this process.
+        """
+        found: str = getattr(self._client, "address", "")
+        if not found:
+            raise UsageError("The engine runs in a thread of this process.", remedy="pass process=True")
+        return found
+
+    # -- requests
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: int | str | None = None, **more: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: RequestId | None = None,
+        *,
+        index: int = 0,
+        priority: int = 0,
+        tenant: str = "",
     ) -> AsyncIterator[Delta]:
         """Continue one prompt, piece by piece; the last piece, and it alone, has a `finish_reason`.
 
@@ -74,150 +162,99 @@ class AsyncLLM:
         Args:
             prompt: a string or a list of token ids.
             params: how to sample. `timeout_s` ends the request with "timeout".
-            request_id: for `abort`; unique among live requests. None: a number.
-            more: `priority` (lower runs first) and `tenant` (cached prefixes are shared within one only).
+            request_id: for `abort`; unique among live requests. None: one of its own.
+            index: which of several sequences for this prompt: each draws other random numbers from the same seed. For
+                `params.n` sequences start n streams.
+            priority: lower runs first.
+            tenant: cached prefixes are shared within one only.
 
         Raises:
             UsageError, CapacityError: the request was refused; nothing of it remains.
+            EngineError: the engine has ended.
         """
-        params = sampling(params)
+        params = arguments.sampling(params)
         if params.n > 1:
-            raise UsageError(f"generate with n = {params.n}.", remedy="start one stream a sequence")
-        loop = asyncio.get_running_loop()
+            raise UsageError(
+                f"generate with n = {params.n}.", remedy="start n streams with n = 1 and index = 0 to n - 1"
+            )
+        ids = await self._encode(prompt)
+        arguments.check_ids(ids, self.info.vocab)
+        key: RequestId = f"stream-{next(self._ids)}" if request_id is None else request_id
+        order = Order(key, ids, params, index, priority, tenant)
         pieces: asyncio.Queue[Delta] = asyncio.Queue()
-
-        def deliver(piece: Delta) -> None:
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits for the piece
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
-        more["request_id"] = f"stream-{next(self._ids)}" if request_id is None else request_id
-        added = False
+        box = self._register(key, pieces)
+        ended = False
         try:
-            # Shielded: a caller who is cancelled meanwhile still learns nothing, but the request is known, and aborted.
-            asking = asyncio.ensure_future(self._ask(lambda: self._add(prompt, params, deliver, more)))
-            try:
-                await asyncio.shield(asking)
-            except asyncio.CancelledError:
-                asking.add_done_callback(lambda done: done.cancelled() or done.exception())
-                added = True  # or about to be: the abort stands behind it in the queue
-                raise
-            added = True
-            while True:
+            await asyncio.wrap_future(self._client.submit(order, box))
+            while not ended:
                 piece = await pieces.get()
+                ended = piece.finish_reason is not None
                 yield piece
-                if piece.finish_reason is not None:
-                    return
         finally:
-            if added:
-                self.abort(more["request_id"])
+            self._unregister(key, box)
+            if not ended:  # also when it is only about to be queued: the abort stands behind it
+                self._client.abort(key, box)
 
-    def abort(self, request_id: int | str) -> None:
+    def abort(self, request_id: RequestId) -> None:
         """End a request; its stream gets a last piece with "abort". Unknown and ended ids are ignored."""
-        self._inbox.put(lambda: self._abort(request_id))
+        with self._lock:
+            box = self._owners.get(request_id)
+        if box is not None:
+            self._client.abort(request_id, box)
+
+    def _register(self, request_id: RequestId, pieces: asyncio.Queue[Delta]) -> _Mailbox:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if request_id in self._owners:
+                raise UsageError(f"Request {request_id!r} is alive already.", remedy="use another request_id")
+            box = self._mailboxes.setdefault(loop, _Mailbox(loop))
+            self._owners[request_id] = box
+            box.streams[request_id] = pieces
+            return box
+
+    def _unregister(self, request_id: RequestId, box: _Mailbox) -> None:
+        with self._lock:
+            del self._owners[request_id]
+            del box.streams[request_id]
+            if not box.streams:
+                self._mailboxes.pop(box.loop, None)
+
+    async def _encode(self, prompt: Prompt) -> list[int]:
+        prompt = arguments.one_prompt(prompt)
+        if not isinstance(prompt, str):
+            return [i.item() if hasattr(i, "item") else i for i in prompt]
+        if self._tokenizer is not None and len(prompt) < LONG_PROMPT:
+            return self._tokenizer.encode(prompt)
+        return await asyncio.to_thread(lambda: self.tokenizer.encode(prompt))
+
+    # -- the engine
 
     async def stats(self) -> dict[str, Any]:
         """Counters, gauges and histograms of the engine (`inferplane.engine.metrics`)."""
-        return await self._ask(self.llm.engine.stats)
+        return await self._ask("stats")
+
+    async def explain(self) -> dict[str, Any]:
+        """The plan as data: see `LLM.explain`."""
+        return await self._ask("explain")
+
+    async def health(self, timeout_s: float = 2.0) -> Health:
+        """Whether the engine does its work; one that does not answer in time is not alive."""
+        try:
+            return Health(**await asyncio.wait_for(self._ask("health"), timeout_s))
+        except asyncio.TimeoutError:
+            return Health(alive=False, failure=f"no answer within {timeout_s:g} s")
+        except Exception as error:
+            return Health(alive=False, failure=str(error))
+
+    async def _ask(self, question: Question) -> dict[str, Any]:
+        return await asyncio.wrap_future(self._client.ask(question))
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Refuse new requests, let those that live run for up to `drain_s` seconds, abort the rest, free the model."""
-        self._draining = True
-        if drain_s > 0 and self._thread.is_alive():
-            limit = asyncio.get_running_loop().time() + drain_s
-            while await self._busy() and asyncio.get_running_loop().time() < limit:
-                await asyncio.sleep(0.02)
-        self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
-        self.llm.close()
+        await asyncio.to_thread(self._client.close, drain_s)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
 
     async def __aexit__(self, *unused: object) -> None:
         await self.shutdown()
-
-    async def _busy(self) -> bool:
-        return not self._ended.is_set() and bool(self._streams)
-
-    async def _ask(self, work: Callable[[], Any]) -> Any:
-        """Run `work` in the engine's thread and wait for its result."""
-        answer: Future[Any] = Future()
-
-        def run() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            try:
-                answer.set_result(work())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        self._inbox.put(run)
-        if self._ended.is_set():  # it may have ended just before: then nobody empties the queue but us
-            self._refuse()
-        return await asyncio.wrap_future(answer)
-
-    # -- in the engine's thread
-
-    def _add(self, prompt: Prompt, params: SamplingParams, deliver: Deliver, more: dict[str, Any]) -> Request:
-        if self._draining or self._ended.is_set():
-            raise UsageError("The model is shut down.", remedy="make a new AsyncLLM")
-        request = self.llm.add(prompt, params, **more)
-        self._streams[request.request_id] = _Stream(request, deliver)
-        return request
-
-    def _abort(self, request_id: int | str) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            self.llm.engine.end(stream.request, "abort")
-            self._send(stream)
-
-    def _send(self, stream: _Stream) -> None:
-        """What is new since the last piece; the last one ends the stream."""
-        request = stream.request
-        reason, new = request.finish_reason, request.generated[stream.sent :]
-        if reason is None and not new:
-            return
-        scored = None if request.logprobs is None else request.logprobs[stream.sent :]
-        stream.sent += len(new)
-        text = request.text.take(end=reason is not None) if request.text is not None else ""
-        timings = request.timings() if reason is not None else None
-        if reason is not None:
-            self._streams.pop(request.request_id, None)
-        stream.deliver(Delta(text, new, reason, timings, request.error, scored))
-
-    def _loop(self) -> None:
-        engine = self.llm.engine
-        try:
-            while True:
-                while not engine.busy or not self._inbox.empty():
-                    work = self._inbox.get()
-                    if work is None:
-                        return
-                    work()
-                for request in engine.step():
-                    stream = self._streams.get(request.request_id)
-                    if stream is not None:
-                        self._send(stream)
-        except BaseException as error:
-            self._failure = error
-        finally:
-            self._ended.set()
-            for stream in list(self._streams.values()):
-                reason = "abort" if self._failure is None else "error"
-                said = "" if self._failure is None else f"the engine stopped: {self._failure}"
-                engine.end(stream.request, reason, said)  # type: ignore[arg-type]
-                try:
-                    self._send(stream)
-                except Exception as error:  # its text cannot be had: its end still can
-                    stream.deliver(Delta("", [], "error", stream.request.timings(), f"{said} {error}".strip()))
-            self._refuse()
-
-    def _refuse(self) -> None:
-        """Answer what still waits in the queue; `_add` refuses once the engine has ended."""
-        while True:
-            try:
-                work = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            if work is not None:
-                work()

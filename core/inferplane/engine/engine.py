@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from inferplane.engine import rng
+from inferplane.engine.arguments import check_ids
 from inferplane.engine.logprobs import TokenLogprob, score
 from inferplane.engine.metrics import Metrics
 from inferplane.engine.params import SamplingParams
@@ -115,11 +116,7 @@ class Engine:
         """Raise UsageError for an empty prompt or token ids outside the vocabulary, or when the engine is closed."""
         if self.closed:
             raise UsageError("The model is closed: its weights and its cache are freed.", remedy="make a new LLM")
-        if not prompt:
-            raise UsageError("The prompt is empty.", remedy="pass at least one token")
-        bad: list[Any] = [t for t in prompt if type(t) is not int or not 0 <= t < self.vocab]
-        if bad:
-            raise UsageError(f"Token id {bad[0]!r} is not in the vocabulary.", there_is=f"ids 0 to {self.vocab - 1}")
+        check_ids(prompt, self.vocab)
 
     def end(self, request: Request, reason: FinishReason, error: str = "") -> None:
         """End a request and take back its blocks; a request that has ended stays as it is."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -120,6 +121,7 @@ class LLM:
         )
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None
+        self._grammars_lock = Lock()
 
     # -- text
 
@@ -136,7 +138,8 @@ class LLM:
             self._tokenizer = Tokenizer(self.files.folder)
         return self._tokenizer
 
-    def _end_ids(self) -> frozenset[int]:
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
         if self.files.folder is None:
             value = self.files.config.get("eos_token_id")
             return frozenset([value] if isinstance(value, int) else value or ())
@@ -152,10 +155,7 @@ class LLM:
 
     def _detokenizer(self, prompt: list[int], params: SamplingParams) -> Detokenizer | None:
         """None for a folder or config without a tokenizer, unless text is needed."""
-        has_files = self.files.folder is not None and any(
-            (self.files.folder / n).exists() for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-        )
-        if self._tokenizer is None and not has_files and not params.stop:
+        if self._tokenizer is None and not self.files.has_tokenizer and not params.stop:
             return None
         self.engine.check(prompt)
         return Detokenizer(self.tokenizer, params.stop or (), prompt)
@@ -200,21 +200,29 @@ class LLM:
             prompt: a string or a list of token ids.
             params: how to sample.
             index: which of the prompt's `n` sequences; each draws its own random numbers.
-            more: request_id, priority, tenant.
+            more: request_id, priority, tenant; `constraint`, when it is compiled already.
 
         Raises:
             UsageError, CapacityError: the request is refused.
         """
         ids = self._encode(prompt)
         seed = None if params.seed is None else child_seed(as_int64(params.seed), index)
-        text, constraint = self._detokenizer(ids, params), self._constraint(params)
-        return self.engine.add(ids, params, self._end_ids(), text, seed=seed, constraint=constraint, **more)
+        text = self._detokenizer(ids, params)
+        if more.get("constraint") is None:
+            more["constraint"] = self.constraint(params)
+        return self.engine.add(ids, params, self.end_ids(), text, seed=seed, **more)
 
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
+    def constraint(self, params: SamplingParams) -> Constraint | None:
+        """What the parameters demand of the text, compiled; None when they demand nothing. From any thread.
+
+        Raises:
+            UsageError: it is not valid, not supported, or too complex.
+        """
         if params.constraint is None:
             return None
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer.fast, self.engine.vocab, self._end_ids())
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer.fast, self.engine.vocab, self.end_ids())
         return self._grammars.start(params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:

@@ -77,7 +77,8 @@ class Result:
 class Delta:
     """What streams yield: new text (possibly empty), its tokens, and at the end why it ended.
 
-    The last delta is the request's one terminal event: it alone has a `finish_reason`.
+    The last delta is the request's one terminal event: it alone has a `finish_reason`. `prompt_logprobs` come with the
+    first one, when they were asked for.
     """
 
     text: str
@@ -86,6 +87,7 @@ class Delta:
     timings: Timings | None = None
     error: str = ""
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(eq=False)

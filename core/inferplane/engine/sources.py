@@ -51,6 +51,12 @@ class ModelFiles:
         """Whether the folder holds weights, also pickled ones (which are then refused by name)."""
         return (self.folder is not None and any(self.folder.glob("*.safetensors*"))) or self._pickled()
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder holds a tokenizer's files."""
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        return self.folder is not None and any((self.folder / name).exists() for name in names)
+
     def _pickled(self) -> bool:
         return self.folder is not None and any(p.suffix in (".bin", ".pt", ".pth") for p in self.folder.iterdir())
 

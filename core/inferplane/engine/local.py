@@ -1,0 +1,269 @@
+"""An engine in a thread of this process. Only that thread touches it: requests and aborts reach it through a queue."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from inferplane.engine.client import Health, ModelInfo, Order, Question, RequestId, Sink
+from inferplane.engine.constrain import Constraint
+from inferplane.engine.llm import LLM
+from inferplane.engine.request import Delta, FinishReason, Request
+from inferplane.errors import EngineError, UsageError
+
+_Key = tuple[Sink, RequestId]
+
+
+@dataclass
+class _Stream:
+    """A request with the way back to its caller."""
+
+    request: Request
+    order: Order
+    sink: Sink
+    sent: int = 0
+
+
+class LocalEngine:
+    """An `EngineClient` for a model in this process.
+
+    Args:
+        llm: the model; owned from here on.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.info = model_info(llm)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[_Key, _Stream] = {}
+        self._of: dict[Request, _Stream] = {}
+        self._compiling: dict[_Key, bool] = {}  # constraint at work -> aborted meanwhile
+        self._lock = threading.Lock()  # of what is compiling
+        self._compilers = ThreadPoolExecutor(2, "inferplane-constraints")
+        self._closing = threading.Event()
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+        self._turned = time.monotonic()
+        self._thread = threading.Thread(target=self._loop, name="inferplane-engine", daemon=True)
+        self._thread.start()
+
+    # -- for callers
+
+    def submit(self, order: Order, sink: Sink) -> Future[None]:
+        """See `EngineClient`. A constraint is compiled beside the engine, which goes on meanwhile."""
+        answer: Future[None] = Future()
+        if order.params.constraint is None:
+            self._post(lambda: self._add(order, sink, None), answer)
+            return answer
+        with self._lock:
+            self._compiling[sink, order.request_id] = False
+        try:
+            self._compilers.submit(self._compile, order, sink, answer)
+        except RuntimeError:  # closed; the engine's own refusal says so
+            self._post(lambda: self._add(order, sink, None), answer)
+        return answer
+
+    def abort(self, request_id: RequestId, sink: Sink) -> None:
+        """See `EngineClient`."""
+        self._inbox.put(lambda: self._abort((sink, request_id)))
+
+    def abort_all(self, sink: Sink) -> None:
+        """End every request of a caller who is gone."""
+        with self._lock:
+            keys = [*self._streams, *self._compiling]
+
+        def work() -> None:
+            for key in keys:
+                if key[0] is sink:
+                    self._abort(key)
+
+        self._inbox.put(work)
+
+    def ask(self, question: Question) -> Future[dict[str, Any]]:
+        """See `EngineClient`. Health is answered at once, also by an engine that is stuck."""
+        answer: Future[dict[str, Any]] = Future()
+        if question == "health":
+            answer.set_result(asdict(self._health()))
+        elif question == "explain":
+            self._post(self.llm.explain, answer)
+        else:
+            self._post(self.llm.engine.stats, answer)
+        return answer
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """See `EngineClient`."""
+        self._closing.set()
+        limit = time.monotonic() + drain_s
+        while self._streams and not self._ended.is_set() and time.monotonic() < limit:
+            time.sleep(0.01)
+        self._inbox.put(None)
+        self._thread.join()
+        self._compilers.shutdown(cancel_futures=True)
+        self.llm.close()
+
+    def _health(self) -> Health:
+        engine = self.llm.engine
+        alive = not self._ended.is_set() and not self._closing.is_set()
+        said = "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+        quiet = time.monotonic() - self._turned
+        return Health(alive, engine.busy, engine.metrics.counters["steps_total"], quiet, said)
+
+    def _post(self, work: Callable[[], Any], answer: Future[Any]) -> None:
+        """Run `work` in the engine's thread; its result is the answer."""
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(work())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._inbox.put(run)
+        if self._ended.is_set():  # it may have ended just before: then nobody empties the queue but us
+            self._refuse()
+
+    def _compile(self, order: Order, sink: Sink, answer: Future[None]) -> None:
+        """In a compiler's thread."""
+        try:
+            constraint = self.llm.constraint(order.params)
+        except BaseException as error:
+            with self._lock:
+                self._compiling.pop((sink, order.request_id), None)
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
+            return
+        self._post(lambda: self._add(order, sink, constraint), answer)
+
+    # -- in the engine's thread
+
+    def _add(self, order: Order, sink: Sink, constraint: Constraint | None) -> None:
+        key = sink, order.request_id
+        with self._lock:
+            aborted = self._compiling.pop(key, False)
+        if self._ended.is_set() or self._closing.is_set():
+            if self._failure is not None:
+                raise EngineError(f"The engine stopped: {self._failure}.", remedy="make a new AsyncLLM")
+            raise UsageError("The model is shut down.", remedy="make a new AsyncLLM")
+        if key in self._streams:
+            raise UsageError(f"Request {order.request_id!r} is alive already.", remedy="use another request_id")
+        more = {"priority": order.priority, "tenant": order.tenant, "constraint": constraint}
+        request = self.llm.add(order.prompt, order.params, order.index, **more)
+        self._streams[key] = self._of[request] = _Stream(request, order, sink)
+        if aborted:
+            self._abort(key)
+
+    def _abort(self, key: _Key) -> None:
+        with self._lock:
+            if key in self._compiling:
+                self._compiling[key] = True
+        stream = self._streams.get(key)
+        if stream is not None:
+            self._end(stream, "abort")
+
+    def _end(self, stream: _Stream, reason: FinishReason, error: str = "") -> None:
+        self.llm.engine.end(stream.request, reason, error)
+        try:
+            piece = self._piece(stream)
+        except Exception as failure:  # its text cannot be had: its end still can
+            self._forget(stream)
+            piece = Delta("", [], "error", stream.request.timings(), f"{error} {failure}".strip())
+        if piece is not None:
+            stream.sink.deliver([(stream.order.request_id, piece)])
+
+    def _piece(self, stream: _Stream) -> Delta | None:
+        """What is new since the last piece; the last one ends the stream."""
+        request = stream.request
+        reason, new = request.finish_reason, request.generated[stream.sent :]
+        if reason is None and not new:
+            return None
+        scored = None if request.logprobs is None else request.logprobs[stream.sent :]
+        prompt = request.prompt_logprobs if stream.sent == 0 else None
+        stream.sent += len(new)
+        text = request.text.take(end=reason is not None) if request.text is not None else ""
+        timings = request.timings() if reason is not None else None
+        if reason is not None:
+            self._forget(stream)
+        return Delta(text, new, reason, timings, request.error, scored, prompt)
+
+    def _step(self) -> None:
+        """One step of the engine; each caller hears once of all that is new."""
+        pieces: dict[Sink, list[tuple[RequestId, Delta]]] = {}
+        for request in self.llm.engine.step():
+            stream = self._of.get(request)
+            if stream is None:
+                continue
+            try:
+                piece = self._piece(stream)
+            except Exception as error:
+                self._end(stream, "error", f"{type(error).__name__}: {error}")
+                continue
+            if piece is not None:
+                pieces.setdefault(stream.sink, []).append((stream.order.request_id, piece))
+        for sink, found in pieces.items():
+            sink.deliver(found)
+
+    def _forget(self, stream: _Stream) -> None:
+        self._streams.pop((stream.sink, stream.order.request_id), None)
+        self._of.pop(stream.request, None)
+
+    def _loop(self) -> None:
+        engine = self.llm.engine
+        try:
+            while True:
+                while not engine.busy or not self._inbox.empty():
+                    work = self._inbox.get()
+                    self._turned = time.monotonic()
+                    if work is None:
+                        return
+                    work()
+                self._step()
+                self._turned = time.monotonic()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._ended.set()
+            reason: FinishReason = "abort" if self._failure is None else "error"
+            said = "" if self._failure is None else f"the engine stopped: {self._failure}"
+            for stream in list(self._streams.values()):
+                with contextlib.suppress(Exception):  # a caller who cannot be told keeps nobody else from being told
+                    self._end(stream, reason, said)
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Answer what still waits in the queue; `_add` refuses once the engine has ended."""
+        while True:
+            try:
+                work = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if work is not None:
+                work()
+
+
+def model_info(llm: LLM) -> ModelInfo:
+    """What callers may know of a loaded model."""
+    runner, engine = llm.runner, llm.engine
+    architectures = llm.files.config.get("architectures") or [""]
+    return ModelInfo(
+        name=llm.files.name,
+        folder=str(llm.files.folder) if llm.files.folder is not None else None,
+        architecture=str(architectures[0]),
+        device=runner.backend.name,
+        device_name=runner.state.name if runner.state is not None else "",
+        dtype=str(runner.dtype).removeprefix("torch."),
+        kv_dtype=runner.options.kv_dtype,
+        vocab=engine.vocab,
+        max_model_len=runner.max_model_len,
+        max_batch=engine.scheduler.limits.max_batch,
+        kv_blocks=engine.cache.blocks,
+        block_tokens=engine.cache.block_tokens,
+        end_ids=tuple(sorted(llm.end_ids())),
+        speculative=engine.speculator.config.speculate_method if engine.speculator is not None else "",
+    )

@@ -1,0 +1,184 @@
+"""The process that an engine lives in: loads the model, then serves callers over Unix sockets.
+
+The caller that started it is connected by a socket pair; when that connection ends, so does the process. Others of the
+same user connect at a socket in a folder that is theirs alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from inferplane.engine.client import RequestId
+from inferplane.engine.llm import LLM
+from inferplane.engine.local import LocalEngine
+from inferplane.engine.process import messages
+from inferplane.engine.process.messages import Fault, FromCaller, FromEngine, Piece
+from inferplane.engine.request import Delta
+
+MOST_UNREAD_BYTES = 64 * 2**20
+"""A caller that leaves so much unread is disconnected, and its requests are ended."""
+
+
+class Connection:
+    """One caller. A `Sink`: the engine's thread delivers, the loop's thread writes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.loop = asyncio.get_running_loop()
+
+    # -- from any thread
+
+    def deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
+        self.post(messages.Pieces([Piece.of(request_id, delta) for request_id, delta in pieces]))
+
+    def post(self, message: FromEngine) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self.send, message)
+
+    # -- in the loop
+
+    def send(self, message: FromEngine) -> None:
+        if self.writer.is_closing():
+            return
+        if self.writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+            self.writer.transport.abort()
+            return
+        self.writer.write(messages.frame(message))
+
+    async def receive(self) -> FromCaller | None:
+        """The next message; None at the end, also of a caller that does not keep to the protocol."""
+        try:
+            size = messages.body_bytes(await self.reader.readexactly(messages.HEADER_BYTES))
+            return messages.read_caller(await self.reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        except (ValueError, msgspec.DecodeError) as error:
+            print(f"inferplane engine: a caller is disconnected: {error}", file=sys.stderr)
+            return None
+
+    async def serve(
+        self, engine: LocalEngine, on_close: Callable[[float], None], first: Awaitable[FromCaller | None] | None = None
+    ) -> None:
+        """Answer until the caller leaves; its requests end with it.
+
+        Args:
+            engine: does the work.
+            on_close: told the seconds for draining when the caller says `Close`; messages are answered on.
+            first: the first message, when it is being received already.
+        """
+        try:
+            message = await (first if first is not None else self.receive())
+            while message is not None and not isinstance(message, messages.Load):
+                if isinstance(message, messages.Submit):
+                    self._answer(engine.submit(message.order, self), message.number)
+                elif isinstance(message, messages.Withdraw):
+                    engine.abort(message.request_id, self)
+                elif isinstance(message, messages.Ask):
+                    self._answer(engine.ask(message.question), message.number)
+                else:
+                    on_close(message.drain_s)
+                message = await self.receive()
+        finally:
+            engine.abort_all(self)
+
+    def _answer(self, answer: Future[Any], number: int) -> None:
+        def done(answer: Future[Any]) -> None:
+            error = answer.exception()
+            if error is not None:
+                self.post(messages.Refused(number, Fault.of(error)))
+            elif answer.result() is None:
+                self.post(messages.Accepted(number))
+            else:
+                self.post(messages.Answer(number, answer.result()))
+
+        answer.add_done_callback(done)
+
+    async def leave(self) -> None:
+        """Write what is left, and close."""
+        with contextlib.suppress(ConnectionError, asyncio.TimeoutError):
+            await asyncio.wait_for(self.writer.drain(), 5.0)
+        self.writer.close()
+
+
+def _load(message: messages.Load, owner: Connection) -> LocalEngine:
+    """Load the model, telling how far it is and what there is to warn of."""
+
+    def progress(done: int, total: int) -> None:
+        owner.post(messages.Progress(done, total))
+
+    def showwarning(message: Warning | str, *unused: Any) -> None:
+        owner.post(messages.Warned(str(message)))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = showwarning  # type: ignore[assignment]
+        llm = LLM(message.model, progress=progress, **message.options)
+        if llm.files.has_tokenizer:
+            _ = llm.tokenizer  # now, not at the first request
+    return LocalEngine(llm)
+
+
+async def _run(sock: socket.socket) -> None:
+    owner = Connection(*await asyncio.open_unix_connection(sock=sock))
+    first = await owner.receive()
+    if not isinstance(first, messages.Load):
+        return
+    loading = asyncio.ensure_future(asyncio.to_thread(_load, first, owner))
+    second = asyncio.ensure_future(owner.receive())
+    await asyncio.wait({loading, second}, return_when=asyncio.FIRST_COMPLETED)
+    if second.done():  # the owner is gone, and nobody else waits for the model; loading cannot be interrupted otherwise
+        os._exit(0)
+    try:
+        engine = loading.result()
+    except BaseException as error:
+        owner.send(messages.Failed(Fault.of(error)))
+        await owner.leave()
+        return
+    others = await _listen(engine, first.address)
+    owner.send(messages.Ready(engine.info))
+    closing: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def close(drain_s: float) -> None:
+        if not closing.done():
+            closing.set_result(drain_s)
+
+    serving = asyncio.ensure_future(owner.serve(engine, close, second))
+    serving.add_done_callback(lambda _: close(0.0))
+    await asyncio.to_thread(engine.close, await closing)
+    for caller in (*others, owner):  # behind what the engine's thread has posted for them
+        caller.send(messages.Closed())
+    await asyncio.gather(*(caller.leave() for caller in (*others, owner)))
+
+
+async def _listen(engine: LocalEngine, address: str) -> set[Connection]:
+    """Take further callers; the set holds those that are connected."""
+    callers: set[Connection] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        caller = Connection(reader, writer)
+        callers.add(caller)
+        try:
+            caller.send(messages.Ready(engine.info))
+            await caller.serve(engine, lambda _: None)
+        finally:
+            callers.discard(caller)
+            writer.close()
+
+    await asyncio.start_unix_server(serve, address)
+    return callers
+
+
+def main() -> None:
+    """Serve on the socket whose descriptor is the last argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the process that started this one
+    asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1]))))

@@ -1,0 +1,196 @@
+"""An engine in a process of its own: the same answers, and a clear end whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inferplane import LLM, AsyncLLM, SamplingParams
+from inferplane.engine.process import messages
+from inferplane.errors import CapacityError, DeviceError, EngineError, UnsupportedModelError, UsageError
+from tests.e2e.test_async import CONFIG, OPTIONS, PROMPTS, collect
+
+LONG = SamplingParams(max_tokens=400, temperature=0)
+
+
+def served(work: Callable[[AsyncLLM], Coroutine[Any, Any, None]], **options: Any) -> None:
+    """Run `work` on a model in a process of its own, and end it."""
+
+    async def run() -> None:
+        async with AsyncLLM(CONFIG, process=True, **{**OPTIONS, **options}) as llm:
+            await work(llm)
+
+    asyncio.run(run())
+
+
+async def running(llm: AsyncLLM, count: int) -> None:
+    while (await llm.stats())["num_requests_running"] < count:
+        await asyncio.sleep(0.005)
+
+
+def pid(llm: AsyncLLM) -> int:
+    return llm._client._process.pid  # type: ignore[attr-defined]
+
+
+def test_streams_equal_those_of_a_thread_and_nothing_stays() -> None:
+    params = [SamplingParams(max_tokens=12, temperature=t, seed=2**70 + i, logprobs=2) for i, t in enumerate((0, 0.9))]
+    with LLM(CONFIG, **OPTIONS) as llm:
+        want = [(r.token_ids, r.logprobs) for r in llm.generate(PROMPTS[:2], params)]
+
+    async def whole(llm: AsyncLLM, prompt: list[int], how: SamplingParams) -> tuple[list[int], list[Any]]:
+        pieces = [p async for p in llm.generate(prompt, how)]
+        assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
+        return [t for p in pieces for t in p.token_ids], [x for p in pieces for x in p.logprobs or ()]
+
+    async def work(llm: AsyncLLM) -> None:
+        assert (await llm.health()).ready()
+        assert await asyncio.gather(*(whole(llm, p, s) for p, s in zip(PROMPTS, params))) == want
+        stats = await llm.stats()
+        assert stats["requests_accepted_total"] == sum(stats["request_success_total"].values()) == 2
+        assert (await llm.explain())["device"] == llm.info.device == "cpu"
+        assert llm.info.vocab == 97
+        for bad, error in (([], UsageError), ([10**30], UsageError), ([1] * 600, CapacityError)):
+            with pytest.raises(error):
+                await collect(llm.generate(bad))
+        with pytest.raises(UsageError, match="lives in a process"):
+            _ = llm.llm
+        stream = llm.generate(PROMPTS[0], LONG)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        mine = asyncio.create_task(collect(llm.generate(PROMPTS[1], LONG, "mine")))
+        await running(llm, 1)
+        with pytest.raises(UsageError, match="alive"):
+            await collect(llm.generate([1], request_id="mine"))
+        llm.abort("mine")
+        assert (await mine)[1] == ["abort"]
+        stats = await llm.stats()
+        assert stats["kv_blocks_free"] + stats["kv_blocks_cached"] == stats["kv_blocks_total"]
+
+    served(work)
+
+
+def test_other_callers_share_the_engine_and_leave_alone() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        other = AsyncLLM.connect(llm.address)
+        assert other.info == llm.info
+        one = asyncio.create_task(collect(llm.generate(PROMPTS[0], LONG, "same id")))
+        two = asyncio.create_task(collect(other.generate(PROMPTS[1], LONG, "same id")))
+        await running(llm, 2)
+        await other.shutdown()
+        assert (await two)[1] == ["abort"]
+        with socket.socket(socket.AF_UNIX) as rude:  # says what is no message
+            rude.connect(llm.address)
+            rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert rude.recv(1 << 16)
+            rude.settimeout(10)
+            while rude.recv(1 << 16):
+                pass
+        assert (await llm.stats())["num_requests_running"] == 1
+        llm.abort("same id")
+        assert (await one)[1] == ["abort"]
+
+    served(work)
+    with pytest.raises(EngineError, match="No engine"):
+        AsyncLLM.connect("/nowhere/engine")
+
+
+def test_a_killed_process_ends_every_stream_with_the_reason() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        tasks = [asyncio.create_task(collect(llm.generate(p, LONG))) for p in PROMPTS[:2]]
+        await running(llm, 2)
+        os.kill(pid(llm), signal.SIGKILL)
+        assert [(await t)[1] for t in tasks] == [["error"], ["error"]]
+        with pytest.raises(EngineError, match="SIGKILL"):
+            await collect(llm.generate(PROMPTS[2]))
+        health = await llm.health()
+        assert not health.ready() and "SIGKILL" in health.failure
+        folder = Path(llm.address).parent
+        await llm.shutdown()
+        assert not folder.exists()
+
+    served(work)
+
+
+def test_a_stopped_process_is_not_healthy_and_does_not_keep_us() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        task = asyncio.create_task(collect(llm.generate(PROMPTS[0], LONG)))
+        await running(llm, 1)
+        os.kill(pid(llm), signal.SIGSTOP)
+        assert not (await llm.health(0.2)).alive
+        llm._client.close_s = 0.5  # type: ignore[attr-defined]
+        await llm.shutdown()
+        assert (await task)[1] == ["abort"]
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid(llm), 0)
+
+    served(work)
+
+
+def test_shutdown_lets_live_requests_run_to_their_end() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        task = asyncio.create_task(collect(llm.generate(PROMPTS[0], SamplingParams(max_tokens=100, temperature=0))))
+        await running(llm, 1)
+        await llm.shutdown(drain_s=60)
+        tokens, reasons = await task
+        assert len(tokens) == 100 and reasons == ["length"]
+        with pytest.raises(UsageError, match="shut down"):
+            await collect(llm.generate(PROMPTS[1]))
+
+    served(work)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"device": "abacus"}, DeviceError),
+        ({"model": {**CONFIG, "architectures": ["Abacus"]}}, UnsupportedModelError),
+        ({"ops": {1: print}}, UsageError),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_raises_here(options: dict[str, Any], error: type[Exception]) -> None:
+    model = options.pop("model", CONFIG)
+    with pytest.raises(error):
+        AsyncLLM(model, process=True, **{**OPTIONS, **options})
+
+
+ORPHAN = """
+import os, sys
+from inferplane import AsyncLLM
+from tests.e2e.test_async import CONFIG, OPTIONS
+llm = AsyncLLM(CONFIG, process=True, **OPTIONS)
+print(llm._client._process.pid, flush=True)
+os._exit(1)
+"""
+
+
+def test_the_process_ends_with_the_one_that_started_it() -> None:
+    done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=120, check=False)
+    child = int(done.stdout)
+    limit = time.monotonic() + 30
+    while Path(f"/proc/{child}").exists() and time.monotonic() < limit:
+        if (Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split())[0] == "Z":
+            break  # ended, and nobody here collects it
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{child}").exists()
+
+
+def test_messages_survive_the_journey() -> None:
+    fault = messages.Fault.of(CapacityError("too long", there_is="4", remedy="shorten"))
+    assert str(fault.error()) == "too long There is: 4. To do: shorten."
+    assert isinstance(fault.error(), CapacityError)
+    assert isinstance(messages.Fault("SystemExit", "?").error(), EngineError)
+    assert isinstance(messages.Fault.of(KeyError("x")).error(), EngineError)
+    with pytest.raises(ValueError, match="bytes"):
+        messages.body_bytes(b"\xff" * messages.HEADER_BYTES)
