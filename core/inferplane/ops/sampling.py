@@ -23,6 +23,8 @@ WEIGHT_BITS = 40
 UNIFORM_BITS = 24
 """Bits of a random number, those of a float32 in [0, 1)."""
 ID_BITS = 32
+CHUNK_TOKENS, FEWEST_CHUNKS = 64, 64
+"""On the host, vocabularies of at least so many chunks are looked through by the chunks' maxima first."""
 
 
 def token_weights(logits: torch.Tensor, temperature: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,6 +57,8 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
     if count == vocab and logits.device.type != HOST:
         ordered, ids = logits.sort(stable=True, dim=-1, descending=True)
         return ordered, ids
+    if logits.device.type == HOST and count < vocab and vocab >= FEWEST_CHUNKS * CHUNK_TOKENS:
+        return _likeliest_on_host(logits, count)
     bits = (logits + 0.0).view(torch.int32)  # + 0.0: one zero
     falling = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).bitwise_not_()  # negative floats fall as their bits rise
     keys = falling.long().bitwise_left_shift_(ID_BITS).bitwise_or_(torch.arange(vocab, device=logits.device))
@@ -64,6 +68,18 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
         keys = keys.topk(count, dim=-1, largest=False).values
     ids = keys.bitwise_and_(2**ID_BITS - 1)
     return logits.gather(1, ids), ids
+
+
+def _likeliest_on_host(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `likeliest`. The `count` largest of the chunks' maxima bound what can be among the largest of all."""
+    chunks = logits[:, : logits.shape[-1] // CHUNK_TOKENS * CHUNK_TOKENS].unflatten(-1, (-1, CHUNK_TOKENS)).amax(-1)
+    bounds = chunks.topk(count, dim=-1).values[:, -1].tolist() if count <= chunks.shape[-1] else [-np.inf] * len(logits)
+    kept = np.empty((len(logits), count), np.int64)
+    for row, bound, ids in zip(logits.numpy(), bounds, kept):
+        some = np.flatnonzero(row >= bound)
+        ids[:] = some[np.argsort(-row[some], kind="stable")[:count]]
+    found = torch.from_numpy(kept)
+    return logits.gather(1, found), found
 
 
 def cut(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

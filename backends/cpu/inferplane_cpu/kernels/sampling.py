@@ -1,0 +1,169 @@
+"""Sampling from large vocabularies, one row at a time in a core's cache, and without sorting a row.
+
+Weights are integers, so that sums do not depend on their order, and a token is found by sums of blocks: which block
+holds the share that `uniform` points to, then which token in that block. Where tokens count by falling probability,
+blocks are intervals of logits, and only the members of the blocks that matter are sorted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from inferplane.kernels.composed import basic
+from inferplane.plugin import RANK_TUNED, Kernels, When
+
+KERNELS = Kernels()
+LEAST_TOKENS = 8192
+"""Vocabularies below this are worked on many rows at once, by the op's body."""
+BLOCK_TOKENS = 256
+WEIGHT_BITS, UNIFORM_BITS = 40, 24
+INTERVAL_BITS = 16
+"""Upper bits of a float32 that name its interval: 128 of them between a power of two and the next."""
+SLACK, ROUNDING = 0.01, 2.0**-20
+"""What a bound on logits and the share that top-p leaves out are lowered by, far more than rounding can take."""
+
+
+@KERNELS(
+    "sample",
+    "cpu",
+    when=When((torch.float32, torch.bfloat16, torch.float16)),
+    rank=RANK_TUNED,
+    batch_invariant=True,
+)
+def sample(
+    p: Any,
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    uniform: torch.Tensor | None,
+) -> torch.Tensor:
+    """The op's very tokens, by sums of blocks."""
+    if uniform is None:
+        return torch.from_numpy(logits.float().numpy().argmax(-1))
+    if logits.shape[-1] < LEAST_TOKENS:
+        return basic.sample(p, logits, temperature, top_k, top_p, min_p, uniform)
+    cuts: list[Cuts] | None = None
+    if top_k is not None and top_p is not None and min_p is not None:
+        cuts = [Cuts(*each) for each in zip(top_k.tolist(), top_p.numpy(), min_p.numpy())]
+    tokens = []
+    for i, (row, degrees, u) in enumerate(zip(logits.float(), temperature.tolist(), uniform.tolist())):
+        if degrees <= 0:
+            tokens.append(int(row.numpy().argmax()))
+            continue
+        below = (row + (0.0 - row.amax())).div_(temperature[i])  # 0 has one sign
+        weights = below.exp().mul_(2.0**WEIGHT_BITS).numpy().astype(np.int64)
+        tokens.append(_by_id(weights, u) if cuts is None else _by_rank(row.numpy(), below.numpy(), weights, cuts[i], u))
+    return torch.tensor(tokens)
+
+
+def _share(total: int, uniform: float) -> int:
+    """floor(uniform * total)."""
+    return (min(int(uniform * 2**UNIFORM_BITS), 2**UNIFORM_BITS - 1) * total) >> UNIFORM_BITS
+
+
+def _by_id(weights: np.ndarray, uniform: float) -> int:
+    """The token at a share of all weights, in the order of ids."""
+    upto = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK_TOKENS)).cumsum()
+    share = _share(int(upto[-1]), uniform)
+    block = int(upto.searchsorted(share, side="right"))
+    first = block * BLOCK_TOKENS
+    before = int(upto[block - 1]) if block else 0
+    return first + int(weights[first : first + BLOCK_TOKENS].cumsum().searchsorted(share - before, side="right"))
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """What a row keeps, as the op says it; `top_p` and `min_p` are float32, in which the op compares."""
+
+    top_k: int
+    top_p: np.float32
+    min_p: np.float32
+
+    def lowest(self, total: int, tokens: int) -> float:
+        """A bound that every kept token's `below` exceeds; -inf where there is none.
+
+        Tokens of at most a weight w have together at most `tokens * w`: those that top-p needs are heavier than the
+        w with which this is all that it may leave out.
+        """
+        if self.top_k > 0:
+            return -math.inf
+        left_out = 1 - float(self.top_p) - ROUNDING
+        heaviest_left = max(left_out * total / tokens / 2**WEIGHT_BITS, float(self.min_p))
+        return math.log(heaviest_left) - SLACK if 0 < heaviest_left < 1 else -math.inf
+
+
+def _by_rank(logits: np.ndarray, below: np.ndarray, weights: np.ndarray, cuts: Cuts, uniform: float) -> int:
+    """The token at a share of what the cuts leave, by falling logit and then by id.
+
+    Args:
+        logits: float32 `[V]`.
+        below: float32 `[V]`, their distance to the largest, divided by the temperature.
+        weights: int64 `[V]`.
+        cuts: what is left.
+        uniform: in [0, 1).
+    """
+    total = int(weights.sum())
+    likely = below >= cuts.lowest(total, len(below))
+    if 4 * np.count_nonzero(likely) > len(below):
+        return _Falling(logits, below, weights).draw(cuts, total, uniform)
+    ids = np.flatnonzero(likely)
+    return int(ids[_Falling(logits[ids], below[ids], weights[ids]).draw(cuts, total, uniform)])
+
+
+class _Falling:
+    """Tokens by falling logit and then by id, known by intervals of `below`. Arguments as for `_by_rank`.
+
+    Rounding keeps the order, so tokens of one logit share an interval, and no larger one is in a later interval.
+    """
+
+    def __init__(self, logits: np.ndarray, below: np.ndarray, weights: np.ndarray) -> None:
+        self._logits, self._weights = logits, weights
+        # `below` is +0 or negative, and the bits of negative floats rise as the floats fall.
+        self._interval = below.view(np.uint32) >> (32 - INTERVAL_BITS)
+        sums = torch.zeros(2**INTERVAL_BITS, dtype=torch.int64)
+        sums.scatter_add_(0, torch.from_numpy(self._interval.astype(np.int64)), torch.from_numpy(weights))
+        self._upto = sums.cumsum(0).numpy()
+
+    def draw(self, cuts: Cuts, total: int, uniform: float) -> int:
+        """The place of the token at a share of what the cuts leave of `total`.
+
+        They leave a head of the tokens, so its weight is all that matters.
+        """
+        if cuts.top_k > 0:
+            total = self._weight_of(cuts.top_k)
+        kept = total
+        if cuts.top_p < 1:
+            reach = min(int(np.float32(total) * cuts.top_p), int(self._upto[-1]))  # min-p may have left out some of it
+            kept = self._at(reach - 1)[1] if reach > 0 else 0
+        if cuts.min_p > 0:
+            enough = self._weights.astype(np.float32) >= cuts.min_p * np.float32(2**WEIGHT_BITS)
+            kept = min(kept, int(self._weights[enough].sum()))
+        return self._at(_share(max(kept, 2**WEIGHT_BITS), uniform))[0]
+
+    def _members(self, interval: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """An interval's tokens in their order, their cumulated weights, and the weight before it."""
+        places = np.flatnonzero(self._interval == interval)
+        places = places[np.argsort(-self._logits[places], kind="stable")]
+        return places, self._weights[places].cumsum(), int(self._upto[interval - 1]) if interval else 0
+
+    def _at(self, share: int) -> tuple[int, int]:
+        """The first token up to which there is more weight than `share`, and how much there is."""
+        places, upto, before = self._members(int(self._upto.searchsorted(share, side="right")))
+        at = int(upto.searchsorted(share - before, side="right"))
+        return int(places[at]), before + int(upto[at])
+
+    def _weight_of(self, count: int) -> int:
+        """The weight of the first `count` tokens."""
+        counts = np.bincount(self._interval, minlength=2**INTERVAL_BITS).cumsum()
+        if count >= counts[-1]:
+            return int(self._upto[-1])
+        interval = int(counts.searchsorted(count))
+        _, upto, before = self._members(interval)
+        return before + int(upto[count - (int(counts[interval - 1]) if interval else 0) - 1])
