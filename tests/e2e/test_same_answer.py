@@ -9,11 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inferplane import LLM, SamplingParams
+from tests.e2e.drafters import eagle_head, noisy_copy
 from tests.e2e.tiny_models import deepseek_config, llama_config, prompts, random_model
 
 LENGTHS = (40, 7, 23, 1, 33, 12, 40, 18)
 NGRAM = {"speculate_method": "ngram", "speculate_max_draft_token_num": 4}
 MTP = {"speculate_method": "mtp", "speculate_max_draft_token_num": 3}
+EAGLE = {"speculate_method": "eagle", "speculate_max_draft_token_num": 3}
+DRAFT = {"speculate_method": "draft_model", "speculate_max_draft_token_num": 4}
 
 
 def with_mtp(folder):
@@ -41,6 +44,11 @@ def folders(tmp_path_factory):
         made[name] = tmp_path_factory.mktemp(name)
         random_model(config, seed=3).save_pretrained(made[name])
     with_mtp(made["mla_moe"])
+    for name in ("gqa", "mla_moe"):
+        made[name, "eagle"] = tmp_path_factory.mktemp("heads") / name
+        eagle_head(made[name, "eagle"], width=64, vocab=160)
+        made[name, "draft_model"] = tmp_path_factory.mktemp("drafts") / name
+        noisy_copy(made[name], made[name, "draft_model"])
     return made
 
 
@@ -56,7 +64,8 @@ def asked(vocab=160):
 def alone(folders):
     """What each prompt gets alone, in one chunk, without a prefix cache."""
     found = {}
-    for name, folder in folders.items():
+    for name in ("gqa", "mla_moe"):
+        folder = folders[name]
         with LLM(folder, device="cpu", dtype="float32", prefix_cache=False) as llm:
             found[name] = [llm.generate([p], q)[0].token_ids for p, q in zip(*asked())]
     return found
@@ -71,6 +80,10 @@ CASES = {
     "n-gram drafts, little room, chunks of 9": {"speculative": NGRAM, "room": 1.5, "max_step_tokens": 9},
     "mtp drafts": {"speculative": MTP},
     "mtp drafts, little room, chunks of 9": {"speculative": MTP, "room": 1.5, "max_step_tokens": 9},
+    "eagle drafts": {"speculative": EAGLE},
+    "eagle drafts, little room, chunks of 9": {"speculative": EAGLE, "room": 1.5, "max_step_tokens": 9},
+    "drafts of a model": {"speculative": DRAFT},
+    "drafts of a model, little room, chunks of 9": {"speculative": DRAFT, "room": 1.5, "max_step_tokens": 9},
 }
 
 
@@ -80,6 +93,8 @@ def test_same_answer(model, case, folders, alone):
     options = dict(CASES[case])
     if options.get("speculative") is MTP and model == "gqa":
         pytest.skip("not run: the model has no MTP layer")
+    if (spec := options.get("speculative")) in (EAGLE, DRAFT):
+        options["speculative"] = spec | {"draft_model_name_or_path": folders[model, spec["speculate_method"]]}
     room = options.pop("room", None)
     if room:
         options["kv_cache_bytes"] = bytes_for(folders[model], room, options.get("speculative"))
@@ -95,6 +110,7 @@ def test_same_answer(model, case, folders, alone):
         assert room or stats["prefix_cache_hits_total"] > 0
         if "speculative" in options:
             assert stats["spec_decode_num_draft_tokens_total"] > 0
+            assert spec != DRAFT or stats["spec_decode_num_accepted_tokens_total"] > 0
         assert llm.engine.allocator.used == 0
         llm.engine.allocator.check()
 
@@ -102,11 +118,14 @@ def test_same_answer(model, case, folders, alone):
 def bytes_for(folder, sequences, speculative):
     """Cache bytes for this many sequences of the longest kind."""
     with LLM(folder, device="cpu", dtype="float32", max_model_len=64, max_batch=8, speculative=speculative) as llm:
-        plan, cache = llm.runner.plan, llm.runner.cache
-        layers = [x.attn for x in llm.runner.model.layers] + [x.layer.attn for x in llm.runner.model.mtp]
-        asks = [a.kv_requests()[0] for a in layers]
-        a_block = sum(plan.layouts[r].bytes_per_block(r, torch.float32) for r in asks)
-        return int(sequences * math.ceil(64 / cache.block_tokens)) * a_block
+        a_block = sum(a_block_of(runner) for runner in (llm.runner, llm.runner.draft) if runner is not None)
+        return int(sequences * math.ceil(64 / llm.runner.cache.block_tokens)) * a_block
+
+
+def a_block_of(runner):
+    """Bytes of a block in every layer's cache."""
+    asks = [layer.kv_requests()[0] for layer in (*runner.model.layers, *runner.model.mtp)]
+    return sum(runner.plan.layouts[r].bytes_per_block(r, torch.float32) for r in asks)
 
 
 @pytest.mark.parametrize("model", ["gqa", "mla_moe"])

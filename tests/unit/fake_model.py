@@ -17,7 +17,7 @@ from inferplane.engine.engine import Engine
 from inferplane.engine.request import Request
 from inferplane.engine.rows import SampleRow
 from inferplane.engine.sampler import Sampler
-from inferplane.engine.speculate import SpeculativeConfig
+from inferplane.engine.speculate import Proposer, SpeculativeConfig
 from inferplane.ops import SampleTokens
 from inferplane.types import HOST, KVCache
 from tests.unit.small import bound
@@ -173,7 +173,7 @@ class Watched(Engine):
         raise AssertionError("it does not come to an end")
 
 
-class Script:
+class Script(Proposer):
     """A proposer that knows the plain continuation: `right`, `wrong`, `alternate` in turn, `junk` of any kind, `none`.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from inferplane.engine.params import SamplingParams
-from inferplane.engine.speculate import SpeculativeConfig
+from inferplane.engine.speculate import METHODS, SpeculativeConfig
 from inferplane.errors import UsageError
 
 Prompt = str | Sequence[int]
@@ -67,7 +67,7 @@ def speculation(given: Any) -> SpeculativeConfig | None:
     if not isinstance(given.get("speculate_method"), str):
         raise UsageError(
             f"speculative has speculate_method = {given.get('speculate_method')!r}.",
-            there_is="'inference_with_reference' (or 'ngram'), 'mtp'",
+            there_is=", ".join(METHODS),
         )
     for name, value in given.items():
         if type(known[name]) is int:

@@ -66,7 +66,8 @@ class Engine:
         limits = Limits(max_batch, max_step_tokens, runner.max_model_len, max_new_sequences, max_waiting)
         facts = (runner.files.name, str(runner.dtype), runner.options.kv_dtype)
         root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if prefix_cache else None
-        self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits, root)
+        lookahead = 1 if speculative is not None and speculative.keys_next_token else 0
+        self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits, root, lookahead)
         self.sampler = Sampler(runner.sample, self.vocab, self.device)
         self.speculator = Speculator(speculative, runner, self.scheduler) if speculative is not None else None
         self.metrics = Metrics()
@@ -207,6 +208,7 @@ class Engine:
         touched = []
         for s, new, scored, prompt_scores in zip(chosen, tokens, scores, prompts):
             r, first, stood = s.request, s.request.computed, max(0, len(new) - 1)
+            blocks = r.blocks
             if prompt_scores and r.prompt_logprobs is not None:
                 r.prompt_logprobs[first + 1 : first + 1 + len(prompt_scores)] = prompt_scores
             before, accepted = len(r.generated), 0
@@ -223,7 +225,7 @@ class Engine:
                 raise
             if s.drafts:
                 self.metrics.drafted(len(s.drafts), stood)
-            ran.append(Ran(r, first, row, s.count + accepted, len(s.drafts), stood))
+            ran.append(Ran(r, first, row, s.count + accepted, len(s.drafts), stood, blocks))
             row += s.rows
             if new:
                 touched.append(r)

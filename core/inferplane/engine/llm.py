@@ -22,7 +22,7 @@ from inferplane.engine.request import Delta, Request, Result
 from inferplane.engine.rng import as_int64, child_seed
 from inferplane.engine.runner import InferplaneWarning, Runner, RunnerOptions
 from inferplane.engine.sources import ModelFiles
-from inferplane.engine.speculate import SpeculativeConfig
+from inferplane.engine.speculate import SpeculativeConfig, with_drafter
 from inferplane.engine.text import Detokenizer, Tokenizer, end_ids
 from inferplane.errors import GenerationError, UsageError
 from inferplane.plugins import host
@@ -95,7 +95,6 @@ class LLM:
         max_waiting = None if max_waiting is None else arguments.whole("max_waiting", max_waiting, 0)
         arguments.check_kinds(device=device, dtype=dtype, kv_dtype=kv_dtype, ops=ops, lock=lock, progress=progress)
         config = arguments.speculation(speculative)
-        mtp = mtp or (config is not None and config.speculate_method == "mtp")
         options = RunnerOptions(
             dtype=dtype,
             kv_dtype=kv_dtype,
@@ -110,7 +109,7 @@ class LLM:
             mtp=mtp,
         )
         self.files = ModelFiles(model)
-        self.runner = Runner.open(self.files, host(), device, options, progress, index=index)
+        self.runner = Runner.open(self.files, host(), device, with_drafter(options, config), progress, index=index)
         self.engine = Engine(
             self.runner,
             max_batch=max_batch,
@@ -311,9 +310,7 @@ class LLM:
         self.engine.close()
         if self._grammars is not None:
             self._grammars.close()
-        self.runner.steps = {}
-        self.runner.cache = None
-        self.runner.loaded.packed.clear()
+        self.runner.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from inferplane.binding import (
 from inferplane.engine.sources import ModelFiles
 from inferplane.errors import CapacityError, UsageError
 from inferplane.kvcache import paged_layout
-from inferplane.models import Build, build
+from inferplane.models import Build, SafetensorsFolder, build
+from inferplane.models.eagle import WithEagle, with_eagle
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
 from inferplane.quant import READERS, format_of
@@ -60,13 +61,25 @@ class RunnerOptions:
     mtp: bool = False
     copies: float | None = 0.05
     arch: str | None = None
+    block_tokens: int | None = None
+    eagle: ModelFiles | None = None
+    draft: Draft | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A smaller model that drafts: its files, and how it is bound and loaded, apart from the model it drafts for."""
+
+    files: ModelFiles
+    options: RunnerOptions
 
 
 class Runner:
     """A model bound to one device. `open` makes one; `plan_only` stops before anything is allocated.
 
     Attributes: `backend`, `state` (None when not opened), `plan`, `steps` (step kind -> bound model), `cache`,
-    `max_model_len`, `verdicts` (the canary's), `loaded`.
+    `max_model_len`, `verdicts` (the canary's), `loaded`, `draft` (the runner of a draft model, None without one: a plan
+    and weights of its own, and a cache of as many blocks of the same size, so that block tables are shared).
     """
 
     def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
@@ -78,6 +91,7 @@ class Runner:
         self.loaded = Loaded()
         self.steps: dict[StepKind, Callable[..., Any]] = {}
         self.cache: KVCache | None = None
+        self.draft: Runner | None = None
         limit = files.config.get("max_position_embeddings")
         if options.max_model_len is not None:
             if options.max_model_len < 1 or (limit and options.max_model_len > limit):
@@ -114,25 +128,62 @@ class Runner:
         runner = cls(files, host, host.backend(device, index=index), options)
         runner.state = runner.backend.open()
         host.emit(Event("device.opened", {"device": runner.backend.name, "name": runner.state.name}))
-        runner._bind(assumed=False)
-        runner._canary()
-        runner._warn()
-        plan = runner.plan
-        host.emit(Event("plan.bound", {"device": runner.backend.name, "model": files.name}))
-        with contextlib.ExitStack() as opened:
-            dummy = options.load_format == "dummy"
-            source = DummySource() if dummy else opened.enter_context(contextlib.closing(files.source()))
-            runner.loaded = load(
-                plan,
-                source,
-                runner.backend.torch_device_indexed,
-                readers=runner._readers(),
-                progress=progress,
-                ignore=runner.ignored,
-            )
-        runner._warn_unused()
-        runner.steps = link(plan, runner.loaded.packed)
+        runner._prepare()
+        if options.draft is not None:
+            runner.draft = runner._bind_draft(options.draft)
+        runner._load(progress)
+        if runner.draft is not None:
+            runner.draft._load(None)
         runner._build_cache()
+        return runner
+
+    def _prepare(self) -> None:
+        """Bind, and check the kernels; nothing is read."""
+        self._bind(assumed=False)
+        self._canary()
+        self._warn()
+        self.host.emit(Event("plan.bound", {"device": self.backend.name, "model": self.files.name}))
+
+    def _load(self, progress: Callable[[int, int], None] | None) -> None:
+        """Read the weights, and link."""
+        with contextlib.ExitStack() as opened:
+            source: DummySource | SafetensorsFolder | WithEagle = DummySource()
+            if self.options.load_format != "dummy":
+                source = self.files.source()
+                if self.options.eagle is not None:
+                    source = WithEagle(source, self.options.eagle.source())
+                opened.enter_context(contextlib.closing(source))
+            self.loaded = load(
+                self.plan,
+                source,
+                self.backend.torch_device_indexed,
+                readers=self._readers(),
+                progress=progress,
+                ignore=self.ignored,
+            )
+        self._warn_unused()
+        self.steps = link(self.plan, self.loaded.packed)
+
+    def _bind_draft(self, draft: Draft) -> Runner:
+        """The draft model's runner, bound to the same device; one clear error when it cannot draft for this model."""
+        blocks = next(iter(self.plan.layouts.values())).block_tokens
+        limit = draft.files.config.get("max_position_embeddings")
+        if limit and limit < self.max_model_len:
+            raise UsageError(
+                f"Draft model {draft.files.name} has {limit} positions, {self.files.name} is to run with "
+                f"{self.max_model_len}.",
+                remedy=f"pass max_model_len={limit}, or another draft model",
+            )
+        options = replace(draft.options, max_model_len=self.max_model_len, block_tokens=blocks)
+        runner = Runner(draft.files, self.host, self.backend, options)
+        runner.state = self.state
+        runner._prepare()
+        mine, theirs = self.model.embed.weight.shape[0], runner.model.embed.weight.shape[0]
+        if mine != theirs:
+            raise UsageError(
+                f"Draft model {draft.files.name} has a vocabulary of {theirs} tokens, {self.files.name} one of {mine}.",
+                remedy="use a draft model with the same tokenizer",
+            )
         return runner
 
     # -- binding
@@ -143,6 +194,13 @@ class Runner:
             paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "fp8", "int8")
         ]
         fitting = [x for x in offers if x.kv_dtype == self.options.kv_dtype]
+        blocks = self.options.block_tokens
+        if fitting and blocks is not None and not (fitting := [x for x in fitting if x.block_tokens == blocks]):
+            raise UsageError(
+                f"{self.files.name} drafts for a model with KV blocks of {blocks} tokens.",
+                there_is=f"blocks of {', '.join(sorted({str(x.block_tokens) for x in offers}))} for it",
+                remedy="use a draft model whose cache has blocks of that size, or another method",
+            )
         if not fitting:
             raise UsageError(
                 f"kv_dtype = {self.options.kv_dtype!r} on device {self.backend.name!r}.",
@@ -161,6 +219,10 @@ class Runner:
         )
         self.model: CausalLM = build(plans, self.host.models())
         self.ignored = plans.ignored
+        if (head := self.options.eagle) is not None:
+            names = set(head.names()) if head.has_weights else None
+            self.model, more = with_eagle(self.model, head.config, names, self.max_model_len)
+            self.ignored = [*self.ignored, *more]
         if self.options.mtp and not self.model.mtp:
             raise UsageError(
                 f"mtp=True, but {self.files.name} has no multi-token-prediction layers.",
@@ -252,12 +314,18 @@ class Runner:
 
     # -- cache
 
+    def _kv_requests(self) -> list[KVRequest]:
+        """What each layer remembers: the model's own, then those that draft."""
+        return [layer.kv_requests()[0] for layer in (*self.model.layers, *self.model.mtp)]
+
+    def _block_bytes(self) -> int:
+        return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in self._kv_requests())
+
     def _build_cache(self) -> None:
-        requests = [layer.attn.kv_requests()[0] for layer in self.model.layers]
-        requests += [layer.layer.attn.kv_requests()[0] for layer in self.model.mtp]
+        """The cache, and the draft model's: as many blocks as the budget holds of both together."""
         layouts = self.plan.layouts
         block_tokens = next(iter(layouts.values())).block_tokens
-        block_bytes = sum(layouts[r].bytes_per_block(r, self.dtype) for r in requests)
+        block_bytes = self._block_bytes() + (self.draft._block_bytes() if self.draft is not None else 0)
         budget = self.options.kv_cache_bytes
         if budget is None:
             budget = int(self.backend.memory().free_bytes * KV_SHARE)
@@ -274,7 +342,18 @@ class Runner:
                 remedy="lower max_model_len, or raise kv_cache_bytes",
             )
         self.max_model_len = min(self.max_model_len, blocks * block_tokens)
-        self.cache = self.backend.build_kv_cache(requests, layouts, blocks, self.dtype)
+        for runner in (self, self.draft):
+            if runner is not None:
+                runner.cache = self.backend.build_kv_cache(
+                    runner._kv_requests(), runner.plan.layouts, blocks, runner.dtype
+                )
+
+    def close(self) -> None:
+        """Let go of weights and cache, the draft model's too."""
+        self.steps, self.cache = {}, None
+        self.loaded.packed.clear()
+        if self.draft is not None:
+            self.draft.close()
 
     # -- steps
 

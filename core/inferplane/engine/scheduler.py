@@ -65,6 +65,7 @@ class Scheduler:
         block_tokens: tokens a block.
         limits: what a step may hold.
         root: `tenant -> bytes`, what the first block's hash builds on; None: prefixes are not reused.
+        lookahead: tokens behind a block that its hash covers too: its entries depend on them.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class Scheduler:
         block_tokens: int,
         limits: Limits,
         root: Callable[[str], bytes] | None = None,
+        lookahead: int = 0,
     ) -> None:
         self.allocator, self.block_tokens, self.limits, self.root = allocator, block_tokens, limits, root
+        self.lookahead = lookahead
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
@@ -203,12 +206,13 @@ class Scheduler:
         return True
 
     def _hash(self, request: Request, tokens: int) -> None:
-        """Hash the full blocks among its first `tokens` tokens that have no hash yet."""
+        """Hash the full blocks among its first `tokens` tokens that have no hash yet, if what follows them is known."""
         done = len(request.hashes) * self.block_tokens
         if tokens - done >= self.block_tokens:
             assert self.root is not None
             parent = request.hashes[-1] if request.hashes else self.root(request.tenant)
-            request.hashes += block_hashes(parent, request.slice(done, tokens), self.block_tokens)
+            known = request.slice(done, tokens + self.lookahead)
+            request.hashes += block_hashes(parent, known, self.block_tokens, lookahead=self.lookahead)
 
     def extend(self, request: Request, tokens: int) -> bool:
         """Give a running sequence blocks for `tokens` tokens, if there are enough; False, and nothing taken, if not."""

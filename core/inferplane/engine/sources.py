@@ -11,13 +11,16 @@ from inferplane.models import Config, SafetensorsFolder, as_config
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "models" / "demo"
+SHIPPED = {DEMO: DEMO_FOLDER, "demo-draft": DEMO_FOLDER / "draft", "demo-eagle": DEMO_FOLDER / "eagle"}
+"""Folders by short name: the demo model, and a draft model and an EAGLE head for it."""
 
 
 class ModelFiles:
     """A model's config, and its folder if it has one.
 
     Args:
-        model: "demo", a folder in the Hugging Face layout, a mapping with a config's entries, or a transformers config.
+        model: "demo" or another name of `SHIPPED`, a folder in the Hugging Face layout, a mapping with a config's
+            entries, or a transformers config.
 
     Raises:
         UsageError: no such folder.
@@ -28,12 +31,13 @@ class ModelFiles:
         self.folder: Path | None = None
         if isinstance(model, (str, Path)):
             self.name = str(model)
-            self.folder = DEMO_FOLDER if model == DEMO else Path(model).expanduser()
+            self.folder = SHIPPED.get(str(model)) or Path(model).expanduser()
             if not self.folder.is_dir():
-                if model == DEMO:
+                if model in SHIPPED:
+                    tool = "train_demo.py" if model == DEMO else "train_drafts.py"
                     raise CheckpointError(
-                        "The demo model is not part of this installation.",
-                        remedy="train it with tools/train_demo.py, or load another model",
+                        f"Model {model!r} is not part of this installation.",
+                        remedy=f"train it with tools/{tool}, or load another model",
                     )
                 raise UsageError(
                     f"Model {self.name!r} is no folder.",

@@ -20,7 +20,9 @@ def root_hash(*facts: object) -> bytes:
     return hashlib.sha256(repr(facts).encode()).digest()
 
 
-def block_hashes(root: bytes, tokens: Sequence[int], block_tokens: int, known: Sequence[bytes] = ()) -> list[bytes]:
+def block_hashes(
+    root: bytes, tokens: Sequence[int], block_tokens: int, known: Sequence[bytes] = (), lookahead: int = 0
+) -> list[bytes]:
     """SHA-256 of each full block of a sequence, each over its parent's hash and its own tokens.
 
     Args:
@@ -28,11 +30,13 @@ def block_hashes(root: bytes, tokens: Sequence[int], block_tokens: int, known: S
         tokens: the sequence from its start; a last partial block has no hash.
         block_tokens: tokens a block.
         known: hashes of its first blocks, computed before.
+        lookahead: tokens behind a block that its hash covers too; a block without them has no hash.
     """
     out = list(known)
     parent = out[-1] if out else root
-    for start in range(len(out) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
-        content = np.asarray(tokens[start : start + block_tokens], dtype="<i8").tobytes()
+    width = block_tokens + lookahead
+    for start in range(len(out) * block_tokens, len(tokens) - width + 1, block_tokens):
+        content = np.asarray(tokens[start : start + width], dtype="<i8").tobytes()
         parent = hashlib.sha256(parent + content).digest()
         out.append(parent)
     return out

@@ -4,6 +4,7 @@ from inferplane.models.build import Build
 from inferplane.models.checkpoint import SafetensorsFolder
 from inferplane.models.config import Config, as_config
 from inferplane.models.deepseek_v3 import deepseek_v3
+from inferplane.models.eagle import eagle
 from inferplane.models.llama import llama
 from inferplane.models.registry import ARCHITECTURES, build, constructor
 
@@ -16,5 +17,6 @@ __all__ = [
     "build",
     "constructor",
     "deepseek_v3",
+    "eagle",
     "llama",
 ]

@@ -4,6 +4,7 @@ from inferplane.ops.attention import Attention, GQABlock, KVWrite, each_range, h
 from inferplane.ops.basic import AddRMSNorm, Embedding, GatedMLP, Linear, LMHead, RMSNorm, Rope, SiluMul
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
+from inferplane.ops.eagle import EagleLayer
 from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite
 from inferplane.ops.model import CausalLM, DecoderLayer, MTPLayer
 from inferplane.ops.moe import MoE, MoEExperts, MoERoute
@@ -22,6 +23,7 @@ __all__ = [
     "Cost",
     "DecoderLayer",
     "Draw",
+    "EagleLayer",
     "Embedding",
     "GQABlock",
     "GatedMLP",

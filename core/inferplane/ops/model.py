@@ -11,6 +11,7 @@ import torch
 from inferplane.ops.attention import GQABlock
 from inferplane.ops.basic import AddRMSNorm, Embedding, GatedMLP, Linear, LMHead, RMSNorm
 from inferplane.ops.draw import Draw
+from inferplane.ops.eagle import EagleLayer
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
 from inferplane.ops.op import BLOCK, Cost, Load, Op, Sample, placeholder
@@ -143,7 +144,7 @@ class CausalLM(Op, name="causal_lm"):
     Returns:
         logits float32 `[R, V]` of the rows that want them, and the hidden states after the final norm `[T, D]`.
 
-    Fields: `mtp` prediction layers (not called by the body: the engine calls them; their caches follow the layers');
+    Fields: `mtp` drafting layers (not called by the body: the engine calls them; their caches follow the layers');
     `sample` turns logits into tokens.
 
     Source: Llama, arXiv 2302.13971; DeepSeek-V3, arXiv 2412.19437.
@@ -156,7 +157,7 @@ class CausalLM(Op, name="causal_lm"):
     norm: AddRMSNorm
     head: LMHead
     sample: SampleTokens = SampleTokens()
-    mtp: tuple[MTPLayer, ...] = ()
+    mtp: tuple[MTPLayer | EagleLayer, ...] = ()
 
     def __call__(self, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.embed(batch.ids), None

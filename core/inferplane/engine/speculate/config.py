@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from inferplane.errors import UsageError
 
-Method = Literal["inference_with_reference", "mtp"]
+Method = Literal["inference_with_reference", "draft_model", "mtp", "eagle"]
 VerifyStrategy = Literal["rejection", "target_match", "greedy", "topp"]
 AcceptPolicy = Literal["normal", "accept_all", "reject_all"]
 
 MOST_DRAFT_TOKENS = 7
 """A sequence with a decode token and this many drafts still counts as one with few query tokens."""
 
-ALIASES = {"ngram": "inference_with_reference"}
+ALIASES = {"ngram": "inference_with_reference", "draft": "draft_model"}
+METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class SpeculativeConfig:
     """Drafting and verifying several tokens a step.
 
     Args:
-        speculate_method: "inference_with_reference" (or "ngram": drafts copied from the prompt and the text so far) or
-            "mtp" (the model's own multi-token-prediction layer).
+        speculate_method: "inference_with_reference" (or "ngram": drafts copied from the prompt and the text so far),
+            "draft_model" (or "draft": a smaller model of the same vocabulary), "mtp" (the model's own
+            multi-token-prediction layer), or "eagle" (a head that was trained on the model's hidden states).
         speculate_max_draft_token_num: most drafts a sequence and step, 1 to 7.
         speculate_max_ngram_size: longest key that n-gram drafting looks for.
         verify_strategy: "rejection" and "target_match" keep the model's distribution; "greedy" keeps it at temperature
@@ -31,6 +33,10 @@ class SpeculativeConfig:
         accept_policy: "accept_all" and "reject_all" are for debugging.
         adaptive: draft fewer tokens after rejections and more after acceptances.
         speculate_max_candidate_len: most nucleus members that "topp" accepts.
+        draft_model_name_or_path: the draft model or the EAGLE head: a folder, or "demo-draft" and "demo-eagle", which
+            draft for the demo model.
+        draft_model_dtype: as `dtype`, for the draft model; an EAGLE head runs in the model's.
+        draft_model_kv_dtype: as `kv_dtype`, for the draft model.
         speculate_verify_window: under "topp", how many following drafts must be the likeliest for a second-best one.
 
     Raises:
@@ -45,11 +51,14 @@ class SpeculativeConfig:
     adaptive: bool = True
     speculate_max_candidate_len: int = 5
     speculate_verify_window: int = 2
+    draft_model_name_or_path: Any = None
+    draft_model_dtype: str = "auto"
+    draft_model_kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculate_method", ALIASES.get(self.speculate_method, self.speculate_method))
         choices = (
-            ("speculate_method", ("inference_with_reference", "mtp")),
+            ("speculate_method", METHODS),
             ("verify_strategy", ("rejection", "target_match", "greedy", "topp")),
             ("accept_policy", ("normal", "accept_all", "reject_all")),
         )
@@ -65,3 +74,15 @@ class SpeculativeConfig:
         for name, low, high in ranges:
             if not low <= getattr(self, name) <= high:
                 raise UsageError(f"{name} = {getattr(self, name)!r}.", there_is=f"{low} to {high}")
+        if (self.draft_model_name_or_path is not None) != (self.speculate_method in ("draft_model", "eagle")):
+            raise UsageError(
+                f"speculate_method = {self.speculate_method!r} with draft_model_name_or_path = "
+                f"{self.draft_model_name_or_path!r}.",
+                there_is="a draft for 'draft_model' and 'eagle', none for the other methods",
+                remedy="name its folder, or 'demo-draft' or 'demo-eagle' for the demo model",
+            )
+
+    @property
+    def keys_next_token(self) -> bool:
+        """Whether cached blocks hold entries that depend on the token behind the block, as drafting layers' do."""
+        return self.speculate_method in ("mtp", "eagle")

@@ -4,6 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from inferplane.engine.speculate.config import SpeculativeConfig
+from inferplane.engine.speculate.proposer import Proposer, Ran
+
+
+class NgramProposer(Proposer):
+    """Drafts copied from the prompt or from what was generated; host code only."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.longest = config.speculate_max_ngram_size
+
+    def propose(self, ran: Sequence[Ran], wants: Sequence[int], hidden: torch.Tensor) -> list[list[int]]:
+        """See `Proposer.propose`."""
+        return [
+            ngram_drafts(r.request.prompt, r.request.generated, n, self.longest) if n else []
+            for r, n in zip(ran, wants)
+        ]
+
 
 def ngram_drafts(prompt: Sequence[int], generated: Sequence[int], most_drafts: int, longest_key: int) -> list[int]:
     """Up to `most_drafts` tokens that followed an earlier occurrence of the last generated tokens.

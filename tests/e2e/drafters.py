@@ -1,0 +1,60 @@
+"""Small drafters for the small models: an EAGLE head of random weights, and a draft model that errs now and then."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def eagle_head(folder: Path, width: int, vocab: int, *, bias: bool = False, seed: int = 8) -> dict[str, torch.Tensor]:
+    """Write a head with a Llama layer, named as published ones are; returns its tensors."""
+    heads, inner = 4, width + 24
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+    }
+    draw = torch.Generator().manual_seed(seed)
+    layer = "layers.0"
+    shapes = {
+        "fc": (width, 2 * width),
+        f"{layer}.self_attn.q_proj": (width, width),
+        f"{layer}.self_attn.k_proj": (width // 2, width),
+        f"{layer}.self_attn.v_proj": (width // 2, width),
+        f"{layer}.self_attn.o_proj": (width, width),
+        f"{layer}.mlp.gate_proj": (inner, width),
+        f"{layer}.mlp.up_proj": (inner, width),
+        f"{layer}.mlp.down_proj": (width, inner),
+    }
+    tensors = {f"{n}.weight": torch.randn(s, generator=draw) / math.sqrt(s[1]) for n, s in shapes.items()}
+    tensors[f"{layer}.post_attention_layernorm.weight"] = 1 + 0.3 * torch.randn(width, generator=draw)
+    tensors["embed_tokens.weight"] = torch.randn(vocab, width, generator=draw)  # published heads repeat it; not read
+    if bias:
+        tensors["fc.bias"] = 0.3 * torch.randn(width, generator=draw)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def noisy_copy(source: Path, folder: Path, noise: float = 0.1, seed: int = 9) -> None:
+    """A model like another one, which therefore often guesses what that says, but not always."""
+    shutil.copytree(source, folder)
+    tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
+    for name, t in tensors.items():
+        tensors[name] = t + noise * t.std() * torch.randn(t.shape, generator=draw) if t.ndim > 1 else t
+    save_file(tensors, folder / "model.safetensors")
