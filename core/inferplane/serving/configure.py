@@ -1,0 +1,204 @@
+"""Settings from where users put them, and where each came from.
+
+The first that names a setting decides: a flag, a variable `INFERPLANE_<NAME>`, a variable of the source system
+(`source_names.py`), the YAML file, the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import Field, dataclass
+from pathlib import Path
+from typing import Any
+
+from inferplane.errors import UsageError
+from inferplane.serving import source_names
+from inferplane.serving.settings import FIELDS, Settings
+
+PREFIX = "INFERPLANE_"
+FILE_VARIABLE = f"{PREFIX}CONFIG"
+ELSEWHERE = {f"{PREFIX}PLUGINS", FILE_VARIABLE}
+"""Variables with the prefix that are no settings of the server."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings, the origin of each, and what the user should know.
+
+    Args:
+        settings: the values.
+        origins: setting -> "default", "flag --x", "variable X" or "file: path".
+        notes: sentences.
+    """
+
+    settings: Settings
+    origins: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    def shown(self) -> dict[str, Any]:
+        """Values as they may be shown: secrets masked."""
+        out = {}
+        for name, f in FIELDS.items():
+            value = getattr(self.settings, name)
+            masked = f.metadata.get("secret") and value
+            out[name] = ["***"] * len(value) if masked else list(value) if isinstance(value, tuple) else value
+        return out
+
+
+def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | None = None) -> Resolved:
+    """Settings from flags, variables and a file.
+
+    Args:
+        flags: the settings that were given as flags, converted or as text.
+        environ: the process's variables.
+        path: of a YAML file; None takes the variable INFERPLANE_CONFIG.
+
+    Raises:
+        UsageError: an unknown name (with the nearest known one), a value out of range, a file that cannot be read.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    sources, notes = _sources(flags, environ, path)
+    for given in sources:
+        for name, (origin, value) in given.items():
+            if name not in values:
+                values[name], origins[name] = _convert(FIELDS[name], value, origin), origin
+    settings = Settings(**values)
+    _check_together(settings)
+    return Resolved(settings, {name: origins.get(name, "default") for name in FIELDS}, tuple(notes))
+
+
+_Given = dict[str, tuple[str, Any]]
+
+
+def _sources(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | None) -> tuple[list[_Given], list[str]]:
+    """What was given, the first to decide first; and notes."""
+    by_flag = {name: (f"flag --{name.replace('_', '-')}", value) for name, value in flags.items()}
+    by_variable: _Given = {}
+    notes = []
+    for variable, text in environ.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or variable in ELSEWHERE or not text:
+            continue
+        if name in FIELDS:
+            by_variable[name] = (f"variable {variable}", text)
+        else:
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f"; perhaps {PREFIX}{near[0].upper()} was meant" if near else ""
+            notes.append(f"the variable {variable} names no setting of the server{hint}")
+    by_source, more = source_names.read(environ)
+    named = {name: (f"variable {variable}", value) for name, (variable, value) in by_source.items()}
+    path = path or environ.get(FILE_VARIABLE)
+    return [by_flag, by_variable, named, _read_file(path) if path else {}], [*notes, *more]
+
+
+def _read_file(path: str) -> _Given:
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} cannot be read: {' '.join(str(error).split())}.", remedy="mend the file") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} is no list of settings.", there_is="lines as `max_batch: 32`")
+    found: _Given = {}
+    for key, value in data.items():
+        name = str(key).replace("-", "_")
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            remedy = f"perhaps {near[0]} was meant" if near else "see `inferplane config show`"
+            raise UsageError(f"{path} names {str(key)!r}, which is no setting.", remedy=remedy)
+        if value is not None:
+            found[name] = (f"file {path}", value)
+    return found
+
+
+# -- one value
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _convert(f: Field[Any], value: Any, origin: str) -> Any:
+    """A value as the setting's type, within its range."""
+    kind = str(f.type).removesuffix(" | None")
+    try:
+        out = _PARSERS[kind](value)
+    except (TypeError, ValueError) as error:
+        raise _wrong(f, value, origin, _form(f, kind)) from error
+    low, high = f.metadata.get("range", (None, None))
+    if (low is not None and out < low) or (high is not None and out > high) or out != out:
+        raise _wrong(f, value, origin, _form(f, kind))
+    choices = f.metadata.get("choices")
+    if choices and out not in choices:
+        raise _wrong(f, value, origin, ", ".join(choices))
+    return out
+
+
+def _wrong(f: Field[Any], value: Any, origin: str, form: str) -> UsageError:
+    shown = "***" if f.metadata.get("secret") else repr(value)[:80]
+    return UsageError(f"{f.name} = {shown} ({origin}).", there_is=form)
+
+
+def _form(f: Field[Any], kind: str) -> str:
+    words = {"int": "whole numbers", "float": "numbers", "bool": "true, false"}.get(kind, "text")
+    low, high = f.metadata.get("range", (None, None))
+    if low is not None:
+        words += f" from {low} to {high}" if high is not None else f" of {low} and more"
+    return words
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, (bool, float)):
+        raise TypeError
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
+def _truth(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word not in (*_TRUE, *_FALSE):
+        raise ValueError
+    return word in _TRUE
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (bool, list, dict)) or not str(value).strip():
+        raise TypeError
+    return str(value)
+
+
+def _several(value: Any) -> tuple[str, ...]:
+    many = value.split(",") if isinstance(value, str) else value
+    if not isinstance(many, (list, tuple)):
+        raise TypeError
+    return tuple(_text(v).strip() for v in many)
+
+
+_PARSERS: dict[str, Any] = {
+    "int": _whole,
+    "float": _number,
+    "bool": _truth,
+    "str": _text,
+    "tuple[str, ...]": _several,
+}
+
+
+def _check_together(settings: Settings) -> None:
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise UsageError("TLS needs both tls_cert and tls_key.", remedy="name the other file, too")
+    ports = [p for p in (settings.port, settings.health_port, settings.metrics_port) if p]
+    if len(set(ports)) != len(ports):
+        raise UsageError(
+            f"Two services on one port ({', '.join(map(str, ports))}).",
+            remedy="leave out health_port and metrics_port: port serves both as well",
+        )

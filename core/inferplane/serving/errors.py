@@ -1,0 +1,94 @@
+"""What a client is told when its request is not served: one class, whatever the wire format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from inferplane.errors import CapacityError, InferplaneError, UsageError
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+"""HTTP status -> `type` of OpenAI's error object; any other is a "server_error"."""
+MOST_MESSAGE_CHARACTERS = 1000
+
+
+class ApiError(Exception):
+    """A refusal or a failure, as a client sees it.
+
+    Args:
+        status: HTTP status; other transports map it.
+        message: one or two sentences, for a person.
+        param: the field of the request that is to blame.
+        code: a word for programs.
+        retry_after_s: when another try may succeed; None: never by waiting alone.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str, retry_after_s: int | None = None
+    ) -> None:
+        shown = message if len(message) <= MOST_MESSAGE_CHARACTERS else f"{message[:MOST_MESSAGE_CHARACTERS]}..."
+        self.status, self.message, self.param, self.code = status, shown, param, code
+        self.retry_after_s = retry_after_s
+        super().__init__(shown)
+
+    @property
+    def kind(self) -> str:
+        """`type` of OpenAI's error object."""
+        return KINDS.get(self.status, "server_error")
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """A request that cannot be meant."""
+    return ApiError(400, message, param=param, code=code)
+
+
+_NAMED = re.compile(r"^SamplingParams: (\w+)")
+_CONSTRAINTS = ("json_schema", "regex", "grammar")
+
+
+def from_engine(error: InferplaneError, words: Mapping[str, str]) -> ApiError:
+    """What the engine raised when it was asked, in the client's words.
+
+    Args:
+        error: raised before the first token.
+        words: the engine's name of a parameter -> the wire format's.
+    """
+    if isinstance(error, CapacityError) and "waiting already" in error.what:
+        return queue_full(error.what)
+    if isinstance(error, UsageError) and "shut down" in error.what:
+        return ApiError(503, "The server is shutting down.", code="shutting_down", retry_after_s=5)
+    if isinstance(error, UsageError) and "is alive" in error.what:
+        return ApiError(409, error.what, param=words.get("request_id"), code="duplicate_id")
+    if isinstance(error, (UsageError, CapacityError)):
+        found = _NAMED.match(error.what)
+        name = found[1] if found else next((c for c in _CONSTRAINTS if f"The {c} " in error.what), None)
+        if name is None and ("onstrain" in error.what):
+            name = "json_schema"
+        text = f"{error.what} There is: {error.there_is}." if error.there_is else error.what
+        param = words.get(name, name) if name is not None else None
+        return invalid(text.removeprefix("SamplingParams: "), param)
+    return ApiError(500, "The request failed inside the server.", code="internal_error")
+
+
+def queue_full(what: str) -> ApiError:
+    """The answer to a request for which there is no place."""
+    return ApiError(429, f"{what.rstrip('.')}. Try again later.", code="queue_full", retry_after_s=1)

@@ -1,0 +1,136 @@
+"""An answer that is generated: from admission to the last byte, in whatever wire format."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from inferplane.serving.admission import Ask
+from inferplane.serving.errors import ApiError
+from inferplane.serving.http.gate import FACTS, Receive, Scope, Send
+from inferplane.serving.job import Job, Piece
+from inferplane.serving.rendering import Choice, Rendering, compact
+from inferplane.serving.service import Service
+
+PATIENCE_S = 3.0
+"""Seconds to wait for a stream's first piece before its status goes out: what is refused meanwhile gets its own."""
+PING_S = 15.0
+"""Seconds of silence after which a stream sends a sign of life."""
+IGNORED = "x-inferplane-ignored"
+MOST_NAMES_CHARACTERS = 400
+
+
+class Generation(Response):
+    """Admits an ask, runs it, renders it. When its task is cancelled (the client left), what runs of it is ended.
+
+    Args:
+        service: runs it.
+        ask: what was asked.
+        rendering: the wire format.
+        stream: piece by piece, or as a whole.
+        ignored: fields of the request that were not understood.
+    """
+
+    def __init__(
+        self, service: Service, ask: Ask, rendering: Rendering, *, stream: bool, ignored: Sequence[str] = ()
+    ) -> None:
+        super().__init__()  # frameworks read the attributes that it sets
+        self._service, self._ask, self._rendering = service, ask, rendering
+        self._streams, self._ignored = stream, ignored
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        facts = scope[FACTS]
+        try:
+            async with self._service.admit(self._ask) as job:
+                try:
+                    if self._streams:
+                        await self._stream(job, send)
+                    else:
+                        await self._whole(job, scope, receive, send)
+                finally:
+                    facts.update(prompt_tokens=job.prompt_tokens, completion_tokens=job.completion_tokens)
+                    facts.update(choices=job.choices, finished=",".join(sorted(set(job.finished))))
+        except ApiError as error:
+            facts["error"] = error.code
+            await refuse(error, self._rendering.refusal(error))(scope, receive, send)
+
+    def _headers(self) -> dict[str, str]:
+        return ignored_header(self._ignored)
+
+    async def _whole(self, job: Job, scope: Scope, receive: Receive, send: Send) -> None:
+        choices = await gather(job)
+        answer = compact(self._rendering.whole(job, choices))
+        response = Response(answer, media_type="application/json", headers=self._headers())
+        await response(scope, receive, send)
+
+    async def _stream(self, job: Job, send: Send) -> None:
+        await job.begin(PATIENCE_S)
+        headers = {"content-type": f"{self._rendering.media_type}; charset=utf-8", "cache-control": "no-cache"}
+        headers.update({"x-accel-buffering": "no", **self._headers()})
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        pulse = _Pulse(send, self._rendering.ping)
+        try:
+            try:
+                await pulse.send(self._rendering.opening(job))
+                pieces = job.pieces() if not self._service.settings.disable_streaming else _together(job)
+                async for piece in pieces:
+                    await pulse.send(self._rendering.piece(job, piece))
+                await pulse.send(self._rendering.closing(job))
+            except ApiError as error:
+                await pulse.send(self._rendering.failure(error))
+        finally:
+            pulse.stop()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Pulse:
+    """Sends a stream's bytes, and a sign of life when there were none for a while."""
+
+    def __init__(self, send: Send, ping: bytes) -> None:
+        self._send, self._ping, self._last = send, ping, time.monotonic()
+        self._beat = asyncio.create_task(self._beating()) if ping else None
+
+    async def send(self, data: bytes) -> None:
+        if data:
+            self._last = time.monotonic()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def stop(self) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+
+    async def _beating(self) -> None:
+        while True:
+            await asyncio.sleep(max(0.1, self._last + PING_S - time.monotonic()))
+            if time.monotonic() - self._last >= PING_S:
+                await self.send(self._ping)
+
+
+async def gather(job: Job) -> list[Choice]:
+    """All pieces of a job, by sequence; its ApiError when one of them fails."""
+    choices = [Choice() for _ in range(job.choices)]
+    async for piece in job.pieces():
+        choices[piece.choice].add(piece.delta)
+    return choices
+
+
+async def _together(job: Job) -> AsyncIterator[Piece]:
+    for i, choice in enumerate(await gather(job)):
+        yield Piece(i, choice.delta())
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """A header that names the fields which were not understood."""
+    plain = [n for n in names if n.isascii() and n.isprintable()]
+    return {IGNORED: ", ".join(plain)[:MOST_NAMES_CHARACTERS]} if names else {}
+
+
+def refuse(error: ApiError, body: Any) -> JSONResponse:
+    """An error as a response."""
+    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    return JSONResponse(body, error.status, headers)

@@ -1,0 +1,81 @@
+"""The HTTP application: routes, errors as OpenAI words them, the gate in front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from inferplane import __version__
+from inferplane.serving.errors import ApiError
+from inferplane.serving.http import generate, operation, text
+from inferplane.serving.http.answer import refuse
+from inferplane.serving.http.gate import FACTS, App, Gate, Keys
+from inferplane.serving.http.openapi import describe
+from inferplane.serving.service import Service
+
+
+def whole_app(service: Service) -> FastAPI:
+    """Every route."""
+    return _app(
+        [
+            generate.routes(service),
+            text.routes(service),
+            operation.health_routes(service),
+            operation.metrics_routes(service),
+            operation.version_routes(),
+        ]
+    )
+
+
+def health_app(service: Service) -> FastAPI:
+    """Health alone, for a port of its own."""
+    return _app([operation.health_routes(service)])
+
+
+def metrics_app(service: Service) -> FastAPI:
+    """Metrics and health, for a port of their own."""
+    return _app([operation.metrics_routes(service), operation.health_routes(service)])
+
+
+def gated(app: FastAPI, service: Service, keys: Keys) -> tuple[App, Gate]:
+    """An application behind its gate, and the gate. With origins named, browsers' questions are answered before it."""
+    gate = Gate(app, service.settings, keys)
+    origins = service.settings.cors_origins
+    if not origins:
+        return gate, gate
+    outer: Callable[..., App] = CORSMiddleware  # type: ignore[assignment]
+    return outer(gate, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"]), gate
+
+
+def _app(routers: Iterable[APIRouter]) -> FastAPI:
+    app = FastAPI(
+        title="Inferplane",
+        version=__version__,
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error},
+    )
+    for router in routers:
+        app.include_router(router)
+    describe(app)
+    return app
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    request.scope[FACTS]["error"] = error.code
+    return refuse(error, error.body())
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    words = {404: "There is no such route.", 405: "This route has no such method."}
+    shown = ApiError(error.status_code, words.get(error.status_code, str(error.detail)), code="http_error")
+    response = refuse(shown, shown.body())
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,270 @@
+"""OpenAI's chat completions: from a conversation to an `Ask`, from pieces to an answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from inferplane.serving.admission import Ask
+from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.http.chat_wire import AsObject, AsSchema, ChatRequest, Message, NamedTool
+from inferplane.serving.rendering import DONE, SSE, Choice, event, finite, usage
+from inferplane.serving.http.tools import Call, ToolPlan, ToolReader, described, new_call_id
+from inferplane.serving.job import Job, Piece
+
+if TYPE_CHECKING:
+    from inferplane.engine.logprobs import TokenLogprob
+    from inferplane.serving.model import ServedModel
+
+WORDS = {
+    "prompt": "messages",
+    "logprobs": "top_logprobs",
+    "json_schema": "response_format",
+    "regex": "response_format",
+}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+ANY_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def tool_plan(request: ChatRequest) -> ToolPlan:
+    """What the tools of a request mean; ApiError 400 for a choice among tools that are not there."""
+    tools = {t.function.name: t.function.parameters or ANY_PARAMETERS for t in request.tools or ()}
+    parallel = request.parallel_tool_calls is not False
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in tools:
+            raise invalid(f"tool_choice names {choice.function.name!r}, which is none of the tools.", "tool_choice")
+        return ToolPlan("named", tools, choice.function.name, parallel)
+    if not tools and choice == "required":
+        raise invalid("tool_choice is 'required', and there are no tools.", "tool_choice")
+    if not tools or choice == "none":
+        return ToolPlan()
+    return ToolPlan("required" if choice == "required" else "auto", tools, parallel=parallel)
+
+
+async def ask_of(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> Ask:
+    """The request, for admission.
+
+    Raises:
+        ApiError: fields contradict each other, or the model's template refuses the conversation.
+    """
+    sampling = request.sampling()
+    if request.top_logprobs and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs = true.", "top_logprobs")
+    if request.logprobs:
+        sampling["logprobs"] = request.top_logprobs or 0
+    words = {**WORDS, "max_tokens": "max_completion_tokens" if request.max_completion_tokens else "max_tokens"}
+    schema = _schema(request)
+    if schema is not None and plan.mode in ("required", "named"):
+        raise invalid("response_format and a tool_choice that demands a call exclude each other.", "response_format")
+    if plan.mode in ("required", "named"):
+        schema, words["json_schema"] = plan.schema(), "tools"
+    if schema is not None:
+        sampling["json_schema"] = schema
+    text = await _render(request, model, plan)
+    return Ask(
+        prompts=[text],
+        sampling=sampling,
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        n=request.n or 1,
+        special=False,
+        words=words,
+    )
+
+
+def _schema(request: ChatRequest) -> dict[str, Any] | None:
+    form = request.response_format
+    if isinstance(form, AsObject):
+        return ANY_OBJECT
+    if isinstance(form, AsSchema):
+        return ANY_OBJECT if form.json_schema.json_schema is None else form.json_schema.json_schema
+    return None
+
+
+async def _render(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> str:
+    tools = None if plan.mode == "none" else [t.model_dump(exclude_none=True) for t in request.tools or ()]
+    parsed = [_plain(m, parse=True) for m in request.messages]
+    if tools and model.template is not None and not model.template.knows_tools:
+        parsed = [{"role": "system", "content": described(tools)}, *parsed]
+    try:
+        return await model.render(parsed, tools)
+    except ApiError:
+        # Some templates take a call's arguments as data, others as text.
+        if not any(m.tool_calls for m in request.messages):
+            raise
+        return await model.render([_plain(m, parse=False) for m in request.messages], tools)
+
+
+def _plain(message: Message, *, parse: bool) -> dict[str, Any]:
+    """A message as templates know it: plain text, the arguments of calls as data if asked for."""
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    out: dict[str, Any] = {"role": role, "content": content or ""}
+    out.update({k: v for k in ("name", "tool_call_id") if (v := getattr(message, k)) is not None})
+    if message.tool_calls:
+        calls = [c.model_dump() for c in message.tool_calls]
+        for call in calls if parse else ():
+            try:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            except (ValueError, RecursionError):
+                raise invalid("The arguments of a tool call are not valid JSON.", "messages") from None
+        out["tool_calls"] = calls
+    return out
+
+
+class ChatRendering:
+    """The answer to one `ChatRequest`.
+
+    Args:
+        request: what was asked.
+        plan: of its tools.
+        model: for texts of tokens.
+        name: of the model, as the client knows it.
+        request_id: of the answer.
+    """
+
+    media_type, ping = SSE, b": ping\n\n"
+
+    def __init__(self, request: ChatRequest, plan: ToolPlan, model: ServedModel, name: str, request_id: str) -> None:
+        self._request, self._plan, self._model = request, plan, model
+        self._id, self._created, self._name = f"chatcmpl-{request_id}", int(time.time()), name
+        self._readers: dict[int, ToolReader] = {}
+        self._named: set[int] = set()
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._name,
+            "system_fingerprint": self._model.fingerprint,
+        }
+
+    # -- a stream
+
+    def opening(self, job: Job) -> bytes:
+        return b"".join(self._chunk(i, {"role": "assistant", "content": ""}) for i in range(job.choices))
+
+    def piece(self, job: Job, piece: Piece) -> bytes:
+        delta, index = piece.delta, piece.choice
+        reader = self._readers.setdefault(index, ToolReader(self._plan))
+        content = reader.feed(delta.text)
+        out = []
+        if self._plan.mode == "named":
+            out.append(self._arguments(index, delta.text))
+        logprobs = self._logprobs(delta.logprobs)
+        ids = delta.token_ids if self._request.return_token_ids else None
+        if content or ids or (logprobs and logprobs["content"]):
+            out.append(self._chunk(index, {"content": content} if content else {}, logprobs, ids=ids))
+        if delta.finish_reason is not None:
+            out.append(self._end(index, reader, delta.finish_reason))
+        return b"".join(out)
+
+    def _arguments(self, index: int, text: str) -> bytes:
+        """A piece of the arguments of the one call that was demanded."""
+        if index not in self._named:
+            self._named.add(index)
+            return self._chunk(index, {"tool_calls": [_streamed(0, Call(self._plan.named, text))]})
+        if not text:
+            return b""
+        return self._chunk(index, {"tool_calls": [{"index": 0, "function": {"arguments": text}}]})
+
+    def _end(self, index: int, reader: ToolReader, reason: str) -> bytes:
+        rest, calls = reader.end()
+        out = []
+        if rest and self._plan.mode != "named":
+            out.append(self._chunk(index, {"content": rest}))
+        for i, call in enumerate(calls):
+            out.append(self._chunk(index, {"tool_calls": [_streamed(i, call)]}))
+        called = bool(calls) or self._plan.mode == "named"
+        out.append(self._chunk(index, {}, reason=_reason(reason, called)))
+        return b"".join(out)
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], logprobs: Any = None, *, reason: str | None = None, ids: Any = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        if ids is not None:
+            choice["token_ids"] = ids
+        chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        if self._request.wants_usage:
+            chunk["usage"] = None
+        return event(chunk)
+
+    def closing(self, job: Job) -> bytes:
+        if not self._request.wants_usage:
+            return DONE
+        return event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(job)}) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+    def refusal(self, error: ApiError) -> dict[str, Any]:
+        return error.body()
+
+    # -- a whole
+
+    def whole(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+        shown = [self._choice(i, choice) for i, choice in enumerate(choices)]
+        return {**self._head("chat.completion"), "choices": shown, "usage": usage(job)}
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        reader = ToolReader(self._plan)
+        content = reader.feed(choice.text)
+        rest, calls = reader.end()
+        if self._plan.mode == "named":
+            calls, rest = [Call(self._plan.named, rest)], ""
+        message: dict[str, Any] = {"role": "assistant", "content": content + rest, "refusal": None}
+        if calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [_full(call) for call in calls]
+        shown: dict[str, Any] = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": _reason(choice.finish_reason, bool(calls)),
+        }
+        if self._request.return_token_ids:
+            shown["token_ids"] = choice.token_ids
+        return shown
+
+    # -- log-probabilities
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        if not self._request.logprobs:
+            return None
+        shown = []
+        for t in tokens or ():
+            top = [self._token(i, p) for i, p in t.top]
+            shown.append({**self._token(t.token_id, t.logprob), "top_logprobs": top})
+        return {"content": shown}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        spelled = self._model.token_text
+        if spelled is None:
+            return {"token": str(token), "logprob": finite(logprob), "bytes": None}
+        return {
+            "token": spelled.name_of(token),
+            "logprob": finite(logprob),
+            "bytes": list(spelled.bytes_of(token)),
+        }
+
+
+def _full(call: Call) -> dict[str, Any]:
+    return {
+        "id": new_call_id(),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _streamed(index: int, call: Call) -> dict[str, Any]:
+    return {"index": index, **_full(call)}
+
+
+def _reason(reason: str | None, called: bool) -> str | None:
+    return "tool_calls" if called and reason == "stop" else reason

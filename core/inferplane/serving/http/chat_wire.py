@@ -1,0 +1,177 @@
+"""OpenAI's chat completions as data.
+
+Source: https://platform.openai.com/docs/api-reference/chat.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from inferplane.serving.wire import Alternatives, Count, Part, Sampling, Usage
+
+MOST_MESSAGES, MOST_TOOLS, MOST_PARTS = 2048, 128, 1024
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class TextPart(Part):
+    """A piece of a message. Images and sound are not supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Part):
+    """What an earlier answer called."""
+
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Part):
+    """A call in a message."""
+
+    id: str = Field(max_length=256)
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(Part):
+    """One turn of the conversation. Any role may stand at any place; the model's template has the last word."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS)] | None = None
+    name: str | None = Field(None, max_length=256)
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
+
+
+class Function(Part):
+    """A function that may be called."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A tool; all are functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Part):
+    """The function that has to be called."""
+
+    name: FunctionName
+
+
+class NamedTool(Part):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class SchemaOfAnswer(Part):
+    """A named JSON schema."""
+
+    name: FunctionName
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class AsText(Part):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class AsObject(Part):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class AsSchema(Part):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: SchemaOfAnswer
+
+
+ResponseFormat = Annotated[AsText | AsObject | AsSchema, Field(discriminator="type")]
+
+
+class ChatRequest(Sampling):
+    """A conversation to be answered."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = Field(None, description="Not supported.")
+    functions: None = Field(None, description="Not supported: use tools.")
+    function_call: None = Field(None, description="Not supported: use tool_choice.")
+    web_search_options: None = Field(None, description="Not supported.")
+
+
+class TopLogprob(Part):
+    """A token and its log-probability; `bytes` are the token's own, for it may be part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenInfo(TopLogprob):
+    """A token of the answer with the likeliest alternatives."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Part):
+    """Log-probabilities of an answer."""
+
+    content: list[TokenInfo] | None
+
+
+class AnswerMessage(Part):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Part):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(Part):
+    """The answer to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage

@@ -1,0 +1,210 @@
+"""OpenAI's text completions: `POST /v1/completions`.
+
+Source: https://platform.openai.com/docs/api-reference/completions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from inferplane.serving.admission import Ask
+from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.rendering import DONE, SSE, Choice, event, finite, usage, with_own
+from inferplane.serving.wire import MOST_TOKENS, Alternatives, Part, Sampling, TokenId, Usage
+from inferplane.serving.job import Job, Piece
+
+if TYPE_CHECKING:
+    from inferplane.engine.logprobs import TokenLogprob
+    from inferplane.serving.model import ServedModel
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default for completions."""
+
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1)]
+ManyIds = Annotated[list[Ids], Field(min_length=1)]
+
+
+class CompletionRequest(Sampling):
+    """A text to be continued."""
+
+    prompt: Text | Texts | Ids | ManyIds
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    echo: bool | None = None
+    logprobs: Alternatives | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    suffix: Literal[""] | None = Field(None, description="Insertion is not supported.")
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt by itself."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+    def ask(self) -> Ask:
+        """The request, for admission."""
+        n = self.n or 1
+        if self.best_of is not None and self.best_of != n:
+            raise invalid("best_of other than n is not supported.", "best_of", "unsupported")
+        sampling = self.sampling()
+        if self.logprobs is not None:
+            sampling["logprobs"] = self.logprobs
+            if self.echo:
+                sampling["prompt_logprobs"] = self.logprobs
+        asked = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        if asked == 0 and sampling.get("min_tokens"):
+            raise invalid("min_tokens exceeds max_tokens = 0.", "min_tokens")
+        # One token has to be generated to have the prompt run; it is not shown.
+        return Ask(prompts=self.prompts(), sampling=sampling, max_tokens=max(asked, 1), n=n)
+
+
+class CompletionLogprobs(Part):
+    """Log-probabilities, a list entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Part):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | None = None
+
+
+class CompletionResponse(Part):
+    """The answer to a completion."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionRendering:
+    """The answer to one `CompletionRequest`.
+
+    Args:
+        request: what was asked.
+        model: for texts of tokens.
+        name: of the model, as the client knows it.
+        request_id: of the answer.
+    """
+
+    media_type, ping = SSE, b": ping\n\n"
+
+    def __init__(self, request: CompletionRequest, model: ServedModel, name: str, request_id: str) -> None:
+        self._request, self._model = request, model
+        self._silent = request.max_tokens == 0
+        self._head = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": name,
+            "system_fingerprint": model.fingerprint,
+        }
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, job: Job) -> bytes:
+        return b""
+
+    def piece(self, job: Job, piece: Piece) -> bytes:
+        delta = piece.delta
+        first = piece.choice not in self._offsets
+        if not (delta.text or delta.finish_reason or delta.logprobs or first or self._request.return_token_ids):
+            return b""
+        choice = Choice(
+            delta.text, list(delta.token_ids), delta.finish_reason, delta.logprobs, delta.prompt_logprobs
+        )
+        chunk: dict[str, Any] = {**self._head, "choices": [self._choice(job, piece.choice, choice, first)]}
+        if self._request.wants_usage:
+            chunk["usage"] = None
+        return event(chunk)
+
+    def closing(self, job: Job) -> bytes:
+        if not self._request.wants_usage:
+            return DONE
+        return event({**self._head, "choices": [], "usage": self._usage(job)}) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+    def refusal(self, error: ApiError) -> dict[str, Any]:
+        return error.body()
+
+    def whole(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+        shown = [self._choice(job, i, choice, True) for i, choice in enumerate(choices)]
+        return {**self._head, "choices": shown, "usage": self._usage(job)}
+
+    def _usage(self, job: Job) -> dict[str, Any]:
+        counted = usage(job)
+        if self._silent:
+            counted.update(completion_tokens=0, total_tokens=job.prompt_tokens)
+        return counted
+
+    def _choice(self, job: Job, index: int, choice: Choice, first: bool) -> dict[str, Any]:
+        echo = bool(self._request.echo) and first
+        text = "" if self._silent else choice.text
+        if echo:
+            text = self._prompt_text(job, index) + text
+        shown: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(job, index, choice, echo),
+            "finish_reason": "length" if self._silent and choice.finish_reason else choice.finish_reason,
+        }
+        if self._request.return_token_ids:
+            shown["token_ids"] = [] if self._silent else choice.token_ids
+        return shown
+
+    def _prompt_text(self, job: Job, index: int) -> str:
+        prompt = self._request.prompts()[index // job.ask.n]
+        return prompt if isinstance(prompt, str) else self._model.decode(prompt, special=True)
+
+    def _logprobs(self, job: Job, index: int, choice: Choice, echo: bool) -> dict[str, Any] | None:
+        offset = self._offsets.setdefault(index, 0)
+        if self._request.logprobs is None:
+            return None
+        tokens: list[TokenLogprob | None] = []
+        ids: list[int] = []
+        if echo:
+            prompt = job.prompts[index // job.ask.n]
+            tokens += choice.prompt_logprobs or [None] * len(prompt)
+            ids += prompt
+        if not self._silent:
+            tokens += choice.logprobs or []
+            ids += [t.token_id for t in choice.logprobs or []]
+        out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, token in zip(ids, tokens):
+            name = self._name(token_id)
+            out["tokens"].append(name)
+            out["token_logprobs"].append(None if token is None else finite(token.logprob))
+            out["top_logprobs"].append(None if token is None else self._top(token))
+            out["text_offset"].append(offset)
+            offset += len(name)
+        self._offsets[index] = offset
+        return out
+
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, logprob in with_own(token):
+            top.setdefault(self._name(token_id), finite(logprob))  # the likelier of two that look alike
+        return top
+
+    def _name(self, token: int) -> str:
+        return self._model.token_text.name_of(token) if self._model.token_text is not None else str(token)

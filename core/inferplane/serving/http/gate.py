@@ -1,0 +1,225 @@
+"""The gate: what every HTTP request passes before anything else looks at it, as raw ASGI.
+
+In this order: an id, the key, the body's type and size, and then the routes, which are cancelled when the client goes
+away. A route is open only if its exact path is listed here: whatever spelling leads elsewhere needs the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from inferplane.serving.errors import ApiError
+from inferplane.serving.rendering import compact
+from inferplane.serving.settings import Settings
+from inferplane.serving.wire import ID_PATTERN
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = frozenset(("/health", "/v2/health/live", "/v2/health/ready"))
+"""Paths that need no key."""
+FACTS = "inferplane.facts"
+"""Where in a scope routes put what the log shall tell of a request."""
+REQUEST_ID = "inferplane.request_id"
+SWEEP_S = 1.0
+log = logging.getLogger("inferplane.serving.access")
+
+
+class Keys:
+    """Keys that clients may send; none: everybody is welcome. Takes as long for a wrong key as for a right one."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether exactly one Authorization header is there, with one of the keys."""
+        found = [value for name, value in headers if name == b"authorization"]
+        scheme, _, key = found[0].partition(b" ") if len(found) == 1 else (b"", b"", b"")
+        digest = hashlib.sha256(key.strip()).digest()
+        right = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(right) and scheme.lower() == b"bearer"
+
+
+class Gate:
+    """See above.
+
+    Args:
+        app: the routes.
+        settings: limits.
+        keys: who may come in.
+    """
+
+    def __init__(self, app: App, settings: Settings, keys: Keys) -> None:
+        self._app, self._settings, self._keys = app, settings, keys
+        self._sending: dict[int, tuple[float, Callable[[], None]]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        passage = _Passage(self, scope, receive, send)
+        try:
+            await passage.run()
+        finally:
+            passage.tell()
+
+    async def sweep(self) -> None:
+        """Cut off clients that leave their answer unread for too long; runs as long as the server."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            limit = time.monotonic() - self._settings.write_timeout_s
+            for since, cut_off in list(self._sending.values()):
+                if since < limit:
+                    cut_off()
+
+
+class _Passage:
+    """One request on its way through the gate."""
+
+    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
+        self._gate, self._scope, self._receive, self._send = gate, scope, receive, send
+        self._began = time.monotonic()
+        self._status: int | None = None
+        self._complete = False
+        self._gone = False
+        asked = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
+        ok = len(asked) == 1 and re.match(ID_PATTERN, asked[0]) is not None
+        self._id = asked[0] if ok else uuid.uuid4().hex
+        scope[REQUEST_ID], scope[FACTS] = self._id, {}
+
+    async def run(self) -> None:
+        gate = self._gate
+        try:
+            if gate._keys and self._scope["path"] not in OPEN and not gate._keys.admit(self._scope["headers"]):
+                raise ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
+            self._check_type()
+            body = await self._body()
+        except ApiError as error:
+            await self._refuse(error)
+            return
+        if body is not None:
+            await self._pass_on(body)
+
+    def tell(self) -> None:
+        """Log what became of the request."""
+        took_ms = round(1000 * (time.monotonic() - self._began), 1)
+        facts = {"method": self._scope["method"], "path": self._scope["path"], "status": self._status, "ms": took_ms}
+        ended = {} if self._complete else {"ended": "client left" if self._gone else "cut off"}
+        everything = {"request_id": self._id, **facts, **ended, **self._scope[FACTS]}
+        log.info("request", extra={"facts": everything})
+
+    # -- the body
+
+    def _header(self, wanted: bytes) -> list[bytes]:
+        return [value for name, value in self._scope["headers"] if name == wanted]
+
+    def _check_type(self) -> None:
+        if any(v.strip().lower() != b"identity" for v in self._header(b"content-encoding")):
+            raise ApiError(415, "Compressed bodies are not accepted.", code="unsupported_encoding")
+        # Any web page can make a browser post forms and text, without asking; JSON it cannot.
+        kinds = self._header(b"content-type")
+        if self._scope["method"] == "POST":
+            kind = kinds[0].partition(b";")[0].strip().lower() if len(kinds) == 1 else b""
+            if kind != b"application/json":
+                raise ApiError(415, "The body has to be sent as application/json.", code="unsupported_media_type")
+
+    async def _body(self) -> bytes | None:
+        """All of it, counted while it comes; None when the client left meanwhile."""
+        most = self._gate._settings.max_body_bytes
+        declared = self._header(b"content-length")
+        if declared and declared[0].isdigit() and int(declared[0]) > most:
+            raise ApiError(413, f"The body is larger than {most} bytes.", code="body_too_large")
+        try:
+            return await asyncio.wait_for(self._read(most), self._gate._settings.body_timeout_s)
+        except asyncio.TimeoutError:
+            raise ApiError(408, "The body did not arrive in time.", code="body_timeout") from None
+
+    async def _read(self, most: int) -> bytes | None:
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._gone = True
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > most:
+                raise ApiError(413, f"The body is larger than {most} bytes.", code="body_too_large")
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    # -- beyond the gate
+
+    async def _pass_on(self, body: bytes) -> None:
+        """Run the routes until they are done or the client has gone."""
+        given = False
+
+        async def receive() -> Message:
+            nonlocal given
+            if not given:
+                given = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await asyncio.Event().wait()  # whoever waits for the client to go is cancelled when it does
+            raise AssertionError("unreachable")
+
+        routes = asyncio.ensure_future(self._gate._app(self._scope, receive, self._counted_send))
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            await asyncio.wait((routes, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not routes.done() and not self._complete:
+                self._gone = True
+                routes.cancel()
+            await asyncio.gather(routes, return_exceptions=True)
+        finally:
+            watch.cancel()
+            routes.cancel()
+            await asyncio.gather(routes, watch, return_exceptions=True)
+        failed = None if routes.cancelled() else routes.exception()
+        if failed is not None:
+            log.error("a route failed", exc_info=failed, extra={"facts": {"request_id": self._id}})
+            if self._status is None:
+                await self._refuse(ApiError(500, "The request failed inside the server.", code="internal_error"))
+            elif not self._complete:
+                raise failed
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _counted_send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
+            message = {**message, "headers": headers}
+        cut_off = self._scope.get("state", {}).get("cut_off")
+        if cut_off is not None:
+            self._gate._sending[id(self)] = (time.monotonic(), cut_off)
+        try:
+            await self._send(message)
+        finally:
+            self._gate._sending.pop(id(self), None)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._complete = True
+
+    async def _refuse(self, error: ApiError) -> None:
+        """Answer, and close the connection: what is left of the body is not read."""
+        data = compact(error.body())
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+        headers.append((b"connection", b"close"))
+        if error.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await self._counted_send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self._counted_send({"type": "http.response.body", "body": data})

@@ -1,0 +1,79 @@
+"""Routes that generate. The native dialect lives on the same paths as OpenAI's, told apart by the body's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from inferplane.serving import native
+from inferplane.serving.errors import ApiError
+from inferplane.serving.http import chat
+from inferplane.serving.http.answer import Generation, refuse
+from inferplane.serving.http.chat_wire import ChatRequest
+from inferplane.serving.http.completions import CompletionRendering, CompletionRequest
+from inferplane.serving.http.gate import REQUEST_ID
+from inferplane.serving.service import Service
+from inferplane.serving.wire import parse, unknown_fields, validate
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ALIASES = {f"{CHAT}/completions": COMPLETIONS, f"{CHAT}/chat/completions": CHAT}
+"""What OpenAI's client asks for when its base URL is `.../v1/chat/completions`, as in the source system's example."""
+
+Answer = Callable[[dict[str, Any], str], Awaitable[Generation]]
+
+
+def routes(service: Service) -> APIRouter:
+    """Routes over a service."""
+    router = APIRouter()
+    answers: dict[str, Answer] = {
+        COMPLETIONS: lambda data, request_id: _completion(service, data, request_id),
+        CHAT: lambda data, request_id: _chat(service, data, request_id),
+    }
+    for path, route in [*((p, p) for p in answers), *ALIASES.items()]:
+        router.add_api_route(
+            path, _endpoint(service, answers[route]), methods=["POST"], include_in_schema=path == route
+        )
+    return router
+
+
+def _endpoint(service: Service, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        data = parse(await request.body())
+        request_id = request.scope[REQUEST_ID]
+        if not native.is_native(data):
+            return await answer(data, request_id)
+        try:
+            return await _native(service, data, request_id)
+        except ApiError as error:
+            asked = data.get("req_id")
+            return refuse(error, native.refusal(error, asked if isinstance(asked, str) else None))
+
+    return endpoint
+
+
+async def _completion(service: Service, data: dict[str, Any], request_id: str) -> Generation:
+    request = validate(CompletionRequest, data)
+    model = service.served
+    rendering = CompletionRendering(request, model, model.check_name(request.model), request_id)
+    ignored = unknown_fields(request)
+    return Generation(service, request.ask(), rendering, stream=bool(request.stream), ignored=ignored)
+
+
+async def _chat(service: Service, data: dict[str, Any], request_id: str) -> Generation:
+    request = validate(ChatRequest, data)
+    model = service.served
+    name = model.check_name(request.model)
+    plan = chat.tool_plan(request)
+    ask = await chat.ask_of(request, model, plan)
+    rendering = chat.ChatRendering(request, plan, model, name, request_id)
+    return Generation(service, ask, rendering, stream=bool(request.stream), ignored=unknown_fields(request))
+
+
+async def _native(service: Service, data: dict[str, Any], request_id: str) -> Generation:
+    request = validate(native.NativeRequest, data)
+    ask = await native.ask_of(request, service.served, service.settings.native_text)
+    rendering = native.NativeRendering(request, request_id)
+    return Generation(service, ask, rendering, stream=bool(request.stream), ignored=unknown_fields(request))

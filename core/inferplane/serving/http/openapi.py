@@ -1,0 +1,101 @@
+"""The exact description of the routes, made of the models that requests are validated with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from inferplane.serving.http import operation, text
+from inferplane.serving.http.chat_wire import ChatRequest, ChatResponse
+from inferplane.serving.http.completions import CompletionRequest, CompletionResponse
+from inferplane.serving.native import NativeError, NativeRequest, NativeResponse
+from inferplane.serving.wire import ErrorBody
+
+REF = "#/components/schemas/"
+Models = tuple[type[BaseModel], ...]
+
+REQUESTS: dict[str, Models] = {
+    "/v1/completions": (CompletionRequest, NativeRequest),
+    "/v1/chat/completions": (ChatRequest, NativeRequest),
+    "/v1/embeddings": (text.EmbeddingRequest,),
+    "/tokenize": (text.TokenizeRequest,),
+    "/detokenize": (text.DetokenizeRequest,),
+}
+ANSWERS: dict[str, Models] = {
+    "/v1/completions": (CompletionResponse, NativeResponse),
+    "/v1/chat/completions": (ChatResponse, NativeResponse),
+    "/v1/models": (text.ModelList,),
+    "/v1/models/{model}": (text.ModelCard,),
+    "/tokenize": (text.TokenizeResponse,),
+    "/detokenize": (text.DetokenizeResponse,),
+    "/health": (operation.HealthBody,),
+    "/v2/health/live": (operation.HealthBody,),
+    "/v2/health/ready": (operation.HealthBody,),
+    "/version": (operation.VersionBody,),
+}
+NATIVE = ("/v1/completions", "/v1/chat/completions")
+ERRORS = {
+    "400": "the request cannot be meant; `param` names the field",
+    "401": "the key is missing or wrong",
+    "404": "no such model or route",
+    "408": "the body did not arrive in time",
+    "409": "a request with this id is alive",
+    "413": "the body is too large",
+    "415": "the body is not JSON",
+    "429": "the queue is full; see Retry-After",
+    "500": "the request failed inside the server",
+    "503": "loading, shutting down, or not healthy",
+    "504": "the request ran into its time limit",
+}
+
+
+def describe(app: FastAPI) -> None:
+    """Give an application its description."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    wanted = {m for models in (*REQUESTS.values(), *ANSWERS.values()) for m in models} | {ErrorBody, NativeError}
+    _, schemas = models_json_schema(
+        [(m, "validation") for m in sorted(wanted, key=lambda m: m.__name__)], ref_template=REF + "{model}"
+    )
+    made.setdefault("components", {})["schemas"] = schemas["$defs"]
+    made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in made["paths"].items():
+        for operation_ in operations.values():
+            _fill(path, operation_)
+    return made
+
+
+def _fill(path: str, operation_: dict[str, Any]) -> None:
+    if path in REQUESTS:
+        content = {"application/json": {"schema": _one_of(REQUESTS[path])}}
+        operation_["requestBody"] = {"required": True, "content": content}
+    if "health" not in path:
+        operation_["security"] = [{"key": []}]
+    answer: dict[str, Any] = {"application/json": {"schema": _one_of(ANSWERS[path])}} if path in ANSWERS else {}
+    if path in NATIVE:
+        answer["text/event-stream"] = {"schema": {"type": "string"}}
+    if path == "/metrics":
+        answer["text/plain"] = {"schema": {"type": "string"}}
+    operation_["responses"] = {"200": {"description": "done", "content": answer}}
+    error = _one_of((ErrorBody, NativeError) if path in NATIVE else (ErrorBody,))
+    for status, words in ERRORS.items():
+        shape = _one_of((operation.HealthBody, ErrorBody)) if "health" in path else error
+        operation_["responses"][status] = {"description": words, "content": {"application/json": {"schema": shape}}}
+
+
+def _one_of(models: Models) -> dict[str, Any]:
+    found = [{"$ref": REF + m.__name__} for m in models]
+    return found[0] if len(found) == 1 else {"anyOf": found}

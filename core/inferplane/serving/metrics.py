@@ -1,0 +1,109 @@
+"""Numbers for Prometheus: the engine's under the names that dashboards expect, and the source system's gauges."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+if TYPE_CHECKING:
+    from inferplane.serving.service import Service
+
+PREFIX = "inferplane:"
+SOURCE_FAMILY = "inference_server_metrics"
+"""The family of the source system's gauges; each has its own name as its label."""
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+LABELS = {"request_success_total": "finished_reason", "requests_rejected_total": "reason"}
+OWN = {
+    "requests_rejected_total": ("reason", "Requests that were refused, by why."),
+    "requests_aborted_total": ("cause", "Sequences that nobody waited for any more."),
+}
+
+
+class _Snapshot:
+    """Metrics made of numbers that are there already."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics
+
+
+async def exposition(service: Service) -> bytes:
+    """All numbers, in Prometheus' text format."""
+    stats = await service.stats()
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot([*_own(service), *_engine(stats), *_source(service, stats)]))
+    return generate_latest(registry)
+
+
+def _own(service: Service) -> Iterator[Metric]:
+    condition = service.condition()
+    yield _gauge("up", "1 while the process lives.", 1)
+    yield _gauge("ready", "1 while requests are taken and move.", int(condition.ready))
+    yield _gauge("server_uptime_seconds", "Seconds since the server was started.", time.monotonic() - service.started)
+    yield _gauge("admitted_sequences", "Sequences that run or wait.", service.places.taken)
+    yield _gauge("max_admitted_sequences", "Sequences that can run and wait.", service.places.most)
+    for name, (label, words) in OWN.items():
+        family = CounterMetricFamily(PREFIX + name, words, labels=[label])
+        for (counted, value), number in sorted(service.counts.items()):
+            if counted == name:
+                family.add_metric([value], number)
+        yield family
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, words, value=value)
+
+
+def _engine(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    for name, value in stats.items():
+        words = name.replace("_", " ")
+        if isinstance(value, Mapping) and "bounds" in value:
+            yield _histogram(name, words, value)
+        elif isinstance(value, Mapping):
+            if name in OWN:
+                continue  # the server sees refusals before the engine does
+            family = CounterMetricFamily(PREFIX + name, words, labels=[LABELS.get(name, "kind")])
+            for label, number in sorted(value.items()):
+                family.add_metric([str(label)], number)
+            yield family
+        elif isinstance(value, list):
+            family = CounterMetricFamily(PREFIX + name, words, labels=["position"])
+            for position, number in enumerate(value):
+                family.add_metric([str(position)], number)
+            yield family
+        elif name.endswith("_total") and not name.endswith("blocks_total"):
+            yield CounterMetricFamily(PREFIX + name, words, value=value)
+        elif isinstance(value, (int, float)):
+            yield _gauge(name, words, value)
+
+
+def _histogram(name: str, words: str, value: Mapping[str, Any]) -> Metric:
+    buckets, below = [], 0
+    for bound, number in zip([*map(str, value["bounds"]), "+Inf"], value["counts"]):
+        below += number
+        buckets.append((bound, below))
+    return HistogramMetricFamily(PREFIX + name, words, buckets=buckets, sum_value=value["sum"])
+
+
+def _source(service: Service, stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """Blocks are counted as that system does: `block_num` are those that are free."""
+    most = stats.get("kv_blocks_total", 0)
+    free = stats.get("kv_blocks_free", 0) + stats.get("kv_blocks_cached", 0)
+    values = {
+        "batch_size": stats.get("num_requests_running", 0),
+        "max_batch_size": service.settings.max_batch,
+        "block_num": free,
+        "max_block_num": most,
+        "available_resource": free / most if most else 0.0,
+    }
+    family = Metric(SOURCE_FAMILY, "Numbers of the server under the source system's names.", "gauge")
+    for name, value in values.items():
+        family.add_sample(SOURCE_FAMILY, {name: name}, value)
+    yield family

@@ -1,0 +1,109 @@
+"""The model as clients see it: its names, its tokenizer, its chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inferplane import __version__
+from inferplane.errors import UsageError
+from inferplane.serving.errors import ApiError
+from inferplane.serving.settings import Settings
+from inferplane.serving.templates import ChatTemplate
+from inferplane.serving.token_text import TokenText
+
+if TYPE_CHECKING:
+    from inferplane.engine import AsyncLLM
+
+DEFAULT_NAME = "default"
+"""A name that every server answers to."""
+
+
+class ServedModel:
+    """What the wire formats need of the model beside its engine. Its methods may be called from any thread.
+
+    Args:
+        engine: runs it.
+        settings: how it is served.
+
+    Raises:
+        CheckpointError: its tokenizer cannot be loaded.
+    """
+
+    def __init__(self, engine: AsyncLLM, settings: Settings) -> None:
+        self.info = engine.info
+        self.created = int(time.time())
+        own = Path(self.info.name).name or self.info.name
+        self.names = settings.served_model_name or (own,)
+        self._tokenizer = engine.tokenizer if self.info.folder is not None else None
+        self.token_text = TokenText(self._tokenizer.fast) if self._tokenizer is not None else None
+        self.template = ChatTemplate.of(self._tokenizer.fast) if self._tokenizer is not None else None
+        facts = (__version__, self.info.name, self.info.dtype, self.info.kv_dtype, self.info.device)
+        self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
+
+    def check_name(self, asked: str | None) -> str:
+        """The name to answer with; ApiError 404 for another model's."""
+        if asked is None or asked in (DEFAULT_NAME, ""):
+            return self.names[0]
+        if asked not in self.names and asked != self.info.name:
+            there = ", ".join((*self.names, DEFAULT_NAME))
+            raise ApiError(
+                404,
+                f"The model {asked[:200]!r} is not served here. There is: {there}.",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    def _text_side(self) -> Any:
+        if self._tokenizer is None:
+            raise UsageError("This model has no tokenizer.", remedy="pass token ids")
+        return self._tokenizer
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            UsageError: the text is no valid Unicode, or there is no tokenizer.
+        """
+        tokenizer = self._text_side()
+        if special:
+            return list(tokenizer.encode(text))
+        try:
+            return list(tokenizer.fast.encode(text, add_special_tokens=False))
+        except TypeError as error:
+            raise UsageError("The text cannot be encoded.", remedy="pass valid Unicode") from error
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of token ids, special tokens left out unless asked for.
+
+        Raises:
+            UsageError: there is no tokenizer.
+        """
+        tokenizer = self._text_side()
+        if special:
+            return str(tokenizer.fast.decode(list(ids), clean_up_tokenization_spaces=False))
+        return str(tokenizer.decode(ids))
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """A conversation as the model's chat template writes it, ready for the reply.
+
+        Raises:
+            ApiError: the model has no template, or it refuses the messages, or takes too long.
+        """
+        if self.template is None:
+            raise ApiError(
+                400,
+                "This model has no chat template; use /v1/completions with a prompt of your own.",
+                param="messages",
+                code="no_chat_template",
+            )
+        return await self.template.render(messages, tools)
+
+    def close(self) -> None:
+        """End the process that renders templates."""
+        if self.template is not None:
+            self.template.close()

@@ -1,0 +1,282 @@
+"""The native dialect: the request and event format of the source system's own clients.
+
+A stream is a JSON object a line, one for each event, without server-sent events' prefix. An error is
+`{"error_msg", "error_code"}`, and the code is the HTTP status.
+
+Source: https://paddlenlp.readthedocs.io, "llm/server", table of request parameters and example of answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from inferplane.serving.admission import Ask
+from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.job import Job, Piece
+from inferplane.serving.rendering import SSE, Choice, compact
+from inferplane.serving.wire import ID_PATTERN, SMALLEST_TOP_P, Body, Count, Part, Stops, TokenId
+
+if TYPE_CHECKING:
+    from inferplane.serving.model import ServedModel
+
+MARKS = frozenset(
+    ("text", "input_ids", "req_id", "max_dec_len", "min_dec_len", "seq_len", "topp", "penalty_score")
+    + ("frequency_score", "presence_score", "return_usage", "infer_seed", "eos_token_ids", "response_type")
+)
+"""Fields that no OpenAI request has: one of them makes a request native."""
+DEFAULT_TOP_P, DEFAULT_TEMPERATURE = 0.7, 0.95
+WORDS = {
+    "max_tokens": "max_dec_len",
+    "min_tokens": "min_dec_len",
+    "top_p": "topp",
+    "repetition_penalty": "penalty_score",
+    "frequency_penalty": "frequency_score",
+    "presence_penalty": "presence_score",
+    "stop_token_ids": "eos_token_ids",
+    "timeout_s": "timeout",
+    "seed": "infer_seed",
+    "request_id": "req_id",
+}
+_ONE_OF = [{"required": [name]} for name in ("text", "input_ids", "messages")]
+
+
+class NativeMessage(Part):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)] = "user"
+    content: str
+
+
+class NativeRequest(Body):
+    """A text, token ids or a conversation to be continued."""
+
+    model_config = ConfigDict(**Body.model_config, json_schema_extra={"anyOf": _ONE_OF})
+
+    text: Annotated[str, Field(min_length=1)] | None = None
+    input_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    messages: Annotated[list[NativeMessage], Field(min_length=1, max_length=2048)] | None = None
+    system: str | None = None
+    req_id: Annotated[str, Field(pattern=ID_PATTERN)] | None = None
+    max_dec_len: Count | None = None
+    seq_len: Count | None = Field(None, description="As max_dec_len.")
+    max_tokens: Count | None = Field(None, description="As max_dec_len.")
+    min_dec_len: Count | None = None
+    topp: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="As topp.")
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    penalty_score: Annotated[float, Field(gt=0, le=100)] | None = None
+    frequency_score: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_score: Annotated[float, Field(ge=-2, le=2)] | None = None
+    infer_seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(None, description="As infer_seed.")
+    eos_token_ids: TokenId | Annotated[list[TokenId], Field(max_length=16)] | None = None
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    timeout: Annotated[int, Field(ge=1, le=3600)] | None = None
+    return_usage: bool | None = None
+    return_all_tokens: bool | None = None
+    response_type: Literal["fastdeploy"] | None = None
+    model: str | None = Field(None, max_length=4096)
+
+
+def is_native(data: Mapping[str, Any]) -> bool:
+    """Whether a body is in this dialect."""
+    return not MARKS.isdisjoint(data)
+
+
+async def ask_of(request: NativeRequest, model: ServedModel, native_text: str) -> Ask:
+    """The request, for admission.
+
+    Args:
+        request: what was asked.
+        model: renders conversations.
+        native_text: "chat": `text` is a conversation of one turn, where the model has a template; "raw": it is taken
+            as it is.
+
+    Raises:
+        ApiError: no text, or more than one; fields that contradict each other.
+    """
+    _only_one(request, "topp", "top_p")
+    _only_one(request, "infer_seed", "seed")
+    asked = _only_one(request, "max_dec_len", "seq_len", "max_tokens")
+    prompt, special, word = await _prompt(request, model, native_text)
+    return Ask(
+        prompts=[prompt],
+        sampling=_sampling(request),
+        max_tokens=None if asked is None else getattr(request, asked),
+        request_id=request.req_id,
+        timeout_s=request.timeout,
+        special=special,
+        words={**WORDS, "prompt": word, "max_tokens": asked or "max_dec_len"},
+    )
+
+
+def _only_one(request: NativeRequest, *names: str) -> str | None:
+    given = [name for name in names if getattr(request, name) is not None]
+    if len(given) > 1:
+        raise invalid(f"{' and '.join(given)} mean the same; pass one.", given[1])
+    return given[0] if given else None
+
+
+async def _prompt(request: NativeRequest, model: ServedModel, native_text: str) -> tuple[str | list[int], bool, str]:
+    """What to continue, whether it gets special tokens, and the field it came from."""
+    word = _only_one(request, "input_ids", "text", "messages")
+    if request.input_ids is not None:
+        return request.input_ids, False, "input_ids"
+    if word is None:
+        raise invalid("One of text, input_ids and messages is required.", "text", "missing_required_parameter")
+    if request.text is not None and (native_text == "raw" or model.template is None):
+        return request.text, True, "text"
+    turns = [m.model_dump() for m in request.messages or ()]
+    if request.text is not None:
+        turns = [{"role": "user", "content": request.text}]
+    if request.system:
+        turns = [{"role": "system", "content": request.system}, *turns]
+    return await model.render(turns, None), False, word
+
+
+def _sampling(request: NativeRequest) -> dict[str, Any]:
+    """Fields of `SamplingParams`, with this dialect's defaults."""
+    topp = request.topp if request.topp is not None else request.top_p
+    out: dict[str, Any] = {
+        "top_p": max(DEFAULT_TOP_P if topp is None else topp, SMALLEST_TOP_P),
+        "temperature": DEFAULT_TEMPERATURE if request.temperature is None else request.temperature,
+        "min_tokens": request.min_dec_len or 1,
+    }
+    seed = request.infer_seed if request.infer_seed is not None else request.seed
+    given = {
+        "repetition_penalty": request.penalty_score,
+        "frequency_penalty": request.frequency_score,
+        "presence_penalty": request.presence_score,
+        "stop_token_ids": request.eos_token_ids,
+        "stop": request.stop_sequences,
+        "seed": seed,
+    }
+    return {**out, **{name: value for name, value in given.items() if value is not None}}
+
+
+class NativeUsage(Part):
+    """Tokens in and out."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class NativeError(Part):
+    """What went wrong; the code is the HTTP status."""
+
+    error_msg: str
+    error_code: int
+    req_id: str | None = None
+    param: str | None = None
+
+
+class NativeEvent(Part):
+    """A line of a stream. The last one has `is_end` 1 and all tokens."""
+
+    token: str
+    token_ids: list[int]
+    is_end: Literal[0, 1]
+    send_idx: int
+    req_id: str
+    error_msg: str
+    error_code: int
+    usage: NativeUsage | None = None
+    tokens_all: str | None = None
+    tokens_all_ids: list[int] | None = None
+    tokens_all_num: int | None = None
+
+
+class NativeResponse(Part):
+    """The answer without a stream; `result` and `tokens_all` are the same text."""
+
+    tokens_all: str
+    result: str
+    tokens_all_ids: list[int]
+    tokens_all_num: int
+    finish_reason: str
+    req_id: str
+    error_msg: str
+    error_code: int
+    usage: NativeUsage | None = None
+
+
+class NativeRendering:
+    """The answer to one `NativeRequest`: as data by `event`, and as lines of JSON.
+
+    Args:
+        request: what was asked.
+        request_id: the request's own, or one that the server gave it.
+    """
+
+    media_type, ping = SSE, b""  # the type that its clients know; the lines are JSON alone
+
+    def __init__(self, request: NativeRequest, request_id: str) -> None:
+        self._request = request
+        self._id = request.req_id or request_id
+        self._sent = 0
+        self._all = Choice()
+
+    def event(self, job: Job, piece: Piece) -> dict[str, Any] | None:
+        """A piece as this dialect's event; None while there is nothing to tell."""
+        delta, end = piece.delta, piece.delta.finish_reason is not None
+        self._all.add(delta)
+        if not end and (self._request.return_all_tokens or not delta.token_ids):
+            return None
+        shown = self._all if self._request.return_all_tokens else delta
+        out: dict[str, Any] = {
+            "token": shown.text,
+            "token_ids": list(shown.token_ids),
+            "is_end": int(end),
+            "send_idx": self._sent,
+            "req_id": self._id,
+            "error_msg": "",
+            "error_code": 0,
+            "usage": self._usage(job),
+        }
+        self._sent += 1
+        if end:
+            ids = self._all.token_ids
+            out.update(tokens_all=self._all.text, tokens_all_ids=ids, tokens_all_num=len(ids))
+        return out
+
+    def _usage(self, job: Job) -> dict[str, int]:
+        return {"prompt_tokens": job.prompt_tokens, "completion_tokens": job.completion_tokens}
+
+    def opening(self, job: Job) -> bytes:
+        return b""
+
+    def piece(self, job: Job, piece: Piece) -> bytes:
+        found = self.event(job, piece)
+        return b"" if found is None else compact(found) + b"\n"
+
+    def closing(self, job: Job) -> bytes:
+        return b""
+
+    def failure(self, error: ApiError) -> bytes:
+        return compact({**self.refusal(error), "is_end": 1}) + b"\n"
+
+    def refusal(self, error: ApiError) -> dict[str, Any]:
+        return refusal(error, self._id)
+
+    def whole(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+        choice = choices[0]
+        out = {
+            "tokens_all": choice.text,
+            "result": choice.text,
+            "tokens_all_ids": choice.token_ids,
+            "tokens_all_num": len(choice.token_ids),
+            "finish_reason": choice.finish_reason,
+            "req_id": self._id,
+            "error_msg": "",
+            "error_code": 0,
+        }
+        return {**out, "usage": self._usage(job)} if self._request.return_usage else out
+
+
+def refusal(error: ApiError, request_id: str | None) -> dict[str, Any]:
+    """An error in this dialect."""
+    return {"error_msg": error.message, "error_code": error.status, "param": error.param, "req_id": request_id}

@@ -1,0 +1,247 @@
+"""The server without a wire: what stands between the formats and the engine.
+
+States: "loading" -> "serving" -> "draining" -> "ended"; or "failed", when the model cannot be loaded or the engine died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal
+
+from inferplane.errors import UsageError
+from inferplane.serving.admission import Ask, Places, check_fan_out, sampling_of
+from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.job import Job
+from inferplane.serving.model import ServedModel
+from inferplane.serving.settings import Settings
+
+if TYPE_CHECKING:
+    from inferplane.engine import AsyncLLM
+
+State = Literal["loading", "serving", "draining", "ended", "failed"]
+HEALTH_EVERY_S = 0.5
+HEALTH_ANSWER_S = 2.0
+FLUSH_S = 5.0
+"""Seconds that clients have to read the end of an aborted request."""
+log = logging.getLogger("inferplane.serving")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Whether the server does its work.
+
+    Args:
+        live: the process is worth keeping.
+        ready: it takes requests, and they move.
+        status: a word: the service's state, or "stalled".
+        detail: why it is not ready.
+    """
+
+    live: bool
+    ready: bool
+    status: str
+    detail: str = ""
+
+
+class Service:
+    """One engine with its admission, for any number of front ends on one asyncio loop.
+
+    Args:
+        settings: limits and names.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.state: State = "loading"
+        self.model: ServedModel | None = None
+        self.engine: AsyncLLM | None = None
+        self.places = Places(settings.max_batch + settings.max_waiting)
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.failure = ""
+        self.failed = asyncio.Event()
+        self.started = time.monotonic()
+        self._silent_since: float | None = None
+        self._stalled = ""
+        self._ids = count()
+        self._live: set[str] = set()
+        self._jobs: set[Job] = set()
+        self._watch: asyncio.Task[None] | None = None
+        self._encoders = ThreadPoolExecutor(2, thread_name_prefix="inferplane-encode")
+
+    # -- its life
+
+    async def load(self, open_engine: Callable[[], AsyncLLM]) -> None:
+        """Open the engine in a thread, then serve. Whatever it raises leaves the state "failed"."""
+        try:
+            engine = await asyncio.to_thread(open_engine)
+        except BaseException as error:
+            self._fail(f"{type(error).__name__}: {error}")
+            raise
+        if self.state != "loading":  # told to end meanwhile
+            await engine.shutdown()
+            return
+        try:
+            self.model = await asyncio.to_thread(ServedModel, engine, self.settings)
+        except BaseException as error:
+            self._fail(f"{type(error).__name__}: {error}")
+            await engine.shutdown()
+            raise
+        self.engine = engine
+        self.state = "serving"
+        self._watch = asyncio.create_task(self._watching(engine))
+
+    async def drain(self, drain_s: float) -> None:
+        """Refuse new requests, let those that run end, then abort what is left, each with a terminal event."""
+        if self.state in ("draining", "ended"):
+            return
+        failed, self.state = self.state == "failed", "draining"
+        limit = time.monotonic() + drain_s
+        while self._jobs and time.monotonic() < limit and not failed:
+            await asyncio.sleep(0.02)
+        if self._watch is not None:
+            self._watch.cancel()
+        if self.engine is not None:
+            await self.engine.shutdown()
+        limit = time.monotonic() + FLUSH_S
+        while self._jobs and time.monotonic() < limit:
+            await asyncio.sleep(0.02)
+        if self.model is not None:
+            self.model.close()
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+        self.state = "ended"
+
+    def condition(self) -> Condition:
+        """Whether it does its work; immediate."""
+        if self.state == "serving" and self._stalled:
+            return Condition(self._silent_since is None, False, "stalled", self._stalled)
+        return Condition(self.state not in ("failed", "ended"), self.state == "serving", self.state, self.failure)
+
+    def _fail(self, why: str) -> None:
+        self.state, self.failure = "failed", why
+        self.failed.set()
+
+    async def _watching(self, engine: AsyncLLM) -> None:
+        """Keep `condition` true to the engine."""
+        while True:
+            asked = time.monotonic()
+            health = await engine.health(HEALTH_ANSWER_S)
+            took = time.monotonic() - asked
+            if health.alive:
+                self._silent_since = None
+                stuck = not health.ready(self.settings.stall_s)
+                self._stalled = f"no step ended for {health.quiet_s:.1f} s" if stuck else ""
+            elif took < HEALTH_ANSWER_S:
+                log.critical("engine died", extra={"facts": {"why": health.failure}})
+                self._fail(f"the engine died: {health.failure}")
+                return
+            else:
+                self._silent_since = self._silent_since or asked
+                if time.monotonic() - self._silent_since >= self.settings.stall_s:
+                    self._stalled = health.failure
+            await asyncio.sleep(HEALTH_EVERY_S)
+
+    # -- requests
+
+    @property
+    def served(self) -> ServedModel:
+        """The model; ApiError 503 while there is none that takes requests."""
+        if self.state == "loading":
+            raise ApiError(503, "The model is being loaded.", code="loading", retry_after_s=2)
+        if self.state == "failed":
+            raise ApiError(503, "The server has failed and is about to end.", code="failed", retry_after_s=10)
+        if self.state != "serving" or self.model is None:
+            raise ApiError(503, "The server is shutting down.", code="shutting_down", retry_after_s=5)
+        return self.model
+
+    @asynccontextmanager
+    async def admit(self, ask: Ask) -> AsyncIterator[Job]:
+        """Accept a request and start it; leaving the context ends what still runs of it.
+
+        Raises:
+            ApiError: it is refused, and nothing of it remains.
+        """
+        try:
+            model = self.served
+            places = check_fan_out(ask, self.settings, self.places.most)
+            self.places.take(places)
+        except ApiError as error:
+            self._refused(error)
+            raise
+        job: Job | None = None
+        try:
+            job = await self._accept(ask, model)
+            yield job
+        except ApiError as error:
+            if job is None:
+                self._refused(error)
+            raise
+        finally:
+            try:
+                if job is not None:
+                    await job.close()
+            finally:
+                self.places.give_back(places)
+                if job is not None:
+                    self._jobs.discard(job)
+                    self._account(job)
+                if job is not None and ask.request_id is not None:
+                    self._live.discard(ask.request_id)
+
+    async def _accept(self, ask: Ask, model: ServedModel) -> Job:
+        prompts = [await self.encode(p, special=ask.special) if isinstance(p, str) else p for p in ask.prompts]
+        limits = self.settings, model.info.max_model_len, model.info.vocab
+        params = [sampling_of(ask, ids, *limits) for ids in prompts]
+        assert self.engine is not None
+        if ask.request_id is not None:
+            if ask.request_id in self._live:
+                word = ask.word("request_id")
+                raise ApiError(409, f"A request with {word} {ask.request_id!r} is alive.", param=word, code="duplicate")
+            self._live.add(ask.request_id)
+        job = Job(self.engine, ask, prompts, params, f"job-{next(self._ids)}")
+        self._jobs.add(job)
+        job.start()
+        return job
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text; long ones are encoded beside the loop, so that other requests go on.
+
+        Raises:
+            ApiError: the text cannot be encoded.
+        """
+        encode = self.served.encode
+        try:
+            if len(text) < 4096:
+                return encode(text, special)
+            return await asyncio.get_running_loop().run_in_executor(self._encoders, encode, text, special)
+        except UsageError as error:
+            raise invalid(error.what, "prompt") from error
+
+    def _refused(self, error: ApiError) -> None:
+        self.counts["requests_rejected_total", error.code] += 1
+
+    def _account(self, job: Job) -> None:
+        for reason in job.finished:
+            self.counts["sequences_ended_total", reason] += 1
+        gone = job.choices - len(job.finished)
+        if gone:  # nobody read them to their end
+            self.counts["requests_aborted_total", "disconnect"] += gone
+
+    # -- numbers
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's numbers; empty while there is no engine that answers."""
+        if self.engine is None or self.state in ("failed", "ended"):
+            return {}
+        try:
+            return await asyncio.wait_for(self.engine.stats(), HEALTH_ANSWER_S)
+        except Exception as error:
+            log.warning("no numbers from the engine", extra={"facts": {"why": type(error).__name__}})
+            return {}

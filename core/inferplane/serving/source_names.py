@@ -1,0 +1,79 @@
+"""The environment variables of the system whose clients the native dialect serves, and what each means here.
+
+Source: https://paddlenlp.readthedocs.io, "llm/server", tables of service and model parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from inferplane.errors import UsageError
+
+
+class Meaning(NamedTuple):
+    """A setting and how a variable's text becomes its value; None from `convert` leaves the setting alone."""
+
+    setting: str
+    convert: Callable[[str], Any] = str
+
+
+def _if_set(value: Any) -> Callable[[str], Any]:
+    return lambda text: value if text.strip() not in ("", "0") else None
+
+
+def _method(text: str) -> str | None:
+    return None if text == "None" else text
+
+
+NAMES: dict[str, Meaning] = {
+    "MODEL_DIR": Meaning("model"),
+    "SERVICE_HTTP_PORT": Meaning("port"),
+    "PUSH_MODE_HTTP_PORT": Meaning("port"),
+    "HEALTH_HTTP_PORT": Meaning("health_port"),
+    "METRICS_HTTP_PORT": Meaning("metrics_port"),
+    "MAX_SEQ_LEN": Meaning("max_prompt_tokens"),
+    "MAX_DEC_LEN": Meaning("max_output_tokens"),
+    "BATCH_SIZE": Meaning("max_batch"),
+    "MAX_CACHED_TASK_NUM": Meaning("max_waiting"),
+    "CHECK_HEALTH_INTERVAL": Meaning("stall_s"),
+    "DISABLE_STREAMING": Meaning("disable_streaming", _if_set(True)),
+    "USE_CACHE_KV_INT8": Meaning("kv_dtype", _if_set("int8")),
+    "USE_HF_TOKENIZER": Meaning("native_text", _if_set("raw")),
+    "SPECULATE_METHOD": Meaning("speculate_method", _method),
+    "SPECULATE_MAX_DRAFT_TOKEN_NUM": Meaning("speculate_max_draft_token_num"),
+}
+"""Variable -> setting. The first of two variables for one setting wins."""
+
+WITHOUT_EFFECT = {
+    "BLOCK_BS": "the KV cache takes kv_cache_bytes, else a share of what is free",
+    "BLOCK_RATIO": "prompts and generated tokens share one pool of blocks",
+    "INTER_PROC_PORT": "the parts of the server need no port among themselves",
+    "USE_WARMUP": "kernels are tried out at every start",
+    "OUTPUT_LOG_TO_CONSOLE": "the log always goes to standard error",
+    "SERVICE_GRPC_PORT": "there is no gRPC service yet",
+}
+"""Variables that are understood and change nothing, with the reason."""
+
+ONLY = {"MP_NUM": "1", "MP_NNODE": "1", "PUSH_MODE_HTTP_WORKERS": "1"}
+"""Variables of which one value is supported: another would silently serve something else than was asked."""
+
+def read(environ: Mapping[str, str]) -> tuple[dict[str, tuple[str, Any]], list[str]]:
+    """Settings by that system's names, as setting -> (variable, value), and notes on what has no effect.
+
+    Raises:
+        UsageError: a variable asks for something that is not supported.
+    """
+    for name, value in ONLY.items():
+        if environ.get(name, value).strip() not in ("", value):
+            raise UsageError(f"{name}={environ[name]}.", there_is=f"{name}={value}", remedy="unset it")
+    if environ.get("SERVICE_HTTP_PORT", "").strip() == "-1":
+        raise UsageError("SERVICE_HTTP_PORT=-1 turns HTTP off, and there is no other service.", remedy="name a port")
+    found: dict[str, tuple[str, Any]] = {}
+    for name, meaning in NAMES.items():
+        text = environ.get(name, "").strip()
+        value = meaning.convert(text) if text else None
+        if value is not None:
+            found.setdefault(meaning.setting, (name, value))
+    notes = [f"{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if environ.get(name)]
+    return found, notes

@@ -1,0 +1,75 @@
+"""Renders chat templates in a process of its own, which may hang or grow without harm. `templates.py` starts it.
+
+Runs as a script, in isolation; imports nothing of Inferplane. Standard input: a line with the template, then a line for
+each conversation; standard output: a line for each. All lines are JSON.
+
+What a template may use is what transformers gives it: Jinja's immutable sandbox with loop controls, `raise_exception`,
+`strftime_now`, and a `tojson` that does not escape HTML.
+Source: https://huggingface.co/docs/transformers/chat_templating_writing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from typing import Any, NoReturn
+
+MEMORY_BYTES = 2**30
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    except (ImportError, ValueError, OSError):
+        pass  # the limits of time and size remain
+
+
+def _environment() -> Any:
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **more: Any) -> str:
+        separators, sort_keys = more.get("separators"), more.get("sort_keys", False)
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+def _render(template: Any, given: dict[str, Any], most: int) -> str:
+    parts, size = [], 0
+    for part in template.generate(**given):  # piece by piece, so that a loop cannot fill the memory first
+        size += len(part)
+        if size > most:
+            raise ValueError(f"it writes more than {most} characters")
+        parts.append(part)
+    return "".join(parts)
+
+
+def _serve() -> None:
+    setup = json.loads(sys.stdin.readline())
+    sys.path[:] = setup["path"]
+    template = _environment().from_string(setup["template"])
+    print(json.dumps({"text": ""}), flush=True)
+    for line in sys.stdin:
+        try:
+            answer = {"text": _render(template, {**setup["tokens"], **json.loads(line)}, setup["most"])}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _limit_memory()
+    _serve()

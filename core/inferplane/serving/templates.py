@@ -1,0 +1,127 @@
+"""Chat templates, rendered in a process of their own, with limits of time and size.
+
+A template comes with a checkpoint and is a program: Jinja's sandbox keeps it from the machine, not from looping. So it
+runs where it can be ended (`template_worker.py`). Requests bring no templates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inferplane.serving.errors import ApiError, invalid
+
+RENDER_S = 2.0
+"""Seconds that one conversation may take."""
+START_S = 30.0
+"""Seconds that the process may need to start."""
+MOST_CHARACTERS = 16 * 2**20
+"""Characters of a rendered conversation."""
+TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """A model's chat template.
+
+    Args:
+        source: Jinja's text; a second one, for conversations with tools, may be given.
+        tokens: special tokens by name, as templates know them.
+        render_s: seconds that one conversation may take.
+    """
+
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], tool_source: str | None = None, render_s: float = RENDER_S
+    ) -> None:
+        self._plain = _Worker(source, tokens, render_s)
+        self._with_tools = _Worker(tool_source, tokens, render_s) if tool_source is not None else self._plain
+        self.knows_tools = tool_source is not None or "tools" in source
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> ChatTemplate | None:
+        """The template of a tokenizer of transformers; None when it has none."""
+        found = tokenizer.chat_template
+        tokens = {name: str(getattr(tokenizer, name)) for name in TOKENS if getattr(tokenizer, name, None) is not None}
+        if isinstance(found, Mapping):
+            plain = found.get("default") or next(iter(found.values()), None)
+            return cls(str(plain), tokens, found.get("tool_use")) if plain else None
+        return cls(str(found), tokens) if found else None
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """A conversation as text, ready for the reply.
+
+        Raises:
+            ApiError: the template refuses it, takes too long, or writes too much.
+        """
+        given: dict[str, Any] = {"messages": list(messages), "add_generation_prompt": True}
+        if tools:
+            given["tools"] = list(tools)
+        return await (self._with_tools if tools else self._plain).render(given)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._plain.close()
+        self._with_tools.close()
+
+
+class _Worker:
+    """A running `template_worker.py`, started at first use and again after it was ended."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], render_s: float) -> None:
+        self._setup = {"path": sys.path, "template": source, "tokens": dict(tokens), "most": MOST_CHARACTERS}
+        self._render_s = render_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def render(self, given: Mapping[str, Any]) -> str:
+        line = json.dumps(given)
+        async with self._turn:
+            try:
+                if self._process is None or self._process.returncode is not None:
+                    await self._start()
+                answer = await self._say(line, self._render_s)
+            except BaseException:  # also a cancelled caller: its answer is still on the way
+                self.close()
+                raise
+        if "error" in answer:
+            raise invalid(f"The chat template refuses these messages: {answer['error']}.", "messages")
+        return str(answer["text"])
+
+    async def _start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            str(Path(__file__).with_name("template_worker.py")),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=8 * MOST_CHARACTERS,
+        )
+        await self._say(json.dumps(self._setup), START_S)
+
+    async def _say(self, line: str, seconds: float) -> dict[str, Any]:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(line.encode() + b"\n")
+            await process.stdin.drain()
+            said = await asyncio.wait_for(process.stdout.readline(), seconds)
+        except (BrokenPipeError, ConnectionResetError):
+            said = b""
+        except asyncio.TimeoutError:
+            raise invalid(
+                f"The chat template takes longer than {seconds:g} s for these messages.", "messages", "too_slow"
+            ) from None
+        if not said:
+            raise ApiError(
+                400, "The chat template cannot be rendered: its process ended.", param="messages", code="template_failed"
+            )
+        return dict(json.loads(said))
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()

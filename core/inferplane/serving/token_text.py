@@ -1,0 +1,70 @@
+"""Single tokens as bytes: what log-probabilities are labelled with.
+
+A token may hold part of a character, so its text alone does not tell it; its bytes do. Byte-level vocabularies spell
+bytes as characters (GPT-2's table), others write a byte as `<0x0A>` and a space as U+2581.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+_BYTE = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+SPACE = "\u2581"
+
+
+@lru_cache(maxsize=1)
+def byte_letters() -> dict[str, int]:
+    """Letter -> byte in byte-level vocabularies: printable Latin-1 stands for itself, others come from U+0100 on.
+
+    Source: the encoder of GPT-2, https://github.com/openai/gpt-2, src/encoder.py.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(b): b for b in plain}
+    others = [b for b in range(256) if b not in set(plain)]
+    return letters | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+class TokenText:
+    """Bytes and a printable name of each token id.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added = {i: t.content for i, t in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        vocabulary = tokenizer.get_vocab()
+        self._byte_level = "\u0120" in "".join(t[:1] for t in vocabulary)  # how byte-level ones spell a space
+        self._known: dict[int, bytes] = {}
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token adds to a text, special tokens by their name."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._spell(token)
+        return found
+
+    def name_of(self, token: int) -> str:
+        """A token's text; one that is not whole characters by its bytes, as `bytes:\\xe2\\x82`."""
+        raw = self.bytes_of(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+    def _spell(self, token: int) -> bytes:
+        if token in self._added:
+            return str(self._added[token]).encode()
+        spelled = self._tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(spelled, str):  # rows of the model that the tokenizer does not use
+            return f"<{token}>".encode()
+        if self._byte_level:
+            letters = byte_letters()
+            if all(c in letters for c in spelled):
+                return bytes(letters[c] for c in spelled)
+            return spelled.encode()
+        byte = _BYTE.match(spelled)
+        return bytes([int(byte[1], 16)]) if byte else spelled.replace(SPACE, " ").encode()

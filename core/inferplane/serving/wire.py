@@ -1,0 +1,164 @@
+"""What the request formats have in common: strict JSON, fields with exact ranges, errors that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from inferplane.engine.params import (
+    MOST_BIASES,
+    MOST_LOGPROBS,
+    MOST_SEQUENCES,
+    MOST_STOP_CHARACTERS,
+    MOST_STOP_TOKEN_IDS,
+    MOST_STOPS,
+)
+from inferplane.serving.errors import invalid
+
+ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
+MOST_TOKEN_ID = 2**31 - 1
+MOST_TOKENS = 2**31 - 1
+SMALLEST_TOP_P = 1e-6
+"""What a top_p of 0 means: the likeliest token alone."""
+
+TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]
+Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Alternatives = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class Body(BaseModel):
+    """A request's body. Fields it does not know are accepted, and named in a header of the answer."""
+
+    model_config = ConfigDict(strict=True, extra="allow", populate_by_name=False, protected_namespaces=())
+
+
+class Part(BaseModel):
+    """An object inside a body, or an answer."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True, protected_namespaces=())
+
+
+class StreamOptions(Part):
+    """What a stream brings beside text."""
+
+    include_usage: bool | None = None
+
+
+class Sampling(Body):
+    """How tokens are chosen; the same fields in every OpenAI format, and those other servers add."""
+
+    model: str | None = Field(None, max_length=4096)
+    n: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stop | Stops | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MOST_BIASES)] | None = None
+    user: str | None = Field(None, max_length=4096)
+    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKEN_ID)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_TOKEN_IDS)] | None = None
+    return_token_ids: bool | None = Field(None, description="Also return the ids of the generated tokens.")
+
+    def sampling(self) -> dict[str, Any]:
+        """Fields of `SamplingParams` that were given, 0 and false among them."""
+        names = ("temperature", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty")
+        names = (*names, "min_tokens", "ignore_eos", "stop_token_ids", "stop")
+        out = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.top_p is not None:
+            out["top_p"] = max(self.top_p, SMALLEST_TOP_P)
+        if self.logit_bias:
+            out["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        return out
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class Usage(Part):
+    """Tokens in and out."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int] | None = None
+
+
+class ErrorObject(Part):
+    """What went wrong: for a person, for a program, and which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(Part):
+    """OpenAI's error."""
+
+    error: ErrorObject
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """A body as a JSON object.
+
+    Raises:
+        ApiError: it is none. NaN, infinities, invalid UTF-8, lone surrogates and too deep nesting are no JSON.
+    """
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(f"The body is not valid JSON: {str(error)[:200]}.", None, "invalid_json") from error
+    if not isinstance(data, dict):
+        raise invalid("The body is not a JSON object.", None, "invalid_json")
+    return data
+
+
+def validate(model: type[Model], data: Mapping[str, Any]) -> Model:
+    """A body as its format; ApiError 400 that names the first field that is wrong."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as errors:
+        first = errors.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = path_of(first["loc"], data, missing=first["type"] == "missing")
+        code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+        said = "it is required" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
+        raise invalid(f"{param or 'The body'}: {said}.", param, code) from errors
+
+
+def path_of(loc: tuple[int | str, ...], data: Any, *, missing: bool = False) -> str | None:
+    """A place as a client writes it (`messages[0].content`), without the names that a validator adds for alternatives."""
+    out, here = "", data
+    for i, step in enumerate(loc):
+        last = i == len(loc) - 1
+        if isinstance(step, int):
+            if isinstance(here, list) and step < len(here):
+                out, here = f"{out}[{step}]", here[step]
+        elif isinstance(here, Mapping) and (step in here or (missing and last)):
+            out, here = f"{out}.{step}" if out else step, here.get(step)
+    return out or None
+
+
+def unknown_fields(body: Body) -> list[str]:
+    """Top-level fields that the format does not know."""
+    return sorted(body.model_extra or ())
