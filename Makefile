@@ -14,6 +14,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-versio
 # Two workers of one thread each fill two cores. Spinning OpenMP threads would take the core from their neighbour: a
 # two-thread GEMV beside a busy core was measured at 7.1 ms spinning and 0.5 ms passive.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+# The tests of the server have an environment of their own: `make test` asks for no package of the server's.
+SERVING := .venv-serving
+
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS)
 
 # The suite itself is tried on the cpu backend and on an adversary; "slow" is what asks for 5 GB of memory.
@@ -21,24 +24,28 @@ MOCK := INFERPLANE_PLUGINS=tests.mock_device.mock_device
 # The mock device makes itself torch's accelerator, so its tests run in processes of their own.
 TESTS := tests $(wildcard backends/*/tests)
 
-.PHONY: help demo test lint format docs docs-check clean
+.PHONY: help demo test test-serving lint format docs docs-check clean
 
 help:
 	@echo "make demo        the demo model writes some Python, on this machine's processor"
 	@echo "make test        every test that needs no accelerator (about ten minutes on two cores)"
+	@echo "make test-serving  the server, with clients of others (about five minutes, its installation included)"
 	@echo "make lint        ruff, mypy, import-linter"
 	@echo "make format      ruff's formatter and its safe fixes"
 	@echo "make docs        write docs/ops.md and docs/support-matrix.md anew; docs-check fails when they are stale"
-	@echo "make clean       remove build outputs and caches; keeps $(VENV)"
+	@echo "make clean       remove build outputs and caches; keeps $(VENV) and $(SERVING)"
 
 demo: $(VENV)/.installed
 	$(BIN)/inferplane generate --device cpu -p "def fibonacci(n):" --max-tokens 64
 
 test: $(VENV)/.installed-test
-	$(PYTEST) $(TESTS) --ignore tests/mock_device $(PYTEST_ARGS)
+	$(PYTEST) $(TESTS) --ignore tests/mock_device --ignore tests/serving $(PYTEST_ARGS)
 	$(PYTEST) tests/mock_device $(PYTEST_ARGS)
 	$(PYTEST) --pyargs inferplane.conformance --device cpu $(PYTEST_ARGS)
 	$(MOCK) $(PYTEST) -m "not slow" --pyargs inferplane.conformance --device mock:layer $(PYTEST_ARGS)
+
+test-serving: $(SERVING)/.installed
+	$(ONE_THREAD) $(SERVING)/bin/python -m pytest -n $(WORKERS) tests/serving $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check --quiet --output-format concise .
@@ -58,7 +65,7 @@ docs-check: $(VENV)/.installed-test
 
 clean:
 	rm -rf build dist *.egg-info core/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -path ./$(SERVING) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip, not python: an incomplete `venv` (Debian without python3-venv) leaves a python behind, but no pip.
 $(BIN)/pip:
@@ -75,7 +82,13 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP_INSTALL) -e ".[test]"
 	@touch $(VENV)/.installed $@
 
+$(SERVING)/.installed: pyproject.toml constraints.txt
+	@echo "installing Inferplane, its server and test clients into $(SERVING); the first time this takes a few minutes"
+	$(PYTHON) -m venv $(SERVING)
+	$(subst $(BIN),$(SERVING)/bin,$(PIP_INSTALL)) --no-compile -e ".[test-serving]"  # compiling takes half the time
+	@touch $@
+
 $(VENV)/.installed-lint: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "installing Inferplane and its linters into $(VENV); the first time this takes a few minutes"
-	$(PIP_INSTALL) -e ".[lint,test]"  # mypy reads the conformance suite, which needs pytest
+	$(PIP_INSTALL) -e ".[lint,serving,test]"  # mypy reads the conformance suite, which needs pytest
 	@touch $(VENV)/.installed $@

@@ -91,7 +91,7 @@ def test_help_names_listed_devices(monkeypatch):
     ("words", "what", "remedy"),
     [
         (["generat"], "There is no verb 'generat'", "`inferplane generate`"),
-        (["serve"], "There is no verb 'serve'", "`inferplane --help`"),
+        (["train"], "There is no verb 'train'", "`inferplane --help`"),
         (["demo"], "There is no verb 'demo'", "inferplane generate demo"),
         (["--device", "x"], "There is no verb '--device'", "inferplane VERB --device"),
         (["generate", "--max-token", "3"], "no option", "--max-tokens"),

@@ -24,6 +24,8 @@ from inferplane.errors import InferplaneError, UsageError
 VERBS = {
     "generate": "continue a prompt",
     "chat": "talk with a model, turn by turn",
+    "serve": "serve a model over HTTP",
+    "config": "the settings of `serve`, and where each came from",
     "devices": "every device: is it here, and if not, what is missing",
     "doctor": "examine this machine, one screen, each line with its remedy",
     "explain": "which kernel runs each part of a model on a device, and why",

@@ -2,7 +2,7 @@
 
     wire format --Ask--> Service.admit --Job--> pieces --> wire format
 
-`service.py` is the one way in: every wire format (OpenAI's completions and chat, the native dialect, and whatever comes)
+`service.py` is the one way in: every wire format (OpenAI's completions and chat, the native dialect, others)
 states its request as an `Ask`, gets a `Job` or an `ApiError`, and renders the job's pieces. Limits, admission and
 accounting live there and in `admission.py`, and nowhere else.
 

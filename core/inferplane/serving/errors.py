@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from inferplane.errors import CapacityError, InferplaneError, UsageError
+from inferplane.errors import CapacityError, EngineError, InferplaneError, UsageError
 
 KINDS = {
     400: "invalid_request_error",
@@ -74,6 +74,8 @@ def from_engine(error: InferplaneError, words: Mapping[str, str]) -> ApiError:
     """
     if isinstance(error, CapacityError) and "waiting already" in error.what:
         return queue_full(error.what)
+    if isinstance(error, EngineError):
+        return ApiError(503, "The engine has ended.", code="engine_ended", retry_after_s=10)
     if isinstance(error, UsageError) and "shut down" in error.what:
         return ApiError(503, "The server is shutting down.", code="shutting_down", retry_after_s=5)
     if isinstance(error, UsageError) and "is alive" in error.what:

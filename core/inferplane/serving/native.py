@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from inferplane.serving.model import ServedModel
 
 MARKS = frozenset(
-    ("text", "input_ids", "req_id", "max_dec_len", "min_dec_len", "seq_len", "topp", "penalty_score")
-    + ("frequency_score", "presence_score", "return_usage", "infer_seed", "eos_token_ids", "response_type")
+    {
+        *("text", "input_ids", "req_id", "max_dec_len", "min_dec_len", "seq_len", "topp", "penalty_score"),
+        *("frequency_score", "presence_score", "return_usage", "infer_seed", "eos_token_ids", "response_type"),
+    }
 )
 """Fields that no OpenAI request has: one of them makes a request native."""
 DEFAULT_TOP_P, DEFAULT_TEMPERATURE = 0.7, 0.95
@@ -40,7 +42,7 @@ WORDS = {
     "seed": "infer_seed",
     "request_id": "req_id",
 }
-_ONE_OF = [{"required": [name]} for name in ("text", "input_ids", "messages")]
+_ONE_OF: Any = [{"required": [name]} for name in ("text", "input_ids", "messages")]
 
 
 class NativeMessage(Part):

@@ -70,9 +70,7 @@ class Choice:
     def delta(self) -> Delta:
         """All of it as one piece."""
         reason: Any = self.finish_reason
-        return Delta(
-            self.text, self.token_ids, reason, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs
-        )
+        return Delta(self.text, self.token_ids, reason, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
 
 
 def compact(data: Any) -> bytes:

@@ -1,16 +1,17 @@
 """The server without a wire: what stands between the formats and the engine.
 
-States: "loading" -> "serving" -> "draining" -> "ended"; or "failed", when the model cannot be loaded or the engine died.
+States: "loading" -> "serving" -> "draining" -> "ended"; "failed" when the model cannot be loaded or the engine died.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -81,7 +82,7 @@ class Service:
     async def load(self, open_engine: Callable[[], AsyncLLM]) -> None:
         """Open the engine in a thread, then serve. Whatever it raises leaves the state "failed"."""
         try:
-            engine = await asyncio.to_thread(open_engine)
+            engine = await _in_daemon(open_engine)
         except BaseException as error:
             self._fail(f"{type(error).__name__}: {error}")
             raise
@@ -245,3 +246,17 @@ class Service:
         except Exception as error:
             log.warning("no numbers from the engine", extra={"facts": {"why": type(error).__name__}})
             return {}
+
+
+async def _in_daemon(work: Callable[[], AsyncLLM]) -> AsyncLLM:
+    """Run in a thread that does not keep the process from ending: a model may take minutes to load."""
+    answer: Future[AsyncLLM] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="inferplane-load", daemon=True).start()
+    return await asyncio.wrap_future(answer)

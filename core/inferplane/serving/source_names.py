@@ -58,6 +58,7 @@ WITHOUT_EFFECT = {
 ONLY = {"MP_NUM": "1", "MP_NNODE": "1", "PUSH_MODE_HTTP_WORKERS": "1"}
 """Variables of which one value is supported: another would silently serve something else than was asked."""
 
+
 def read(environ: Mapping[str, str]) -> tuple[dict[str, tuple[str, Any]], list[str]]:
     """Settings by that system's names, as setting -> (variable, value), and notes on what has no effect.
 
@@ -72,8 +73,8 @@ def read(environ: Mapping[str, str]) -> tuple[dict[str, tuple[str, Any]], list[s
     found: dict[str, tuple[str, Any]] = {}
     for name, meaning in NAMES.items():
         text = environ.get(name, "").strip()
-        value = meaning.convert(text) if text else None
-        if value is not None:
-            found.setdefault(meaning.setting, (name, value))
+        meant: Any = meaning.convert(text) if text else None
+        if meant is not None:
+            found.setdefault(meaning.setting, (name, meant))
     notes = [f"{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if environ.get(name)]
     return found, notes

@@ -38,9 +38,7 @@ def _environment() -> Any:
         separators, sort_keys = more.get("separators"), more.get("sort_keys", False)
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = refuse
     made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

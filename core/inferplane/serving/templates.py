@@ -117,7 +117,10 @@ class _Worker:
             ) from None
         if not said:
             raise ApiError(
-                400, "The chat template cannot be rendered: its process ended.", param="messages", code="template_failed"
+                400,
+                "The chat template cannot be rendered: its process ended.",
+                param="messages",
+                code="template_failed",
             )
         return dict(json.loads(said))
 

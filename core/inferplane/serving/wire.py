@@ -34,6 +34,13 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
+PASSED = (
+    *("temperature", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty"),
+    *("min_tokens", "ignore_eos", "stop_token_ids", "stop"),
+)
+"""Fields that the engine knows under the same names."""
+
+
 class Body(BaseModel):
     """A request's body. Fields it does not know are accepted, and named in a header of the answer."""
 
@@ -77,9 +84,7 @@ class Sampling(Body):
 
     def sampling(self) -> dict[str, Any]:
         """Fields of `SamplingParams` that were given, 0 and false among them."""
-        names = ("temperature", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty")
-        names = (*names, "min_tokens", "ignore_eos", "stop_token_ids", "stop")
-        out = {name: value for name in names if (value := getattr(self, name)) is not None}
+        out = {name: value for name in PASSED if (value := getattr(self, name)) is not None}
         if self.top_p is not None:
             out["top_p"] = max(self.top_p, SMALLEST_TOP_P)
         if self.logit_bias:
@@ -147,7 +152,7 @@ def validate(model: type[Model], data: Mapping[str, Any]) -> Model:
 
 
 def path_of(loc: tuple[int | str, ...], data: Any, *, missing: bool = False) -> str | None:
-    """A place as a client writes it (`messages[0].content`), without the names that a validator adds for alternatives."""
+    """A place as a client writes it (`messages[0].content`), without what a validator adds for alternatives."""
     out, here = "", data
     for i, step in enumerate(loc):
         last = i == len(loc) - 1

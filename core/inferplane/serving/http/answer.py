@@ -58,19 +58,19 @@ class Generation(Response):
             facts["error"] = error.code
             await refuse(error, self._rendering.refusal(error))(scope, receive, send)
 
-    def _headers(self) -> dict[str, str]:
+    def _more_headers(self) -> dict[str, str]:
         return ignored_header(self._ignored)
 
     async def _whole(self, job: Job, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await gather(job)
         answer = compact(self._rendering.whole(job, choices))
-        response = Response(answer, media_type="application/json", headers=self._headers())
+        response = Response(answer, media_type="application/json", headers=self._more_headers())
         await response(scope, receive, send)
 
     async def _stream(self, job: Job, send: Send) -> None:
         await job.begin(PATIENCE_S)
         headers = {"content-type": f"{self._rendering.media_type}; charset=utf-8", "cache-control": "no-cache"}
-        headers.update({"x-accel-buffering": "no", **self._headers()})
+        headers.update({"x-accel-buffering": "no", **self._more_headers()})
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         pulse = _Pulse(send, self._rendering.ping)

@@ -47,7 +47,7 @@ def gated(app: FastAPI, service: Service, keys: Keys) -> tuple[App, Gate]:
     origins = service.settings.cors_origins
     if not origins:
         return gate, gate
-    outer: Callable[..., App] = CORSMiddleware  # type: ignore[assignment]
+    outer: Callable[..., App] = CORSMiddleware
     return outer(gate, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"]), gate
 
 

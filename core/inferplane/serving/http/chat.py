@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.http.chat_wire import AsObject, AsSchema, ChatRequest, Message, NamedTool
-from inferplane.serving.rendering import DONE, SSE, Choice, event, finite, usage
 from inferplane.serving.http.tools import Call, ToolPlan, ToolReader, described, new_call_id
 from inferplane.serving.job import Job, Piece
+from inferplane.serving.rendering import DONE, SSE, Choice, event, finite, usage
 
 if TYPE_CHECKING:
     from inferplane.engine.logprobs import TokenLogprob

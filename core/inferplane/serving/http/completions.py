@@ -13,9 +13,9 @@ from pydantic import Field
 
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import DONE, SSE, Choice, event, finite, usage, with_own
 from inferplane.serving.wire import MOST_TOKENS, Alternatives, Part, Sampling, TokenId, Usage
-from inferplane.serving.job import Job, Piece
 
 if TYPE_CHECKING:
     from inferplane.engine.logprobs import TokenLogprob
@@ -45,8 +45,8 @@ class CompletionRequest(Sampling):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
     def ask(self) -> Ask:
         """The request, for admission."""
@@ -128,9 +128,7 @@ class CompletionRendering:
         first = piece.choice not in self._offsets
         if not (delta.text or delta.finish_reason or delta.logprobs or first or self._request.return_token_ids):
             return b""
-        choice = Choice(
-            delta.text, list(delta.token_ids), delta.finish_reason, delta.logprobs, delta.prompt_logprobs
-        )
+        choice = Choice(delta.text, list(delta.token_ids), delta.finish_reason, delta.logprobs, delta.prompt_logprobs)
         chunk: dict[str, Any] = {**self._head, "choices": [self._choice(job, piece.choice, choice, first)]}
         if self._request.wants_usage:
             chunk["usage"] = None

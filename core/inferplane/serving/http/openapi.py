@@ -66,10 +66,10 @@ def describe(app: FastAPI) -> None:
 
 def _document(app: FastAPI) -> dict[str, Any]:
     made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    wanted = {m for models in (*REQUESTS.values(), *ANSWERS.values()) for m in models} | {ErrorBody, NativeError}
-    _, schemas = models_json_schema(
-        [(m, "validation") for m in sorted(wanted, key=lambda m: m.__name__)], ref_template=REF + "{model}"
-    )
+    wanted: set[type[BaseModel]] = {ErrorBody, NativeError}
+    wanted.update(*REQUESTS.values(), *ANSWERS.values())
+    given: list[Any] = [(m, "validation") for m in sorted(wanted, key=lambda m: m.__name__)]
+    _, schemas = models_json_schema(given, ref_template=REF + "{model}")
     made.setdefault("components", {})["schemas"] = schemas["$defs"]
     made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in made["paths"].items():

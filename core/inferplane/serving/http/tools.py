@@ -165,6 +165,4 @@ def _overlap(text: str, marks: Sequence[str]) -> int:
 def described(tools: Sequence[Mapping[str, Any]]) -> str:
     """Tools in words, for models whose chat template does not know of any."""
     listed = "\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools)
-    return (
-        'To call one of these functions, answer with JSON alone: {"name": <its name>, "arguments": {...}}\n' + listed
-    )
+    return 'To call one of these functions, answer with JSON alone: {"name": <its name>, "arguments": {...}}\n' + listed

@@ -1,0 +1,72 @@
+"""Serve a model over HTTP: OpenAI's routes, the native dialect on the same ones, health and metrics.
+
+Every option can also be given as a variable (INFERPLANE_MAX_BATCH for --max-batch) or in a YAML file (max_batch: 32);
+`inferplane config show` tells what is in force and where it came from. Ctrl-C or SIGTERM ends it once the requests that
+run are done; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from inferplane.cli.arguments import Parser, add_examples, pins
+from inferplane.cli.screen import Screen
+from inferplane.errors import UsageError
+
+if TYPE_CHECKING:
+    from inferplane.serving.configure import Resolved
+
+
+def add_arguments(parser: Parser) -> None:
+    """Options of `serve`: the settings, one by one."""
+    parser.usage = f"{parser.prog} [MODEL] [options]"
+    add_settings(parser)
+    add_examples(parser, "", "path/to/model --device {X} --port 8000", "--config serving.yaml --max-batch 64")
+
+
+def run(args: argparse.Namespace, screen: Screen) -> int:
+    """Serve until a signal."""
+    resolved = resolve(args)
+    pinned = pins(resolved.settings.op)
+    try:
+        from inferplane.serving.run import run as serve
+    except ImportError as error:
+        raise UsageError(
+            f"Serving needs packages that are not installed ({error.name}).", remedy="pip install 'inferplane[serving]'"
+        ) from error
+    return serve(resolved, pinned)
+
+
+def add_settings(parser: Parser) -> None:
+    """A flag for every setting of the server; only those that were given are in the namespace."""
+    from inferplane.serving.settings import FIELDS
+
+    parser.add_argument("--config", metavar="FILE", help="YAML with settings; left out: INFERPLANE_CONFIG")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, f in FIELDS.items():
+        words, metavar = f.metadata["words"], f.metadata.get("metavar")
+        if name == "model":
+            parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=words)
+            continue
+        section = f.metadata["section"]
+        group = groups.setdefault(section, parser.add_argument_group(section))
+        flag = f"--{name.replace('_', '-')}"
+        if f.type == "bool":
+            action = argparse.BooleanOptionalAction if f.default else "store_true"
+            group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=words)
+        elif f.type == "tuple[str, ...]":
+            group.add_argument(flag, metavar=metavar, action="append", default=argparse.SUPPRESS, help=words)
+        else:
+            shown = "" if f.default in (None, "auto") else f" ({f.default})"
+            group.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=words + shown)
+
+
+def resolve(args: argparse.Namespace) -> Resolved:
+    """The settings of a command, from all their sources."""
+    from inferplane.serving.configure import resolve as resolve_settings
+    from inferplane.serving.settings import FIELDS
+
+    flags = {name: value for name, value in vars(args).items() if name in FIELDS}
+    return resolve_settings(flags, os.environ, args.config)

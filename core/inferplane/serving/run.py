@@ -1,0 +1,233 @@
+"""A server's life: ports first, then the model, then requests, then the end that signals ask for.
+
+The first SIGTERM or Ctrl-C drains: new requests are refused, live ones have `drain_s` seconds, what is left is aborted
+with a terminal event. The second ends the process at once. A model that cannot be loaded, or an engine that dies, ends
+it with exit code 1, for whoever started it to start it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from inferplane.errors import UsageError
+from inferplane.serving import logs
+from inferplane.serving.configure import Resolved
+from inferplane.serving.http.app import gated, health_app, metrics_app, whole_app
+from inferplane.serving.http.gate import Gate, Keys
+from inferplane.serving.http.protocol import MOST_HEADER_BYTES, connection_class
+from inferplane.serving.service import FLUSH_S, Service
+from inferplane.serving.settings import Settings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+KEEP_ALIVE_S = 30
+BACKLOG = 2048
+ENGINE_OPTIONS = (
+    *("device", "index", "dtype", "kv_dtype", "load_format", "lock", "strict", "deterministic"),
+    *("max_model_len", "max_batch", "max_step_tokens", "kv_cache_bytes", "prefix_cache"),
+)
+"""Settings that are arguments of `AsyncLLM`, under the same names."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+log = logging.getLogger("inferplane.serving")
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that leaves signals to the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
+    """Serve until a signal; the exit code.
+
+    Args:
+        resolved: how, and where each setting came from.
+        pins: site or op -> provider.
+
+    Raises:
+        UsageError: a port is taken, a key or certificate file cannot be read.
+        InferplaneError: the model cannot be loaded.
+    """
+    settings = resolved.settings
+    began = time.monotonic()
+    logs.set_up(settings.log_format, settings.log_level)
+    keys = Keys(read_keys(settings))
+    ports = {"http": settings.port, "health": settings.health_port, "metrics": settings.metrics_port}
+    with contextlib.ExitStack() as opened:
+        sockets = {}
+        for name, port in ports.items():
+            if port is not None:
+                sockets[name] = opened.enter_context(contextlib.closing(listen(settings.host, port)))
+        for note in resolved.notes:
+            log.warning(note)
+        return asyncio.run(_Life(settings, pins, keys, sockets, began).live())
+
+
+def read_keys(settings: Settings) -> list[str]:
+    """The keys of the settings and of their file.
+
+    Raises:
+        UsageError: the file cannot be read or holds no key: a server that was to be closed must not stand open.
+    """
+    keys = list(settings.api_key)
+    if settings.api_key_file is not None:
+        try:
+            lines = Path(settings.api_key_file).read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"api_key_file {settings.api_key_file} cannot be read: {error}.") from error
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise UsageError(f"api_key_file {settings.api_key_file} holds no key.", remedy="write one a line")
+        keys += found
+    return keys
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; UsageError when the port is taken or the address is not this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"{host!r} is no address to listen on: {error}.", remedy="choose another --host") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise UsageError(
+            f"Port {port} of {host} cannot be had: {error.strerror or error}.",
+            remedy="choose another --port, or end what has it",
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+def engine_options(settings: Settings, pins: Mapping[str, str]) -> dict[str, Any]:
+    """The settings as arguments of `AsyncLLM`. The queue's bound is the service's: it answers at once."""
+    options = {name: getattr(settings, name) for name in ENGINE_OPTIONS}
+    if settings.speculate_method is not None:
+        options["speculative"] = {
+            "speculate_method": settings.speculate_method,
+            "speculate_max_draft_token_num": settings.speculate_max_draft_token_num,
+        }
+    return {**options, "ops": dict(pins), "max_waiting": settings.max_batch + settings.max_waiting}
+
+
+class _Life:
+    """One run of a server, inside its loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        pins: Mapping[str, str],
+        keys: Keys,
+        sockets: Mapping[str, socket.socket],
+        began: float,
+    ) -> None:
+        self._settings, self._pins, self._keys, self._sockets, self._began = settings, pins, keys, sockets, began
+        self._service = Service(settings)
+        self._stop = asyncio.Event()
+        self._gates: list[Gate] = []
+
+    async def live(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        servers = self._servers()
+        serving = [asyncio.create_task(s.serve(sockets=[self._sockets[name]])) for name, s in servers.items()]
+        sweeping = [asyncio.create_task(gate.sweep()) for gate in self._gates]
+        log.info("listening", extra={"facts": {name: _address(s) for name, s in self._sockets.items()}})
+        loading = asyncio.ensure_future(self._load())
+        waiting = [asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._service.failed.wait())]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            failed = self._service.failure
+            await self._service.drain(self._settings.drain_s)
+        finally:
+            for server in servers.values():
+                server.should_exit = True
+            await asyncio.wait(serving, timeout=FLUSH_S)
+            for task in (*serving, *sweeping, *waiting):
+                task.cancel()
+        if loading.done():
+            loading.result()  # raises what the model raised
+        log.info("ended", extra={"facts": {"why": failed or "signal"}})
+        return 1 if failed else 0
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            log.warning("ending at once", extra={"facts": {"signal": signal.Signals(number).name}})
+            os._exit(128 + number)  # the engine's process ends with this one's connection
+        log.info("draining", extra={"facts": {"signal": signal.Signals(number).name}})
+        self._stop.set()
+
+    # -- parts
+
+    async def _load(self) -> None:
+        from inferplane.engine import AsyncLLM
+
+        options = engine_options(self._settings, self._pins)
+        await self._service.load(lambda: AsyncLLM(self._settings.model, process=True, **options))
+        model = self._service.model
+        if model is not None:
+            info = model.info
+            facts: dict[str, Any] = {"model": model.names[0], "device": info.device, "dtype": info.dtype}
+            facts.update(max_model_len=info.max_model_len, kv_blocks=info.kv_blocks, key=bool(self._keys))
+            facts["seconds"] = round(time.monotonic() - self._began, 2)
+            log.info("ready", extra={"facts": facts})
+
+    def _servers(self) -> dict[str, uvicorn.Server]:
+        makers: dict[str, Callable[[Service], FastAPI]] = {
+            "http": whole_app,
+            "health": health_app,
+            "metrics": metrics_app,
+        }
+        return {name: self._server(makers[name](self._service)) for name in self._sockets}
+
+    def _server(self, routes: FastAPI) -> uvicorn.Server:
+        s = self._settings
+        app, gate = gated(routes, self._service, self._keys)
+        self._gates.append(gate)
+        config = uvicorn.Config(
+            app,
+            http=connection_class(s.header_timeout_s, s.max_connections),
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(FLUSH_S),
+            h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+            ssl_certfile=s.tls_cert,
+            ssl_keyfile=s.tls_key,
+        )
+        try:
+            config.load()
+        except (OSError, ValueError) as error:  # certificates
+            raise UsageError(f"The certificate or its key cannot be read: {error}.", remedy="see tls_cert") from error
+        return _Server(config)
+
+
+def _address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"{host}:{port}"
