@@ -1,4 +1,4 @@
-"""Random models of both families against transformers: cuts of prompts, greedy text, bf16, forms of MLA."""
+"""Random models of every family against transformers: cuts of prompts, greedy text, bf16, forms of MLA."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 
 from inferplane import LLM, SamplingParams
 from inferplane.types.batch import FEW_TOKENS, Query, make_batch
-from tests.e2e.tiny_models import DEEPSEEK, LLAMA, config_of, logits_of, make, prompts, random_model
+from tests.e2e.tiny_models import DEEPSEEK, FAMILIES, LLAMA, config_of, logits_of, make, prompts, random_model
 
 CASES = [*(f"llama-{c}" for c in LLAMA), *(f"deepseek-{c}" for c in DEEPSEEK)]
+NEWER = [f"{family}-{case}" for family, (_, _, cases) in FAMILIES.items() for case in cases]
+BF16_CASES = [*CASES, *(f"{family}-{next(iter(cases))}" for family, (_, _, cases) in FAMILIES.items())]
 FLOAT32 = 1e-5
 BF16 = 1.25
 
@@ -22,7 +24,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max())
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[*CASES, *NEWER])
 def pair(request, tmp_path_factory):
     """transformers' model and ours from its folder."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -81,6 +83,23 @@ def test_greedy_tokens(pair):
     assert llm.engine.allocator.used == 0
 
 
+@pytest.mark.parametrize("family", ["mistral", "deepseek_v2"])
+def test_dynamic_scaling_beyond_the_context(family, tmp_path):
+    """However a prompt is cut, each token is as transformers makes it token by token; 100 tokens in a context of 40."""
+    model = random_model(config_of(family, "dynamic", max_position_embeddings=40))
+    model.save_pretrained(tmp_path)
+    ids = prompts(model.config.vocab_size, (100,))[0]
+    cache, want = None, []
+    with torch.no_grad():
+        for token in ids:
+            out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache, _ = out.past_key_values, want.append(out.logits[0, 0].float())
+    with LLM(tmp_path, device="cpu", dtype="float32") as llm:
+        assert llm.runner.max_model_len == 160
+        for chunk_tokens in (1000, 7, 1):
+            assert error(llm.logits([ids], chunk_tokens=chunk_tokens)[0], torch.stack(want)) <= FLOAT32
+
+
 # ------------------------------------------------------------------ bf16
 
 
@@ -110,13 +129,15 @@ def largest(x):
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", BF16_CASES)
 def test_bf16_error_without_routing(case, chunk_tokens, tmp_path):
     """Every expert is chosen, so that an error is a rounding and not another expert."""
     family, name = case.split("-")
-    changes = {} if family == "llama" else {"num_experts_per_tok": 8, "topk_group": DEEPSEEK[name].get("n_group", 4)}
+    changes = {"num_experts_per_tok": 8} if family in ("deepseek", "deepseek_v2", "qwen3_moe", "mixtral") else {}
+    if family == "deepseek":
+        changes["topk_group"] = DEEPSEEK[name].get("n_group", 4)
     config = config_of(family, name, **changes)
-    ours, theirs = bf16_errors(config, CASES.index(case), tmp_path, count=8, chunk_tokens=chunk_tokens)
+    ours, theirs = bf16_errors(config, BF16_CASES.index(case), tmp_path, count=8, chunk_tokens=chunk_tokens)
     assert 1e-4 < rms(theirs) < 1e-2
     assert rms(ours) <= BF16 * rms(theirs)
     assert largest(ours) <= BF16 * largest(theirs)

@@ -1,4 +1,4 @@
-"""Small random models of both families, made by transformers, in folders that `LLM` loads."""
+"""Small random models of every family, made by transformers, in folders that `LLM` loads."""
 
 from __future__ import annotations
 
@@ -50,6 +50,95 @@ DEEPSEEK: dict[str, dict[str, Any]] = {
     "dense": {"num_hidden_layers": 4, "first_k_dense_replace": 3, "rope_interleave": False},
     "one_group": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
     "odd": {"vocab_size": 101, "v_head_dim": 20, "qk_nope_head_dim": 12, "moe_intermediate_size": 37, "num_heads": 3},
+}
+
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "num_hidden_layers": 2}
+V2: dict[str, Any] = {
+    **EXPERTS,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "kv_lora_rank": 48,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "qwen2": (
+        "Qwen2Config",
+        {},
+        {
+            "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+            "window": {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+            "yarn": {"rope": YARN},
+            "dynamic": {"rope": DYNAMIC},
+        },
+    ),
+    "qwen3": (
+        "Qwen3Config",
+        {"head_dim": 24},
+        {
+            "bias_llama3": {"attention_bias": True, "rope": LLAMA3, "rms_norm_eps": 1e-3},
+            "window": {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "yarn": {"rope": YARN, "tie_word_embeddings": True},
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**EXPERTS, "head_dim": 24, "num_experts": 8, "moe_intermediate_size": 40},
+        {
+            "plain": {"norm_topk_prob": True},
+            "mixed": {"mlp_only_layers": [1], "decoder_sparse_step": 2, "num_hidden_layers": 4, "rope": LINEAR},
+            "yarn": {"rope": YARN, "num_experts": 6},
+        },
+    ),
+    "mistral": (
+        "MistralConfig",
+        {},
+        {
+            "window": {"sliding_window": 30},
+            "narrow": {"sliding_window": 3, "head_dim": 20},
+            "dynamic": {"sliding_window": None, "rope": DYNAMIC},
+        },
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        {**EXPERTS, "num_local_experts": 8},
+        {"plain": {}, "window_linear": {"sliding_window": 17, "num_local_experts": 4, "rope": LINEAR}},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        V2,
+        {
+            "greedy": {},
+            "groups": {**GROUPS, "q_lora_rank": 40, "n_shared_experts": 1},
+            "yarn": {**GROUPS, "rope": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+            "dynamic": {"q_lora_rank": 40, "rope": DYNAMIC},
+        },
+    ),
 }
 
 
@@ -142,6 +231,11 @@ def config_of(family: str, case: str, **changes: Any) -> Any:
     """The config of a named case."""
     if family == "llama":
         return llama_config(**{**LLAMA[case], **changes})
+    if family in FAMILIES:
+        import transformers
+
+        kind, sizes, cases = FAMILIES[family]
+        return _config(getattr(transformers, kind), {**SMALL, **sizes, **cases[case], **changes})
     return deepseek_config(**{**DEEPSEEK[case], **changes})
 
 

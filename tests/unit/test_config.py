@@ -73,3 +73,21 @@ def test_every_form(tmp_path):
     assert as_config(FromTransformers()).name == "FromTransformers"
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         as_config(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "want"),
+    [
+        (None, 100),
+        ({"type": "linear", "factor": 4.0}, 100),
+        ({"type": "dynamic", "factor": 4.0}, 400),
+        ({"type": "yarn", "factor": 4.0}, 400),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10}, 100),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50}, 200),
+        ({"type": "yarn", "factor": "much"}, 100),  # building the model refuses it
+        ({"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 50}, 100),
+    ],
+)
+def test_positions_are_what_scaling_makes_of_them(scaling, want):
+    assert Config({"max_position_embeddings": 100, "rope_scaling": scaling}).positions == want
+    assert Config({"rope_scaling": scaling}).positions is None

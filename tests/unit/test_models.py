@@ -84,6 +84,75 @@ def test_parameters_of_llama(config, want):
     assert sum(math.prod(w.shape) for w in weights(config)) == want
 
 
+def qwen(name, layers, width, inner, heads, kv_heads, vocab=151936, **more):
+    config = llama(layers, width, inner, heads, vocab, num_key_value_heads=kv_heads, max_position_embeddings=40960)
+    return {**config, "architectures": [f"{name}ForCausalLM"], "use_sliding_window": False, "head_dim": 128, **more}
+
+
+DISTILL_QWEN_7B = qwen(
+    "Qwen2", 28, 3584, 18944, 28, 4, 152064, head_dim=None, sliding_window=4096, max_window_layers=28, use_mrope=False
+)
+V2_LITE = {
+    **{k: v for k, v in V3.items() if k not in ("q_lora_rank", "num_nextn_predict_layers", "topk_group", "n_group")},
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+}
+MISTRAL = {**llama(32, 4096, 14336, 32, 32000), "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "want"),
+    [
+        (qwen("Qwen2", 24, 896, 4864, 14, 2, head_dim=None, tie_word_embeddings=True), 494_032_768),  # Qwen2.5 0.5B
+        (DISTILL_QWEN_7B, 7_615_616_512),  # Qwen2.5 7B, DeepSeek-R1-Distill-Qwen-7B
+        (qwen("Qwen3", 36, 4096, 12288, 32, 8), 8_190_735_360),  # Qwen3 8B
+        (
+            qwen("Qwen3Moe", 48, 2048, 6144, 32, 4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+            30_532_122_624,  # Qwen3 30B-A3B
+        ),
+        (MISTRAL, 7_241_732_096),
+        (
+            {**MISTRAL, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2},
+            46_702_792_704,
+        ),
+        (V2_LITE, 15_706_484_224),
+    ],
+)
+def test_parameters_of_other_families(config, want):
+    """Counts as the published safetensors state them."""
+    assert sum(math.prod(w.shape) for w in weights(config)) == want
+
+
+def windows(config):
+    return [layer.attn.kv_requests()[0].window for layer in build(Build(Config(config))).layers]
+
+
+def test_which_layers_have_a_window():
+    on = {**DISTILL_QWEN_7B, "use_sliding_window": True, "num_hidden_layers": 4}
+    types = ["full_attention", "sliding_attention"] * 2
+    assert windows(DISTILL_QWEN_7B) == [None] * 28 and windows({**on, "max_window_layers": 2})[1:] == [None, 4096, 4096]
+    assert windows({**on, "layer_types": types}) == [None, 4096] * 2
+    assert set(windows(MISTRAL)) == {4096} and set(windows({**MISTRAL, "sliding_window": None})) == {None}
+    with pytest.raises(UnsupportedModelError, match="layer_types = 'chunked_attention'"):
+        windows({**on, "layer_types": ["chunked_attention"] * 4})
+    with pytest.raises(CheckpointError, match="layer_types is not a list of 4 names"):
+        windows({**on, "layer_types": types[:3]})
+    with pytest.raises(CheckpointError, match="sliding_window is -1"):
+        windows({**MISTRAL, "sliding_window": -1})
+
+
 def test_parameters_of_deepseek_v3():
     """671B (README_WEIGHTS.md of the model's repository), and an MTP module by the names of the published files."""
     start = time.perf_counter()
@@ -135,11 +204,11 @@ def test_what_is_shared_is_one_object():
         {"moe_layer_freq": 2},
         {"attention_bias": True},
         {"hidden_act": "gelu"},
-        {"rope_scaling": {"type": "dynamic"}},
+        {"rope_scaling": {"type": "longrope"}},
     ],
 )
 def test_what_deepseek_v3_lacks_is_refused(changes):
-    with pytest.raises(UnsupportedModelError, match="'dynamic'" if "rope_scaling" in changes else next(iter(changes))):
+    with pytest.raises(UnsupportedModelError, match="'longrope'" if "rope_scaling" in changes else next(iter(changes))):
         weights({**V3, **changes})
     with pytest.raises(CheckpointError, match="256 experts cannot form 7 equal groups"):
         weights({**V3, "n_group": 7})

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from inferplane.errors import UnsupportedModelError
+from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models.rope import frequencies, mscale, rope_table
 
 DIM = 64
@@ -40,6 +40,21 @@ def test_tables_are_angles():
 def test_linear():
     got, factor = frequencies({"rope_type": "linear", "rope_theta": 500000.0, "factor": 8.0}, DIM)
     assert close(got, [f / 8 for f in PLAIN]) and factor == 1
+
+
+def test_dynamic():
+    """Up to the context as without scaling; beyond it each position turns as the last one of its sequence."""
+    rope = {"rope_type": "dynamic", "rope_theta": 500000.0, "factor": 4.0, "max_position_embeddings": 100}
+    table = rope_table(rope, DIM, 130).make().double()
+    for p in range(130):
+        base = 500000.0 * (4.0 * max(p + 1, 100) / 100 - 3.0) ** (DIM / (DIM - 2))
+        angle = torch.tensor([p * base ** (-2 * i / DIM) for i in range(DIM // 2)], dtype=torch.float64)
+        assert (table[p, 0] - angle.cos()).abs().max() < 2e-5 and (table[p, 1] - angle.sin()).abs().max() < 2e-5
+    assert torch.equal(rope_table(rope, DIM, 7).make(), rope_table({**rope, "rope_type": "default"}, DIM, 7).make())
+    with pytest.raises(CheckpointError, match="lacks 'max_position_embeddings'"):
+        rope_table({**rope, "max_position_embeddings": None}, DIM, 10)
+    with pytest.raises(CheckpointError, match="more than 2 rotated"):
+        rope_table(rope, 2, 10)
 
 
 def test_llama3():
@@ -100,5 +115,5 @@ def test_what_is_not_implemented_is_refused():
     with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor = 0\.5"):
         rope_table({**whole, "partial_rotary_factor": 0.5}, DIM, 10)
     rope_table({**whole, "partial_rotary_factor": 1.0}, DIM, 10)
-    with pytest.raises(UnsupportedModelError, match=r"'dynamic'.*default, linear, llama3, yarn"):
-        rope_table({"rope_type": "dynamic", "rope_theta": 1.0}, DIM, 10)
+    with pytest.raises(UnsupportedModelError, match=r"'longrope'.*default, linear, dynamic, llama3, yarn"):
+        rope_table({"rope_type": "longrope", "rope_theta": 1.0}, DIM, 10)

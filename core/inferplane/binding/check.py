@@ -264,18 +264,18 @@ def _host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> tuple[Any,
 
 
 def _cache_error(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> float:
-    """Worst error over everything that can be read from the caches afterwards."""
+    """Worst error over everything that may be read from the caches afterwards."""
     worst = 0.0
     batch = next((a for a in args if isinstance(a, Batch)), None)
     for kv, twin in zip(args, ideal, strict=True):
         if not isinstance(kv, LayerKV) or batch is None:
             continue
         host = next(a for a in ideal if isinstance(a, Batch))
-        for i, n in enumerate(host.lens().seq_lens):
-            if not n:
-                continue
-            held = to_host(kv.read(batch.block_tables[i], n), widen=True)
-            want = twin.read(host.block_tables[i], n)
+        for i, (first, last, n, table) in enumerate(host.rows()):  # padded sequences stand last
+            gone = kv.request.blocks_before_window(last - first, n, kv.block_tokens)
+            n -= gone * kv.block_tokens
+            held = to_host(kv.read(batch.block_tables[i, gone:], n), widen=True)
+            want = twin.read(table[gone:], n)
             for h, w in zip(held, want, strict=True):
                 if h.shape != w.shape or not torch.isfinite(h).all():
                     return float("inf")

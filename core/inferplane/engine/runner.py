@@ -92,7 +92,7 @@ class Runner:
         self.steps: dict[StepKind, Callable[..., Any]] = {}
         self.cache: KVCache | None = None
         self.draft: Runner | None = None
-        limit = files.config.get("max_position_embeddings")
+        limit = files.config.positions
         if options.max_model_len is not None:
             if options.max_model_len < 1 or (limit and options.max_model_len > limit):
                 raise UsageError(

@@ -134,7 +134,8 @@ class Build:
             return LMHead(embed.weight)
         return LMHead(self.weight((name,), (vocab, width)))
 
-    def rope(self, dim: int) -> Weight:
-        """The rotary table for `dim` entries a head."""
-        settings = {"max_position_embeddings": self.config.get("max_position_embeddings"), **self.config.rope}
+    def rope(self, dim: int, theta: float = 10000.0) -> Weight:
+        """The rotary table for `dim` entries a head; `theta` is the base where the config states none."""
+        most = self.config.get("max_position_embeddings")
+        settings = {"max_position_embeddings": most, **self.config.rotary(theta)}
         return rope_table(settings, dim, self.positions)

@@ -122,7 +122,14 @@ class Config(dict[str, Any]):
 
     @property
     def rope(self) -> dict[str, Any]:
+        """`rotary` with the usual base."""
+        return self.rotary()
+
+    def rotary(self, theta: float = 10000.0) -> dict[str, Any]:
         """Rotary settings: `rope_type`, `rope_theta` and what the type needs, from either spelling.
+
+        Args:
+            theta: the base where none is stated.
 
         Raises:
             CheckpointError: they are not a mapping.
@@ -132,7 +139,7 @@ class Config(dict[str, Any]):
                 raise self._wrong(key, "not an object with entries")
         scaling = self.get("rope_parameters") or self.get("rope_scaling") or {}
         out = {k: v for k, v in scaling.items() if v is not None}
-        out.setdefault("rope_theta", self.get("rope_theta") or 10000.0)
+        out.setdefault("rope_theta", self.get("rope_theta") or theta)
         out.setdefault("rope_type", out.get("type", "default"))
         return out
 
@@ -143,13 +150,32 @@ class Config(dict[str, Any]):
             unsupported: entry -> the values that are implemented; absent and null entries pass.
         """
         for key, known in unsupported.items():
-            value = self.get(key)
-            if value is not None and value not in known:
-                raise UnsupportedModelError(
-                    f"{self.name}: {key} = {value!r} is not implemented for {self.architecture}.",
-                    there_is=", ".join(map(repr, known)),
-                    remedy="see docs/adding-a-model.md",
-                )
+            if self.get(key) is not None:
+                self.check(key, self[key], known)
+
+    def check(self, key: str, value: Any, known: tuple[Any, ...]) -> None:
+        """Raise UnsupportedModelError unless `value`, found under `key`, is one of those that are implemented."""
+        if value not in known:
+            raise UnsupportedModelError(
+                f"{self.name}: {key} = {value!r} is not implemented for {self.architecture}.",
+                there_is=", ".join(map(repr, known)),
+                remedy="see docs/adding-a-model.md",
+            )
+
+    @property
+    def positions(self) -> int | None:
+        """The most tokens of a sequence: `max_position_embeddings`, or what a rotary scaling stretches the context to.
+
+        Configs with "dynamic" scaling state the unscaled number there, those with "yarn" either. None: nothing is said.
+        """
+        if self.get("max_position_embeddings") is None:
+            return None
+        most, kind, factor = self.size("max_position_embeddings"), self.rope["rope_type"], self.rope.get("factor")
+        if kind not in ("dynamic", "yarn") or not is_number(factor) or factor is None or factor <= 0:
+            return most
+        context = self.rope.get("original_max_position_embeddings") if kind == "yarn" else None
+        context = most if context is None else context
+        return max(most, int(context * factor)) if is_number(context) else most
 
 
 def as_config(source: Any) -> Config:

@@ -12,11 +12,18 @@ from inferplane.ops import CausalLM
 
 Constructor = Callable[[Build], CausalLM]
 
-ARCHITECTURES: dict[str, str] = {
-    "DeepseekV3ForCausalLM": "inferplane.models.deepseek_v3:deepseek_v3",
-    "LlamaForCausalLM": "inferplane.models.llama:llama",
-}
-"""Families in core; plugins register more."""
+ARCHITECTURES: dict[str, Constructor] = {}
+"""Families in core, filled by `architecture`; plugins register more."""
+
+
+def architecture(name: str) -> Callable[[Constructor], Constructor]:
+    """Mark a function of this package as the constructor of an architecture, by its name in config.json."""
+
+    def mark(make: Constructor) -> Constructor:
+        ARCHITECTURES[name] = make
+        return make
+
+    return mark
 
 
 def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> Constructor:
@@ -32,7 +39,8 @@ def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> 
         raise UnsupportedModelError(
             f"Architecture {architecture!r} is not known.",
             there_is=", ".join(sorted(known)),
-            remedy="add a constructor (docs/adding-a-model.md), in inferplane/models or in a plugin",
+            remedy="add a file with its constructor to inferplane/models, or register one from a plugin: "
+            "docs/adding-a-model.md",
         )
     return resolve(target)
 

@@ -11,11 +11,12 @@ from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models.config import is_number
 from inferplane.types import Weight
 
-TYPES = ("default", "linear", "llama3", "yarn")
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor", "max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
@@ -57,6 +58,10 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
     def make() -> torch.Tensor:
         frequency, factor = frequencies(rope, dim)
         angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
+        context = rope["max_position_embeddings"] if kind == "dynamic" else positions
+        if positions > context:
+            last = torch.arange(context, positions)
+            angle[context:] = last[:, None] * _dynamic(rope, dim, last + 1)
         table = torch.empty(positions, 2, dim // 2)  # filled half by half: with 131072 positions copies would tell
         table[:, 0] = angle.cos()
         table[:, 1] = angle.sin()
@@ -83,6 +88,8 @@ def _check(rope: dict[str, Any], dim: int) -> None:
     for key in ("mscale", "mscale_all_dim"):
         if kind != "default" and rope.get(key) is not None and not (is_number(rope[key]) and rope[key] >= 0):
             raise _wrong(rope, key, "a number from 0")
+    if kind == "dynamic" and dim < 4:
+        raise CheckpointError(f"Rotary scaling of type 'dynamic' needs more than {dim} rotated entries a head.")
     if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
         raise _wrong(rope, "high_freq_factor", f"above low_freq_factor = {rope['low_freq_factor']!r}")
     if kind == "yarn" and rope["rope_theta"] <= 1:
@@ -113,6 +120,20 @@ def frequencies(rope: dict[str, Any], dim: int) -> tuple[torch.Tensor, float]:
     if kind == "yarn":
         return _yarn(base, rope, dim), yarn_factor(rope)
     return plain, 1.0
+
+
+def _dynamic(rope: dict[str, Any], dim: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Radians a position for each pair, `[n, dim / 2]`, in sequences of `tokens` `[n]` tokens, beyond the context.
+
+    The base grows with the sequence. What transformers gives a token then depends on how its prompt was cut; here each
+    token is rotated as if it came last, which is what transformers does token by token (docs/decisions/0008).
+
+    Source: the scaling called NTK-aware with a dynamic factor; transformers' modeling_rope_utils.py.
+    """
+    factor, context = rope["factor"], rope["max_position_embeddings"]
+    grown = (factor * tokens.double() / context - (factor - 1)) ** (dim / (dim - 2))
+    exponent = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    return ((rope["rope_theta"] * grown[:, None]) ** -exponent).float()
 
 
 def _llama3(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:

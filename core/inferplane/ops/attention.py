@@ -107,6 +107,7 @@ class Attention(Op, name="attention", hot=True):
     """Causal attention of ragged queries over a paged cache: `softmax(q k^T scale) v`, each query group on its KV head.
 
     A query at position p sees keys 0..p, or the last `window` of them. Softmax and sums in float32, rounded once.
+    Blocks that lie wholly before all windows may hold anything, and are never read (`KVRequest.blocks_before_window`).
 
     Args of the call:
         q: `[T, H, D]`, contiguous rows.
@@ -133,7 +134,9 @@ class Attention(Op, name="attention", hot=True):
         group = self.heads // self.kv.heads
         out = q.new_zeros(q.shape[0], self.heads, self.kv.v_dim)
         for a, b, n, table in batch.rows():
-            k, v = (t.float().repeat_interleave(group, 1) for t in kv.read(table, n))
+            gone = self.kv.blocks_before_window(b - a, n, kv.block_tokens)
+            n -= gone * kv.block_tokens
+            k, v = (t.float().repeat_interleave(group, 1) for t in kv.read(table[gone:], n))
             s = torch.einsum("qhd,khd->hqk", q[a:b].float(), k) * self.scale
             s = s.masked_fill(hidden_pairs(b - a, n, self.kv.window, q.device), -torch.inf)
             out[a:b] = torch.einsum("hqk,khd->qhd", s.softmax(-1), v).to(q.dtype)

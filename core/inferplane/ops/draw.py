@@ -62,7 +62,7 @@ class Draw:
 
         Returns:
             The batch, and the layer's cache with random entries. Blocks are scattered, and one spare block stays
-            unused.
+            unused. Blocks that lie wholly before a window hold NaN.
         """
         assert self.build_kv is not None, "this draw was made without a cache"
         probe = self.build_kv(request, 1)
@@ -78,7 +78,10 @@ class Draw:
             stored = before + (new if written else 0)
             if stored:
                 slots = torch.tensor([blocks[i // size] * size + i % size for i in range(stored)]).to(self.device)
-                kv.write(slots, *self.kv_entries(request, stored))
+                entries = self.kv_entries(request, stored)
+                for entry in entries:  # given back to others, who may have left anything there
+                    entry[: request.blocks_before_window(new, before + new, size) * size] = torch.nan
+                kv.write(slots, *entries)
         return make_batch(queries, block_tokens=size, device=self.device), kv
 
     def kv_entries(self, request: KVRequest, tokens: int) -> tuple[torch.Tensor, ...]:

@@ -36,6 +36,18 @@ class KVRequest:
         """Numbers kept a token: `heads * (dim + v_dim)`."""
         return self.heads * (self.dim + self.v_dim)
 
+    def blocks_before_window(self, query_tokens: int, tokens: int, block_tokens: int) -> int:
+        """How many leading blocks of a sequence none of its queries sees: they may have been given back.
+
+        Args:
+            query_tokens: the last `query_tokens` of the sequence ask.
+            tokens: length of the sequence.
+            block_tokens: tokens a block.
+        """
+        if self.window is None:
+            return 0
+        return max(0, tokens - query_tokens + 1 - self.window) // block_tokens
+
 
 class LayerKV(ABC):
     """One layer's cache, supplied by whoever owns its layout. Reference bodies use only `write` and `read`.

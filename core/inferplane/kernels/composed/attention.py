@@ -32,8 +32,10 @@ def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tenso
     h, g, window = p.heads, p.kv.heads, p.kv.window
     out = q.new_empty(q.shape[0], h, p.kv.v_dim)
     for a, b, n, table in batch.rows():
-        k, v = (t.to(q.dtype).transpose(0, 1) for t in kv.read(table, n))
         m = b - a
+        gone = p.kv.blocks_before_window(m, n, kv.block_tokens)
+        n -= gone * kv.block_tokens
+        k, v = (t.to(q.dtype).transpose(0, 1) for t in kv.read(table[gone:], n))
         seen = None if m == 1 and (window is None or window >= n) else ~hidden_pairs(m, n, window, q.device)
         if m <= 8:
             rows = q[a:b].view(m, g, h // g, -1).permute(1, 0, 2, 3).reshape(g, m * (h // g), -1)

@@ -1,0 +1,259 @@
+"""What several families are made of: attention by groups and by latents, experts, and the model around the layers.
+
+Names of weights are those of Hugging Face checkpoints, in which these families agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from inferplane.errors import CheckpointError
+from inferplane.models.build import Build
+from inferplane.models.config import Config
+from inferplane.models.rope import mscale
+from inferplane.ops import (
+    Attention,
+    CausalLM,
+    DecoderLayer,
+    GatedMLP,
+    GQABlock,
+    KVWrite,
+    Linear,
+    MLAAbsorbed,
+    MLABlock,
+    MLADims,
+    MLAExpanded,
+    MLAKVWrite,
+    MoE,
+    MoEExperts,
+    MoERoute,
+    Rope,
+)
+from inferplane.types import KVRequest
+
+Window = int | None
+"""How many last tokens a layer attends to; None: all."""
+
+LATENT_EPS = 1e-6
+"""Epsilon of the norms on latents, whatever `rms_norm_eps` says: so in the modeling files that are published with the
+DeepSeek checkpoints, and in transformers."""
+
+
+def grouped_query(
+    b: Build, *, bias: bool = False, out_bias: bool = False, norms: bool = False, theta: float = 10000.0
+) -> Callable[[str, Window], GQABlock]:
+    """Grouped-query attention of a family: a function from a layer's name and window to its block.
+
+    Args:
+        b: its config gives heads and sizes.
+        bias: biases on q, k and v. out_bias: one on the output.
+        norms: norms on each head's q and k.
+        theta: rotary base where the config states none.
+
+    Raises:
+        CheckpointError: the config lacks an entry or contradicts itself.
+        UsageError: the ranks cannot share the heads.
+    """
+    c = b.config
+    width, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    kv_heads = c.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{c.name}: num_attention_heads = {heads} cannot be shared equally by num_key_value_heads = {kv_heads}.",
+            remedy="correct the entries, or fetch the file again",
+        )
+    if c.get("head_dim") is None and width % heads:
+        raise CheckpointError(
+            f"{c.name}: hidden_size = {width} cannot be divided into num_attention_heads = {heads} equal heads.",
+            remedy="correct the entries, or add head_dim",
+        )
+    dim = c.size("head_dim", width // heads)
+    h, g = b.share("num_attention_heads", heads), b.share("num_key_value_heads", kv_heads)
+    rope = Rope(b.rope(dim, theta))
+
+    def block(name: str, window: Window = None) -> GQABlock:
+        request = KVRequest("gqa", g, dim, dim, window)
+        qkv = [f"{name}.{part}_proj" for part in "qkv"]
+        return GQABlock(
+            qkv=b.linear(*qkv, rows=(h + 2 * g) * dim, columns=width, axis=0, bias=bias),
+            o=b.linear(f"{name}.o_proj", rows=width, columns=h * dim, axis=1, bias=out_bias),
+            rope=rope,
+            few=Attention(h, dim**-0.5, request, "few"),
+            many=Attention(h, dim**-0.5, request, "many"),
+            write=KVWrite(request),
+            heads=(h, g),
+            head_dim=dim,
+            q_norm=b.rms(f"{name}.q_norm", dim) if norms else None,
+            k_norm=b.rms(f"{name}.k_norm", dim) if norms else None,
+            reduce=b.reduce(),
+        )
+
+    return block
+
+
+def latent(b: Build) -> Callable[[str], MLABlock]:
+    """DeepSeek's latent attention, with and without a low-rank query: a function from a layer's name to its block.
+
+    Raises:
+        CheckpointError: the config lacks an entry or contradicts itself.
+        UsageError: the ranks cannot share the heads.
+    """
+    c = b.config
+    width, rank = c.size("hidden_size"), c.count("q_lora_rank")
+    d = MLADims(
+        heads=b.share("num_attention_heads", c.size("num_attention_heads")),
+        nope=c.size("qk_nope_head_dim"),
+        rope=c.size("qk_rope_head_dim"),
+        value=c.size("v_head_dim"),
+        latent=c.size("kv_lora_rank"),
+    )
+    rope = Rope(b.rope(d.rope), bool(c.get("rope_interleave", True)))  # checks the settings
+    settings, scale = c.rope, (d.nope + d.rope) ** -0.5
+    if settings["rope_type"] != "default" and settings.get("mscale_all_dim"):
+        scale *= mscale(settings["factor"], settings["mscale_all_dim"]) ** 2
+
+    def block(name: str) -> MLABlock:
+        q_rows = d.heads * (d.nope + d.rope)
+        kv_b = b.weight((f"{name}.kv_b_proj",), (d.heads * (d.nope + d.value), d.latent), 0)
+        q_b = f"{name}.q_b_proj" if rank else f"{name}.q_proj"
+        return MLABlock(
+            q_a=b.linear(f"{name}.q_a_proj", rows=rank, columns=width) if rank else None,
+            q_a_norm=b.rms(f"{name}.q_a_layernorm", rank, LATENT_EPS) if rank else None,
+            q_b=b.linear(q_b, rows=q_rows, columns=rank or width, axis=0),
+            kv_a=b.linear(f"{name}.kv_a_proj_with_mqa", rows=d.latent + d.rope, columns=width),
+            kv_a_norm=b.rms(f"{name}.kv_a_layernorm", d.latent, LATENT_EPS),
+            rope=rope,
+            expanded=MLAExpanded(Linear(kv_b), d, scale, d.request),
+            absorbed=MLAAbsorbed(kv_b, d, scale, d.request),
+            write=MLAKVWrite(d.request),
+            o=b.linear(f"{name}.o_proj", rows=width, columns=d.heads * d.value, axis=1),
+            dims=d,
+            reduce=b.reduce(),
+        )
+
+    return block
+
+
+def experts(
+    b: Build,
+    name: str,
+    route: MoERoute,
+    *,
+    count: int,
+    inner: tuple[str, int],
+    shared: GatedMLP | None = None,
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> MoE:
+    """A mixture-of-experts layer with its router at `name.gate`.
+
+    Args:
+        b: its config gives the width.
+        name: the layer's MLP.
+        route: how experts are chosen.
+        count: experts in all.
+        inner: the config's entry for the size of one expert, and the size.
+        shared: an MLP for every token; its own sum over ranks is left to the layer's.
+        parts: what a checkpoint calls gate, up and down.
+    """
+    width, (entry, size) = b.config.size("hidden_size"), inner
+    mine = b.share(entry, size)
+    gate, up, down = parts
+    gate_up = [f"{name}.experts.{e}.{part}" for e in range(count) for part in (gate, up)]
+    return MoE(
+        router=b.router(f"{name}.gate", count, width),
+        route=route,
+        experts=MoEExperts(
+            b.weight(gate_up, (count, 2 * mine, width), 0),
+            b.weight([f"{name}.experts.{e}.{down}" for e in range(count)], (count, width, mine), 1),
+        ),
+        shared=None if shared is None else replace(shared, reduce=None),
+        reduce=b.reduce(),
+    )
+
+
+def routing(c: Config, entry: str, groups: int = 1, kept: int = 1) -> tuple[int, int]:
+    """Experts in all, and experts a token.
+
+    Args:
+        c: the config.
+        entry: its entry for the number of experts.
+        groups: groups they form. kept: groups a token may choose from.
+
+    Raises:
+        CheckpointError: no router could choose as the config says.
+    """
+    total, chosen = c.size(entry), c.size("num_experts_per_tok")
+    each = total // groups
+    what = ""
+    if total % groups:
+        what = f"{total} experts cannot form {groups} equal groups"
+    elif kept > groups:
+        what = f"topk_group = {kept} exceeds n_group = {groups}"
+    elif chosen > total:
+        what = f"num_experts_per_tok = {chosen} exceeds {entry} = {total}"
+    elif chosen > kept * each:
+        what = f"num_experts_per_tok = {chosen} exceeds the {kept * each} experts in topk_group = {kept} groups"
+    if what:
+        raise CheckpointError(f"{c.name}: {what}.", remedy="correct the entries, or fetch the file again")
+    return total, chosen
+
+
+def decoder_layer(b: Build, i: int, attn: Any, mlp: Any) -> DecoderLayer:
+    """Layer i around its attention and its MLP."""
+    name, width = f"model.layers.{i}", b.config.size("hidden_size")
+    return DecoderLayer(
+        attn_norm=b.add_rms(f"{name}.input_layernorm", width),
+        attn=attn,
+        mlp_norm=b.add_rms(f"{name}.post_attention_layernorm", width),
+        mlp=mlp,
+    )
+
+
+def decoder(b: Build, attn: Callable[[int, str], Any], mlp: Callable[[int, str], Any]) -> CausalLM:
+    """A model whose layers are attention and MLP; both are functions of a layer's number and its part's name."""
+    c = b.config
+    vocab, width = c.size("vocab_size"), c.size("hidden_size")
+    embed = b.embedding("model.embed_tokens", vocab, width)
+    names = [(i, f"model.layers.{i}") for i in range(c.size("num_hidden_layers"))]
+    return CausalLM(
+        embed=embed,
+        layers=tuple(decoder_layer(b, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp")) for i, n in names),
+        norm=b.add_rms("model.norm", width),
+        head=b.head(embed, vocab, width),
+    )
+
+
+def dense(b: Build) -> Callable[[int, str], GatedMLP]:
+    """The gated MLP of dense families."""
+    inner, width = b.config.size("intermediate_size"), b.config.size("hidden_size")
+    return lambda i, name: b.mlp(name, inner, width)
+
+
+def layer_windows(c: Config) -> list[Window]:
+    """Each layer's window where a config switches it on for some layers, as Qwen's do.
+
+    `use_sliding_window` must be set; `layer_types` names the layers, else those from `max_window_layers` on have one.
+
+    Raises:
+        CheckpointError: the entries contradict each other.
+        UnsupportedModelError: layers of another type.
+    """
+    layers = c.size("num_hidden_layers")
+    if not c.get("use_sliding_window") or c.get("sliding_window") is None:
+        return [None] * layers
+    window, first = c.size("sliding_window"), c.get("max_window_layers")
+    kinds = c.get("layer_types")
+    if kinds is None:
+        first = 28 if first is None else c.count("max_window_layers")
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise CheckpointError(
+            f"{c.name}: layer_types is not a list of {layers} names, one a layer.",
+            remedy="correct the entry, or fetch the file again",
+        )
+    known = {"sliding_attention": window, "full_attention": None}
+    for kind in kinds:
+        c.check("layer_types", kind, tuple(known))
+    return [known[kind] for kind in kinds]
