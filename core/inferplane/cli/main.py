@@ -29,6 +29,7 @@ VERBS = {
     "devices": "every device: is it here, and if not, what is missing",
     "doctor": "examine this machine, one screen, each line with its remedy",
     "explain": "which kernel runs each part of a model on a device, and why",
+    "estimate": "how much memory a model takes, and how many sequences fit beside it",
     "ops": "the operations models are made of, and who has kernels for them",
     "conform": "run the conformance suite on a device",
 }

@@ -318,14 +318,15 @@ class Runner:
         """What each layer remembers: the model's own, then those that draft."""
         return [layer.kv_requests()[0] for layer in (*self.model.layers, *self.model.mtp)]
 
-    def _block_bytes(self) -> int:
+    def block_bytes(self) -> int:
+        """Bytes of one block of the cache, all layers together."""
         return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in self._kv_requests())
 
     def _build_cache(self) -> None:
         """The cache, and the draft model's: as many blocks as the budget holds of both together."""
         layouts = self.plan.layouts
         block_tokens = next(iter(layouts.values())).block_tokens
-        block_bytes = self._block_bytes() + (self.draft._block_bytes() if self.draft is not None else 0)
+        block_bytes = self.block_bytes() + (self.draft.block_bytes() if self.draft is not None else 0)
         budget = self.options.kv_cache_bytes
         if budget is None:
             budget = int(self.backend.memory().free_bytes * KV_SHARE)

@@ -1,0 +1,134 @@
+"""How much memory a model will take on a device, and how many sequences of what length fit beside it, before anything is
+loaded: weights as the plan packs them, the KV cache as the backend lays it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, pins
+from inferplane.cli.screen import Screen
+from inferplane.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from inferplane.engine.estimate import Estimate
+    from inferplane.plugins import PluginHost
+
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def add_arguments(parser: Parser) -> None:
+    """Options of `estimate`."""
+    parser.usage = f"{parser.prog} [MODEL] [options]"
+    add_model(parser, config=True)
+    add_json(parser)
+    group = add_binding(parser)
+    group.add_argument("--arch", metavar="A", help="the architecture to assume; else the first that the backend knows")
+    parser.add_argument("--memory", metavar="SIZE", help="of the device, such as 80GiB; left out: what is free here")
+    parser.add_argument("--max-batch", metavar="N", type=int, default=32, help="sequences in a step (32)")
+    parser.add_argument("--max-step-tokens", metavar="N", type=int, default=2048, help="tokens in a step (2048)")
+    add_examples(parser, "path/to/config.json --device {X} --memory 80GiB", "--device {X} --kv-dtype fp8 --memory 24G")
+
+
+def run(args: argparse.Namespace, screen: Screen) -> int:
+    """Plan, add up, show."""
+    from inferplane.cli.explain import check_arch, model_files
+    from inferplane.engine import Runner, RunnerOptions
+    from inferplane.engine.arguments import whole
+    from inferplane.engine.estimate import estimate
+    from inferplane.plugins import host
+
+    options = RunnerOptions(
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        max_model_len=args.max_model_len,
+        max_batch=whole("max_batch", args.max_batch, 1),
+        strict=args.strict,
+        ops=pins(args.ops),
+        arch=args.arch,
+    )
+    memory = size_of(args.memory) if args.memory is not None else None
+    files = model_files(args.model)
+    check_arch(host(), args.device, args.arch)
+    runner = Runner.plan_only(files, host(), args.device, options)
+    if memory is None:
+        memory = _free(host(), runner.backend.name)
+    found = estimate(runner, memory, whole("max_step_tokens", args.max_step_tokens, 1))
+    if args.json:
+        screen.facts({"model": files.name, "device": runner.backend.name, **found.data()})
+        return 0
+    screen.show(_bytes_table(found, files.name, runner.backend.name))
+    if found.left is None:
+        screen.note(f"the device is not here; pass --memory to see what fits on {runner.backend.name}")
+    elif found.left < found.block:
+        short = found.weights + found.workspace + found.block - (found.memory or 0)
+        screen.warning(f"it does not fit: {amount(short)} are missing; quantize, or use a device with more memory")
+    else:
+        screen.show(_fits_table(found))
+    return 0
+
+
+def size_of(text: str) -> int:
+    """Bytes that a size such as "80GiB", "24G" or "512 MiB" names; units are powers of 1024.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise UsageError(f"{text!r} is no amount of memory.", there_is="for example 80GiB, 512MiB, 24G")
+    return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+def amount(count: float) -> str:
+    """Bytes for eyes."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _free(plugins: PluginHost, device: str) -> int | None:
+    """Free bytes of the device; None when it is not here."""
+    entry = next(e for e in plugins.devices() if e.name == device)
+    return plugins.backend(device).memory().free_bytes if entry.probe.available else None
+
+
+def _bytes_table(found: Estimate, model: str, device: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{model} on {device}", title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    copies = f"of these {amount(found.copies)} second packings" if found.copies else ""
+    table.add_row("weights", amount(found.weights), copies)
+    table.add_row("workspace", amount(found.workspace), "estimated")
+    words = f"a block of {found.block_tokens} tokens takes {amount(found.block)}"
+    table.add_row("KV cache, a token", amount(found.kv_token), words)
+    if found.memory is not None:
+        table.add_row("memory", amount(found.memory))
+        table.add_row("left for the cache", amount(found.left or 0))
+    return table
+
+
+def _fits_table(found: Estimate) -> Table:
+    from rich.table import Table
+
+    assert found.left is not None and found.default_kv_bytes is not None
+    caches = {"left to itself": min(found.default_kv_bytes, found.left), "all that is left": found.left}
+    table = Table(box=None, pad_edge=False)
+    table.add_column("KV cache")
+    table.add_column("--kv-cache-bytes", justify="right")
+    table.add_column("longest sequence", justify="right")
+    for length in found.lengths():
+        table.add_column(f"x {length}", justify="right")
+    for name, kv_bytes in caches.items():
+        cells = [str(found.sequences(length, kv_bytes)) for length in found.lengths()]
+        table.add_row(name, str(kv_bytes), str(found.longest(kv_bytes)), *cells)
+    return table
