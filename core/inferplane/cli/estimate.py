@@ -1,5 +1,6 @@
-"""How much memory a model will take on a device, and how many sequences of what length fit beside it, before anything is
-loaded: weights as the plan packs them, the KV cache as the backend lays it out.
+"""How much memory a model will take on a device, and how many sequences of what length fit beside it.
+
+Nothing is loaded: weights are counted as the plan packs them, the KV cache as the backend lays it out.
 """
 
 from __future__ import annotations
