@@ -24,6 +24,9 @@ MOCK := INFERPLANE_PLUGINS=tests.mock_device.mock_device
 # The mock device makes itself torch's accelerator, so its tests run in processes of their own.
 TESTS := tests $(wildcard backends/*/tests)
 
+# What pip reads: it compiles the cpu backend's native kernels too.
+INSTALLED := pyproject.toml setup.py constraints.txt $(wildcard backends/cpu/csrc/*)
+
 .PHONY: help demo test test-serving lint format docs docs-check clean
 
 help:
@@ -71,24 +74,24 @@ clean:
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
-# Stamps: pip runs again only when what it reads has changed. An install with extras contains the one without.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
+# Stamps: pip runs again only when what it reads, or compiles, has changed. An install with extras contains the one without.
+$(VENV)/.installed: $(INSTALLED) | $(BIN)/pip
 	@echo "installing Inferplane into $(VENV); the first time this fetches torch and takes a few minutes"
 	$(PIP_INSTALL) -e .
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/pip
+$(VENV)/.installed-test: $(INSTALLED) | $(BIN)/pip
 	@echo "installing Inferplane and its test tools into $(VENV); the first time this takes a few minutes"
 	$(PIP_INSTALL) -e ".[test]"
 	@touch $(VENV)/.installed $@
 
-$(SERVING)/.installed: pyproject.toml constraints.txt
+$(SERVING)/.installed: $(INSTALLED)
 	@echo "installing Inferplane, its server and test clients into $(SERVING); the first time this takes a few minutes"
 	$(PYTHON) -m venv $(SERVING)
 	$(subst $(BIN),$(SERVING)/bin,$(PIP_INSTALL)) --no-compile -e ".[test-serving]"  # compiling takes half the time
 	@touch $@
 
-$(VENV)/.installed-lint: pyproject.toml constraints.txt | $(BIN)/pip
+$(VENV)/.installed-lint: $(INSTALLED) | $(BIN)/pip
 	@echo "installing Inferplane and its linters into $(VENV); the first time this takes a few minutes"
 	$(PIP_INSTALL) -e ".[lint,serving,test]"  # mypy reads the conformance suite, which needs pytest
 	@touch $(VENV)/.installed $@

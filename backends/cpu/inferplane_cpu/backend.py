@@ -22,6 +22,7 @@ from inferplane.plugin import (
 )
 from inferplane_cpu.kernels import kernels
 from inferplane_cpu.kvcache import layouts
+from inferplane_cpu.native import native
 
 
 class CpuBackend(Backend):
@@ -31,9 +32,7 @@ class CpuBackend(Backend):
     torch_device = "cpu"
     auto_rank: ClassVar[int] = 0
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
-        "x86-64": ("bf16",),
-        "avx2": ("bf16",),
-        "avx512": ("bf16",),
+        "x86-64": ("bf16", "native"),
         "arm64": ("bf16",),
     }
 
@@ -42,7 +41,7 @@ class CpuBackend(Backend):
         """Always available."""
         return Probe(
             Presence.AVAILABLE,
-            f"{platform.machine()}, {torch.get_num_threads()} threads",
+            f"{platform.machine()}, {torch.get_num_threads()} threads; {native().reason}",
             versions={"torch": torch.__version__},
             devices=1,
         )
@@ -50,15 +49,22 @@ class CpuBackend(Backend):
     def open(self) -> DeviceState:
         """Describe the processor; nothing needs to be opened."""
         capability = torch.backends.cpu.get_cpu_capability()
+        name = f"{platform.machine()} ({capability}; {native().reason})"
+        return DeviceState("cpu", name, capability.lower(), self.features(), host_memory())
+
+    def features(self, arch: str | None = None) -> Features:
+        """What an architecture is assumed to have; without a name, what this machine has."""
+        if arch is not None:
+            return super().features(arch)
         known = {
             "bf16": Feature(True, "torch computes it, in software where the processor does not"),
             "fp8": Feature(False, "torch has no fast FP8 product for processors"),
+            "native": native().feature,
         }
-        name = f"{platform.machine()} ({capability})"
-        return DeviceState("cpu", name, capability.lower(), Features(known), host_memory())
+        return Features(known)
 
     def kernels(self) -> Sequence[Kernel]:
-        """torch's own operators."""
+        """Native ones, and torch's own operators."""
         return kernels()
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:

@@ -1,14 +1,15 @@
-"""Kernels of the cpu backend: sampling of its own; else those composed from torch's operators, which are oneDNN and
-MKL underneath.
+"""Kernels of the cpu backend: native ones, sampling of its own, and those composed from torch's operators, which are
+oneDNN and MKL underneath.
 """
 
 from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
-from inferplane_cpu.kernels import sampling
+from inferplane_cpu.kernels import attention, fixed, linear, moe, rowwise, sampling
 
 
 def kernels() -> list[Kernel]:
     """Every kernel this backend declares."""
-    return [*sampling.KERNELS, *composed_kernels()]
+    native = [*linear.KERNELS, *rowwise.KERNELS, *attention.KERNELS, *moe.KERNELS]
+    return [*native, *sampling.KERNELS, *composed_kernels(), *fixed.KERNELS]

@@ -26,7 +26,7 @@ def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batc
     kv.write(batch.slots, torch.cat((latent, k_rope), -1))
 
 
-@KERNELS("attention", "torch_sdpa", when=ANY, batch_invariant=True, needs_host_lens=True)
+@KERNELS("attention", "torch_sdpa", when=ANY, needs_host_lens=True)
 def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """One call a sequence. With few query tokens the query heads of a group become rows of one product."""
     h, g, window = p.heads, p.kv.heads, p.kv.window

@@ -1,0 +1,142 @@
+// Rows of bf16 weights times a few rows of bf16 activations, summed in float32.
+//
+// Every instruction set has one order of operations for a result, whatever the number of rows, so results are
+// batch-invariant. Activations are laid out once a call (`Rows`), weights are read where they lie, row-major.
+#pragma once
+#include "team.h"
+
+#if defined(INFERPLANE_AMX)
+#include "amx.h"
+#endif
+
+namespace {
+
+constexpr int kStep = 32;  // entries that a step of the sums takes
+
+// m rows of activations as the products want them.
+struct Rows {
+  int64_t m, k, padded;  // columns, and rounded up to kStep
+  const bf16 *x;         // [m, padded], zeros behind k
+  const float *split;    // [m, padded]: of each 32 entries the 16 even ones, then the odd ones
+  const uint32_t *pairs; // AMX: tiles of 16 rows, see amx.h
+};
+
+// `row(i)` points to the entries of row i.
+template <class RowAt>
+inline Rows rows_of(Scratch scratch[2], int64_t m, int64_t k, RowAt row) {
+  Rows r = {m, k, round_up(k, kStep), nullptr, nullptr, nullptr};
+  bf16 *x = scratch[0].get<bf16>(m * r.padded);
+  for (int64_t i = 0; i < m; i++) {
+    memcpy(x + i * r.padded, row(i), (size_t)k * sizeof(bf16));
+    memset(x + i * r.padded + k, 0, (size_t)(r.padded - k) * sizeof(bf16));
+  }
+  r.x = x;
+#if defined(INFERPLANE_AMX)
+  uint32_t *pairs = scratch[1].get<uint32_t>(m * r.padded / 2);
+  amx_pairs(x, m, r.padded, pairs);
+  r.pairs = pairs;
+#elif !defined(__AVX512BF16__)
+  float *split = scratch[1].get<float>(m * r.padded);
+  for (int64_t i = 0; i < m * r.padded; i += kStep) {
+    U both = load<U>(x + i);
+    store(split + i, (F)(both << 16));
+    store(split + i + kLanes, (F)(both & 0xffff0000u));
+  }
+  r.split = split;
+#endif
+  return r;
+}
+
+// out[i * ldo + j] (+)= sum over columns first .. first + width of w[j, .] x[i, .], for NR rows of w and MT of x.
+template <int NR, int MT>
+inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, int64_t i0, int64_t first, float *out,
+                     int64_t ldo) {
+  F acc[NR][MT];
+  for (int r = 0; r < NR; r++)
+    for (int i = 0; i < MT; i++) acc[r][i] = F{};
+  int64_t whole = width / kStep * kStep;
+  bf16 tail[NR][kStep];
+  if (whole < width)
+    for (int r = 0; r < NR; r++) {
+      memset(tail[r], 0, sizeof tail[r]);
+      memcpy(tail[r], w + r * ldw + whole, (size_t)(width - whole) * sizeof(bf16));
+    }
+  auto step = [&](int64_t c, const bf16 *const *at) __attribute__((always_inline)) {
+#if defined(__AVX512BF16__)
+    __m512bh v[NR];
+#pragma GCC unroll 8
+    for (int r = 0; r < NR; r++) v[r] = (__m512bh)_mm512_loadu_si512(at[r]);
+#pragma GCC unroll 8
+    for (int i = 0; i < MT; i++) {
+      __m512bh b = (__m512bh)_mm512_loadu_si512(x.x + (i0 + i) * x.padded + first + c);
+#pragma GCC unroll 8
+      for (int r = 0; r < NR; r++) acc[r][i] = (F)_mm512_dpbf16_ps((__m512)acc[r][i], v[r], b);
+    }
+#else
+    F low[NR], high[NR];
+#pragma GCC unroll 8
+    for (int r = 0; r < NR; r++) {
+      U both = load<U>(at[r]);
+      low[r] = (F)(both << 16);
+      high[r] = (F)(both & 0xffff0000u);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < MT; i++) {
+      const float *b = x.split + (i0 + i) * x.padded + first + c;
+      F even = load<F>(b), odd = load<F>(b + kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < NR; r++) acc[r][i] = fma(high[r], odd, fma(low[r], even, acc[r][i]));
+    }
+#endif
+  };
+  const bf16 *at[NR];
+  for (int64_t c = 0; c < whole; c += kStep) {
+#pragma GCC unroll 8
+    for (int r = 0; r < NR; r++) {
+      at[r] = w + r * ldw + c;
+      if (MT == 1) _mm_prefetch((const char *)(at[r]) + 1024, _MM_HINT_T0);
+    }
+    step(c, at);
+  }
+  if (whole < width) {
+    for (int r = 0; r < NR; r++) at[r] = tail[r];
+    step(whole, at);
+  }
+  for (int r = 0; r < NR; r++)
+    for (int i = 0; i < MT; i++) out[(i0 + i) * ldo + r] = sum(acc[r][i]);
+}
+
+template <int NR>
+inline void dot_rows(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, int64_t first, float *out, int64_t ldo) {
+#if defined(__AVX512BF16__)
+  constexpr int MT = 6;
+#elif defined(__AVX512F__)
+  constexpr int MT = 4;
+#else
+  constexpr int MT = 2;
+#endif
+  int64_t i = 0;
+  for (; i + MT <= x.m; i += MT) dot_tile<NR, MT>(w, ldw, width, x, i, first, out, ldo);
+  if (MT > 4 && i + 4 <= x.m) dot_tile<NR, 4>(w, ldw, width, x, i, first, out, ldo), i += 4;
+  if (MT > 2 && i + 2 <= x.m) dot_tile<NR, 2>(w, ldw, width, x, i, first, out, ldo), i += 2;
+  for (; i < x.m; i++) dot_tile<NR, 1>(w, ldw, width, x, i, first, out, ldo);
+}
+
+// out[i * ldo + j] for n rows w[j] and all rows x[i], over `width` columns of x that begin at `first` (a multiple of
+// kStep); w begins at its own column 0.
+inline void dot(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows &x, int64_t first, float *out,
+                int64_t ldo) {
+  int64_t j = 0;
+#if defined(INFERPLANE_AMX)
+  j = amx_dot(w, ldw, n, width, x.pairs, x.m, x.padded, first, out, ldo);
+#endif
+#if defined(__AVX512F__)
+  constexpr int NR = 4;
+#else
+  constexpr int NR = 2;
+#endif
+  for (; j + NR <= n; j += NR) dot_rows<NR>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+  for (; j < n; j++) dot_rows<1>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+}
+
+}  // namespace

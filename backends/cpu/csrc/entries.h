@@ -1,0 +1,80 @@
+// The functions of one instruction set; a file for each includes this with its own compiler flags.
+#pragma once
+#include "linear.h"
+#include "mla.h"
+#include "moe.h"
+#include "rowwise.h"
+#include "table.h"
+
+namespace {
+
+void linear_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
+  in_parallel(w->n * w->k / 4 * m, [&](Team &team) { linear(team, *w, x, ldx, m, y, ldy, wide); });
+}
+
+void expand_entry(const ip_matrix *w, int64_t first, int64_t last, bf16 *out) {
+  in_parallel((last - first) * w->k, [&](Team &team) { expand(team, *w, first, last, out); });
+}
+
+void rms_norm_entry(const bf16 *x, int64_t ldx, const bf16 *r, const bf16 *weight, float eps, int64_t m, int64_t d,
+                    bf16 *s, bf16 *y) {
+  in_parallel(m * d / 4, [&](Team &team) { rms_norm(team, x, ldx, r, weight, eps, m, d, s, y); });
+}
+
+void silu_mul_entry(const bf16 *x, int64_t ldx, int64_t m, int64_t d, bf16 *y) {
+  in_parallel(m * d / 2, [&](Team &team) { silu_mul(team, x, ldx, m, d, y); });
+}
+
+void rope_entry(const bf16 *x, int64_t row_stride, int64_t head_stride, const float *table, const int64_t *positions,
+                int64_t m, int64_t heads, int64_t dim, int interleaved, bf16 *y) {
+  in_parallel(m * heads * dim / 4, [&](Team &team) {
+    rope(team, x, row_stride, head_stride, table, positions, m, heads, dim, interleaved, y);
+  });
+}
+
+int64_t keys_in(const ip_batch &b) {
+  int64_t keys = 0;
+  for (int64_t i = 0; i < b.sequences; i++) keys += (b.start[i + 1] - b.start[i]) * b.lens[i];
+  return keys;
+}
+
+void attention_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
+                     int64_t dim, int64_t v_dim, float scale, int64_t window, bf16 *out) {
+  Attend a = {q,     cache->k, cache->v, cache->k_stride, cache->v_stride, heads, kv_heads,
+              dim,   v_dim,    cache->block, window,      scale,           out};
+  int64_t work = keys_in(*batch) * heads * (dim + v_dim) / 4;
+  AttendPlan plan = plan_attention(a, *batch, work < 16384 ? 1 : omp_get_max_threads(), scratch(10));
+  in_parallel(work, [&](Team &team) { attend(team, a, plan); });
+}
+
+void mla_entry(const bf16 *q_nope, const int64_t *nope_strides, const bf16 *q_rope, const int64_t *rope_strides,
+               const bf16 *kv_b, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t nope,
+               int64_t rope, int64_t value, int64_t latent, float scale, bf16 *out) {
+  int64_t tokens = batch->start[batch->sequences], dim = latent + rope;
+  bf16 *folded = scratch(12)->get<bf16>(tokens * heads * dim), *mixed = scratch(13)->get<bf16>(tokens * heads * latent);
+  Mla m = {q_nope, q_rope, nope_strides[0], nope_strides[1], rope_strides[0], rope_strides[1], kv_b, heads,
+           nope,   rope,   value,           latent,          tokens,          folded,          mixed, out};
+  Attend a = {folded, cache->k, cache->k, cache->k_stride, cache->k_stride, heads, 1, dim, latent, cache->block, 0,
+              scale,  mixed};
+  int64_t work = keys_in(*batch) * heads * dim / 4 + tokens * heads * latent * (nope + value) / 4;
+  AttendPlan plan = plan_attention(a, *batch, work < 16384 ? 1 : omp_get_max_threads(), scratch(10));
+  // Padded rows are not attended to: nothing must be read of them that was never written.
+  memset(mixed, 0, (size_t)(tokens * heads * latent) * sizeof(bf16));
+  in_parallel(work, [&](Team &team) { mla(team, m, a, plan); });
+}
+
+void moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const bf16 *x, int64_t ldx, int64_t m,
+               const int64_t *ids, const float *weights, int64_t top, bf16 *out) {
+  int64_t inner = down->k, width = down->n;
+  for (int64_t t = 0; t < m; t += kMoeTokens) {
+    Moe part = {gate_up, down, experts, min64(kMoeTokens, m - t), top, inner, width, x + t * ldx, ldx, ids + t * top,
+                weights + t * top, out + t * width, nullptr, nullptr, 0, nullptr, nullptr};
+    plan_moe(part, scratch(14));
+    in_parallel(part.tokens * top * inner * width / 2, [&](Team &team) { moe(team, part); });
+  }
+}
+
+}  // namespace
+
+extern const Table TABLE = {NAME,       linear_entry,    expand_entry, rms_norm_entry, silu_mul_entry,
+                            rope_entry, attention_entry, mla_entry,    moe_entry};

@@ -1,0 +1,68 @@
+// FP8 (e4m3) weights in blocks of 128 x 128: expanded to bf16, exactly, a tile at a time in the first-level cache.
+#pragma once
+#include "dot.h"
+
+namespace {
+
+constexpr int64_t kBlock = 128;
+
+// Values 0, 1/512 .. 7/512: what exponent 0 stands for. Others are shifted into place and get another bias.
+inline bf16 fp8_entry(uint8_t b) {
+  static const bf16 small[8] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  bf16 sign = (bf16)((b & 0x80) << 8);
+  if ((b & 0x7f) == 0x7f) return sign | 0x7fc0;
+  return sign | ((b & 0x78) ? (bf16)(((b & 0x7f) << 4) + 0x3c00) : small[b & 7]);
+}
+
+struct Fp8Table {
+  bf16 of[256];
+  Fp8Table() {
+    for (int i = 0; i < 256; i++) of[i] = fp8_entry((uint8_t)i);
+  }
+};
+
+inline void fp8_widen(const uint8_t *from, int64_t n, bf16 *out) {
+  int64_t c = 0;
+#if defined(__AVX512BW__)
+  const __m512i small = _mm512_set_epi16(
+      0x3c60, 0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80, 0x3b00, 0, 0x3c60, 0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80, 0x3b00,
+      0, 0x3c60, 0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80, 0x3b00, 0, 0x3c60, 0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80,
+      0x3b00, 0);
+  for (; c + 32 <= n; c += 32) {
+    __m512i b = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(from + c)));
+    __m512i size = _mm512_and_si512(b, _mm512_set1_epi16(0x7f));
+    __m512i v = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(0x3c00));
+    __mmask32 tiny = _mm512_testn_epi16_mask(b, _mm512_set1_epi16(0x78));
+    v = _mm512_mask_permutexvar_epi16(v, tiny, size, small);
+    v = _mm512_mask_mov_epi16(v, _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(0x7f)), _mm512_set1_epi16(0x7fc0));
+    v = _mm512_or_si512(v, _mm512_slli_epi16(_mm512_and_si512(b, _mm512_set1_epi16(0x80)), 8));
+    _mm512_storeu_si512(out + c, v);
+  }
+#endif
+  static const Fp8Table table;
+  for (; c < n; c++) out[c] = table.of[from[c]];
+}
+
+// out[i * ldo + j] for n weight rows from `row` on, within one block of rows.
+inline void fp8_dot(const ip_matrix &w, int64_t row, int64_t n, const Rows &x, float *out, int64_t ldo, Scratch *s) {
+  bf16 *tile = s[0].get<bf16>(16 * kBlock);
+  float *part = s[1].get<float>(16 * x.m);
+  int64_t blocks = (w.k + kBlock - 1) / kBlock;
+  const uint8_t *data = (const uint8_t *)w.data;
+  for (int64_t j = 0; j < n; j += 16) {
+    int64_t rows = min64(16, n - j);
+    for (int64_t b = 0; b < blocks; b++) {
+      int64_t width = min64(kBlock, w.k - b * kBlock);
+      for (int64_t r = 0; r < rows; r++) fp8_widen(data + (row + j + r) * w.ld + b * kBlock, width, tile + r * kBlock);
+      dot(tile, kBlock, rows, width, x, b * kBlock, part, 16);
+      float scale = w.scale[(row + j) / kBlock * blocks + b];
+      for (int64_t i = 0; i < x.m; i++) {
+        float *to = out + i * ldo + j;
+        F v = load<F>(part + i * 16) * scale;
+        store_f(to, b ? fma(load<F>(part + i * 16), splat(scale), load_f(to, rows)) : v, rows);
+      }
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,97 @@
+// The native kernels' C interface: plain pointers and sizes, no torch. Python calls it through ctypes.
+//
+// Activations are bfloat16 rows (uint16_t), row-major; `ld*` are strides between rows in entries. Every function
+// splits its work over the OpenMP team that torch uses, returns when all of it is done, and computes a row in the same
+// order of operations whatever the other rows are: results are batch-invariant on one instruction set.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef uint16_t ip_bf16;
+
+enum ip_kind {
+  IP_BF16 = 0,  // data: bf16 [n, k] row-major, ld entries a row
+  IP_INT8 = 1,  // data: 16-row panels of unsigned bytes (value + 128), see quant.h
+  IP_INT4 = 2,  // data: 16-row panels of nibbles (value + 8), see quant.h
+  IP_FP8 = 3,   // data: e4m3 bytes [n, k] row-major; scale: float [ceil(n / 128), ceil(k / 128)]
+};
+
+// A weight [n, k]; y = x w^T.
+typedef struct {
+  int32_t kind;
+  int32_t group;        // IP_INT8, IP_INT4: columns that share a scale, a multiple of 32 up to 128; 0: one scale a row
+  int64_t n, k, ld;
+  const void *data;
+  const float *scale;   // IP_INT8, IP_INT4: [ceil(n / 16), groups, 16]; IP_FP8: by blocks
+  const ip_bf16 *half;  // IP_INT8, IP_INT4: the scales as float16, used where `scale` is null
+  const ip_bf16 *bias;  // [n] or null
+} ip_matrix;
+
+// A paged cache: entry of slot s is entries + s * stride; a token's slot is table[pos / block] * block + pos % block.
+typedef struct {
+  ip_bf16 *k, *v;        // v null for latents
+  int64_t k_stride, v_stride;
+  int32_t block;
+} ip_cache;
+
+// A ragged step: sequence b's query tokens are rows start[b] .. start[b + 1]; lens[b] tokens with them, 0: padding.
+typedef struct {
+  const int32_t *start, *lens, *tables;
+  int64_t sequences, table_width;
+} ip_batch;
+
+// -- instruction sets
+
+// Names of those this processor can run, best last, separated by spaces; "" without AVX2.
+const char *ip_available(void);
+// The one in use.
+const char *ip_current(void);
+// Use another; 0 when done, -1 when this processor or build lacks it.
+int ip_select(const char *name);
+// Threads of the team that a call now would use.
+int ip_threads(void);
+
+// -- products
+
+// y[i, :] = x[i, :] w^T + bias for m rows; y float32 when `wide`, else bf16.
+void ip_linear(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
+// Rows first .. last of a weight as bf16 [last - first, k].
+void ip_expand(const ip_matrix *w, int64_t first, int64_t last, ip_bf16 *out);
+// Canonical int8 entries [n, k] (int4: -8 .. 7) to panels; `out` has ip_packed_bytes(w) bytes.
+int64_t ip_packed_bytes(const ip_matrix *w);
+void ip_pack(const ip_matrix *w, const int8_t *values, uint8_t *out);
+
+// -- row by row
+
+// s = x + r (r may be null; then s may be null too); y = s / rms(s) * weight.
+void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_bf16 *weight, float eps, int64_t m, int64_t d,
+                 ip_bf16 *s, ip_bf16 *y);
+// y = silu(x[:, :d]) * x[:, d:]
+void ip_silu_mul(const ip_bf16 *x, int64_t ldx, int64_t m, int64_t d, ip_bf16 *y);
+// Rotate heads of `dim` entries: x [m, heads, dim] with strides, table float32 [positions, 2, dim / 2].
+void ip_rope(const ip_bf16 *x, int64_t row_stride, int64_t head_stride, const float *table, const int64_t *positions,
+             int64_t m, int64_t heads, int64_t dim, int interleaved, ip_bf16 *y);
+
+// -- attention
+
+// q [tokens, heads, dim], out [tokens, heads, v_dim]; window 0: all.
+void ip_attention(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
+                  int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out);
+// Absorbed latent attention: q_nope [tokens, heads, nope] and q_rope [tokens, heads, rope] with strides, kv_b bf16
+// [heads * (nope + value), latent]; out [tokens, heads, value].
+void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q_rope, const int64_t *rope_strides,
+            const ip_bf16 *kv_b, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t nope, int64_t rope,
+            int64_t value, int64_t latent, float scale, ip_bf16 *out);
+
+// -- experts
+
+// x [m, d], ids int64 and weights float [m, top]; gate_up and down one matrix an expert; out bf16 [m, d].
+void ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_bf16 *x, int64_t ldx, int64_t m,
+            const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,116 @@
+// A weight of any kind times rows of activations, shared by the team.
+#pragma once
+#include "fp8.h"
+#include "quant.h"
+
+namespace {
+
+constexpr int64_t kRowTile = 64;       // rows of activations at a time
+constexpr int64_t kChunkBytes = 65536; // weights a thread takes at a time
+
+inline Scratch *scratch(int which) {
+  static thread_local Scratch all[20];
+  return &all[which];
+}
+
+inline int64_t chunk_rows(const ip_matrix &w, int threads) {
+  int64_t row = max64(1, w.kind == IP_BF16 ? w.k * 2 : w.kind == IP_INT4 ? w.k / 2 : w.k);
+  int64_t most = round_up((w.n + threads * 4 - 1) / (threads * 4), 16);
+  int64_t rows = max64(16, min64(round_up(kChunkBytes / row, 16), most));
+  return w.kind == IP_FP8 ? (rows < kBlock ? (rows <= 16 ? 16 : rows <= 32 ? 32 : 64) : kBlock) : rows;
+}
+
+// float32 results of weight rows first .. last for all of x: out[i * ldo + j - first].
+inline void products(const ip_matrix &w, int64_t first, int64_t last, const Rows &x, const Quantized &q, float *out,
+                     int64_t ldo) {
+  if (w.kind == IP_BF16) {
+    dot((const bf16 *)w.data + first * w.ld, w.ld, last - first, w.k, x, 0, out, ldo);
+  } else if (w.kind == IP_FP8) {
+    fp8_dot(w, first, last - first, x, out, ldo, scratch(5));
+  } else {
+    for (int64_t j = first; j < last; j += kLanes) {
+      if (w.kind == IP_INT8)
+        quant_panel<IP_INT8>(w, j / kLanes, q, out + j - first, ldo);
+      else
+        quant_panel<IP_INT4>(w, j / kLanes, q, out + j - first, ldo);
+    }
+  }
+}
+
+struct Laid {
+  Rows rows;
+  Quantized q;
+};
+
+// Activations as the products with `w` want them; each thread lays out its own, which is cheaper than a barrier.
+template <class RowAt>
+inline Laid lay_out(const ip_matrix &w, int64_t m, RowAt row) {
+  Laid laid = {rows_of(scratch(0), m, w.k, row), {}};
+  if (w.kind == IP_INT8 || w.kind == IP_INT4) laid.q = quantize(scratch(2), laid.rows, w);
+  return laid;
+}
+
+// Every row of x times every row of w; `put(i, j, n, sums)` receives n results of row i from column j on.
+template <class RowAt, class Put>
+inline void multiply(Team &team, const ip_matrix &w, int64_t m, RowAt row, Put put) {
+  int64_t chunk = chunk_rows(w, team.count);
+  for (int64_t i0 = 0; i0 < m; i0 += kRowTile) {
+    int64_t tile = min64(kRowTile, m - i0);
+    Laid laid = lay_out(w, tile, [&](int64_t i) { return row(i0 + i); });
+    team.each(w.n, chunk, [&](int64_t first, int64_t last) {
+      for (int64_t j = first; j < last; j += chunk) {
+        int64_t n = min64(chunk, last - j);
+        float *out = scratch(7)->get<float>(tile * (chunk + kLanes));
+        products(w, j, j + n, laid.rows, laid.q, out, chunk);
+        for (int64_t i = 0; i < tile; i++) put(i0 + i, j, n, out + i * chunk);
+      }
+    });
+  }
+}
+
+inline void add_bias(const ip_matrix &w, int64_t j, int64_t n, float *sums) {
+  if (!w.bias) return;
+  for (int64_t c = 0; c < n; c++) sums[c] += widen1(w.bias[j + c]);
+}
+
+inline void put_bf16(bf16 *to, const float *sums, int64_t n) {
+  for (int64_t c = 0; c < n; c += kLanes) store16(to + c, load_f(sums + c, n - c), n - c);
+}
+
+inline void linear(Team &team, const ip_matrix &w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy,
+                   int wide) {
+  multiply(
+      team, w, m, [&](int64_t i) { return x + i * ldx; },
+      [&](int64_t i, int64_t j, int64_t n, float *sums) {
+        add_bias(w, j, n, sums);
+        if (wide)
+          memcpy((float *)y + i * ldy + j, sums, (size_t)n * sizeof(float));
+        else
+          put_bf16((bf16 *)y + i * ldy + j, sums, n);
+      });
+}
+
+// A weight's row in bf16.
+inline void expand_row(const ip_matrix &w, int64_t row, bf16 *out) {
+  if (w.kind == IP_BF16) {
+    memcpy(out, (const bf16 *)w.data + row * w.ld, (size_t)w.k * sizeof(bf16));
+  } else if (w.kind == IP_FP8) {
+    int64_t blocks = (w.k + kBlock - 1) / kBlock;
+    fp8_widen((const uint8_t *)w.data + row * w.ld, w.k, out);
+    for (int64_t c = 0; c < w.k; c++) out[c] = narrow1(widen1(out[c]) * w.scale[row / kBlock * blocks + c / kBlock]);
+  } else {
+    for (int64_t g = 0; g * group_of(w) < w.k; g++) {
+      float scale = scale_of(w, row / kLanes, g)[row % kLanes];
+      for (int64_t c = g * group_of(w); c < min64(w.k, (g + 1) * group_of(w)); c++)
+        out[c] = narrow1((float)quant_entry(w, row, c) * scale);
+    }
+  }
+}
+
+inline void expand(Team &team, const ip_matrix &w, int64_t first, int64_t last, bf16 *out) {
+  team.each(last - first, 8, [&](int64_t a, int64_t b) {
+    for (int64_t r = a; r < b; r++) expand_row(w, first + r, out + r * w.k);
+  });
+}
+
+}  // namespace

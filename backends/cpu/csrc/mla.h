@@ -1,0 +1,73 @@
+// Latent attention with the up-projection folded into the query and the output ("absorbed").
+#pragma once
+#include "attend.h"
+
+namespace {
+
+struct Mla {
+  const bf16 *q_nope, *q_rope;
+  int64_t nope_row, nope_head, rope_row, rope_head;  // strides
+  const bf16 *kv_b;
+  int64_t heads, nope, rope, value, latent, tokens;
+  bf16 *folded;  // [tokens, heads, latent + rope]
+  bf16 *mixed;   // [tokens, heads, latent]
+  bf16 *out;     // [tokens, heads, value]
+};
+
+// folded[t, h] = [q_nope[t, h] W_k[h] | q_rope[t, h]]
+inline void mla_fold(Team &team, const Mla &m) {
+  constexpr int D = 4;
+  team.each(m.heads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t h = first; h < last; h++) {
+      const bf16 *w = m.kv_b + h * (m.nope + m.value) * m.latent;
+      for (int64_t t = 0; t < m.tokens; t++) {
+        const bf16 *q = m.q_nope + t * m.nope_row + h * m.nope_head;
+        bf16 *to = m.folded + (t * m.heads + h) * (m.latent + m.rope);
+        for (int64_t c = 0; c < m.latent; c += D * kLanes) {
+          F acc[D] = {};
+          bool whole = c + D * kLanes <= m.latent;
+          for (int64_t n = 0; n < m.nope; n++) {
+            F x = splat(widen1(q[n]));
+            for (int d = 0; d < D; d++) {
+              int64_t left = m.latent - c - d * kLanes;
+              const bf16 *at = w + n * m.latent + c + d * kLanes;
+              if (whole || left >= kLanes)
+                acc[d] = fma(x, load16(at), acc[d]);
+              else if (left > 0)
+                acc[d] = fma(x, load16(at, left), acc[d]);
+            }
+          }
+          for (int d = 0; d < D && c + d * kLanes < m.latent; d++)
+            store16(to + c + d * kLanes, acc[d], m.latent - c - d * kLanes);
+        }
+        memcpy(to + m.latent, m.q_rope + t * m.rope_row + h * m.rope_head, (size_t)m.rope * sizeof(bf16));
+      }
+    }
+  });
+}
+
+// out[t, h] = mixed[t, h] W_v[h]^T
+inline void mla_unfold(Team &team, const Mla &m) {
+  team.each(m.heads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t h = first; h < last; h++)
+      for (int64_t t0 = 0; t0 < m.tokens; t0 += kRowTile) {
+        int64_t n = min64(kRowTile, m.tokens - t0);
+        Rows x = rows_of(scratch(0), n, m.latent,
+                         [&](int64_t t) { return m.mixed + ((t0 + t) * m.heads + h) * m.latent; });
+        float *sums = scratch(7)->get<float>(n * m.value + kLanes);
+        dot(m.kv_b + (h * (m.nope + m.value) + m.nope) * m.latent, m.latent, m.value, m.latent, x, 0, sums, m.value);
+        for (int64_t t = 0; t < n; t++)
+          put_bf16(m.out + ((t0 + t) * m.heads + h) * m.value, sums + t * m.value, m.value);
+      }
+  });
+}
+
+inline void mla(Team &team, const Mla &m, const Attend &a, const AttendPlan &plan) {
+  mla_fold(team, m);
+  team.barrier();
+  attend(team, a, plan);
+  team.barrier();
+  mla_unfold(team, m);
+}
+
+}  // namespace

@@ -1,0 +1,48 @@
+// Weights of 8 and 4 bits as the kernels read them.
+//
+// Panels: 16 weight rows stand side by side. For each group, IP_INT8 holds group / 4 lines of 64 bytes, line q with the
+// bytes of columns 4q .. 4q + 3 of each row; IP_INT4 holds group / 8 lines whose low nibbles are columns 8q .. 8q + 3
+// and whose high nibbles are 8q + 4 .. 8q + 7. Entries are stored with an offset, so that they are unsigned.
+#pragma once
+#include "inferplane_cpu.h"
+
+namespace {
+
+constexpr int64_t kPanel = 16;  // rows side by side
+
+inline int64_t group_of(const ip_matrix &w) { return w.group ? w.group : 128; }
+inline int64_t groups_of(const ip_matrix &w) { return (w.k + group_of(w) - 1) / group_of(w); }
+inline int64_t offset_of(const ip_matrix &w) { return w.kind == IP_INT8 ? 128 : 8; }
+inline int64_t line_columns(const ip_matrix &w) { return w.kind == IP_INT8 ? 4 : 8; }
+inline int64_t panel_bytes(const ip_matrix &w) { return groups_of(w) * group_of(w) / line_columns(w) * 64; }
+inline int64_t scale_groups(const ip_matrix &w) { return w.group ? groups_of(w) : 1; }
+
+inline int64_t packed_bytes(const ip_matrix &w) { return (w.n + kPanel - 1) / kPanel * panel_bytes(w); }
+
+// One entry, as an integer.
+inline int32_t quant_entry(const ip_matrix &w, int64_t row, int64_t column) {
+  int64_t panel = row / kPanel, line = column / line_columns(w), in_line = column % line_columns(w);
+  uint8_t byte = ((const uint8_t *)w.data)[panel * panel_bytes(w) + line * 64 + row % kPanel * 4 + in_line % 4];
+  return (w.kind == IP_INT8 ? byte : in_line < 4 ? byte & 15 : byte >> 4) - (int32_t)offset_of(w);
+}
+
+inline void pack(const ip_matrix &w, const int8_t *values, uint8_t *out) {
+  int64_t panels = (w.n + kPanel - 1) / kPanel, per_line = line_columns(w), lines = panel_bytes(w) / 64;
+  int32_t offset = (int32_t)offset_of(w);
+  auto at = [&](int64_t row, int64_t column) {
+    int32_t v = row < w.n && column < w.k ? values[row * w.k + column] : 0;
+    return (uint8_t)(v + offset);
+  };
+#pragma omp parallel for schedule(static)
+  for (int64_t panel = 0; panel < panels; panel++)
+    for (int64_t line = 0; line < lines; line++)
+      for (int64_t r = 0; r < kPanel; r++)
+        for (int64_t e = 0; e < 4; e++) {
+          int64_t row = panel * kPanel + r, column = line * per_line + e;
+          uint8_t b = at(row, column);
+          if (w.kind == IP_INT4) b = (uint8_t)((b & 15) | at(row, column + 4) << 4);
+          out[panel * panel_bytes(w) + line * 64 + r * 4 + e] = b;
+        }
+}
+
+}  // namespace

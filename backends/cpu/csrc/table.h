@@ -1,0 +1,17 @@
+// What each instruction set provides; the same functions as in inferplane_cpu.h, compiled once for each.
+#pragma once
+#include "inferplane_cpu.h"
+
+struct Table {
+  const char *name;
+  decltype(&ip_linear) linear;
+  decltype(&ip_expand) expand;
+  decltype(&ip_rms_norm) rms_norm;
+  decltype(&ip_silu_mul) silu_mul;
+  decltype(&ip_rope) rope;
+  decltype(&ip_attention) attention;
+  decltype(&ip_mla) mla;
+  decltype(&ip_moe) moe;
+};
+
+extern const Table table_avx2, table_avx512, table_avx512_bf16, table_amx;

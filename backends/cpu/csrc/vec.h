@@ -1,0 +1,142 @@
+// Sixteen lanes in the compilers' vector extension: one zmm register, or two ymm. Included once an instruction set.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "inferplane_cpu.h"
+
+namespace {
+
+typedef ip_bf16 bf16;
+typedef float F __attribute__((vector_size(64)));
+typedef int32_t I __attribute__((vector_size(64)));
+typedef uint32_t U __attribute__((vector_size(64)));
+typedef uint16_t H __attribute__((vector_size(32)));
+
+constexpr int kLanes = 16;
+
+template <class V, class T>
+inline V load(const T *p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V, class T>
+inline void store(T *p, V v) {
+  memcpy(p, &v, sizeof v);
+}
+inline F splat(float x) { return x - F{}; }
+
+inline F widen(H h) { return (F)(__builtin_convertvector(h, U) << 16); }
+inline F load16(const bf16 *p) { return widen(load<H>(p)); }
+
+// To nearest even; NaN stays NaN.
+inline H narrow(F v) {
+  U u = (U)v;
+  U rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  U quiet = (u >> 16) | 0x40;
+  U nan = (U)(v != v);
+  return __builtin_convertvector((rounded & ~nan) | (quiet & nan), H);
+}
+inline void store16(bf16 *p, F v) { store(p, narrow(v)); }
+
+inline float widen1(bf16 b) {
+  uint32_t u = (uint32_t)b << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+inline bf16 narrow1(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  if (f != f) return (bf16)((u >> 16) | 0x40);
+  return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+// First `n` of 16 entries, zeros behind.
+inline F load16(const bf16 *p, int64_t n) {
+  if (n >= kLanes) return load16(p);
+  bf16 part[kLanes] = {};
+  memcpy(part, p, (size_t)n * sizeof(bf16));
+  return load16(part);
+}
+inline void store16(bf16 *p, F v, int64_t n) {
+  if (n >= kLanes) return store16(p, v);
+  bf16 part[kLanes];
+  store16(part, v);
+  memcpy(p, part, (size_t)n * sizeof(bf16));
+}
+inline F load_f(const float *p, int64_t n) {
+  if (n >= kLanes) return load<F>(p);
+  float part[kLanes] = {};
+  memcpy(part, p, (size_t)n * sizeof(float));
+  return load<F>(part);
+}
+inline void store_f(float *p, F v, int64_t n) {
+  if (n >= kLanes) return store(p, v);
+  memcpy(p, &v, (size_t)n * sizeof(float));
+}
+
+// The sum of the lanes, always in the same tree.
+inline float sum(F v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  __m256 a, b;
+  memcpy(&a, &v, 32);
+  memcpy(&b, (const char *)&v + 32, 32);
+  a = _mm256_add_ps(a, b);
+  __m128 c = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+#endif
+}
+inline F fma(F a, F b, F c) {
+#ifdef __AVX512F__
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  __m256 x[2], y[2], z[2];
+  memcpy(x, &a, 64);
+  memcpy(y, &b, 64);
+  memcpy(z, &c, 64);
+  z[0] = _mm256_fmadd_ps(x[0], y[0], z[0]);
+  z[1] = _mm256_fmadd_ps(x[1], y[1], z[1]);
+  memcpy(&c, z, 64);
+  return c;
+#endif
+}
+inline F round_even(F v) {
+#ifdef __AVX512F__
+  return (F)_mm512_roundscale_ps((__m512)v, 0);
+#else
+  const F magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves no room for fractions
+  return (v + magic) - magic;
+#endif
+}
+
+// exp to about 2 units in the last place; below -87 it is 0. Cephes' polynomial.
+inline F vexp(F x) {
+  F low = (F)((I)(x < -87.0f));
+  x = x < -87.0f ? splat(-87.0f) : x;
+  x = x > 88.0f ? splat(88.0f) : x;
+  F n = round_even(x * 1.44269504088896341f);
+  F r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  F y = splat(1.9875691500e-4f);
+  y = fma(y, r, splat(1.3981999507e-3f));
+  y = fma(y, r, splat(8.3334519073e-3f));
+  y = fma(y, r, splat(4.1665795894e-2f));
+  y = fma(y, r, splat(1.6666665459e-1f));
+  y = fma(y, r, splat(5.0000001201e-1f));
+  y = fma(y, r * r, r) + 1.0f;
+  I bits = (__builtin_convertvector(n, I) + 127) << 23;
+  return (F)((I)(y * (F)bits) & ~(I)low);
+}
+inline F silu(F x) { return x / (1.0f + vexp(-x)); }
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+}  // namespace

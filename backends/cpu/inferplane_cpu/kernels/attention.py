@@ -1,0 +1,121 @@
+"""Attention over core's paged cache on native kernels: grouped queries, windows, latents."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from inferplane.plugin import RANK_COMPOSED, RANK_PORTABLE, Batch, Kernels, LayerKV, When
+from inferplane_cpu.kvcache import BLOCK_TOKENS
+from inferplane_cpu.native import Cache, Steps, library
+
+KERNELS = Kernels()
+LAYOUT = f"paged_{BLOCK_TOKENS}"
+"""Entries in the plan's dtype, which these kernels read in place."""
+RANK_SLOW = RANK_COMPOSED - 4
+"""For many query tokens torch's attention is faster; it is not invariant to how a prompt is cut into chunks."""
+
+
+def _few(op: Any) -> bool:
+    return bool(op.queries == "few")
+
+
+def _latent_bf16(op: Any) -> bool:
+    weight = getattr(op.kv_b, "weight", op.kv_b)
+    return weight.dtype in (None, torch.bfloat16) and getattr(op.kv_b, "bias", None) is None
+
+
+PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=(LAYOUT,), features=("native",))
+FEW = When(dtypes=(torch.bfloat16,), kv_layouts=(LAYOUT,), features=("native",), needs=(("few query tokens", _few),))
+LATENT = When(
+    dtypes=(torch.bfloat16,),
+    kv_layouts=(LAYOUT,),
+    features=("native",),
+    needs=(("a bfloat16 kv_b without bias", _latent_bf16),),
+)
+
+
+def steps(batch: Batch) -> Steps:
+    """The batch as the library reads it; its tensors must outlive the call."""
+    tables = batch.block_tables
+    return Steps(
+        batch.query_start.data_ptr(),
+        batch.seq_lens.data_ptr(),
+        tables.data_ptr(),
+        tables.shape[0],
+        tables.stride(0),
+    )
+
+
+def cache(kv: Any) -> Cache:
+    """A layer's cache as the library reads it, described once and kept on it."""
+    found = kv.__dict__.get("native")
+    if found is None:
+        k = kv.entries[0]
+        v = kv.entries[1] if len(kv.entries) > 1 else k
+        found = kv.native = Cache(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), kv.block_tokens)
+    return found
+
+
+@KERNELS("attention", "native", when=PAGED, rank=RANK_SLOW, batch_invariant=True)
+def attention_fixed(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """Keys in spans that are counted from the sequence's beginning, whoever asks together."""
+    return attention(p, q, batch, kv)
+
+
+@KERNELS("attention", "native", when=FEW, rank=RANK_PORTABLE, batch_invariant=True)
+def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """The query heads of a group are rows over one read of its keys; long sequences are shared out in spans."""
+    q = q.contiguous()
+    out = q.new_empty(q.shape[0], p.heads, p.kv.v_dim)
+    library().ip_attention(
+        q.data_ptr(),
+        steps(batch),
+        cache(kv),
+        p.heads,
+        p.kv.heads,
+        p.kv.dim,
+        p.kv.v_dim,
+        p.scale,
+        p.kv.window or 0,
+        out.data_ptr(),
+    )
+    return out
+
+
+def _mla(p: Any, kv_b: torch.Tensor, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> Any:
+    d = p.dims
+    q_nope = q_nope if q_nope.stride(-1) == 1 else q_nope.contiguous()
+    q_rope = q_rope if q_rope.stride(-1) == 1 else q_rope.contiguous()
+    out = q_nope.new_empty(q_nope.shape[0], d.heads, d.value)
+    library().ip_mla(
+        q_nope.data_ptr(),
+        (ctypes.c_int64 * 2)(*q_nope.stride()[:2]),
+        q_rope.data_ptr(),
+        (ctypes.c_int64 * 2)(*q_rope.stride()[:2]),
+        kv_b.data_ptr(),
+        steps(batch),
+        cache(kv),
+        d.heads,
+        d.nope,
+        d.rope,
+        d.value,
+        d.latent,
+        p.scale,
+        out.data_ptr(),
+    )
+    return out
+
+
+@KERNELS("mla_absorbed", "native", when=LATENT, rank=RANK_PORTABLE, batch_invariant=True)
+def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """All heads are rows over one read of the latents."""
+    return _mla(p, p.kv_b, q_nope, q_rope, batch, kv)
+
+
+@KERNELS("mla_expanded", "native", when=LATENT, rank=RANK_SLOW, batch_invariant=True)
+def mla_expanded_fixed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """The absorbed form for many query tokens too, so that a chunk's size does not choose the arithmetic."""
+    return _mla(p, p.kv_b.weight, q_nope, q_rope, batch, kv)

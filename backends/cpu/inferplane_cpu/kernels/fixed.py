@@ -1,0 +1,114 @@
+"""Batch-invariant kernels of torch's own operators, for `deterministic=True` where native kernels do not serve.
+
+Every product has one shape whatever the step: tiles of 16 rows, the last one padded, and attention one query at a time.
+Slower than the kernels that take what comes, so they rank below them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from inferplane.plugin import Batch, Kernels, LayerKV, When
+
+KERNELS = Kernels()
+RANK = 5
+TILE_ROWS = 16
+
+
+def _usual(op: Any) -> bool:
+    return op.act is None and op.out_dtype in (None, torch.float32)
+
+
+def _plain_kv_b(op: Any) -> bool:
+    return getattr(op.kv_b, "bias", None) is None
+
+
+ANY = When(dtypes=(torch.float32, torch.bfloat16, torch.float16))
+LINEAR = When(ANY.dtypes, needs=(("plain activations, and a result as usual or in float32", _usual),))
+LATENT = When(ANY.dtypes, needs=(("kv_b without bias", _plain_kv_b),))
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x weight^T + bias` in tiles of equal shape."""
+    rows = x.shape[0]
+    padded = F.pad(x, (0, 0, 0, -rows % TILE_ROWS))
+    return torch.cat([F.linear(tile.contiguous(), weight, bias) for tile in padded.split(TILE_ROWS)])[:rows]
+
+
+@KERNELS("linear", "torch_fixed", when=LINEAR, rank=RANK, batch_invariant=True)
+def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Tiles of 16 rows; in float32 throughout where the result is."""
+    if p.out_dtype is torch.float32:
+        bias = None if p.bias is None else p.bias.float()
+        return product(x.float(), p.weight.float(), bias)
+    return product(x, p.weight, p.bias)
+
+
+@KERNELS("lm_head", "torch_fixed", when=ANY, rank=RANK, batch_invariant=True)
+def lm_head(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The rows that want logits, in tiles of 16."""
+    rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
+    return product(rows, p.weight).float()
+
+
+@KERNELS("moe_experts", "torch_fixed", when=ANY, rank=RANK, batch_invariant=True)
+def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Expert after expert, so that a token's sum has its experts' order; tiles of 16 rows."""
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for e in ids.unique().tolist():
+        token, j = torch.where(ids == e)
+        gate, up = product(x[token], p.gate_up[e]).float().chunk(2, -1)
+        y = product((F.silu(gate) * up).to(x.dtype), p.down[e])
+        out.index_add_(0, token, y.float() * weights[token, j, None])
+    return out.to(x.dtype)
+
+
+def _each_query(batch: Batch, kv: LayerKV) -> Any:
+    """`(row, first key, last key)` and the sequence's entries, one query token after the other."""
+    window = kv.request.window
+    for a, b, n, table in batch.rows():
+        entries = kv.read(table, n)
+        for row in range(a, b):
+            seen = n - (b - 1 - row)
+            yield row, slice(0 if window is None else max(0, seen - window), seen), entries
+
+
+@KERNELS("attention", "torch_fixed", when=ANY, rank=RANK, batch_invariant=True, needs_host_lens=True)
+def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """One query token at a time, over the keys it sees."""
+    h, g = p.heads, p.kv.heads
+    out = q.new_empty(q.shape[0], h, p.kv.v_dim)
+    for row, seen, entries in _each_query(batch, kv):
+        k, v = (t[seen].to(q.dtype).transpose(0, 1).contiguous()[None] for t in entries)
+        queries = q[row].reshape(1, g, h // g, -1)
+        out[row] = F.scaled_dot_product_attention(queries, k, v, scale=p.scale).reshape(h, -1)
+    return out
+
+
+def _absorbed(
+    p: Any, kv_b: torch.Tensor, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV
+) -> torch.Tensor:
+    d = p.dims
+    w_k, w_v = kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
+    out = q_nope.new_empty(q_nope.shape[0], d.heads, d.value)
+    for row, seen, (entries,) in _each_query(batch, kv):
+        q = torch.cat((torch.bmm(q_nope[row][:, None], w_k)[:, 0], q_rope[row]), -1)
+        c = entries[seen].to(q.dtype).contiguous()[None, None]
+        mid = F.scaled_dot_product_attention(q[None, None], c, c, scale=p.scale)[0, 0, :, : d.latent]
+        out[row] = torch.bmm(mid[:, None], w_v.transpose(1, 2))[:, 0]
+    return out
+
+
+@KERNELS("mla_absorbed", "torch_fixed", when=ANY, rank=RANK, batch_invariant=True, needs_host_lens=True)
+def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """One query token at a time, `kv_b` folded into it."""
+    return _absorbed(p, p.kv_b, q_nope, q_rope, batch, kv)
+
+
+@KERNELS("mla_expanded", "torch_fixed", when=LATENT, rank=RANK, batch_invariant=True, needs_host_lens=True)
+def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """As for few query tokens, so that a chunk's size does not choose the arithmetic."""
+    return _absorbed(p, p.kv_b.weight, q_nope, q_rope, batch, kv)

@@ -1,0 +1,95 @@
+"""Norms, activations and rotary positions on native kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane.plugin import RANK_PORTABLE, Kernels, When
+from inferplane_cpu.native import library
+
+KERNELS = Kernels()
+
+
+def _bf16_norm(op: Any) -> bool:
+    norm = getattr(op, "norm", op)
+    return norm.weight.dtype in (None, torch.bfloat16)
+
+
+def _float32_table(op: Any) -> bool:
+    return op.table.dtype is torch.float32
+
+
+PLAIN = When(dtypes=(torch.bfloat16,), features=("native",))
+NORM = When(dtypes=(torch.bfloat16,), features=("native",), needs=(("a bfloat16 weight", _bf16_norm),))
+ROPE = When(dtypes=(torch.bfloat16,), features=("native",), needs=(("a float32 table", _float32_table),))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`[rows, D]` with entries side by side; a view where there is one."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+@KERNELS("rms_norm", "native", when=NORM, rank=RANK_PORTABLE, batch_invariant=True)
+def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Row by row, sums in one order."""
+    rows, y = _rows(x), torch.empty(x.shape, dtype=x.dtype)
+    m, d = rows.shape
+    library().ip_rms_norm(rows.data_ptr(), rows.stride(0), None, p.weight.data_ptr(), p.eps, m, d, None, y.data_ptr())
+    return y
+
+
+@KERNELS("add_rms_norm", "native", when=NORM, rank=RANK_PORTABLE, batch_invariant=True)
+def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum and norm in one pass."""
+    rows = _rows(x)
+    m, d = rows.shape
+    y = torch.empty(m, d, dtype=x.dtype)
+    s = x if residual is None else torch.empty(m, d, dtype=x.dtype)
+    other = None if residual is None else residual.contiguous()
+    library().ip_rms_norm(
+        rows.data_ptr(),
+        rows.stride(0),
+        None if other is None else other.data_ptr(),
+        p.norm.weight.data_ptr(),
+        p.norm.eps,
+        m,
+        d,
+        None if other is None else s.data_ptr(),
+        y.data_ptr(),
+    )
+    return y, s
+
+
+@KERNELS("silu_mul", "native", when=PLAIN, rank=RANK_PORTABLE, batch_invariant=True)
+def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """In float32, rounded once."""
+    rows = _rows(x)
+    m, d = rows.shape[0], rows.shape[1] // 2
+    y = torch.empty(*x.shape[:-1], d, dtype=x.dtype)
+    library().ip_silu_mul(rows.data_ptr(), rows.stride(0), m, d, y.data_ptr())
+    return y
+
+
+@KERNELS("rope", "native", when=ROPE, rank=RANK_PORTABLE, batch_invariant=True)
+def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """In float32, rounded once; heads may be strided."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    m, heads, dim = x.shape
+    y = torch.empty(m, heads, dim, dtype=x.dtype)
+    library().ip_rope(
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        p.table.data_ptr(),
+        positions.data_ptr(),
+        m,
+        heads,
+        dim,
+        p.interleaved,
+        y.data_ptr(),
+    )
+    return y

@@ -1,0 +1,170 @@
+"""The native kernels' library, loaded with torch's own OpenMP and described; or the reason why there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from inferplane.plugin import Feature, UsageError
+
+VARIABLE = "INFERPLANE_CPU_ISA"
+"""Names the instruction set to use ("avx2", "avx512", "avx512_bf16", "amx"), or "none" for torch's operators alone."""
+
+BF16, INT8, INT4, FP8 = range(4)
+"""Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
+
+
+class Matrix(Structure):
+    """`ip_matrix`: a weight `[n, k]`. Whoever makes one keeps the tensors behind it alive."""
+
+    _fields_ = [
+        ("kind", c_int32),
+        ("group", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("ld", c_int64),
+        ("data", c_void_p),
+        ("scale", c_void_p),
+        ("half", c_void_p),
+        ("bias", c_void_p),
+    ]
+
+
+class Cache(Structure):
+    """`ip_cache`: a paged cache's entries; slot s begins at `s * stride`."""
+
+    _fields_ = [
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("block", c_int32),
+    ]
+
+
+class Steps(Structure):
+    """`ip_batch`: a ragged step."""
+
+    _fields_ = [
+        ("start", c_void_p),
+        ("lens", c_void_p),
+        ("tables", c_void_p),
+        ("sequences", c_int64),
+        ("table_width", c_int64),
+    ]
+
+
+_P, _I = c_void_p, c_int64
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ip_select": (c_int, c_char_p),
+    "ip_threads": (c_int,),
+    "ip_available": (c_char_p,),
+    "ip_current": (c_char_p,),
+    "ip_linear": (None, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
+    "ip_expand": (None, POINTER(Matrix), _I, _I, _P),
+    "ip_packed_bytes": (_I, POINTER(Matrix)),
+    "ip_pack": (None, POINTER(Matrix), _P, _P),
+    "ip_rms_norm": (None, _P, _I, _P, _P, c_float, _I, _I, _P, _P),
+    "ip_silu_mul": (None, _P, _I, _I, _I, _P),
+    "ip_rope": (None, _P, _I, _I, _P, _P, _I, _I, _I, c_int, _P),
+    "ip_attention": (None, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
+    "ip_mla": (None, _P, _P, _P, _P, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, _I, c_float, _P),
+    "ip_moe": (None, POINTER(Matrix), POINTER(Matrix), _I, _P, _I, _I, _P, _P, _I, _P),
+}
+
+
+class Native(NamedTuple):
+    """What was found: the library, or None and why."""
+
+    library: ctypes.CDLL | None
+    reason: str
+
+    @property
+    def feature(self) -> Feature:
+        """As a feature of the device, which kernels ask for and explain shows."""
+        return Feature(self.library is not None, self.reason)
+
+
+@cache
+def native() -> Native:
+    """Load the library once. Never raises: what is wrong is a reason."""
+    folder = Path(__file__).parent
+    found = sorted(folder.glob("_native*.so"))
+    if not found:
+        note = folder / "native.txt"
+        told = note.read_text().strip() if note.exists() else "Inferplane runs from a source tree without them"
+        return Native(None, f"the native kernels were not built: {told}")
+    openmp = _openmp()
+    if not openmp:
+        return Native(None, "torch has loaded no OpenMP library whose threads the native kernels could share")
+    try:
+        # Before the kernels: their OpenMP symbols are open, and must be answered by the library that torch uses.
+        ctypes.CDLL(openmp[0], ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(found[0]))
+        for name, (result, *arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        return Native(None, f"the native kernels cannot be loaded: {error}")
+    return _chosen(library)
+
+
+def _chosen(library: ctypes.CDLL) -> Native:
+    there = library.ip_available().decode()
+    asked = os.environ.get(VARIABLE, "")
+    if asked == "none":
+        return Native(None, f"{VARIABLE}=none")
+    if not there:
+        return Native(None, "the native kernels need a processor with AVX2")
+    if asked and library.ip_select(asked.encode()):
+        return Native(None, f"{VARIABLE}={asked}, but this processor has {there}")
+    return Native(library, f"native kernels on {library.ip_current().decode()} (of {there})")
+
+
+def _openmp() -> list[str]:
+    """The OpenMP library that is loaded already; torch brings one."""
+    torch.get_num_threads()
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6}
+    return sorted(p for p in paths if Path(p).name.startswith(("libgomp", "libiomp5", "libomp")))
+
+
+def library() -> Any:
+    """The loaded library; kernels that ask for the feature "native" are bound only where there is one."""
+    found = native().library
+    assert found is not None, native().reason
+    return found
+
+
+def instruction_sets() -> list[str]:
+    """Those this machine can run, the best last; empty without the library."""
+    found = native().library
+    return found.ip_available().decode().split() if found is not None else []
+
+
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Use another instruction set within the block.
+
+    Raises:
+        UsageError: this machine has none of that name.
+    """
+    lib = library()
+    before = lib.ip_current()
+    if lib.ip_select(name.encode()):
+        raise UsageError(f"Instruction set {name!r}.", there_is=", ".join(instruction_sets()))
+    try:
+        yield
+    finally:
+        lib.ip_select(before)

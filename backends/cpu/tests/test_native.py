@@ -1,0 +1,106 @@
+"""Native kernels on every instruction set this machine has: against their oracles, in all sizes, and row by row."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from inferplane.binding import run_case
+from inferplane.binding.check import Bench
+from inferplane.ops import OPS
+from inferplane_cpu.backend import CpuBackend
+from inferplane_cpu.kernels import kernels
+from inferplane_cpu.kernels.linear import matrix, multiply
+from inferplane_cpu.kvcache import layouts
+from inferplane_cpu.native import forced, instruction_sets, native
+
+SETS = instruction_sets()
+needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
+NATIVE = [k for k in kernels() if k.provider == "native"]
+SAMPLES = [(k, s) for k in NATIVE for s in OPS[k.op].samples()]
+
+
+def bench():
+    backend = CpuBackend()
+    return Bench("cpu", "cpu", torch.bfloat16, backend.features(), lambda request: layouts())
+
+
+@needs_library
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize(("kernel", "sample"), SAMPLES, ids=lambda x: getattr(x, "label", getattr(x, "name", "")))
+def test_against_the_oracle(kernel, sample, name):
+    with forced(name):
+        for seed in (11, 12):
+            outcome = run_case(kernel, sample, bench(), seed=seed)
+            if not outcome.served:
+                pytest.skip(f"refused: {outcome.detail}")
+            assert outcome.passed, outcome
+
+
+def outliers(shape, draw):
+    """Rows as a trained model has them: a few columns a thousand times larger than the rest."""
+    x = torch.randn(shape, generator=draw)
+    x[..., torch.randint(0, shape[-1], (max(1, shape[-1] // 64),), generator=draw)] *= 1000
+    return x.bfloat16()
+
+
+@needs_library
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("make", [outliers, lambda shape, draw: torch.randn(shape, generator=draw).bfloat16()])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 31), (16, 32), (17, 33), (64, 257), (130, 192), (257, 1000)])
+def test_products_of_all_heights(name, make, n, k):
+    draw = torch.Generator().manual_seed(n * 1000 + k)
+    w, x = make((n, k), draw), make((40, k), draw)
+    want = x.double() @ w.double().T
+    room = (k + 4) * 2**-24 * (x.double().abs() @ w.double().abs().T)  # of a sum in float32, in any order
+    with forced(name):
+        for m in range(1, 41):
+            got = multiply(matrix(w), x[:m], True)
+            assert ((got - want[:m]).abs() <= room[:m]).all(), (m, (got - want[:m]).abs().max())
+            assert m > 1 or torch.equal(got, multiply(matrix(w), x, True)[:1])
+        alone = torch.cat([multiply(matrix(w), x[i : i + 1], True) for i in range(40)])
+        assert torch.equal(alone, multiply(matrix(w), x, True))
+
+
+@needs_library
+@pytest.mark.parametrize("name", SETS)
+def test_infinite_and_nan_reach_their_results_only(name):
+    x, w = torch.randn(5, 96).bfloat16(), torch.randn(33, 96).bfloat16()
+    x[1, 40], x[3, 7] = float("nan"), float("inf")
+    with forced(name):
+        y = multiply(matrix(w), x, True)
+    assert not torch.isfinite(y[[1, 3]]).any()
+    assert torch.isfinite(y[[0, 2, 4]]).all()
+
+
+@needs_library
+def test_one_pool_of_threads():
+    """The library's OpenMP is torch's: its number of threads is torch's, and one library is mapped."""
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert native().library.ip_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    with open("/proc/self/maps") as lines:
+        assert len({line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}) == 1
+
+
+@pytest.mark.parametrize(("value", "reason"), [("none", "INFERPLANE_CPU_ISA=none"), ("mmx", "mmx")])
+def test_without_native_kernels(value, reason, monkeypatch):
+    """Everything runs on torch's kernels, and doctor and explain say why."""
+    if native().library is None:
+        reason = native().reason
+    monkeypatch.setenv("INFERPLANE_CPU_ISA", value)
+    script = (
+        "from inferplane import LLM, SamplingParams; from inferplane_cpu.backend import CpuBackend\n"
+        "llm = LLM('demo', device='cpu', dtype='bfloat16', max_model_len=64)\n"
+        "llm.generate('def', SamplingParams(max_tokens=2))\n"
+        "print(CpuBackend.probe().reason); print(llm.explain_text(verbose=True))\n"
+        "assert not any(s['chosen']['provider'] == 'native' for s in llm.explain()['sites'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(reason) >= 2

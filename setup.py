@@ -1,0 +1,111 @@
+"""Builds the native kernels of the cpu backend beside what pyproject.toml declares.
+
+A plain shared library, loaded with ctypes: it links neither Python nor torch. Where it cannot be built, the
+installation goes on without it, and `native.txt` beside the backend keeps the reason, which `inferplane doctor` and
+`inferplane explain` show. Set INFERPLANE_NO_NATIVE=1 to leave it out.
+"""
+
+import os
+import platform
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+PACKAGE = "inferplane_cpu"
+NOTE = "native.txt"
+FOLDER = "backends/cpu/csrc"
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
+SOURCES = {
+    "api.cpp": [],
+    "isa_avx2.cpp": AVX2,
+    "isa_avx512.cpp": AVX512,
+    "isa_avx512_bf16.cpp": BF16,
+    "isa_amx.cpp": [*BF16, "-mamx-tile", "-mamx-bf16"],
+}
+# Symbols of OpenMP stay open: the library that torch has loaded answers them, so that there is one pool of threads.
+FLAGS = ["-O2", "-std=c++17", "-fPIC", "-fopenmp", "-Wall", "-Wno-psabi", "-Wno-uninitialized", "-Wno-unknown-pragmas"]
+
+
+class BuildNative(build_ext):
+    """Compiles each file for its own instruction set, and survives when there is no compiler."""
+
+    def build_extension(self, ext: Extension) -> None:
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        note = library.with_name(NOTE)
+        for old in (library, note):
+            old.unlink(missing_ok=True)
+        try:
+            self._build(library)
+        except (OSError, RuntimeError) as error:
+            note.write_text(f"{error}\n")
+            self.warn(f"the cpu backend's native kernels are left out ({error}); torch's own operators serve")
+
+    def _build(self, library: Path) -> None:
+        if os.environ.get("INFERPLANE_NO_NATIVE", "0") not in ("", "0"):
+            raise RuntimeError("INFERPLANE_NO_NATIVE was set when Inferplane was installed")
+        if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+            raise RuntimeError(
+                f"they are written for x86-64 Linux, and this is {platform.machine()} {platform.system()}"
+            )
+        objects = Path(self.build_temp) / PACKAGE
+        objects.mkdir(parents=True, exist_ok=True)
+
+        def compile_one(source: str) -> str:
+            made = str(objects / f"{source}.o")
+            _run([*_compiler(), "-c", f"{FOLDER}/{source}", "-o", made, *FLAGS, *SOURCES[source]])
+            return made
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = list(pool.map(compile_one, SOURCES))
+        _run([*_compiler(), "-shared", "-o", str(library), *made])
+
+    def copy_extensions_to_source(self) -> None:
+        """For editable installs: the library, or the reason why there is none, and nothing stale."""
+        for ext in self.extensions:
+            built = Path(self.build_lib) / self.get_ext_filename(self.get_ext_fullname(ext.name))
+            folder = Path(self.get_finalized_command("build_py").get_package_dir(PACKAGE))
+            for name in (built.name, NOTE):
+                (folder / name).unlink(missing_ok=True)
+                if built.with_name(name).exists():
+                    self.copy_file(str(built.with_name(name)), str(folder / name))
+
+    def get_outputs(self) -> list[str]:
+        """What was made: the library, or the reason why there is none."""
+        made = [Path(p) for p in super().get_outputs()]
+        return [str(p) for library in made for p in (library, library.with_name(NOTE)) if p.exists()]
+
+
+def _run(command: list[str]) -> None:
+    """Run a compiler; RuntimeError with the first line that speaks of an error."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise RuntimeError(f"there is no C++ compiler called {command[0]!r}; install one, or name it in CXX") from None
+    if done.returncode:
+        lines = (done.stderr or done.stdout).splitlines() or [f"exit status {done.returncode}"]
+        raise RuntimeError(f"{command[0]} failed: {next((x for x in lines if 'error' in x), lines[0]).strip()}")
+    if done.stderr:
+        print(done.stderr)
+
+
+def _compiler() -> list[str]:
+    return os.environ.get("CXX", "g++").split()
+
+
+setup(
+    ext_modules=[
+        Extension(
+            f"{PACKAGE}._native",
+            [f"{FOLDER}/{name}" for name in SOURCES],
+            depends=[str(p) for p in Path(FOLDER).glob("*.h")],
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildNative},
+)
