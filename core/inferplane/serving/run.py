@@ -151,9 +151,11 @@ class _Life:
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         servers = self._servers()
+        addresses = {name: _address(s) for name, s in self._sockets.items()}
+        calls = await self._start_grpc(addresses)
         serving = [asyncio.create_task(s.serve(sockets=[self._sockets[name]])) for name, s in servers.items()]
         sweeping = [asyncio.create_task(gate.sweep()) for gate in self._gates]
-        log.info("listening", extra={"facts": {name: _address(s) for name, s in self._sockets.items()}})
+        log.info("listening", extra={"facts": addresses})
         loading = asyncio.ensure_future(self._load())
         waiting = [asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._service.failed.wait())]
         try:
@@ -163,6 +165,8 @@ class _Life:
         finally:
             for server in servers.values():
                 server.should_exit = True
+            if calls is not None:
+                await calls.stop(FLUSH_S)
             await asyncio.wait(serving, timeout=FLUSH_S)
             for task in (*serving, *sweeping, *waiting):
                 task.cancel()
@@ -192,6 +196,22 @@ class _Life:
             facts.update(max_model_len=info.max_model_len, kv_blocks=info.kv_blocks, key=bool(self._keys))
             facts["seconds"] = round(time.monotonic() - self._began, 2)
             log.info("ready", extra={"facts": facts})
+
+    async def _start_grpc(self, addresses: dict[str, str]) -> Any:
+        """The gRPC server, its address added to the others; None when none is asked for."""
+        port = self._settings.grpc_port
+        if port is None:
+            return None
+        try:
+            from inferplane.serving.grpc.server import start
+        except ImportError as error:
+            raise UsageError(
+                f"grpc_port = {port}, but gRPC's packages are not installed ({error.name}).",
+                remedy="pip install 'inferplane[serving]'",
+            ) from error
+        server, bound = await start(self._service, self._settings, self._keys, port)
+        addresses["grpc"] = f"{self._settings.host}:{bound}"
+        return server
 
     def _servers(self) -> dict[str, uvicorn.Server]:
         makers: dict[str, Callable[[Service], FastAPI]] = {

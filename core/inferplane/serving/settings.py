@@ -71,6 +71,9 @@ class Settings:
     host: str = _network("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's", metavar="A")
     port: int = _network(8000, "port of all HTTP routes; 0: any that is free", range=PORT, metavar="P")
     health_port: int | None = _network(None, "health on a port of its own, too", range=PORT, metavar="P")
+    grpc_port: int | None = _network(
+        None, "also serve gRPC (KServe's inference protocol) on this port; 0: any that is free", range=PORT, metavar="P"
+    )
     metrics_port: int | None = _network(None, "metrics on a port of their own, too", range=PORT, metavar="P")
     api_key: tuple[str, ...] = _network(
         (), "clients must send one of these; better in INFERPLANE_API_KEY or a file", metavar="KEY", secret=True

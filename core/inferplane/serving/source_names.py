@@ -32,6 +32,8 @@ NAMES: dict[str, Meaning] = {
     "PUSH_MODE_HTTP_PORT": Meaning("port"),
     "HEALTH_HTTP_PORT": Meaning("health_port"),
     "METRICS_HTTP_PORT": Meaning("metrics_port"),
+    "SERVICE_GRPC_PORT": Meaning("grpc_port"),
+    "GRPC_PORT": Meaning("grpc_port"),
     "MAX_SEQ_LEN": Meaning("max_prompt_tokens"),
     "MAX_DEC_LEN": Meaning("max_output_tokens"),
     "BATCH_SIZE": Meaning("max_batch"),
@@ -51,7 +53,6 @@ WITHOUT_EFFECT = {
     "INTER_PROC_PORT": "the parts of the server need no port among themselves",
     "USE_WARMUP": "kernels are tried out at every start",
     "OUTPUT_LOG_TO_CONSOLE": "the log always goes to standard error",
-    "SERVICE_GRPC_PORT": "there is no gRPC service yet",
 }
 """Variables that are understood and change nothing, with the reason."""
 

@@ -1,0 +1,144 @@
+"""A gRPC server over a service: the inference protocol, health, reflection; keys, TLS and limits as over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from inferplane.errors import UsageError
+from inferplane.serving.grpc import schema
+from inferplane.serving.grpc.servicer import Servicer, guarded
+from inferplane.serving.http.gate import Keys
+from inferplane.serving.service import Service
+from inferplane.serving.settings import Settings
+
+HEALTH = "grpc.health.v1.Health"
+OPEN = frozenset(
+    (f"/{HEALTH}/Check", f"/{HEALTH}/Watch", f"/{schema.SERVICE}/ServerLive", f"/{schema.SERVICE}/ServerReady")
+)
+"""Methods that need no key."""
+HEALTH_EVERY_S = 0.5
+MOST_METADATA_BYTES = 16 * 1024
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    """gRPC's health protocol. Names: the server itself (""), and the inference service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def _status(self, name: str) -> Any:
+        kinds = health_pb2.HealthCheckResponse
+        if name not in ("", schema.SERVICE):
+            return kinds.SERVICE_UNKNOWN
+        return kinds.SERVING if self._service.condition().ready else kinds.NOT_SERVING
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        status = self._status(request.service)
+        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:100]!r}")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: Any, context: Any) -> Any:
+        last = None
+        while True:
+            status = self._status(request.service)
+            if status != last:
+                last = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            await asyncio.sleep(HEALTH_EVERY_S)
+
+
+class _Door(grpc.aio.ServerInterceptor):
+    """Lets in those who have a key; whatever is not listed as open needs one."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        if not self._keys or handler_call_details.method in OPEN:
+            return await continuation(handler_call_details)
+        headers = [(k.encode(), v if isinstance(v, bytes) else v.encode()) for k, v in _metadata(handler_call_details)]
+        if self._keys.admit(headers):
+            return await continuation(handler_call_details)
+
+        async def refuse(request: Any, context: Any) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "The key is missing or wrong.")
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def _metadata(details: Any) -> list[tuple[str, Any]]:
+    return list(details.invocation_metadata or ())
+
+
+async def start(service: Service, settings: Settings, keys: Keys, port: int) -> tuple[Any, int]:
+    """Start to serve.
+
+    Args:
+        service: does the work.
+        settings: address, limits, TLS.
+        keys: who may call.
+        port: 0 for any that is free.
+
+    Returns:
+        The running `grpc.aio.Server`, and its port.
+
+    Raises:
+        UsageError: the port is taken.
+    """
+    server = grpc.aio.server(
+        interceptors=[_Door(keys)],
+        options=[
+            ("grpc.max_receive_message_length", settings.max_body_bytes),
+            ("grpc.max_metadata_size", MOST_METADATA_BYTES),
+            ("grpc.so_reuseport", 0),  # a second server must not share the port unnoticed
+            ("grpc.max_concurrent_streams", settings.max_connections),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ],
+        maximum_concurrent_rpcs=settings.max_connections,
+    )
+    server.add_generic_rpc_handlers((_handlers(Servicer(service)),))
+    health_pb2_grpc.add_HealthServicer_to_server(_Health(service), server)
+    schema.POOL.AddSerializedFile(health_pb2.DESCRIPTOR.serialized_pb)
+    reflection.enable_server_reflection((schema.SERVICE, HEALTH, reflection.SERVICE_NAME), server, schema.POOL)
+    address = f"[{settings.host}]:{port}" if ":" in settings.host else f"{settings.host}:{port}"
+    try:
+        bound = (
+            server.add_secure_port(address, _credentials(settings))
+            if settings.tls_cert
+            else server.add_insecure_port(address)
+        )
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise UsageError(f"gRPC cannot listen on {address}.", remedy="choose another port, or end what uses it")
+    await server.start()
+    return server, bound
+
+
+def _handlers(servicer: Servicer) -> Any:
+    """Every method of the service with its types; the others are UNIMPLEMENTED."""
+    handlers = {}
+    for name in schema.METHODS:
+        asked, answered = schema.method_types(name)
+        kind = grpc.stream_stream_rpc_method_handler if name in schema.STREAMS else grpc.unary_unary_rpc_method_handler
+        method = getattr(servicer, name)
+        handlers[name] = kind(
+            method if name in schema.STREAMS else guarded(method),
+            request_deserializer=asked.FromString,
+            response_serializer=answered.SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(schema.SERVICE, handlers)
+
+
+def _credentials(settings: Settings) -> Any:
+    assert settings.tls_cert is not None
+    key = Path(settings.tls_key or settings.tls_cert).read_bytes()
+    return grpc.ssl_server_credentials([(key, Path(settings.tls_cert).read_bytes())])
