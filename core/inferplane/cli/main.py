@@ -32,6 +32,7 @@ VERBS = {
     "estimate": "how much memory a model takes, and how many sequences fit beside it",
     "ops": "the operations models are made of, and who has kernels for them",
     "conform": "run the conformance suite on a device",
+    "bench": "measure latency, throughput and start-up",
 }
 """Verb -> what it does; each is a module of this package with `add_arguments(parser)` and `run(args, screen)`."""
 
@@ -103,6 +104,7 @@ def _run(words: list[str], screen: Screen) -> int:
     if verb not in VERBS:
         raise _unknown(verb)
     parser, module = verb_parser(verb)
+    screen.json = screen.json and not getattr(module, "JSON_IS_A_FILE", False)
     try:
         args = parser.parse_all(rest, pass_on=getattr(module, "PASS_ON", None))
     except SystemExit as end:  # --help has printed

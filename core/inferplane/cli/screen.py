@@ -190,6 +190,19 @@ class Screen:
 
             yield Loading(phase, bar)
 
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """As `loading`, for `total` things of which one more is done at each call."""
+        if self.json or not sys.stderr.isatty() or not self.err.is_terminal or self.err.is_dumb_terminal:
+            yield lambda: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self.err, transient=True) as progress:
+            task = progress.add_task(what, total=total)
+            yield lambda: progress.advance(task)
+
 
 @dataclass(frozen=True)
 class Loading:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,7 +80,8 @@ class Runner:
 
     Attributes: `backend`, `state` (None when not opened), `plan`, `steps` (step kind -> bound model), `cache`,
     `max_model_len`, `verdicts` (the canary's), `loaded`, `draft` (the runner of a draft model, None without one: a plan
-    and weights of its own, and a cache of as many blocks of the same size, so that block tables are shared).
+    and weights of its own, and a cache of as many blocks of the same size, so that block tables are shared), `spent_s`
+    (seconds of each phase of `open`, a draft model's left out).
     """
 
     def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
@@ -87,6 +89,7 @@ class Runner:
         self.dtype = pick_dtype(options.dtype, files)
         self.state: DeviceState | None = None
         self.verdicts: list[Verdict] = []
+        self.spent_s: dict[str, float] = {}
         self.demoted: dict[Kernel, str] = {}
         self.loaded = Loaded()
         self.steps: dict[StepKind, Callable[..., Any]] = {}
@@ -126,7 +129,8 @@ class Runner:
             DeviceError, BindError, CheckpointError, CapacityError: see each; nothing stays allocated.
         """
         runner = cls(files, host, host.backend(device, index=index), options)
-        runner.state = runner.backend.open()
+        with runner._spending("open"):
+            runner.state = runner.backend.open()
         host.emit(Event("device.opened", {"device": runner.backend.name, "name": runner.state.name}))
         runner._prepare()
         if options.draft is not None:
@@ -134,19 +138,28 @@ class Runner:
         runner._load(progress)
         if runner.draft is not None:
             runner.draft._load(None)
-        runner._build_cache()
+        with runner._spending("cache"):
+            runner._build_cache()
         return runner
+
+    @contextlib.contextmanager
+    def _spending(self, phase: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.spent_s[phase] = time.perf_counter() - begun
 
     def _prepare(self) -> None:
         """Bind, and check the kernels; nothing is read."""
-        self._bind(assumed=False)
-        self._canary()
+        with self._spending("bind"):
+            self._bind(assumed=False)
+        with self._spending("canary"):
+            self._canary()
         self._warn()
         self.host.emit(Event("plan.bound", {"device": self.backend.name, "model": self.files.name}))
 
     def _load(self, progress: Callable[[int, int], None] | None) -> None:
         """Read the weights, and link."""
-        with contextlib.ExitStack() as opened:
+        with self._spending("load"), contextlib.ExitStack() as opened:
             source: DummySource | SafetensorsFolder | WithEagle = DummySource()
             if self.options.load_format != "dummy":
                 source = self.files.source()
@@ -162,7 +175,8 @@ class Runner:
                 ignore=self.ignored,
             )
         self._warn_unused()
-        self.steps = link(self.plan, self.loaded.packed)
+        with self._spending("link"):
+            self.steps = link(self.plan, self.loaded.packed)
 
     def _bind_draft(self, draft: Draft) -> Runner:
         """The draft model's runner, bound to the same device; one clear error when it cannot draft for this model."""

@@ -1,0 +1,123 @@
+"""Measure a model on a device: latency of a batch, throughput of many requests, or start-up.
+
+Prompts are random tokens of drawn lengths, or a dataset. Requests run on the engine itself, without a server between.
+A table goes to standard output; --json and --html write files. docs/benchmarks.md defines every metric.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from inferplane.cli.arguments import Parser, add_examples, add_model, add_running
+from inferplane.cli.bench.lengths import FORMS, lengths
+from inferplane.cli.screen import Screen
+from inferplane.errors import UsageError
+
+JSON_IS_A_FILE = True
+KINDS = {
+    "latency": "one batch of equal prompts, all at once",
+    "throughput": "many requests, at once or as they arrive",
+    "startup": "from a new process to the first token",
+}
+ONLY = {"rate": "throughput", "requests": "throughput", "dataset": "throughput", "compare": "throughput"}
+"""Option -> the one kind that takes it."""
+BATCH, REQUESTS, WARMUP, STARTS = {"latency": 1, "throughput": 16, "startup": 1}, 64, 1, 3
+REPEATS = {"latency": 5, "throughput": 3, "startup": STARTS}
+
+
+def add_arguments(parser: Parser) -> None:
+    """Options of `bench`."""
+    parser.usage = f"{parser.prog} {{{','.join(KINDS)}}} [MODEL] [options]"
+    words = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    parser.add_argument("kind", metavar="KIND", choices=list(KINDS), help=words)
+    add_model(parser)
+    _add_work(parser)
+    _add_engine(parser)
+    files = parser.add_argument_group("reports")
+    files.add_argument("--json", metavar="FILE", type=Path, help="write figures as JSON (docs/schemas/bench.json)")
+    files.add_argument("--html", metavar="FILE", type=Path, help="write one page with plots that needs no other file")
+    add_running(parser)
+    add_examples(
+        parser,
+        "latency --batch 8 --input-len 128 --output-len 32",
+        "throughput --output-len exp:64:512 --batch 16 --compare static --html report.html",
+        "startup path/to/model --device {X}",
+    )
+
+
+def _add_work(parser: Parser) -> None:
+    work = parser.add_argument_group("what is run")
+    work.add_argument("--input-len", metavar="L", default="32", help=f"tokens of a prompt: {FORMS}; left out: 32")
+    work.add_argument("--output-len", metavar="L", default="32", help="tokens generated for each, likewise")
+    work.add_argument(
+        "--dataset",
+        metavar="FILE",
+        type=Path,
+        help="prompts instead of random tokens: lines of text, or in a .jsonl JSON objects with prompt and output_len",
+    )
+    work.add_argument("--requests", metavar="N", type=int, help=f"how many; left out: {REQUESTS}, or all of a dataset")
+    work.add_argument("--rate", metavar="R", type=float, help="requests a second (Poisson); left out: all at once")
+    work.add_argument("--seed", metavar="N", type=int, default=0, help="of lengths, tokens, arrivals and sampling")
+    work.add_argument("--temperature", metavar="T", type=float, default=0.0, help="left out: 0, the likeliest tokens")
+    work.add_argument("--top-p", metavar="P", type=float, default=1.0, help="left out: 1")
+    work.add_argument("--top-k", metavar="K", type=int, default=0, help="left out: 0, all")
+    work.add_argument("--warmup", metavar="N", type=int, default=WARMUP, help=f"runs not counted; left out: {WARMUP}")
+    work.add_argument("--repeats", metavar="N", type=int, help=f"runs counted; left out: {_by_kind(REPEATS)}")
+    work.add_argument(
+        "--compare", choices=["static"], help="the same requests also in fixed batches, in turns with the others"
+    )
+
+
+def _add_engine(parser: Parser) -> None:
+    engine = parser.add_argument_group("the engine")
+    engine.add_argument("--batch", metavar="N", type=int, help=f"most sequences in a step; left out: {_by_kind(BATCH)}")
+    engine.add_argument("--step-tokens", metavar="N", type=int, help="most tokens in a step; left out: the engine's")
+    engine.add_argument("--prefix-cache", action="store_true", help="reuse equal prefixes, which repeats then hit")
+    engine.add_argument("--speculate", metavar="METHOD", help="draft several tokens a step: ngram, mtp")
+    engine.add_argument("--draft-tokens", metavar="N", type=int, help="most drafts a step and sequence; left out: 1")
+
+
+def _by_kind(values: dict[str, int]) -> str:
+    return ", ".join(f"{value} ({kind})" for kind, value in values.items())
+
+
+def run(args: argparse.Namespace, screen: Screen) -> int:
+    """Check the words, measure, report."""
+    check(args)
+    from inferplane.cli.bench import kinds, report
+
+    measured = kinds.startup(args, screen) if args.kind == "startup" else kinds.served(args, screen)
+    report.show(measured, screen)
+    report.write(measured, args.json, args.html, screen)
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Everything that can be judged before a model is loaded; fills in what depends on the kind.
+
+    Raises:
+        UsageError: an option out of range, of another kind, or a report that could not be written.
+    """
+    for name, kind in ONLY.items():
+        if getattr(args, name) is not None and args.kind != kind:
+            raise UsageError(f"bench {args.kind} takes no --{name}.", remedy=f"leave it out, or use bench {kind}")
+    if args.compare and args.rate is not None:
+        raise UsageError("--compare static takes no --rate: its batches do not wait for arrivals.")
+    if args.draft_tokens is not None and args.speculate is None:
+        raise UsageError("--draft-tokens without --speculate.", remedy="say which method drafts: --speculate ngram")
+    args.batch = BATCH[args.kind] if args.batch is None else args.batch
+    args.repeats = REPEATS[args.kind] if args.repeats is None else args.repeats
+    for name, least in (("batch", 1), ("repeats", 1), ("warmup", 0), ("requests", 1), ("step_tokens", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} {value}.", there_is=f"whole numbers from {least}")
+    if args.rate is not None and not 0 < args.rate < float("inf"):
+        raise UsageError(f"--rate {args.rate:g}.", there_is="numbers above 0")
+    args.input_lengths, args.output_lengths = lengths(args.input_len), lengths(args.output_len)
+    if args.kind != "throughput" and {args.input_lengths.kind, args.output_lengths.kind} != {"fixed"}:
+        raise UsageError(f"bench {args.kind} takes fixed lengths only.", remedy="use bench throughput")
+    for option in ("json", "html"):
+        path = getattr(args, option)
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UsageError(f"--{option} {path} cannot be written.", remedy="name a file in a folder that exists")

@@ -1,0 +1,66 @@
+"""How long prompts and outputs are: a number, a range, or an exponential distribution."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+from inferplane.errors import UsageError
+
+FORMS = "N, LOW-HIGH (each length as likely), exp:MEAN and exp:MEAN:MOST (exponential, cut off at MOST)"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of lengths in tokens.
+
+    Args:
+        kind: "fixed", "uniform" or "exponential".
+        low: the least; the value itself when fixed.
+        high: the most; None where there is none.
+        mean: of the exponential distribution before rounding and cutting; 0 for the others.
+    """
+
+    kind: str
+    low: int
+    high: int | None
+    mean: float = 0.0
+
+    def draw(self, source: random.Random) -> int:
+        """One length, at least 1."""
+        if self.kind == "fixed":
+            return self.low
+        if self.kind == "uniform":
+            assert self.high is not None
+            return source.randint(self.low, self.high)
+        # Rounded up, so that nothing is empty.
+        drawn = 1 + int(source.expovariate(1 / self.mean))
+        return drawn if self.high is None else min(drawn, self.high)
+
+    def __str__(self) -> str:
+        if self.kind == "fixed":
+            return str(self.low)
+        if self.kind == "uniform":
+            return f"{self.low}-{self.high}"
+        return f"exp:{self.mean:g}" + ("" if self.high is None else f":{self.high}")
+
+
+def lengths(words: str) -> Lengths:
+    """What a command's words mean: "128", "16-256", "exp:64", "exp:64:512".
+
+    Raises:
+        UsageError: they mean nothing, or a length below 1.
+    """
+    wrong = UsageError(f"{words!r} is no length in tokens.", there_is=FORMS)
+    if match := re.fullmatch(r"(\d+)(?:-(\d+))?", words):
+        low, high = int(match[1]), int(match[2] or match[1])
+        if not 1 <= low <= high:
+            raise wrong
+        return Lengths("uniform", low, high) if match[2] else Lengths("fixed", low, low)
+    if match := re.fullmatch(r"exp:(\d+(?:\.\d+)?)(?::(\d+))?", words):
+        mean, most = float(match[1]), int(match[2]) if match[2] else None
+        if mean <= 0 or (most is not None and most < 1):
+            raise wrong
+        return Lengths("exponential", 1, most, mean)
+    raise wrong

@@ -1,0 +1,39 @@
+"""One start, from a new interpreter to the first token. Reads a JSON object, writes one: see `startup_runs`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+
+def main() -> None:
+    """Start, and tell how long each phase took."""
+    entered = time.time()
+    asked = json.loads(sys.stdin.readline())
+    phases = {"interpreter": max(0.0, entered - asked["begun"])}
+    begun = time.perf_counter()
+    from inferplane.cli.bench.environment import environment
+    from inferplane.engine import LLM, SamplingParams
+    from inferplane.plugins import host
+
+    phases["import"], begun = time.perf_counter() - begun, time.perf_counter()
+    host().backend(asked["llm"]["device"])
+    phases["probe"], begun = time.perf_counter() - begun, time.perf_counter()
+    llm = LLM(**asked["llm"])
+    opened = time.perf_counter() - begun
+    phases |= llm.runner.spent_s
+    phases["rest"] = max(0.0, opened - sum(llm.runner.spent_s.values()))
+    begun = time.perf_counter()
+    request = llm.engine.add(asked["prompt"], SamplingParams(max_tokens=1, temperature=0), frozenset())
+    while request.finish_reason is None:
+        llm.engine.step()
+    if request.finish_reason != "length":
+        raise SystemExit(f"the first token failed: {request.error}")
+    phases["first_token"] = time.perf_counter() - begun
+    phases["total"] = time.time() - asked["begun"]
+    sys.stdout.write("\n" + json.dumps({"phases": phases, "environment": environment(llm)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

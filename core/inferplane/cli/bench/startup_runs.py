@@ -1,0 +1,41 @@
+"""Start-up, timed in processes of their own, since nothing is as new a second time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from inferplane.errors import GenerationError
+
+PROMPT_ID = 1
+
+
+def run(args: argparse.Namespace, told: Callable[[], None]) -> list[dict[str, Any]]:
+    """Start `warmup + repeats` processes, one after the other; `{"phases": {name: seconds}, "environment"}` of each.
+
+    Raises:
+        GenerationError: one ended without an answer; its own words are in the message.
+    """
+    from inferplane.cli.bench.kinds import model_options
+
+    out = []
+    for _ in range(args.warmup + args.repeats):
+        asked = {"llm": model_options(args), "prompt": [PROMPT_ID] * args.input_lengths.low, "begun": time.time()}
+        done = subprocess.run(
+            [sys.executable, "-m", "inferplane.cli.bench.startup_child"],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise GenerationError(f"A process did not start the model: {lines[-1]}")
+        out.append(json.loads(done.stdout.splitlines()[-1]))
+        told()
+    return out

@@ -1,0 +1,100 @@
+"""From times to figures. Every metric is defined in docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from inferplane.cli.bench.drive import Trace
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` percent of the values lie, between neighbours by straight lines.
+
+    Args:
+        values: at least one, in rising order.
+        share: from 0 to 100.
+    """
+    place = (len(values) - 1) * share / 100
+    low = math.floor(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (place - low)
+
+
+def summary(values: Iterable[float], unit: str = "s") -> dict[str, Any] | None:
+    """`{unit, count, mean, min, p50, p90, p95, p99, max}`; None when there are no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    found = {f"p{share}": percentile(ordered, share) for share in PERCENTILES}
+    ends = {"min": ordered[0], "max": ordered[-1]}
+    return {"unit": unit, "count": len(ordered), "mean": fmean(ordered), **ends, **found}
+
+
+def spread(values: Sequence[float], unit: str) -> dict[str, Any]:
+    """`{unit, median, min, max, values}` of a figure over repeats."""
+    return {"unit": unit, "median": median(values), "min": min(values), "max": max(values), "values": list(values)}
+
+
+def latencies(traces: Iterable[Trace]) -> dict[str, list[float]]:
+    """Every request's TTFT, TPOT and end-to-end latency, and every inter-token gap, in seconds."""
+    sequences = [s for trace in traces for s in trace.sequences]
+    return {
+        "ttft": [s.ttft_s for s in sequences],
+        "tpot": [t for s in sequences if (t := s.tpot_s) is not None],
+        "itl": [gap for s in sequences for gap in s.gaps_s],
+        "e2e": [s.e2e_s for s in sequences],
+    }
+
+
+def rates(trace: Trace) -> dict[str, tuple[float, str]]:
+    """Figures of one run with their units."""
+    duration = trace.duration_s
+    out = sum(s.output_tokens for s in trace.sequences)
+    prompts = sum(s.prompt_tokens for s in trace.sequences)
+    first = max(s.arrivals[0][0] for s in trace.sequences)
+    return {
+        "requests": (len(trace.sequences) / duration, "requests/s"),
+        "output_tokens": (out / duration, "tokens/s"),
+        "total_tokens": ((out + prompts) / duration, "tokens/s"),
+        "prefill_tokens": (prompts / first, "tokens/s"),
+        "duration": (duration, "s"),
+    }
+
+
+def over_repeats(traces: Sequence[Trace], names: Sequence[str]) -> dict[str, Any]:
+    """`spread` of the named rates."""
+    each = [rates(trace) for trace in traces]
+    return {name: spread([r[name][0] for r in each], each[0][name][1]) for name in names}
+
+
+def ratio(faster: Sequence[Trace], slower: Sequence[Trace]) -> dict[str, Any]:
+    """Output tokens a second of one way over those of the other, turn by turn."""
+    pairs = zip(faster, slower)
+    return spread([rates(a)["output_tokens"][0] / rates(b)["output_tokens"][0] for a, b in pairs], "ratio")
+
+
+def speculation(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What was drafted and accepted between two `Engine.stats()`; None when nothing was drafted."""
+
+    def grown(name: str) -> int:
+        return int(after.get(name, 0) - before.get(name, 0))
+
+    def grown_list(name: str) -> list[int]:
+        old = list(before.get(name, ()))
+        return [n - (old[i] if i < len(old) else 0) for i, n in enumerate(after.get(name, ()))]
+
+    drafted = grown_list("spec_decode_num_draft_tokens_per_pos")
+    if not any(drafted):
+        return None
+    accepted = grown_list("spec_decode_num_accepted_tokens_per_pos")
+    return {
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance": [a / d if d else 0.0 for a, d in zip(accepted, drafted)],
+        "tokens_per_verification": 1 + sum(accepted) / max(1, grown("spec_decode_num_drafts_total")),
+    }

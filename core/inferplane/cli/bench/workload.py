@@ -1,0 +1,98 @@
+"""What is run: prompts, the number of tokens each is to be continued by, and when each arrives."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from inferplane.cli.bench.lengths import Lengths
+from inferplane.errors import UsageError
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request to come.
+
+    Args:
+        prompt: token ids.
+        output_tokens: tokens it generates, neither more nor fewer.
+        due_s: when it arrives, in seconds after the first.
+    """
+
+    prompt: list[int]
+    output_tokens: int
+    due_s: float = 0.0
+
+
+def synthetic(count: int, prompts: Lengths, outputs: Lengths, ids: Sequence[int], seed: int) -> list[Job]:
+    """Jobs of drawn lengths, their token ids drawn from `ids`. Equal arguments give equal jobs."""
+    source = random.Random(seed)
+    return [Job(source.choices(ids, k=prompts.draw(source)), outputs.draw(source)) for _ in range(count)]
+
+
+def from_file(path: Path, count: int | None, outputs: Lengths, encode: Encode, seed: int) -> list[Job]:
+    """Jobs of a file: JSON lines with `prompt` (text or token ids) and, if it likes, `output_len`; or lines of text.
+
+    Args:
+        path: the file; JSON lines when its name ends in .jsonl or .json.
+        count: the first so many; None takes all.
+        outputs: for lines that do not say it.
+        encode: text to token ids.
+        seed: of the lengths drawn.
+
+    Raises:
+        UsageError: it cannot be read, is empty, or a line is not what it should be.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"Dataset {path} cannot be read: {error}.", remedy="pass a file of UTF-8 text") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()][:count]
+    if not lines:
+        raise UsageError(f"Dataset {path} holds no line.", remedy="one prompt a line")
+    source = random.Random(seed)
+    jobs = []
+    for number, line in lines:
+        drawn = outputs.draw(source)
+        entry: dict[str, Any] = {"prompt": line}
+        if path.suffix in (".jsonl", ".json"):
+            entry = _entry(path, number, line)
+        prompt = entry["prompt"]
+        ids = encode(prompt) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise UsageError(f"{path}:{number}: the prompt is empty.")
+        jobs.append(Job(ids, entry.get("output_len", drawn)))
+    return jobs
+
+
+def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
+    remedy = '{"prompt": "text or token ids", "output_len": 64}, one a line'
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{path}:{number} is not JSON: {error}.", remedy=remedy) from error
+    prompt = entry.get("prompt") if isinstance(entry, dict) else None
+    listed = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not (isinstance(prompt, str) or listed):
+        raise UsageError(f"{path}:{number} has no prompt that is text or a list of token ids.", remedy=remedy)
+    length = entry.get("output_len", 1)
+    if type(length) is not int or length < 1:
+        raise UsageError(f"{path}:{number}: output_len = {length!r}.", there_is="whole numbers from 1")
+    return dict(entry)
+
+
+def arriving(jobs: Iterable[Job], rate: float | None, seed: int) -> list[Job]:
+    """The jobs as a Poisson process of `rate` requests a second brings them; None: all at once."""
+    if rate is None:
+        return [replace(job, due_s=0.0) for job in jobs]
+    source, now, out = random.Random(seed), 0.0, []
+    for i, job in enumerate(jobs):
+        now += source.expovariate(rate) if i else 0.0
+        out.append(replace(job, due_s=now))
+    return out
