@@ -18,7 +18,7 @@ from dataclasses import replace
 from statistics import median
 
 import torch
-from shapes import SMALL, config
+from shapes import SMALL, add_clock, clock_name, config
 
 from inferplane import LLM, SamplingParams
 from inferplane.cli.bench import drive, workload
@@ -38,12 +38,12 @@ def padded(jobs):
     return out
 
 
-def turn(engine, jobs, order):
+def turn(engine, jobs, order, clock):
     """Output tokens a second of each way, and how many steps it took; only tokens that were asked for count."""
     ways = {
-        "continuous": lambda: drive.continuous(engine, jobs, GREEDY, lambda: None),
-        "static": lambda: drive.static(engine, jobs, GREEDY, lambda: None, BATCH),
-        "padded": lambda: drive.static(engine, padded(jobs), GREEDY, lambda: None, BATCH),
+        "continuous": lambda: drive.continuous(engine, jobs, GREEDY, lambda: None, clock=clock),
+        "static": lambda: drive.static(engine, jobs, GREEDY, lambda: None, BATCH, clock),
+        "padded": lambda: drive.static(engine, padded(jobs), GREEDY, lambda: None, BATCH, clock),
     }
     asked = sum(job.output_tokens for job in jobs)
     found = {}
@@ -60,15 +60,16 @@ def main():
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--seed", type=int, default=0, help="of lengths and tokens")
     parser.add_argument("--device", default="cpu")
+    add_clock(parser)
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
     shape = config(SMALL, 1024)
     llm = LLM(shape, device=args.device, dtype="bfloat16", load_format="dummy", max_batch=BATCH, prefix_cache=False)
     ids = range(shape["vocab_size"])
     jobs = workload.synthetic(args.requests, lengths("16-64"), lengths("exp:64:512"), ids, args.seed)
-    turn(llm.engine, jobs[:BATCH], ["continuous"])  # warm
+    turn(llm.engine, jobs[:BATCH], ["continuous"], args.clock)  # warm
     names = ["continuous", "static", "padded"]
-    turns = [turn(llm.engine, jobs, names if i % 2 == 0 else names[::-1]) for i in range(args.turns)]
+    turns = [turn(llm.engine, jobs, names if i % 2 == 0 else names[::-1], args.clock) for i in range(args.turns)]
     ratios = {
         name: [t["continuous"]["tokens_per_s"] / t[name]["tokens_per_s"] for t in turns]
         for name in ("static", "padded")
@@ -83,6 +84,7 @@ def main():
         "continuous_over": ratios,
         "device": llm.device,
         "threads": torch.get_num_threads(),
+        "clock": clock_name(args.clock),
         "torch": torch.__version__,
         "machine": platform.machine(),
     }

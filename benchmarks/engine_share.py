@@ -13,11 +13,10 @@ import argparse
 import json
 import platform
 import random
-import time
 from statistics import median
 
 import torch
-from shapes import QWEN3_0_6B, config
+from shapes import QWEN3_0_6B, add_clock, clock_name, config
 
 from inferplane import LLM, SamplingParams
 
@@ -31,15 +30,15 @@ ASKED = {
 }
 
 
-def measure(llm, batch, words, steps):
+def measure(llm, batch, words, steps, clock):
     """Milliseconds of the median step, model and engine, and the engine's median share."""
     engine, draw, spent = llm.engine, random.Random(0), []
     run = engine.runner.run
 
     def timed(step):
-        begun = time.perf_counter()
+        begun = clock()
         result = run(step)
-        spent.append(time.perf_counter() - begun)
+        spent.append(clock() - begun)
         return result
 
     params = SamplingParams(max_tokens=steps + 4, ignore_eos=True, seed=1, **ASKED[words])
@@ -52,9 +51,9 @@ def measure(llm, batch, words, steps):
         spent.clear()
         whole = []
         for _ in range(steps):
-            begun = time.perf_counter()
+            begun = clock()
             engine.step()
-            whole.append(time.perf_counter() - begun)
+            whole.append(clock() - begun)
     finally:
         engine.runner.run = run
         for request in requests:
@@ -79,11 +78,18 @@ def main():
     parser.add_argument("--asked", nargs="+", choices=list(ASKED), default=list(ASKED), help="how tokens are chosen")
     parser.add_argument("--steps", type=int, default=20, help="steps of each case")
     parser.add_argument("--device", default="cpu")
+    add_clock(parser)
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
     llm = LLM(config(QWEN3_0_6B, 256), device=args.device, dtype="bfloat16", load_format="dummy", prefix_cache=False)
-    results = [measure(llm, batch, words, args.steps) for batch in args.batch for words in args.asked]
-    told = {"benchmark": "engine_share", "bar": BAR, "device": llm.device, "threads": torch.get_num_threads()}
+    results = [measure(llm, batch, words, args.steps, args.clock) for batch in args.batch for words in args.asked]
+    told = {
+        "benchmark": "engine_share",
+        "bar": BAR,
+        "device": llm.device,
+        "threads": torch.get_num_threads(),
+        "clock": clock_name(args.clock),
+    }
     told |= {"torch": torch.__version__, "machine": platform.machine(), "results": results}
     if args.json:
         print(json.dumps(told, indent=1))

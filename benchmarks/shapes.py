@@ -1,6 +1,9 @@
-"""Random-weight models of known shapes for benchmarks: Llama's architecture, weights tied, in bfloat16 unless said."""
+"""What several benchmarks share: random-weight models of known shapes, and which clock is looked at."""
 
 from __future__ import annotations
+
+import argparse
+import time
 
 SMALL = {
     "hidden_size": 1024,
@@ -12,6 +15,16 @@ SMALL = {
     "vocab_size": 32_000,
 }
 """About 95 million parameters: a step is spent on weights, and a run takes seconds."""
+TINY = {
+    **SMALL,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8_000,
+}
+"""About 17 million parameters."""
 QWEN3_0_6B = {**SMALL, "num_hidden_layers": 28, "vocab_size": 151_936}
 """The sizes of Qwen3-0.6B."""
 
@@ -26,3 +39,20 @@ def config(sizes, positions):
         "max_position_embeddings": positions,
         **sizes,
     }
+
+
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    """`--cpu-clock`: `args.clock` is then the processor time of this process."""
+    parser.add_argument(
+        "--cpu-clock",
+        dest="clock",
+        action="store_const",
+        const=time.process_time,
+        default=time.perf_counter,
+        help="count processor time, for one thread on a machine that others use; left out: wall time",
+    )
+
+
+def clock_name(clock) -> str:
+    """For the reports."""
+    return "processor time" if clock is time.process_time else "wall time"

@@ -27,7 +27,7 @@ def check(name: str, data: object) -> None:
     jsonschema.Draft202012Validator(SCHEMAS[name]).validate(json.loads(json.dumps(data)))
 
 
-@pytest.mark.parametrize("name", ["explain", "evidence", "lock", "estimate"])
+@pytest.mark.parametrize("name", ["bench", "explain", "evidence", "lock", "estimate"])
 def test_schemas_are_schemas(name):
     jsonschema.Draft202012Validator.check_schema(SCHEMAS[name])
     assert SCHEMAS[name]["properties"]["schema"]["const"] == 1

@@ -14,6 +14,7 @@ from inferplane.engine.request import Request
 from inferplane.errors import GenerationError
 
 LONGEST_NAP_S = 0.01
+Clock = Callable[[], float]
 
 
 @dataclass
@@ -94,7 +95,13 @@ class Trace:
         return max(s.arrivals[-1][0] for s in self.sequences)
 
 
-def continuous(engine: Engine, jobs: Sequence[Job], params: SamplingParams, told: Callable[[], None]) -> Trace:
+def continuous(
+    engine: Engine,
+    jobs: Sequence[Job],
+    params: SamplingParams,
+    told: Callable[[], None],
+    clock: Clock = time.perf_counter,
+) -> Trace:
     """Jobs join as they arrive and as there is room, and leave when they end.
 
     Args:
@@ -102,27 +109,42 @@ def continuous(engine: Engine, jobs: Sequence[Job], params: SamplingParams, told
         jobs: by arrival.
         params: how to sample; lengths and seeds are the jobs'.
         told: called when a job has ended.
+        clock: seconds; jobs that arrive later want one that goes on while nothing runs.
 
     Raises:
         CapacityError: a job could never run; nothing has been run then.
         GenerationError: a job failed while it ran.
     """
-    return _Run(engine, jobs, params, told).all([len(jobs)])
+    return _Run(engine, jobs, params, told, clock).all([len(jobs)])
 
 
-def static(engine: Engine, jobs: Sequence[Job], params: SamplingParams, told: Callable[[], None], batch: int) -> Trace:
+def static(
+    engine: Engine,
+    jobs: Sequence[Job],
+    params: SamplingParams,
+    told: Callable[[], None],
+    batch: int,
+    clock: Clock = time.perf_counter,
+) -> Trace:
     """Fixed batches in order of arrival: the next one begins when the longest job of this one has ended.
 
     Jobs that have ended cost their batch nothing but their place; a padded batch would also compute their rows.
 
     Args and errors: as `continuous`; `batch` is the number of jobs in a batch.
     """
-    return _Run(engine, jobs, params, told).all([min(batch, len(jobs) - i) for i in range(0, len(jobs), batch)])
+    return _Run(engine, jobs, params, told, clock).all([min(batch, len(jobs) - i) for i in range(0, len(jobs), batch)])
 
 
 class _Run:
-    def __init__(self, engine: Engine, jobs: Sequence[Job], params: SamplingParams, told: Callable[[], None]) -> None:
-        self.engine, self.jobs, self.params, self.told = engine, jobs, params, told
+    def __init__(
+        self,
+        engine: Engine,
+        jobs: Sequence[Job],
+        params: SamplingParams,
+        told: Callable[[], None],
+        clock: Clock,
+    ) -> None:
+        self.engine, self.jobs, self.params, self.told, self.clock = engine, jobs, params, told, clock
         self.sequences = [Timed(len(job.prompt), job.due_s) for job in jobs]
         self.steps: list[Step] = []
         self.places: dict[int, int] = {}
@@ -133,7 +155,7 @@ class _Run:
         for job in self.jobs:
             self.engine.check(job.prompt)
             self.engine.scheduler.check(len(job.prompt), job.output_tokens)
-        self.begun = time.perf_counter()
+        self.begun = self.clock()
         coming = deque(enumerate(self.jobs))
         try:
             for group in groups:
@@ -144,7 +166,7 @@ class _Run:
         return Trace(self.sequences, self.steps, self.engine.allocator.total, [r.generated for r in self.requests])
 
     def _now(self) -> float:
-        return time.perf_counter() - self.begun
+        return self.clock() - self.begun
 
     def _group(self, jobs: list[tuple[int, Job]]) -> None:
         waiting = deque(jobs)
@@ -163,9 +185,9 @@ class _Run:
         self.requests.append(request)
 
     def _step(self) -> None:
-        begun = time.perf_counter()
+        begun = self.clock()
         touched = self.engine.step()
-        ended = time.perf_counter()
+        ended = self.clock()
         new_tokens = left = 0
         for request in touched:
             place = self.places[id(request)]
