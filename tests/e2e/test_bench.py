@@ -33,7 +33,7 @@ def bench(capsys, monkeypatch, tmp_path):
 
 
 def test_latency(bench):
-    out, facts, page = bench("latency", "--batch", "3", "--output-len", "5", "--repeats", "2")
+    out, facts, page = bench("latency", "--max-batch", "3", "--output-len", "5", "--repeats", "2")
     assert [len(run["requests"]) for run in facts["runs"]] == [3, 3]
     assert {(r["prompt_tokens"], r["output_tokens"]) for run in facts["runs"] for r in run["requests"]} == {(12, 5)}
     assert facts["latencies"]["itl"]["count"] == 2 * 3 * 4 and facts["latencies"]["ttft"]["count"] == 6
@@ -42,8 +42,8 @@ def test_latency(bench):
 
 
 def test_throughput_beside_static_batches(bench):
-    words = ("--requests", "5", "--batch", "2", "--output-len", "2-9", "--repeats", "2", "--compare", "static")
-    out, facts, page = bench("throughput", *words, "--speculate", "mtp", "--draft-tokens", "2")
+    words = ("--requests", "5", "--max-batch", "2", "--output-len", "2-9", "--repeats", "2", "--compare", "static")
+    out, facts, page = bench("throughput", *words, "--speculate-method", "mtp", "--speculate-max-draft-token-num", "2")
     assert [run["batching"] for run in facts["runs"]] == ["continuous"] * 2 + ["static"] * 2
     asked = [[r["output_tokens"] for r in run["requests"]] for run in facts["runs"]]
     assert all(lengths == asked[0] for lengths in asked) and set(asked[0]) <= set(range(2, 10))

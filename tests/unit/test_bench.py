@@ -351,10 +351,10 @@ def parsed(*words):
         ("throughput", "--rate", "2", "--compare", "static"),
         ("throughput", "--repeats", "0"),
         ("throughput", "--warmup", "-1"),
-        ("latency", "--batch", "0"),
+        ("latency", "--max-batch", "0"),
         ("latency", "--input-len", "3-5"),
         ("latency", "--output-len", "x"),
-        ("latency", "--draft-tokens", "2"),
+        ("latency", "--speculate-max-draft-token-num", "2"),
         ("latency", "--json", "/none/such/a.json"),
         ("latency", "--html", "/"),
     ],
@@ -368,10 +368,10 @@ def test_what_is_left_out_depends_on_the_kind():
     for kind, batch, repeats in (("latency", 1, 5), ("throughput", 16, 3), ("startup", 1, 3)):
         args = parsed(kind)
         check(args)
-        assert (args.batch, args.repeats, args.model) == (batch, repeats, "demo")
-    assert kinds.model_options(parsed("latency", "m", "--speculate", "ngram", "--draft-tokens", "3"))[
-        "speculative"
-    ] == {
+        assert (args.max_batch, args.repeats, args.model) == (batch, repeats, "demo")
+    assert kinds.model_options(
+        parsed("latency", "m", "--speculate-method", "ngram", "--speculate-max-draft-token-num", "3")
+    )["speculative"] == {
         "speculate_method": "ngram",
         "speculate_max_draft_token_num": 3,
     }

@@ -40,8 +40,8 @@ def add_arguments(parser: Parser) -> None:
     add_running(parser)
     add_examples(
         parser,
-        "latency --batch 8 --input-len 128 --output-len 32",
-        "throughput --output-len exp:64:512 --batch 16 --compare static --html report.html",
+        "latency --max-batch 8 --input-len 128 --output-len 32",
+        "throughput --output-len exp:64:512 --compare static",
         "startup path/to/model --device {X}",
     )
 
@@ -71,11 +71,16 @@ def _add_work(parser: Parser) -> None:
 
 def _add_engine(parser: Parser) -> None:
     engine = parser.add_argument_group("the engine")
-    engine.add_argument("--batch", metavar="N", type=int, help=f"most sequences in a step; left out: {_by_kind(BATCH)}")
-    engine.add_argument("--step-tokens", metavar="N", type=int, help="most tokens in a step; left out: the engine's")
+    words = f"most sequences in a step; left out: {_by_kind(BATCH)}"
+    engine.add_argument("--max-batch", metavar="N", type=int, help=words)
+    engine.add_argument("--max-step-tokens", metavar="N", type=int, help="most tokens in a step; left out: its own")
     engine.add_argument("--prefix-cache", action="store_true", help="reuse equal prefixes, which repeats then hit")
-    engine.add_argument("--speculate", metavar="METHOD", help="draft several tokens a step: ngram, mtp")
-    engine.add_argument("--draft-tokens", metavar="N", type=int, help="most drafts a step and sequence; left out: 1")
+    words = "draft several tokens a step: ngram, mtp, draft, eagle"
+    engine.add_argument("--speculate-method", metavar="M", help=words)
+    words = "most drafts a step and sequence; left out: 1"
+    engine.add_argument("--speculate-max-draft-token-num", metavar="N", type=int, help=words)
+    words = "the draft model or the EAGLE head: a folder, demo-draft, demo-eagle"
+    engine.add_argument("--draft-model-name-or-path", metavar="FOLDER", help=words)
 
 
 def _by_kind(values: dict[str, int]) -> str:
@@ -104,11 +109,13 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"bench {args.kind} takes no --{name}.", remedy=f"leave it out, or use bench {kind}")
     if args.compare and args.rate is not None:
         raise UsageError("--compare static takes no --rate: its batches do not wait for arrivals.")
-    if args.draft_tokens is not None and args.speculate is None:
-        raise UsageError("--draft-tokens without --speculate.", remedy="say which method drafts: --speculate ngram")
-    args.batch = BATCH[args.kind] if args.batch is None else args.batch
+    for name in ("speculate_max_draft_token_num", "draft_model_name_or_path"):
+        if getattr(args, name) is not None and args.speculate_method is None:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} without --speculate-method.", remedy="say which method drafts")
+    args.max_batch = BATCH[args.kind] if args.max_batch is None else args.max_batch
     args.repeats = REPEATS[args.kind] if args.repeats is None else args.repeats
-    for name, least in (("batch", 1), ("repeats", 1), ("warmup", 0), ("requests", 1), ("step_tokens", 1)):
+    for name, least in (("max_batch", 1), ("repeats", 1), ("warmup", 0), ("requests", 1), ("max_step_tokens", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise UsageError(f"--{name.replace('_', '-')} {value}.", there_is=f"whole numbers from {least}")

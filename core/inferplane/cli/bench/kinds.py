@@ -60,7 +60,7 @@ def served(args: argparse.Namespace, screen: Screen) -> Measured:
         jobs, params = _jobs(args, llm), _sampling(args)
         ways: dict[str, Callable[..., Trace]] = {"continuous": drive.continuous}
         if args.compare:
-            ways["static"] = partial(drive.static, batch=args.batch)
+            ways["static"] = partial(drive.static, batch=args.max_batch)
         with screen.counting(args.kind, (args.warmup + args.repeats) * len(jobs) * len(ways)) as told:
             for _ in range(args.warmup):
                 for way in ways.values():
@@ -102,11 +102,9 @@ def startup(args: argparse.Namespace, screen: Screen) -> Measured:
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `LLM`, JSON-ready."""
     speculative = None
-    if args.speculate is not None:
-        speculative = {
-            "speculate_method": args.speculate,
-            "speculate_max_draft_token_num": 1 if args.draft_tokens is None else args.draft_tokens,
-        }
+    if args.speculate_method is not None:
+        names = ("speculate_method", "speculate_max_draft_token_num", "draft_model_name_or_path")
+        speculative = {name: value for name in names if (value := getattr(args, name)) is not None}
     chosen = {
         "model": args.model,
         "device": args.device,
@@ -117,11 +115,11 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
         "ops": pins(args.ops),
         "lock": args.lock,
         "load_format": args.load_format,
-        "max_batch": args.batch,
+        "max_batch": args.max_batch,
         "prefix_cache": args.prefix_cache,
         "speculative": speculative,
     }
-    return chosen if args.step_tokens is None else {**chosen, "max_step_tokens": args.step_tokens}
+    return chosen if args.max_step_tokens is None else {**chosen, "max_step_tokens": args.max_step_tokens}
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
@@ -143,7 +141,7 @@ def _jobs(args: argparse.Namespace, llm: LLM) -> list[Job]:
         encode = lambda text: llm.tokenizer.encode(text)  # noqa: E731 - a tokenizer only if there is text
         jobs = workload.from_file(args.dataset, args.requests, args.output_lengths, encode, args.seed)
     else:
-        count = args.batch if args.kind == "latency" else args.requests or REQUESTS
+        count = args.max_batch if args.kind == "latency" else args.requests or REQUESTS
         jobs = workload.synthetic(count, args.input_lengths, args.output_lengths, ordinary_ids(llm), args.seed)
     return workload.arriving(jobs, args.rate, args.seed)
 
