@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "inferplane", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("thorough", settings.get_profile("inferplane"), max_examples=2000, derandomize=False)
 settings.load_profile("inferplane")
 
 

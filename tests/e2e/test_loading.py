@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import sys
@@ -220,6 +221,22 @@ def test_tensors_that_do_not_fit(copy, name, change, says):
     with pytest.raises(CheckpointError, match=f"(?s){says}") as caught:
         LLM(folder, device="cpu")
     assert name in str(caught.value) and caught.value.remedy
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers_warn(copy, value):
+    """They are loaded: one broken expert of hundreds need not be met. Requests that meet them end with an error."""
+    folder, tensors = copy
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 5] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.warns(InferplaneWarning, match=rf"1 weight\(s\) hold NaN or infinity: {re.escape(name)}\."):
+        LLM(folder, device="cpu").close()
+    tensors[name][3, 5] = 0
+    save_file(tensors, folder / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InferplaneWarning)
+        LLM(folder, device="cpu").close()
 
 
 def test_experts_that_differ_in_size(tmp_path):

@@ -56,12 +56,14 @@ class Loaded:
         unused: names in the source that no weight asked for, and that were not expected to be left over.
         ignored: names that were left over as expected.
         nbytes: bytes of all packings.
+        broken: checkpoint names of weights that hold NaN or infinity.
     """
 
     packed: dict[tuple[int, str], Any] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     nbytes: int = 0
+    broken: list[str] = field(default_factory=list)
 
 
 def load(
@@ -97,6 +99,8 @@ def load(
             full = source.draw(weight, plan.settings.dtype)
         else:
             full = assemble(weight, _Watched(source, asked), plan.settings.dtype, readers or {})
+            if weight.parts and not finite(full):
+                loaded.broken.append(weight.parts[0])
         packings = plan.packings[id(weight)]
         if device != HOST:
             full = full.to(device)
@@ -213,6 +217,17 @@ def assemble(
         source.read_into(part, flat[row : row + rows].view(shape), weight.shard)
         row += rows
     return full
+
+
+def finite(full: torch.Tensor | QTensor) -> bool:
+    """Whether all of a weight's values are numbers: of quantized ones their scales, and the codes of FP8."""
+    if isinstance(full, QTensor):
+        data = full.data
+        codes = data.view(torch.uint8).flatten().split(2**24) if data.dtype is torch.float8_e4m3fn else ()
+        return finite(full.scale) and not any(bool(((part & 0x7F) == 0x7F).any()) for part in codes)
+    if not full.numel() or not full.is_floating_point():
+        return True
+    return bool(torch.stack(full.aminmax()).isfinite().all())
 
 
 def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[str, FormatReader]) -> QTensor:

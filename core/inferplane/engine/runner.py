@@ -174,7 +174,7 @@ class Runner:
                 progress=progress,
                 ignore=self.ignored,
             )
-        self._warn_unused()
+        self._warn_loaded()
         with self._spending("link"):
             self.steps = link(self.plan, self.loaded.packed)
 
@@ -311,7 +311,14 @@ class Runner:
                 stacklevel=4,
             )
 
-    def _warn_unused(self) -> None:
+    def _warn_loaded(self) -> None:
+        if broken := self.loaded.broken:
+            warnings.warn(
+                f"{self.files.name}: {len(broken)} weight(s) hold NaN or infinity: {', '.join(broken[:5])}"
+                f"{', ...' if len(broken) > 5 else ''}. Requests that meet them will fail; fetch the files again.",
+                InferplaneWarning,
+                stacklevel=4,
+            )
         left = self.loaded.unused
         if left:
             warnings.warn(

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from inferplane.errors import CheckpointError, UsageError
+from inferplane.models.config import read_object
+from inferplane.models.jsontext import AGAIN, file_size
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no character, or not yet."""
+LIMIT_BYTES = 64 * 2**20
+"""Of a tokenizer's file: twice what the largest published one has."""
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""What transformers opens, and what must therefore be files: a pipe would never end."""
 CONTEXT_TOKENS = 6
 """Tokens of the prompt that generated ones are decoded with: enough to complete a character and to know of a space."""
 
@@ -28,11 +43,16 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
+        for name in _FILES:
+            if os.path.lexists(folder / name) and file_size(folder / name) > LIMIT_BYTES:
+                raise CheckpointError(f"{folder / name} has more than {LIMIT_BYTES} bytes.", remedy=AGAIN)
         try:
             self._inner: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:
+        except BaseException as error:  # a panic in the tokenizers library is no Exception
+            if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+                raise
             raise CheckpointError(
                 f"{folder} holds no tokenizer that can be loaded ({type(error).__name__}: {error}).",
                 remedy="add its tokenizer.json, or pass prompts as token ids",
@@ -83,17 +103,29 @@ class Tokenizer:
 
 
 def end_ids(folder: Path) -> frozenset[int]:
-    """End-of-text ids named by a folder's generation_config.json or config.json."""
+    """End-of-text ids named by a folder's generation_config.json or config.json.
+
+    Raises:
+        CheckpointError: an entry is no token id, or one beyond the vocabulary, which would never end a text.
+    """
     found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
+    vocab = None
+    for name in ("config.json", "generation_config.json"):
         path = folder / name
-        if not path.exists():
+        if not os.path.lexists(path):
             continue
-        try:
-            value = json.loads(path.read_text()).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}.", remedy="fetch the file again") from error
-        found |= {value} if isinstance(value, int) else set(value or ())
+        entries = read_object(path)
+        vocab = entries.get("vocab_size") if name == "config.json" else vocab
+        value = entries.get("eos_token_id")
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for i in ids:
+            if type(i) is not int or i < 0 or (isinstance(vocab, int) and i >= vocab):
+                raise CheckpointError(
+                    f"{path}: eos_token_id holds {i!r}, which is no token id.",
+                    there_is=f"ids 0 to {vocab - 1}" if isinstance(vocab, int) else "",
+                    remedy="correct the entry, or fetch the file again",
+                )
+        found.update(ids)
     return frozenset(found)
 
 

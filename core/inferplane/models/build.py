@@ -114,9 +114,10 @@ class Build:
         """The sum over ranks behind a row-parallel linear; None on one rank."""
         return AllReduce(self.placement.tp_size) if self.placement.tp_size > 1 else None
 
-    def mlp(self, name: str, inner: int, width: int) -> GatedMLP:
-        """A gated MLP of `gate_proj`, `up_proj`, `down_proj`; `inner` is the size over all ranks."""
-        mine = self.share("intermediate_size", inner)
+    def mlp(self, name: str, inner: int, width: int, entry: str = "intermediate_size") -> GatedMLP:
+        """A gated MLP of `gate_proj`, `up_proj`, `down_proj`; `inner` is the size over all ranks, from the config's
+        `entry`."""
+        mine = self.share(entry, inner)
         return GatedMLP(
             gate_up=self.linear(f"{name}.gate_proj", f"{name}.up_proj", rows=2 * mine, columns=width, axis=0),
             down=self.linear(f"{name}.down_proj", rows=width, columns=mine, axis=1),

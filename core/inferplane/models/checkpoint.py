@@ -7,46 +7,22 @@ process's memory next to the weights themselves.
 from __future__ import annotations
 
 import ctypes
-import json
 import math
-import struct
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
 from inferplane.errors import CheckpointError
+from inferplane.models.header import SUFFIX, Entry, read_header, read_index
 from inferplane.types import Shard
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-SUFFIX = ".safetensors"
 SINGLE = "model.safetensors"
-HEADER_LIMIT_BYTES = 100 * 2**20
+INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 32 * 2**20
 """Staging for tensors that need converting or slicing."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
 
 
 class SafetensorsFolder:
@@ -61,41 +37,45 @@ class SafetensorsFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._open: tuple[Path, IO[bytes]] | None = None
-        for path in self._files():
-            for name, entry in _header(path).items():
+        index = self.folder / INDEX
+        where = read_index(index) if os.path.lexists(index) else None
+        for path in self._files() if where is None else self._shards(where):
+            for name, entry in read_header(path).items():
                 if name in self._entries:
                     raise CheckpointError(
                         f"Tensor {name!r} is in {self._entries[name].path.name} and again in {path.name}.",
                         remedy="remove the stale files of an earlier export",
                     )
                 self._entries[name] = entry
+        for name, file in (where or {}).items():
+            if name not in self._entries or self._entries[name].path.name != file:
+                raise CheckpointError(
+                    f"{index} says that tensor {name!r} is in {file}, which does not hold it.",
+                    there_is=f"one in {self._entries[name].path.name}" if name in self._entries else "",
+                    remedy="fetch the index and its files again",
+                )
+
+    def _shards(self, where: dict[str, str]) -> list[Path]:
+        """The files an index names."""
+        names = sorted(set(where.values()))
+        if SINGLE not in names and (self.folder / SINGLE).exists():
+            raise CheckpointError(
+                f"{self.folder} holds {SINGLE} and an index of other files: it is not clear which are meant.",
+                remedy="remove the stale files of an earlier export",
+            )
+        files = [self.folder / n for n in names]
+        if missing := [f.name for f in files if not f.exists()]:
+            raise CheckpointError(
+                f"{self.folder / INDEX} names {len(missing)} file(s) that are not there: "
+                f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}.",
+                remedy="fetch the missing files",
+            )
+        return files
 
     def _files(self) -> list[Path]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise CheckpointError(f"{index} is not a shard index ({error}).", remedy="fetch it again") from error
-            if bad := [n for n in names if not isinstance(n, str) or Path(n).name != n or not n.endswith(SUFFIX)]:
-                raise CheckpointError(
-                    f"{index} names {bad[0]!r}, which is no {SUFFIX} file of its folder.", remedy="fetch it again"
-                )
-            if SINGLE not in names and (self.folder / SINGLE).exists():
-                raise CheckpointError(
-                    f"{self.folder} holds {SINGLE} and an index of other files: it is not clear which are meant.",
-                    remedy="remove the stale files of an earlier export",
-                )
-            files = [self.folder / n for n in names]
-            if missing := [f.name for f in files if not f.exists()]:
-                raise CheckpointError(
-                    f"{index} names {len(missing)} file(s) that are not there: "
-                    f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}.",
-                    remedy="fetch the missing files",
-                )
-            return files
+        """All there are, without an index."""
         files = sorted(self.folder.glob(f"*{SUFFIX}"))
         if not files:
             others = sorted(p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl"))
@@ -143,7 +123,7 @@ class SafetensorsFolder:
             part = staging if columns is None else staging[:, columns[0] : columns[1]]
             out[row - rows.start : row - rows.start + n].copy_(part)
 
-    def _read(self, entry: _Entry, offset: int, out: torch.Tensor) -> None:
+    def _read(self, entry: Entry, offset: int, out: torch.Tensor) -> None:
         """Fill `out`'s memory from the file."""
         if self._open is None or self._open[0] != entry.path:
             self.close()
@@ -166,38 +146,3 @@ class SafetensorsFolder:
         if self._open is not None:
             self._open[1].close()
             self._open = None
-
-
-def _header(path: Path) -> dict[str, _Entry]:
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 2 <= length <= min(HEADER_LIMIT_BYTES, size - 8):
-            raise CheckpointError(
-                f"{path} is no safetensors file: it says its header has {length} bytes, the file has {size}.",
-                remedy="fetch the file again",
-            )
-        try:
-            header = json.loads(file.read(length))
-            return {n: _entry(path, n, e, 8 + length, size) for n, e in header.items() if n != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} has a damaged header: {error!r}.", remedy="fetch the file again") from error
-
-
-def _entry(path: Path, name: str, entry: dict[str, Any], base: int, size: int) -> _Entry:
-    if entry["dtype"] not in DTYPES:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} has dtype {entry['dtype']!r}.", there_is=", ".join(DTYPES), remedy="convert it"
-        )
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    start, stop = entry["data_offsets"]
-    if any(not isinstance(n, int) or n < 0 for n in (*shape, start, stop)):
-        raise CheckpointError(f"{path}: tensor {name!r} has a shape or offsets that are no sizes.")
-    if stop - start != math.prod(shape) * dtype.itemsize or base + stop > size:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} of shape {list(shape)} lies at bytes {start} to {stop}, which does not fit its "
-            f"shape or the file's {size} bytes.",
-            remedy="fetch the file again",
-        )
-    return _Entry(path, dtype, shape, base + start)

@@ -4,13 +4,42 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
+from inferplane.models.jsontext import AGAIN, read_text
 
 _MEND = "correct the entry, or fetch the file again"
+LIMIT_BYTES = 2**20
+"""Of a config: several times what the longest published ones have."""
+MOST_SIZE = 2**31
+MOST = {
+    "num_hidden_layers": 4096,
+    "num_nextn_predict_layers": 64,
+    "n_routed_experts": 2**16,
+    "num_experts": 2**16,
+    "num_local_experts": 2**16,
+    "max_position_embeddings": 2**24,
+}
+"""Sizes beyond which an entry is taken for damage: some are counted through before a tensor is looked for."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The entries of a JSON file.
+
+    Raises:
+        CheckpointError: it is no regular file, too large, or no JSON object.
+    """
+    try:
+        entries = json.loads(read_text(path, LIMIT_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.", remedy=AGAIN) from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path} holds no JSON object.", remedy=AGAIN)
+    return entries
 
 
 class Config(dict[str, Any]):
@@ -37,17 +66,11 @@ class Config(dict[str, Any]):
             CheckpointError: there is none, or it is not a JSON object.
         """
         path = Path(folder) / "config.json"
-        try:
-            entries = json.loads(path.read_text())
-        except FileNotFoundError:
+        if not os.path.lexists(path):
             raise CheckpointError(
                 f"{folder} holds no config.json.", remedy="point to a folder in the Hugging Face layout"
-            ) from None
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}.", remedy="fetch the file again") from error
-        if not isinstance(entries, dict):
-            raise CheckpointError(f"{path} holds no JSON object.", remedy="fetch the file again")
-        return cls(entries, str(path))
+            )
+        return cls(read_object(path), str(path))
 
     def need(self, key: str) -> Any:
         """The value of `key`.
@@ -72,7 +95,7 @@ class Config(dict[str, Any]):
             return int(self.need(key))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(key, "not a positive integer")
-        return value
+        return self._bounded(key, value)
 
     def count(self, key: str) -> int:
         """An integer from 0; 0 when it is missing or null.
@@ -85,6 +108,12 @@ class Config(dict[str, Any]):
             return 0
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self._wrong(key, "not an integer from 0")
+        return self._bounded(key, value)
+
+    def _bounded(self, key: str, value: int) -> int:
+        most = MOST.get(key, MOST_SIZE)
+        if value > most:
+            raise self._wrong(key, f"more than {most}")
         return value
 
     def number(self, key: str, default: float) -> float:

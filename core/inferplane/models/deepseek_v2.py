@@ -41,12 +41,13 @@ def deepseek_v2(b: Build) -> CausalLM:
     factor = c.number("routed_scaling_factor", 1.0)
     route = MoERoute(None, chosen, "softmax", groups, kept, "max", False, factor)
     attention, mlp, size = latent(b), dense(b), c.size("moe_intermediate_size")
+    inner = ("moe_intermediate_size", size)
     first, shared = c.count("first_k_dense_replace"), c.count("n_shared_experts")
 
     def feed_forward(i: int, name: str) -> GatedMLP | MoE:
         if i < first:
             return mlp(i, name)
-        both = b.mlp(f"{name}.shared_experts", shared * size, c.size("hidden_size")) if shared else None
-        return experts(b, name, route, count=total, inner=("moe_intermediate_size", size), shared=both)
+        both = b.mlp(f"{name}.shared_experts", shared * size, c.size("hidden_size"), inner[0]) if shared else None
+        return experts(b, name, route, count=total, inner=inner, shared=both)
 
     return decoder(b, lambda i, name: attention(name), feed_forward)

@@ -41,15 +41,14 @@ def deepseek_v3(b: Build) -> CausalLM:
     )
     width, layers, first = c.size("hidden_size"), c.size("num_hidden_layers"), c.count("first_k_dense_replace")
     attention, mlp, size = latent(b), dense(b), c.size("moe_intermediate_size")
-    route = _routing(b)
+    route, inner = _routing(b), ("moe_intermediate_size", size)
     total, shared = c.size("n_routed_experts"), c.count("n_shared_experts")
 
     def feed_forward(i: int, name: str) -> GatedMLP | MoE:
         if i < first:
             return mlp(i, name)
         bias = Weight((f"{name}.gate.e_score_correction_bias",), (total,), torch.float32)
-        both = b.mlp(f"{name}.shared_experts", shared * size, width) if shared else None
-        inner = ("moe_intermediate_size", size)
+        both = b.mlp(f"{name}.shared_experts", shared * size, width, inner[0]) if shared else None
         return experts(b, name, replace(route, bias=bias), count=total, inner=inner, shared=both)
 
     model = decoder(b, lambda i, name: attention(name), feed_forward)

@@ -1,0 +1,189 @@
+"""What safetensors files and shard indexes say about tensors, believed only when all of it can be true.
+
+Format: https://github.com/huggingface/safetensors, "Format"; an 8-byte length, a JSON header, the tensors' bytes
+without gaps or overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from inferplane.errors import CheckpointError
+from inferplane.models.jsontext import AGAIN, Scan, file_size, read_text
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+SUFFIX = ".safetensors"
+LIMIT_BYTES = 25 * 2**20
+"""Of a header or an index: two hundred thousand tensors, twice as many as the largest published checkpoint has."""
+MOST_DIMS = 16
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: a file, dtype, shape, and the place of its first byte."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file. Nothing behind the header is read.
+
+    Raises:
+        CheckpointError: the file is damaged; names it, the tensor, and the bytes that cannot be.
+    """
+    size = file_size(path)
+    with open(path, "rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= size - 8:
+            raise CheckpointError(
+                f"{path} is no safetensors file: it says its header has {length} bytes, the file has {size}.",
+                remedy=AGAIN,
+            )
+        if length > LIMIT_BYTES:
+            raise CheckpointError(
+                f"{path} has a header of {length} bytes; at most {LIMIT_BYTES} are read.",
+                remedy="split the checkpoint into shards, or fetch the file again",
+            )
+        raw = file.read(length)
+    try:
+        found = _scan(path, Scan(raw.decode()), 8 + length)
+    except ValueError as error:
+        raise CheckpointError(f"{path} has a damaged header: {error}.", remedy=AGAIN) from error
+    _tile(path, found, 8 + length, size)
+    return found
+
+
+def _scan(path: Path, scan: Scan, base: int) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    described = False
+    if scan.text[:1] != "{":
+        raise ValueError(f"it begins with {scan.text[:1]!r}, not with an object")
+    for name in scan.members():
+        if name == "__metadata__":
+            if described:
+                raise ValueError("__metadata__ is there twice")
+            described = True
+            for key in scan.members():
+                _metadata(scan, key)
+        elif name in found:
+            raise ValueError(f"tensor {name!r} is there twice")
+        else:
+            try:
+                found[name] = _entry(path, scan, base)
+            except ValueError as error:
+                raise ValueError(f"tensor {name!r}: {error}") from error
+    scan.end()
+    return found
+
+
+def _metadata(scan: Scan, key: str) -> None:
+    """Pass over one of `__metadata__`'s values, which are strings."""
+    before = scan.at
+    scan.skip()
+    if scan.text[before : scan.at].lstrip()[:1] != '"':
+        raise ValueError(f"__metadata__ holds no string under {key!r}")
+
+
+def _entry(path: Path, scan: Scan, base: int) -> Entry:
+    dtype, shape, offsets = None, None, None
+    for key in scan.members():
+        if key == "dtype" and dtype is None:
+            dtype = scan.string()
+        elif key == "shape" and shape is None:
+            shape = scan.sizes()
+        elif key == "data_offsets" and offsets is None:
+            offsets = scan.sizes()
+        else:
+            raise ValueError(f"{key!r} is unexpected, or there twice")
+    if dtype is None or shape is None or offsets is None or len(offsets) != 2:
+        raise ValueError("it lacks its dtype, its shape, or two data_offsets")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    if len(shape) > MOST_DIMS:
+        raise ValueError(f"{len(shape)} dimensions; at most {MOST_DIMS} are read")
+    if math.prod(max(n, 1) for n in shape) * DTYPES[dtype].itemsize >= 2**63:
+        raise ValueError(f"shape {list(shape)} of {dtype} is one that no memory holds")
+    (start, stop), want = offsets, math.prod(shape) * DTYPES[dtype].itemsize
+    if stop - start != want:
+        raise ValueError(f"bytes {start} to {stop}, but shape {list(shape)} of {dtype} takes {want}")
+    return Entry(path, DTYPES[dtype], shape, base + start, want)
+
+
+def _tile(path: Path, found: dict[str, Entry], base: int, size: int) -> None:
+    """Raise CheckpointError unless the tensors fill the file from the header to its end, each byte once."""
+    at, before = base, ""
+    for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if entry.start != at:
+            how = "overlaps" if entry.start < at else "leaves a gap behind"
+            raise CheckpointError(
+                f"{path}: tensor {name!r} at byte {entry.start - base} {how} {before or 'the header'}, which ends at "
+                f"{at - base}.",
+                remedy=AGAIN,
+            )
+        at, before = at + entry.nbytes, f"tensor {name!r}"
+        if at > size:
+            raise CheckpointError(
+                f"{path}: {before} ends at byte {at - base}, but only {size - base} are there.",
+                remedy="fetch the file again: it was cut off",
+            )
+    if at != size:
+        raise CheckpointError(f"{path} has {size - at} bytes behind its last tensor.", remedy=AGAIN)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """A shard index: which file of its folder holds which tensor.
+
+    Raises:
+        CheckpointError: it is no index, names a tensor twice, or something else than a safetensors file beside it.
+    """
+    scan = Scan(read_text(path, LIMIT_BYTES))
+    where: dict[str, str] | None = None
+    files: dict[str, str] = {}
+    try:
+        for key in scan.members():
+            if key != "weight_map":
+                scan.skip()
+                continue
+            if where is not None:
+                raise ValueError("weight_map is there twice")
+            where = {}
+            for name in scan.members():
+                file = scan.string()
+                if name in where:
+                    raise ValueError(f"tensor {name!r} is there twice")
+                if Path(file).name != file or not file.endswith(SUFFIX) or not file.isprintable():
+                    raise ValueError(f"tensor {name!r} is to be in {file!r}, which is no {SUFFIX} file of its folder")
+                where[name] = files.setdefault(file, file)
+        scan.end()
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a shard index: {error}.", remedy=AGAIN) from error
+    if not where:
+        raise CheckpointError(f"{path} is not a shard index: it has no weight_map with tensors.", remedy=AGAIN)
+    return where
