@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from inferplane import __version__
+from inferplane.serving import page
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http import generate, operation, text
 from inferplane.serving.http.answer import refuse
@@ -27,6 +28,7 @@ def whole_app(service: Service) -> FastAPI:
             operation.health_routes(service),
             operation.metrics_routes(service),
             operation.version_routes(),
+            page.routes(service),
         ]
     )
 

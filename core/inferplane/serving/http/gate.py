@@ -7,6 +7,7 @@ away. A route is open only if its exact path is listed here: whatever spelling l
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import logging
@@ -29,6 +30,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset(("/health", "/v2/health/live", "/v2/health/ready"))
 """Paths that need no key."""
+PAGE = frozenset(("/status", "/status/page.css", "/status/page.js", "/status/data", "/status/kernels", "/metrics"))
+"""Paths that a browser may read with a key as its password."""
 FACTS = "inferplane.facts"
 """Where in a scope routes put what the log shall tell of a request."""
 REQUEST_ID = "inferplane.request_id"
@@ -45,13 +48,23 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether exactly one Authorization header is there, with one of the keys."""
+    def admit(self, headers: Iterable[tuple[bytes, bytes]], *, browser: bool = False) -> bool:
+        """Whether exactly one Authorization header is there, with one of the keys; from a browser, as a password."""
         found = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = found[0].partition(b" ") if len(found) == 1 else (b"", b"", b"")
+        if browser and scheme.lower() == b"basic":
+            scheme, key = b"bearer", _password(key)
         digest = hashlib.sha256(key.strip()).digest()
         right = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(right) and scheme.lower() == b"bearer"
+
+
+def _password(encoded: bytes) -> bytes:
+    """What stands behind the colon in a Basic header."""
+    try:
+        return base64.b64decode(encoded.strip(), validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 class Gate:
@@ -103,7 +116,12 @@ class _Passage:
     async def run(self) -> None:
         gate = self._gate
         try:
-            if gate._keys and self._scope["path"] not in OPEN and not gate._keys.admit(self._scope["headers"]):
+            page = self._scope["path"] in PAGE
+            if (
+                gate._keys
+                and self._scope["path"] not in OPEN
+                and not gate._keys.admit(self._scope["headers"], browser=page)
+            ):
                 raise ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
             self._check_type()
             body = await self._body()
@@ -221,5 +239,7 @@ class _Passage:
         headers.append((b"connection", b"close"))
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
+            if self._scope["path"] in PAGE:
+                headers.append((b"www-authenticate", b'Basic realm="Inferplane: the password is a key"'))
         await self._counted_send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self._counted_send({"type": "http.response.body", "body": data})

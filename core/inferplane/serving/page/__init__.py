@@ -1,0 +1,86 @@
+"""The status page: what the server does, for eyes. No outside assets; its numbers are those of /metrics.
+
+A browser cannot send a bearer key. Where keys are set, it asks for a name and a password: the password is a key.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from inferplane import __version__
+from inferplane.serving.errors import ApiError
+from inferplane.serving.service import Service
+
+FOLDER = Path(__file__).parent
+FILES = {
+    "/status": ("page.html", "text/html"),
+    "/status/page.css": ("page.css", "text/css"),
+    "/status/page.js": ("page.js", "text/javascript"),
+}
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def routes(service: Service) -> APIRouter:
+    """The page, its parts, and the data it shows."""
+    router = APIRouter(include_in_schema=False)
+    for path, (name, kind) in FILES.items():
+        content = (FOLDER / name).read_bytes()
+        router.add_api_route(path, _file(content, kind), methods=["GET"])
+
+    @router.get("/status/data")
+    async def data() -> Response:
+        condition = service.condition()
+        server = {"status": condition.status, "ready": condition.ready, "detail": condition.detail}
+        info = asdict(service.model.info) if service.model is not None else None
+        if info is not None:
+            del info["folder"]  # where it lies is the operator's business
+        stats = await service.stats()
+        return JSONResponse({"server": {**server, "version": __version__}, "info": info, "stats": stats})
+
+    @router.get("/status/kernels")
+    async def kernels() -> Response:
+        if service.engine is None or service.state not in ("serving", "draining"):
+            raise ApiError(503, "There is no model that runs.", code="loading", retry_after_s=2)
+        return JSONResponse(summary(await service.engine.explain()))
+
+    return router
+
+
+def _file(content: bytes, kind: str) -> Any:
+    async def answer() -> Response:
+        return Response(content, media_type=kind, headers=HEADERS)
+
+    return answer
+
+
+def summary(plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan's kernels of a decoding step, each once with the number of its sites; those of many sites first."""
+    sites = [s for s in plan["sites"] if s["step_kind"] == "decode" and s["chosen"]["kernel"] != "decomposition"]
+    keys = [(s["op"], s["chosen"]["kernel"], s["chosen"]["why"]) for s in sites]
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for site, key in zip(sites, keys):
+        counts[key] += _layers(site["site"])
+    found = [{"op": op, "kernel": kernel, "sites": n, "why": why} for (op, kernel, why), n in counts.most_common()]
+    return {"device": plan["device"], "kernels": found}
+
+
+def _layers(site: str) -> int:
+    """How many sites a line of a plan stands for: "layers.1-60.mlp" is 60."""
+    total = 1
+    for part in site.split("."):
+        first, dash, last = part.partition("-")
+        if dash and first.isdigit() and last.isdigit():
+            total *= int(last) - int(first) + 1
+    return total

@@ -1,0 +1,23 @@
+# NVIDIA GPUs. torch brings its own CUDA libraries; the base image brings the driver's user side.
+ARG BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04
+FROM ${BASE}
+
+ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /opt/inferplane
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc python3-dev python3-pip python-is-python3 \
+    && rm -rf /var/lib/apt/lists/*
+COPY pyproject.toml constraints.txt setup.p[y] README.md LICENSE ./
+COPY core core
+COPY backends backends
+RUN pip install --break-system-packages ".[serving,cuda]"
+
+RUN useradd --system --uid 10001 --home-dir /nonexistent inferplane
+USER 10001
+WORKDIR /
+EXPOSE 8000 8811
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=3s --start-period=600s \
+    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
+ENTRYPOINT ["inferplane", "serve", "--host", "0.0.0.0", "--device", "cuda"]
+CMD ["demo"]

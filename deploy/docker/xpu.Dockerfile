@@ -1,0 +1,22 @@
+# Intel GPUs with torch's own xpu build. For Kunlun pass the vendor's image as BASE; its torch then stays.
+ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE}
+
+ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /opt/inferplane
+RUN (pip freeze | grep -i "^torch" || true) > /tmp/vendor.txt
+ENV PIP_CONSTRAINT=/tmp/vendor.txt
+COPY pyproject.toml constraints.txt setup.p[y] README.md LICENSE ./
+COPY core core
+COPY backends backends
+RUN pip install --extra-index-url https://download.pytorch.org/whl/xpu ".[serving]"
+
+RUN useradd --system --uid 10001 --home-dir /nonexistent inferplane
+USER 10001
+WORKDIR /
+EXPOSE 8000 8811
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=3s --start-period=600s \
+    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
+ENTRYPOINT ["inferplane", "serve", "--host", "0.0.0.0", "--device", "xpu"]
+CMD ["demo"]
