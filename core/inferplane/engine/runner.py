@@ -6,8 +6,8 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from inferplane.binding import (
     read_lock,
     run_canary,
 )
+from inferplane.engine.options import DTYPES, Draft, InferplaneWarning, RunnerOptions, pick_dtype
 from inferplane.engine.sources import ModelFiles
 from inferplane.errors import CapacityError, UsageError
 from inferplane.kvcache import paged_layout
@@ -35,44 +36,11 @@ from inferplane.plugins import Event, PluginHost
 from inferplane.quant import READERS, format_of
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+__all__ = ["DEFAULT_BLOCK_TOKENS", "DTYPES", "Draft", "InferplaneWarning", "Runner", "RunnerOptions"]
+
 DEFAULT_BLOCK_TOKENS = 64
 KV_SHARE = 0.3
 """Share of free device memory that the cache may take unless told otherwise."""
-
-
-class InferplaneWarning(UserWarning):
-    """Something works, but worse than it could: a demoted kernel, a hot op on its reference."""
-
-
-@dataclass(frozen=True)
-class RunnerOptions:
-    """How to bind and load. See `LLM` for the meaning of each."""
-
-    dtype: str | torch.dtype = "auto"
-    kv_dtype: str = "auto"
-    max_model_len: int | None = None
-    max_batch: int = 32
-    kv_cache_bytes: int | None = None
-    strict: bool = False
-    deterministic: bool = False
-    ops: Mapping[str, str] = field(default_factory=dict)
-    lock: str | None = None
-    load_format: str = "auto"
-    mtp: bool = False
-    copies: float | None = 0.05
-    arch: str | None = None
-    block_tokens: int | None = None
-    eagle: ModelFiles | None = None
-    draft: Draft | None = None
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A smaller model that drafts: its files, and how it is bound and loaded, apart from the model it drafts for."""
-
-    files: ModelFiles
-    options: RunnerOptions
 
 
 class Runner:
@@ -389,19 +357,3 @@ class Runner:
     def sample(self) -> Callable[..., torch.Tensor]:
         """The bound op that turns logits into tokens."""
         return self.steps["decode"].__self__.sample  # type: ignore[attr-defined]
-
-
-def pick_dtype(asked: str | torch.dtype, files: ModelFiles) -> torch.dtype:
-    """The dtype to compute in: what was asked for, or the checkpoint's own.
-
-    Raises:
-        UsageError: an unknown name.
-    """
-    if isinstance(asked, torch.dtype):
-        asked = str(asked).removeprefix("torch.")
-    name = asked
-    if asked == "auto":
-        name = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in DTYPES:
-        raise UsageError(f"dtype = {name!r}.", there_is=f"auto, {', '.join(DTYPES)}")
-    return DTYPES[name]

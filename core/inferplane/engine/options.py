@@ -1,0 +1,63 @@
+"""How a model is bound and loaded, and the warning that says that something could be better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from inferplane.engine.sources import ModelFiles
+from inferplane.errors import UsageError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class InferplaneWarning(UserWarning):
+    """Something works, but worse than it could: a demoted kernel, a hot op on its reference."""
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """How to bind and load. See `LLM` for the meaning of each."""
+
+    dtype: str | torch.dtype = "auto"
+    kv_dtype: str = "auto"
+    max_model_len: int | None = None
+    max_batch: int = 32
+    kv_cache_bytes: int | None = None
+    strict: bool = False
+    deterministic: bool = False
+    ops: Mapping[str, str] = field(default_factory=dict)
+    lock: str | None = None
+    load_format: str = "auto"
+    mtp: bool = False
+    copies: float | None = 0.05
+    arch: str | None = None
+    block_tokens: int | None = None
+    eagle: ModelFiles | None = None
+    draft: Draft | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A smaller model that drafts: its files, and how it is bound and loaded, apart from the model it drafts for."""
+
+    files: ModelFiles
+    options: RunnerOptions
+
+
+def pick_dtype(asked: str | torch.dtype, files: ModelFiles) -> torch.dtype:
+    """The dtype to compute in: what was asked for, or the checkpoint's own.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    if isinstance(asked, torch.dtype):
+        asked = str(asked).removeprefix("torch.")
+    name = asked
+    if asked == "auto":
+        name = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(f"dtype = {name!r}.", there_is=f"auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
