@@ -28,9 +28,12 @@ from inferplane.serving.http.gate import Gate, Keys
 from inferplane.serving.http.protocol import MOST_HEADER_BYTES, connection_class
 from inferplane.serving.service import FLUSH_S, Service
 from inferplane.serving.settings import Settings
+from inferplane.serving.workers import Workers
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from inferplane.engine import AsyncLLM
 
 KEEP_ALIVE_S = 30
 BACKLOG = 2048
@@ -65,7 +68,7 @@ def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
     settings = resolved.settings
     began = time.monotonic()
     logs.set_up(settings.log_format, settings.log_level)
-    keys = Keys(read_keys(settings))
+    keys = read_keys(settings)
     ports = {"http": settings.port, "health": settings.health_port, "metrics": settings.metrics_port}
     with contextlib.ExitStack() as opened:
         sockets = {}
@@ -74,7 +77,8 @@ def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
                 sockets[name] = opened.enter_context(contextlib.closing(listen(settings.host, port)))
         for note in resolved.notes:
             log.warning(note)
-        return asyncio.run(_Life(settings, pins, keys, sockets, began).live())
+        workers = Workers(settings, keys, sockets["http"]) if settings.http_workers > 1 else None
+        return asyncio.run(Life(settings, Keys(keys), sockets, began, _opener(settings, pins), workers).live())
 
 
 def read_keys(settings: Settings) -> list[str]:
@@ -130,23 +134,48 @@ def engine_options(settings: Settings, pins: Mapping[str, str]) -> dict[str, Any
     return {**options, "ops": dict(pins), "max_waiting": settings.max_batch + settings.max_waiting}
 
 
-class _Life:
-    """One run of a server, inside its loop."""
+def _opener(settings: Settings, pins: Mapping[str, str]) -> Callable[[], AsyncLLM]:
+    """What loads the model, in a process of its own."""
+
+    def opener() -> AsyncLLM:
+        from inferplane.engine import AsyncLLM
+
+        return AsyncLLM(settings.model, process=True, **engine_options(settings, pins))
+
+    return opener
+
+
+class Life:
+    """One run of a server, inside its loop.
+
+    Args:
+        settings: how to serve.
+        keys: who may come in.
+        sockets: "http", and where they are asked for "health" and "metrics"; they listen.
+        began: when the process was started, on a monotonic clock.
+        opener: opens the engine.
+        workers: further processes for HTTP; None for none.
+    """
 
     def __init__(
         self,
         settings: Settings,
-        pins: Mapping[str, str],
         keys: Keys,
         sockets: Mapping[str, socket.socket],
         began: float,
+        opener: Callable[[], AsyncLLM],
+        workers: Workers | None = None,
     ) -> None:
-        self._settings, self._pins, self._keys, self._sockets, self._began = settings, pins, keys, sockets, began
+        self._settings, self._keys, self._sockets, self._began = settings, keys, sockets, began
+        self._opener, self._workers = opener, workers
         self._service = Service(settings)
+        if workers is not None:
+            self._service.others_end = workers.end
         self._stop = asyncio.Event()
         self._gates: list[Gate] = []
 
     async def live(self) -> int:
+        """Serve to the end; the exit code."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -185,10 +214,9 @@ class _Life:
     # -- parts
 
     async def _load(self) -> None:
-        from inferplane.engine import AsyncLLM
-
-        options = engine_options(self._settings, self._pins)
-        await self._service.load(lambda: AsyncLLM(self._settings.model, process=True, **options))
+        await self._service.load(self._opener)
+        if self._workers is not None and self._service.engine is not None:
+            self._workers.start(self._settings.http_workers - 1, self._service.engine.address)
         model = self._service.model
         if model is not None:
             info = model.info

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -75,6 +75,7 @@ class Service:
         self._live: set[str] = set()
         self._jobs: set[Job] = set()
         self._watch: asyncio.Task[None] | None = None
+        self.others_end: Callable[[float], Awaitable[None]] | None = None
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="inferplane-encode")
 
     # -- its life
@@ -104,9 +105,12 @@ class Service:
         if self.state in ("draining", "ended"):
             return
         failed, self.state = self.state == "failed", "draining"
+        ending = asyncio.ensure_future(self.others_end(0.0 if failed else drain_s)) if self.others_end else None
         limit = time.monotonic() + drain_s
         while self._jobs and time.monotonic() < limit and not failed:
             await asyncio.sleep(0.02)
+        if ending is not None:
+            await ending  # others use the engine, too
         if self._watch is not None:
             self._watch.cancel()
         if self.engine is not None:

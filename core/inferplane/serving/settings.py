@@ -71,6 +71,7 @@ class Settings:
     host: str = _network("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's", metavar="A")
     port: int = _network(8000, "port of all HTTP routes; 0: any that is free", range=PORT, metavar="P")
     health_port: int | None = _network(None, "health on a port of its own, too", range=PORT, metavar="P")
+    http_workers: int = _network(1, "processes that serve HTTP over one engine", range=(1, 64), metavar="N")
     grpc_port: int | None = _network(
         None, "also serve gRPC (KServe's inference protocol) on this port; 0: any that is free", range=PORT, metavar="P"
     )

@@ -32,6 +32,7 @@ NAMES: dict[str, Meaning] = {
     "PUSH_MODE_HTTP_PORT": Meaning("port"),
     "HEALTH_HTTP_PORT": Meaning("health_port"),
     "METRICS_HTTP_PORT": Meaning("metrics_port"),
+    "PUSH_MODE_HTTP_WORKERS": Meaning("http_workers"),
     "SERVICE_GRPC_PORT": Meaning("grpc_port"),
     "GRPC_PORT": Meaning("grpc_port"),
     "MAX_SEQ_LEN": Meaning("max_prompt_tokens"),
@@ -56,7 +57,7 @@ WITHOUT_EFFECT = {
 }
 """Variables that are understood and change nothing, with the reason."""
 
-ONLY = {"MP_NUM": "1", "MP_NNODE": "1", "PUSH_MODE_HTTP_WORKERS": "1"}
+ONLY = {"MP_NUM": "1", "MP_NNODE": "1"}
 """Variables of which one value is supported: another would silently serve something else than was asked."""
 
 
