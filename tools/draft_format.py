@@ -124,21 +124,18 @@ def load_drafter(kind: str, folder: Path) -> DraftLM | EagleHead:
 
 
 def export(
-    kind: str, demo: Path, work: Path, out: Path, measure: Callable[[DraftLM | EagleHead, Path], dict[str, Any]]
+    saved: dict[str, Any], demo: Path, out: Path, measure: Callable[[DraftLM | EagleHead, Path], dict[str, Any]]
 ) -> None:
-    """Write the folder from work/KIND.pt, measure what it holds, and describe it in training.json.
+    """Write the folder of a finished run, measure what it holds, and describe it in training.json.
 
     The files replace those of an earlier export only when all of them are there and measured.
     """
-    source = work / f"{kind}.pt"
-    if not source.exists():
-        raise UsageError(f"{source} does not exist: run `train {kind}` with the same --work folder first")
-    saved = torch.load(source, weights_only=True)
+    kind, minutes = saved["kind"], sum(stage["minutes"] for stage in saved["stages"])
     drafter = make_drafter(kind, DraftConfig(**saved["config"]))
     drafter.load_state_dict(saved["state"])
-    new = work / f"{kind}-export"
+    new = out.with_name(out.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
+    new.mkdir(parents=True)
     save_file(stored(drafter), new / "model.safetensors", metadata={"format": "pt"})
     (new / "model.safetensors").chmod(0o644)  # safetensors keeps its files private, these go into a package
     write_json(new / "config.json", hf_config(kind, drafter.cfg))
@@ -151,10 +148,7 @@ def export(
         "python": platform.python_version(),
         "torch": torch.__version__,
         "files_sha256": data_hash(stdlib_files()),
-        "tokens_seen": saved["seen"],
-        "steps": saved["step"],
-        "wall_minutes": round(saved["elapsed"] / 60, 1),
-        "options": saved["options"],
+        "stages": saved["stages"],
     }
     write_json(new / "training.json", record)
     text = README.format(
@@ -162,7 +156,7 @@ def export(
         what=what,
         kind=kind,
         parameters=sizes(drafter) / 1e6,
-        minutes=saved["elapsed"] / 60,
+        minutes=minutes,
         agreement=result["agreement"][0],
     )
     (new / "README.md").write_text(text, encoding="utf-8")
@@ -173,3 +167,4 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(new.iterdir()):
         shutil.move(path, out / path.name)
+    new.rmdir()

@@ -139,7 +139,8 @@ class DraftLM(Drafter):
         """Take over the demo model's embedding and last norm: most of what a short run would have to learn."""
         if self.embed.shape == teacher.embed.shape:
             self.embed.copy_(teacher.embed)
-            self.norm.weight.copy_(teacher.norm.weight)
+            # Without deep layers behind it the embedding of the token itself would drown all others in the tied head.
+            self.norm.weight.copy_(0.3 * teacher.norm.weight)
 
     def states(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """tokens [B, T] -> the state after the final norm [B, T, D]."""

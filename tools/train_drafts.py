@@ -93,10 +93,23 @@ def is_matrix(name: str) -> bool:
 
 
 class DraftTrainer:
-    """A drafter, its teacher and its optimizers."""
+    """A drafter, its teacher and its optimizers.
 
-    def __init__(self, kind: str, opt: DraftOptions, teacher: Model, files: list[np.ndarray]):
-        self.opt, self.teacher = opt, teacher
+    Args:
+        earlier: what `facts` said of a finished run, whose weights and place in the text are gone on from; the
+            optimizers start anew.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        opt: DraftOptions,
+        teacher: Model,
+        files: list[np.ndarray],
+        earlier: dict[str, Any] | None = None,
+    ):
+        self.kind, self.opt, self.teacher = kind, opt, teacher
+        self.stages: list[dict[str, Any]] = earlier["stages"] if earlier is not None else []
         cfg = DraftConfig(
             vocab_size=teacher.cfg.vocab_size,
             hidden_size=teacher.cfg.hidden_size,
@@ -105,6 +118,10 @@ class DraftTrainer:
         )
         self.model = make_drafter(kind, cfg, opt.seed)
         self.model.start_from(teacher)
+        if earlier is not None:
+            if earlier["config"] != dataclasses.asdict(cfg):
+                raise UsageError("the finished run is of another size: use another --work folder or leave out --go-on")
+            self.model.load_state_dict(earlier["state"])
         named = list(self.model.named_parameters())
         for name, param in named:
             if is_matrix(name):
@@ -116,7 +133,7 @@ class DraftTrainer:
             groups.append({"params": [self.model.embed], "peak": opt.embed_lr})
         self.others = [p for g in groups for p in g["params"]]
         self.adam = torch.optim.AdamW(groups, lr=opt.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-        self.batches = Batches(files, opt.seed)
+        self.batches = Batches(files, opt.seed, earlier["taken"] if earlier is not None else 0)
         self.step, self.seen = 0, 0
 
     def losses(self, window: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,10 +159,20 @@ class DraftTrainer:
         self.step += 1
         return token.item(), feature.item()
 
+    def facts(self, elapsed: float) -> dict[str, Any]:
+        """What a finished run leaves: weights, place in the text, and how it was trained, stage by stage."""
+        stage = {"steps": self.step, "tokens": self.seen, "minutes": round(elapsed / 60, 1)}
+        return {
+            "kind": self.kind,
+            "config": dataclasses.asdict(self.model.cfg),
+            "stages": [*self.stages, {**stage, "options": dataclasses.asdict(self.opt)}],
+            "taken": self.batches.taken,
+            "state": self.finished().state_dict(),
+        }
+
     def finished(self) -> DraftLM | EagleHead:
         """A float32 copy made of the optimizer's masters."""
-        kind = "eagle" if isinstance(self.model, EagleHead) else "draft"
-        copy = make_drafter(kind, self.model.cfg)
+        copy = make_drafter(self.kind, self.model.cfg)
         copy.load_state_dict({k: v.float() for k, v in self.model.state_dict().items()})
         names = {id(p): name for name, p in self.model.named_parameters()}
         mine = dict(copy.named_parameters())
@@ -161,15 +188,23 @@ def dataset(folder: Path) -> Dataset:
     return Dataset.build(tok.get_vocab_size(), tok)
 
 
-def train(kind: str, opt: DraftOptions, demo: Path, work: Path) -> None:
+def finished_run(kind: str, work: Path) -> dict[str, Any]:
+    """work/KIND.pt, as `train` left it."""
+    source = work / f"{kind}.pt"
+    if not source.exists():
+        raise UsageError(f"{source} does not exist: run `train {kind}` with the same --work folder first")
+    found: dict[str, Any] = torch.load(source, weights_only=True)
+    return found
+
+
+def train(kind: str, opt: DraftOptions, demo: Path, work: Path, go_on: bool = False) -> None:
     """Train to the end of the budget; writes work/KIND.pt and work/KIND.jsonl."""
     torch.set_num_threads(opt.threads)
+    earlier = finished_run(kind, work) if go_on else None
     work.mkdir(parents=True, exist_ok=True)
     data = dataset(demo)
-    run, journal = (
-        DraftTrainer(kind, opt, teacher_of(demo, torch.bfloat16), data.train),
-        Journal(work / f"{kind}.jsonl"),
-    )
+    run = DraftTrainer(kind, opt, teacher_of(demo, torch.bfloat16), data.train, earlier)
+    journal = Journal(work / f"{kind}.jsonl")
     journal.note(event="start", kind=kind, parameters=sum(p.numel() for p in run.model.parameters()))
     started, mean, elapsed = time.monotonic(), 0.0, 0.0
     while (progress := run.step / opt.steps if opt.steps else elapsed / (60 * opt.minutes)) < 1:
@@ -179,10 +214,7 @@ def train(kind: str, opt: DraftOptions, demo: Path, work: Path) -> None:
         if run.step % 25 == 0:
             rate = round(run.seen / elapsed)
             journal.note(step=run.step, seconds=round(elapsed), loss=mean, feature=feature, tokens_per_second=rate)
-    final = run.finished()
-    facts = {"kind": kind, "config": dataclasses.asdict(final.cfg), "options": dataclasses.asdict(opt)}
-    counts = {"step": run.step, "seen": run.seen, "elapsed": elapsed}
-    save_atomically({**facts, **counts, "state": final.state_dict()}, work / f"{kind}.pt")
+    save_atomically(run.facts(elapsed), work / f"{kind}.pt")
     journal.note(event="end", step=run.step, seen=run.seen, minutes=elapsed / 60)
 
 
@@ -226,6 +258,7 @@ def main(argv: list[str] | None = None) -> int:
         default = getattr(DraftOptions, field)
         fit.add_argument("--" + field.replace("_", "-"), type=type(default), default=default, help=text)
     fit.add_argument("--steps", type=int, help="a budget in steps instead: repeatable whatever the machine's speed")
+    fit.add_argument("--go-on", action="store_true", help="from the work folder's finished run, with a budget anew")
     ship = command("export", "export the finished run of the work folder")
     check = command("eval", "recompute the held-out agreement of an exported folder")
     check.add_argument("--model", type=Path, help="the exported folder; left out, the shipped one")
@@ -243,8 +276,8 @@ def main(argv: list[str] | None = None) -> int:
             names = {f.name for f in dataclasses.fields(DraftOptions)}
             opt = DraftOptions(**{k: v for k, v in vars(args).items() if k in names})
             opt.check()
-            train(args.kind, opt, args.demo, args.work)
-        export(args.kind, args.demo, args.work, args.out or args.work / args.kind, measure)
+            train(args.kind, opt, args.demo, args.work, args.go_on)
+        export(finished_run(args.kind, args.work), args.demo, args.out or args.work / args.kind, measure)
     except (UsageError, OSError) as error:
         print(f"train_drafts: {error}", file=sys.stderr)
         return 1

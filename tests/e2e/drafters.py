@@ -1,4 +1,6 @@
-"""Small drafters for the small models: an EAGLE head of random weights, and a draft model that errs now and then."""
+"""Small drafters for the small models: MTP modules and EAGLE heads of random weights, and draft models that err now
+and then.
+"""
 
 from __future__ import annotations
 
@@ -57,4 +59,21 @@ def noisy_copy(source: Path, folder: Path, noise: float = 0.1, seed: int = 9) ->
     tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
     for name, t in tensors.items():
         tensors[name] = t + noise * t.std() * torch.randn(t.shape, generator=draw) if t.ndim > 1 else t
+    save_file(tensors, folder / "model.safetensors")
+
+
+def with_mtp(folder: Path) -> None:
+    """Give a checkpoint of two layers an MTP module of random weights, named as published ones are."""
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(6)
+    last, width = config["num_hidden_layers"] - 1, config["hidden_size"]
+    for name in [n for n in tensors if n.startswith(f"model.layers.{last}.")]:
+        tensors[name.replace(f"layers.{last}.", f"layers.{last + 1}.", 1)] = tensors[name].clone()
+    new = f"model.layers.{last + 1}."
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{new}{name}.weight"] = 1 + 0.3 * torch.randn(width, generator=draw)
+    tensors[f"{new}eh_proj.weight"] = torch.randn(width, 2 * width, generator=draw) / math.sqrt(2 * width)
+    tensors[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors")

@@ -1,15 +1,13 @@
 """Greedy tokens at float32 are the same whatever the batch, chunks, room, prefix cache, drafts and streams."""
 
-import json
 import math
 import random
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from inferplane import LLM, SamplingParams
-from tests.e2e.drafters import eagle_head, noisy_copy
+from tests.e2e.drafters import eagle_head, noisy_copy, with_mtp
 from tests.e2e.tiny_models import deepseek_config, llama_config, prompts, random_model
 
 LENGTHS = (40, 7, 23, 1, 33, 12, 40, 18)
@@ -17,23 +15,6 @@ NGRAM = {"speculate_method": "ngram", "speculate_max_draft_token_num": 4}
 MTP = {"speculate_method": "mtp", "speculate_max_draft_token_num": 3}
 EAGLE = {"speculate_method": "eagle", "speculate_max_draft_token_num": 3}
 DRAFT = {"speculate_method": "draft_model", "speculate_max_draft_token_num": 4}
-
-
-def with_mtp(folder):
-    """Give a checkpoint of two layers an MTP module of random weights, named as published ones are."""
-    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(6)
-    last, width = config["num_hidden_layers"] - 1, config["hidden_size"]
-    for name in [n for n in tensors if n.startswith(f"model.layers.{last}.")]:
-        tensors[name.replace(f"layers.{last}.", f"layers.{last + 1}.", 1)] = tensors[name].clone()
-    new = f"model.layers.{last + 1}."
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{new}{name}.weight"] = 1 + 0.3 * torch.randn(width, generator=draw)
-    tensors[f"{new}eh_proj.weight"] = torch.randn(width, 2 * width, generator=draw) / math.sqrt(2 * width)
-    tensors[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, folder / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
