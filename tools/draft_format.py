@@ -6,6 +6,7 @@ import dataclasses
 import json
 import platform
 import shutil
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,8 @@ def export(
         minutes=minutes,
         agreement=result["agreement"][0],
     )
-    (new / "README.md").write_text(text, encoding="utf-8")
+    paragraphs = (textwrap.fill(p, 116, break_long_words=False) for p in text.split("\n\n"))
+    (new / "README.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
     size = sum(p.stat().st_size for p in new.iterdir())
     print(json.dumps({"folder": str(out), "bytes": size, "held_out": result}, indent=2))
     if size > SIZE_LIMIT:

@@ -139,8 +139,7 @@ class DraftLM(Drafter):
         """Take over the demo model's embedding and last norm: most of what a short run would have to learn."""
         if self.embed.shape == teacher.embed.shape:
             self.embed.copy_(teacher.embed)
-            # Without deep layers behind it the embedding of the token itself would drown all others in the tied head.
-            self.norm.weight.copy_(0.3 * teacher.norm.weight)
+            self.norm.weight.copy_(teacher.norm.weight)
 
     def states(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """tokens [B, T] -> the state after the final norm [B, T, D]."""
@@ -263,18 +262,21 @@ def soft_loss(states: Tensor, head: Tensor, target: Tensor, target_head: Tensor)
 
 @torch.no_grad()
 def agreement(
-    drafter: DraftLM | EagleHead, teacher: Model, held: Tensor, context: int, steps: int = 1
+    drafter: DraftLM | EagleHead, teacher: Model, held: Tensor, context: int, steps: int = 1, limit: int | None = None
 ) -> dict[str, Any]:
-    """How often a drafter's best token is the demo model's, over windows of `context` of the held-out stream [tokens].
+    """How often a drafter's best token is the demo model's, over windows of `context` of the held-out stream [tokens];
+    about `limit` tokens of it, or all.
 
     `agreement[k]` is of draft position k + 1 given that the text before it is true and, of an EAGLE head, that the last
     k features are its own. `loss` is the cross entropy of draft position 1 for the true tokens, in nats.
     """
     steps = steps if isinstance(drafter, EagleHead) else 1
-    count = (len(held) - 2) // context
+    windows = list(range((len(held) - 2) // context))
+    if limit is not None:  # spread evenly over the text
+        windows = windows[:: max(1, len(windows) * context // limit)]
     hits, total, loss, rows = [0.0] * steps, 0, 0.0, max(1, 2048 // context)
-    for first in range(0, count, rows):
-        each = range(first, min(first + rows, count))
+    for first in range(0, len(windows), rows):
+        each = windows[first : first + rows]
         window = torch.stack([held[i * context : i * context + context + 2] for i in each])
         true = teacher.states(window[:, :-1], torch.float32)
         best = teacher.logits(true[:, 1:]).argmax(-1)

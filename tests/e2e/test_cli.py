@@ -51,6 +51,35 @@ def start(*words: str, **options) -> subprocess.Popen:
 # ---------------------------------------------------------------- generate
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--speculate", "ngram"),
+        ("--speculate", "mtp", "--drafts", "2"),
+        ("--speculate", "draft_model", "--draft-model", "demo-draft"),
+        ("--speculate", "eagle", "--draft-model", "demo-eagle", "--drafts", "4"),
+    ],
+)
+def test_drafting_changes_nothing_but_the_speed(cli, words):
+    asked = ("generate", *GREEDY, "-p", PROMPT, "--max-tokens", "24", "--dtype", "float32")
+    assert cli(*asked, *words)[:2] == cli(*asked)[:2]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--drafts", "2"), "--drafts without --speculate"),
+        (("--draft-model", "demo-draft"), "--draft-model without --speculate"),
+        (("--speculate", "eagle"), "draft_model_name_or_path"),
+        (("--speculate", "luck"), "speculate_method = 'luck'"),
+        (("--speculate", "mtp", "--drafts", "9"), "speculate_max_draft_token_num = 9"),
+    ],
+)
+def test_drafting_that_cannot_be_meant(cli, words, said):
+    code, out, err = cli("generate", "-p", PROMPT, *words)
+    assert code == 2 and not out and said in err
+
+
 def test_text_on_stdout_and_the_rest_on_stderr(cli):
     code, out, err = cli("generate", *GREEDY, "-p", PROMPT, "--max-tokens", "12")
     assert code == 0

@@ -15,6 +15,7 @@ from inferplane.errors import UsageError
 PROGRAM = "inferplane"
 AUTO = "auto"
 MOST_COLUMNS = 100
+DRAFTS = 3
 # `inferplane.plugins` knows both, but importing it imports torch.
 PLUGIN_GROUP = "inferplane.plugins"
 PLUGIN_VARIABLE = "INFERPLANE_PLUGINS"
@@ -135,6 +136,38 @@ def add_running(parser: Parser) -> None:
     group = add_binding(parser)
     group.add_argument("--lock", metavar="FILE", help="take kernel choices from a lock file, measured on this machine")
     group.add_argument("--load-format", metavar="F", default=AUTO, help="dummy: random weights of the config's shapes")
+    group = parser.add_argument_group(
+        "drafting several tokens a step (left out: none; the text stays what it would be)"
+    )
+    group.add_argument(
+        "--speculate",
+        metavar="METHOD",
+        help="ngram (copies from the text), draft_model, mtp (the model's own layer), eagle",
+    )
+    group.add_argument(
+        "--drafts", metavar="N", type=int, help=f"most drafts a step, 1 to 7; left out: {DRAFTS} with --speculate"
+    )
+    group.add_argument(
+        "--draft-model",
+        metavar="X",
+        help="folder of the draft model or EAGLE head; demo-draft, demo-eagle: for the demo model",
+    )
+
+
+def speculation(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What `LLM` takes as `speculative`, from the words of `add_running`.
+
+    Raises:
+        UsageError: drafts without a method.
+    """
+    if args.speculate is None:
+        if args.drafts is not None or args.draft_model is not None:
+            word = "--drafts" if args.drafts is not None else "--draft-model"
+            raise UsageError(f"{word} without --speculate.", remedy="name the method, as in --speculate mtp")
+        return None
+    drafts = DRAFTS if args.drafts is None else args.drafts
+    found = {"speculate_method": args.speculate, "speculate_max_draft_token_num": drafts}
+    return found if args.draft_model is None else {**found, "draft_model_name_or_path": args.draft_model}
 
 
 def add_sampling(parser: Parser, *, max_tokens: int) -> None:

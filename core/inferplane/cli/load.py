@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from inferplane.cli.arguments import pins
+from inferplane.cli.arguments import pins, speculation
 from inferplane.cli.screen import Screen
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
     Raises:
         InferplaneError: as `LLM`; cheap checks come before weights are read.
     """
-    pinned = pins(args.ops)
+    pinned, speculative = pins(args.ops), speculation(args)
     with screen.loading(f"starting {args.model}") as loading:
         from inferplane.cli.sampling import choose
         from inferplane.engine import LLM, ModelFiles
@@ -35,6 +35,7 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
             ops=pinned,
             lock=args.lock,
             load_format=args.load_format,
+            speculative=speculative,
             progress=loading.bar,
         )
         loading.phase("reading the tokenizer")

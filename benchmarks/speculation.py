@@ -1,0 +1,176 @@
+"""What speculation is worth: drafts accepted by position, tokens a step, and decoding against plain decoding.
+
+    python benchmarks/speculation.py                          # all methods on the demo model
+    python benchmarks/speculation.py --methods eagle --json
+    python benchmarks/speculation.py --temperature 0.8 --turns 0  # acceptance alone, of sampled text
+
+Prompts are parts of files that neither the demo model nor its drafters were trained on (`tools/demo_data.py`), and for
+n-grams also ones that repeat themselves. Acceptance is counted with a fixed number of drafts, speed measured with the
+adaptive one. Each turn runs plain decoding and every method one after the other on the same prompts, one at a time, so
+that what else runs on the machine meets all of them; a turn's ratio is taken within it. Greedy tokens of every method
+are checked to be those of plain decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from inferplane import LLM, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from demo_data import is_held_out, stdlib_files
+
+METHODS = {
+    "ngram": {"speculate_method": "ngram", "speculate_max_ngram_size": 5},
+    "draft": {"speculate_method": "draft_model", "draft_model_name_or_path": "demo-draft"},
+    "mtp": {"speculate_method": "mtp"},
+    "eagle": {"speculate_method": "eagle", "draft_model_name_or_path": "demo-eagle"},
+}
+DRAFTS = {"ngram": 7, "draft": 3, "mtp": 2, "eagle": 3}
+"""Most drafts of each method when speed is measured: more cost more than they bring, on this model and a processor."""
+
+
+def held_out(count, prompt_tokens, tokenizer):
+    """Prompts: the text behind the first lines of held-out files, the longest files first, as token ids."""
+    texts = sorted((text for path, text in stdlib_files() if is_held_out(path)), key=len, reverse=True)
+    ids = [tokenizer.encode(text[1000 : 1000 + 12 * prompt_tokens])[:prompt_tokens] for text in texts[:count]]
+    return [p for p in ids if len(p) == prompt_tokens]
+
+
+def repeating(prompts):
+    """Prompts that say the same thing again and again and break off in the middle of it."""
+    return [p[:40] * 4 + p[:20] for p in prompts]
+
+
+def opened(method, args, drafts=None, adaptive=True):
+    """A model that drafts with a method; None: plain."""
+    spec = None
+    if method is not None:
+        spec = {**METHODS[method], "speculate_max_draft_token_num": drafts or DRAFTS[method], "adaptive": adaptive}
+    return LLM("demo", device=args.device, dtype=args.dtype, speculative=spec, prefix_cache=False, max_batch=4)
+
+
+def decode(llm, prompts, params):
+    """Tokens, seconds from each prompt's first token to its last, and how many tokens came in them."""
+    tokens, spent, made = [], 0.0, 0
+    for prompt in prompts:
+        result = llm.generate([prompt], params)[0]
+        t = result.timings
+        tokens.append(result.token_ids)
+        spent += t.total_s - t.first_token_s
+        made += t.generated_tokens - 1
+    return tokens, spent, made
+
+
+def acceptance(method, prompts, params, args):
+    """By position: how many drafts were made, and which part of them stood (with all that were before them)."""
+    with opened(method, args, args.drafts, adaptive=False) as llm:
+        decode(llm, prompts, params)
+        stats = llm.engine.stats()
+    drafted = stats["spec_decode_num_draft_tokens_per_pos"]
+    stood = stats["spec_decode_num_accepted_tokens_per_pos"]
+    stood += [0] * (len(drafted) - len(stood))
+    steps = stats["steps_total"] - len(prompts)  # without the prompts' own
+    tokens = stats["generation_tokens_total"] - len(prompts)
+    return {
+        "drafts": args.drafts,
+        "drafted": drafted,
+        "accepted": stood,
+        "acceptance": [a / d for a, d in zip(stood, drafted)],
+        "tokens_per_step": tokens / steps,
+        "forward_rows": stats["forward_rows_total"],
+    }
+
+
+def speeds(methods, prompts, params, args):
+    """Tokens a second of plain decoding and of each method, by turns, and what each is of plain in its turn."""
+    models = {name: opened(None if name == "plain" else name, args) for name in ("plain", *methods)}
+    rates = {name: [] for name in models}
+    try:
+        want = {name: decode(llm, prompts, params)[0] for name, llm in models.items()}  # warm
+        wrong = [name for name in models if want[name] != want["plain"]] if params.temperature == 0 else []
+        assert not wrong or args.dtype != "float32", f"{wrong} give other tokens than plain decoding"
+        for _ in range(args.turns):
+            for name, llm in models.items():
+                _, spent, made = decode(llm, prompts, params)
+                rates[name].append(made / spent)
+    finally:
+        for llm in models.values():
+            llm.close()
+    out = {}
+    for name, each in rates.items():
+        ratios = sorted(a / b for a, b in zip(each, rates["plain"]))
+        out[name] = {
+            "tokens_per_s": median(each),
+            "times_plain": median(ratios),
+            "least": ratios[0],
+            "most": ratios[-1],
+            "same_tokens": want[name] == want["plain"],
+        }
+    return out
+
+
+def main():
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--prompts", type=int, default=6, help="held-out files")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate for each")
+    parser.add_argument("--drafts", type=int, default=5, help="drafts a step when acceptance is counted")
+    parser.add_argument("--turns", type=int, default=7, help="turns of the comparison of speeds; 0 leaves it out")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    args = parser.parse_args()
+    begun = time.perf_counter()
+    with LLM("demo", device=args.device, dtype=args.dtype) as llm:
+        prompts = held_out(args.prompts, args.prompt_tokens, llm.tokenizer)
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=1, ignore_eos=True)
+    told = {
+        "benchmark": "speculation",
+        "device": args.device,
+        "dtype": args.dtype,
+        "temperature": args.temperature,
+        "prompts": len(prompts),
+        "prompt_tokens": args.prompt_tokens,
+        "max_tokens": args.max_tokens,
+        "turns": args.turns,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "acceptance": {m: acceptance(m, prompts, params, args) for m in args.methods},
+    }
+    if args.turns:
+        told["speed"] = {"held_out": speeds(args.methods, prompts, params, args)}
+        if "ngram" in args.methods:
+            told["speed"]["repeating"] = speeds(["ngram"], repeating(prompts), params, args)
+    told["seconds"] = round(time.perf_counter() - begun, 1)
+    print(json.dumps(told, indent=1) if args.json else text(told))
+
+
+def text(told):
+    """The figures as tables."""
+    lines = [f"{told['prompts']} held-out prompts, {told['max_tokens']} tokens each, temperature {told['temperature']}"]
+    for name, a in told["acceptance"].items():
+        parts = " ".join(f"{x:4.0%}" for x in a["acceptance"])
+        lines.append(f"{name:>6}: {a['tokens_per_step']:.2f} tokens a step with {a['drafts']} drafts, accepted {parts}")
+    for kind, found in told.get("speed", {}).items():
+        lines.append(f"{kind}, {told['dtype']}, {told['threads']} threads, {told['turns']} turns")
+        for name, s in found.items():
+            spread = f"{s['times_plain']:.2f} x plain ({s['least']:.2f} to {s['most']:.2f})"
+            lines.append(f"{name:>6}: {s['tokens_per_s']:7.1f} tokens/s, {spread}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
