@@ -25,7 +25,6 @@ from inferplane.plugin import (
     Backend,
     DeviceError,
     DeviceState,
-    Feature,
     Features,
     Kernel,
     KVLayout,
@@ -34,6 +33,7 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
+from inferplane_npu.chips import SERIES, arch_of, features_of
 from inferplane_npu.kernels import kernels
 from inferplane_npu.kvcache import layouts
 
@@ -53,44 +53,6 @@ PASS_NODES = (
     "and /dev/hisi_hdc"
 )
 
-_CUBE = "the cube unit computes in it (CANN operator documents)"
-_A5 = "FP8 operators are for the 950 series alone (CANN operator documents)"
-_SERIES: dict[str, dict[str, Feature]] = {
-    "910b": {"fp16": Feature(True, _CUBE), "bf16": Feature(True, _CUBE), "int8-dot": Feature(True, _CUBE)},
-    "910_93": {"fp16": Feature(True, _CUBE), "bf16": Feature(True, _CUBE), "int8-dot": Feature(True, _CUBE)},
-    "310p": {
-        "fp16": Feature(True, _CUBE),
-        "bf16": Feature(False, "several operators refuse bfloat16 on the 310P (CANN operator documents); use float16"),
-        "int8-dot": Feature(True, _CUBE),
-    },
-    "950": {
-        "fp16": Feature(True, _CUBE),
-        "bf16": Feature(True, _CUBE),
-        "int8-dot": Feature(None, "no source that we read says so or denies it"),
-        "fp8": Feature(True, _A5),
-    },
-}
-"""Series -> features. 910b is Atlas A2, 910_93 is Atlas A3, 950 is A5."""
-
-
-def features_of(arch: str) -> Features:
-    """What a series can do; a series that is not in the table is unknown in everything."""
-    known = _SERIES.get(arch, {})
-    return Features({"fp8": Feature(False, _A5), **known} if known else {})
-
-
-def arch_of(name: str) -> str:
-    """The series of a device by the name that torch_npu gives it: "Ascend910B3" is "910b".
-
-    A name of no known series is its own architecture. Source: SoC names in CANN's platform_config folder; the 950
-    series was called 910_95 in early releases.
-    """
-    short = name.lower().removeprefix("ascend")
-    for prefix, arch in (("910_95", "950"), ("950", "950"), ("910_93", "910_93"), ("910b", "910b"), ("310p", "310p")):
-        if short.startswith(prefix):
-            return arch
-    return short
-
 
 class NpuBackend(Backend):
     """One Ascend NPU."""
@@ -99,7 +61,7 @@ class NpuBackend(Backend):
     torch_device = "npu"
     auto_rank: ClassVar[int] = 100
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
-        arch: tuple(name for name, feature in features_of(arch).items() if feature.present) for arch in _SERIES
+        arch: tuple(name for name, feature in features_of(arch).items() if feature.present) for arch in SERIES
     }
 
     @classmethod
@@ -189,7 +151,7 @@ class NpuBackend(Backend):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_npu.kvcache`."""
-        return layouts()
+        return layouts(request)
 
     def memory(self) -> Memory:
         """Bytes of this NPU, other processes' use counted."""

@@ -1,13 +1,148 @@
-"""KV layouts on Ascend NPUs: core's paged storage in blocks of 128 tokens."""
+"""KV layouts on Ascend NPUs, in blocks of 128 tokens, as the vendor's attention reads them.
+
+| name | for | tensors, B blocks and a spare one |
+|---|---|---|
+| npu_nd_128 | K and V | K `[B + 1, 128, G, D]`, V `[B + 1, 128, G, Dv]` |
+| npu_nz_128 | K and V, on the 310P | K `[B + 1, G D / 16, 128, 16]`, V likewise |
+| npu_latent_nd_128 | latents of 512 + 64 | latent `[B + 1, 128, 1, 512]`, rotated key `[B + 1, 128, 1, 64]` |
+| npu_latent_nz_128 | latents of 512 + 64 | latent `[B + 1, 32, 128, 16]`, rotated key `[B + 1, 4, 128, 16]` |
+
+The vendor has no mark for padding: its writes demand slots that exist and differ. So slot -1 becomes a slot of the
+spare block, which no block table names.
+
+The rotated key of a latent is kept with its even entries first and its odd ones behind, as the vendor's fused write
+leaves it (npu_kv_rmsnorm_rope_cache); `read` gives it in canonical order.
+
+Source: pages of npu_scatter_pa_kv_cache, npu_kv_rmsnorm_rope_cache and npu_fused_infer_attention_score (op-plugin at
+517f2e7d); vllm-ascend at 182b75ea, attention_v1.py and _310p/attention/attention_v1.py.
+"""
 
 from __future__ import annotations
 
-from inferplane.plugin import KVLayout, paged_layout
+import torch
+
+from inferplane.plugin import HOST, KVLayout, KVRequest, LayerKV, UsageError, paged_layout
 
 BLOCK_TOKENS = 128
 """The paged form of the vendor's fused attention takes no other size in vllm-ascend (attention_v1.py)."""
 
+LATENT, ROTARY = 512, 64
+"""Entries of a latent and of its rotated key: the only sizes that the vendor's fused operators know."""
 
-def layouts() -> tuple[KVLayout, ...]:
-    """Every layout on offer, the plan's own dtype first."""
-    return tuple(paged_layout(BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "int8"))
+NZ = 16
+"""Entries of the last dimension of an NZ tile of 16-bit numbers."""
+
+ND_128, NZ_128, LATENT_ND_128, LATENT_NZ_128 = "npu_nd_128", "npu_nz_128", "npu_latent_nd_128", "npu_latent_nz_128"
+
+
+def even_first(x: torch.Tensor) -> torch.Tensor:
+    """`[..., D]` with entries 0, 2, 4, ... first and 1, 3, 5, ... behind."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def interleaved(x: torch.Tensor) -> torch.Tensor:
+    """The other way round: `[..., D]` in canonical order again."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+class NpuKV(LayerKV):
+    """One layer's blocks in one of the vendor's layouts: two tensors, `first` and `second`.
+
+    Args:
+        request: what the layer remembers.
+        blocks: number of blocks; a spare one is kept behind them.
+        layout: the layout's name.
+        dtype: of the entries.
+        device: where the tensors live.
+    """
+
+    block_tokens = BLOCK_TOKENS
+
+    def __init__(self, request: KVRequest, blocks: int, layout: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.request, self.blocks, self.layout = request, blocks, layout
+        self.latent, self.nz = request.kind == "mla", layout in (NZ_128, LATENT_NZ_128)
+        heads = request.heads
+        self.dims = (LATENT, ROTARY) if self.latent else (request.dim, request.v_dim)
+        shapes = [(heads * d // NZ, BLOCK_TOKENS, NZ) if self.nz else (BLOCK_TOKENS, heads, d) for d in self.dims]
+        self.first, self.second = (torch.zeros((blocks + 1, *s), dtype=dtype, device=device) for s in shapes)
+        self._spare = blocks * BLOCK_TOKENS
+
+    def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views `[blocks + 1, 128, heads * dim]` of both tensors, the form BnBsH of the vendor's attention; ND only."""
+        return self.first.flatten(2), self.second.flatten(2)
+
+    def real(self, slots: torch.Tensor) -> torch.Tensor:
+        """`[T]` slots for the vendor's writes: padded rows go to slots of the spare block, different ones for up to 128
+        padded rows in a row.
+        """
+        spare = self._spare + torch.arange(slots.shape[0], device=slots.device) % BLOCK_TOKENS
+        return torch.where(slots < 0, spare, slots)
+
+    def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
+        """See `LayerKV.write`."""
+        if self.latent:
+            latent, rotated = values[0].split((LATENT, ROTARY), -1)
+            values = latent[:, None], even_first(rotated)[:, None]
+        for part, value in zip((self.first, self.second), values, strict=True):
+            if self.nz:  # slot -1 is the last offset of the last block, the spare one
+                block = torch.div(slots, BLOCK_TOKENS, rounding_mode="floor")
+                part[block, :, slots - block * BLOCK_TOKENS] = value.flatten(1).unflatten(1, (-1, NZ)).to(part.dtype)
+            else:
+                part.view(-1, *part.shape[2:])[slots] = value.to(part.dtype)
+
+    def read(self, table: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
+        """See `LayerKV.read`."""
+        blocks = table[: -(-tokens // BLOCK_TOKENS)].long()
+        out = []
+        for part, dim in zip((self.first, self.second), self.dims, strict=True):
+            held = part[blocks]
+            held = held.transpose(1, 2).flatten(2) if self.nz else held
+            out.append(held.flatten(0, 1)[:tokens].view(tokens, self.request.heads, dim))
+        if not self.latent:
+            return tuple(out)
+        return (torch.cat((out[0], interleaved(out[1])), -1)[:, 0],)
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See `LayerKV.copy_blocks`."""
+        for part in (self.first, self.second):
+            part[target.long()] = part[source.long()]
+
+    def export(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See `LayerKV.export`; both tensors as they lie."""
+        return tuple(part[blocks.long()].to(HOST) for part in (self.first, self.second))
+
+    def load(self, blocks: torch.Tensor, stored: tuple[torch.Tensor, ...]) -> None:
+        """See `LayerKV.load`."""
+        want = [(len(blocks), *part.shape[1:]) for part in (self.first, self.second)]
+        have = [tuple(t.shape) for t in stored]
+        if have != want:
+            raise UsageError(
+                f"KV layout {self.layout} cannot load tensors of shapes {have}.",
+                there_is=f"room for {want}",
+                remedy="load only what the same layout exported",
+            )
+        for part, t in zip((self.first, self.second), stored, strict=True):
+            part[blocks.long()] = t.to(part.device)
+
+
+def _layout(name: str) -> KVLayout:
+    def build(request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
+        return NpuKV(request, blocks, name, dtype, device)
+
+    return KVLayout(name, BLOCK_TOKENS, build, lambda request, dtype: BLOCK_TOKENS * request.entries * dtype.itemsize)
+
+
+def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
+    """Every layout on offer for one kind of layer: the vendor's where it has one, and core's own in int8.
+
+    Which of the vendor's is taken is decided by the kernels: on the 310P those that read NZ are accepted, elsewhere
+    those that read ND.
+    """
+    int8 = paged_layout(BLOCK_TOKENS, "int8")
+    if request.kind == "mla":
+        if request.dim == LATENT + ROTARY:
+            return _layout(LATENT_ND_128), _layout(LATENT_NZ_128), int8
+        return paged_layout(BLOCK_TOKENS), int8
+    if request.heads * request.dim % NZ or request.heads * request.v_dim % NZ:
+        return _layout(ND_128), int8
+    return _layout(ND_128), _layout(NZ_128), int8

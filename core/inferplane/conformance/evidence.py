@@ -54,15 +54,16 @@ class Result:
         }
 
 
-def level(results: Iterable[Result], *, complete: bool) -> str:
-    """The highest level that these results prove, "L0", "L3", "L4", or "none".
+def level(results: Iterable[Result], *, complete: bool, emulated: bool = False) -> str:
+    """The highest level that these results prove, "L0", "L2", "L3", "L4", or "none".
 
-    L0: the declarations hold. L3: every op and KV case passed as well. L4: every model case too. Expected failures
-    count as such: they are listed, and do not lower the level.
+    L0: the declarations hold. L3: every op and KV case passed as well, L4: every model case too; on an emulator, both
+    are L2. Expected failures count as such: they are listed, and do not lower the level.
 
     Args:
         results: everything that ran.
         complete: whether nothing was left out of the run by a user's choice.
+        emulated: whether something else stood for the hardware.
     """
     by_group: dict[str, set[str]] = {}
     for r in results:
@@ -75,6 +76,8 @@ def level(results: Iterable[Result], *, complete: bool) -> str:
         return "none"
     if not (sound("ops") and sound("kvcache")):
         return "L0"
+    if emulated:
+        return "L2"
     return "L4" if sound("models") else "L3"
 
 
@@ -86,11 +89,13 @@ class Run:
         hardware: name and architecture of what was opened, or "none".
         command: how it was started.
         complete: whether nothing was left out by a user's choice.
+        emulated: what stood for the hardware, in words; empty when it was there.
     """
 
     hardware: str
     command: str
     complete: bool
+    emulated: str = ""
 
 
 def write(path: Path, subject: Subject, results: list[Result], run: Run) -> None:
@@ -99,11 +104,11 @@ def write(path: Path, subject: Subject, results: list[Result], run: Run) -> None
     content = {
         "schema": SCHEMA,
         "backend": subject.name,
-        "level": level(results, complete=run.complete),
+        "level": level(results, complete=run.complete, emulated=bool(run.emulated)),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": _commit(),
         "versions": _versions(entry.probe.versions, entry.distribution, entry.version),
-        "hardware": run.hardware,
+        "hardware": f"{run.hardware}, emulated: {run.emulated}" if run.emulated else run.hardware,
         "command": run.command,
         "results": [r.as_json() for r in sorted(results, key=lambda r: r.case)],
     }

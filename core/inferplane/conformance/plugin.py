@@ -24,6 +24,7 @@ FOLDER = Path(__file__).resolve().parent
 CASE = "inferplane_case"
 MEASURED = "inferplane_measured"
 HARDWARE = "inferplane_hardware"
+EMULATED = "inferplane_emulated"
 NEEDS_NO_DEVICE = "test_hygiene"
 NOT_RUN_STATUS = 5
 """pytest's own status for "no tests ran"."""
@@ -154,7 +155,7 @@ class _Record:
         self.config, self.subject, self.xfails = config, subject, xfails
         self.worker = hasattr(config, "workerinput")
         self.results: dict[str, Result] = {}
-        self.hardware = ""
+        self.hardware = self.emulated = ""
 
     def pytest_report_header(self) -> list[str]:
         entry = self.subject.entry
@@ -186,13 +187,16 @@ class _Record:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """A worker of pytest-xdist has ended; it opened the device, this process did not."""
-        self.hardware = getattr(node, "workeroutput", {}).get(HARDWARE) or self.hardware
+        told = getattr(node, "workeroutput", {})
+        self.hardware, self.emulated = told.get(HARDWARE) or self.hardware, told.get(EMULATED) or self.emulated
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if self.subject.state is not None:
             self.hardware = f"{self.subject.state.name}, {self.subject.state.arch}"
+            self.emulated = self.subject.state.emulated
         if self.worker:
-            self.config.workeroutput[HARDWARE] = self.hardware  # type: ignore[attr-defined]
+            output = self.config.workeroutput  # type: ignore[attr-defined]
+            output[HARDWARE], output[EMULATED] = self.hardware, self.emulated
             return
         ran = any(r.status in ("passed", "xfailed") for r in self.results.values())
         if exitstatus == 0 and (self.subject.absent or not ran):
@@ -211,14 +215,18 @@ class _Record:
         name = self.subject.name
         terminalreporter.section("conformance")
         served = f"{name}, served by {self.subject.entry.distribution} {self.subject.entry.version}"
-        terminalreporter.line(f"{served}: {told}; level proved: {evidence.level(results, complete=complete)}")
+        proved = evidence.level(results, complete=complete, emulated=bool(self.emulated))
+        terminalreporter.line(f"{served}: {told}; level proved: {proved}")
+        if self.emulated:
+            terminalreporter.line(f"NOT RUN on hardware: {self.emulated}", yellow=True)
         if self.subject.absent:
             terminalreporter.line(f"NOT RUN on {name}: it is {self.subject.absent}", red=True)
             terminalreporter.line("Only what needs no device was checked.", red=True)
         path = self.config.option.inferplane_evidence
         if path:
             args = self.config.invocation_params.args
-            ran = evidence.Run(self.hardware or "none", " ".join(["pytest", *map(str, args)]), complete)
+            command = " ".join(["pytest", *map(str, args)])
+            ran = evidence.Run(self.hardware or "none", command, complete, self.emulated)
             evidence.write(Path(path), self.subject, results, ran)
             terminalreporter.line(f"evidence: {path}")
 

@@ -66,19 +66,21 @@ class MLAKVWrite(Op, name="mla_kv_write"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Decode and mixed steps over caches with history."""
-        request = KVRequest("mla", 1, 96)
+        """Decode and mixed steps over caches with history; V3's own dims."""
 
-        def inputs(sequences: list[tuple[int, int]]) -> Any:
-            def draw_inputs(d: Draw) -> tuple[Any, ...]:
+        def sample(label: str, latent: int, rope: int, sequences: list[tuple[int, int]], kind: Any) -> Sample:
+            request = KVRequest("mla", 1, latent + rope)
+
+            def inputs(d: Draw) -> tuple[Any, ...]:
                 batch, kv = d.step(request, sequences)
-                return d.normal(batch.tokens, 64), d.normal(batch.tokens, 48)[:, :32], batch, kv
+                return d.normal(batch.tokens, latent), d.normal(batch.tokens, rope + 16)[:, :rope], batch, kv
 
-            return draw_inputs
+            return Sample(label, MLAKVWrite(request), inputs, kind)
 
         return [
-            Sample("decode", MLAKVWrite(request), inputs([(1, 5), (2, 70)]), "decode"),
-            Sample("mixed", MLAKVWrite(request), inputs([(1, 130), (50, 0), (9, 63)])),
+            sample("decode", 64, 32, [(1, 5), (2, 70)], "decode"),
+            sample("mixed", 64, 32, [(1, 130), (50, 0), (9, 63)], "mixed"),
+            sample("v3_decode", 512, 64, [(1, 127), (2, 70)], "decode"),
         ]
 
 
@@ -244,10 +246,11 @@ class MLABlock(Op, name="mla_block"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Decode, prefill and a mixture; with and without the query's own low rank."""
+        """Decode, prefill and a mixture; with and without the query's own low rank; V3's own dims with few heads."""
+        small, real = MLADims(2, 32, 16, 24, 48), MLADims(2, 128, 64, 128, 512)
 
-        def block(q_lora: int) -> MLABlock:
-            d, width = MLADims(2, 32, 16, 24, 48), 64
+        def block(q_lora: int, d: MLADims = small) -> MLABlock:
+            width = 64
             kv_b = placeholder(d.heads * (d.nope + d.value), d.latent)
             scale = (d.nope + d.rope) ** -0.5
             return MLABlock(
@@ -275,6 +278,8 @@ class MLABlock(Op, name="mla_block"):
             sample("decode", block(40), [(1, 9), (3, 70)], "decode"),
             sample("prefill", block(40), [(33, 0), (20, 0)], "mixed"),
             sample("mixed", block(0), [(1, 100), (2, 47), (40, 0), (11, 60)], "mixed"),
+            sample("v3_decode", block(40, real), [(1, 127), (3, 70)], "decode"),
+            sample("v3_mixed", block(0, real), [(2, 130), (17, 0), (11, 60)], "mixed"),
         ]
 
 

@@ -125,12 +125,12 @@ class MoEExperts(Op, name="moe_experts", hot=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """One token, several; an expert that nobody chose; FP8 blocks."""
+        """One token, several; an expert that nobody chose; each weight format."""
 
-        def inputs(t: int, k: int) -> Any:
+        def inputs(t: int, k: int, width: int = 64) -> Any:
             def draw_inputs(d: Draw) -> tuple[Any, ...]:
                 ids = torch.stack([torch.tensor(d.permutation(5)[:k]) for _ in range(t)]).to(d.device)
-                return d.normal(t, 64), d.uniform(t, k, low=0.1), ids
+                return d.normal(t, width), d.uniform(t, k, low=0.1), ids
 
             return draw_inputs
 
@@ -140,6 +140,21 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             Sample("t1", plain, inputs(1, 2), "decode"),
             Sample("t13", plain, inputs(13, 3)),
             Sample("fp8_block", fp8, inputs(7, 2)),
+            *(
+                Sample(
+                    f,
+                    MoEExperts(placeholder(6, 96, 128, format=f), placeholder(6, 128, 48, format=f)),
+                    inputs(7, 2, 128),
+                )
+                for f in ("int8_row", "int4_row")
+            ),
+            Sample(
+                "int4_group",
+                MoEExperts(
+                    placeholder(6, 512, 256, format="int4_group"), placeholder(6, 256, 256, format="int4_group")
+                ),
+                inputs(7, 2, 256),
+            ),
         ]
 
 

@@ -106,6 +106,8 @@ class DeviceState:
         arch: opaque architecture name ; core never parses it.
         features: what it can do.
         memory: bytes.
+        emulated: in words, what stands for the hardware when it is not there; evidence then says so, and no more than
+            that numbers agree. Empty on hardware.
     """
 
     torch_device: str
@@ -113,3 +115,4 @@ class DeviceState:
     arch: str
     features: Features
     memory: Memory
+    emulated: str = ""

@@ -1,11 +1,19 @@
-"""Kernels for Ascend NPUs: for now those composed from torch's own operators."""
+"""Kernels for Ascend NPUs: the vendor's fused operators, and torch's own on the NPU for the rest."""
 
 from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
+from inferplane_npu.kernels import attention, basic, mla, moe, quant
 
 
 def kernels() -> list[Kernel]:
-    """Every kernel this backend declares."""
-    return composed_kernels()
+    """Every kernel this backend declares. torch.ops looks the vendor's operators up when they are called."""
+    return [
+        *basic.KERNELS,
+        *quant.KERNELS,
+        *attention.KERNELS,
+        *mla.KERNELS,
+        *moe.KERNELS,
+        *composed_kernels(),
+    ]

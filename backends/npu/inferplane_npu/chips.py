@@ -1,0 +1,81 @@
+"""What the series of Ascend chips can do, as features that kernels ask for, each with its source.
+
+The vendor's pages of operators (Ascend/op-plugin at 517f2e7d, docs/zh/custom_APIs) begin with a table of products. The
+950's column was added to few of them; where it is missing, vllm-ascend at 182b75ea decides, which calls the operator on
+that series or does not.
+"""
+
+from __future__ import annotations
+
+from inferplane.plugin import Feature, Features
+
+_CUBE = "the cube unit computes in it (CANN operator documents)"
+_LISTED = "its pages list this series (op-plugin, docs/zh/custom_APIs)"
+_CALLED = "not in its pages' lists, but vllm-ascend calls it on this series (device_op.py)"
+_A5 = "FP8 operators are for the 950 series alone (CANN operator documents)"
+_NOT_310P = "its pages list Atlas A2 and A3 only (op-plugin, docs/zh/custom_APIs)"
+_ATTENTION_310P = "vllm-ascend's attention there reads ATB's NZ cache (_310p/attention/attention_v1.py)"
+_ATTENTION = "fused attention reads K and V in ND there (page of npu_fused_infer_attention_score)"
+
+_A2_A3 = {
+    "fp16": Feature(True, _CUBE),
+    "bf16": Feature(True, _CUBE),
+    "int8-dot": Feature(True, _CUBE),
+    "fused-infer": Feature(True, _LISTED),
+    "atb": Feature(True, "assumed: NNAL is installed beside CANN"),
+    "nz-cache": Feature(False, _ATTENTION),
+    "nz-plain-weights": Feature(
+        False, "ND is the default for plain weights; NZ is for quantized ones (vllm-ascend utils.py)"
+    ),
+}
+
+SERIES: dict[str, dict[str, Feature]] = {
+    "910b": _A2_A3,
+    "910_93": _A2_A3,
+    "310p": {
+        "fp16": Feature(True, _CUBE),
+        "bf16": Feature(False, "several operators refuse bfloat16 on the 310P (CANN operator documents); use float16"),
+        "int8-dot": Feature(True, _CUBE),
+        "fused-infer": Feature(False, _NOT_310P),
+        "atb": Feature(True, "assumed: NNAL is installed beside CANN"),
+        "nz-cache": Feature(True, _ATTENTION_310P),
+        "nz-plain-weights": Feature(True, "weights are kept in NZ there (vllm-ascend hardware_profile.py, FORCE_NZ)"),
+    },
+    "950": {
+        "fp16": Feature(True, _CUBE),
+        "bf16": Feature(True, _CUBE),
+        "int8-dot": Feature(None, "no source that we read says so or denies it"),
+        "fp8": Feature(True, _A5),
+        "fused-infer": Feature(True, _CALLED),
+        "atb": Feature(None, "no source that we read says so or denies it"),
+        "nz-cache": Feature(False, _ATTENTION),
+        "nz-plain-weights": Feature(
+            False, "a tensor in NZ can neither be viewed nor sliced there (page of npu_format_cast)"
+        ),
+    },
+}
+"""Series -> features. 910b is Atlas A2, 910_93 is Atlas A3, 950 is A5.
+
+"fused-infer": the fused operators of inference (attention with a paged cache, cache writes, gating, dynamic
+quantization). "atb": ATB's operators, which need NNAL. "nz-cache": attention reads an NZ cache. "nz-plain-weights":
+plain weights are kept in NZ.
+"""
+
+
+def features_of(arch: str) -> Features:
+    """What a series can do; a series that is not in the table is unknown in everything."""
+    known = SERIES.get(arch, {})
+    return Features({"fp8": Feature(False, _A5), **known} if known else {})
+
+
+def arch_of(name: str) -> str:
+    """The series of a device by the name that torch_npu gives it: "Ascend910B3" is "910b".
+
+    A name of no known series is its own architecture. Source: SoC names in CANN's platform_config folder; the 950
+    series was called 910_95 in early releases.
+    """
+    short = name.lower().removeprefix("ascend")
+    for prefix, arch in (("910_95", "950"), ("950", "950"), ("910_93", "910_93"), ("910b", "910b"), ("310p", "310p")):
+        if short.startswith(prefix):
+            return arch
+    return short

@@ -1,0 +1,170 @@
+"""Captured steps. Tensors of a step are read again at every replay; lengths that the vendor's attention takes as Python
+integers are not, so each attention call is a task of its own within the graph, and is given new lengths before each
+replay.
+
+A task waits for an event that `update` records once it has been given its lengths, on a stream of its own: replay and
+update may overlap.
+
+Source: page of npu_fused_infer_attention_score (example 9) and of torch.npu.graph_task_group_begin in Ascend/op-plugin
+at 517f2e7d; the order of events as in vllm-ascend at 182b75ea, attention_v1.py (`full_graph_fia`) and acl_graph.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Batch, HostLens, UsageError
+
+npu = torch.ops.npu
+LENGTHS = ("actual_seq_lengths", "actual_seq_lengths_kv")
+PERSISTENT = ("ids", "positions", "slots", "query_start", "seq_lens", "block_tables", "logit_rows")
+
+
+def attend(
+    batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, heads_first: bool = False, **call: Any
+) -> torch.Tensor:
+    """npu_fused_infer_attention_score, or the recording of it when the batch is one that is being captured.
+
+    Args:
+        batch: the step.
+        q: `[T, H, D]`. k, v: as the call's layout wants them.
+        heads_first: the result is `[H, T, D]`, not `[T, H, D]`.
+        call: keyword arguments of the operator.
+    """
+    if isinstance(batch, RecordedBatch):
+        return batch.recorder.attend(q, k, v, heads_first, call)
+    return npu.npu_fused_infer_attention_score(q, k, v, **call)[0]
+
+
+@dataclass
+class Task:
+    """One attention call within a graph: what it was called with, and how it is reached."""
+
+    handle: Any
+    event: Any
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    call: dict[str, Any]
+    results: list[torch.Tensor]
+
+
+@dataclass
+class Recorder:
+    """Gathers the tasks of a graph while it is captured.
+
+    Args:
+        runtime: the vendor's counterpart of `torch.cuda`.
+        workspaces: one scratch buffer for all calls of one shape; they run one after another.
+    """
+
+    runtime: Any
+    tasks: list[Task] = field(default_factory=list)
+    workspaces: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool, call: dict[str, Any]
+    ) -> torch.Tensor:
+        """Record one call of attention, with a place for its results."""
+        shape = (q.shape[1], q.shape[0], v.shape[-1]) if heads_first else q.shape
+        key = (tuple(q.shape), tuple(k.shape), call["input_layout"])
+        if key not in self.workspaces:
+            self.workspaces[key] = npu._npu_fused_infer_attention_score_get_max_workspace(q, k, v, **call)
+        results = [q.new_empty(shape), q.new_empty(1, dtype=torch.float32)]
+        call = {**call, "workspace": self.workspaces[key]}
+        stream = self.runtime.current_stream()
+        event = self.runtime.ExternalEvent()
+        event.wait(stream)
+        event.reset(stream)
+        self.runtime.graph_task_group_begin(stream)
+        npu.npu_fused_infer_attention_score.out(q, k, v, **call, out=results)
+        handle = self.runtime.graph_task_group_end(stream)
+        self.tasks.append(Task(handle, event, (q, k, v), call, results))
+        return results[0]
+
+    def update(self, stream: Any, lengths: dict[str, list[int]]) -> None:
+        """Give every task its lengths, in order, and let it go."""
+        with self.runtime.stream(stream):
+            for task in self.tasks:
+                task.call.update(lengths)
+                self.runtime.graph_task_update_begin(stream, task.handle)
+                npu.npu_fused_infer_attention_score.out(*task.tensors, **task.call, out=task.results)
+                self.runtime.graph_task_update_end(stream)
+                task.event.record(stream)
+
+
+@dataclass(frozen=True)
+class RecordedBatch(Batch):
+    """A batch whose step is being captured; its tensors live as long as the graph.
+
+    Args:
+        recorder: gathers attention calls.
+    """
+
+    recorder: Recorder = field(kw_only=True)
+
+
+class CapturedStep:
+    """A decode step as a graph.
+
+    Args:
+        runtime: the vendor's counterpart of `torch.cuda`.
+        step: the step to capture.
+        bucket: a decode batch of the size to capture; its tensors become the graph's own.
+
+    Raises:
+        UsageError: the bucket is no decode step, or the host does not know its lengths.
+    """
+
+    def __init__(self, runtime: Any, step: Callable[[Batch], Any], bucket: Batch) -> None:
+        if bucket.kind != "decode" or bucket.host_lens is None:
+            raise UsageError(
+                f"A {bucket.kind} step {'' if bucket.host_lens else 'without lengths on the host '}cannot be captured.",
+                remedy="capture decode steps, with host_lens",
+            )
+        self.runtime, self.recorder = runtime, Recorder(runtime)
+        self.batch = RecordedBatch(**{f.name: getattr(bucket, f.name) for f in fields(Batch)}, recorder=self.recorder)
+        self.graph, self.side = runtime.NPUGraph(), runtime.Stream()
+        with runtime.graph(self.graph):
+            self.outputs = step(self.batch)
+
+    def update(self, batch: Batch) -> None:
+        """Take over a batch of the bucket's size: its tensors, and its lengths for every attention call.
+
+        Raises:
+            UsageError: it has another number of rows or sequences, or wider block tables.
+        """
+        for name in PERSISTENT:
+            own, given = getattr(self.batch, name), getattr(batch, name)
+            if own is None and given is None:
+                continue
+            if own is None or given is None or (name != "block_tables" and own.shape != given.shape):
+                raise UsageError(
+                    f"The captured step has {_rows(self.batch)}, the batch {_rows(batch)}: {name} differs."
+                )
+            if name == "block_tables":
+                if given.shape[0] != own.shape[0] or given.shape[1] > own.shape[1]:
+                    raise UsageError(f"Block tables {list(given.shape)} do not fit the captured {list(own.shape)}.")
+                own = own[:, : given.shape[1]]
+            own.copy_(given)
+        object.__setattr__(self.batch, "host_lens", batch.lens())
+        self.recorder.update(self.side, lengths_of(batch.lens()))
+
+    def replay(self) -> Any:
+        """Run the graph; returns what the captured step returned, refilled."""
+        self.graph.replay()
+        return self.outputs
+
+
+def lengths_of(lens: HostLens) -> dict[str, list[int]]:
+    """The two lists that attention is called with: ends of the queries, and lengths of the sequences."""
+    return dict(zip(LENGTHS, (list(lens.query_start[1:]), [max(1, n) for n in lens.seq_lens])))
+
+
+def _rows(batch: Batch) -> str:
+    return f"{batch.tokens} rows of {batch.seq_lens.shape[0]} sequences"
+
+
+__all__ = ["CapturedStep", "RecordedBatch", "Recorder", "attend", "lengths_of"]

@@ -1,0 +1,248 @@
+"""Cache writes and attention over paged K and V.
+
+On Atlas A2, A3 and the 950 npu_fused_infer_attention_score serves prompts and single tokens; on the 310P ATB's paged
+attention does, over a cache in NZ. Lengths are Python integers to the first: `actual_seq_lengths` is cumulative for
+ragged queries (TND), `actual_seq_lengths_kv` is not where the cache is paged.
+
+Source: pages in Ascend/op-plugin at 517f2e7d; vllm-ascend at 182b75ea, attention_v1.py, _310p/attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Batch, Kernels
+from inferplane_npu.graphs import attend
+from inferplane_npu.kernels.when import HALF, RANK_ALTERNATIVE, RANK_FUSED, OnNpu
+from inferplane_npu.kvcache import BLOCK_TOKENS, ND_128, NZ_128, NpuKV
+
+npu, atb = torch.ops.npu, torch.ops.atb
+KERNELS = Kernels()
+
+MASK_TOKENS = 2048
+"""Side of the one mask that the causal and band modes take, whatever the lengths."""
+RIGHT_DOWN_CAUSAL, BAND = 3, 4
+"""Values of `sparse_mode`."""
+NORM_COMPRESS = 5
+"""ATB's `mask_type` for that one mask; it takes no other."""
+ATB_HIDDEN = -10000.0
+
+
+@functools.cache
+def causal_mask(device: torch.device) -> torch.Tensor:
+    """int8 `[2048, 2048]`, 1 above the diagonal: what the causal and band modes want."""
+    return torch.ones(MASK_TOKENS, MASK_TOKENS, dtype=torch.int8, device=device).triu_(1)
+
+
+@functools.cache
+def additive_mask(device: torch.device) -> torch.Tensor:
+    """float16 `[2048, 2048]`, -10000 above the diagonal: ATB's form of the same."""
+    return torch.full((MASK_TOKENS, MASK_TOKENS), ATB_HIDDEN, dtype=torch.float16, device=device).triu_(1)
+
+
+def key_lens(batch: Batch) -> list[int]:
+    """Lengths in tokens, not cumulative; a padded sequence attends to the first slot of block 0 and is ignored."""
+    return [max(1, n) for n in batch.lens().seq_lens]
+
+
+def _few_heads(op: Any) -> bool:
+    return op.heads <= 256 and op.heads // op.kv.heads <= 64
+
+
+def _ragged_dims(op: Any) -> bool:
+    return (op.kv.dim, op.kv.v_dim) in ((128, 128), (192, 128), (192, 192))
+
+
+def _equal_dims(op: Any) -> bool:
+    return op.kv.dim == op.kv.v_dim and op.kv.dim % 16 == 0 and op.kv.dim <= 512
+
+
+HEADS = ("at most 256 heads, 64 to a KV head", _few_heads)
+
+
+@KERNELS(
+    "kv_write",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(HALF, kv_layouts=(ND_128,), features=("fused-infer",)),
+    capture_safe=True,
+)
+def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
+    """npu_scatter_pa_kv_cache in its ND mode, which is not the default."""
+    npu.npu_scatter_pa_kv_cache(
+        k.contiguous(), v.contiguous(), kv.first, kv.second, kv.real(batch.slots), cache_mode="Norm"
+    )
+
+
+@KERNELS(
+    "kv_write",
+    "atb",
+    rank=RANK_FUSED,
+    when=OnNpu((torch.float16,), kv_layouts=(NZ_128,), features=("nz-cache", "atb")),
+    capture_safe=True,
+)
+def kv_write_nz(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
+    """_npu_reshape_and_cache into NZ tiles."""
+    atb._npu_reshape_and_cache(k.contiguous(), v.contiguous(), kv.first, kv.second, kv.real(batch.slots).int())
+
+
+@KERNELS(
+    "attention",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        HALF,
+        kv_layouts=(ND_128,),
+        features=("fused-infer",),
+        needs=(
+            HEADS,
+            ("heads of 128 entries, or of 192 with values of 128 or 192", _ragged_dims),
+            ("no window", lambda op: op.kv.window is None),
+        ),
+    ),
+    capture_safe=True,
+    needs_host_lens=True,
+)
+def attention_ragged(p: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    """All sequences in one call, in the layout TND."""
+    k, v = kv.flat()
+    return attend(
+        batch,
+        q,
+        k,
+        v,
+        atten_mask=causal_mask(q.device),
+        actual_seq_lengths=list(batch.lens().query_start[1:]),
+        actual_seq_lengths_kv=key_lens(batch),
+        block_table=batch.block_tables,
+        num_heads=p.heads,
+        num_key_value_heads=p.kv.heads,
+        scale=p.scale,
+        input_layout="TND",
+        sparse_mode=RIGHT_DOWN_CAUSAL,
+        block_size=BLOCK_TOKENS,
+    )
+
+
+@KERNELS(
+    "attention",
+    "torch_npu",
+    rank=RANK_ALTERNATIVE,
+    when=OnNpu(
+        HALF,
+        kv_layouts=(ND_128,),
+        features=("fused-infer",),
+        needs=(HEADS, ("K and V of one width, a multiple of 16 up to 512", _equal_dims)),
+    ),
+    needs_host_lens=True,
+)
+def attention_by_sequence(p: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    """Head sizes and windows that TND does not take, in the layout BSND: single tokens of all sequences in one call,
+    longer queries sequence by sequence.
+    """
+    if batch.max_query_tokens == 1:
+        return _single(p, q, batch.seq_lens, key_lens(batch), batch.block_tables, kv)
+    out = torch.empty_like(q)
+    for a, b, n, table in batch.rows():
+        if b - a == 1:
+            lens = torch.full((1,), n, dtype=torch.int32, device=q.device)
+            out[a:b] = _single(p, q[a:b], lens, [n], table[None], kv)
+        else:
+            out[a:b] = _several(p, q[a:b], n, table, kv)
+    return out
+
+
+def _several(p: Any, q: torch.Tensor, n: int, table: torch.Tensor, kv: NpuKV) -> torch.Tensor:
+    """The last S of a sequence's n tokens ask, `[S, H, D]`. A window of w tokens is the token and w - 1 before it."""
+    window = p.kv.window
+    band = {} if window is None else {"pre_tokens": window - 1, "next_tokens": 0}
+    gone = p.kv.blocks_before_window(q.shape[0], n, BLOCK_TOKENS)
+    k, v = kv.flat()
+    return npu.npu_fused_infer_attention_score(
+        q[None],
+        k,
+        v,
+        atten_mask=causal_mask(q.device),
+        actual_seq_lengths=[q.shape[0]],
+        actual_seq_lengths_kv=[n - gone * BLOCK_TOKENS],
+        block_table=table[None, gone:].contiguous(),
+        num_heads=p.heads,
+        num_key_value_heads=p.kv.heads,
+        scale=p.scale,
+        input_layout="BSND",
+        sparse_mode=RIGHT_DOWN_CAUSAL if window is None else BAND,
+        block_size=BLOCK_TOKENS,
+        **band,
+    )[0][0]
+
+
+def _single(
+    p: Any, q: torch.Tensor, lens: torch.Tensor, host_lens: list[int], tables: torch.Tensor, kv: NpuKV
+) -> torch.Tensor:
+    """One token of each sequence asks, `[B, H, D]`. `sparse_mode` means nothing then: a window needs a whole mask."""
+    mask, window = None, p.kv.window
+    if window is not None:
+        # The table without the blocks before the window, which may hold anything, and the lengths without their tokens.
+        gone = (lens - window).clamp(min=0) // BLOCK_TOKENS
+        place = gone[:, None] + torch.arange(min(tables.shape[1], window // BLOCK_TOKENS + 2), device=q.device)
+        tables = tables.gather(1, place.clamp(max=tables.shape[1] - 1).long())
+        lens = lens - gone * BLOCK_TOKENS
+        host_lens = [n - max(0, n - window) // BLOCK_TOKENS * BLOCK_TOKENS for n in host_lens]
+        key = torch.arange(tables.shape[1] * BLOCK_TOKENS, device=q.device)
+        mask = ((key >= lens[:, None]) | (key < lens[:, None] - window))[:, None, None]
+    k, v = kv.flat()
+    return npu.npu_fused_infer_attention_score(
+        q[:, None],
+        k,
+        v,
+        atten_mask=mask,
+        actual_seq_lengths_kv=host_lens,
+        block_table=tables,
+        num_heads=p.heads,
+        num_key_value_heads=p.kv.heads,
+        scale=p.scale,
+        input_layout="BSND",
+        block_size=BLOCK_TOKENS,
+    )[0][:, 0]
+
+
+@KERNELS(
+    "attention",
+    "atb",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        (torch.float16,),
+        kv_layouts=(NZ_128,),
+        features=("nz-cache", "atb"),
+        needs=(
+            ("K and V of one width, a multiple of 16 up to 256", lambda op: _equal_dims(op) and op.kv.dim <= 256),
+            ("no window", lambda op: op.kv.window is None),
+        ),
+    ),
+    needs_host_lens=True,
+)
+def attention_nz(p: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    """ATB on the 310P: paged attention for single tokens, its split-fuse form for longer queries."""
+    q, out, lens = q.contiguous(), torch.empty_like(q), batch.seq_lens.clamp(min=1)
+    if batch.max_query_tokens == 1:
+        atb._npu_paged_attention(q, kv.first, kv.second, p.kv.heads, p.heads, p.scale, batch.block_tables, lens, out)
+        return out
+    starts = torch.tensor(batch.lens().query_start, dtype=torch.int32)
+    atb._npu_paged_attention_splitfuse_v2(
+        q,
+        kv.first,
+        kv.second,
+        batch.block_tables,
+        lens,
+        additive_mask(q.device),
+        starts.diff(),
+        p.kv.heads,
+        p.heads,
+        p.scale,
+        mask_type=NORM_COMPRESS,
+        out=out,
+    )
+    return out

@@ -1,0 +1,129 @@
+"""Norms, rotary positions, activations and products by the vendor's fused operators.
+
+Source of every call: the operator's page in Ascend/op-plugin at 517f2e7d, docs/zh/custom_APIs/torch_npu, and its schema
+in torch-npu 2.13.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from inferplane.plugin import Kernels, Packing
+from inferplane_npu.kernels.when import FLOATS, HALF, RANK_FUSED, OnNpu
+
+npu = torch.ops.npu
+KERNELS = Kernels()
+
+FRACTAL_NZ = 29
+"""ACL's number of the NZ format."""
+
+
+def _rope_table(table: torch.Tensor, spread: Any) -> torch.Tensor:
+    """`[positions, 2, D / 2]` as `[2, positions, D]`, cosines and sines for every entry."""
+    return torch.stack([spread(part) for part in table.unbind(1)]).contiguous()
+
+
+ROPE_HALF = Packing("torch_npu.rope_half", lambda t: _rope_table(t, lambda part: torch.cat((part, part), -1)))
+ROPE_INTERLEAVED = Packing(
+    "torch_npu.rope_interleaved", lambda t: _rope_table(t, lambda part: part.repeat_interleave(2, -1))
+)
+NZ_WEIGHT = Packing("torch_npu.nz", lambda w: npu.npu_format_cast(w, FRACTAL_NZ))
+
+
+def cos_sin(table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines `[T, D]` of a packed table, contiguous, in the dtype of what is rotated."""
+    cos, sin = table[:, positions].to(dtype).unbind(0)
+    return cos, sin
+
+
+def _plan_dtype(weight: Any) -> bool:
+    return weight.dtype is None
+
+
+@KERNELS(
+    "rms_norm",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(FLOATS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.weight)),)),
+    capture_safe=True,
+)
+def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """npu_rms_norm; its second result is for training."""
+    return npu.npu_rms_norm(x, p.weight, p.eps)[0]
+
+
+@KERNELS(
+    "add_rms_norm",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(FLOATS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.norm.weight)),)),
+    capture_safe=True,
+)
+def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """npu_add_rms_norm, whose third result is the sum; the first layer has nothing to add."""
+    norm = p.norm
+    if residual is None:
+        return npu.npu_rms_norm(x, norm.weight, norm.eps)[0], x
+    y, _, s = npu.npu_add_rms_norm(x, residual, norm.weight, norm.eps)
+    return y, s
+
+
+@KERNELS(
+    "rope",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(FLOATS, needs=(("halves as pairs", lambda op: not op.interleaved),)),
+    packs={"table": ROPE_HALF},
+    capture_safe=True,
+)
+def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """npu_rotary_mul on `[T, H, D]`; cosines and sines must have the dtype of what they rotate."""
+    cos, sin = cos_sin(p.table, positions, x.dtype)
+    return npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None])
+
+
+@KERNELS(
+    "rope",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(FLOATS, needs=(("neighbours as pairs", lambda op: op.interleaved),)),
+    packs={"table": ROPE_INTERLEAVED},
+    capture_safe=True,
+)
+def rope_interleaved(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """npu_rotary_mul in the mode whose results stand where their inputs stood."""
+    cos, sin = cos_sin(p.table, positions, x.dtype)
+    return npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None], "interleave")
+
+
+@KERNELS("silu_mul", "torch_npu", rank=RANK_FUSED, when=OnNpu(FLOATS, features=("fused-infer",)), capture_safe=True)
+def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """npu_swiglu: SiLU of the first half times the second."""
+    return npu.npu_swiglu(x.contiguous())
+
+
+def _plain_product(op: Any) -> bool:
+    return op.out_dtype is None and op.act is None
+
+
+@KERNELS(
+    "linear",
+    "torch",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        (torch.float16,),
+        features=("nz-plain-weights",),
+        needs=(("activations and result in the plan's dtype", _plain_product),),
+    ),
+    packs={"weight": NZ_WEIGHT},
+    capture_safe=True,
+)
+def linear_nz(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """torch's own product, with the weight in the cube unit's own tiles."""
+    return F.linear(x, p.weight, p.bias)
+
+
+__all__ = ["FRACTAL_NZ", "HALF", "KERNELS", "ROPE_HALF", "cos_sin"]

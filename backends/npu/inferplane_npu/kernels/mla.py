@@ -1,0 +1,270 @@
+"""Latent attention at the sizes that the vendor's operators know: 512 + 64 entries a token.
+
+Queries are rotated, and keys kept, with even entries first: scores do not depend on the order, as long as both have it.
+
+Source: pages of npu_kv_rmsnorm_rope_cache, npu_interleave_rope, npu_transpose_batchmatmul and
+npu_fused_infer_attention_score in Ascend/op-plugin at 517f2e7d; the docstring of torch_npu.atb's
+npu_multi_head_latent_attention; vllm-ascend at 182b75ea, mla_v1.py.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from inferplane.plugin import Batch, Kernels
+from inferplane_npu.graphs import attend
+from inferplane_npu.kernels.attention import RIGHT_DOWN_CAUSAL, causal_mask, key_lens
+from inferplane_npu.kernels.basic import ROPE_HALF, cos_sin
+from inferplane_npu.kernels.when import HALF, RANK_ALTERNATIVE, RANK_FUSED, OnNpu
+from inferplane_npu.kvcache import (
+    BLOCK_TOKENS,
+    LATENT,
+    LATENT_ND_128,
+    LATENT_NZ_128,
+    NZ,
+    ROTARY,
+    NpuKV,
+    even_first,
+)
+
+npu, atb = torch.ops.npu, torch.ops.atb
+KERNELS = Kernels()
+BOTH = (LATENT_ND_128, LATENT_NZ_128)
+
+
+def _sizes(op: Any) -> bool:
+    return (op.dims.latent, op.dims.rope) == (LATENT, ROTARY)
+
+
+def _absorbed_dims(op: Any) -> bool:
+    d = op.dims
+    return _sizes(op) and d.heads in (1, 2, 4, 8, 16, 32, 64, 128) and d.nope % 16 == 0 and d.value % 16 == 0
+
+
+def _expanded_dims(op: Any) -> bool:
+    return _sizes(op) and op.dims.nope == 128 and op.dims.value == 128 and op.dims.heads <= 256
+
+
+def _plain_kv_b(op: Any) -> bool:
+    return _product(op.kv_b) and op.kv_b.bias is None
+
+
+def _product(linear: Any) -> bool:
+    return linear is None or (linear.act is None and linear.out_dtype is None)
+
+
+def _plain_block(op: Any) -> bool:
+    return all(map(_product, (op.q_a, op.q_b, op.kv_a, op.o))) and _plain_kv_b(op.expanded)
+
+
+ABSORBED = ("latents of 512 + 64, a power of two of heads up to 128, head sizes that 16 divides", _absorbed_dims)
+EXPANDED = ("latents of 512 + 64 and heads of 128 + 64 with values of 128", _expanded_dims)
+
+
+@KERNELS(
+    "mla_kv_write",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(HALF, kv_layouts=BOTH, features=("fused-infer",)),
+    capture_safe=True,
+)
+def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
+    """npu_scatter_pa_kv_cache: the latent goes where a key would, the rotated key where a value would."""
+    npu.npu_scatter_pa_kv_cache(
+        latent[:, None].contiguous(),
+        even_first(k_rope)[:, None].contiguous(),
+        kv.first,
+        kv.second,
+        kv.real(batch.slots),
+        cache_mode="PA_NZ" if kv.nz else "Norm",
+    )
+
+
+@KERNELS(
+    "mla_absorbed",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(HALF, kv_layouts=BOTH, features=("fused-infer",), needs=(ABSORBED,)),
+    capture_safe=True,
+    needs_host_lens=True,
+)
+def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    """Fold kv_b into the query, attend to the latents, unfold: three calls."""
+    return _absorbed(p, q_nope, even_first(q_rope), batch, kv)
+
+
+def _fold(p: Any, q_nope: torch.Tensor) -> torch.Tensor:
+    """`[T, H, N]` times each head's `[N, 512]`: `[T, H, 512]`. The weight is a view: kv_b is kept once."""
+    return npu.npu_transpose_batchmatmul(q_nope, _halves(p)[0], perm_x1=[1, 0, 2], perm_y=[1, 0, 2])
+
+
+def _unfold(p: Any, heads_first: torch.Tensor) -> torch.Tensor:
+    """`[H, T, 512]` times each head's `[512, V]`: `[T, H, V]`."""
+    w_v = _halves(p)[1].transpose(1, 2)
+    return npu.npu_transpose_batchmatmul(heads_first, w_v, perm_y=[1, 0, 2])
+
+
+def _halves(p: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of kv_b that make keys `[H, N, 512]` and those that make values `[H, V, 512]`."""
+    d = p.dims
+    w_k, w_v = p.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
+    return w_k, w_v
+
+
+def _absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    # The result comes heads first: the product that unfolds it may not turn 128 heads of 512 entries itself.
+    if kv.nz:
+        latent, rotated = (t.view(t.shape[0], 1, -1, BLOCK_TOKENS, NZ) for t in (kv.first, kv.second))
+    else:
+        latent, rotated = kv.flat()
+    mid = attend(
+        batch,
+        _fold(p, q_nope).contiguous(),
+        latent,
+        latent,
+        heads_first=True,
+        query_rope=q_rope.contiguous(),
+        key_rope=rotated,
+        atten_mask=causal_mask(q_nope.device),
+        actual_seq_lengths=list(batch.lens().query_start[1:]),
+        actual_seq_lengths_kv=key_lens(batch),
+        block_table=batch.block_tables,
+        num_heads=p.dims.heads,
+        num_key_value_heads=1,
+        scale=p.scale,
+        input_layout="TND_NTD",
+        sparse_mode=RIGHT_DOWN_CAUSAL,
+        block_size=BLOCK_TOKENS,
+    )
+    return _unfold(p, mid)
+
+
+@KERNELS(
+    "mla_absorbed",
+    "atb",
+    rank=RANK_ALTERNATIVE,
+    when=OnNpu(HALF, kv_layouts=(LATENT_ND_128,), features=("fused-infer", "atb"), needs=(ABSORBED,)),
+    needs_host_lens=True,
+)
+def mla_absorbed_atb(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    """ATB's latent attention, which knows no mask: each token asks as a sequence of its own that ends with it."""
+    lens, tables = batch.lens(), batch.block_tables
+    ends = key_lens(batch)
+    if batch.max_query_tokens > 1:
+        counts = [b - a for a, b in pairwise(lens.query_start)]
+        ends = [n - count + 1 + i for n, count in zip(ends, counts) for i in range(count)]
+        tables = tables.repeat_interleave(torch.tensor(counts, device=tables.device), 0)
+    mid = atb.npu_multi_head_latent_attention(
+        _fold(p, q_nope).contiguous(),
+        even_first(q_rope).contiguous(),
+        kv.first,
+        kv.second,
+        tables,
+        [max(1, n) for n in ends],
+        p.dims.heads,
+        p.scale,
+        1,
+    )
+    return _unfold(p, mid.transpose(0, 1).contiguous())
+
+
+@KERNELS(
+    "mla_expanded",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        HALF,
+        kv_layouts=(LATENT_ND_128,),
+        features=("fused-infer",),
+        needs=(EXPANDED, ("a plain kv_b without bias", _plain_kv_b)),
+    ),
+    needs_host_lens=True,
+)
+def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    """Gather the latents, expand them, attend to dense keys and values."""
+    return _expanded(p, q_nope, even_first(q_rope), batch, kv)
+
+
+def _expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    d, lens = p.dims, batch.lens()
+    ends = list(accumulate(lens.seq_lens))
+    latent = q_nope.new_empty(ends[-1], 1, LATENT)
+    rotated = q_nope.new_empty(ends[-1], 1, ROTARY)
+    npu.npu_gather_pa_kv_cache(kv.first, kv.second, batch.block_tables, batch.seq_lens, latent, rotated)
+    both = F.linear(latent[:, 0], p.kv_b.weight).view(-1, d.heads, d.nope + d.value)
+    k, v = both.split((d.nope, d.value), -1)
+    return npu.npu_fused_infer_attention_score(
+        q_nope.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        query_rope=q_rope.contiguous(),
+        key_rope=rotated.expand(-1, d.heads, -1).contiguous(),
+        atten_mask=causal_mask(q_nope.device),
+        actual_seq_lengths=list(lens.query_start[1:]),
+        actual_seq_lengths_kv=ends,
+        num_heads=d.heads,
+        num_key_value_heads=d.heads,
+        scale=p.scale,
+        input_layout="TND",
+        sparse_mode=RIGHT_DOWN_CAUSAL,
+    )[0]
+
+
+@KERNELS(
+    "mla_block",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        HALF,
+        kv_layouts=(LATENT_ND_128,),
+        features=("fused-infer",),
+        needs=(
+            ("one rank", lambda op: op.reduce is None),
+            ("neighbours as pairs", lambda op: op.rope.interleaved),
+            ("plain products", _plain_block),
+            ("a norm in the plan's dtype", lambda op: op.kv_a_norm.weight.dtype is None),
+            (ABSORBED[0], lambda op: _absorbed_dims(op.absorbed)),
+            (EXPANDED[0], lambda op: _expanded_dims(op.expanded)),
+        ),
+    ),
+    packs={"rope.table": ROPE_HALF},
+    capture_safe=True,
+    needs_host_lens=True,
+)
+def mla_block(p: Any, x: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    """The block, with norm, rotation and write of the latent in one call (npu_kv_rmsnorm_rope_cache)."""
+    d, tokens = p.dims, x.shape[0]
+    c = x
+    if p.q_a is not None:
+        c = npu.npu_rms_norm(F.linear(x, p.q_a.weight, p.q_a.bias), p.q_a_norm.weight, p.q_a_norm.eps)[0]
+    q = F.linear(c, p.q_b.weight, p.q_b.bias).view(tokens, d.heads, -1)
+    q_nope, q_rope = q.split((d.nope, d.rope), -1)
+    cos, sin = cos_sin(p.rope.table, batch.positions, x.dtype)
+    q_rope = npu.npu_interleave_rope(
+        q_rope[:, :, None].contiguous(), cos[:, None, None].contiguous(), sin[:, None, None].contiguous()
+    )[:, :, 0]
+    # All tokens as one sequence: as many of one token each would need as many blocks as tokens.
+    one = (1, 1, tokens, -1)
+    npu.npu_kv_rmsnorm_rope_cache(
+        F.linear(x, p.kv_a.weight, p.kv_a.bias).view(one),
+        p.kv_a_norm.weight,
+        cos.view(one),
+        sin.view(one),
+        kv.real(batch.slots),
+        kv.second,
+        kv.first,
+        epsilon=p.kv_a_norm.eps,
+        cache_mode="PA",
+    )
+    few, many = batch.split()
+    parts, n = [], 0 if few is None else few.tokens
+    if few is not None:
+        parts.append(_absorbed(p.absorbed, q_nope[:n], q_rope[:n], few, kv))
+    if many is not None:
+        parts.append(_expanded(p.expanded, q_nope[n:], q_rope[n:], many, kv))
+    y = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return F.linear(y.flatten(1), p.o.weight, p.o.bias)

@@ -1,0 +1,207 @@
+"""Mixture of experts: gating, sorting by expert, grouped products, weighted sum, each one call.
+
+Source: pages of npu_moe_gating_top_k, npu_moe_gating_top_k_softmax, npu_moe_init_routing_v2 and npu_grouped_matmul in
+Ascend/op-plugin at 517f2e7d; npu_moe_token_unpermute as in its test there; the order of calls as in vllm-ascend at
+182b75ea, ops/fused_moe/moe_mlp.py and token_dispatcher.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Kernels, Packing
+from inferplane_npu.kernels.quant import INT4_EXPERTS, INT8_EXPERTS, Packed
+from inferplane_npu.kernels.when import FLOATS, HALF, RANK_FUSED, OnNpu
+
+npu = torch.ops.npu
+KERNELS = Kernels()
+
+SOFTMAX, SIGMOID = 0, 1
+"""Values of `norm_type`."""
+COUNTS = 1
+"""Value of `expert_tokens_num_type` and of `group_list_type`: rows an expert, not their running sum."""
+ROWS, ONE_RESULT = 0, 2
+"""Values of `group_type` and of `split_item`."""
+
+FLOAT32 = Packing("float32", lambda w: w.float())
+COLUMNS = Packing("torch_npu.experts", lambda w: w.transpose(1, 2))
+"""`[E, K, N]` as a view: the page allows a transposed weight, and a copy would be one for nothing."""
+
+
+def _experts(op: Any) -> int | None:
+    """Number of experts, where the op's fields tell it."""
+    return None if op.bias is None else op.bias.shape[0]
+
+
+def _groups_fit(op: Any) -> bool:
+    """At least three experts a group; told by the bias, and where there is none by how many are chosen of a group."""
+    experts = _experts(op)
+    if experts is None:
+        return op.groups == 1 or op.top_k > 2 * op.top_groups
+    size = experts // op.groups
+    return experts % op.groups == 0 and size > 2 and -(-size // 32) * 32 * op.groups <= 2048
+
+
+def _simple(op: Any) -> bool:
+    return op.score == "softmax" and op.bias is None and op.groups == 1
+
+
+def _normed(op: Any) -> bool:
+    return op.score == "softmax" or op.renormalize
+
+
+@KERNELS(
+    "moe_route",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        FLOATS,
+        features=("fused-infer",),
+        needs=(
+            ("a bias, groups, or sigmoid scores", lambda op: not _simple(op)),
+            ("sigmoid scores to be renormalized", _normed),
+            ("more than two experts a group", _groups_fit),
+        ),
+    ),
+    packs={"bias": FLOAT32},
+    capture_safe=True,
+)
+def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """npu_moe_gating_top_k, which renormalizes sigmoid scores always and softmax scores never; ids are int32."""
+    again = p.score == "softmax" and p.renormalize
+    weights, ids, _ = npu.npu_moe_gating_top_k(
+        logits,
+        p.top_k,
+        bias=p.bias,
+        k_group=p.top_groups if p.groups > 1 else 1,
+        group_count=p.groups,
+        group_select_mode=1 if p.group_score == "top2" else 0,
+        norm_type=SIGMOID if p.score == "sigmoid" else SOFTMAX,
+        routed_scaling_factor=1.0 if again else p.factor,
+    )
+    return (_renormalized(weights, p.factor) if again else weights), ids
+
+
+@KERNELS(
+    "moe_route",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        FLOATS,
+        features=("fused-infer",),
+        needs=(
+            ("softmax scores without bias or groups", _simple),
+            ("at most 1024 chosen", lambda op: op.top_k <= 1024),
+        ),
+    ),
+    capture_safe=True,
+)
+def moe_route_softmax(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """npu_moe_gating_top_k_softmax; ids are int32."""
+    weights, ids, _ = npu.npu_moe_gating_top_k_softmax(logits, None, p.top_k)
+    return (_renormalized(weights, p.factor) if p.renormalize else weights * p.factor), ids
+
+
+def _renormalized(weights: torch.Tensor, factor: float) -> torch.Tensor:
+    return weights / weights.sum(-1, keepdim=True) * factor
+
+
+def _inner_dims(op: Any) -> bool:
+    experts, columns, width = op.gate_up.shape
+    return 1 < experts <= 1024 and max(columns, width) < 65536
+
+
+SIZES = ("2 to 1024 experts with fewer than 65536 rows and columns", _inner_dims)
+
+
+@KERNELS(
+    "moe_experts",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(FLOATS, features=("fused-infer",), needs=(SIZES,)),
+    packs={"gate_up": COLUMNS, "down": COLUMNS},
+    capture_safe=True,
+)
+def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Five calls; how many rows an expert has is known to the device alone."""
+    rows, places, counts = _sorted(p.gate_up.shape[0], x, ids)
+    h = npu.npu_swiglu(_grouped(rows, p.gate_up, counts))
+    return npu.npu_moe_token_unpermute(_grouped(h, p.down, counts), places, weights.to(x.dtype))
+
+
+def _sorted(experts: int, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows by expert `[T k, D]`, where each of the `T k` pairs went (int32), rows an expert (int64 `[E]`)."""
+    rows, places, counts, _ = npu.npu_moe_init_routing_v2(
+        x.contiguous(),
+        ids.int(),
+        active_num=ids.numel(),
+        expert_num=experts,
+        expert_tokens_num_type=COUNTS,
+        expert_tokens_num_flag=True,
+        active_expert_range=[0, experts],
+    )
+    return rows, places, counts
+
+
+def _grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **quantized: Any) -> torch.Tensor:
+    return npu.npu_grouped_matmul(
+        [rows],
+        [weight],
+        group_list=counts,
+        split_item=ONE_RESULT,
+        group_type=ROWS,
+        group_list_type=COUNTS,
+        **quantized,
+    )[0]
+
+
+def _quantized(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def product(rows: torch.Tensor, packed: Packed) -> torch.Tensor:
+        offset = packed.offset_in(x.dtype)
+        more = {} if offset is None else {"antiquant_offset": [offset]}
+        return _grouped(rows, packed.data, counts, antiquant_scale=[packed.scale_in(x.dtype)], **more)
+
+    rows, places, counts = _sorted(p.gate_up.data.shape[0], x, ids)
+    h = npu.npu_swiglu(product(rows, p.gate_up))
+    return npu.npu_moe_token_unpermute(product(h, p.down), places, weights.to(x.dtype))
+
+
+@KERNELS(
+    "moe_experts",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(HALF, formats=("int8_row",), features=("fused-infer",), needs=(SIZES,)),
+    packs={"gate_up": INT8_EXPERTS, "down": INT8_EXPERTS},
+    capture_safe=True,
+)
+def moe_experts_int8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Weights in int8, expanded within the grouped product."""
+    return _quantized(p, x, weights, ids)
+
+
+def _int4_dims(op: Any) -> bool:
+    return all(w.shape[1] % 8 == 0 for w in (op.gate_up, op.down))
+
+
+def _whole_groups(op: Any) -> bool:
+    return all(w.format != "int4_group" or w.shape[2] % 128 == 0 for w in (op.gate_up, op.down))
+
+
+@KERNELS(
+    "moe_experts",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        HALF,
+        formats=("int4_group", "int4_row"),
+        features=("fused-infer",),
+        needs=(SIZES, ("rows in eights", _int4_dims), ("whole groups of 128 columns", _whole_groups)),
+    ),
+    packs={"gate_up": INT4_EXPERTS, "down": INT4_EXPERTS},
+    capture_safe=True,
+)
+def moe_experts_int4(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Weights in int4, eight to an int32, expanded within the grouped product."""
+    return _quantized(p, x, weights, ids)

@@ -1,0 +1,185 @@
+"""Products with quantized weights, and dynamic quantization of activations.
+
+Weight-only: `y = x ((w + offset) scale)`, so an offset is a zero point with the other sign. W8A8: both sides in int8.
+
+Source: pages of npu_weight_quant_batchmatmul, npu_convert_weight_to_int4pack, npu_dynamic_quant, npu_quant_matmul and
+npu_format_cast in Ascend/op-plugin at 517f2e7d; experts in int4 as in vllm-ascend at 182b75ea,
+quantization/methods/w4a16.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Kernels, Packing, QTensor
+from inferplane_npu.kernels.basic import FRACTAL_NZ
+from inferplane_npu.kernels.when import HALF, RANK_FUSED, OnNpu
+
+npu = torch.ops.npu
+KERNELS = Kernels()
+LARGEST = 65535
+"""Of a dimension of a quantized product."""
+
+
+class Packed:
+    """A quantized weight as the vendor's products read it.
+
+    Args:
+        data: int8 `[..., K, N]`, or int32 `[..., K, N / 8]` with eight int4 each.
+        scale: float32 `[..., N]`, or `[..., G, N]` with a scale a group of rows.
+        zero: zero points as `scale`, or None.
+        group: rows of K that share a scale; 0: all.
+    """
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int) -> None:
+        self.data, self.scale, self.zero, self.group = data, scale, zero, group
+        self._cast: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def scale_in(self, dtype: torch.dtype) -> torch.Tensor:
+        """The scales in the activations' dtype, which is what weight-only products want; cast once."""
+        return self._in("scale", self.scale, dtype)
+
+    def offset_in(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """What is added to the integers: the zero points with the other sign."""
+        return None if self.zero is None else self._in("offset", -self.zero, dtype)
+
+    def _in(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if (name, dtype) not in self._cast:
+            self._cast[name, dtype] = values.to(dtype)
+        return self._cast[name, dtype]
+
+
+def _columns(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """`[..., N, G]` as `[..., G, N]`, or as `[..., N]` when there is one group."""
+    if scale is None:
+        return None
+    return scale[..., 0].contiguous() if scale.shape[-1] == 1 else scale.transpose(-1, -2).contiguous()
+
+
+def _packed(q: QTensor, data: torch.Tensor) -> Packed:
+    scale = _columns(q.scale)
+    assert scale is not None
+    return Packed(data, scale, _columns(q.zero), q.block[1] if q.scale.shape[-1] > 1 else 0)
+
+
+def _int8(q: QTensor) -> Packed:
+    """A transposed view: the page recommends it for one scale a row of outputs."""
+    return _packed(q, q.data.transpose(-1, -2))
+
+
+def _int8_nz(q: QTensor) -> Packed:
+    """For W8A8 the page recommends NZ, cast without a transposition."""
+    return _packed(q, npu.npu_format_cast(q.data.transpose(-1, -2).contiguous(), FRACTAL_NZ))
+
+
+def _int4(q: QTensor) -> Packed:
+    """Eight columns to an int32; experts are packed as one long matrix."""
+    columns = q.data.transpose(-1, -2).to(torch.int32).contiguous()
+    data = npu.npu_convert_weight_to_int4pack(columns.flatten(0, -2))
+    return _packed(q, data.view(*columns.shape[:-1], columns.shape[-1] // 8))
+
+
+INT8 = Packing("torch_npu.int8", _int8)
+INT8_NZ = Packing("torch_npu.int8_nz", _int8_nz)
+INT4 = Packing("torch_npu.int4pack", _int4)
+INT8_EXPERTS, INT4_EXPERTS = INT8, INT4
+
+
+def _fits(op: Any) -> bool:
+    return max(op.weight.shape) <= LARGEST
+
+
+def _weight_only(op: Any) -> bool:
+    return op.act is None and op.out_dtype is None
+
+
+NEEDS = (
+    ("activations and result in the plan's dtype", _weight_only),
+    ("at most 65535 rows and columns", _fits),
+)
+
+
+def _product(p: Any, x: torch.Tensor) -> torch.Tensor:
+    w: Packed = p.weight
+    # bfloat16 wants its bias in float32, float16 in float16.
+    bias = None if p.bias is None else p.bias.to(torch.float32 if x.dtype is torch.bfloat16 else x.dtype)
+    return npu.npu_weight_quant_batchmatmul(
+        x, w.data, w.scale_in(x.dtype), w.offset_in(x.dtype), None, None, bias, w.group
+    )
+
+
+@KERNELS(
+    "linear",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(HALF, formats=("int8_row",), needs=NEEDS),
+    packs={"weight": INT8},
+    capture_safe=True,
+)
+def linear_w8a16(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Weights in int8, expanded within the product."""
+    return _product(p, x)
+
+
+@KERNELS(
+    "linear",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        HALF,
+        formats=("int4_group", "int4_row"),
+        features=("fused-infer",),
+        needs=(*NEEDS, ("rows in eights", lambda op: op.weight.shape[0] % 8 == 0)),
+    ),
+    packs={"weight": INT4},
+    capture_safe=True,
+)
+def linear_w4a16(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Weights in int4, eight to an int32, expanded within the product."""
+    return _product(p, x)
+
+
+def _int8_tokens(op: Any) -> bool:
+    return op.act is not None and op.act.format == "int8" and op.act.group == 0 and op.out_dtype is None
+
+
+@KERNELS(
+    "linear",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        HALF,
+        formats=("int8_row",),
+        features=("fused-infer", "int8-dot"),
+        needs=(("activations in int8, a scale a token", _int8_tokens), NEEDS[1]),
+    ),
+    packs={"weight": INT8_NZ},
+    capture_safe=True,
+)
+def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Both sides in int8. Without `output_dtype` the result would be int8 as well."""
+    data, scale = npu.npu_dynamic_quant(x)
+    bias = None if p.bias is None else p.bias.float()
+    return npu.npu_quant_matmul(
+        data, p.weight.data, p.weight.scale, pertoken_scale=scale, bias=bias, output_dtype=x.dtype
+    )
+
+
+@KERNELS(
+    "quantize",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        HALF,
+        features=("fused-infer",),
+        needs=(("int8 with a scale a token", lambda op: op.format == "int8" and op.group == 0),),
+    ),
+    capture_safe=True,
+)
+def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """npu_dynamic_quant; a token of zeros has scale 0 there, and 1 here."""
+    data, scale = npu.npu_dynamic_quant(x)
+    zeros = scale == 0
+    return data.masked_fill(zeros[..., None], 0), scale.masked_fill(zeros, 1.0)[..., None]

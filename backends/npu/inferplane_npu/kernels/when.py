@@ -1,0 +1,28 @@
+"""When the vendor's kernels may be used, and where they rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Context, When
+
+RANK_FUSED = 70
+"""A fused operator of the vendor's: below the band of kernels that somebody has measured, because we have not."""
+
+RANK_ALTERNATIVE = 65
+"""A second way to the same result, taken where the first is refused, or by a pin."""
+
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *HALF)
+
+
+class OnNpu(When):
+    """As `When`; also refuses bfloat16 on a series that is without it."""
+
+    def refusals(self, op: Any, ctx: Context, formats: Iterable[str]) -> list[str]:
+        """See `When.refusals`."""
+        out = super().refusals(op, ctx, formats)
+        return out + ctx.features.lacking(("bf16",)) if ctx.dtype is torch.bfloat16 else out

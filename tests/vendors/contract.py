@@ -1,0 +1,82 @@
+"""Repeating noted calls on a vendor's own library, with fake tensors: nothing is computed, and no device is needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode, UnsupportedOperatorException
+
+from tests.vendors.calls import decode
+
+
+@dataclass
+class Report:
+    """What became of the calls.
+
+    Args:
+        shaped: operator -> calls that passed the vendor's own shape function.
+        bound: operator -> calls whose arguments fit the schema, where the vendor has no shape function.
+        refused: a line for each call that the schema or the shape function refused.
+    """
+
+    shaped: Counter[str] = field(default_factory=Counter)
+    bound: Counter[str] = field(default_factory=Counter)
+    refused: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The counts, in words."""
+        calls = sum(self.shaped.values()) + sum(self.bound.values()) + len(self.refused)
+        return [
+            f"{calls} calls of {len({*self.shaped, *self.bound})} operators",
+            *(f"  shape function passed: {name} ({n} calls)" for name, n in sorted(self.shaped.items())),
+            *(
+                f"  bound only, the vendor has no shape function: {name} ({n} calls)"
+                for name, n in sorted(self.bound.items())
+            ),
+            *(f"  REFUSED: {line}" for line in self.refused),
+        ]
+
+
+def repeat(calls: Iterable[tuple[str, list[Any], dict[str, Any]]], device: str) -> Report:
+    """Make each call on fake tensors of `device`.
+
+    Args:
+        calls: as `calls.read` gives them.
+        device: the vendor's device; its library is imported.
+    """
+    report = Report()
+    for name, args, kwargs in calls:
+        operator = _operator(name)
+        if operator is None:
+            report.refused.append(f"{name}: the dispatcher has no such operator")
+            continue
+        with FakeTensorMode(allow_non_fake_inputs=False):
+
+            def make(shape: list[int], strides: list[int], dtype: torch.dtype) -> torch.Tensor:
+                return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+            try:
+                operator(*(decode(a, make) for a in args), **{k: decode(v, make) for k, v in kwargs.items()})
+            except (UnsupportedOperatorException, DynamicOutputShapeException):
+                report.bound[name] += 1  # raised behind the schema: the arguments were taken
+            except NotImplementedError as error:
+                if "fake" not in str(error).lower() and "meta" not in str(error).lower():
+                    report.refused.append(f"{name}: {error}")
+                else:
+                    report.bound[name] += 1
+            except Exception as error:
+                report.refused.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:400]}")
+            else:
+                report.shaped[name] += 1
+    return report
+
+
+def _operator(name: str) -> Any | None:
+    namespace, _, rest = name.partition("::")
+    operator, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    return None if packet is None else getattr(packet, overload or "default", None)

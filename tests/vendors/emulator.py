@@ -1,0 +1,110 @@
+"""A vendor's operators on host tensors: its own namespaces and schemas, its documented meaning, its documented limits.
+
+An emulator computes what the vendor documents and nothing else, and refuses, with `Violation`, whatever the vendor's
+pages forbid: a kernel that passes on it keeps to the documented contract. It proves nothing about the silicon.
+
+Two vendors may use one namespace with different schemas, so each vendor's emulator lives in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tests.vendors.schemas import Restated, full_name
+
+Implementation = Callable[..., Any]
+
+
+class Violation(AssertionError):
+    """A call that the vendor's documents forbid."""
+
+
+def require(kept: bool, words: str) -> None:
+    """Refuse a call; `words` say what the documents demand and what was given."""
+    if not kept:
+        raise Violation(words)
+
+
+class Emulator:
+    """One vendor's operators.
+
+    Args:
+        restated: their schemas. The namespaces must be free: the vendor's own library is not in this process.
+        implementations: full name -> function with the schema's parameters, on host tensors; one for each schema.
+
+    Raises:
+        ValueError: an operator has no implementation, or there is one for an operator that is not restated.
+    """
+
+    def __init__(self, restated: Restated, implementations: Mapping[str, Implementation]) -> None:
+        stray = sorted(set(restated.schemas) ^ set(implementations))
+        if stray:
+            raise ValueError(f"restated and emulated operators differ: {', '.join(stray)}")
+        self.listeners: list[Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = []
+        self.libraries: dict[str, torch.library.Library] = {}
+        for name, schema in restated.schemas.items():
+            namespace = name.partition("::")[0]
+            if namespace not in self.libraries:
+                self.libraries[namespace] = torch.library.Library(namespace, "DEF")
+            library = self.libraries[namespace]
+            library.define(str(schema).partition("::")[2])
+            library.impl(name.partition("::")[2], self._heard(name, schema, implementations[name]), "CPU")
+
+    def _heard(self, name: str, schema: Any, function: Implementation) -> Implementation:
+        by_keyword = {a.name for a in schema.arguments if a.kwarg_only}
+        places = [a.name for a in schema.arguments if not a.kwarg_only]
+        defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(places, args)) | kwargs
+            for listener in self.listeners:
+                listener(name, args, kwargs)
+            assert not set(kwargs) - by_keyword - set(places), (name, kwargs)
+            return function(**{**defaults, **given})
+
+        return call
+
+    @contextmanager
+    def heard_by(self, listener: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+        """Within it `listener(name, args, kwargs)` is told of every call before it is carried out."""
+        self.listeners.append(listener)
+        try:
+            yield
+        finally:
+            self.listeners.remove(listener)
+
+
+class Implementations(dict[str, Implementation]):
+    """A dictionary that collects by decorator: `@emulates("namespace::name")` above the function."""
+
+    def __call__(self, name: str) -> Callable[[Implementation], Implementation]:
+        def note(function: Implementation) -> Implementation:
+            assert name not in self, name
+            self[name] = function
+            return function
+
+        return note
+
+
+class Meddled:
+    """An operator namespace in which some operators are called otherwise than a kernel wrote: a mistake, made on
+    purpose.
+
+    Args:
+        namespace: `torch.ops.<vendor>`.
+        changes: operator -> function that gets the real operator and the kernel's arguments.
+    """
+
+    def __init__(self, namespace: Any, changes: Mapping[str, Callable[..., Any]]) -> None:
+        self._namespace, self._changes = namespace, dict(changes)
+
+    def __getattr__(self, name: str) -> Any:
+        real, change = getattr(self._namespace, name), self._changes.get(name)
+        return real if change is None else lambda *args, **kwargs: change(real, *args, **kwargs)
+
+
+__all__ = ["Emulator", "Implementations", "Meddled", "Violation", "full_name", "require"]

@@ -1,0 +1,58 @@
+"""Which chip is emulated, and the checks that most operators share.
+
+`LIFTED` lets float32 in where the vendor takes 16-bit floats only: with that one check lifted a model's tokens can be
+compared with another device's exactly.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from tests.vendors.emulator import require
+
+ARCH = os.environ.get("INFERPLANE_EMULATED_ARCH", "910b")
+LIFTED = os.environ.get("INFERPLANE_EMULATED_FLOAT32") == "1"
+
+HALF = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, *HALF)
+INT32 = torch.int32
+A2_A3 = ("910b", "910_93", "950")
+EVERY = (*A2_A3, "310p")
+INNER_LIMIT = 65536
+
+
+def runs_on(operator: str, *series: str) -> None:
+    require(ARCH in series, f"{operator} is for {', '.join(series)}, not for {ARCH}")
+
+
+def dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
+    if LIFTED and set(allowed) & set(HALF):
+        allowed = (*allowed, torch.float32)
+    if ARCH == "310p":
+        allowed = tuple(d for d in allowed if d is not torch.bfloat16)
+    require(tensor.dtype in allowed, f"{name} is {' or '.join(map(str, allowed))} on {ARCH}, got {tensor.dtype}")
+
+
+def same_dtype(words: str, *tensors: torch.Tensor) -> None:
+    found = {t.dtype for t in tensors}
+    require(len(found) == 1, f"{words} have one dtype, got {', '.join(sorted(map(str, found)))}")
+
+
+def contiguous(**tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        require(tensor is None or tensor.is_contiguous(), f"{name} must be contiguous")
+
+
+def shape(name: str, tensor: torch.Tensor, *want: int | None) -> None:
+    """None stands for any size."""
+    fits = tensor.dim() == len(want) and all(w is None or w == n for w, n in zip(want, tensor.shape))
+    told = ", ".join("any" if w is None else str(w) for w in want)
+    require(fits, f"{name} has shape [{told}], got {list(tensor.shape)}")
+
+
+def unused(**arguments: object) -> None:
+    """Arguments whose meaning is not emulated: a kernel that passes one needs an emulator that knows it."""
+    for name, value in arguments.items():
+        require(value is None or value == 0 or value is False, f"{name}={value!r} is not emulated")

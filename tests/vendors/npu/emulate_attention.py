@@ -1,0 +1,439 @@
+"""Cache writes, gathers and attention, as their pages describe them.
+
+Pages: Ascend/op-plugin at 517f2e7d, docs/zh/custom_APIs/torch_npu, and _atb_api_docs.py there. ATB's other operators
+have no page; what is asserted of them is how vllm-ascend at 182b75ea calls them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from tests.vendors.emulator import Implementations, require
+from tests.vendors.npu import chip
+from tests.vendors.npu.emulate_basic import _norm, interleaved_to_half
+
+IMPLEMENTATIONS = emulates = Implementations()
+MASK = 2048
+NZ = 16
+
+
+# -- writing and gathering
+
+
+def _slots(name: str, slots: torch.Tensor, blocks: int, block_tokens: int) -> list[int]:
+    found = slots.tolist()
+    bad = [s for s in found if not 0 <= s < blocks * block_tokens]
+    require(not bad, f"{name} lies in [0, {blocks * block_tokens - 1}], got {bad[:3]}")
+    require(len(set(found)) == len(found), f"{name} has equal entries")
+    return found
+
+
+def _put(cache: torch.Tensor, slots: list[int], rows: torch.Tensor, nz: bool) -> None:
+    """Rows `[T, N, D]` into blocks of ND `[B, S, N, D]`, or of NZ `[B, N D / 16, S, 16]`."""
+    for slot, row in zip(slots, rows):
+        if nz:
+            cache[slot // cache.shape[2], :, slot % cache.shape[2]] = row.reshape(-1, NZ)
+        else:
+            cache[slot // cache.shape[1], slot % cache.shape[1]] = row
+
+
+@emulates("npu::npu_scatter_pa_kv_cache")
+def scatter_pa_kv_cache(
+    key, value, key_cache, value_cache, slot_mapping, compress_lens, compress_seq_offsets, seq_lens, cache_mode
+):
+    """The page's first case: keys and values of three dimensions."""
+    chip.runs_on("npu_scatter_pa_kv_cache", *chip.A2_A3)
+    chip.unused(compress_lens=compress_lens, compress_seq_offsets=compress_seq_offsets, seq_lens=seq_lens)
+    chip.contiguous(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
+    chip.same_dtype("key, value and caches", key, value, key_cache, value_cache)
+    chip.shape("key", key, None, None, None)
+    chip.shape("value", value, *key.shape[:2], None)
+    chip.shape("slot_mapping", slot_mapping, key.shape[0])
+    require(
+        slot_mapping.dtype in (torch.int32, torch.int64), f"slot_mapping is int32 or int64, got {slot_mapping.dtype}"
+    )
+    require(cache_mode in (None, "Norm", "PA_NZ"), f"cache_mode {cache_mode!r}")
+    nz = cache_mode == "PA_NZ"
+    for name, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
+        heads, dim = rows.shape[1:]
+        if nz:
+            chip.shape(name, cache, None, heads * dim // NZ, None, NZ)
+        else:
+            chip.shape(name, cache, None, None, heads, dim)
+    size = key_cache.shape[2 if nz else 1]
+    slots = _slots("slot_mapping", slot_mapping, key_cache.shape[0], size)
+    _put(key_cache, slots, key, nz)
+    _put(value_cache, slots, value, nz)
+
+
+@emulates("atb::_npu_reshape_and_cache")
+def reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
+    """On the 310P the caches are NZ."""
+    chip.runs_on("_npu_reshape_and_cache", *chip.EVERY)
+    chip.contiguous(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    chip.same_dtype("key, value and caches", key, value, key_cache, value_cache)
+    chip.dtype("key", key, *chip.HALF)
+    require(slot_indices.dtype is torch.int32, f"slot_indices is int32, got {slot_indices.dtype}")
+    nz = chip.ARCH == "310p"
+    for name, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
+        heads, dim = rows.shape[1:]
+        chip.shape(name, cache, *((None, heads * dim // NZ, None, NZ) if nz else (None, None, heads, dim)))
+    slots = _slots("slot_indices", slot_indices, key_cache.shape[0], key_cache.shape[2 if nz else 1])
+    _put(key_cache, slots, key, nz)
+    _put(value_cache, slots, value, nz)
+
+
+@emulates("npu::npu_kv_rmsnorm_rope_cache")
+def kv_rmsnorm_rope_cache(
+    kv, gamma, cos, sin, index, k_cache, ckv_cache, k_rope_scale, c_kv_scale, k_rope_offset, c_kv_offset, v, epsilon,
+    cache_mode, is_output_kv,
+):  # fmt: skip
+    """576 entries: the norm of 512, the rotation of 64, both written; the caches are changed although unmarked."""
+    chip.runs_on("npu_kv_rmsnorm_rope_cache", *chip.A2_A3)
+    chip.unused(k_rope_scale=k_rope_scale, c_kv_scale=c_kv_scale, k_rope_offset=k_rope_offset, c_kv_offset=c_kv_offset)
+    chip.unused(v=v, is_output_kv=is_output_kv)
+    require(cache_mode in ("PA", "PA_BNSD"), f"cache_mode {cache_mode!r} is not emulated")
+    chip.dtype("kv", kv, *chip.HALF)
+    chip.same_dtype("kv, gamma, cos, sin and caches", kv, gamma, cos, sin, k_cache, ckv_cache)
+    chip.shape("kv", kv, None, 1, None, 576)
+    batch, _, tokens, _ = kv.shape
+    chip.shape("gamma", gamma, 512)
+    chip.shape("cos", cos, batch, 1, tokens, 64)
+    chip.shape("sin", sin, batch, 1, tokens, 64)
+    chip.shape("k_cache", k_cache, None, None, 1, 64)
+    chip.shape("ckv_cache", ckv_cache, *k_cache.shape[:2], 1, 512)
+    chip.shape("index", index, batch * tokens)
+    require(index.dtype is torch.int64, f"index is int64, got {index.dtype}")
+    blocks, size = k_cache.shape[:2]
+    need = -(-tokens // size) * batch
+    require(blocks >= need, f"at least ceil(seq_len / block_size) * batch_size = {need} blocks, got {blocks}")
+    latent = _norm(kv[..., :512], gamma, epsilon)[0]
+    rotated = interleaved_to_half(kv[..., 512:], cos, sin).to(kv.dtype)
+    slots = _slots("index", index, blocks, size)
+    _put(ckv_cache, slots, latent.view(-1, 1, 512), nz=False)
+    _put(k_cache, slots, rotated.view(-1, 1, 64), nz=False)
+    return k_cache, ckv_cache, kv.new_empty(0), kv.new_empty(0)
+
+
+@emulates("npu::npu_gather_pa_kv_cache")
+def gather_pa_kv_cache(key_cache, value_cache, block_tables, seq_lens, key, value, seq_offset, is_seq_lens_cumsum):
+    """Each sequence's tokens, one behind the other."""
+    chip.runs_on("npu_gather_pa_kv_cache", *chip.A2_A3)
+    chip.unused(seq_offset=seq_offset, is_seq_lens_cumsum=is_seq_lens_cumsum)
+    chip.same_dtype("caches and results", key_cache, value_cache, key, value)
+    require(block_tables.dtype is seq_lens.dtype is torch.int32, "block_tables and seq_lens are int32")
+    total = int(seq_lens.sum())
+    for cache, out in ((key_cache, key), (value_cache, value)):
+        chip.shape("a result", out, total, *cache.shape[2:])
+        rows = [_paged(cache.flatten(2), table, int(n)) for table, n in zip(block_tables, seq_lens)]
+        out.copy_(torch.cat(rows).view(out.shape))
+
+
+def _paged(cache: torch.Tensor, table: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The first tokens of a sequence in a cache `[B, S, W]`: `[tokens, W]`."""
+    return cache[table[: -(-tokens // cache.shape[1])].long()].flatten(0, 1)[:tokens]
+
+
+# -- attention
+
+
+def _nz_to_nd(cache: torch.Tensor) -> torch.Tensor:
+    """`[B, W / 16, S, 16]` as `[B, S, W]`."""
+    return cache.transpose(1, 2).flatten(2)
+
+
+def _check_mask(mask: torch.Tensor | None) -> None:
+    require(mask is not None, "sparse modes 2, 3 and 4 need atten_mask")
+    assert mask is not None
+    require(mask.dtype in (torch.bool, torch.int8, torch.uint8), f"atten_mask is bool, int8 or uint8, got {mask.dtype}")
+    chip.contiguous(atten_mask=mask)
+    require(
+        tuple(mask.shape[-2:]) == (MASK, MASK) and mask.numel() == MASK**2,
+        f"atten_mask is [2048, 2048], got {list(mask.shape)}",
+    )
+    want = torch.ones(MASK, MASK, dtype=torch.bool).triu_(1)
+    require(torch.equal(mask.view(MASK, MASK).bool(), want), "atten_mask is 1 above the diagonal and 0 elsewhere")
+
+
+def _hidden(mode: int, queries: int, keys: int, pre: int, after: int) -> torch.Tensor | None:
+    """Where scores do not count: counted from the lower right corner in modes 3 and 4."""
+    i = torch.arange(queries)[:, None] + keys - queries
+    j = torch.arange(keys)[None]
+    if mode == 3:
+        return j > i
+    return (j > i + after) | (j < i - pre) if mode == 4 else None
+
+
+def _softmax_v(q, k, v, hidden, scale):
+    """q [S, N, D], k [K, G, D], v [K, G, V]: float32 [S, N, V]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("snd,knd->nsk", q.float(), k) * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return torch.einsum("nsk,knv->snv", scores.softmax(-1), v)
+
+
+def _fused(
+    query, key, value, *, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table, query_rope, key_rope,
+    num_heads, scale, pre_tokens, next_tokens, input_layout, num_key_value_heads, sparse_mode, inner_precise,
+    block_size, softmax_lse_flag, **others,
+):  # fmt: skip
+    chip.runs_on("npu_fused_infer_attention_score", *chip.A2_A3)
+    chip.unused(**others, softmax_lse_flag=softmax_lse_flag, inner_precise=inner_precise)
+    require(input_layout in ("TND", "TND_NTD", "BSND"), f"input_layout {input_layout!r} is not emulated")
+    chip.dtype("query", query, *chip.HALF)
+    chip.same_dtype("query, key and value", query, key, value)
+    chip.contiguous(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope)
+    require((query_rope is None) == (key_rope is None), "query_rope and key_rope come together")
+    if query_rope is not None:
+        chip.same_dtype("query and query_rope", query, query_rope)
+        chip.shape("query_rope", query_rope, *query.shape[:-1], 64)
+    ragged, paged = input_layout != "BSND", block_table is not None
+    heads, kv_heads = num_heads, num_key_value_heads or num_heads
+    require(query.shape[-2] == heads, f"query has {query.shape[-2]} heads, num_heads says {heads}")
+    require(heads % kv_heads == 0 and heads // kv_heads <= 64, f"{heads} heads on {kv_heads} KV heads")
+    require(heads <= 256 and query.shape[-1] <= 512, f"at most 256 heads of 512, got {heads} of {query.shape[-1]}")
+    starts = _query_starts(query, ragged, actual_seq_lengths)
+    batch = len(starts) - 1
+    single = not ragged and query.shape[1] == 1
+    if paged:
+        keys = _paged_lengths(
+            actual_seq_lengths_kv, batch, block_table, key, block_size, ragged or query_rope is not None, single
+        )
+    else:
+        require(ragged, "dense keys are emulated for TND only")
+        require(actual_seq_lengths_kv is not None and len(actual_seq_lengths_kv) == batch, "TND needs lengths of keys")
+        require(list(actual_seq_lengths_kv) == sorted(actual_seq_lengths_kv), "lengths of dense keys are cumulative")
+        keys = [b - a for a, b in pairwise([0, *actual_seq_lengths_kv])]
+        require(actual_seq_lengths_kv[-1] == key.shape[0], f"the last length of keys is {key.shape[0]} rows")
+    _check_dims(query, key, value, query_rope, key_rope, heads, kv_heads, input_layout, paged)
+    if sparse_mode in (2, 3, 4):
+        _check_mask(atten_mask)
+    else:
+        require(sparse_mode == 0, f"sparse_mode {sparse_mode} is not emulated")
+    require(query.shape[-1] != 512 or sparse_mode in (0, 3, 4), "latent queries take sparse modes 0, 3 and 4")
+    q = query if query_rope is None else torch.cat((query, query_rope), -1)
+    q = q if ragged else q.flatten(0, 1)
+    out = torch.zeros(*q.shape[:2], _v_dim(value, kv_heads, paged), dtype=query.dtype)
+    at = 0
+    for b in range(batch):
+        first, last = starts[b], starts[b + 1]
+        n = keys[b]
+        if not n:  # no keys: zeros
+            continue
+        k, v, rope = (_keys(t, paged, block_table, b, n, at, kv_heads) for t in (key, value, key_rope))
+        k = k if rope is None else torch.cat((k, rope), -1)
+        if single and query_rope is None:
+            hidden = _whole_mask(atten_mask, b, n, block_table, block_size, sparse_mode)
+        else:
+            require(sparse_mode != 0 or atten_mask is None, "a whole mask is emulated for single queries only")
+            hidden = _hidden(sparse_mode, last - first, n, pre_tokens, next_tokens)
+        out[first:last] = _softmax_v(q[first:last], k, v, hidden, scale).to(out.dtype)
+        at += n
+    out = out.transpose(0, 1).contiguous() if input_layout == "TND_NTD" else out
+    return out if ragged else out.view(*query.shape[:2], *out.shape[1:])
+
+
+def _query_starts(query, ragged, lengths) -> list[int]:
+    if ragged:
+        require(query.dim() == 3, f"TND queries have 3 dimensions, got {query.dim()}")
+        require(lengths is not None and 0 < len(lengths) <= 4096, "TND needs 1 to 4096 query lengths")
+        require(list(lengths) == sorted(lengths), f"query lengths in TND are cumulative, got {list(lengths)}")
+        require(lengths[-1] == query.shape[0], f"the last query length is {query.shape[0]} rows, got {lengths[-1]}")
+        return [0, *lengths]
+    require(query.dim() == 4, f"BSND queries have 4 dimensions, got {query.dim()}")
+    batch, tokens = query.shape[:2]
+    if lengths is not None and tokens > 1:  # without effect for single queries
+        require(list(lengths) == [tokens] * batch, "queries shorter than S are not emulated")
+    return [b * tokens for b in range(batch + 1)]
+
+
+def _paged_lengths(lengths, batch, table, key, block_size, by_16, single) -> list[int]:
+    require(lengths is not None, "a paged cache needs actual_seq_lengths_kv")
+    require(len(lengths) == batch, f"a length for each of {batch} sequences, got {len(lengths)}")
+    chip.contiguous(block_table=table)
+    require(table.dtype is torch.int32 and table.dim() == 2, "block_table is int32 [B, blocks]")
+    require(table.shape[0] == batch, f"block_table has {batch} rows, got {table.shape[0]}")
+    size = key.shape[3 if key.dim() == 5 else 1]
+    require(block_size == size, f"block_size {block_size}, the cache's blocks hold {size}")
+    if by_16:
+        require(0 < size <= 1024 and size % 16 == 0, f"block_size is a multiple of 16 up to 1024, got {size}")
+    elif single:
+        require(0 < size <= 512 and size % 16 == 0, f"block_size is a multiple of 16 up to 512, got {size}")
+    else:
+        require(128 <= size <= 512 and size % 128 == 0, f"block_size is a multiple of 128 up to 512, got {size}")
+    for b, n in enumerate(lengths):
+        blocks = -(-n // size)
+        require(0 <= n <= table.shape[1] * size, f"sequence {b} of {n} tokens, its table has {table.shape[1]} blocks")
+        entries = table[b, :blocks].tolist()
+        require(all(0 <= e < key.shape[0] for e in entries), f"sequence {b} names blocks outside of the cache")
+    return list(lengths)
+
+
+def _check_dims(query, key, value, query_rope, key_rope, heads, kv_heads, layout, paged) -> None:
+    dim = query.shape[-1]
+    if dim == 512 and query_rope is not None:
+        require(heads in (1, 2, 4, 8, 16, 32, 64, 128), f"latent queries have a power of two of heads, got {heads}")
+        require(kv_heads == 1, f"latents have one KV head, got {kv_heads}")
+        require(paged, "latents are emulated in a paged cache only")
+        if key.dim() == 5:
+            size = key.shape[3]
+            chip.shape("key", key, None, 1, 512 // NZ, size, NZ)
+            chip.shape("key_rope", key_rope, key.shape[0], 1, 64 // NZ, size, NZ)
+        else:
+            chip.shape("key", key, None, None, 512)
+            chip.shape("key_rope", key_rope, *key.shape[:2], 64)
+        require(key.shape == value.shape, "key and value have one shape")
+        return
+    require(layout != "TND_NTD", "TND_NTD is for latents")
+    k_dim = key.shape[-1] // kv_heads if paged else key.shape[-1]
+    v_dim = _v_dim(value, kv_heads, paged)
+    if paged:
+        require(key.dim() == 3, f"a paged cache is [blocks, block_size, heads * D], got {list(key.shape)}")
+    require(k_dim == dim, f"keys of {k_dim} entries for queries of {dim}")
+    require(dim % 16 == 0, f"D is a multiple of 16, got {dim}")
+    if query_rope is not None:
+        require(dim == v_dim == 128, f"with rope parts heads have 128 entries, got {dim} and {v_dim}")
+        chip.shape("key_rope", key_rope, *key.shape[:-1], 64)
+    elif layout == "TND":
+        require(
+            (dim, v_dim) in ((128, 128), (192, 128), (192, 192)),
+            f"TND takes heads of 128, or 192 with 128 or 192; got {dim} and {v_dim}",
+        )
+    else:
+        require(key.shape == value.shape, "key and value have one shape")
+
+
+def _v_dim(value, kv_heads, paged) -> int:
+    if value.dim() == 5:
+        return value.shape[2] * NZ
+    return value.shape[-1] // kv_heads if paged else value.shape[-1]
+
+
+def _keys(t, paged, table, b, n, at, kv_heads) -> torch.Tensor | None:
+    if t is None:
+        return None
+    if not paged:
+        return t[at : at + n]
+    flat = _nz_to_nd(t[:, 0]) if t.dim() == 5 else t
+    return _paged(flat, table[b], n).view(n, kv_heads, -1)
+
+
+def _whole_mask(mask, b, n, table, block_size, mode) -> torch.Tensor | None:
+    """A single query without rope parts: sparse_mode means nothing, a mask must cover the whole table."""
+    if mask is None or mode in (2, 3, 4):
+        return None
+    require(mask.dtype in (torch.bool, torch.int8, torch.uint8), f"atten_mask is bool, int8 or uint8, got {mask.dtype}")
+    width = table.shape[1] * block_size
+    require(mask.shape[-1] >= width, f"atten_mask covers block_table's {width} keys, got {mask.shape[-1]}")
+    chip.contiguous(atten_mask=mask)
+    return mask.reshape(table.shape[0], -1)[b, :n].bool()[None]
+
+
+@emulates("npu::npu_fused_infer_attention_score")
+def fused_infer_attention_score(**call):
+    """Prefill and decode; the second result is a zero unless the log-sum-exp is asked for."""
+    return _fused(**call), torch.zeros(1)
+
+
+@emulates("npu::npu_fused_infer_attention_score.out")
+def fused_infer_attention_score_out(workspace, out, **call):
+    """Into given results, with scratch memory."""
+    require(workspace is None or workspace.dtype is torch.uint8, "workspace holds bytes")
+    require(len(out) == 2, f"two results, got {len(out)}")
+    result = _fused(**call)
+    chip.shape("the result", out[0], *result.shape)
+    out[0].copy_(result)
+    out[1].zero_()
+    return out[0], out[1]
+
+
+@emulates("npu::_npu_fused_infer_attention_score_get_max_workspace")
+def fused_infer_attention_score_workspace(**call):
+    """Some bytes."""
+    return torch.empty(64, dtype=torch.uint8)
+
+
+@emulates("atb::npu_multi_head_latent_attention")
+def multi_head_latent_attention(
+    q_nope, q_rope, ctkv, k_rope, block_tables, context_lens, q_headnum, qk_scale, kv_headnum, mask, qseqlen,
+    qk_descale, pv_descale, mask_type, calc_type, cache_mode,
+):  # fmt: skip
+    """Its default mode: a token of each sequence, no mask, latent and rotated key apart."""
+    chip.runs_on("npu_multi_head_latent_attention", "910b", "910_93")
+    chip.unused(mask=mask, qseqlen=qseqlen, qk_descale=qk_descale, pv_descale=pv_descale)
+    chip.unused(mask_type=mask_type, calc_type=calc_type, cache_mode=cache_mode)
+    chip.dtype("q_nope", q_nope, *chip.HALF)
+    chip.same_dtype("queries and caches", q_nope, q_rope, ctkv, k_rope)
+    chip.contiguous(q_nope=q_nope, q_rope=q_rope)
+    tokens = q_nope.shape[0]
+    chip.shape("q_nope", q_nope, None, q_headnum, 512)
+    chip.shape("q_rope", q_rope, tokens, q_headnum, 64)
+    chip.shape("ctkv", ctkv, None, None, kv_headnum, 512)
+    chip.shape("k_rope", k_rope, *ctkv.shape[:2], kv_headnum, 64)
+    require(ctkv.shape[1] <= 128, f"block_size is at most 128, got {ctkv.shape[1]}")
+    require(len(context_lens) == tokens <= 8192, f"a context length a token, got {len(context_lens)} for {tokens}")
+    require(block_tables.dtype is torch.int32 and block_tables.shape[0] == tokens, "an int32 block table a token")
+    out = torch.zeros_like(q_nope)
+    for t, n in enumerate(context_lens):
+        latent, rotated = (_paged(c.flatten(2), block_tables[t], n)[:, None] for c in (ctkv, k_rope))
+        q, k = torch.cat((q_nope[t], q_rope[t]), -1)[None], torch.cat((latent, rotated), -1)
+        out[t] = _softmax_v(q, k, latent, None, qk_scale)[0].to(out.dtype)
+    return out
+
+
+def _atb_checks(name, query, key_cache, value_cache, num_kv_heads, num_heads, block_table, context_lens, out):
+    chip.runs_on(name, *chip.EVERY)
+    chip.dtype("query", query, *chip.HALF)
+    chip.same_dtype("query, caches and out", query, key_cache, value_cache, out)
+    chip.contiguous(query=query, out=out)
+    chip.shape("query", query, None, num_heads, None)
+    require(chip.ARCH == "310p", f"{name} over ND caches is not emulated")
+    dim = query.shape[-1]
+    chip.shape("key_cache", key_cache, None, num_kv_heads * dim // NZ, None, NZ)
+    chip.shape("value_cache", value_cache, *key_cache.shape)
+    require(key_cache.shape[2] in (64, 128), f"blocks of 64 or 128 tokens, got {key_cache.shape[2]}")
+    require(block_table.dtype is context_lens.dtype is torch.int32, "block_table and context_lens are int32")
+    require(out.shape == query.shape, "out has the query's shape")
+
+
+@emulates("atb::_npu_paged_attention")
+def paged_attention(
+    query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, out, workspace
+):
+    """A token of each sequence."""
+    chip.unused(workspace=workspace)
+    _atb_checks(
+        "_npu_paged_attention", query, key_cache, value_cache, num_kv_heads, num_heads, block_table, context_lens, out
+    )
+    require(len(context_lens) == query.shape[0], f"a context length a token, got {len(context_lens)}")
+    k, v = _nz_to_nd(key_cache), _nz_to_nd(value_cache)
+    for t, n in enumerate(context_lens.tolist()):
+        keys, values = (_paged(c, block_table[t], n).view(n, num_kv_heads, -1) for c in (k, v))
+        out[t] = _softmax_v(query[t : t + 1], keys, values, None, scale_value)[0].to(out.dtype)
+
+
+@emulates("atb::_npu_paged_attention_splitfuse_v2")
+def paged_attention_splitfuse_v2(
+    query, key_cache, value_cache, block_table, context_lens, mask, seq_len, num_kv_heads, num_heads, scale_value,
+    mask_type, out,
+):  # fmt: skip
+    """Longer queries: the last `seq_len` of each sequence's tokens; its mask_type is 5 and no other."""
+    name = "_npu_paged_attention_splitfuse_v2"
+    _atb_checks(name, query, key_cache, value_cache, num_kv_heads, num_heads, block_table, context_lens, out)
+    require(mask_type == 5, f"mask_type is 5, got {mask_type}")
+    chip.shape("mask", mask, MASK, MASK)
+    require(mask.dtype is torch.float16, f"mask is float16, got {mask.dtype}")
+    want = torch.full((MASK, MASK), -10000.0, dtype=torch.float16).triu_(1)
+    require(torch.equal(mask, want), "mask is -10000 above the diagonal and 0 elsewhere")
+    require(seq_len.dtype is torch.int32 and seq_len.device.type == "cpu", "seq_len is int32 on the host")
+    require(int(seq_len.sum()) == query.shape[0], f"seq_len adds up to {query.shape[0]} rows, got {int(seq_len.sum())}")
+    k, v, at = _nz_to_nd(key_cache), _nz_to_nd(value_cache), 0
+    for b, (s, n) in enumerate(zip(seq_len.tolist(), context_lens.tolist())):
+        keys, values = (_paged(c, block_table[b], n).view(n, num_kv_heads, -1) for c in (k, v))
+        hidden = _hidden(3, s, n, 0, 0)
+        out[at : at + s] = _softmax_v(query[at : at + s], keys, values, hidden, scale_value).to(out.dtype)
+        at += s

@@ -1,0 +1,95 @@
+"""Every operator that inferplane_npu calls, held against torch-npu's own library over stub CANN libraries.
+
+Run by `make test-vendors` in `.venv-npu`, which has torch-npu and no Inferplane: the calls come from a file that the
+emulator's run has written. Nothing is computed, no NPU is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+import torch
+
+from tests.vendors import calls, contract, schemas
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[2]
+KERNELS = REPOSITORY / "backends" / "npu" / "inferplane_npu"
+CALLS = REPOSITORY / "build" / "vendors" / "npu" / "calls"
+
+torch_npu = pytest.importorskip("torch_npu", reason="not run: torch-npu is in .venv-npu (make test-vendors)")
+
+
+@pytest.fixture(scope="module")
+def restated():
+    return schemas.read(HERE / "schemas.txt")
+
+
+def test_restated_from_this_version(restated):
+    assert torch_npu.__version__.split("+")[0].startswith(restated.version), "restate schemas.txt for this torch-npu"
+
+
+def test_schemas_are_the_dispatchers(restated):
+    found = [
+        d for name, schema in restated.schemas.items() for d in schemas.differences(schema, schemas.registered(name))
+    ]
+    assert not found, "torch-npu's schemas differ from those restated in schemas.txt:\n  " + "\n  ".join(found)
+
+
+def test_a_changed_schema_is_told_in_words(restated):
+    """As if the vendor had renamed an argument, changed a default and added a keyword."""
+    name = "npu::npu_quant_matmul"
+    text = (
+        str(restated.schemas[name])
+        .replace("Tensor scale,", "Tensor x2_scale,")
+        .replace("y_scale=None", "y_scale=None, bool fast=False")
+    )
+    text = text.replace("int? output_dtype=None", "int? output_dtype=1")
+    told = schemas.differences(torch._C.parse_schema(text), schemas.registered(name))
+    assert told == [
+        f"{name}: argument 'x2_scale' is gone",
+        f"{name}: argument 'fast' is gone",
+        f"{name}: argument Tensor scale is new, at place 2",
+        f"{name}: argument 'output_dtype' has default None, it had 1",
+    ]
+
+
+def test_every_operator_in_the_source_is_restated_and_called(restated):
+    """Nothing is called that is not restated, and nothing is restated that no run has called."""
+    written = {
+        f"{namespace}::{operator}"
+        for path in KERNELS.rglob("*.py")
+        for namespace, operator in re.findall(r"\b(npu|atb)\.(_?npu_\w+)", path.read_text(encoding="utf-8"))
+    }
+    names = {name.partition(".")[0] for name in restated.schemas}
+    assert written - names == set(), "called in the source, not in schemas.txt"
+    assert names - written == set(), "in schemas.txt, not called in the source"
+    called = {name for name, _, _ in calls.read(CALLS)}
+    assert set(restated.schemas) - called == set(), "no run of the emulator has called them"
+
+
+def test_every_call_is_taken(capsys):
+    """By the schema, and by the vendor's own shape function where it has one."""
+    report = contract.repeat(calls.read(CALLS), "npu")
+    with capsys.disabled():
+        print("", f"torch-npu {torch_npu.__version__}: " + "\n".join(report.lines()), sep="\n")
+    assert report.shaped, "not one call passed a shape function"
+    assert not report.refused, "\n  ".join(["torch-npu refuses:", *report.refused])
+
+
+def test_a_wrong_call_is_refused():
+    """A keyword that only the vendor's pages have, and a dtype for a tensor."""
+    x = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
+    gamma = {"tensor": [64], "strides": [1], "dtype": "bfloat16"}
+    wrong = [("npu::npu_rms_norm", [], {"self": x, "gamma": gamma}), ("npu::npu_swiglu", [{"dtype": "bfloat16"}], {})]
+    report = contract.repeat(wrong, "npu")
+    assert [line.partition(":")[0] for line in report.refused] == ["npu", "npu"]
+    assert not report.shaped and not report.bound
+    right = contract.repeat([("npu::npu_rms_norm", [x, gamma], {"epsilon": 1e-5})], "npu")
+    assert right.shaped == {"npu::npu_rms_norm": 1}

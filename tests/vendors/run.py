@@ -1,0 +1,105 @@
+"""Run one vendor's suites, each in a process of its own: two vendors may use one operator namespace differently.
+
+    python tests/vendors/run.py NAME [--evidence] [pytest's arguments]
+
+`tests/vendors/NAME/suite.json` says what there is:
+
+- `device`: the device's name; `plugin`: the module that registers it on an emulator;
+- `emulated`: variables for each run of tests/vendors/NAME/test_*.py on the emulator;
+- `conformance`: `{"label", "dtypes", "variables"}` of each run of the conformance suite on it;
+- `contract`: `{"environment", "prepare", "variables"}`: the folder of an environment with the vendor's own library, a
+  script that prepares it, and variables; test_contract.py runs there, on the calls that the other runs have noted.
+
+With `--evidence` the runs write dated files to the backend's folder. `{build}` stands for build/vendors/NAME.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+}
+CONTRACT = "test_contract.py"
+
+
+class Suite:
+    """One vendor's suites.
+
+    Args:
+        name: the vendor's folder.
+        evidence: whether dated files are written.
+        arguments: passed on to pytest.
+    """
+
+    def __init__(self, name: str, evidence: bool, arguments: list[str]) -> None:
+        self.name, self.evidence, self.arguments = name, evidence, arguments
+        self.folder = REPOSITORY / "tests" / "vendors" / name
+        self.build = REPOSITORY / "build" / "vendors" / name
+        self.told: dict[str, Any] = json.loads((self.folder / "suite.json").read_text(encoding="utf-8"))
+        self.failed: list[str] = []
+        self.start = time.monotonic()
+
+    def run(self) -> int:
+        shutil.rmtree(self.build / "calls", ignore_errors=True)
+        for variables in self.told["emulated"]:
+            label = " ".join(variables.values())
+            self.step(f"on the emulator {label}", self.pytest(str(self.folder), f"--ignore={self.folder / CONTRACT}"), variables)
+        for run in self.told["conformance"]:
+            more = ["--pyargs", "inferplane.conformance", "--device", self.told["device"], "--dtype", run["dtypes"]]
+            if self.evidence:
+                more += ["--evidence", str(self.evidence_file("l2", run["label"]))]
+            self.step(f"conformance on the emulator, {run['label']}", self.pytest(*more), run["variables"])
+        if contract := self.told.get("contract"):
+            python = str(REPOSITORY / contract["environment"] / "bin" / "python")
+            self.step("contract: preparing", [python, *contract["prepare"]], {}, emulated=False)
+            variables = dict(contract["variables"])
+            if self.evidence:
+                variables["INFERPLANE_CONTRACT_EVIDENCE"] = str(self.evidence_file("l1", "contract"))
+            command = [python, "-m", "pytest", "-q", "--noconftest", str(self.folder / CONTRACT)]
+            self.step("contract with the vendor's own library", command, variables, emulated=False)
+        print(f"\n== {self.name}: {'FAILED: ' + ', '.join(self.failed) if self.failed else 'all passed'} ({self.seconds()} s)")
+        return 1 if self.failed else 0
+
+    def pytest(self, *more: str) -> list[str]:
+        workers = os.environ.get("WORKERS", "2")
+        return [sys.executable, "-m", "pytest", "-q", "-r", "fE", "-n", workers, *more, *self.arguments]
+
+    def step(self, label: str, command: list[str], variables: dict[str, str], *, emulated: bool = True) -> None:
+        print(f"\n== {self.name}: {label} (at {self.seconds()} s)", flush=True)
+        environment = {**os.environ, **SETTINGS}
+        if emulated:
+            environment["INFERPLANE_PLUGINS"] = f"only,inferplane_cpu.plugin,{self.told['plugin']}"
+            environment["INFERPLANE_EMULATED_CALLS"] = str(self.build / "calls")
+        environment.update({key: self.filled(value) for key, value in variables.items()})
+        command = [self.filled(word) for word in command]
+        if subprocess.run(command, cwd=REPOSITORY, env=environment, check=False).returncode:
+            self.failed.append(label)
+
+    def filled(self, words: str) -> str:
+        return words.replace("{build}", str(self.build))
+
+    def evidence_file(self, level: str, label: str) -> Path:
+        backend = REPOSITORY / "backends" / self.told["device"].partition(":")[0] / "evidence"
+        today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+        return backend / f"{level}-{today}-{label}.json"
+
+    def seconds(self) -> int:
+        return round(time.monotonic() - self.start)
+
+
+if __name__ == "__main__":
+    words = sys.argv[2:]
+    sys.exit(Suite(sys.argv[1], "--evidence" in words, [w for w in words if w != "--evidence"]).run())
