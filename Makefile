@@ -17,6 +17,12 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 # The tests of the server have an environment of their own: `make test` asks for no package of the server's.
 SERVING := .venv-serving
 
+# Vendors with a folder in tests/vendors; what each needs beside Inferplane lies in an environment of its own, .venv-NAME.
+VENDORS := npu
+# What `make conformance` tests, and where its evidence goes.
+DEVICE ?= cpu
+EVIDENCE ?= backends/$(firstword $(subst :, ,$(DEVICE)))/evidence/$(shell date -u +%Y-%m-%d)-$(subst :,-,$(DEVICE)).json
+
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS)
 
 # The suite itself is tried on the cpu backend and on an adversary; "slow" is what asks for 5 GB of memory.
@@ -27,16 +33,18 @@ TESTS := tests $(wildcard backends/*/tests)
 # What pip reads: it compiles the cpu backend's native kernels too.
 INSTALLED := pyproject.toml setup.py constraints.txt $(wildcard backends/cpu/csrc/*)
 
-.PHONY: help demo test test-serving lint format docs docs-check clean
+.PHONY: help demo test test-serving test-vendors conformance lint format docs docs-check clean
 
 help:
 	@echo "make demo        the demo model writes some Python, on this machine's processor"
 	@echo "make test        every test that needs no accelerator (about ten minutes on two cores)"
 	@echo "make test-serving  the server, with clients of others (about five minutes, its installation included)"
+	@echo "make test-vendors  backends on emulators, and their calls held against the vendors' own libraries"
+	@echo "make conformance DEVICE=npu   the conformance suite on a device that is here; writes its evidence"
 	@echo "make lint        ruff, mypy, import-linter"
 	@echo "make format      ruff's formatter and its safe fixes"
 	@echo "make docs        write docs/ops.md and docs/support-matrix.md anew; docs-check fails when they are stale"
-	@echo "make clean       remove build outputs and caches; keeps $(VENV) and $(SERVING)"
+	@echo "make clean       remove build outputs and caches; keeps the environments, .venv*"
 
 demo: $(VENV)/.installed
 	$(BIN)/inferplane generate --device cpu -p "def fibonacci(n):" --max-tokens 64
@@ -49,6 +57,15 @@ test: $(VENV)/.installed-test
 
 test-serving: $(SERVING)/.installed
 	$(ONE_THREAD) $(SERVING)/bin/python -m pytest -n $(WORKERS) tests/serving $(PYTEST_ARGS)
+
+test-vendors: $(VENDORS:%=test-vendor-%)
+
+# A vendor's suites, one after the other: emulator, conformance on it, calls against the vendor's library in .venv-NAME.
+test-vendor-%: $(VENV)/.installed-test .venv-%/.installed
+	$(BIN)/python tests/vendors/run.py $* $(PYTEST_ARGS)
+
+conformance: $(VENV)/.installed-test
+	$(BIN)/inferplane conform --device $(DEVICE) --evidence $(EVIDENCE) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check --quiet --output-format concise .
@@ -68,7 +85,7 @@ docs-check: $(VENV)/.installed-test
 
 clean:
 	rm -rf build dist *.egg-info core/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
-	find . -path ./$(VENV) -prune -o -path ./$(SERVING) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path "./.venv*" -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip, not python: an incomplete `venv` (Debian without python3-venv) leaves a python behind, but no pip.
 $(BIN)/pip:
@@ -89,6 +106,12 @@ $(SERVING)/.installed: $(INSTALLED)
 	@echo "installing Inferplane, its server and test clients into $(SERVING); the first time this takes a few minutes"
 	$(PYTHON) -m venv $(SERVING)
 	$(subst $(BIN),$(SERVING)/bin,$(PIP_INSTALL)) --no-compile -e ".[test-serving]"  # compiling takes half the time
+	@touch $@
+
+.venv-%/.installed: tests/vendors/%/requirements.txt constraints.txt
+	@echo "installing the library of $* into .venv-$*; the first time this takes a few minutes"
+	$(PYTHON) -m venv .venv-$*
+	$(subst $(BIN),.venv-$*/bin,$(PIP_INSTALL)) --no-compile -r $<
 	@touch $@
 
 $(VENV)/.installed-lint: $(INSTALLED) | $(BIN)/pip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +18,69 @@ import torch
 SCHEMA = 1
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call, with its arguments and results encoded.
+
+    Args:
+        name: the operator's full name.
+        args: by position. kwargs: by keyword.
+        results: shape and dtype of every result, None for one whose shape was left open.
+    """
+
+    name: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    results: list[Any]
+
+
 class Calls:
     """A set of calls, each noted once, in the order in which they first came."""
 
     def __init__(self) -> None:
-        self.noted: dict[str, tuple[str, list[Any], dict[str, Any]]] = {}
+        self.noted: dict[str, Call] = {}
 
-    def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """A listener for `Emulator.heard_by`."""
-        call = name, [encode(a) for a in args], {k: encode(v) for k, v in kwargs.items()}
-        self.noted.setdefault(json.dumps(call), call)
+        call = Call(name, [encode(a) for a in args], {k: encode(v) for k, v in kwargs.items()}, results(result))
+        self.noted.setdefault(json.dumps(astuple(call)), call)
 
     def write(self, folder: Path) -> None:
         """Write them to a file of this process; many processes note into one folder."""
+        if not self.noted:
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"schema": SCHEMA, "calls": list(self.noted.values())}, indent=0)
+        text = json.dumps({"schema": SCHEMA, "calls": [astuple(call) for call in self.noted.values()]}, indent=0)
         (folder / f"{os.getpid()}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def read(folder: Path) -> list[tuple[str, list[Any], dict[str, Any]]]:
-    """The calls of a folder's files, each once: full name, positional and keyword arguments, encoded."""
-    found: dict[str, tuple[str, list[Any], dict[str, Any]]] = {}
+def read(folder: Path) -> list[Call]:
+    """The calls of a folder's files, each once."""
+    found: dict[str, Call] = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.get("schema") != SCHEMA:
             raise ValueError(f"{path.name}: schema {content.get('schema')!r}, expected {SCHEMA}")
-        for name, args, kwargs in content["calls"]:
-            found[json.dumps((name, args, kwargs))] = name, args, kwargs
+        for call in content["calls"]:
+            found[json.dumps(call)] = Call(*call)
     return list(found.values())
+
+
+def results(result: Any) -> list[Any]:
+    """Shape and dtype of each result, in the schema's order; a list of tensors is opened."""
+    if result is None:
+        return []
+    each = result if isinstance(result, (list, tuple)) else [result]
+    return [None if isinstance(t, Open) else [list(t.shape), str(t.dtype).removeprefix("torch.")] for t in each]
+
+
+class Open(torch.Tensor):
+    """A result that an emulator leaves open: nobody reads it, and its shape means nothing."""
+
+
+def left_open() -> torch.Tensor:
+    """A result that is left open."""
+    return torch.empty(0).as_subclass(Open)
 
 
 def encode(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode, UnsupportedOperatorException
 
-from tests.vendors.calls import decode
+from tests.vendors.calls import Call, decode, results
 
 
 @dataclass
@@ -21,11 +21,13 @@ class Report:
         shaped: operator -> calls that passed the vendor's own shape function.
         bound: operator -> calls whose arguments fit the schema, where the vendor has no shape function.
         refused: a line for each call that the schema or the shape function refused.
+        misshapen: a line for each call whose result has another shape or dtype on the emulator.
     """
 
     shaped: Counter[str] = field(default_factory=Counter)
     bound: Counter[str] = field(default_factory=Counter)
     refused: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """The counts, in words."""
@@ -41,7 +43,7 @@ class Report:
         ]
 
 
-def repeat(calls: Iterable[tuple[str, list[Any], dict[str, Any]]], device: str) -> Report:
+def repeat(calls: Iterable[Call], device: str) -> Report:
     """Make each call on fake tensors of `device`.
 
     Args:
@@ -49,7 +51,8 @@ def repeat(calls: Iterable[tuple[str, list[Any], dict[str, Any]]], device: str) 
         device: the vendor's device; its library is imported.
     """
     report = Report()
-    for name, args, kwargs in calls:
+    for call in calls:
+        name = call.name
         operator = _operator(name)
         if operator is None:
             report.refused.append(f"{name}: the dispatcher has no such operator")
@@ -60,7 +63,8 @@ def repeat(calls: Iterable[tuple[str, list[Any], dict[str, Any]]], device: str) 
                 return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
             try:
-                operator(*(decode(a, make) for a in args), **{k: decode(v, make) for k, v in kwargs.items()})
+                keywords = {k: decode(v, make) for k, v in call.kwargs.items()}
+                given = results(operator(*(decode(a, make) for a in call.args), **keywords))
             except (UnsupportedOperatorException, DynamicOutputShapeException):
                 report.bound[name] += 1  # raised behind the schema: the arguments were taken
             except NotImplementedError as error:
@@ -72,6 +76,8 @@ def repeat(calls: Iterable[tuple[str, list[Any], dict[str, Any]]], device: str) 
                 report.refused.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:400]}")
             else:
                 report.shaped[name] += 1
+                if wrong := [f"{w} instead of {g}" for w, g in zip(call.results, given) if w is not None and w != g]:
+                    report.misshapen.append(f"{name}: the emulator gives {'; '.join(wrong)}")
     return report
 
 

@@ -17,6 +17,7 @@ import torch
 from tests.vendors.schemas import Restated, full_name
 
 Implementation = Callable[..., Any]
+Listener = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 class Violation(AssertionError):
@@ -44,7 +45,7 @@ class Emulator:
         stray = sorted(set(restated.schemas) ^ set(implementations))
         if stray:
             raise ValueError(f"restated and emulated operators differ: {', '.join(stray)}")
-        self.listeners: list[Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = []
+        self.listeners: list[Listener] = []
         self.libraries: dict[str, torch.library.Library] = {}
         for name, schema in restated.schemas.items():
             namespace = name.partition("::")[0]
@@ -61,16 +62,17 @@ class Emulator:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             given = dict(zip(places, args)) | kwargs
-            for listener in self.listeners:
-                listener(name, args, kwargs)
             assert not set(kwargs) - by_keyword - set(places), (name, kwargs)
-            return function(**{**defaults, **given})
+            result = function(**{**defaults, **given})
+            for listener in self.listeners:
+                listener(name, args, kwargs, result)
+            return result
 
         return call
 
     @contextmanager
-    def heard_by(self, listener: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-        """Within it `listener(name, args, kwargs)` is told of every call before it is carried out."""
+    def heard_by(self, listener: Listener) -> Iterator[None]:
+        """Within it `listener(name, args, kwargs, result)` is told of every call that was carried out."""
         self.listeners.append(listener)
         try:
             yield

@@ -56,7 +56,11 @@ class Suite:
         shutil.rmtree(self.build / "calls", ignore_errors=True)
         for variables in self.told["emulated"]:
             label = " ".join(variables.values())
-            self.step(f"on the emulator {label}", self.pytest(str(self.folder), f"--ignore={self.folder / CONTRACT}"), variables)
+            self.step(
+                f"on the emulator, {label}",
+                self.pytest(str(self.folder), f"--ignore={self.folder / CONTRACT}"),
+                variables,
+            )
         for run in self.told["conformance"]:
             more = ["--pyargs", "inferplane.conformance", "--device", self.told["device"], "--dtype", run["dtypes"]]
             if self.evidence:
@@ -65,12 +69,14 @@ class Suite:
         if contract := self.told.get("contract"):
             python = str(REPOSITORY / contract["environment"] / "bin" / "python")
             self.step("contract: preparing", [python, *contract["prepare"]], {}, emulated=False)
-            variables = dict(contract["variables"])
+            # The source tree's own entry points are found from its folder, and there is no Inferplane here.
+            variables = {**contract["variables"], "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
             if self.evidence:
                 variables["INFERPLANE_CONTRACT_EVIDENCE"] = str(self.evidence_file("l1", "contract"))
             command = [python, "-m", "pytest", "-q", "--noconftest", str(self.folder / CONTRACT)]
             self.step("contract with the vendor's own library", command, variables, emulated=False)
-        print(f"\n== {self.name}: {'FAILED: ' + ', '.join(self.failed) if self.failed else 'all passed'} ({self.seconds()} s)")
+        outcome = f"FAILED: {', '.join(self.failed)}" if self.failed else "all passed"
+        print(f"\n== {self.name}: {outcome} ({self.seconds()} s)")
         return 1 if self.failed else 0
 
     def pytest(self, *more: str) -> list[str]:

@@ -121,9 +121,9 @@ def test_an_emulator_is_called_through_its_schema(restated, tmp_path):
     (next((tmp_path / "calls").iterdir()).rename(tmp_path / "calls" / "another.json"))
     noted.write(tmp_path / "calls")
     again = calls.read(tmp_path / "calls")
-    assert [name.partition("::")[2] for name, _, _ in again] == ["scale", "scale", "put"], "each call once"
-    assert again[0][1] == [{"tensor": [3, 2], "strides": [2, 1], "dtype": "float32"}]
-    _, args, kwargs = again[1]
-    made = calls.decode(args, lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
+    assert [call.name.partition("::")[2] for call in again] == ["scale", "scale", "put"], "each call once"
+    assert [call.results for call in again] == [[[[3, 2], "float64"]], [[[3, 2], "float16"]], []]
+    assert again[0].args == [{"tensor": [3, 2], "strides": [2, 1], "dtype": "float32"}]
+    made = calls.decode(again[1].args, lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
     assert made[0].shape == (3, 2) and made[1] == 3.0
-    assert calls.decode(kwargs["dtype"], torch.empty) in (torch.float16, 5)
+    assert calls.decode(again[1].kwargs["dtype"], torch.empty) in (torch.float16, 5)

@@ -23,8 +23,10 @@ import torch
 
 from inferplane.plugin import (
     Backend,
+    Batch,
     DeviceError,
     DeviceState,
+    Feature,
     Features,
     Kernel,
     KVLayout,
@@ -34,8 +36,10 @@ from inferplane.plugin import (
     Probe,
 )
 from inferplane_npu.chips import SERIES, arch_of, features_of
+from inferplane_npu.graphs import CapturedStep
 from inferplane_npu.kernels import kernels
 from inferplane_npu.kvcache import layouts
+from inferplane_npu.versions import cann_version, mismatch
 
 MODULE, DISTRIBUTION = "torch_npu", "torch-npu"
 OTHER_PRIVATEUSE1 = ("torch_gcu",)
@@ -43,7 +47,7 @@ VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 DEVICE_NODES = "/dev/davinci[0-9]*"
 TOOLKIT_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 TOOLKIT_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", "/usr/local/Ascend/latest")
-RUNTIME_LIBRARY = "libascendcl.so"
+RUNTIME_LIBRARY, ATB_LIBRARY = "libascendcl.so", "libatb.so"
 LOADER_CACHE = "/etc/ld.so.cache"
 
 INSTALL_CANN = "install CANN (https://www.hiascend.com/cann) and source its set_env.sh before starting Python"
@@ -91,6 +95,11 @@ class NpuBackend(Backend):
         if not loadable:
             reason = f"CANN is in {toolkit}, but {RUNTIME_LIBRARY} is not on the loader's path"
             return Probe(Presence.BROKEN, reason, f"source {_environment_script(toolkit)} first; {AUTOLOAD}", versions)
+        if cann := cann_version(toolkit):
+            versions["CANN"] = cann
+        if unfit := mismatch(version or "", cann):
+            remedy = "install that CANN, or the torch-npu that COMPATIBILITY.md of Ascend/pytorch names for this one"
+            return Probe(Presence.BROKEN, unfit, f"{remedy}; {AUTOLOAD}", versions)
         if not nodes:
             reason = f"{package} and CANN are here, but no NPU is: no {DEVICE_NODES}"
             return Probe(Presence.ABSENT, reason, PASS_NODES, versions)
@@ -139,7 +148,7 @@ class NpuBackend(Backend):
                 "(COMPATIBILITY.md of Ascend/pytorch)",
             ) from error
         arch = arch_of(name)
-        return DeviceState(self.torch_device_indexed, name, arch, features_of(arch), memory)
+        return DeviceState(self.torch_device_indexed, name, arch, features_here(arch), memory)
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_npu.kernels`."""
@@ -162,6 +171,10 @@ class NpuBackend(Backend):
         """HCCL."""
         return "hccl"
 
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> CapturedStep:
+        """An NPUGraph; attention is given its lengths anew before each replay."""
+        return CapturedStep(_runtime(), step, bucket)
+
     def synchronize(self) -> None:
         """Wait for everything launched on this NPU."""
         _runtime().synchronize(self.index)
@@ -174,6 +187,15 @@ class NpuBackend(Backend):
             return time.perf_counter()
 
         return now
+
+
+def features_here(arch: str) -> Features:
+    """Features of a series on this machine: ATB's operators also need NNAL's library."""
+    found = features_of(arch)
+    if not found or _on_loader_path(ATB_LIBRARY):
+        return found
+    why = f"{ATB_LIBRARY} of NNAL is not on the loader's path; source its set_env.sh"
+    return Features({**found, "atb": Feature(False, why)})
 
 
 def _runtime() -> Any:

@@ -12,6 +12,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from inferplane.binding import Settings, bind, explain
+from inferplane.conformance.configs import TINY, model
 from inferplane.plugin import Backend, DeviceError, KVRequest, Presence
 from inferplane_npu import backend, plugin
 from inferplane_npu.backend import NpuBackend, arch_of, features_of
@@ -155,6 +157,26 @@ def test_available(npus):
     assert "torch_npu" not in sys.modules
 
 
+def test_a_cann_that_is_too_old_is_broken_with_both_versions(npus, machine, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.0+cpu")
+    (machine / "site/torch_npu-2.13.0.post1.dist-info").rename(machine / "site/torch_npu-2.9.0.post3.dist-info")
+    (machine / "site/torch_npu-2.9.0.post3.dist-info/METADATA").write_text("Name: torch-npu\nVersion: 2.9.0.post3\n")
+    toolkit = machine / "Ascend/ascend-toolkit/latest"
+    (toolkit / "x86_64-linux").mkdir()
+    info = toolkit / "x86_64-linux/ascend_toolkit_install.info"
+    info.write_text("package_name=Ascend-cann-toolkit\nversion=8.3.RC1\ninnerversion=V100R001C23\n")
+    probe = NpuBackend.probe()
+    assert probe.presence is Presence.BROKEN
+    assert probe.reason == "torch-npu 2.9.0.post3 is made for CANN 9.1.0, here is CANN 8.3.RC1"
+    assert probe.versions["CANN"] == "8.3.RC1"
+    for newer in ("9.1.0", "9.2.RC1", "10.0.0"):
+        info.write_text(f"version={newer}\n")
+        assert NpuBackend.probe().presence is Presence.AVAILABLE, newer
+    for older in ("9.1.RC2", "9.0.0", "8.5"):
+        info.write_text(f"version={older}\n")
+        assert NpuBackend.probe().presence is Presence.BROKEN, older
+
+
 def test_cann_known_to_the_loaders_cache(npus, machine, monkeypatch):
     monkeypatch.delenv("LD_LIBRARY_PATH")
     assert NpuBackend.probe().presence is Presence.BROKEN
@@ -269,11 +291,50 @@ def test_assumed_architectures():
     assert not features_of("910proa"), "a series of another generation is unknown in everything"
 
 
-def test_blocks_of_128_tokens_for_every_kind_of_layer():
-    for request in (KVRequest("gqa", 8, 128, 128), KVRequest("mla", 1, 576)):
-        layouts = NpuBackend().kv_layouts(request, torch.bfloat16)
-        assert {layout.block_tokens for layout in layouts} == {128}
-        assert [layout.kv_dtype for layout in layouts] == ["auto", "int8"]
+@pytest.mark.parametrize(
+    ("request_", "names"),
+    [
+        (KVRequest("gqa", 8, 128, 128), ["npu_nd_128", "npu_nz_128", "paged_128_int8"]),
+        (KVRequest("gqa", 3, 33, 33), ["npu_nd_128", "paged_128_int8"]),
+        (KVRequest("mla", 1, 576), ["npu_latent_nd_128", "npu_latent_nz_128", "paged_128_int8"]),
+        (KVRequest("mla", 1, 96), ["paged_128", "paged_128_int8"]),
+    ],
+    ids=["gqa", "gqa_odd", "mla", "mla_small"],
+)
+def test_blocks_of_128_tokens_for_every_kind_of_layer(request_, names):
+    layouts = NpuBackend().kv_layouts(request_, torch.bfloat16)
+    assert [layout.name for layout in layouts] == names
+    assert {layout.block_tokens for layout in layouts} == {128}
+    assert [layout.kv_dtype for layout in layouts] == ["auto"] * (len(names) - 1) + ["int8"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "layout", "kernel", "refused"),
+    [
+        ("910b", "npu_nd_128", "torch_npu:attention_ragged", "feature 'nz-cache' is absent"),
+        ("310p", "npu_nz_128", "atb:attention_nz", "feature 'fused-infer' is absent"),
+    ],
+)
+def test_the_series_decides_between_nd_and_nz(arch, layout, kernel, refused):
+    """Kernels and layouts are chosen together, from the series' features alone, and the losers say why."""
+    config = {**TINY["llama"], "head_dim": 128, "hidden_size": 128}
+    backend = NpuBackend()
+    settings = Settings("npu", torch.float16, arch, backend.features(arch), assumed=True)
+    tree = model(config)
+    plan = bind(tree, backend.kernels(), settings, lambda r: backend.kv_layouts(r, torch.float16)[:-1])
+    assert {found.name for found in plan.layouts.values()} == {layout}
+    sites = [s for s in explain(plan)["sites"] if s["op"] == "attention"]
+    assert {s["chosen"]["kernel"] for s in sites} == {kernel}
+    assert any(refused in r["reason"] for s in sites for r in s["rejected"])
+
+
+def test_atb_needs_nnal(npus, machine):
+    """CANN alone has no libatb.so; what is found on the machine goes before what is assumed of the series."""
+    found = NpuBackend().open().features
+    assert found["atb"].present is False
+    assert "libatb.so of NNAL" in found["atb"].reason
+    (machine / "lib/libatb.so").touch()
+    assert NpuBackend().open().features["atb"].present
 
 
 def test_every_declared_kernel_exists():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.vendors.calls import left_open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.npu import chip
 from tests.vendors.npu.emulate_quant import unpacked_int4
@@ -48,7 +49,7 @@ def moe_gating_top_k(
     y = scores.gather(1, ids)
     if norm_type == 1:
         y = y / (y.sum(-1, keepdim=True) + eps)
-    return (y * routed_scaling_factor).to(x.dtype), ids.int(), torch.empty(0)
+    return (y * routed_scaling_factor).to(x.dtype), ids.int(), left_open()
 
 
 @emulates("npu::npu_moe_gating_top_k_softmax")
@@ -91,7 +92,7 @@ def moe_init_routing_v2(
     counts = counts if expert_tokens_num_type == 1 else counts.cumsum(0)
     # Without the flag nothing is written.
     counts = counts if expert_tokens_num_flag else torch.full_like(counts, -(2**62))
-    return x[order // k], places, counts, torch.empty(pairs)
+    return x[order // k], places, counts, left_open()
 
 
 @emulates("npu::npu_grouped_matmul")

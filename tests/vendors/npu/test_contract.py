@@ -17,6 +17,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 import torch
 
 from tests.vendors import calls, contract, schemas
+from tests.vendors.calls import Call
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[2]
@@ -70,7 +71,7 @@ def test_every_operator_in_the_source_is_restated_and_called(restated):
     names = {name.partition(".")[0] for name in restated.schemas}
     assert written - names == set(), "called in the source, not in schemas.txt"
     assert names - written == set(), "in schemas.txt, not called in the source"
-    called = {name for name, _, _ in calls.read(CALLS)}
+    called = {call.name for call in calls.read(CALLS)}
     assert set(restated.schemas) - called == set(), "no run of the emulator has called them"
 
 
@@ -81,15 +82,23 @@ def test_every_call_is_taken(capsys):
         print("", f"torch-npu {torch_npu.__version__}: " + "\n".join(report.lines()), sep="\n")
     assert report.shaped, "not one call passed a shape function"
     assert not report.refused, "\n  ".join(["torch-npu refuses:", *report.refused])
+    assert not report.misshapen, "\n  ".join(["results on the emulator and of torch-npu differ:", *report.misshapen])
 
 
 def test_a_wrong_call_is_refused():
     """A keyword that only the vendor's pages have, and a dtype for a tensor."""
     x = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
     gamma = {"tensor": [64], "strides": [1], "dtype": "bfloat16"}
-    wrong = [("npu::npu_rms_norm", [], {"self": x, "gamma": gamma}), ("npu::npu_swiglu", [{"dtype": "bfloat16"}], {})]
+    wrong = [
+        Call("npu::npu_rms_norm", [], {"self": x, "gamma": gamma}, []),
+        Call("npu::npu_swiglu", [{"dtype": "bfloat16"}], {}, []),
+    ]
     report = contract.repeat(wrong, "npu")
     assert [line.partition(":")[0] for line in report.refused] == ["npu", "npu"]
     assert not report.shaped and not report.bound
-    right = contract.repeat([("npu::npu_rms_norm", [x, gamma], {"epsilon": 1e-5})], "npu")
+    results = [[[3, 64], "bfloat16"], [[3, 1], "bfloat16"]]
+    right = contract.repeat([Call("npu::npu_rms_norm", [x, gamma], {"epsilon": 1e-5}, results)], "npu")
     assert right.shaped == {"npu::npu_rms_norm": 1}
+    assert right.misshapen == [
+        "npu::npu_rms_norm: the emulator gives [[3, 1], 'bfloat16'] instead of [[3, 1], 'float32']"
+    ]
