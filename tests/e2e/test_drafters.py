@@ -10,12 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from inferplane import LLM, SamplingParams
+from inferplane.engine import rng
+from inferplane.engine.rows import SampleRow
+from inferplane.engine.speculate import verify
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.kvcache import paged_layout
 from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
 from tests.e2e.drafters import eagle_head, noisy_copy, with_mtp
 from tests.e2e.tiny_models import deepseek_config, llama_config, prompts, random_model
+from tests.unit.chi_square import chi_square_p
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -137,6 +141,35 @@ def test_rows_are_one_and_the_drafts_of_each(method, folders):
         uneven = [step for step in told if len({len(s.drafts) for s in step}) > 1]
         assert uneven, "some step has drafts of different lengths"
         assert all(s.count == 1 for step in told[1:] for s in step)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("method", ["inference_with_reference", "draft_model", "mtp", "eagle"])
+def test_rejection_keeps_the_distribution_of_what_each_method_drafts(method, temperature, folders):
+    """Bar g: 20,000 draws with the drafts that the method makes at one place, and the model's own logits there."""
+    draws = 20_000
+    params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
+    with LLM(folders / "mla_moe", device="cpu", dtype="float32", speculative=spec(folders, method, drafts=2)) as llm:
+        prompt = [*prompts(160, (12,))[0], *range(160)]  # every token was said before, so n-grams find something
+        request = llm.add(prompt, params)
+        llm.engine.step()
+        drafts = list(request.drafts)
+        assert len(drafts) == 2
+        logits = llm.logits([[*prompt, *request.generated, *drafts]])[0][-3:]
+        sampler = llm.engine.sampler
+        rows = [
+            SampleRow(params, rng.child_seed(7, s), i + 1, None, drafts[:i]) for s in range(draws) for i in range(3)
+        ]
+        step, every = sampler.prepare(rows), logits.repeat(draws, 1)
+        with torch.inference_mode():
+            drawn, p = sampler.sample(every, step), sampler.probabilities(every, step)
+            uniforms = torch.stack([rng.uniform(step.seeds, step.positions, stream) for stream in (1, 2)], 1)
+            got = verify(drawn, [drafts] * draws, llm.engine.speculator.config, p, uniforms)
+        stood = got.counts > 1
+        assert abs(float(stood.float().mean()) - float(p[0, drafts[0]])) < 4 * math.sqrt(0.25 / draws)
+        assert chi_square_p(torch.bincount(got.tokens[:, 0], minlength=160), p[0]) > 1e-3
+        if stood.sum() > 300:
+            assert chi_square_p(torch.bincount(got.tokens[stood, 1], minlength=160), p[1]) > 1e-3
 
 
 # ------------------------------------------------------------------ prefix hits

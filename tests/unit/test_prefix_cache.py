@@ -166,3 +166,14 @@ def test_names_grow_with_the_text(tokens, cut, n):
     part = block_hashes(b"r", tokens[:cut], n)
     assert whole[: len(part)] == part and block_hashes(b"r", tokens, n, part) == whole
     assert not {*whole} & {*block_hashes(b"s", tokens, n)}
+
+
+def test_a_hash_may_cover_what_follows():
+    """With lookahead a block is another one when another token follows, and none while nothing does."""
+    root = root_hash("m")
+    known = block_hashes(root, LONG[:12], 4, lookahead=1)
+    assert len(known) == 2 and len(block_hashes(root, LONG[:13], 4, lookahead=1)) == 3
+    other = block_hashes(root, [*LONG[:8], LONG[8] + 1], 4, lookahead=1)
+    assert other[0] == known[0] and other[1] != known[1]
+    assert block_hashes(root, [*LONG[:8], LONG[8] + 1], 4) == block_hashes(root, LONG[:8], 4)
+    assert known[0] != block_hashes(root, LONG[:8], 4)[0], "the two ways are never mixed up"
