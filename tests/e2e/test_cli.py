@@ -55,7 +55,7 @@ def start(*words: str, **options) -> subprocess.Popen:
     "words",
     [
         ("--speculate", "ngram"),
-        ("--speculate", "mtp", "--drafts", "2"),
+        ("--speculate-method", "mtp", "--speculate-max-draft-token-num", "2"),
         ("--speculate", "draft_model", "--draft-model", "demo-draft"),
         ("--speculate", "eagle", "--draft-model", "demo-eagle", "--drafts", "4"),
     ],

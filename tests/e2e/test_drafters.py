@@ -126,6 +126,27 @@ def test_a_model_that_drafts_for_itself_is_always_right(model, folders):
             assert stats["forward_rows_total"] == 58 + rows + drafted
 
 
+@pytest.mark.parametrize("blocks", [9, 10, 11])
+def test_it_stays_right_in_little_room(blocks, folders):
+    """Preempted, trimmed, found again: what is in its cache is what belongs there."""
+    config = {
+        "speculate_method": "draft",
+        "draft_model_name_or_path": folders / "gqa",
+        "speculate_max_draft_token_num": 7,
+        "adaptive": False,
+    }
+    options = {"device": "cpu", "dtype": "float32", "speculative": config}
+    with LLM(folders / "gqa", max_model_len=64, **options) as llm:
+        a_block = llm.runner.block_bytes() + llm.runner.draft.block_bytes()
+    with LLM(folders / "gqa", kv_cache_bytes=blocks * a_block, max_step_tokens=24, **options) as llm:
+        each = [p[: 9 + 3 * i] for i, p in enumerate(prompts(160, (40,) * 5))]
+        llm.generate(each, SamplingParams(max_tokens=44, **GREEDY))
+        stats = llm.engine.stats()
+        assert stats["num_preemptions_total"] > 0
+        drafted, accepted = (stats[f"spec_decode_num_{x}_tokens_total"] for x in ("draft", "accepted"))
+        assert drafted == accepted > 0
+
+
 @pytest.mark.parametrize("method", ["inference_with_reference", "draft_model", "mtp", "eagle"])
 def test_rows_are_one_and_the_drafts_of_each(method, folders):
     """Bar i, counted where the model runs: never the longest draft times the batch."""

@@ -141,14 +141,20 @@ def add_running(parser: Parser) -> None:
     )
     group.add_argument(
         "--speculate",
+        "--speculate-method",
         metavar="METHOD",
         help="ngram (copies from the text), draft_model, mtp (the model's own layer), eagle",
     )
     group.add_argument(
-        "--drafts", metavar="N", type=int, help=f"most drafts a step, 1 to 7; left out: {DRAFTS} with --speculate"
+        "--drafts",
+        "--speculate-max-draft-token-num",
+        metavar="N",
+        type=int,
+        help=f"most drafts a step, 1 to 7; left out: {DRAFTS} with --speculate",
     )
     group.add_argument(
         "--draft-model",
+        "--draft-model-name-or-path",
         metavar="X",
         help="folder of the draft model or EAGLE head; demo-draft, demo-eagle: for the demo model",
     )
