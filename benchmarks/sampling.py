@@ -15,6 +15,7 @@ import json
 import platform
 import time
 from statistics import median
+from types import SimpleNamespace
 
 import torch
 
@@ -43,7 +44,8 @@ def best_kernel(device):
     serving = [k for k in offered if not k.refusals(op, context, op.formats())]
     chosen = max(serving, key=lambda k: k.rank)
     function = chosen.function()
-    return chosen.name, lambda *args: function(op, *args)
+    view = SimpleNamespace(prepared=chosen.prepare(op, context) if chosen.prepare else None)
+    return chosen.name, lambda *args: function(view, *args)
 
 
 def logits(kind, rows, vocab):

@@ -1,5 +1,7 @@
 """Sampling from large vocabularies: the very tokens that the op's body draws, whatever the logits and the cuts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from inferplane_cpu.kernels import sampling
 
 V, ROWS = 9001, 48
 BODY = SampleTokens()
+VIEW = SimpleNamespace(prepared=sampling.Scratch())
 
 
 def logits(kind: str, g: torch.Generator) -> torch.Tensor:
@@ -30,7 +33,7 @@ def uniforms(g: torch.Generator) -> torch.Tensor:
 
 
 def same(x: torch.Tensor, *rest: torch.Tensor | None) -> None:
-    got, want = sampling.sample(None, x, *rest), BODY(x, *rest)
+    got, want = sampling.sample(VIEW, x, *rest), BODY(x, *rest)
     assert got.dtype == want.dtype and torch.equal(got, want)
 
 

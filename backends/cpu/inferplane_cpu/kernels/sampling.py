@@ -28,12 +28,39 @@ SLACK, ROUNDING = 0.01, 2.0**-20
 """What a bound on logits and the share that top-p leaves out are lowered by, far more than rounding can take."""
 
 
+class Scratch:
+    """Memory for one row, kept from step to step: new megabytes for each row cost a page fault per 4 KiB."""
+
+    def __init__(self) -> None:
+        self.resize(0)
+
+    def resize(self, tokens: int) -> None:
+        """Make it fit rows of `tokens` logits."""
+        self.tokens = tokens
+        self.below, self.shares = torch.empty(tokens), torch.empty(tokens)
+        self.weights, self.interval = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
+        self.sums, self.upto = (torch.empty(2**INTERVAL_BITS, dtype=torch.int64) for _ in range(2))
+
+    def weigh(self, row: torch.Tensor, temperature: torch.Tensor) -> None:
+        """Fill `below` with distances to the largest logit over the temperature, and `weights` as the op's body does.
+
+        Args:
+            row: float32 `[V]`.
+            temperature: float32 `[]`.
+        """
+        torch.add(row, 0.0 - row.amax(), out=self.below)  # and 0 has one sign
+        self.below.div_(temperature)
+        torch.exp(self.below, out=self.shares).mul_(2.0**WEIGHT_BITS)
+        np.copyto(self.weights, self.shares.numpy(), casting="unsafe")
+
+
 @KERNELS(
     "sample",
     "cpu",
     when=When((torch.float32, torch.bfloat16, torch.float16)),
     rank=RANK_TUNED,
     batch_invariant=True,
+    prepare=lambda op, ctx: Scratch(),
 )
 def sample(
     p: Any,
@@ -53,13 +80,18 @@ def sample(
     if top_k is not None and top_p is not None and min_p is not None:
         cuts = [Cuts(*each) for each in zip(top_k.tolist(), top_p.numpy(), min_p.numpy())]
     tokens = []
+    scratch: Scratch = p.prepared
+    if scratch.tokens != logits.shape[-1]:
+        scratch.resize(logits.shape[-1])
     for i, (row, degrees, u) in enumerate(zip(logits.float(), temperature.tolist(), uniform.tolist())):
         if degrees <= 0:
             tokens.append(int(row.numpy().argmax()))
             continue
-        below = (row + (0.0 - row.amax())).div_(temperature[i])  # 0 has one sign
-        weights = below.exp().mul_(2.0**WEIGHT_BITS).numpy().astype(np.int64)
-        tokens.append(_by_id(weights, u) if cuts is None else _by_rank(row.numpy(), below.numpy(), weights, cuts[i], u))
+        scratch.weigh(row, temperature[i])
+        if cuts is None:
+            tokens.append(_by_id(scratch.weights, u))
+        else:
+            tokens.append(_by_rank(row.numpy(), scratch, cuts[i], u))
     return torch.tensor(tokens)
 
 
@@ -99,37 +131,42 @@ class Cuts:
         return math.log(heaviest_left) - SLACK if 0 < heaviest_left < 1 else -math.inf
 
 
-def _by_rank(logits: np.ndarray, below: np.ndarray, weights: np.ndarray, cuts: Cuts, uniform: float) -> int:
+def _by_rank(logits: np.ndarray, scratch: Scratch, cuts: Cuts, uniform: float) -> int:
     """The token at a share of what the cuts leave, by falling logit and then by id.
 
     Args:
         logits: float32 `[V]`.
-        below: float32 `[V]`, their distance to the largest, divided by the temperature.
-        weights: int64 `[V]`.
+        scratch: weighed them.
         cuts: what is left.
         uniform: in [0, 1).
     """
+    below, weights = scratch.below.numpy(), scratch.weights
     total = int(weights.sum())
     likely = below >= cuts.lowest(total, len(below))
     if 4 * np.count_nonzero(likely) > len(below):
-        return _Falling(logits, below, weights).draw(cuts, total, uniform)
+        return _Falling(logits, below, weights, scratch).draw(cuts, total, uniform)
     ids = np.flatnonzero(likely)
-    return int(ids[_Falling(logits[ids], below[ids], weights[ids]).draw(cuts, total, uniform)])
+    return int(ids[_Falling(logits[ids], below[ids], weights[ids], scratch).draw(cuts, total, uniform)])
 
 
 class _Falling:
-    """Tokens by falling logit and then by id, known by intervals of `below`. Arguments as for `_by_rank`.
+    """Tokens by falling logit and then by id, known by intervals of `below`.
 
     Rounding keeps the order, so tokens of one logit share an interval, and no larger one is in a later interval.
+
+    Args:
+        logits: float32 `[N]`.
+        below: float32 `[N]`, their distance to the largest of all, divided by the temperature.
+        weights: int64 `[N]`.
+        scratch: memory for intervals and their sums.
     """
 
-    def __init__(self, logits: np.ndarray, below: np.ndarray, weights: np.ndarray) -> None:
-        self._logits, self._weights = logits, weights
+    def __init__(self, logits: np.ndarray, below: np.ndarray, weights: np.ndarray, scratch: Scratch) -> None:
+        self._logits, self._weights, self._interval = logits, weights, scratch.interval[: len(logits)]
         # `below` is +0 or negative, and the bits of negative floats rise as the floats fall.
-        self._interval = below.view(np.uint32) >> (32 - INTERVAL_BITS)
-        sums = torch.zeros(2**INTERVAL_BITS, dtype=torch.int64)
-        sums.scatter_add_(0, torch.from_numpy(self._interval.astype(np.int64)), torch.from_numpy(weights))
-        self._upto = sums.cumsum(0).numpy()
+        np.right_shift(below.view(np.uint32), np.uint32(32 - INTERVAL_BITS), out=self._interval)
+        sums = scratch.sums.zero_().scatter_add_(0, torch.from_numpy(self._interval), torch.from_numpy(weights))
+        self._upto = torch.cumsum(sums, 0, out=scratch.upto).numpy()
 
     def draw(self, cuts: Cuts, total: int, uniform: float) -> int:
         """The place of the token at a share of what the cuts leave of `total`.
