@@ -57,7 +57,7 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
     if count == vocab and logits.device.type != HOST:
         ordered, ids = logits.sort(stable=True, dim=-1, descending=True)
         return ordered, ids
-    if logits.device.type == HOST and count < vocab and vocab >= FEWEST_CHUNKS * CHUNK_TOKENS:
+    if logits.device.type == HOST and 0 < count < vocab and vocab >= FEWEST_CHUNKS * CHUNK_TOKENS:
         return _likeliest_on_host(logits, count)
     bits = (logits + 0.0).view(torch.int32)  # + 0.0: one zero
     falling = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).bitwise_not_()  # negative floats fall as their bits rise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from inferplane.errors import CapacityError, EngineError, InferplaneError, UsageError
@@ -65,12 +65,13 @@ _NAMED = re.compile(r"^SamplingParams: (\w+)")
 _CONSTRAINTS = ("json_schema", "regex", "grammar")
 
 
-def from_engine(error: InferplaneError, words: Mapping[str, str]) -> ApiError:
+def from_engine(error: InferplaneError, words: Mapping[str, str], asked: Collection[str] = ()) -> ApiError:
     """What the engine raised when it was asked, in the client's words.
 
     Args:
         error: raised before the first token.
         words: the engine's name of a parameter -> the wire format's.
+        asked: the engine's names of the parameters that were given.
     """
     if isinstance(error, CapacityError) and "waiting already" in error.what:
         return queue_full(error.what)
@@ -82,9 +83,8 @@ def from_engine(error: InferplaneError, words: Mapping[str, str]) -> ApiError:
         return ApiError(409, error.what, param=words.get("request_id"), code="duplicate_id")
     if isinstance(error, (UsageError, CapacityError)):
         found = _NAMED.match(error.what)
-        name = found[1] if found else next((c for c in _CONSTRAINTS if f"The {c} " in error.what), None)
-        if name is None and ("onstrain" in error.what):
-            name = "json_schema"
+        # What is left to be refused here, if no parameter is named, is the constraint: admission saw the rest.
+        name = found[1] if found else next((c for c in _CONSTRAINTS if c in asked), None)
         text = f"{error.what} There is: {error.there_is}." if error.there_is else error.what
         param = words.get(name, name) if name is not None else None
         return invalid(text.removeprefix("SamplingParams: "), param)

@@ -110,7 +110,7 @@ class Job:
                 async for delta in deltas:
                     self._take(choice, delta)
         except InferplaneError as error:
-            self._put(from_engine(error, self.ask.words))
+            self._put(from_engine(error, self.ask.words, self.ask.sampling))
         except Exception:
             log.exception("a sequence failed in the server")
             self._put(ApiError(500, "The request failed inside the server.", code="internal_error"))

@@ -103,7 +103,7 @@ class ServedModel:
             )
         return await self.template.render(messages, tools)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the process that renders templates."""
         if self.template is not None:
-            self.template.close()
+            await self.template.close()

@@ -119,7 +119,7 @@ class Service:
         while self._jobs and time.monotonic() < limit:
             await asyncio.sleep(0.02)
         if self.model is not None:
-            self.model.close()
+            await self.model.close()
         self._encoders.shutdown(wait=False, cancel_futures=True)
         self.state = "ended"
 

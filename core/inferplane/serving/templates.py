@@ -61,10 +61,10 @@ class ChatTemplate:
             given["tools"] = list(tools)
         return await (self._with_tools if tools else self._plain).render(given)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the processes."""
-        self._plain.close()
-        self._with_tools.close()
+        await self._plain.close()
+        await self._with_tools.close()
 
 
 class _Worker:
@@ -84,7 +84,7 @@ class _Worker:
                     await self._start()
                 answer = await self._say(line, self._render_s)
             except BaseException:  # also a cancelled caller: its answer is still on the way
-                self.close()
+                self._kill()
                 raise
         if "error" in answer:
             raise invalid(f"The chat template refuses these messages: {answer['error']}.", "messages")
@@ -124,7 +124,13 @@ class _Worker:
             )
         return dict(json.loads(said))
 
-    def close(self) -> None:
+    def _kill(self) -> asyncio.subprocess.Process | None:
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()
+        return process
+
+    async def close(self) -> None:
+        process = self._kill()
+        if process is not None:
+            await process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -144,11 +145,19 @@ def validate(model: type[Model], data: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as errors:
-        first = errors.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = path_of(first["loc"], data, missing=first["type"] == "missing")
+        first, param = _most_telling(errors, data)
         code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
         said = "it is required" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
         raise invalid(f"{param or 'The body'}: {said}.", param, code) from errors
+
+
+def _most_telling(errors: ValidationError, data: Any) -> tuple[Any, str | None]:
+    """Of the alternatives for the first wrong field the one that comes furthest, and its path."""
+    found = errors.errors(include_url=False, include_context=False, include_input=False)
+    same = [e for e in found if e["loc"][:1] == found[0]["loc"][:1]]
+    paths = [path_of(e["loc"], data, missing=e["type"] == "missing") for e in same]
+    best = max(range(len(same)), key=lambda i: (len(re.findall(r"[.[]", paths[i] or "")), -i))
+    return same[best], paths[best]
 
 
 def path_of(loc: tuple[int | str, ...], data: Any, *, missing: bool = False) -> str | None:

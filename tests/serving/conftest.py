@@ -1,0 +1,24 @@
+"""One live server with the demo model for each worker, shared by the tests that leave it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.serving.live import Live
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Live]:
+    with Live("--max-batch", "16") as live:
+        yield live
+        assert live.process.poll() is None, live.text[-3000:]
+        live.at_rest()
+        assert live.stop() == 0
+
+
+@pytest.fixture
+def client(server: Live):
+    with server.client() as client:
+        yield client

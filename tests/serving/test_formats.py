@@ -1,0 +1,164 @@
+"""The wire formats without a server: what is read, what is written, what is refused with which field named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from inferplane.serving.errors import ApiError
+from inferplane.serving.http.chat_wire import ChatRequest
+from inferplane.serving.http.completions import CompletionRequest
+from inferplane.serving.http.tools import ToolPlan, ToolReader, calls_in
+from inferplane.serving.native import NativeRequest, is_native
+from inferplane.serving.wire import parse, unknown_fields, validate
+
+# ---------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b"1", b'"x"', b"null", b"{'a': 1}", b'{"a": NaN}', b'{"a": Infinity}', b'{"a": -Infinity}'),
+        *(b'{"a": 1,}', b'\xff{"a": 1}', b'{"a": "\xff"}', b'{"a": "\\ud800"}', b'{"a": 01}', b'{"a": 1} x'),
+        b"[" * 100_000,
+        b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
+    ],
+)
+def test_what_is_no_json_object_is_refused(body):
+    with pytest.raises(ApiError) as refused:
+        parse(body)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_json")
+
+
+def test_numbers_too_large_for_their_field_are_refused():
+    for text in (b"1e999", b"123456789012345678901234567890"):
+        with pytest.raises(ApiError) as refused:
+            validate(CompletionRequest, parse(b'{"prompt": "x", "temperature": ' + text + b"}"))
+        assert refused.value.param == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "param"),
+    [
+        (CompletionRequest, {}, "prompt"),
+        (CompletionRequest, {"prompt": []}, "prompt"),
+        (CompletionRequest, {"prompt": ""}, "prompt"),
+        (CompletionRequest, {"prompt": [1, "x"]}, "prompt[0]"),
+        (CompletionRequest, {"prompt": [[1], [True]]}, "prompt[1][0]"),
+        (CompletionRequest, {"prompt": {"a": 1}}, "prompt"),
+        (CompletionRequest, {"prompt": "x", "max_tokens": "5"}, "max_tokens"),
+        (CompletionRequest, {"prompt": "x", "max_tokens": 5.5}, "max_tokens"),
+        (CompletionRequest, {"prompt": "x", "stream": 1}, "stream"),
+        (CompletionRequest, {"prompt": "x", "stop": [""]}, "stop[0]"),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias.x"),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias.1"),
+        (CompletionRequest, {"prompt": "x", "suffix": "y"}, "suffix"),
+        (ChatRequest, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        (ChatRequest, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        (ChatRequest, {"messages": "hi"}, "messages"),
+        (ChatRequest, {"messages": [{"role": "user"}], "tools": [{"type": "x"}]}, "tools[0].type"),
+        (ChatRequest, {"messages": [{"role": "user"}], "response_format": {"type": "x"}}, "response_format"),
+        (ChatRequest, {"messages": [{"role": "user"}], "audio": {}}, "audio"),
+        (NativeRequest, {"text": "x", "topp": 2}, "topp"),
+        (NativeRequest, {"text": "x", "max_dec_len": 0}, "max_dec_len"),
+        (NativeRequest, {"text": "x", "req_id": "a b"}, "req_id"),
+        (NativeRequest, {"text": "x", "timeout": 0}, "timeout"),
+        (NativeRequest, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(model, data, param):
+    with pytest.raises(ApiError) as refused:
+        validate(model, data)
+    assert refused.value.status == 400
+    assert refused.value.param == param
+    assert param.split("[")[0].split(".")[0] in refused.value.message
+
+
+def test_falsy_values_are_values():
+    request = validate(CompletionRequest, {"prompt": "x", "temperature": 0, "seed": 0, "top_p": 0, "top_k": 0})
+    sampling = request.sampling()
+    assert (sampling["temperature"], sampling["seed"], sampling["top_k"]) == (0, 0, 0)
+    assert 0 < sampling["top_p"] < 1e-3
+
+
+def test_unknown_fields_are_accepted_and_told():
+    request = validate(CompletionRequest, {"prompt": "x", "wings": 2, "metadata": None})
+    assert unknown_fields(request) == ["metadata", "wings"]
+
+
+def test_dialects_are_told_apart():
+    assert is_native({"text": "x"}) and is_native({"messages": [], "req_id": "1"})
+    assert not is_native({"messages": [], "max_tokens": 3, "stream": True})
+
+
+# ---------------------------------------------------------------- tools
+
+TOOLS = {"get": {"type": "object"}, "put": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('{"name": "get", "arguments": {"a": 1}}', ["get"]),
+        ('{"name": "get", "parameters": {}}', ["get"]),
+        ('{"name": "get", "parameters": {}}; {"name": "put", "parameters": {}}', ["get", "put"]),
+        ('[{"name": "get", "arguments": {}}, {"name": "put", "arguments": {}}]', ["get", "put"]),
+        ('<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>', ["get"]),
+        ('<tool_call>{"name": "get", "arguments": {}}</tool_call>\n<tool_call>{"name": "put"}</tool_call>', ["get", "put"]),
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n"
+            '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            ["get"],
+        ),
+        ('{"name": "unknown", "arguments": {}}', None),
+        ('{"name": "get", "arguments": [1]}', None),
+        ('{"name": "get"', None),
+        ("get(a=1)", None),
+        ('{"name": 5}', None),
+        ("", None),
+        ("[" * 5000, None),
+    ],
+)
+def test_calls_are_found_in_a_text(text, names):
+    found = calls_in(text, TOOLS)
+    assert (None if found is None else [c.name for c in found]) == names
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        ("Hello, world", "Hello, world", []),
+        ('{"name": "get", "arguments": {}}', "", ["get"]),
+        ('{"name": "nobody"}', '{"name": "nobody"}', []),
+        ('{"a": 1}', '{"a": 1}', []),
+        ("{", "{", []),
+        ('I look. <tool_call>{"name": "get", "arguments": {}}</tool_call>', "I look. ", ["get"]),
+        ("a < b <tool", "a < b <tool", []),
+        ("<tool_call>broken", "<tool_call>broken", []),
+    ],
+)
+def test_content_and_calls_of_a_stream(text, content, names, size):
+    reader = ToolReader(ToolPlan("auto", TOOLS))
+    shown = "".join(reader.feed(text[i : i + size]) for i in range(0, len(text), size))
+    rest, calls = reader.end()
+    assert shown + rest == content
+    assert [c.name for c in calls] == names
+
+
+def test_content_is_not_held_back_longer_than_it_must():
+    reader = ToolReader(ToolPlan("auto", TOOLS))
+    assert reader.feed("Hello") == "Hello"
+    assert reader.feed(" <tool") == " "
+    assert reader.feed(" box") == "<tool box"
+
+
+def test_what_required_tools_demand():
+    plan = ToolPlan("required", TOOLS, parallel=False)
+    schema = plan.schema()
+    assert schema["maxItems"] == schema["minItems"] == 1
+    json.dumps(schema)
+    assert ToolPlan("auto", TOOLS).schema() is None
+    assert ToolPlan("named", TOOLS, "get").schema() == {"type": "object"}

@@ -1,0 +1,98 @@
+"""Where settings come from, which wins, and what a slip is answered with."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferplane.errors import UsageError
+from inferplane.serving import source_names
+from inferplane.serving.configure import resolve
+from inferplane.serving.settings import FIELDS, Settings
+
+
+def test_defaults_are_within_their_own_ranges():
+    found = resolve({}, {})
+    assert found.settings == Settings()
+    assert set(found.origins.values()) == {"default"}
+    for name, f in FIELDS.items():
+        if f.default not in (None, ()):  # converting a default must give it back
+            assert getattr(resolve({name: f.default}, {}).settings, name) == f.default
+
+
+def test_the_first_that_names_a_setting_decides(tmp_path):
+    path = tmp_path / "serving.yaml"
+    path.write_text("max_batch: 3\nport: 1\nmax-waiting: 4\nmodel: filed\n")
+    environment = {"INFERPLANE_PORT": "2", "SERVICE_HTTP_PORT": "9965", "BATCH_SIZE": "5", "MAX_SEQ_LEN": "77"}
+    found = resolve({"port": "8080"}, environment, str(path))
+    assert found.settings.port == 8080 and found.origins["port"] == "flag --port"
+    assert found.settings.max_batch == 5 and found.origins["max_batch"] == "variable BATCH_SIZE"
+    assert found.settings.max_waiting == 4 and found.origins["max_waiting"] == f"file {path}"
+    assert found.settings.max_prompt_tokens == 77
+    assert resolve({}, environment, str(path)).settings.port == 2
+    assert resolve({}, {"INFERPLANE_CONFIG": str(path)}).settings.model == "filed"
+
+
+def test_every_name_of_the_source_system_means_a_setting():
+    published = {
+        **{"HEALTH_HTTP_PORT": "8110", "METRICS_HTTP_PORT": "8722", "SERVICE_HTTP_PORT": "9965"},
+        **{"MAX_SEQ_LEN": "8192", "MAX_DEC_LEN": "1024", "BATCH_SIZE": "48", "MAX_CACHED_TASK_NUM": "128"},
+        **{"INTER_PROC_PORT": "8813", "SERVICE_GRPC_PORT": "8811", "BLOCK_BS": "5", "BLOCK_RATIO": "0.75"},
+        **{"PUSH_MODE_HTTP_WORKERS": "1", "MP_NUM": "1", "DISABLE_STREAMING": "1", "USE_CACHE_KV_INT8": "1"},
+        **{"MODEL_DIR": "/models", "USE_HF_TOKENIZER": "1", "USE_WARMUP": "0", "OUTPUT_LOG_TO_CONSOLE": "1"},
+    }
+    understood = {*source_names.NAMES, *source_names.WITHOUT_EFFECT, *source_names.ONLY}
+    assert set(published) <= understood
+    found = resolve({}, published).settings
+    assert (found.port, found.health_port, found.metrics_port) == (9965, 8110, 8722)
+    assert (found.max_prompt_tokens, found.max_output_tokens, found.max_batch) == (8192, 1024, 48)
+    assert (found.max_waiting, found.disable_streaming, found.kv_dtype) == (128, True, "int8")
+    assert (found.model, found.native_text) == ("/models", "raw")
+    notes = " ".join(resolve({}, published).notes)
+    assert all(name in notes for name in ("BLOCK_BS", "BLOCK_RATIO", "INTER_PROC_PORT"))
+
+
+@pytest.mark.parametrize("variable", ["MP_NUM", "MP_NNODE", "PUSH_MODE_HTTP_WORKERS"])
+def test_what_is_not_supported_is_refused_not_ignored(variable):
+    with pytest.raises(UsageError, match=variable):
+        resolve({}, {variable: "2"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "text", "said"),
+    [
+        ({"max_batch": "0"}, {}, "", "max_batch = '0' (flag --max-batch)"),
+        ({"max_batch": "many"}, {}, "", "whole numbers"),
+        ({}, {"INFERPLANE_PORT": "70000"}, "", "variable INFERPLANE_PORT"),
+        ({}, {"MAX_SEQ_LEN": "x"}, "", "variable MAX_SEQ_LEN"),
+        ({}, {}, "max_batch: 1.5", "max_batch = 1.5"),
+        ({}, {}, "max_batch: true", "max_batch = True"),
+        ({}, {}, "strict: perhaps", "true, false"),
+        ({}, {}, "log_format: xml", "auto, json, text"),
+        ({}, {}, "drain_s: .nan", "drain_s = nan"),
+        ({}, {}, "max_bach: 8", "perhaps max_batch was meant"),
+        ({}, {}, "- 1", "is no list of settings"),
+        ({}, {}, "a: [", "cannot be read"),
+        ({}, {}, "!!python/object/apply:os.getcwd []", "cannot be read"),
+        ({}, {}, "tls_cert: x", "both tls_cert and tls_key"),
+        ({}, {}, "port: 81\nhealth_port: 81", "on one port"),
+    ],
+)
+def test_a_slip_is_one_clear_error(tmp_path, flags, environment, text, said):
+    path = tmp_path / "serving.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as refused:
+        resolve(flags, environment, str(path) if text else None)
+    assert said in str(refused.value)
+
+
+def test_a_variable_that_means_nothing_is_told():
+    (note,) = resolve({}, {"INFERPLANE_MAX_BACH": "8"}).notes
+    assert "INFERPLANE_MAX_BATCH" in note
+    assert not resolve({}, {"INFERPLANE_PLUGINS": "only"}).notes
+
+
+def test_secrets_are_not_shown():
+    found = resolve({}, {"INFERPLANE_API_KEY": "hunter2,other"})
+    assert found.settings.api_key == ("hunter2", "other")
+    assert "hunter2" not in repr(found.shown())
+    assert found.shown()["api_key"] == ["***", "***"]

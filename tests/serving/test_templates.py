@@ -1,0 +1,142 @@
+"""Chat templates: what transformers would render, within limits of time, size and memory, outside of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+import inferplane
+from inferplane.engine.text import Tokenizer
+from inferplane.serving.errors import ApiError
+from inferplane.serving.templates import ChatTemplate
+from inferplane.serving.token_text import TokenText
+
+DEMO = Path(inferplane.__file__).parent / "models" / "demo"
+MESSAGES = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "ü <&> \x00"},
+    {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1, "é"]}}}]},
+    {"role": "user", "content": "{{ 7 * 7 }}"},
+]
+TEMPLATES = [
+    "{% for m in messages %}<{{ m.role }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<go>{% endif %}",
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content | trim }}"
+    "{%- if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}\n{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}\n{% endfor %}{{ tools | tojson }}",
+    "{% for m in messages %}\n    {% if loop.last %}{{ m.content }}{% endif %}\n{% endfor %}{{ eos_token }}",
+]
+
+
+def render(source: str, messages=MESSAGES, tools=None, seconds: float = 20.0) -> str:
+    async def run() -> str:
+        template = ChatTemplate(source, {"bos_token": "<b>", "eos_token": "<e>"}, render_s=seconds)
+        try:
+            return await template.render(messages, tools)
+        finally:
+            await template.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+def test_it_renders_as_transformers_does(source):
+    inner = Tokenizer(DEMO).fast
+    tools = [{"type": "function", "function": {"name": "f", "description": "<ü>"}}]
+    want = inner.apply_chat_template(
+        MESSAGES, tools=tools, chat_template=source, tokenize=False, add_generation_prompt=True
+    )
+    tokens = {"bos_token": inner.bos_token, "eos_token": inner.eos_token}
+
+    async def run() -> str:
+        template = ChatTemplate(source, tokens)
+        try:
+            return await template.render(MESSAGES, tools)
+        finally:
+            await template.close()
+
+    assert asyncio.run(run()) == want
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{{ messages[99].content.x }}", "Undefined"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__.os.system('id') }}", "unsafe"),
+        ("{% set _ = messages.append(1) %}", "unsafe"),
+        ("{% for i in range(100000000) %}{% endfor %}", ""),
+        ("{{ 'x' * 20000000 }}", "more than"),
+        ("{% for i in range(99000) %}{{ 'x' * 1000 }}{% endfor %}", "more than"),
+        ("{{ 'x' * 4000000000 }}", ""),
+        ("{{ open('/etc/passwd') }}", "undefined"),
+        ("{% include '/etc/passwd' %}", ""),
+    ],
+)
+def test_a_template_cannot_do_harm(source, said):
+    with pytest.raises(ApiError) as refused:
+        render(source)
+    assert refused.value.status == 400
+    assert refused.value.param == "messages"
+    assert said in refused.value.message
+
+
+def test_one_that_loops_is_ended_and_the_next_conversation_is_rendered():
+    source = "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    source += "{% endfor %}{% endif %}fine"
+
+    async def run() -> None:
+        template = ChatTemplate(source, {}, render_s=0.5)
+        try:
+            assert await template.render([{"role": "user", "content": "x"}], None) == "fine"
+            begun = time.monotonic()
+            with pytest.raises(ApiError, match="takes longer than"):
+                await template.render([{"role": "user", "content": "loop"}], None)
+            assert time.monotonic() - begun < 30
+            waiting = asyncio.create_task(template.render([{"role": "user", "content": "loop"}], None))
+            await asyncio.sleep(0.1)
+            waiting.cancel()  # a client that leaves must not leave its answer to the next one
+            await asyncio.gather(waiting, return_exceptions=True)
+            assert await template.render([{"role": "user", "content": "x"}], None) == "fine"
+        finally:
+            await template.close()
+
+    asyncio.run(run())
+
+
+def test_a_template_that_is_none_is_refused():
+    with pytest.raises(ApiError, match="cannot be rendered"):
+        render("{% for %}")
+
+
+# ---------------------------------------------------------------- tokens as bytes
+
+
+def test_bytes_of_tokens_make_up_the_text():
+    tokenizer = Tokenizer(DEMO)
+    spelled = TokenText(tokenizer.fast)
+    text = "def f(x):\n    return 'é€😀' + x\t\x00"
+    ids = tokenizer.encode(text)
+    assert b"".join(map(spelled.bytes_of, ids)).decode() == text
+    assert any(spelled.name_of(i).startswith("bytes:\\x") for i in ids), "the emoji should take several tokens"
+    assert spelled.name_of(1) == "<|eos|>"
+
+
+class Pieces:
+    """A vocabulary in the manner of SentencePiece."""
+
+    added_tokens_decoder: dict = {}
+
+    def get_vocab(self):
+        return {"\u2581the": 0, "<0x0A>": 1, "<0xE2>": 2}
+
+    def convert_ids_to_tokens(self, token):
+        return ["\u2581the", "<0x0A>", "<0xE2>", None][token]
+
+
+def test_vocabularies_without_byte_letters():
+    spelled = TokenText(Pieces())
+    assert [spelled.bytes_of(i) for i in range(4)] == [b" the", b"\n", b"\xe2", b"<3>"]
