@@ -63,7 +63,7 @@ def _app(routers: Iterable[APIRouter]) -> FastAPI:
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error},
     )
     for router in routers:
-        app.include_router(router)
+        app.router.routes.extend(router.routes)  # flat, so that anybody can list them
     describe(app)
     return app
 

@@ -1,0 +1,268 @@
+"""A server from its start to its end: ports, loading, signals, clients that leave, engines that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.serving.live import Live, engine_pids
+
+LONG = {"prompt": "x = [", "max_tokens": 1200, "temperature": 0, "ignore_eos": True}
+
+
+def run_serve(*args: str, timeout_s: float = 90) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "inferplane", "serve", "--device", "cpu", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def stream(server: Live, seconds: float = 90, **more) -> tuple[int, list[str]]:
+    """A stream read to its end: its status and its events."""
+    with httpx.Client(base_url=server.url, timeout=seconds) as client:
+        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True, **more}) as answer:
+            if answer.status_code != 200:
+                answer.read()
+                return answer.status_code, [answer.text]
+            return 200, [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+
+
+def running(server: Live, count: int) -> None:
+    limit = time.monotonic() + 60
+    while server.metrics()["inferplane:num_requests_running"] < count:
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+def wait_gone(pids: list[int]) -> None:
+    limit = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < limit, "processes were left behind"
+        time.sleep(0.05)
+
+
+# ---------------------------------------------------------------- the beginning
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run_serve("--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert "cannot be had" in done.stderr and "--port" in done.stderr
+    assert "listening" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("/no/such/model",), 2, "is no folder"),
+        (("--max-model-len", "5000"), 2, "1 to 2048"),
+        (("--max-bach", "5"), 2, "perhaps --max-batch was meant"),
+        (("--host", "no.such.host.invalid"), 2, "is no address"),
+        (("--api-key-file", "/no/such/file"), 2, "cannot be read"),
+        (("--tls-cert", "/no/such", "--tls-key", "/no/such"), 2, "certificate"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(args, code, said):
+    done = run_serve("--port", "0", *args)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_loading_and_a_signal_meanwhile():
+    with Live(wait=False) as server:
+        with server.client() as client:
+            assert client.get("/v2/health/live").status_code == 200
+            assert client.get("/v2/health/ready").status_code == 503
+            answer = client.post("/v1/completions", json={"prompt": "x"})
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "2"
+            assert answer.json()["error"]["code"] == "loading"
+            assert client.get("/metrics").status_code == 200
+        assert server.stop() == 0
+
+
+# ---------------------------------------------------------------- the end
+
+
+@pytest.mark.parametrize("drain_s", [60, 0])
+def test_sigterm_drains_then_aborts_each_stream_with_a_last_word(drain_s):
+    tokens = 60 if drain_s else 1200
+    with Live("--max-batch", "6", "--drain-s", str(drain_s)) as server, ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(stream, server, max_tokens=tokens) for _ in range(6)]
+        running(server, 6)
+        pids = engine_pids(server)
+        assert pids
+        server.process.send_signal(signal.SIGTERM)
+        server.event("draining")
+        if drain_s:
+            with server.client() as client:
+                assert client.get("/v2/health/live").status_code == 200
+                assert client.get("/v2/health/ready").status_code == 503
+                answer = client.post("/v1/completions", json={"prompt": "x"})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+                assert int(answer.headers["retry-after"]) > 0
+        for future in streams:
+            status, events = future.result()
+            assert status == 200
+            if drain_s:
+                assert events[-1] == "[DONE]"
+                assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+            else:
+                assert json.loads(events[-1])["error"]["code"] == "aborted"
+                assert "[DONE]" not in events
+        assert server.process.wait(60) == 0
+        wait_gone(pids)
+        with socket.create_server((server.host, server.port)):  # the port is free again
+            pass
+
+
+def test_a_second_signal_ends_it_at_once():
+    with Live("--drain-s", "600") as server:
+        thread = threading.Thread(target=lambda: pytest.raises(httpx.HTTPError, stream, server))
+        thread.start()
+        running(server, 1)
+        pids = engine_pids(server)
+        server.process.send_signal(signal.SIGTERM)
+        server.event("draining")
+        assert server.process.poll() is None
+        begun = time.monotonic()
+        assert server.stop() == 128 + signal.SIGTERM
+        assert time.monotonic() - begun < 10
+        thread.join(30)
+        wait_gone(pids)
+
+
+def test_an_engine_that_is_killed_fails_its_requests_and_ends_the_server():
+    with Live("--max-batch", "4") as server, ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(stream, server) for _ in range(3)]
+        running(server, 3)
+        for pid in engine_pids(server):
+            os.kill(pid, signal.SIGKILL)
+        for future in streams:
+            status, events = future.result()
+            assert status == 200
+            assert json.loads(events[-1])["error"]["type"] in ("server_error", "unavailable_error")
+        assert server.process.wait(60) == 1
+        assert any(e["event"] == "engine died" for e in server.log)
+
+
+def test_an_engine_that_is_stopped_is_not_ready_until_it_goes_on():
+    with Live("--stall-s", "1") as server, ThreadPoolExecutor(1) as pool:
+        future = pool.submit(stream, server, max_tokens=300)
+        running(server, 1)
+        pids = engine_pids(server)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            with server.client() as client:
+                limit = time.monotonic() + 30
+                while client.get("/v2/health/ready").status_code == 200:
+                    assert time.monotonic() < limit
+                    time.sleep(0.05)
+                assert client.get("/health").json()["status"] == "stalled"
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        assert future.result()[1][-1] == "[DONE]"
+        with server.client() as client:
+            limit = time.monotonic() + 30
+            while client.get("/v2/health/ready").status_code != 200:
+                assert time.monotonic() < limit
+                time.sleep(0.05)
+
+
+# ---------------------------------------------------------------- clients that leave
+
+
+@pytest.fixture(scope="module")
+def small():
+    with Live("--max-batch", "2", "--max-waiting", "4") as server:
+        yield server
+        server.at_rest()
+        assert server.stop() == 0
+
+
+def leave(server: Live, body: dict, pieces: int, path: str = "/v1/completions") -> None:
+    """Ask, read so many pieces, and close the connection."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    with server.connect() as sock:
+        sock.sendall(head.encode() + data)
+        got = b""
+        while got.count(b"\ndata: ") < pieces:
+            got += sock.recv(65536)
+            assert b" 200 " in got
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("point", ["accepted", "prompt", "first", "fifth", "whole", "queued"])
+def test_leaving_frees_everything(small, point, n):
+    before = small.at_rest()
+    body = {**LONG, "stream": point in ("first", "fifth"), "n": n}
+    hogs = []
+    if point == "prompt":
+        body["prompt"] = "x = 1\n" * 250
+    if point == "queued":
+        with ThreadPoolExecutor(2) as pool:
+            hogs = [pool.submit(stream, small, max_tokens=150) for _ in range(2)]
+            running(small, 2)
+            leave(small, body, 0)
+            assert all(h.result()[1][-1] == "[DONE]" for h in hogs)
+    else:
+        leave(small, body, {"first": 1, "fifth": 5}.get(point, 0))
+        if point == "whole":
+            time.sleep(0.3)
+    after = small.at_rest()
+    name = 'inferplane:requests_aborted_total{cause="disconnect"}'
+    generated = "inferplane:generation_tokens_total"
+    assert after.get(name, 0) - before.get(name, 0) in (0, n)  # one that left before it was admitted counts nowhere
+    if point in ("first", "fifth"):
+        assert after[name] - before.get(name, 0) == n
+    assert after.get(generated, 0) - before.get(generated, 0) < 1200
+
+
+def test_a_full_queue_is_a_429_at_once_and_nobody_is_lost(small):
+    def one(i: int) -> tuple[int, float, str]:
+        begun = time.monotonic()
+        status, events = stream(small, max_tokens=40)
+        if status == 429:
+            return status, time.monotonic() - begun, json.loads(events[0])["error"]["code"]
+        return status, 0.0, events[-1]
+
+    with ThreadPoolExecutor(24) as pool:
+        ends = list(pool.map(one, range(24)))
+    served = [e for e in ends if e[0] == 200]
+    refused = [e for e in ends if e[0] == 429]
+    assert len(served) + len(refused) == 24
+    assert len(served) >= 6 and refused
+    assert {e[2] for e in served} == {"[DONE]"} and {e[2] for e in refused} == {"queue_full"}
+    with small.client() as client:
+        asked = [client.post("/v1/completions", json={**LONG, "max_tokens": 1, "n": 6}) for _ in range(2)]
+    assert [a.status_code for a in asked] == [200, 200]
+
+
+def test_a_request_that_takes_too_long_is_told(small):
+    with small.client() as client:
+        body = {"text": "x = [", "max_dec_len": 1500, "timeout": 1, "min_dec_len": 1500}
+        whole = client.post("/v1/completions", json=body)
+        assert (whole.status_code, whole.json()["error_code"]) == (504, 504)
+        *_, last = client.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
+        assert json.loads(last)["error_code"] == 504
+
+
+def test_disable_streaming_sends_one_piece():
+    with Live(environment={"DISABLE_STREAMING": "1"}) as server:
+        _, events = stream(server, max_tokens=8, return_token_ids=True)
+        first, done = events
+        assert done == "[DONE]"
+        assert len(json.loads(first)["choices"][0]["token_ids"]) == 8
