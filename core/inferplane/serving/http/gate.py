@@ -119,7 +119,7 @@ class _Passage:
             page = self._scope["path"] in PAGE
             if (
                 gate._keys
-                and self._scope["path"] not in OPEN
+                and not self._is_open()
                 and not gate._keys.admit(self._scope["headers"], browser=page)
             ):
                 raise ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
@@ -130,6 +130,10 @@ class _Passage:
             return
         if body is not None:
             await self._pass_on(body)
+
+    def _is_open(self) -> bool:
+        path = self._scope["path"]
+        return path in OPEN and self._scope.get("raw_path", path.encode()) == path.encode()
 
     def tell(self) -> None:
         """Log what became of the request."""
@@ -149,7 +153,9 @@ class _Passage:
             raise ApiError(415, "Compressed bodies are not accepted.", code="unsupported_encoding")
         # Any web page can make a browser post forms and text, without asking; JSON it cannot.
         kinds = self._header(b"content-type")
-        if self._scope["method"] == "POST":
+        lengths = self._header(b"content-length")
+        empty = not self._header(b"transfer-encoding") and lengths in ([], [b"0"])
+        if self._scope["method"] == "POST" and not empty:
             kind = kinds[0].partition(b";")[0].strip().lower() if len(kinds) == 1 else b""
             if kind != b"application/json":
                 raise ApiError(415, "The body has to be sent as application/json.", code="unsupported_media_type")
