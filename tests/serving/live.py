@@ -44,7 +44,9 @@ class Live:
         listening = self.event("listening")
         self.host, _, port = listening["http"].rpartition(":")
         self.port = int(port)
-        self.ports = {name: int(listening[name].rpartition(":")[2]) for name in ("health", "metrics") if name in listening}
+        self.ports = {
+            name: int(listening[name].rpartition(":")[2]) for name in ("health", "metrics") if name in listening
+        }
         self.scheme = "https" if "--tls-cert" in args else "http"
         self.url = f"{self.scheme}://{self.host}:{self.port}"
         if wait:

@@ -106,7 +106,10 @@ TOOLS = {"get": {"type": "object"}, "put": {"type": "object"}}
         ('{"name": "get", "parameters": {}}; {"name": "put", "parameters": {}}', ["get", "put"]),
         ('[{"name": "get", "arguments": {}}, {"name": "put", "arguments": {}}]', ["get", "put"]),
         ('<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>', ["get"]),
-        ('<tool_call>{"name": "get", "arguments": {}}</tool_call>\n<tool_call>{"name": "put"}</tool_call>', ["get", "put"]),
+        (
+            '<tool_call>{"name": "get", "arguments": {}}</tool_call>\n<tool_call>{"name": "put"}</tool_call>',
+            ["get", "put"],
+        ),
         (
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n"
             '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',

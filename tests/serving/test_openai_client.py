@@ -18,7 +18,10 @@ TOOL = {
         "description": "The weather at a place.",
         "parameters": {
             "type": "object",
-            "properties": {"place": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "properties": {
+                "place": {"enum": ["Oslo", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
             "required": ["place", "days"],
             "additionalProperties": False,
         },
@@ -150,7 +153,9 @@ def test_logit_bias_and_seed(api):
     token = api.post("/../tokenize", body={"prompt": "os"}, cast_to=object)["tokens"][0]
     forced = api.completions.create(**GREEDY, prompt="x", max_tokens=3, logit_bias={str(token): 100})
     assert forced.choices[0].text == "ososos"
-    seeds = [api.completions.create(model="default", prompt="x", max_tokens=12, seed=s).choices[0].text for s in (0, 0, 1)]
+    seeds = [
+        api.completions.create(model="default", prompt="x", max_tokens=12, seed=s).choices[0].text for s in (0, 0, 1)
+    ]
     assert seeds[0] == seeds[1] != seeds[2]
 
 
@@ -252,9 +257,7 @@ def test_parsing_helpers_of_the_client(api):
         x: int = pydantic.Field(ge=0, le=9)
         label: str = pydantic.Field(max_length=5)
 
-    done = api.chat.completions.parse(
-        model="default", messages=MESSAGES, max_tokens=300, seed=1, response_format=Point
-    )
+    done = api.chat.completions.parse(model="default", messages=MESSAGES, max_tokens=300, seed=1, response_format=Point)
     assert isinstance(done.choices[0].message.parsed, Point)
 
 
@@ -265,8 +268,14 @@ def test_refusals_name_the_field(api):
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 100_000}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0]"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}}, "resp"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0]",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}},
+            "resp",
+        ),
         ({"functions": []}, "functions"),
     ]
     for more, param in cases:

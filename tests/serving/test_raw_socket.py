@@ -136,7 +136,9 @@ def test_a_body_that_is_cut_short_runs_nothing(server):
 
 def test_an_upgrade_is_not_taken_up(server):
     for protocol in (b"h2c", b"websocket"):
-        head = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: " + protocol + b"\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+        head = (
+            b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: " + protocol + b"\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+        )
         assert status(talk(server, b"GET /health HTTP/1.1\r\n" + HOST + head + b"\r\n")) == 200
 
 
@@ -167,9 +169,15 @@ def test_a_log_line_is_one_line(server):
 
 def test_prompts_are_not_logged(server):
     with server.client() as client:
-        for body in ({"prompt": "sesame-open", "max_tokens": 1}, {"prompt": ["sesame-open", 5]}, {"text": "sesame-open"}):
+        for body in (
+            {"prompt": "sesame-open", "max_tokens": 1},
+            {"prompt": ["sesame-open", 5]},
+            {"text": "sesame-open"},
+        ):
             client.post("/v1/completions", json={**body, "max_dec_len": 2} if "text" in body else body)
-        client.post("/v1/completions", content=b'{"prompt": "sesame-open"', headers={"content-type": "application/json"})
+        client.post(
+            "/v1/completions", content=b'{"prompt": "sesame-open"', headers={"content-type": "application/json"}
+        )
     server.at_rest()
     assert "sesame" not in server.text
 
@@ -190,7 +198,11 @@ def test_slow_clients_are_cut_off_and_keep_nobody_waiting():
         def drip() -> None:
             for i in range(200):
                 for n, sock in enumerate(slow):
-                    data = b"X-A: b\r\n" if i else (b"GET /version HTTP/1.1\r\n" if n % 2 else post(JSON + b"Content-Length: 99\r\n"))
+                    data = (
+                        b"X-A: b\r\n"
+                        if i
+                        else (b"GET /version HTTP/1.1\r\n" if n % 2 else post(JSON + b"Content-Length: 99\r\n"))
+                    )
                     try:
                         sock.sendall(data[:1] if i else data)
                     except OSError:

@@ -51,7 +51,7 @@ def test_every_name_of_the_source_system_means_a_setting():
     assert all(name in notes for name in ("BLOCK_BS", "BLOCK_RATIO", "INTER_PROC_PORT"))
 
 
-@pytest.mark.parametrize("variable", ["MP_NUM", "MP_NNODE", "PUSH_MODE_HTTP_WORKERS"])
+@pytest.mark.parametrize("variable", ["MP_NUM", "MP_NNODE"])
 def test_what_is_not_supported_is_refused_not_ignored(variable):
     with pytest.raises(UsageError, match=variable):
         resolve({}, {variable: "2"})

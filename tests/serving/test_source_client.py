@@ -1,6 +1,6 @@
 """The source system's published client examples, as they stand, against this server.
 
-The two programs below are the ones of https://paddlenlp.readthedocs.io, "llm/server", sections "HTTP" and "OpenAI"; they
+The two programs below are those of https://paddlenlp.readthedocs.io, "llm/server", sections "HTTP" and "OpenAI"; they
 stand for the interface that its clients were written to. Two things differ: the address, which there is a placeholder
 without quotes, and the indentation, which the page has lost. What they print is caught and looked at.
 """
@@ -13,7 +13,7 @@ import json
 import pytest
 import requests
 
-NATIVE = '''
+NATIVE = """
 import uuid
 import json
 import requests
@@ -45,9 +45,9 @@ data_multi = {{
 res = requests.post(url, json=data_multi, stream=True)
 for line in res.iter_lines():
     print(json.loads(line))
-'''
+"""
 
-OPENAI = '''
+OPENAI = """
 import openai
 
 ip = "{ip}"
@@ -99,7 +99,7 @@ for chunk in response:
     if chunk.choices[0].delta is not None:
         print(chunk.choices[0].delta.content, end='')
 print("\\n")
-'''
+"""
 
 
 def run(program: str, server, capsys) -> str:
@@ -137,7 +137,13 @@ def ask(server, path="/v1/chat/completions", **body):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_native_without_a_stream(server, path):
-    body = {"text": "def main():", "req_id": f"whole{path.count('/')}", "max_dec_len": 8, "topp": 0, "return_usage": True}
+    body = {
+        "text": "def main():",
+        "req_id": f"whole{path.count('/')}",
+        "max_dec_len": 8,
+        "topp": 0,
+        "return_usage": True,
+    }
     answer = ask(server, path, **body).json()
     assert answer["tokens_all"] == answer["result"] != ""
     assert (answer["error_msg"], answer["error_code"]) == ("", 0)

@@ -25,7 +25,8 @@ TEMPLATES = [
     "{% for m in messages %}<{{ m.role }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<go>{% endif %}",
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content | trim }}"
     "{%- if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}\n{% endfor %}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}\n{% endfor %}{{ tools | tojson }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}\n{% endfor %}"
+    "{{ tools | tojson }}",
     "{% for m in messages %}\n    {% if loop.last %}{{ m.content }}{% endif %}\n{% endfor %}{{ eos_token }}",
 ]
 

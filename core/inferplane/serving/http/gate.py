@@ -117,11 +117,7 @@ class _Passage:
         gate = self._gate
         try:
             page = self._scope["path"] in PAGE
-            if (
-                gate._keys
-                and not self._is_open()
-                and not gate._keys.admit(self._scope["headers"], browser=page)
-            ):
+            if gate._keys and not self._is_open() and not gate._keys.admit(self._scope["headers"], browser=page):
                 raise ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
             self._check_type()
             body = await self._body()
