@@ -47,6 +47,8 @@ class Live:
         self.ports = {
             name: int(listening[name].rpartition(":")[2]) for name in ("health", "metrics") if name in listening
         }
+        key = args[args.index("--api-key") + 1] if "--api-key" in args else ""
+        self._headers = {"authorization": f"Bearer {key}".encode()} if key else {}
         self.scheme = "https" if "--tls-cert" in args else "http"
         self.url = f"{self.scheme}://{self.host}:{self.port}"
         if wait:
@@ -79,8 +81,8 @@ class Live:
             return line
 
     def client(self, **more: Any) -> httpx.Client:
-        """A client of it."""
-        return httpx.Client(base_url=self.url, timeout=60, **more)
+        """A client of it, with its key."""
+        return httpx.Client(base_url=self.url, timeout=60, headers=self._headers, **more)
 
     def connect(self) -> socket.socket:
         """A bare connection."""
