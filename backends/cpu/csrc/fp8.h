@@ -43,23 +43,32 @@ inline void fp8_widen(const uint8_t *from, int64_t n, bf16 *out) {
   for (; c < n; c++) out[c] = table.of[from[c]];
 }
 
-// out[i * ldo + j] for n weight rows from `row` on, within one block of rows.
+// Scales of 16 rows in one block of columns; rows behind the last one are given its scale.
+inline F fp8_scales(const ip_matrix &w, int64_t row, int64_t rows, int64_t block) {
+  int64_t blocks = (w.k + kBlock - 1) / kBlock;
+  float of[kLanes];
+  for (int64_t r = 0; r < kLanes; r++) of[r] = w.scale[(row + min64(r, rows - 1)) / w.group * blocks + block];
+  return load<F>(of);
+}
+
+// out[i * ldo + j] for n weight rows from `row` on.
 inline void fp8_dot(const ip_matrix &w, int64_t row, int64_t n, const Rows &x, float *out, int64_t ldo, Scratch *s) {
   bf16 *tile = s[0].get<bf16>(16 * kBlock);
   float *part = s[1].get<float>(16 * x.m);
   int64_t blocks = (w.k + kBlock - 1) / kBlock;
   const uint8_t *data = (const uint8_t *)w.data;
+  memset(tile, 0, 16 * kBlock * sizeof(bf16));
   for (int64_t j = 0; j < n; j += 16) {
     int64_t rows = min64(16, n - j);
     for (int64_t b = 0; b < blocks; b++) {
       int64_t width = min64(kBlock, w.k - b * kBlock);
       for (int64_t r = 0; r < rows; r++) fp8_widen(data + (row + j + r) * w.ld + b * kBlock, width, tile + r * kBlock);
-      dot(tile, kBlock, rows, width, x, b * kBlock, part, 16);
-      float scale = w.scale[(row + j) / kBlock * blocks + b];
+      dot(tile, kBlock, 16, width, x, b * kBlock, part, 16);
+      F scale = fp8_scales(w, row + j, rows, b);
       for (int64_t i = 0; i < x.m; i++) {
         float *to = out + i * ldo + j;
-        F v = load<F>(part + i * 16) * scale;
-        store_f(to, b ? fma(load<F>(part + i * 16), splat(scale), load_f(to, rows)) : v, rows);
+        F sums = load<F>(part + i * 16);
+        store_f(to, b ? fma(sums, scale, load_f(to, rows)) : sums * scale, rows);
       }
     }
   }

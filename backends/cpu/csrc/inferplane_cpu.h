@@ -16,13 +16,14 @@ enum ip_kind {
   IP_BF16 = 0,  // data: bf16 [n, k] row-major, ld entries a row
   IP_INT8 = 1,  // data: 16-row panels of unsigned bytes (value + 128), see quant.h
   IP_INT4 = 2,  // data: 16-row panels of nibbles (value + 8), see quant.h
-  IP_FP8 = 3,   // data: e4m3 bytes [n, k] row-major; scale: float [ceil(n / 128), ceil(k / 128)]
+  IP_FP8 = 3,   // data: e4m3 bytes [n, k] row-major; scale: float [ceil(n / group), ceil(k / 128)]
 };
 
 // A weight [n, k]; y = x w^T.
 typedef struct {
   int32_t kind;
-  int32_t group;        // IP_INT8, IP_INT4: columns that share a scale, a multiple of 32 up to 128; 0: one scale a row
+  // IP_INT8, IP_INT4: columns that share a scale, a multiple of 32 up to 128; 0: one scale a row. IP_FP8: rows that do.
+  int32_t group;
   int64_t n, k, ld;
   const void *data;
   const float *scale;   // IP_INT8, IP_INT4: [ceil(n / 16), groups, 16]; IP_FP8: by blocks

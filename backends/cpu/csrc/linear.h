@@ -17,7 +17,7 @@ inline int64_t chunk_rows(const ip_matrix &w, int threads) {
   int64_t row = max64(1, w.kind == IP_BF16 ? w.k * 2 : w.kind == IP_INT4 ? w.k / 2 : w.k);
   int64_t most = round_up((w.n + threads * 4 - 1) / (threads * 4), 16);
   int64_t rows = max64(16, min64(round_up(kChunkBytes / row, 16), most));
-  return w.kind == IP_FP8 ? (rows < kBlock ? (rows <= 16 ? 16 : rows <= 32 ? 32 : 64) : kBlock) : rows;
+  return rows;
 }
 
 // float32 results of weight rows first .. last for all of x: out[i * ldo + j - first].
@@ -97,7 +97,7 @@ inline void expand_row(const ip_matrix &w, int64_t row, bf16 *out) {
   } else if (w.kind == IP_FP8) {
     int64_t blocks = (w.k + kBlock - 1) / kBlock;
     fp8_widen((const uint8_t *)w.data + row * w.ld, w.k, out);
-    for (int64_t c = 0; c < w.k; c++) out[c] = narrow1(widen1(out[c]) * w.scale[row / kBlock * blocks + c / kBlock]);
+    for (int64_t c = 0; c < w.k; c++) out[c] = narrow1(widen1(out[c]) * w.scale[row / w.group * blocks + c / kBlock]);
   } else {
     for (int64_t g = 0; g * group_of(w) < w.k; g++) {
       float scale = scale_of(w, row / kLanes, g)[row % kLanes];

@@ -51,7 +51,8 @@ inline void moe(Team &team, const Moe &m) {
   int64_t chunk = chunk_rows(m.gate_up[0], team.count);
   chunk = min64(chunk, round_up(m.inner, 16));
   int64_t chunks = (m.inner + chunk - 1) / chunk;
-  bool straddles = m.gate_up[0].kind != IP_BF16 && m.inner % kBlock;  // panels and blocks begin at multiples of theirs
+  // Panels begin at multiples of 16 rows; where the up rows do not, all rows are taken at once.
+  bool straddles = (m.gate_up[0].kind == IP_INT8 || m.gate_up[0].kind == IP_INT4) && m.inner % kLanes;
   if (straddles) chunk = round_up(m.inner, 16), chunks = 1;
   team.each(m.count * chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t u = first; u < last; u++) {
@@ -65,8 +66,7 @@ inline void moe(Team &team, const Moe &m) {
       int64_t ld = straddles ? round_up(w.n, 16) : chunk;
       float *gate = scratch(7)->get<float>(2 * t.count * (ld + kLanes)), *up = gate + t.count * (ld + kLanes);
       if (straddles) {
-        int64_t step = w.kind == IP_FP8 ? 16 : w.n;
-        for (int64_t r = 0; r < w.n; r += step) products(w, r, min64(w.n, r + step), laid.rows, laid.q, gate + r, ld);
+        products(w, 0, w.n, laid.rows, laid.q, gate, ld);
         up = gate + m.inner;
       } else {
         products(w, j, j + n, laid.rows, laid.q, gate, ld);

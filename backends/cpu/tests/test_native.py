@@ -11,7 +11,8 @@ from inferplane.binding.check import Bench
 from inferplane.ops import OPS
 from inferplane_cpu.backend import CpuBackend
 from inferplane_cpu.kernels import kernels
-from inferplane_cpu.kernels.linear import matrix, multiply
+from inferplane_cpu.kernels.linear import multiply
+from inferplane_cpu.kernels.packed import matrices
 from inferplane_cpu.kvcache import layouts
 from inferplane_cpu.native import forced, instruction_sets, native
 
@@ -56,11 +57,11 @@ def test_products_of_all_heights(name, make, n, k):
     room = (k + 4) * 2**-24 * (x.double().abs() @ w.double().abs().T)  # of a sum in float32, in any order
     with forced(name):
         for m in range(1, 41):
-            got = multiply(matrix(w), x[:m], True)
+            got = multiply(matrices(w)[0], x[:m], True)
             assert ((got - want[:m]).abs() <= room[:m]).all(), (m, (got - want[:m]).abs().max())
-            assert m > 1 or torch.equal(got, multiply(matrix(w), x, True)[:1])
-        alone = torch.cat([multiply(matrix(w), x[i : i + 1], True) for i in range(40)])
-        assert torch.equal(alone, multiply(matrix(w), x, True))
+            assert m > 1 or torch.equal(got, multiply(matrices(w)[0], x, True)[:1])
+        alone = torch.cat([multiply(matrices(w)[0], x[i : i + 1], True) for i in range(40)])
+        assert torch.equal(alone, multiply(matrices(w)[0], x, True))
 
 
 @needs_library
@@ -69,7 +70,7 @@ def test_infinite_and_nan_reach_their_results_only(name):
     x, w = torch.randn(5, 96).bfloat16(), torch.randn(33, 96).bfloat16()
     x[1, 40], x[3, 7] = float("nan"), float("inf")
     with forced(name):
-        y = multiply(matrix(w), x, True)
+        y = multiply(matrices(w)[0], x, True)
     assert not torch.isfinite(y[[1, 3]]).any()
     assert torch.isfinite(y[[0, 2, 4]]).all()
 

@@ -22,6 +22,8 @@ FORMATS: dict[str, tuple[torch.dtype, int, tuple[int, int]]] = {
     "int8_row": (torch.int8, 8, (1, 0)),
     "int8_group": (torch.int8, 8, (1, 128)),
     "int4_group": (torch.int8, 4, (1, 128)),
+    "int4_group64": (torch.int8, 4, (1, 64)),
+    "int4_group32": (torch.int8, 4, (1, 32)),
     "int4_row": (torch.int8, 4, (1, 0)),
 }
 """Weight formats: dtype of the data, significant bits, rows and columns a scale (0 columns: the whole row)."""

@@ -1,4 +1,4 @@
-"""Linear layers and the output head on native kernels: bf16 weights as they lie in memory, a row at a time."""
+"""Linear layers and the output head on native kernels, for weights of every format."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.plugin import RANK_PORTABLE, Batch, Kernels, When
-from inferplane_cpu.native import BF16, Matrix, library
+from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
+from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices, panels_times
+from inferplane_cpu.native import Matrix, library
 
 KERNELS = Kernels()
 RANK_FIXED = RANK_PORTABLE - 10
@@ -25,20 +26,12 @@ def _in_bf16(op: Any) -> bool:
     return op.weight.dtype in (None, torch.bfloat16)
 
 
-USUAL = When(
-    dtypes=(torch.bfloat16,),
-    features=("native",),
-    needs=(("plain activations, and a bfloat16 or float32 result", _usual), ("a bfloat16 weight", _in_bf16)),
-)
-HEAD = When(dtypes=(torch.bfloat16,), features=("native",), needs=(("a bfloat16 weight", _in_bf16),))
-
-
-def matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
-    """A bf16 weight `[n, k]` as the library reads it; rows may be strided."""
-    n, k = weight.shape
-    return Matrix(
-        BF16, 0, n, k, weight.stride(0), weight.data_ptr(), None, None, bias.data_ptr() if bias is not None else None
-    )
+NEEDS = (("plain activations, and a bfloat16 or float32 result", _usual), ("a bfloat16 weight", _in_bf16))
+STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
+PACKED = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS)
+HEAD = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS[1:])
+PACKED_HEAD = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS[1:])
+WEIGHT = {"weight": PACKING}
 
 
 def multiply(w: Matrix, x: torch.Tensor, wide: bool) -> torch.Tensor:
@@ -50,39 +43,74 @@ def multiply(w: Matrix, x: torch.Tensor, wide: bool) -> torch.Tensor:
     return y
 
 
-def _matrix_of(p: Any) -> Matrix:
-    """The site's matrix, described once and kept on its view."""
+def matrix_of(p: Any) -> Matrix:
+    """A site's matrix, described once and kept on its view."""
     found = p.__dict__.get("matrix")
     if found is None:
-        found = p.matrix = matrix(p.weight, getattr(p, "bias", None))
+        found = p.matrix = matrices(p.weight, getattr(p, "bias", None))[0]
     return found
 
 
-@KERNELS("linear", "native", when=USUAL, rank=RANK_FIXED, batch_invariant=True)
+def many_rows(p: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x w^T + bias` by oneDNN, in bf16."""
+    if isinstance(p.weight, torch.Tensor):
+        return F.linear(x, p.weight, bias)
+    return panels_times(matrix_of(p), x, bias)
+
+
+def selected(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The rows that want logits."""
+    return x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
+
+
+@KERNELS("linear", "native", when=STORED, rank=RANK_FIXED, batch_invariant=True)
 def linear_fixed(p: Any, x: torch.Tensor) -> torch.Tensor:
     """Every row by the native product, whatever their number."""
-    return multiply(_matrix_of(p), x, p.out_dtype is torch.float32)
+    return multiply(matrix_of(p), x, p.out_dtype is torch.float32)
 
 
-@KERNELS("linear", "native", when=USUAL, rank=RANK_PORTABLE)
+@KERNELS("linear", "native", when=STORED, rank=RANK_PORTABLE)
 def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
     """Few rows by the native product, many by oneDNN's, on the same weight."""
     if x.shape[0] <= FEW_ROWS or p.out_dtype is torch.float32:
-        return multiply(_matrix_of(p), x, p.out_dtype is torch.float32)
-    return F.linear(x, p.weight, p.bias)
+        return linear_fixed(p, x)
+    return many_rows(p, x, p.bias)
+
+
+@KERNELS("linear", "native", when=PACKED, packs=WEIGHT, rank=RANK_FIXED, batch_invariant=True)
+def linear_panels_fixed(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """As `linear_fixed`, for weights of 8 and 4 bits."""
+    return linear_fixed(p, x)
+
+
+@KERNELS("linear", "native", when=PACKED, packs=WEIGHT, rank=RANK_PORTABLE)
+def linear_panels(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """As `linear`, for weights of 8 and 4 bits; for many rows they are expanded some rows at a time."""
+    return linear(p, x)
 
 
 @KERNELS("lm_head", "native", when=HEAD, rank=RANK_FIXED, batch_invariant=True)
 def lm_head_fixed(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The rows that want logits by the native product, in float32."""
-    rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
-    return multiply(_matrix_of(p), rows, True)
+    return multiply(matrix_of(p), selected(x, batch), True)
 
 
 @KERNELS("lm_head", "native", when=HEAD, rank=RANK_PORTABLE)
 def lm_head(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Few rows by the native product, in float32; many by oneDNN's, widened."""
-    rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
+    rows = selected(x, batch)
     if rows.shape[0] <= FEW_ROWS:
-        return multiply(_matrix_of(p), rows, True)
-    return F.linear(rows, p.weight).float()
+        return multiply(matrix_of(p), rows, True)
+    return many_rows(p, rows, None).float()
+
+
+@KERNELS("lm_head", "native", when=PACKED_HEAD, packs=WEIGHT, rank=RANK_FIXED, batch_invariant=True)
+def lm_head_panels_fixed(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """As `lm_head_fixed`, for weights of 8 and 4 bits."""
+    return lm_head_fixed(p, x, batch)
+
+
+@KERNELS("lm_head", "native", when=PACKED_HEAD, packs=WEIGHT, rank=RANK_PORTABLE)
+def lm_head_panels(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """As `lm_head`, for weights of 8 and 4 bits."""
+    return lm_head(p, x, batch)

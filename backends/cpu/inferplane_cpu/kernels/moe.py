@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from inferplane.kernels.composed.moe import moe_experts as moe_experts_torch
-from inferplane.plugin import RANK_PORTABLE, Kernels, When
-from inferplane_cpu.kernels.linear import RANK_FIXED, matrix
-from inferplane_cpu.native import Matrix, library
+from inferplane.plugin import PLAIN, RANK_PORTABLE, Kernels, When
+from inferplane_cpu.kernels.linear import RANK_FIXED
+from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
+from inferplane_cpu.native import library
 
 KERNELS = Kernels()
 FEW_ROWS = 256
@@ -20,19 +21,24 @@ def _in_bf16(op: Any) -> bool:
     return all(w.dtype in (None, torch.bfloat16) for w in (op.gate_up, op.down))
 
 
-PLAIN = When(dtypes=(torch.bfloat16,), features=("native",), needs=(("bfloat16 weights", _in_bf16),))
+NEEDS = (("bfloat16 weights", _in_bf16),)
+STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
+PACKED = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS)
+STACKS = {"gate_up": PACKING, "down": PACKING}
 
 
-def _stack(weight: torch.Tensor) -> Any:
-    return (Matrix * weight.shape[0])(*(matrix(weight[e]) for e in range(weight.shape[0])))
+def _stacks(p: Any) -> tuple[Any, Any]:
+    """The site's matrices, described once and kept on its view."""
+    found = p.__dict__.get("stacks")
+    if found is None:
+        found = p.stacks = matrices(p.gate_up), matrices(p.down)
+    return found
 
 
-@KERNELS("moe_experts", "native", when=PLAIN, rank=RANK_FIXED, batch_invariant=True)
+@KERNELS("moe_experts", "native", when=STORED, rank=RANK_FIXED, batch_invariant=True)
 def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Each expert's gate and up, then its down, by all tokens that chose it; a token's sum in its own order."""
-    stacks = p.__dict__.get("stacks")
-    if stacks is None:
-        stacks = p.stacks = _stack(p.gate_up), _stack(p.down)
+    stacks = _stacks(p)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     out = torch.empty_like(x)
     library().ip_moe(
@@ -49,9 +55,15 @@ def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch
     return out
 
 
-@KERNELS("moe_experts", "native", when=PLAIN, rank=RANK_PORTABLE)
+@KERNELS("moe_experts", "native", when=STORED, rank=RANK_PORTABLE)
 def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Few tokens by native products, many by oneDNN's, on the same weights."""
-    if x.shape[0] <= FEW_ROWS:
+    if x.shape[0] <= FEW_ROWS or not isinstance(p.gate_up, torch.Tensor):
         return moe_experts_fixed(p, x, weights, ids)
     return moe_experts_torch(p, x, weights, ids)
+
+
+@KERNELS("moe_experts", "native", when=PACKED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True)
+def moe_experts_panels(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As `moe_experts_fixed`, for weights of 8 and 4 bits."""
+    return moe_experts_fixed(p, x, weights, ids)

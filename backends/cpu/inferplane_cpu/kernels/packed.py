@@ -1,0 +1,113 @@
+"""Weights as the native kernels read them: bf16 and FP8 where they lie, 8 and 4 bits in panels of 16 rows."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from inferplane.plugin import KernelError, Packing, QTensor
+from inferplane_cpu.native import BF16, FP8, INT4, INT8, Matrix, library
+
+PANEL_ROWS = 16
+MOST_GROUP_COLUMNS = 128
+PANELS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group32", "int4_group64")
+"""Formats that are packed in panels, once, at load."""
+EXPANDED_ROWS = 1024
+"""Rows of a packed weight that are expanded at a time when many tokens are multiplied with it."""
+
+
+class Panels:
+    """A weight `[n, k]`, or a stack `[experts, n, k]`, of 8 or 4 bits in panels (csrc/pack.h).
+
+    Args:
+        q: the canonical weight; symmetric, with scales a row or a group of columns.
+
+    Raises:
+        KernelError: zero points, or other blocks than the kernels know.
+    """
+
+    def __init__(self, q: QTensor) -> None:
+        n, k = q.shape[-2:]
+        columns = q.block[1]
+        whole = columns >= k
+        if q.zero is not None or q.block[0] != 1 or not (whole or (columns % 32 == 0 and columns <= MOST_GROUP_COLUMNS)):
+            raise KernelError(
+                f"Panels of a weight with blocks of {q.block}{' and zero points' if q.zero is not None else ''}.",
+                there_is="one scale a row, or one a group of 32, 64, 96 or 128 columns, without zero points",
+            )
+        experts = q.data.reshape(-1, n, k)
+        scales = q.scale.reshape(len(experts), n, -1)
+        rows = torch.nn.functional.pad(scales, (0, 0, 0, -n % PANEL_ROWS))
+        rows = rows.unflatten(1, (-1, PANEL_ROWS)).transpose(2, 3).contiguous()  # [experts, panels, groups, rows]
+        half = rows.half()
+        self.exact_half = bool((half.float() == rows).all())
+        self.scale = half if self.exact_half else rows
+        kind = INT4 if q.bits == 4 else INT8
+        shape = Matrix(kind, 0 if whole else columns, n, k, 0)
+        self.data = torch.empty(len(experts), library().ip_packed_bytes(shape), dtype=torch.uint8)
+        self.matrices = (Matrix * len(experts))()
+        for i, values in enumerate(experts):
+            scale = self.scale[i].data_ptr()
+            pointers = (None, scale) if self.exact_half else (scale, None)
+            self.matrices[i] = Matrix(kind, shape.group, n, k, 0, self.data[i].data_ptr(), *pointers, None)
+            library().ip_pack(self.matrices[i], values.contiguous().data_ptr(), self.data[i].data_ptr())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of entries and scales."""
+        return self.data.numel() + self.scale.numel() * self.scale.element_size()
+
+
+PACKING = Packing("native.panels", Panels)
+
+
+def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
+    """An array of `Matrix`, one an expert (one in all for `[n, k]`), over a tensor, an FP8 `QTensor` or `Panels`.
+
+    Raises:
+        KernelError: FP8 blocks of other than 128 columns.
+    """
+    if isinstance(weight, Panels):
+        found = weight.matrices
+    elif isinstance(weight, QTensor):
+        if weight.block[1] != 128 or weight.zero is not None:
+            raise KernelError(f"An FP8 weight with blocks of {weight.block}.", there_is="blocks of 128 columns")
+        n, k = weight.shape[-2:]
+        pairs = list(zip(_stack(weight.data), _stack(weight.scale), strict=True))
+        found = _array(
+            [Matrix(FP8, weight.block[0], n, k, k, d.data_ptr(), s.data_ptr(), None, None) for d, s in pairs]
+        )
+    else:
+        found = _array([Matrix(BF16, 0, *w.shape, w.stride(0), w.data_ptr(), None, None, None) for w in _stack(weight)])
+    if bias is not None:
+        found = _array([Matrix.from_buffer_copy(found[0])])
+        found[0].bias = bias.data_ptr()
+    return found
+
+
+def expanded(w: Matrix, first: int, last: int) -> torch.Tensor:
+    """Rows `first:last` of a weight of any kind in bf16, `[last - first, k]`."""
+    out = torch.empty(last - first, w.k, dtype=torch.bfloat16)
+    library().ip_expand(w, first, last, out.data_ptr())
+    return out
+
+
+def panels_times(w: Matrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x w^T + bias` by oneDNN for many rows of x: a quantized weight is expanded some rows at a time."""
+    y = x.new_empty(x.shape[0], w.n)
+    for first in range(0, w.n, EXPANDED_ROWS):
+        last = min(w.n, first + EXPANDED_ROWS)
+        part = None if bias is None else bias[first:last]
+        y[:, first:last] = torch.nn.functional.linear(x, expanded(w, first, last), part)
+    return y
+
+
+def _stack(t: torch.Tensor) -> Sequence[torch.Tensor]:
+    return list(t) if t.dim() == 3 else [t]
+
+
+def _array(found: Sequence[Matrix]) -> ctypes.Array[Matrix]:
+    return (Matrix * len(found))(*found)
