@@ -19,10 +19,23 @@ LENGTHS = (40, 7, 23, 1, 33, 12, 70, 18) * 4
 MODELS = {
     "gqa": lambda: llama_config(hidden_size=96, num_attention_heads=6),
     "gqa_odd": lambda: llama_config(hidden_size=90, num_attention_heads=5, num_key_value_heads=1, head_dim=22),
+    "qwen3": lambda: small("Qwen3Config", head_dim=32),
+    "window": lambda: small("MistralConfig", sliding_window=20),
     "mla_moe": lambda: deepseek_config(num_hidden_layers=2),
 }
-TORCH = {op: "torch_fixed" for op in ("linear", "lm_head", "attention")}
+TORCH = {op: "torch_fixed" for op in ("linear", "lm_head", "attention")} | {"decoder_layer": "decomposition"}
 TORCH_MLA = {op: "torch_fixed" for op in ("linear", "lm_head", "mla_absorbed", "mla_expanded", "moe_experts")}
+
+
+def small(kind, **changes):
+    import transformers
+
+    sizes = llama_config(**changes).to_dict()
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    kept += ("num_key_value_heads", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    return getattr(transformers, kind)(**{name: sizes[name] for name in kept}, **changes)
+
+
 STEPS = (
     {"max_batch": 32},
     {"max_batch": 3},
@@ -80,6 +93,20 @@ def test_native_kernels_give_the_same_bits(model, folders):
 def test_torch_kernels_give_the_same_bits(model, folders):
     ops = TORCH_MLA if model == "mla_moe" else TORCH
     assert not differing(folders[model], STEPS[2:4], 8, ops)
+
+
+@pytest.mark.skipif(native().library is None, reason=f"not run: {native().reason}")
+@pytest.mark.parametrize("model", ["gqa", "qwen3", "window"])
+@pytest.mark.parametrize("scheme", [None, "weight_only_int8", "weight_only_int4"])
+def test_a_layer_in_one_call_gives_the_bits_of_its_parts(model, scheme, folders):
+    every, params = asked(8)
+    found = []
+    for ops in (None, {"decoder_layer": "decomposition"}):
+        with opened(folders[model], ops=ops, quantization=scheme) as llm:
+            chosen = {s["chosen"]["kernel"] for s in llm.explain()["sites"] if s["op"] == "decoder_layer"}
+            assert any("native" in name for name in chosen) == (ops is None)
+            found.append(scored(llm.generate(every, params)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

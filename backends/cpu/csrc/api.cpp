@@ -124,4 +124,9 @@ void ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, co
   now().moe(gate_up, down, experts, x, ldx, m, ids, weights, top, out);
 }
 
+void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 *x, const ip_bf16 *residual,
+                      ip_bf16 *out, ip_bf16 *out_residual) {
+  now().decoder_layer(layer, step, x, residual, out, out_residual);
+}
+
 }  // extern "C"

@@ -1,5 +1,6 @@
 // The functions of one instruction set; a file for each includes this with its own compiler flags.
 #pragma once
+#include "layer.h"
 #include "linear.h"
 #include "mla.h"
 #include "moe.h"
@@ -74,7 +75,28 @@ void moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts,
   }
 }
 
+void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, const bf16 *residual, bf16 *out,
+                         bf16 *out_residual) {
+  int64_t m = step->tokens, width = l->qkv.k, wide = l->heads * l->head_dim, inner = l->down.k;
+  bf16 *all = scratch(20)->get<bf16>(m * (3 * width + l->qkv.n + 2 * wide + inner) + 7 * kLanes * 2);
+  LayerBuffers b;
+  bf16 **each[] = {&b.h, &b.s, &b.y, &b.qkv, &b.q, &b.mixed, &b.act};
+  int64_t sizes[] = {width, width, width, l->qkv.n, wide, wide, inner};
+  for (int i = 0; i < 7; i++) {
+    *each[i] = all;
+    all += round_up(m * sizes[i], kLanes);
+  }
+  Attend a = {b.q, step->cache.k, step->cache.v, step->cache.k_stride, step->cache.v_stride, l->heads, l->kv_heads,
+              l->head_dim, l->head_dim, step->cache.block, l->window, l->scale, b.mixed};
+  AttendPlan plan = plan_attention(a, step->batch, omp_get_max_threads(), scratch(10));
+  // Padded rows are not attended to: nothing must be read of them that was never written.
+  memset(b.mixed, 0, (size_t)(m * wide) * sizeof(bf16));
+  int64_t work = m * (width * l->qkv.n + wide * width + 3 * inner * width) / 4;
+  in_parallel(work, [&](Team &team) { layer(team, *l, *step, x, residual, out, out_residual, b, a, plan); });
+}
+
 }  // namespace
 
 extern const Table TABLE = {NAME,       linear_entry,    expand_entry, rms_norm_entry, silu_mul_entry,
-                            rope_entry, attention_entry, mla_entry,    moe_entry};
+                            rope_entry, attention_entry, mla_entry,    moe_entry,
+                          decoder_layer_entry};

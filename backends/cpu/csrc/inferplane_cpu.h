@@ -44,6 +44,24 @@ typedef struct {
   int64_t sequences, table_width;
 } ip_batch;
 
+// A decoder layer: pre-norm, grouped-query attention, gated MLP. Rows of qkv: q then k then v; of gate_up: gate then up.
+typedef struct {
+  ip_matrix qkv, o, gate_up, down;
+  const ip_bf16 *attn_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
+  const float *rope;                                      // [positions, 2, head_dim / 2]
+  int64_t heads, kv_heads, head_dim, window;
+  float attn_eps, mlp_eps, q_eps, k_eps, scale;
+  int32_t interleaved;
+} ip_layer;
+
+// What a step brings to every layer, and one layer's cache. Slots of -1 are not written.
+typedef struct {
+  ip_batch batch;
+  ip_cache cache;
+  const int64_t *positions, *slots;
+  int64_t tokens;
+} ip_step;
+
 // -- instruction sets
 
 // Names of those this processor can run, best last, separated by spaces; "" without AVX2.
@@ -92,6 +110,12 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
 // x [m, d], ids int64 and weights float [m, top]; gate_up and down one matrix an expert; out bf16 [m, d].
 void ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_bf16 *x, int64_t ldx, int64_t m,
             const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out);
+
+// -- layers
+
+// x and residual [tokens, width] (residual may be null) to out and out_residual, which may not overlap them.
+void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 *x, const ip_bf16 *residual,
+                      ip_bf16 *out, ip_bf16 *out_residual);
 
 #ifdef __cplusplus
 }

@@ -62,6 +62,30 @@ class Steps(Structure):
     ]
 
 
+class Layer(Structure):
+    """`ip_layer`: a decoder layer with grouped-query attention and a gated MLP."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "rope")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "window")),
+        *((name, c_float) for name in ("attn_eps", "mlp_eps", "q_eps", "k_eps", "scale")),
+        ("interleaved", c_int32),
+    ]
+
+
+class Step(Structure):
+    """`ip_step`: what a step brings to a layer."""
+
+    _fields_ = [
+        ("batch", Steps),
+        ("cache", Cache),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("tokens", c_int64),
+    ]
+
+
 _P, _I = c_void_p, c_int64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select": (c_int, c_char_p),
@@ -78,6 +102,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_attention": (None, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
     "ip_mla": (None, _P, _P, _P, _P, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, _I, c_float, _P),
     "ip_moe": (None, POINTER(Matrix), POINTER(Matrix), _I, _P, _I, _I, _P, _P, _I, _P),
+    "ip_decoder_layer": (None, POINTER(Layer), POINTER(Step), _P, _P, _P, _P),
 }
 
 

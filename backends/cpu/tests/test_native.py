@@ -2,29 +2,47 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from inferplane.binding import run_case
 from inferplane.binding.check import Bench
-from inferplane.ops import OPS
+from inferplane.errors import KernelError
+from inferplane.ops import OPS, encode
+from inferplane.quant.online import quantize
+from inferplane.types import Context
 from inferplane_cpu.backend import CpuBackend
 from inferplane_cpu.kernels import kernels
 from inferplane_cpu.kernels.linear import multiply
-from inferplane_cpu.kernels.packed import matrices
+from inferplane_cpu.kernels.packed import PANELS, Panels, expanded, matrices
 from inferplane_cpu.kvcache import layouts
 from inferplane_cpu.native import forced, instruction_sets, native
 
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
 NATIVE = [k for k in kernels() if k.provider == "native"]
-SAMPLES = [(k, s) for k in NATIVE for s in OPS[k.op].samples()]
+FEATURES = CpuBackend().features()
 
 
-def bench():
-    backend = CpuBackend()
-    return Bench("cpu", "cpu", torch.bfloat16, backend.features(), lambda request: layouts())
+def served(kernel):
+    """The samples of its op that a kernel takes."""
+    out = []
+    for sample in OPS[kernel.op].samples():
+        chosen = {request: layouts()[0] for request in sample.op.kv_requests()}
+        context = Context(torch.bfloat16, sample.step_kind, chosen, FEATURES)
+        if not kernel.refusals(sample.op, context, sample.op.formats()):
+            out.append((kernel, sample))
+    return out
+
+
+SAMPLES = [case for kernel in NATIVE for case in served(kernel)]
+
+
+@needs_library
+def test_every_kernel_has_a_sample():
+    assert {kernel.name for kernel in NATIVE} == {kernel.name for kernel, _ in SAMPLES}
 
 
 @needs_library
@@ -33,9 +51,8 @@ def bench():
 def test_against_the_oracle(kernel, sample, name):
     with forced(name):
         for seed in (11, 12):
-            outcome = run_case(kernel, sample, bench(), seed=seed)
-            if not outcome.served:
-                pytest.skip(f"refused: {outcome.detail}")
+            bench = Bench("cpu", "cpu", torch.bfloat16, FEATURES, lambda request: layouts())
+            outcome = run_case(kernel, sample, bench, seed=seed)
             assert outcome.passed, outcome
 
 
@@ -62,6 +79,57 @@ def test_products_of_all_heights(name, make, n, k):
             assert m > 1 or torch.equal(got, multiply(matrices(w)[0], x, True)[:1])
         alone = torch.cat([multiply(matrices(w)[0], x[i : i + 1], True) for i in range(40)])
         assert torch.equal(alone, multiply(matrices(w)[0], x, True))
+
+
+@needs_library
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("format", [*PANELS, "fp8_block"])
+@pytest.mark.parametrize("make", [outliers, lambda shape, draw: torch.randn(shape, generator=draw).bfloat16()])
+@pytest.mark.parametrize(("n", "k"), [(1, 7), (5, 31), (16, 128), (33, 257), (200, 320)])
+def test_quantized_products_of_all_heights(name, format, make, n, k):
+    draw = torch.Generator().manual_seed(n * 1000 + k)
+    q, x = encode(torch.randn(n, k, generator=draw), format), make((40, k), draw)
+    weight = matrices(q if format == "fp8_block" else Panels(q))[0]
+    values = q.dequantize().double()
+    want = x.double() @ values.T
+    room = (k + 4) * 2**-24 * (x.double().abs() @ values.abs().T)
+    if format != "fp8_block":  # activations are rounded to 2^-16 of the largest in their group of columns
+        columns = min(128, q.block[1])
+        for first in range(0, k, columns):
+            part = slice(first, first + columns)
+            top = x[:, part].double().abs().amax(1, keepdim=True)
+            room += top * 2**-15.9 * values[:, part].abs().sum(1)
+    with forced(name):
+        for m in (*range(1, 10), 16, 33, 40):
+            assert ((multiply(weight, x[:m], True) - want[:m]).abs() <= room[:m]).all(), m
+        alone = torch.cat([multiply(weight, x[i : i + 1], True) for i in range(40)])
+        assert torch.equal(alone, multiply(weight, x, True))
+        rows = expanded(weight, 0, n)
+    assert torch.equal(rows, q.dequantize(torch.bfloat16))
+
+
+@needs_library
+def test_integer_products_are_the_same_on_every_instruction_set():
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(9, 300, generator=draw).bfloat16()
+    for format in PANELS:
+        weight = matrices(Panels(encode(torch.randn(70, 300, generator=draw), format)))[0]
+        found = []
+        for name in SETS:
+            with forced(name):
+                found.append(multiply(weight, x, True))
+        assert all(torch.equal(found[0], y) for y in found), format
+
+
+@needs_library
+def test_panels_know_their_formats():
+    q = encode(torch.randn(32, 256), "int8_group")
+    assert Panels(q).nbytes == 32 * 256 + 32 * 2 * 4  # these scales do not fit float16 exactly
+    assert Panels(quantize(torch.randn(32, 256), "int8_group")).nbytes == 32 * 256 + 32 * 2 * 2
+    assert Panels(quantize(torch.randn(32, 256), "int4_group32")).nbytes == 32 * 256 * 9 // 16
+    for odd in (replace(q, zero=torch.zeros_like(q.scale)), encode(torch.randn(32, 256), "fp8_block")):
+        with pytest.raises(KernelError, match="blocks"):
+            Panels(odd)
 
 
 @needs_library

@@ -117,6 +117,11 @@ def add_binding(parser: Parser) -> argparse._ArgumentGroup:
         help="how the KV cache stores: fp8, int8 where offered; left out: as --dtype",
     )
     group.add_argument(
+        "--quantization",
+        metavar="Q",
+        help="quantize linear weights while reading them: weight_only_int8, weight_only_int4; left out: as stored",
+    )
+    group.add_argument(
         "--max-model-len", metavar="N", type=int, help="most tokens of a sequence; left out: the model's own"
     )
     group.add_argument(

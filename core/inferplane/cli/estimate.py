@@ -46,6 +46,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     options = RunnerOptions(
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
+        quantization=args.quantization,
         max_model_len=args.max_model_len,
         max_batch=whole("max_batch", args.max_batch, 1),
         strict=args.strict,

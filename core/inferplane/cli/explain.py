@@ -45,6 +45,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     options = RunnerOptions(
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
+        quantization=args.quantization,
         max_model_len=args.max_model_len,
         strict=args.strict,
         ops=pins(args.ops),

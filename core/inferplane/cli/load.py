@@ -30,6 +30,7 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
             device=args.device,
             dtype=args.dtype,
             kv_dtype=args.kv_dtype,
+            quantization=args.quantization,
             max_model_len=args.max_model_len,
             strict=args.strict,
             ops=pinned,

@@ -64,7 +64,7 @@ class Engine:
         self.vocab = runner.model.embed.weight.shape[0]
         self.allocator = BlockAllocator(self.cache.blocks)
         limits = Limits(max_batch, max_step_tokens, runner.max_model_len, max_new_sequences, max_waiting)
-        facts = (runner.files.name, str(runner.dtype), runner.options.kv_dtype)
+        facts = (runner.files.name, str(runner.dtype), runner.options.kv_dtype, str(runner.options.quantization))
         root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if prefix_cache else None
         lookahead = 1 if speculative is not None and speculative.keys_next_token else 0
         self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits, root, lookahead)

@@ -46,6 +46,8 @@ class LLM:
         strict: refuse to run when a hot op is left on its slow reference.
         ops: pins: site or op name -> provider, "reference", "decomposition" or a variant of the op.
         kv_dtype: how the cache stores entries: "auto" (as dtype), "fp8", "int8" where the backend offers them.
+        quantization: quantize linear weights while they are read: "weight_only_int8", "weight_only_int4"; None keeps
+            what the checkpoint has.
         kv_cache_bytes: memory for the cache; None takes 30 % of what is free.
         max_batch: sequences in a step.
         max_step_tokens: tokens in a step; longer prompts are cut into chunks.
@@ -74,6 +76,7 @@ class LLM:
         strict: bool = False,
         ops: Mapping[str, str] | None = None,
         kv_dtype: str = "auto",
+        quantization: str | None = None,
         kv_cache_bytes: int | None = None,
         max_batch: int = 32,
         max_step_tokens: int = DEFAULT_STEP_TOKENS,
@@ -98,6 +101,7 @@ class LLM:
         options = RunnerOptions(
             dtype=dtype,
             kv_dtype=kv_dtype,
+            quantization=quantization,
             max_model_len=max_model_len,
             max_batch=max_batch,
             kv_cache_bytes=kv_cache_bytes,

@@ -23,6 +23,7 @@ class RunnerOptions:
 
     dtype: str | torch.dtype = "auto"
     kv_dtype: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     max_batch: int = 32
     kv_cache_bytes: int | None = None

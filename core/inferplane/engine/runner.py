@@ -33,7 +33,7 @@ from inferplane.models import Build, SafetensorsFolder, build
 from inferplane.models.eagle import WithEagle, with_eagle
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import READERS, format_of
+from inferplane.quant import READERS, format_of, online
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 
 __all__ = ["DEFAULT_BLOCK_TOKENS", "DTYPES", "Draft", "InferplaneWarning", "Runner", "RunnerOptions"]
@@ -192,10 +192,14 @@ class Runner:
 
     def _bind(self, *, assumed: bool) -> None:
         names = None if self.options.load_format == "dummy" or not self.files.has_weights else set(self.files.names())
+        formats, self.readers = format_of(self.files.config.get("quantization_config"), names), dict(READERS)
+        if self.options.quantization is not None:
+            formats, quantizing = online(self.options.quantization, self.files.config)
+            self.readers.update(quantizing)
         plans = Build(
             self.files.config,
             Placement(),
-            format_of(self.files.config.get("quantization_config"), names),
+            formats,
             self.max_model_len,
             self.options.mtp,
         )
@@ -299,7 +303,7 @@ class Runner:
     def _readers(self) -> dict[str, Any]:
         from inferplane.models.registry import resolve
 
-        return {**{name: resolve(target) for name, target in self.host.quantization().items()}, **READERS}
+        return {**{name: resolve(target) for name, target in self.host.quantization().items()}, **self.readers}
 
     # -- cache
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -132,7 +132,10 @@ class Build:
         """The output head: the embedding's own weight when the config ties them."""
         if self.config.get("tie_word_embeddings", False):
             self.ignore(f"{name}.weight")  # some exports write it all the same
-            return LMHead(embed.weight)
+            format = self.format_of(f"{name}.weight")
+            if format == embed.weight.format or self.format_of(embed.weight.parts[0]) == format:
+                return LMHead(embed.weight)
+            return LMHead(replace(embed.weight, format=format))  # quantized while it is read, for the head alone
         return LMHead(self.weight((name,), (vocab, width)))
 
     def rope(self, dim: int, theta: float = 10000.0) -> Weight:

@@ -181,7 +181,7 @@ class Linear(Op, name="linear", hot=True):
         rows = lambda t, k: lambda d: (d.normal(t, k),)  # noqa: E731
         quantized = [
             Sample(f, Linear(placeholder(160, 256, format=f)), rows(5, 256))
-            for f in ("int8_row", "int8_group", "int4_group", "fp8_block")
+            for f in ("int8_row", "int8_group", "int4_group", "int4_group32", "fp8_block")
         ]
         return [
             Sample("m1", plain(96, 64), rows(1, 64)),
@@ -244,7 +244,14 @@ class LMHead(Op, name="lm_head", hot=True):
 
             return draw_inputs
 
-        return [Sample("all", op, inputs(None)), Sample("last", op, inputs(1))]
+        int4 = LMHead(placeholder(101, 64, format="int4_group32"))
+        int8 = LMHead(placeholder(101, 64, format="int8_group"))
+        return [
+            Sample("all", op, inputs(None)),
+            Sample("last", op, inputs(1)),
+            Sample("int8_group", int8, inputs(1)),
+            Sample("int4_group32", int4, inputs(None)),
+        ]
 
 
 class SiluMul(Op, name="silu_mul"):

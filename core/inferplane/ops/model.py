@@ -74,6 +74,15 @@ class DecoderLayer(Op, name="decoder_layer"):
                     out.append(
                         Sample(f"{label}_{name}_{sample.label}", layer(sample.op, other), inputs, sample.step_kind)
                     )
+        whole = out[0].op
+        assert isinstance(whole, DecoderLayer) and isinstance(whole.attn, GQABlock) and isinstance(whole.mlp, GatedMLP)
+
+        def int8(linear: Linear) -> Linear:
+            return replace(linear, weight=replace(linear.weight, format="int8_group"))
+
+        attn8 = replace(whole.attn, qkv=int8(whole.attn.qkv), o=int8(whole.attn.o))
+        mlp8 = replace(whole.mlp, gate_up=int8(whole.mlp.gate_up), down=int8(whole.mlp.down))
+        out.append(replace(out[0], label="gqa_mlp_int8", op=replace(whole, attn=attn8, mlp=mlp8)))
         return out
 
 

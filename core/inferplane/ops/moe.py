@@ -136,6 +136,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
 
         plain = MoEExperts(placeholder(6, 96, 64), placeholder(6, 64, 48))
         fp8 = MoEExperts(placeholder(6, 256, 64, format="fp8_block"), placeholder(6, 64, 128, format="fp8_block"))
+        stacked = lambda f: MoEExperts(placeholder(6, 96, 64, format=f), placeholder(6, 64, 48, format=f))  # noqa: E731
         return [
             Sample("t1", plain, inputs(1, 2), "decode"),
             Sample("t13", plain, inputs(13, 3)),
@@ -155,6 +156,8 @@ class MoEExperts(Op, name="moe_experts", hot=True):
                 ),
                 inputs(7, 2, 256),
             ),
+            Sample("int8_group", stacked("int8_group"), inputs(5, 2)),
+            Sample("int4_group32", stacked("int4_group32"), inputs(1, 3), "decode"),
         ]
 
 

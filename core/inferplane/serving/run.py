@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 KEEP_ALIVE_S = 30
 BACKLOG = 2048
 ENGINE_OPTIONS = (
-    *("device", "index", "dtype", "kv_dtype", "load_format", "lock", "strict", "deterministic"),
+    *("device", "index", "dtype", "kv_dtype", "quantization", "load_format", "lock", "strict", "deterministic"),
     *("max_model_len", "max_batch", "max_step_tokens", "kv_cache_bytes", "prefix_cache"),
 )
 """Settings that are arguments of `AsyncLLM`, under the same names."""

@@ -50,6 +50,12 @@ class Settings:
     index: int = _model(0, "which of several devices of that kind", range=(0, None), metavar="I")
     dtype: str = _model("auto", "float32, bfloat16, float16; auto: the checkpoint's", metavar="D")
     kv_dtype: str = _model("auto", "how the KV cache stores: fp8, int8 where offered", metavar="D")
+    quantization: str | None = _model(
+        None,
+        "quantize linear weights while reading them",
+        choices=("weight_only_int8", "weight_only_int4"),
+        metavar="Q",
+    )
     load_format: str = _model("auto", "dummy: random weights", choices=("auto", "dummy"), metavar="F")
     op: tuple[str, ...] = _model((), "pin an op or a site to a provider; repeatable", metavar="WHAT=PROVIDER")
     lock: str | None = _model(None, "take kernel choices from a lock file", metavar="FILE")

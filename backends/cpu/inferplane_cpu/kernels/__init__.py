@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
-from inferplane_cpu.kernels import attention, fixed, linear, moe, rowwise, sampling
+from inferplane_cpu.kernels import attention, fixed, layer, linear, moe, rowwise, sampling
 
 
 def kernels() -> list[Kernel]:
     """Every kernel this backend declares."""
-    native = [*linear.KERNELS, *rowwise.KERNELS, *attention.KERNELS, *moe.KERNELS]
+    native = [*linear.KERNELS, *rowwise.KERNELS, *attention.KERNELS, *moe.KERNELS, *layer.KERNELS]
     return [*native, *sampling.KERNELS, *composed_kernels(), *fixed.KERNELS]

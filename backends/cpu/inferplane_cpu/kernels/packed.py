@@ -33,7 +33,11 @@ class Panels:
         n, k = q.shape[-2:]
         columns = q.block[1]
         whole = columns >= k
-        if q.zero is not None or q.block[0] != 1 or not (whole or (columns % 32 == 0 and columns <= MOST_GROUP_COLUMNS)):
+        if (
+            q.zero is not None
+            or q.block[0] != 1
+            or not (whole or (columns % 32 == 0 and columns <= MOST_GROUP_COLUMNS))
+        ):
             raise KernelError(
                 f"Panels of a weight with blocks of {q.block}{' and zero points' if q.zero is not None else ''}.",
                 there_is="one scale a row, or one a group of 32, 64, 96 or 128 columns, without zero points",
@@ -65,7 +69,7 @@ PACKING = Packing("native.panels", Panels)
 
 
 def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
-    """An array of `Matrix`, one an expert (one in all for `[n, k]`), over a tensor, an FP8 `QTensor` or `Panels`.
+    """An array of `Matrix`, one an expert (one in all for `[n, k]`), over a tensor, an FP8 `QTensor` or `Panels`, which it holds.
 
     Raises:
         KernelError: FP8 blocks of other than 128 columns.
@@ -85,6 +89,7 @@ def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
     if bias is not None:
         found = _array([Matrix.from_buffer_copy(found[0])])
         found[0].bias = bias.data_ptr()
+    found.kept = weight, bias  # for as long as the array, or a matrix of it, is held
     return found
 
 

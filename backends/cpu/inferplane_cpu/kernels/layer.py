@@ -1,0 +1,128 @@
+"""A whole decoder layer as one native call, for steps that bring few tokens a sequence."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, When
+from inferplane_cpu.kernels.attention import LAYOUT, cache, steps
+from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
+from inferplane_cpu.native import Layer, Step, library
+
+KERNELS = Kernels()
+LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
+
+
+def _children(op: Any) -> list[Any]:
+    return [getattr(getattr(op, a), b) for a, _, b in (path.partition(".") for path in LINEARS)]
+
+
+def _grouped(op: Any) -> bool:
+    attn, mlp = op.attn, op.mlp
+    if attn.name != "gqa_block" or mlp.name != "gated_mlp" or attn.reduce is not None or mlp.reduce is not None:
+        return False
+    return bool(attn.few.kv.dim == attn.few.kv.v_dim == attn.head_dim)
+
+
+def _usual(op: Any) -> bool:
+    linears = _children(op)
+    return all(x.act is None and x.out_dtype is None for x in linears) and linears[2].bias is None
+
+
+def _bf16(op: Any) -> bool:
+    weights = [w for path, w in op.weights() if not path.endswith("rope.table")]
+    return all(w.dtype in (None, torch.bfloat16) for w in weights) and op.attn.rope.table.dtype is torch.float32
+
+
+def _sixteens(op: Any) -> bool:
+    return bool(op.mlp.down.weight.shape[1] % 16 == 0)
+
+
+def _all_packed(op: Any) -> bool:
+    return all(x.weight.format in PANELS for x in _children(op))
+
+
+def _if_grouped(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A predicate that has nothing to say of other layers."""
+    return lambda op: not _grouped(op) or holds(op)
+
+
+NEEDS = (
+    ("grouped-query attention and a gated MLP on one rank", _grouped),
+    ("plain activations, and an MLP without bias", _if_grouped(_usual)),
+    ("bfloat16 weights and a float32 rotary table", _if_grouped(_bf16)),
+    ("an inner width that is a multiple of 16", _if_grouped(_sixteens)),
+)
+STORED = When(
+    (torch.bfloat16,),
+    (PLAIN, "fp8_block"),
+    kv_layouts=(LAYOUT,),
+    step_kinds=("decode",),
+    features=("native",),
+    needs=NEEDS,
+)
+PACKED = When(
+    (torch.bfloat16,),
+    (PLAIN, *PANELS),
+    kv_layouts=(LAYOUT,),
+    step_kinds=("decode",),
+    features=("native",),
+    needs=(*NEEDS, ("8 or 4 bits in all its linear layers", _if_grouped(_all_packed))),
+)
+
+
+def _describe(p: Any) -> Layer:
+    """The layer as the library reads it, described once and kept on its view; the view keeps the tensors."""
+    attn, layer = p.attn, Layer()
+    for path, child in zip(("qkv", "o", "gate_up", "down"), (attn.qkv, attn.o, p.mlp.gate_up, p.mlp.down), strict=True):
+        child.described = matrices(child.weight, child.bias)  # holds what the copy below points to
+        setattr(layer, path, child.described[0])
+    layer.attn_norm, layer.attn_eps = p.attn_norm.norm.weight.data_ptr(), p.attn_norm.norm.eps
+    layer.mlp_norm, layer.mlp_eps = p.mlp_norm.norm.weight.data_ptr(), p.mlp_norm.norm.eps
+    if attn.q_norm is not None:
+        layer.q_norm, layer.q_eps = attn.q_norm.weight.data_ptr(), attn.q_norm.eps
+        layer.k_norm, layer.k_eps = attn.k_norm.weight.data_ptr(), attn.k_norm.eps
+    layer.rope, layer.interleaved = attn.rope.table.data_ptr(), attn.rope.interleaved
+    layer.heads, layer.kv_heads = attn.heads
+    layer.head_dim, layer.window, layer.scale = attn.head_dim, attn.few.kv.window or 0, attn.few.scale
+    return layer
+
+
+@KERNELS("decoder_layer", "native", when=STORED, rank=RANK_PORTABLE, batch_invariant=True)
+def decoder_layer(
+    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms, projections, rotation, cache write, attention and MLP by one team of threads, without leaving the call."""
+    layer = p.__dict__.get("layer")
+    if layer is None:
+        layer = p.layer = _describe(p)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    step = Step(steps(batch), cache(kv), batch.positions.data_ptr(), batch.slots.data_ptr(), x.shape[0])
+    other, summed = None, torch.empty_like(x)
+    if residual is not None:
+        residual = residual.contiguous()
+        other = residual.data_ptr()
+    library().ip_decoder_layer(
+        ctypes.byref(layer), ctypes.byref(step), x.data_ptr(), other, out.data_ptr(), summed.data_ptr()
+    )
+    return out, summed
+
+
+@KERNELS(
+    "decoder_layer",
+    "native",
+    when=PACKED,
+    rank=RANK_PORTABLE,
+    packs={f"{path}.weight": PACKING for path in LINEARS},
+    batch_invariant=True,
+)
+def decoder_layer_panels(
+    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `decoder_layer`, for weights of 8 and 4 bits."""
+    return decoder_layer(p, x, residual, batch, kv)

@@ -1,0 +1,103 @@
+"""Quantizing the weights of a plain checkpoint while it is read: one weight at a time, straight to canonical form."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from inferplane.binding import FormatReader, TensorSource
+from inferplane.errors import CheckpointError, UsageError
+from inferplane.ops.quantize import FORMATS, limit, scales
+from inferplane.types import PLAIN, QTensor, Shard
+
+SCHEMES = {"weight_only_int8": "int8_group", "weight_only_int4": "int4_group32"}
+"""What a user asks for -> the weight format. Activations are left as they are."""
+
+LINEAR = ("*_proj.weight", "*_proj_with_mqa.weight", "*.experts.*.w[123].weight", "lm_head.weight")
+"""Names of weights of linear layers. Embeddings, norms and routers are read as they are."""
+KEPT = ("*.kv_b_proj.weight",)
+"""Linear layers that attention also reads by itself, folded into the query: kept as they are."""
+
+ROWS = 2048
+"""Rows that are quantized at a time, which bounds what is held in float32."""
+
+
+def online(scheme: str, config: Mapping[str, Any]) -> tuple[Callable[[str], str], dict[str, FormatReader]]:
+    """Weight format by name, and a reader for it that quantizes.
+
+    Args:
+        scheme: a name of `SCHEMES`.
+        config: of the checkpoint.
+
+    Raises:
+        UsageError: an unknown scheme, or a checkpoint that is quantized already.
+    """
+    if scheme not in SCHEMES:
+        raise UsageError(f"quantization = {scheme!r}.", there_is=f"None, {', '.join(map(repr, SCHEMES))}")
+    if config.get("quantization_config"):
+        raise UsageError(
+            f"quantization = {scheme!r} for a checkpoint that is quantized already.",
+            remedy="leave quantization out, or load the unquantized checkpoint",
+        )
+    format = SCHEMES[scheme]
+
+    def format_of(name: str) -> str:
+        chosen = any(fnmatch.fnmatchcase(name, p) for p in LINEAR) and not any(
+            fnmatch.fnmatchcase(name, p) for p in KEPT
+        )
+        return format if chosen else PLAIN
+
+    def read(source: TensorSource, name: str, shard: Shard) -> QTensor:
+        return _read(source, name, shard, format)
+
+    return format_of, {format: read}
+
+
+def quantize(weight: torch.Tensor, format: str) -> QTensor:
+    """A plain weight in symmetric groups of columns, by rounding to nearest.
+
+    Scales are rounded to float16 first, where they fit, so that a kernel may keep them in two bytes without changing a
+    value.
+
+    Args:
+        weight: `[N, K]`, any floating dtype.
+        format: one of `FORMATS` with integers.
+
+    Returns:
+        A QTensor with a float32 scale a row and group.
+    """
+    dtype, bits, (_, columns) = FORMATS[format]
+    n, k = weight.shape
+    columns = columns or k
+    groups, top = math.ceil(k / columns), limit(dtype, bits)
+    data, scale = torch.empty(n, k, dtype=dtype), torch.empty(n, groups)
+    for first in range(0, n, ROWS):
+        w = torch.nn.functional.pad(weight[first : first + ROWS].float(), (0, groups * columns - k))
+        tiles = w.unflatten(1, (groups, columns))
+        exact = scales(tiles.abs().amax(-1), top)
+        half = exact.half().float()
+        s = torch.where((half > 0) & half.isfinite(), half, exact)
+        rounded = (tiles / s[..., None]).round_().clamp_(-top, top)
+        data[first : first + ROWS] = rounded.flatten(1)[:, :k].to(dtype)
+        scale[first : first + ROWS] = s
+    return QTensor(data, scale, block=(1, columns), bits=bits)
+
+
+def _read(source: TensorSource, name: str, shard: Shard, format: str) -> QTensor:
+    shape, dtype = source.shape(name), source.dtype(name)
+    if shape is None or len(shape) != 2 or (dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1)):
+        raise CheckpointError(
+            f"{name} {shape} {dtype} cannot be quantized while it is read.",
+            there_is="matrices of 16- or 32-bit floating-point numbers",
+            remedy="leave quantization out",
+        )
+    if shard.size > 1:
+        first, last = shard.bounds(shape[shard.axis])
+        shape = (last - first, shape[1]) if shard.axis == 0 else (shape[0], last - first)
+    plain = torch.empty(shape, dtype=torch.float32 if dtype is None else dtype)
+    source.read_into(name, plain, shard)
+    return quantize(plain, format)

@@ -1,0 +1,89 @@
+"""Quantizing while reading: which weights, how exactly, one at a time, and what is refused."""
+
+import pytest
+import torch
+
+from inferplane import LLM
+from inferplane.binding import DictSource
+from inferplane.errors import CheckpointError, UsageError
+from inferplane.ops import FORMATS
+from inferplane.quant.online import SCHEMES, online, quantize
+from inferplane.types import QTensor, Shard
+from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
+
+
+@pytest.mark.parametrize("format", SCHEMES.values())
+@pytest.mark.parametrize("shape", [(5, 7), (33, 256), (3000, 130)])
+def test_rounds_to_the_nearest(format, shape):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    w[1] = 0
+    q = quantize(w, format)
+    top = 2 ** (FORMATS[format][1] - 1) - 1
+    assert q.data.abs().max() <= top
+    assert torch.equal(q.scale.half().float(), q.scale), "scales fit two bytes"
+    step = q.expanded_scale()
+    assert ((q.dequantize() - w.float()).abs() <= step * 0.51 + w.float().abs() * 2**-11).all()
+    assert (q.data[1] == 0).all() and torch.isfinite(q.scale).all()
+
+
+def test_scales_beyond_float16_stay_exact():
+    w = torch.tensor([[1e9, -3e8], [1e-12, 2e-13]])
+    q = quantize(w, "int8_group")
+    assert torch.allclose(q.dequantize().amax(1), w.amax(1), rtol=1e-3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_linear_layers_only(scheme):
+    format_of, _ = online(scheme, {})
+    p = "model.layers.3."
+    for name in ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "mlp.experts.7.down_proj"):
+        assert format_of(f"{p}{name}.weight") == SCHEMES[scheme]
+    assert format_of("lm_head.weight") == format_of(f"{p}block_sparse_moe.experts.1.w2.weight") == SCHEMES[scheme]
+    for name in ("model.embed_tokens", f"{p}self_attn.kv_b_proj", f"{p}mlp.gate", f"{p}input_layernorm"):
+        assert format_of(f"{name}.weight") == "plain"
+
+
+def test_a_rank_reads_its_slice():
+    w = torch.randn(8, 256)
+    _, readers = online("weight_only_int8", {})
+    read = readers["int8_group"]
+    source = DictSource({"w": w})
+    q = read(source, "w", Shard(1, 1, 2))
+    assert isinstance(q, QTensor)
+    assert torch.equal(q.dequantize(), quantize(w[:, 128:], "int8_group").dequantize())
+    assert torch.equal(read(source, "w", Shard(0, 1, 2)).data, quantize(w[4:], "int8_group").data)
+
+
+def test_what_is_refused():
+    with pytest.raises(UsageError, match="weight_only_int4"):
+        online("int3", {})
+    with pytest.raises(UsageError, match="quantized already"):
+        online("weight_only_int8", {"quantization_config": {"quant_method": "fp8"}})
+    _, readers = online("weight_only_int8", {})
+    with pytest.raises(CheckpointError, match="cannot be quantized"):
+        readers["int8_group"](DictSource({"w": torch.ones(4, 4, dtype=torch.int8)}), "w", Shard())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_answers_nearly_the_same(scheme, tied, tmp_path):
+    config = llama_config(hidden_size=128, intermediate_size=192, tie_word_embeddings=tied)
+    random_model(config, seed=3).save_pretrained(tmp_path)
+    ids = [list(range(1, 40))]
+    with LLM(tmp_path, device="cpu", dtype="bfloat16") as llm:
+        want = llm.logits(ids)[0]
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
+        got = llm.logits(ids)[0]
+        formats = {w.format for w in llm.runner.plan.weights.values()}
+    assert formats == {"plain", SCHEMES[scheme]}
+    correlation = torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1]
+    assert correlation > (0.999 if scheme == "weight_only_int8" else 0.97)
+    assert not torch.equal(got, want)
+
+
+def test_experts_are_quantized_one_by_one(tmp_path):
+    random_model(deepseek_config(num_hidden_layers=2), seed=3).save_pretrained(tmp_path)
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization="weight_only_int8") as llm:
+        stacks = [w for w in llm.runner.plan.weights.values() if len(w.shape) == 3 and w.parts]
+        assert {w.format for w in stacks} == {"int8_group"}
+        assert torch.isfinite(llm.logits([[1, 2, 3]])[0]).all()
