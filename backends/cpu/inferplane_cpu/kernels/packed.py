@@ -74,8 +74,9 @@ def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
     Raises:
         KernelError: FP8 blocks of other than 128 columns.
     """
+    found: Any
     if isinstance(weight, Panels):
-        found = weight.matrices
+        found = _array(list(weight.matrices))
     elif isinstance(weight, QTensor):
         if weight.block[1] != 128 or weight.zero is not None:
             raise KernelError(f"An FP8 weight with blocks of {weight.block}.", there_is="blocks of 128 columns")
