@@ -33,7 +33,7 @@ TESTS := tests $(wildcard backends/*/tests)
 # What pip reads: it compiles the cpu backend's native kernels too.
 INSTALLED := pyproject.toml setup.py constraints.txt $(wildcard backends/cpu/csrc/*)
 
-.PHONY: help demo test test-serving test-vendors conformance lint format docs docs-check clean
+.PHONY: help demo test test-serving test-vendors conformance sanitize lint format docs docs-check clean
 
 help:
 	@echo "make demo        the demo model writes some Python, on this machine's processor"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-serving  the server, with clients of others (about five minutes, its installation included)"
 	@echo "make test-vendors  backends on emulators, and their calls held against the vendors' own libraries"
 	@echo "make conformance DEVICE=npu   the conformance suite on a device that is here; writes its evidence"
+	@echo "make sanitize    the cpu backend's native kernels under the address and undefined-behaviour sanitizers"
 	@echo "make lint        ruff, mypy, import-linter"
 	@echo "make format      ruff's formatter and its safe fixes"
 	@echo "make docs        write docs/ops.md and docs/support-matrix.md anew; docs-check fails when they are stale"
@@ -66,6 +67,9 @@ test-vendor-%: $(VENV)/.installed-test .venv-%/.installed
 
 conformance: $(VENV)/.installed-test
 	$(BIN)/inferplane conform --device $(DEVICE) --evidence $(EVIDENCE) $(PYTEST_ARGS)
+# Every native function in odd sizes on buffers of exactly their size, where one entry too many is an error.
+sanitize:
+	$(PYTHON) tools/sanitize_native.py
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check --quiet --output-format concise .

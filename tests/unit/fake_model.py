@@ -75,7 +75,7 @@ class FakeRunner:
         self.cache = KVCache((self,), blocks, block_tokens)
         self.backend = SimpleNamespace(torch_device_indexed=HOST, name="fake")
         self.model = SimpleNamespace(embed=SimpleNamespace(weight=torch.empty(V, 1)), layers=(), mtp=())
-        self.files, self.options = SimpleNamespace(name="fake"), SimpleNamespace(kv_dtype="auto")
+        self.files, self.options = SimpleNamespace(name="fake"), SimpleNamespace(kv_dtype="auto", quantization=None)
         self.dtype, self.steps, self.max_model_len = torch.float32, {}, max_model_len
         self.sample = sampler()._sample
         self.entries = [None] * (blocks * block_tokens)

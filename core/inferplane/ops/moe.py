@@ -157,7 +157,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
                 inputs(7, 2, 256),
             ),
             Sample("int8_group", stacked("int8_group"), inputs(5, 2)),
-            Sample("int4_group32", stacked("int4_group32"), inputs(1, 3), "decode"),
+            Sample("int4_group32", stacked("int4_group32"), inputs(4, 3)),
         ]
 
 

@@ -92,6 +92,14 @@ def _describe(p: Any) -> Layer:
     return layer
 
 
+def _step(batch: Batch) -> Step:
+    """A step as the library reads it, described once and kept on the batch, whose tensors it points to."""
+    step = Step()
+    step.batch = steps(batch)
+    step.positions, step.slots, step.tokens = batch.positions.data_ptr(), batch.slots.data_ptr(), batch.tokens
+    return step
+
+
 @KERNELS("decoder_layer", "native", when=STORED, rank=RANK_PORTABLE, batch_invariant=True)
 def decoder_layer(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
@@ -100,13 +108,13 @@ def decoder_layer(
     layer = p.__dict__.get("layer")
     if layer is None:
         layer = p.layer = _describe(p)
+    step = batch.__dict__.get("native")
+    if step is None:
+        step = batch.__dict__["native"] = _step(batch)
+    step.cache = cache(kv)
     x = x.contiguous()
-    out = torch.empty_like(x)
-    step = Step(steps(batch), cache(kv), batch.positions.data_ptr(), batch.slots.data_ptr(), x.shape[0])
-    other, summed = None, torch.empty_like(x)
-    if residual is not None:
-        residual = residual.contiguous()
-        other = residual.data_ptr()
+    out, summed = torch.empty_like(x), torch.empty_like(x)
+    other = None if residual is None else (residual := residual.contiguous()).data_ptr()
     library().ip_decoder_layer(
         ctypes.byref(layer), ctypes.byref(step), x.data_ptr(), other, out.data_ptr(), summed.data_ptr()
     )

@@ -69,7 +69,8 @@ PACKING = Packing("native.panels", Panels)
 
 
 def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
-    """An array of `Matrix`, one an expert (one in all for `[n, k]`), over a tensor, an FP8 `QTensor` or `Panels`, which it holds.
+    """An array of `Matrix`, one an expert (one in all for `[n, k]`). It holds the weight:
+    a tensor, an FP8 `QTensor`, or `Panels`.
 
     Raises:
         KernelError: FP8 blocks of other than 128 columns.

@@ -1,0 +1,244 @@
+// Calls every native function on every instruction set with buffers of exactly the size it may touch, in odd sizes, for
+// a build with -fsanitize=address,undefined (`make sanitize`). Results are compared with plain loops where that is
+// short; the conformance suite judges the rest.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <memory>
+#include <vector>
+
+#include "../csrc/inferplane_cpu.h"
+
+namespace {
+
+uint64_t state = 1;
+float drawn() {  // -1 .. 1
+  state = state * 6364136223846793005ull + 1442695040888963407ull;
+  return (float)((double)(state >> 11) / 4503599627370496.0 - 1.0);
+}
+ip_bf16 narrow(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  return (ip_bf16)((u + 0x8000) >> 16);
+}
+float widen(ip_bf16 b) {
+  uint32_t u = (uint32_t)b << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+
+// On the heap, so that the sanitizer guards both ends.
+template <class T>
+struct Array {
+  std::unique_ptr<T[]> data;
+  explicit Array(int64_t n) : data(new T[(size_t)n]()) {}
+  operator T *() { return data.get(); }
+};
+struct Bf16 : Array<ip_bf16> {
+  explicit Bf16(int64_t n) : Array(n) {
+    for (int64_t i = 0; i < n; i++) data[i] = narrow(drawn());
+  }
+};
+
+int failures = 0;
+void expect(bool holds, const char *what) {
+  if (!holds) {
+    printf("WRONG on %s: %s\n", ip_current(), what);
+    failures++;
+  }
+}
+
+struct Stored {  // a weight of any kind, with what keeps it
+  ip_matrix m;
+  std::vector<std::shared_ptr<void>> kept;
+  std::vector<float> values;  // [n, k]
+};
+
+template <class T>
+T *keep(Stored &s, int64_t n) {
+  auto a = std::make_shared<Array<T>>(n);
+  s.kept.push_back(a);
+  return *a;
+}
+
+Stored weight(int kind, int group, int64_t n, int64_t k) {
+  Stored s = {};
+  s.m = {kind, group, n, k, k, nullptr, nullptr, nullptr, nullptr};
+  s.values.resize((size_t)(n * k));
+  if (kind == IP_BF16) {
+    ip_bf16 *data = keep<ip_bf16>(s, n * k);
+    for (int64_t i = 0; i < n * k; i++) s.values[(size_t)i] = widen(data[i] = narrow(drawn()));
+    s.m.data = data;
+  } else if (kind == IP_FP8) {
+    uint8_t *data = keep<uint8_t>(s, n * k);
+    int64_t blocks = (k + 127) / 128, rows = (n + group - 1) / group;
+    float *scale = keep<float>(s, rows * blocks);
+    for (int64_t i = 0; i < rows * blocks; i++) scale[i] = drawn();
+    for (int64_t i = 0; i < n * k; i++) {
+      int b = (int)(state >> 40) & 0xff;
+      drawn();
+      if ((b & 0x7f) == 0x7f) b = 3;
+      int exponent = b >> 3 & 15, fraction = b & 7;
+      float v = exponent ? ldexpf(1.0f + (float)fraction / 8, exponent - 7) : ldexpf((float)fraction / 8, -6);
+      data[i] = (uint8_t)b;
+      s.values[(size_t)i] = (b & 0x80 ? -v : v) * scale[i / k / group * blocks + i % k / 128];
+    }
+    s.m.data = data, s.m.scale = scale;
+  } else {
+    int top = kind == IP_INT8 ? 127 : 7;
+    int64_t groups = group ? (k + group - 1) / group : 1, panels = (n + 15) / 16;
+    float *scale = keep<float>(s, panels * groups * 16);
+    for (int64_t i = 0; i < panels * groups * 16; i++) scale[i] = drawn();
+    Array<int8_t> entries(n * k);
+    for (int64_t i = 0; i < n * k; i++) {
+      int64_t row = i / k, g = group ? i % k / group : 0;
+      entries[i] = (int8_t)lrintf(drawn() * (float)top);
+      s.values[(size_t)i] = (float)entries[i] * scale[(row / 16 * groups + g) * 16 + row % 16];
+    }
+    s.m.scale = scale;
+    uint8_t *packed = keep<uint8_t>(s, ip_packed_bytes(&s.m));
+    ip_pack(&s.m, entries, packed);
+    s.m.data = packed;
+  }
+  return s;
+}
+
+void products() {
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT4, 32}, {IP_INT4, 0}};
+  const int64_t sizes[][3] = {{1, 1, 1}, {3, 17, 31}, {16, 33, 160}, {37, 70, 257}, {70, 200, 96}};
+  for (auto &kind : kinds)
+    for (auto &size : sizes) {
+      int64_t m = size[0], n = size[1], k = size[2];
+      Stored w = weight(kind[0], kind[1], n, k);
+      Bf16 x(m * k), bias(n), narrowed(m * n), rows(n * k);
+      Array<float> y(m * n);
+      ip_linear(&w.m, x, k, m, y, n, 1);
+      double worst = 0, most = 1e-30;
+      for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < n; j++) {
+          double want = 0;
+          for (int64_t c = 0; c < k; c++) want += (double)widen(x[i * k + c]) * w.values[(size_t)(j * k + c)];
+          worst = fmax(worst, fabs(want - y[i * n + j])), most = fmax(most, fabs(want));
+        }
+      expect(worst <= 1e-3 * most, "a product");
+      w.m.bias = bias;
+      ip_linear(&w.m, x, k, m, narrowed, n, 0);
+      ip_expand(&w.m, 0, n, rows);
+      ip_expand(&w.m, n / 2, n, rows);
+    }
+}
+
+void row_by_row() {
+  for (int64_t d : {1, 7, 16, 90, 257}) {
+    int64_t m = 5;
+    Bf16 x(m * d), r(m * d), weight(d), s(m * d), y(m * d), wide(m * 2 * d);
+    ip_rms_norm(x, d, nullptr, weight, 1e-6f, m, d, nullptr, y);
+    ip_rms_norm(x, d, r, weight, 1e-6f, m, d, s, y);
+    ip_silu_mul(wide, 2 * d, m, d, y);
+  }
+  for (int64_t dim : {2, 22, 64}) {
+    Bf16 x(3 * 4 * dim), y(3 * 4 * dim);
+    Array<float> table(9 * dim);
+    Array<int64_t> positions(3);
+    positions[1] = 8;
+    for (int interleaved : {0, 1}) ip_rope(x, 4 * dim, dim, table, positions, 3, 4, dim, interleaved, y);
+  }
+}
+
+// Three sequences (one padded) over scattered blocks.
+struct Step {
+  Array<int32_t> start{4}, lens{3}, tables{3 * 40};
+  Array<int64_t> positions{20}, slots{20};
+  ip_batch batch;
+  int64_t tokens = 0;
+  Step(int32_t many, int32_t length) {
+    int32_t news[3] = {1, many, 1}, all[3] = {length, many + length, 0};
+    for (int b = 0; b < 3; b++) {
+      start[b + 1] = start[b] + news[b], lens[b] = all[b];
+      for (int i = 0; i < 40; i++) tables[b * 40 + i] = b * 40 + 39 - i;
+      for (int i = 0; i < news[b]; i++, tokens++) {
+        positions[tokens] = all[b] ? all[b] - news[b] + i : 0;
+        int64_t p = positions[tokens];
+        slots[tokens] = all[b] ? (int64_t)tables[b * 40 + p / 16] * 16 + p % 16 : -1;
+      }
+    }
+    batch = {start, lens, tables, 3, 40};
+  }
+};
+
+void attention() {
+  for (int32_t length : {1, 20, 300, 600})
+    for (int64_t dim : {22, 64}) {
+      Step step(5, length);
+      int64_t heads = 6, kv = 2, slots = 120 * 16;
+      Bf16 q(step.tokens * heads * dim), k(slots * kv * dim), v(slots * kv * dim), out(step.tokens * heads * dim);
+      ip_cache cache = {k, v, kv * dim, kv * dim, 16};
+      for (int64_t window : {0, 20}) ip_attention(q, &step.batch, &cache, heads, kv, dim, dim, 0.2f, window, out);
+      expect(isfinite(widen(out[0])), "attention");
+      int64_t nope = 12, rope = 8, value = 20, latent = 40;
+      Bf16 a(step.tokens * 3 * nope), b(step.tokens * 3 * rope), w(3 * (nope + value) * latent);
+      Bf16 c(slots * (latent + rope)), mixed(step.tokens * 3 * value);
+      ip_cache latents = {c, c, latent + rope, latent + rope, 16};
+      int64_t ns[] = {3 * nope, nope}, rs[] = {3 * rope, rope};
+      ip_mla(a, ns, b, rs, w, &step.batch, &latents, 3, nope, rope, value, latent, 0.2f, mixed);
+      expect(isfinite(widen(mixed[0])), "latent attention");
+    }
+}
+
+void experts() {
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 0}, {IP_INT4, 32}};
+  for (auto &kind : kinds)
+    for (int64_t inner : {37, 48}) {
+      std::vector<Stored> up, down;
+      std::vector<ip_matrix> ups, downs;
+      for (int e = 0; e < 5; e++) {
+        up.push_back(weight(kind[0], kind[1], 2 * inner, 33)), down.push_back(weight(kind[0], kind[1], 33, inner));
+        ups.push_back(up.back().m), downs.push_back(down.back().m);
+      }
+      for (int64_t m : {1, 70, 300}) {
+        Bf16 x(m * 33), out(m * 33);
+        Array<int64_t> ids(m * 2);
+        Array<float> weights(m * 2);
+        for (int64_t i = 0; i < 2 * m; i++) ids[i] = i % 4, weights[i] = 0.5f;
+        ip_moe(ups.data(), downs.data(), 5, x, 33, m, ids, weights, 2, out);
+      }
+    }
+}
+
+void layers() {
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 64}, {IP_INT4, 32}};
+  for (auto &kind : kinds)
+    for (int32_t many : {1, 8}) {
+      int64_t width = 70, heads = 4, kv = 2, dim = 22, inner = 48, slots = 120 * 16;
+      Stored qkv = weight(kind[0], kind[1], (heads + 2 * kv) * dim, width), o = weight(kind[0], kind[1], width, heads * dim);
+      Stored gate_up = weight(kind[0], kind[1], 2 * inner, width), down = weight(kind[0], kind[1], width, inner);
+      Bf16 n1(width), n2(width), qn(dim), kn(dim), k(slots * kv * dim), v(slots * kv * dim);
+      Array<float> rope(700 * dim);
+      ip_layer layer = {qkv.m, o.m,   gate_up.m, down.m, n1, n2, qn, kn,
+                        rope,  heads, kv,        dim,    0,  1e-6f, 1e-6f, 1e-6f, 1e-6f, 0.2f, 0};
+      Step s(many, 300);
+      ip_step step = {s.batch, {k, v, kv * dim, kv * dim, 16}, s.positions, s.slots, s.tokens};
+      Bf16 x(s.tokens * width), r(s.tokens * width), y(s.tokens * width), sum(s.tokens * width);
+      ip_decoder_layer(&layer, &step, x, nullptr, y, sum);
+      ip_decoder_layer(&layer, &step, x, r, y, sum);
+    }
+}
+
+}  // namespace
+
+int main() {
+  std::vector<char> names(ip_available(), ip_available() + strlen(ip_available()) + 1);
+  for (char *name = strtok(names.data(), " "); name; name = strtok(nullptr, " ")) {
+    expect(!ip_select(name), name);
+    products();
+    row_by_row();
+    attention();
+    experts();
+    layers();
+    printf("%s: done\n", name);
+  }
+  return failures != 0;
+}

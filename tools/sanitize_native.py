@@ -1,0 +1,53 @@
+"""Build the cpu backend's native kernels with the address and undefined-behaviour sanitizers, and run their check.
+
+Needs a C++ compiler with its sanitizers' libraries, and nothing of Python but the standard library.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SANITIZE = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+CHECK = "backends/cpu/tests/native_check.cpp"
+
+
+def declared() -> dict[str, Any]:
+    """The constants of setup.py: folder, flags, and the sources with theirs; it is read, not run."""
+    found: dict[str, Any] = {}
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign):
+            code = compile(ast.Expression(node.value), "setup.py", "eval")
+            found[node.targets[0].id] = eval(code, {}, found)  # type: ignore[attr-defined]
+    return found
+
+
+def main() -> int:
+    """Build in a temporary folder and run with three threads; the check's exit code."""
+    setup, compiler = declared(), os.environ.get("CXX", "g++")
+    sources = {f"{setup['FOLDER']}/{name}": flags for name, flags in setup["SOURCES"].items()} | {CHECK: []}
+    common = [flag for flag in setup["FLAGS"] if not flag.startswith("-O")]
+    with tempfile.TemporaryDirectory() as folder:
+
+        def build(item: tuple[str, list[str]]) -> str:
+            made = f"{folder}/{Path(item[0]).name}.o"
+            subprocess.run([compiler, "-c", item[0], "-o", made, *common, *SANITIZE, *item[1]], cwd=ROOT, check=True)
+            return made
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(build, sources.items()))
+        program = f"{folder}/check"
+        subprocess.run([compiler, *SANITIZE, "-fopenmp", "-o", program, *objects], check=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "passive"}
+        return subprocess.run([program], env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
