@@ -112,6 +112,7 @@ $(SERVING)/.installed: $(INSTALLED)
 	$(subst $(BIN),$(SERVING)/bin,$(PIP_INSTALL)) --no-compile -e ".[test-serving]"  # compiling takes half the time
 	@touch $@
 
+.PRECIOUS: .venv-%/.installed
 .venv-%/.installed: tests/vendors/%/requirements.txt constraints.txt
 	@echo "installing the library of $* into .venv-$*; the first time this takes a few minutes"
 	$(PYTHON) -m venv .venv-$*

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +45,50 @@ class Report:
             ),
             *(f"  REFUSED: {line}" for line in self.refused),
         ]
+
+
+def write_evidence(path: Path, device: str, report: Report, versions: dict[str, str], command: str) -> None:
+    """The report as dated evidence of level L1 (docs/schemas/evidence.json): a result an operator.
+
+    Args:
+        path: the file.
+        device: the backend.
+        report: what became of the calls.
+        versions: of what was held against each other.
+        command: how it was run.
+    """
+    failed = [*report.refused, *report.misshapen]
+    results = []
+    for name in sorted({*report.shaped, *report.bound, *(line.partition(": ")[0] for line in failed)}):
+        own = [line for line in failed if line.startswith(f"{name}: ")]
+        how = "passed the vendor's shape function" if report.shaped[name] else "fit the schema; no shape function"
+        row: dict[str, Any] = {
+            "feature": "contract",
+            "case": f"{name}: {report.shaped[name] + report.bound[name]} calls {how}",
+            "status": "failed" if own else "passed",
+            "error": None,
+            "tolerance": None,
+        }
+        results.append(row | ({"detail": own[0]} if own else {}))
+    content = {
+        "schema": 1,
+        "backend": device,
+        "level": "none" if failed else "L1",
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "versions": versions,
+        "hardware": "none",
+        "command": command,
+        "results": results,
+    }
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def repeat(calls: Iterable[Call], device: str) -> Report:

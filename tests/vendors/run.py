@@ -55,7 +55,7 @@ class Suite:
     def run(self) -> int:
         shutil.rmtree(self.build / "calls", ignore_errors=True)
         for variables in self.told["emulated"]:
-            label = " ".join(variables.values())
+            label = " ".join(f"{key}={value}" for key, value in variables.items())
             self.step(
                 f"on the emulator, {label}",
                 self.pytest(str(self.folder), f"--ignore={self.folder / CONTRACT}"),

@@ -1,4 +1,4 @@
-"""Cache writes, gathers and attention, as their pages describe them.
+"""Attention, as its pages describe it.
 
 Pages: Ascend/op-plugin at 517f2e7d, docs/zh/custom_APIs/torch_npu, and _atb_api_docs.py there. ATB's other operators
 have no page; what is asserted of them is how vllm-ascend at 182b75ea calls them.
@@ -13,131 +13,10 @@ import torch
 from tests.vendors.calls import left_open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.npu import chip
-from tests.vendors.npu.emulate_basic import _norm, interleaved_to_half
+from tests.vendors.npu.emulate_cache import NZ, tokens_of
 
 IMPLEMENTATIONS = emulates = Implementations()
 MASK = 2048
-NZ = 16
-
-
-# -- writing and gathering
-
-
-def _slots(name: str, slots: torch.Tensor, blocks: int, block_tokens: int) -> list[int]:
-    found = slots.tolist()
-    bad = [s for s in found if not 0 <= s < blocks * block_tokens]
-    require(not bad, f"{name} lies in [0, {blocks * block_tokens - 1}], got {bad[:3]}")
-    require(len(set(found)) == len(found), f"{name} has equal entries")
-    return found
-
-
-def _put(cache: torch.Tensor, slots: list[int], rows: torch.Tensor, nz: bool) -> None:
-    """Rows `[T, N, D]` into blocks of ND `[B, S, N, D]`, or of NZ `[B, N D / 16, S, 16]`."""
-    for slot, row in zip(slots, rows):
-        if nz:
-            cache[slot // cache.shape[2], :, slot % cache.shape[2]] = row.reshape(-1, NZ)
-        else:
-            cache[slot // cache.shape[1], slot % cache.shape[1]] = row
-
-
-@emulates("npu::npu_scatter_pa_kv_cache")
-def scatter_pa_kv_cache(
-    key, value, key_cache, value_cache, slot_mapping, compress_lens, compress_seq_offsets, seq_lens, cache_mode
-):
-    """The page's first case: keys and values of three dimensions."""
-    chip.runs_on("npu_scatter_pa_kv_cache", *chip.A2_A3)
-    chip.unused(compress_lens=compress_lens, compress_seq_offsets=compress_seq_offsets, seq_lens=seq_lens)
-    chip.contiguous(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
-    chip.same_dtype("key, value and caches", key, value, key_cache, value_cache)
-    chip.shape("key", key, None, None, None)
-    chip.shape("value", value, *key.shape[:2], None)
-    chip.shape("slot_mapping", slot_mapping, key.shape[0])
-    require(
-        slot_mapping.dtype in (torch.int32, torch.int64), f"slot_mapping is int32 or int64, got {slot_mapping.dtype}"
-    )
-    require(cache_mode in (None, "Norm", "PA_NZ"), f"cache_mode {cache_mode!r}")
-    nz = cache_mode == "PA_NZ"
-    for name, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
-        heads, dim = rows.shape[1:]
-        if nz:
-            chip.shape(name, cache, None, heads * dim // NZ, None, NZ)
-        else:
-            chip.shape(name, cache, None, None, heads, dim)
-    size = key_cache.shape[2 if nz else 1]
-    slots = _slots("slot_mapping", slot_mapping, key_cache.shape[0], size)
-    _put(key_cache, slots, key, nz)
-    _put(value_cache, slots, value, nz)
-
-
-@emulates("atb::_npu_reshape_and_cache")
-def reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
-    """On the 310P the caches are NZ."""
-    chip.runs_on("_npu_reshape_and_cache", *chip.EVERY)
-    chip.contiguous(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    chip.same_dtype("key, value and caches", key, value, key_cache, value_cache)
-    chip.dtype("key", key, *chip.HALF)
-    require(slot_indices.dtype is torch.int32, f"slot_indices is int32, got {slot_indices.dtype}")
-    nz = chip.ARCH == "310p"
-    for name, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
-        heads, dim = rows.shape[1:]
-        chip.shape(name, cache, *((None, heads * dim // NZ, None, NZ) if nz else (None, None, heads, dim)))
-    slots = _slots("slot_indices", slot_indices, key_cache.shape[0], key_cache.shape[2 if nz else 1])
-    _put(key_cache, slots, key, nz)
-    _put(value_cache, slots, value, nz)
-
-
-@emulates("npu::npu_kv_rmsnorm_rope_cache")
-def kv_rmsnorm_rope_cache(
-    kv, gamma, cos, sin, index, k_cache, ckv_cache, k_rope_scale, c_kv_scale, k_rope_offset, c_kv_offset, v, epsilon,
-    cache_mode, is_output_kv,
-):  # fmt: skip
-    """576 entries: the norm of 512, the rotation of 64, both written; the caches are changed although unmarked."""
-    chip.runs_on("npu_kv_rmsnorm_rope_cache", *chip.A2_A3)
-    chip.unused(k_rope_scale=k_rope_scale, c_kv_scale=c_kv_scale, k_rope_offset=k_rope_offset, c_kv_offset=c_kv_offset)
-    chip.unused(v=v, is_output_kv=is_output_kv)
-    require(cache_mode in ("PA", "PA_BNSD"), f"cache_mode {cache_mode!r} is not emulated")
-    chip.dtype("kv", kv, *chip.HALF)
-    chip.same_dtype("kv, gamma, cos, sin and caches", kv, gamma, cos, sin, k_cache, ckv_cache)
-    chip.shape("kv", kv, None, 1, None, 576)
-    batch, _, tokens, _ = kv.shape
-    chip.shape("gamma", gamma, 512)
-    chip.shape("cos", cos, batch, 1, tokens, 64)
-    chip.shape("sin", sin, batch, 1, tokens, 64)
-    chip.shape("k_cache", k_cache, None, None, 1, 64)
-    chip.shape("ckv_cache", ckv_cache, *k_cache.shape[:2], 1, 512)
-    chip.shape("index", index, batch * tokens)
-    require(index.dtype is torch.int64, f"index is int64, got {index.dtype}")
-    blocks, size = k_cache.shape[:2]
-    need = -(-tokens // size) * batch
-    require(blocks >= need, f"at least ceil(seq_len / block_size) * batch_size = {need} blocks, got {blocks}")
-    latent = _norm(kv[..., :512], gamma, epsilon)[0]
-    rotated = interleaved_to_half(kv[..., 512:], cos, sin).to(kv.dtype)
-    slots = _slots("index", index, blocks, size)
-    _put(ckv_cache, slots, latent.view(-1, 1, 512), nz=False)
-    _put(k_cache, slots, rotated.view(-1, 1, 64), nz=False)
-    return k_cache, ckv_cache, left_open(), left_open()
-
-
-@emulates("npu::npu_gather_pa_kv_cache")
-def gather_pa_kv_cache(key_cache, value_cache, block_tables, seq_lens, key, value, seq_offset, is_seq_lens_cumsum):
-    """Each sequence's tokens, one behind the other."""
-    chip.runs_on("npu_gather_pa_kv_cache", *chip.A2_A3)
-    chip.unused(seq_offset=seq_offset, is_seq_lens_cumsum=is_seq_lens_cumsum)
-    chip.same_dtype("caches and results", key_cache, value_cache, key, value)
-    require(block_tables.dtype is seq_lens.dtype is torch.int32, "block_tables and seq_lens are int32")
-    total = int(seq_lens.sum())
-    for cache, out in ((key_cache, key), (value_cache, value)):
-        chip.shape("a result", out, total, *cache.shape[2:])
-        rows = [_paged(cache.flatten(2), table, int(n)) for table, n in zip(block_tables, seq_lens)]
-        out.copy_(torch.cat(rows).view(out.shape))
-
-
-def _paged(cache: torch.Tensor, table: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The first tokens of a sequence in a cache `[B, S, W]`: `[tokens, W]`."""
-    return cache[table[: -(-tokens // cache.shape[1])].long()].flatten(0, 1)[:tokens]
-
-
-# -- attention
 
 
 def _nz_to_nd(cache: torch.Tensor) -> torch.Tensor:
@@ -159,9 +38,11 @@ def _check_mask(mask: torch.Tensor | None) -> None:
 
 
 def _hidden(mode: int, queries: int, keys: int, pre: int, after: int) -> torch.Tensor | None:
-    """Where scores do not count: counted from the lower right corner in modes 3 and 4."""
+    """Where scores do not count: counted from the upper left corner in mode 2, from the lower right in 3 and 4."""
     i = torch.arange(queries)[:, None] + keys - queries
     j = torch.arange(keys)[None]
+    if mode == 2:
+        return j > i - keys + queries
     if mode == 3:
         return j > i
     return (j > i + after) | (j < i - pre) if mode == 4 else None
@@ -320,7 +201,7 @@ def _keys(t, paged, table, b, n, at, kv_heads) -> torch.Tensor | None:
     if not paged:
         return t[at : at + n]
     flat = _nz_to_nd(t[:, 0]) if t.dim() == 5 else t
-    return _paged(flat, table[b], n).view(n, kv_heads, -1)
+    return tokens_of(flat, table[b], n).view(n, kv_heads, -1)
 
 
 def _whole_mask(mask, b, n, table, block_size, mode) -> torch.Tensor | None:
@@ -380,7 +261,7 @@ def multi_head_latent_attention(
     require(block_tables.dtype is torch.int32 and block_tables.shape[0] == tokens, "an int32 block table a token")
     out = torch.zeros_like(q_nope)
     for t, n in enumerate(context_lens):
-        latent, rotated = (_paged(c.flatten(2), block_tables[t], n)[:, None] for c in (ctkv, k_rope))
+        latent, rotated = (tokens_of(c.flatten(2), block_tables[t], n)[:, None] for c in (ctkv, k_rope))
         q, k = torch.cat((q_nope[t], q_rope[t]), -1)[None], torch.cat((latent, rotated), -1)
         out[t] = _softmax_v(q, k, latent, None, qk_scale)[0].to(out.dtype)
     return out
@@ -413,7 +294,7 @@ def paged_attention(
     require(len(context_lens) == query.shape[0], f"a context length a token, got {len(context_lens)}")
     k, v = _nz_to_nd(key_cache), _nz_to_nd(value_cache)
     for t, n in enumerate(context_lens.tolist()):
-        keys, values = (_paged(c, block_table[t], n).view(n, num_kv_heads, -1) for c in (k, v))
+        keys, values = (tokens_of(c, block_table[t], n).view(n, num_kv_heads, -1) for c in (k, v))
         out[t] = _softmax_v(query[t : t + 1], keys, values, None, scale_value)[0].to(out.dtype)
 
 
@@ -434,7 +315,7 @@ def paged_attention_splitfuse_v2(
     require(int(seq_len.sum()) == query.shape[0], f"seq_len adds up to {query.shape[0]} rows, got {int(seq_len.sum())}")
     k, v, at = _nz_to_nd(key_cache), _nz_to_nd(value_cache), 0
     for b, (s, n) in enumerate(zip(seq_len.tolist(), context_lens.tolist())):
-        keys, values = (_paged(c, block_table[b], n).view(n, num_kv_heads, -1) for c in (k, v))
+        keys, values = (tokens_of(c, block_table[b], n).view(n, num_kv_heads, -1) for c in (k, v))
         hidden = _hidden(3, s, n, 0, 0)
         out[at : at + s] = _softmax_v(query[at : at + s], keys, values, hidden, scale_value).to(out.dtype)
         at += s

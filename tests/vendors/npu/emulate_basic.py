@@ -15,7 +15,7 @@ IMPLEMENTATIONS = emulates = Implementations()
 ACL_ND, ACL_NZ = 2, 29
 
 
-def _norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+def norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
     return (x.float() * rstd * gamma.float()).to(x.dtype), rstd
 
@@ -31,7 +31,7 @@ def rms_norm(input, gamma, epsilon):
     require(gamma.dtype == input.dtype or wide, f"gamma {gamma.dtype} beside input {input.dtype}")
     if chip.ARCH == "310p":
         require(input.shape[-1] * input.element_size() >= 32, "the last dimension has at least 32 bytes on the 310P")
-    return _norm(input, gamma, epsilon)
+    return norm(input, gamma, epsilon)
 
 
 @emulates("npu::npu_add_rms_norm")
@@ -43,7 +43,7 @@ def add_rms_norm(x1, x2, gamma, epsilon):
     require(x1.shape == x2.shape, f"x1 {list(x1.shape)} and x2 {list(x2.shape)} have one shape")
     chip.shape("gamma", gamma, x1.shape[-1])
     s = x1.float() + x2.float()
-    y, rstd = _norm(s, gamma, epsilon)
+    y, rstd = norm(s, gamma, epsilon)
     return y.to(x1.dtype), rstd, s.to(x1.dtype)
 
 

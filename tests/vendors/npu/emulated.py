@@ -35,7 +35,7 @@ from inferplane_npu.chips import features_of
 from tests.vendors import schemas
 from tests.vendors.calls import Calls
 from tests.vendors.emulator import Emulator
-from tests.vendors.npu import chip, emulate_attention, emulate_basic, emulate_moe, emulate_quant
+from tests.vendors.npu import chip, emulate_attention, emulate_basic, emulate_cache, emulate_moe, emulate_quant
 
 INFERPLANE_API = (1, 0)
 RESTATED = schemas.read(Path(__file__).with_name("schemas.txt"))
@@ -44,6 +44,7 @@ EMULATOR = Emulator(
     {
         **emulate_basic.IMPLEMENTATIONS,
         **emulate_attention.IMPLEMENTATIONS,
+        **emulate_cache.IMPLEMENTATIONS,
         **emulate_moe.IMPLEMENTATIONS,
         **emulate_quant.IMPLEMENTATIONS,
     },

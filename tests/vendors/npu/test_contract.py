@@ -80,6 +80,10 @@ def test_every_call_is_taken(capsys):
     report = contract.repeat(calls.read(CALLS), "npu")
     with capsys.disabled():
         print("", f"torch-npu {torch_npu.__version__}: " + "\n".join(report.lines()), sep="\n")
+    if target := os.environ.get("INFERPLANE_CONTRACT_EVIDENCE"):
+        inferplane = re.search(r'^version = "(.+)"', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)[1]
+        versions = {"inferplane": inferplane, "torch": torch.__version__, "torch-npu": torch_npu.__version__}
+        contract.write_evidence(Path(target), "npu", report, versions, "python tests/vendors/run.py npu --evidence")
     assert report.shaped, "not one call passed a shape function"
     assert not report.refused, "\n  ".join(["torch-npu refuses:", *report.refused])
     assert not report.misshapen, "\n  ".join(["results on the emulator and of torch-npu differ:", *report.misshapen])
