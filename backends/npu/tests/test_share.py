@@ -1,4 +1,4 @@
-"""How much of a decode step runs on the vendor's operators, by number of sites, at published sizes; no NPU is needed."""
+"""How much of a decode step runs on the vendor's operators, by number of sites, at published sizes, without an NPU."""
 
 from __future__ import annotations
 
