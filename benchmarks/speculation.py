@@ -5,10 +5,10 @@
     python benchmarks/speculation.py --temperature 0.8 --turns 0  # acceptance alone, of sampled text
 
 Prompts are parts of files that neither the demo model nor its drafters were trained on (`tools/demo_data.py`), and for
-n-grams also ones that repeat themselves. Acceptance is counted with a fixed number of drafts, speed measured with the
-adaptive one. Each turn runs plain decoding and every method one after the other on the same prompts, one at a time, so
-that what else runs on the machine meets all of them; a turn's ratio is taken within it. Greedy tokens of every method
-are checked to be those of plain decoding.
+n-grams also ones that the model goes on with by repeating them. Acceptance is counted with a fixed number of drafts,
+speed measured with the adaptive one. Each turn runs plain decoding and every method one after the other on the same
+prompts, one at a time, so that what else runs on the machine meets all of them; a turn's ratio is taken within it.
+Greedy tokens of every method are checked to be those of plain decoding.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import platform
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -45,9 +46,21 @@ def held_out(count, prompt_tokens, tokenizer):
     return [p for p in ids if len(p) == prompt_tokens]
 
 
-def repeating(prompts):
-    """Prompts that say the same thing again and again and break off in the middle of it."""
-    return [p[:40] * 4 + p[:20] for p in prompts]
+def repeating(prompts, params, args):
+    """Prompts that the model goes on with by repeating them: each with what the model says behind it, greedily.
+
+    Small models soon say the same again. A prompt that is merely written several times over would not do: this model
+    copies a few tokens of it, then goes its own way.
+    """
+    with opened(None, args) as llm:
+        said, _, _ = decode(llm, prompts, replace(params, temperature=0.0, max_tokens=192))
+    return [p + s for p, s in zip(prompts, said)]
+
+
+def repeated(prompts, texts, width=8):
+    """Which part of the texts, in pieces of `width` tokens, stands in their prompts."""
+    pieces = [(p, t[i : i + width]) for p, t in zip(prompts, texts) for i in range(0, len(t) - width + 1, width)]
+    return sum(any(p[i : i + width] == piece for i in range(len(p))) for p, piece in pieces) / len(pieces)
 
 
 def opened(method, args, drafts=None, adaptive=True):
@@ -119,6 +132,7 @@ def speeds(methods, prompts, params, args):
             "least": ratios[0],
             "most": ratios[-1],
             "same_tokens": want[name] == want["plain"],
+            "repeats_prompt": repeated(prompts, want[name]),
         }
     return out
 
@@ -162,7 +176,7 @@ def main():
     if args.turns:
         told["speed"] = {"held_out": speeds(args.methods, prompts, params, args)}
         if "ngram" in args.methods:
-            told["speed"]["repeating"] = speeds(["ngram"], repeating(prompts), params, args)
+            told["speed"]["repeating"] = speeds(["ngram"], repeating(prompts, params, args), params, args)
     told["seconds"] = round(time.perf_counter() - begun, 1)
     print(json.dumps(told, indent=1) if args.json else text(told))
 
@@ -179,7 +193,8 @@ def text(told):
         )
         for name, s in found.items():
             spread = f"{s['times_plain']:.2f} x plain ({s['least']:.2f} to {s['most']:.2f})"
-            lines.append(f"{name:>6}: {s['tokens_per_s']:7.1f} tokens/s, {spread}")
+            rate, part = s["tokens_per_s"], s["repeats_prompt"]
+            lines.append(f"{name:>6}: {rate:7.1f} tokens/s, {spread}; {part:.0%} of it stands in the prompt")
     return "\n".join(lines)
 
 
