@@ -505,7 +505,7 @@ def test_dummy_weights(family, quantized, tmp_path):
 
 # ------------------------------------------------------------------ placement
 
-ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj")
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "embed_tokens", "lm_head")
 COLUMNS = ("o_proj", "down_proj")
 
 
@@ -552,7 +552,12 @@ def test_two_ranks_read_their_halves(case, fp8, tmp_path):
             {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 72},
             "num_attention_heads",
         ),
-        ("llama", {"num_key_value_heads": 1}, "num_key_value_heads"),
+        (
+            "llama",
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "hidden_size": 48},
+            "num_key_value_heads",
+        ),
+        ("llama", {"vocab_size": 161}, "vocab_size"),
         ("llama", {"intermediate_size": 113}, "intermediate_size"),
         ("deepseek", {"num_heads": 3}, "num_attention_heads"),
         ("deepseek", {"moe_intermediate_size": 37}, "moe_intermediate_size"),

@@ -197,6 +197,7 @@ MOE_PACKS = {
     **{f"shared.{path}": packing for path, packing in MLP_PACKS.items()},
 }
 ONE_RANK = ("one rank", lambda op: op.reduce is None)
+ALL_HERE = ("every expert on this rank", lambda op: op.here is None)
 NO_WINDOW = ("no window", lambda op: all(r.window is None for r in op.kv_requests()))
 
 
@@ -226,5 +227,5 @@ DECODE_LAYER = replace(LAYER, when=replace(LAYER.when, step_kinds=("decode",)))
 # What shares the layer's packings in mixed steps; without them the layer would keep every MLP twice.
 MLPS = [
     Kernel("gated_mlp", "mock", gated_mlp, When(needs=(ONE_RANK,)), RANK, MLP_PACKS),
-    Kernel("moe", "mock", mixture, When(needs=(ONE_RANK,)), RANK, MOE_PACKS),
+    Kernel("moe", "mock", mixture, When(needs=(ONE_RANK, ALL_HERE)), RANK, MOE_PACKS),
 ]

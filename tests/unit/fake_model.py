@@ -74,7 +74,7 @@ class FakeRunner:
     def __init__(self, blocks=64, block_tokens=4, max_model_len=100_000):
         self.cache = KVCache((self,), blocks, block_tokens)
         self.backend = SimpleNamespace(torch_device_indexed=HOST, name="fake")
-        self.model = SimpleNamespace(embed=SimpleNamespace(weight=torch.empty(V, 1)), layers=(), mtp=())
+        self.model = SimpleNamespace(vocab=V, layers=(), mtp=())
         self.files, self.options = SimpleNamespace(name="fake"), SimpleNamespace(kv_dtype="auto", quantization=None)
         self.dtype, self.steps, self.max_model_len = torch.float32, {}, max_model_len
         self.sample = sampler()._sample

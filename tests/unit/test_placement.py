@@ -28,6 +28,31 @@ def test_a_rank_outside_its_size(ranks, kind):
         Placement(**{f"{kind}_rank": ranks[0], f"{kind}_size": ranks[1]})
 
 
+@pytest.mark.parametrize(("count", "size"), [(8, 2), (2, 2), (1, 4), (2, 8)])
+def test_kv_heads_follow_their_query_heads(count, size):
+    """Rank r has query heads r / size; the KV head of each is on the same rank."""
+    heads, rows = 16, 4
+    for rank in range(size):
+        mine, shard = Placement(rank, size).heads("num_key_value_heads", count)
+        first, last = shard.bounds(count * rows)
+        assert last - first == mine * rows
+        wanted = {q * count // heads for q in range(rank * heads // size, (rank + 1) * heads // size)}
+        assert wanted == set(range(first // rows, last // rows))
+
+
+@pytest.mark.parametrize(("count", "size"), [(3, 2), (2, 3), (6, 4)])
+def test_kv_heads_that_cannot_be_shared(count, size):
+    with pytest.raises(UsageError, match=rf"num_key_value_heads = {count} cannot be shared equally by {size} ranks"):
+        Placement(0, size).heads("num_key_value_heads", count)
+
+
+def test_experts_are_dealt_out_once():
+    assert [e for rank in range(4) for e in Placement.shared(rank, 4).experts("n", 8)] == list(range(8))
+    assert Placement(1, 4).experts("n", 6) == range(6)
+    with pytest.raises(UsageError, match=r"n_routed_experts = 6 .* 4 ranks"):
+        Placement.shared(0, 4).experts("n_routed_experts", 6)
+
+
 def test_unequal_shares_are_refused_by_name():
     with pytest.raises(UsageError, match=r"num_attention_heads = 10 .* 4 ranks"):
         Placement(1, 4).part("num_attention_heads", 10)

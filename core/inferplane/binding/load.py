@@ -165,7 +165,7 @@ def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
             if weight.format == PLAIN and dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
                 strange.append(f"{part} {str(dtype).removeprefix('torch.')}")
             if len(shape) in (len(weight.shape), min(2, len(weight.shape))):  # else it is misshapen and counts no rows
-                shape = _sharded(part, shape, weight.shard)
+                shape = _sharded(part, shape, weight.shard_of(i))
                 rows[i * len(rows) // len(weight.parts)] += _rows(weight, shape)
                 columns.add(shape[-1])
         if not present:
@@ -211,10 +211,11 @@ def assemble(
     full = torch.empty(weight.shape, dtype=weight.dtype or dtype)
     flat = full.view(-1, weight.shape[-1]) if len(weight.shape) > 1 else full
     row = 0
-    for part in weight.parts:
-        shape = _sharded(part, source.shape(part) or (), weight.shard)
+    for i, part in enumerate(weight.parts):
+        shard = weight.shard_of(i)
+        shape = _sharded(part, source.shape(part) or (), shard)
         rows = _rows(weight, shape)
-        source.read_into(part, flat[row : row + rows].view(shape), weight.shard)
+        source.read_into(part, flat[row : row + rows].view(shape), shard)
         row += rows
     return full
 
@@ -239,14 +240,15 @@ def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[s
             remedy="install the plugin that reads it",
         )
     if len(weight.parts) == 1:
-        return reader(source, weight.parts[0], weight.shard)
+        return reader(source, weight.parts[0], weight.shard_of(0))
     if len(weight.shape) == 2:
-        return QTensor.cat([reader(source, name, weight.shard) for name in weight.parts])
+        return QTensor.cat([reader(source, name, weight.shard_of(i)) for i, name in enumerate(weight.parts)])
     experts = weight.shape[0]
     each = len(weight.parts) // experts
     stack: QTensor | None = None
     for e in range(experts):  # one expert at a time: a layer's experts are most of what there is
-        q = QTensor.cat([reader(source, name, weight.shard) for name in weight.parts[e * each : (e + 1) * each]])
+        mine = range(e * each, (e + 1) * each)
+        q = QTensor.cat([reader(source, weight.parts[i], weight.shard_of(i)) for i in mine])
         if stack is None:
             zero = None if q.zero is None else q.zero.new_empty(experts, *q.zero.shape)
             data, scale = q.data.new_empty(experts, *q.data.shape), q.scale.new_empty(experts, *q.scale.shape)

@@ -61,7 +61,7 @@ class Engine:
         assert runner.cache is not None, "the runner was not opened"
         self.runner, self.cache = runner, runner.cache
         self.device = runner.backend.torch_device_indexed
-        self.vocab = runner.model.embed.weight.shape[0]
+        self.vocab = runner.model.vocab
         self.allocator = BlockAllocator(self.cache.blocks)
         limits = Limits(max_batch, max_step_tokens, runner.max_model_len, max_new_sequences, max_waiting)
         facts = (runner.files.name, str(runner.dtype), runner.options.kv_dtype, str(runner.options.quantization))

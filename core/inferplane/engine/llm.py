@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from inferplane.engine.arguments import Prompt as Prompt
 from inferplane.engine.constrain import Constraint, Grammars
 from inferplane.engine.engine import DEFAULT_STEP_TOKENS, Engine
 from inferplane.engine.params import SamplingParams
+from inferplane.engine.ranks import ranks_for
 from inferplane.engine.request import Delta, Request, Result
 from inferplane.engine.rng import as_int64, child_seed
 from inferplane.engine.runner import InferplaneWarning, Runner, RunnerOptions
@@ -59,6 +61,8 @@ class LLM:
         prefix_cache: reuse the cache's blocks for equal beginnings of prompts.
         max_waiting: requests that may wait; None: any number.
         speculative: draft and verify several tokens a step (`SpeculativeConfig`, or a mapping with its fields).
+        tensor_parallel_size: processes that share the model; None takes all that torchrun started. Rank 0 goes on and
+            schedules; in the others this call follows it, and ends the process when rank 0 closes the model.
 
     Raises:
         UsageError, DeviceError, UnsupportedModelError, CheckpointError, BindError, CapacityError: each says what was
@@ -88,6 +92,7 @@ class LLM:
         prefix_cache: bool = True,
         max_waiting: int | None = None,
         speculative: SpeculativeConfig | Mapping[str, Any] | None = None,
+        tensor_parallel_size: int | None = None,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UsageError(f"load_format = {load_format!r}.", there_is="'auto', 'dummy'")
@@ -111,9 +116,18 @@ class LLM:
             lock=str(lock) if lock is not None else None,
             load_format=load_format,
             mtp=mtp,
+            ranks=ranks_for(tensor_parallel_size),
         )
+        options = with_drafter(options, config)
+        options.check()
         self.files = ModelFiles(model)
-        self.runner = Runner.open(self.files, host(), device, with_drafter(options, config), progress, index=index)
+        self.runner = Runner.open(self.files, host(), device, options, progress, index=index)
+        if self.runner.ranks is not None:
+            if self.runner.ranks.rank:
+                self.runner.follow()
+                self.runner.close()
+                raise SystemExit(0)
+            atexit.register(self.runner.ranks.close)
         self.engine = Engine(
             self.runner,
             max_batch=max_batch,

@@ -38,6 +38,16 @@ class RunnerOptions:
     block_tokens: int | None = None
     eagle: ModelFiles | None = None
     draft: Draft | None = None
+    ranks: int = 1
+
+    def check(self) -> None:
+        """Raise UsageError for what several ranks cannot do together yet."""
+        if self.ranks > 1 and (self.mtp or self.eagle is not None or self.draft is not None):
+            raise UsageError(
+                f"Drafting with a network on {self.ranks} ranks is not implemented.",
+                there_is="drafting by n-grams, speculate_method='inference_with_reference'",
+                remedy="leave speculative and mtp out, or share the model with no other process",
+            )
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from inferplane.binding import (
     run_canary,
 )
 from inferplane.engine.options import DTYPES, Draft, InferplaneWarning, RunnerOptions, pick_dtype
+from inferplane.engine.ranks import Ranks
 from inferplane.engine.sources import ModelFiles
 from inferplane.errors import CapacityError, UsageError
 from inferplane.kvcache import paged_layout
@@ -35,6 +36,7 @@ from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
 from inferplane.quant import READERS, format_of, online
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
+from inferplane.types.batch import make_batch
 
 __all__ = ["DEFAULT_BLOCK_TOKENS", "DTYPES", "Draft", "InferplaneWarning", "Runner", "RunnerOptions"]
 
@@ -47,9 +49,9 @@ class Runner:
     """A model bound to one device. `open` makes one; `plan_only` stops before anything is allocated.
 
     Attributes: `backend`, `state` (None when not opened), `plan`, `steps` (step kind -> bound model), `cache`,
-    `max_model_len`, `verdicts` (the canary's), `loaded`, `draft` (the runner of a draft model, None without one: a plan
-    and weights of its own, and a cache of as many blocks of the same size, so that block tables are shared), `spent_s`
-    (seconds of each phase of `open`, a draft model's left out).
+    `max_model_len`, `verdicts` (the canary's), `loaded`, `ranks` (who shares the model, None: nobody), `draft` (a draft
+    model's runner, or None: a plan and weights of its own, and a cache of as many blocks of the same size, so that
+    block tables are shared), `spent_s` (seconds of each phase of `open`, a draft model's left out).
     """
 
     def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
@@ -63,6 +65,7 @@ class Runner:
         self.steps: dict[StepKind, Callable[..., Any]] = {}
         self.cache: KVCache | None = None
         self.draft: Runner | None = None
+        self.ranks: Ranks | None = None
         limit = files.config.positions
         if options.max_model_len is not None:
             if options.max_model_len < 1 or (limit and options.max_model_len > limit):
@@ -96,19 +99,34 @@ class Runner:
         Raises:
             DeviceError, BindError, CheckpointError, CapacityError: see each; nothing stays allocated.
         """
-        runner = cls(files, host, host.backend(device, index=index), options)
-        with runner._spending("open"):
-            runner.state = runner.backend.open()
-        host.emit(Event("device.opened", {"device": runner.backend.name, "name": runner.state.name}))
-        runner._prepare()
-        if options.draft is not None:
-            runner.draft = runner._bind_draft(options.draft)
-        runner._load(progress)
-        if runner.draft is not None:
-            runner.draft._load(None)
-        with runner._spending("cache"):
-            runner._build_cache()
+        backend = host.backend(device, index=index)
+        ranks = None
+        if options.ranks > 1:
+            ranks = Ranks(backend.comm())
+            if backend.torch_device_indexed != backend.torch_device:  # numbered devices: each rank takes its own
+                backend = host.backend(device, index=index + ranks.local_rank)
+        runner = cls(files, host, backend, options)
+        runner.ranks = ranks
+        try:
+            runner._open(progress)
+        except BaseException:
+            if ranks is not None and not ranks.weight_bytes:
+                ranks.fail()
+            raise
         return runner
+
+    def _open(self, progress: Callable[[int, int], None] | None) -> None:
+        with self._spending("open"):
+            self.state = self.backend.open()
+        self.host.emit(Event("device.opened", {"device": self.backend.name, "name": self.state.name}))
+        self._prepare()
+        if self.options.draft is not None:
+            self.draft = self._bind_draft(self.options.draft)
+        self._load(progress)
+        if self.draft is not None:
+            self.draft._load(None)
+        with self._spending("cache"):
+            self._build_cache()
 
     @contextlib.contextmanager
     def _spending(self, phase: str) -> Iterator[None]:
@@ -198,7 +216,7 @@ class Runner:
             self.readers.update(quantizing)
         plans = Build(
             self.files.config,
-            Placement(),
+            Placement() if self.ranks is None else self.ranks.placement,
             formats,
             self.max_model_len,
             self.options.mtp,
@@ -324,6 +342,8 @@ class Runner:
         if budget is None:
             budget = int(self.backend.memory().free_bytes * KV_SHARE)
         blocks = min(budget // block_bytes, math.ceil(self.max_model_len / block_tokens) * self.options.max_batch)
+        if self.ranks is not None:
+            blocks = self.ranks.agree(blocks, self._facts(), self.loaded.nbytes)
         if blocks < 1:
             raise CapacityError(
                 f"One KV block takes {block_bytes} bytes; the cache may take {budget}.", remedy="raise kv_cache_bytes"
@@ -342,8 +362,16 @@ class Runner:
                     runner._kv_requests(), runner.plan.layouts, blocks, runner.dtype
                 )
 
+    def _facts(self) -> tuple[object, ...]:
+        """What must be equal on all ranks."""
+        o, layouts = self.options, sorted((repr(r), x.name) for r, x in self.plan.layouts.items())
+        entries = sorted(map(repr, self.files.config.items()))
+        return entries, str(self.dtype), o.max_batch, o.load_format, self.max_model_len, self.backend.name, layouts
+
     def close(self) -> None:
-        """Let go of weights and cache, the draft model's too."""
+        """Let go of weights and cache, the draft model's too; ranks that follow end."""
+        if self.ranks is not None:
+            self.ranks.close()
         self.steps, self.cache = {}, None
         self.loaded.packed.clear()
         if self.draft is not None:
@@ -353,9 +381,22 @@ class Runner:
 
     def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """One step: logits float32 `[R, V]` of the rows that want them, and hidden states `[T, D]`."""
-        with torch.inference_mode():
+        told: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.ranks is not None:
+            assert self.cache is not None
+            told = self.ranks.step(batch, self.cache.block_tokens)
+        with told, torch.inference_mode():
             logits, hidden = self.steps[batch.kind](batch, self.cache)
         return logits, hidden
+
+    def follow(self) -> None:
+        """Run the steps that rank 0 runs, until it closes the model."""
+        assert self.ranks is not None and self.cache is not None
+        for queries in self.ranks.steps():
+            device = self.backend.torch_device_indexed
+            batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=device)
+            with torch.inference_mode():
+                self.steps[batch.kind](batch, self.cache)
 
     @property
     def sample(self) -> Callable[..., torch.Tensor]:

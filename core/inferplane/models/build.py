@@ -11,7 +11,7 @@ import torch
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models.config import Config
 from inferplane.models.rope import rope_table
-from inferplane.ops import AddRMSNorm, AllReduce, Embedding, GatedMLP, Linear, LMHead, RMSNorm
+from inferplane.ops import AddRMSNorm, AllGather, AllReduce, Embedding, GatedMLP, Linear, LMHead, RMSNorm
 from inferplane.types import PLAIN, WHOLE, Placement, Shard, Weight
 
 FormatOf = Callable[[str], str]
@@ -35,7 +35,7 @@ class Build:
         ignored: shell patterns of checkpoint tensors that the family knows and does not read, filled by `ignore`.
 
     Raises:
-        UnsupportedModelError: the placement divides the experts, which is not implemented.
+        UnsupportedModelError: the placement divides experts and layers among different numbers of processes.
     """
 
     config: Config
@@ -46,11 +46,12 @@ class Build:
     ignored: list[str] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
-        if self.placement.ep_size > 1:
+        p = self.placement
+        if p.ep_size > 1 and (p.ep_rank, p.ep_size) != (p.tp_rank, p.tp_size):
             raise UnsupportedModelError(
-                f"Expert parallelism (ep_size = {self.placement.ep_size}) is not implemented.",
-                there_is="ep_size = 1, with every expert on each rank and tp_size to divide it",
-                remedy="use tensor parallelism",
+                f"ep_size = {p.ep_size} beside tp_size = {p.tp_size} is not implemented.",
+                there_is="the same ranks for both, or ep_size = 1, with tp_size to divide every expert",
+                remedy="use Placement.shared(rank, size)",
             )
 
     def ignore(self, *patterns: str) -> None:
@@ -59,8 +60,16 @@ class Build:
 
     # -- weights
 
-    def weight(self, names: Iterable[str], shape: tuple[int, ...], axis: int | None = None, **options: Any) -> Weight:
-        """A weight made of the tensors `name.weight`; `axis` is divided over the tensor-parallel ranks.
+    def weight(
+        self,
+        names: Iterable[str],
+        shape: tuple[int, ...],
+        axis: int | None = None,
+        shards: tuple[Shard, ...] | None = None,
+        **options: Any,
+    ) -> Weight:
+        """A weight made of the tensors `name.weight`; `axis` is divided over the tensor-parallel ranks, unless `shards`
+        says what is read of each part.
 
         Raises:
             CheckpointError: the parts are stored in different formats.
@@ -72,7 +81,7 @@ class Build:
                 f"{parts[0]} and {len(parts) - 1} more are fused, but stored in formats {', '.join(sorted(formats))}.",
                 remedy="quantize all parts of a fused weight alike",
             )
-        return Weight(parts, shape, format=formats.pop(), shard=self.shard(axis), **options)
+        return Weight(parts, shape, format=formats.pop(), shard=shards or self.shard(axis), **options)
 
     def shard(self, axis: int | None) -> Shard:
         """The slice of a divided weight that this rank reads."""
@@ -84,17 +93,25 @@ class Build:
         return self.placement.part(name, size)
 
     def linear(
-        self, *names: str, rows: int, columns: int, axis: int | None = None, bias: bool = False, **options: Any
+        self,
+        *names: str,
+        rows: int,
+        columns: int,
+        axis: int | None = None,
+        bias: bool = False,
+        shards: tuple[Shard, ...] | None = None,
+        **options: Any,
     ) -> Linear:
         """A linear whose parts are stacked by rows; `rows` and `columns` are this rank's.
 
         `axis` 0 divides the outputs, 1 the inputs (the results are then summed over ranks by the op's `reduce`, so that
-        only the first rank may add the bias).
+        only the first rank may add the bias). `shards` says what is read of each part, where that differs.
         """
         biases = None
         if bias and not (axis == 1 and self.placement.tp_rank):
-            biases = Weight(tuple(f"{n}.bias" for n in names), (rows,), shard=self.shard(0 if axis == 0 else None))
-        return Linear(self.weight(names, (rows, columns), axis), biases, **options)
+            cut = shards or self.shard(0 if axis == 0 else None)
+            biases = Weight(tuple(f"{n}.bias" for n in names), (rows,), shard=cut)
+        return Linear(self.weight(names, (rows, columns), axis, shards), biases, **options)
 
     def router(self, name: str, experts: int, width: int) -> Linear:
         """A router: its product is taken in float32."""
@@ -125,8 +142,9 @@ class Build:
         )
 
     def embedding(self, name: str, vocab: int, width: int) -> Embedding:
-        """The token embedding, whole on each rank."""
-        return Embedding(self.weight((name,), (vocab, width)))
+        """The token embedding; each rank has a range of the vocabulary."""
+        mine = self.share("vocab_size", vocab)
+        return Embedding(self.weight((name,), (mine, width), 0), self.placement.tp_rank * mine, self.reduce())
 
     def head(self, embed: Embedding, vocab: int, width: int, name: str = "lm_head") -> LMHead:
         """The output head: the embedding's own weight when the config ties them."""
@@ -136,7 +154,11 @@ class Build:
             if format == embed.weight.format or self.format_of(embed.weight.parts[0]) == format:
                 return LMHead(embed.weight)
             return LMHead(replace(embed.weight, format=format))  # quantized while it is read, for the head alone
-        return LMHead(self.weight((name,), (vocab, width)))
+        return LMHead(self.weight((name,), (self.share("vocab_size", vocab), width), 0))
+
+    def gather(self) -> AllGather | None:
+        """What joins the ranks' columns of the logits; None on one rank."""
+        return AllGather(self.placement.tp_size) if self.placement.tp_size > 1 else None
 
     def rope(self, dim: int, theta: float = 10000.0) -> Weight:
         """The rotary table for `dim` entries a head; `theta` is the base where the config states none."""

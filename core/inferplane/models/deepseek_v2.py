@@ -48,6 +48,6 @@ def deepseek_v2(b: Build) -> CausalLM:
         if i < first:
             return mlp(i, name)
         both = b.mlp(f"{name}.shared_experts", shared * size, c.size("hidden_size"), inner[0]) if shared else None
-        return experts(b, name, route, count=total, inner=inner, shared=both)
+        return experts(b, name, route, count=("n_routed_experts", total), inner=inner, shared=both)
 
     return decoder(b, lambda i, name: attention(name), feed_forward)

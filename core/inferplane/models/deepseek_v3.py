@@ -49,7 +49,7 @@ def deepseek_v3(b: Build) -> CausalLM:
             return mlp(i, name)
         bias = Weight((f"{name}.gate.e_score_correction_bias",), (total,), torch.float32)
         both = b.mlp(f"{name}.shared_experts", shared * size, width, inner[0]) if shared else None
-        return experts(b, name, replace(route, bias=bias), count=total, inner=inner, shared=both)
+        return experts(b, name, replace(route, bias=bias), count=("n_routed_experts", total), inner=inner, shared=both)
 
     model = decoder(b, lambda i, name: attention(name), feed_forward)
 

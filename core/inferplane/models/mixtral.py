@@ -33,6 +33,6 @@ def mixtral(b: Build) -> CausalLM:
 
     def mlp(i: int, name: str) -> MoE:
         name = name.removesuffix("mlp") + "block_sparse_moe"
-        return experts(b, name, route, count=total, inner=inner, parts=("w1", "w3", "w2"))
+        return experts(b, name, route, count=("num_local_experts", total), inner=inner, parts=("w1", "w3", "w2"))
 
     return decoder(b, lambda i, name: attention(name, window), mlp)

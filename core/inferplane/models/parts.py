@@ -31,7 +31,7 @@ from inferplane.ops import (
     MoERoute,
     Rope,
 )
-from inferplane.types import KVRequest
+from inferplane.types import KVRequest, Shard
 
 Window = int | None
 """How many last tokens a layer attends to; None: all."""
@@ -70,14 +70,15 @@ def grouped_query(
             remedy="correct the entries, or add head_dim",
         )
     dim = c.size("head_dim", width // heads)
-    h, g = b.share("num_attention_heads", heads), b.share("num_key_value_heads", kv_heads)
+    h, (g, kv_shard) = b.share("num_attention_heads", heads), b.placement.heads("num_key_value_heads", kv_heads)
+    shards = (Shard(0, b.placement.tp_rank, b.placement.tp_size), kv_shard, kv_shard)
     rope = Rope(b.rope(dim, theta))
 
     def block(name: str, window: Window = None) -> GQABlock:
         request = KVRequest("gqa", g, dim, dim, window)
         qkv = [f"{name}.{part}_proj" for part in "qkv"]
         return GQABlock(
-            qkv=b.linear(*qkv, rows=(h + 2 * g) * dim, columns=width, axis=0, bias=bias),
+            qkv=b.linear(*qkv, rows=(h + 2 * g) * dim, columns=width, axis=0, bias=bias, shards=shards),
             o=b.linear(f"{name}.o_proj", rows=width, columns=h * dim, axis=1, bias=out_bias),
             rope=rope,
             few=Attention(h, dim**-0.5, request, "few"),
@@ -141,7 +142,7 @@ def experts(
     name: str,
     route: MoERoute,
     *,
-    count: int,
+    count: tuple[str, int],
     inner: tuple[str, int],
     shared: GatedMLP | None = None,
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
@@ -152,24 +153,29 @@ def experts(
         b: its config gives the width.
         name: the layer's MLP.
         route: how experts are chosen.
-        count: experts in all.
+        count: the config's entry for the number of experts, and the number.
         inner: the config's entry for the size of one expert, and the size.
         shared: an MLP for every token; its own sum over ranks is left to the layer's.
         parts: what a checkpoint calls gate, up and down.
     """
     width, (entry, size) = b.config.size("hidden_size"), inner
-    mine = b.share(entry, size)
+    mine = b.placement.experts(*count)
+    divided = len(mine) == count[1]  # every expert is here, and divided, or some are here, whole
+    rows = b.share(entry, size) if divided else size
     gate, up, down = parts
-    gate_up = [f"{name}.experts.{e}.{part}" for e in range(count) for part in (gate, up)]
+    gate_up = [f"{name}.experts.{e}.{part}" for e in mine for part in (gate, up)]
+    downs = [f"{name}.experts.{e}.{down}" for e in mine]
     return MoE(
-        router=b.router(f"{name}.gate", count, width),
+        router=b.router(f"{name}.gate", count[1], width),
         route=route,
         experts=MoEExperts(
-            b.weight(gate_up, (count, 2 * mine, width), 0),
-            b.weight([f"{name}.experts.{e}.{down}" for e in range(count)], (count, width, mine), 1),
+            b.weight(gate_up, (len(mine), 2 * rows, width), 0 if divided else None),
+            b.weight(downs, (len(mine), width, rows), 1 if divided else None),
+            partial=not divided,
         ),
         shared=None if shared is None else replace(shared, reduce=None),
         reduce=b.reduce(),
+        here=None if divided else (mine[0], len(mine)),
     )
 
 
@@ -222,6 +228,7 @@ def decoder(b: Build, attn: Callable[[int, str], Any], mlp: Callable[[int, str],
         layers=tuple(decoder_layer(b, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp")) for i, n in names),
         norm=b.add_rms("model.norm", width),
         head=b.head(embed, vocab, width),
+        gather=b.gather(),
     )
 
 

@@ -29,7 +29,8 @@ def qwen3_moe(b: Build) -> CausalLM:
     c.refuse(hidden_act=("silu",))
     bias, step = bool(c.get("attention_bias", False)), c.size("decoder_sparse_step", 1)
     window = c.size("sliding_window") if c.get("use_sliding_window") and c.get("sliding_window") else None
-    total, chosen = routing(c, "num_local_experts" if c.get("num_experts") is None else "num_experts")
+    entry = "num_local_experts" if c.get("num_experts") is None else "num_experts"
+    total, chosen = routing(c, entry)
     plain = c.get("mlp_only_layers") or []
     if not isinstance(plain, list):
         raise CheckpointError(f"{c.name}: mlp_only_layers is {plain!r}, not a list.", remedy="fetch the file again")
@@ -39,6 +40,6 @@ def qwen3_moe(b: Build) -> CausalLM:
 
     def feed_forward(i: int, name: str) -> GatedMLP | MoE:
         sparse = i not in plain and (i + 1) % step == 0
-        return experts(b, name, route, count=total, inner=inner) if sparse else mlp(i, name)
+        return experts(b, name, route, count=(entry, total), inner=inner) if sparse else mlp(i, name)
 
     return decoder(b, lambda i, name: attention(name, window), feed_forward)

@@ -2,7 +2,7 @@
 
 from inferplane.ops.attention import Attention, GQABlock, KVWrite, each_range, hidden_pairs
 from inferplane.ops.basic import AddRMSNorm, Embedding, GatedMLP, Linear, LMHead, RMSNorm, Rope, SiluMul
-from inferplane.ops.collective import AllReduce
+from inferplane.ops.collective import AllGather, AllReduce
 from inferplane.ops.draw import Draw
 from inferplane.ops.eagle import EagleLayer
 from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite
@@ -16,6 +16,7 @@ __all__ = [
     "FORMATS",
     "OPS",
     "AddRMSNorm",
+    "AllGather",
     "AllReduce",
     "Attention",
     "CausalLM",

@@ -1,4 +1,4 @@
-"""Collectives as ops: children of the layers whose parts they join."""
+"""Collectives as ops: children of the layers whose parts they join. torch.distributed's default group carries them."""
 
 from __future__ import annotations
 
@@ -44,3 +44,41 @@ class AllReduce(Op, name="all_reduce"):
     def samples(cls) -> Sequence[Sample]:
         """One rank; several ranks are tested end to end."""
         return [Sample("alone", AllReduce(1), lambda d: (d.normal(3, 64),))]
+
+
+class AllGather(Op, name="all_gather"):
+    """The columns of all ranks side by side: `y = [x_0 | x_1 | ...]`; with one rank, `x` itself.
+
+    Args of the call:
+        x: `[T, N]`, of the same shape on each rank.
+
+    Returns:
+        `[T, ranks N]` in the dtype of `x`, equal on all ranks.
+
+    Fields: `ranks`, the number of processes that share the layer (torch.distributed's default group).
+
+    Raises:
+        RuntimeError: `ranks` > 1 and no process group is initialised (from torch.distributed).
+
+    Source: vocabulary sharding as in Megatron-LM, arXiv 1909.08053.
+    """
+
+    tolerance = EXACT
+
+    ranks: int = 1
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.ranks == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.ranks)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, -1)
+
+    def cost(self, load: Load) -> Cost:
+        """Not counted: it is bound by the links, not by the device."""
+        return Cost()
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """One rank; several ranks are tested end to end."""
+        return [Sample("alone", AllGather(1), lambda d: (d.normal(3, 64),))]

@@ -10,6 +10,7 @@ import torch
 
 from inferplane.ops.attention import GQABlock
 from inferplane.ops.basic import AddRMSNorm, Embedding, GatedMLP, Linear, LMHead, RMSNorm
+from inferplane.ops.collective import AllGather
 from inferplane.ops.draw import Draw
 from inferplane.ops.eagle import EagleLayer
 from inferplane.ops.mla import MLABlock
@@ -154,7 +155,7 @@ class CausalLM(Op, name="causal_lm"):
         logits float32 `[R, V]` of the rows that want them, and the hidden states after the final norm `[T, D]`.
 
     Fields: `mtp` drafting layers (not called by the body: the engine calls them; their caches follow the layers');
-    `sample` turns logits into tokens.
+    `sample` turns logits into tokens; `gather` joins the ranks' columns of the logits under vocabulary sharding.
 
     Source: Llama, arXiv 2302.13971; DeepSeek-V3, arXiv 2412.19437.
     """
@@ -167,13 +168,20 @@ class CausalLM(Op, name="causal_lm"):
     head: LMHead
     sample: SampleTokens = SampleTokens()
     mtp: tuple[MTPLayer | EagleLayer, ...] = ()
+    gather: AllGather | None = None
+
+    @property
+    def vocab(self) -> int:
+        """Token ids over all ranks."""
+        return self.embed.weight.shape[0] * (1 if self.embed.reduce is None else self.embed.reduce.ranks)
 
     def __call__(self, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.embed(batch.ids), None
         for layer, kv in zip(self.layers, cache.layers):
             x, residual = layer(x, residual, batch, kv)
         x, _ = self.norm(x, residual)
-        return self.head(x, batch), x
+        logits = self.head(x, batch)
+        return logits if self.gather is None else self.gather(logits), x
 
     def cost(self, load: Load) -> Cost:
         """The sum over what a call runs: prediction layers are called, and counted, by the engine."""

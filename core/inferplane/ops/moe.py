@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -92,7 +93,8 @@ class MoERoute(Op, name="moe_route"):
 class MoEExperts(Op, name="moe_experts", hot=True):
     """The chosen experts' gated MLPs: `y[t] = sum_j weights[t, j] down_e(silu(gate_e(x)) * up_e(x))`, `e = ids[t, j]`.
 
-    Sums in float32, rounded once. Only chosen experts are read; counts stay on the device.
+    Sums in float32, rounded once. Only chosen experts are read; counts stay on the device. With `partial`, an id of -1
+    stands for an expert on another rank, and adds nothing.
 
     Args of the call:
         x: `[T, D]`. weights: float32 `[T, k]`. ids: int64 `[T, k]`.
@@ -100,7 +102,8 @@ class MoEExperts(Op, name="moe_experts", hot=True):
     Returns:
         `[T, D]` in the dtype of `x`.
 
-    Fields: `gate_up` `[E, 2 I, D]` (gate rows first), `down` `[E, D, I]`: stacked, read from per-expert names.
+    Fields: `gate_up` `[E, 2 I, D]` (gate rows first), `down` `[E, D, I]`: stacked, read from per-expert names;
+    `partial` when other ranks have further experts.
 
     Source: Mixtral, arXiv 2401.04088; DeepSeekMoE, arXiv 2401.06066.
     """
@@ -109,10 +112,13 @@ class MoEExperts(Op, name="moe_experts", hot=True):
 
     gate_up: Weight
     down: Weight
+    partial: bool = False
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
         for e in ids.unique().to(HOST).tolist():
+            if e < 0:
+                continue
             token, j = torch.where(ids == e)
             gate, up = F.linear(x[token].float(), _expert(self.gate_up, e)).chunk(2, -1)
             y = F.linear(F.silu(gate) * up, _expert(self.down, e))
@@ -125,12 +131,12 @@ class MoEExperts(Op, name="moe_experts", hot=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """One token, several; an expert that nobody chose; each weight format."""
+        """One token, several; an expert that nobody chose; each weight format; experts that are elsewhere."""
 
-        def inputs(t: int, k: int, width: int = 64) -> Any:
+        def inputs(t: int, k: int, width: int = 64, first: int = 0) -> Any:
             def draw_inputs(d: Draw) -> tuple[Any, ...]:
-                ids = torch.stack([torch.tensor(d.permutation(5)[:k]) for _ in range(t)]).to(d.device)
-                return d.normal(t, width), d.uniform(t, k, low=0.1), ids
+                ids = torch.stack([torch.tensor(d.permutation(5 + first)[:k]) for _ in range(t)]).to(d.device)
+                return d.normal(t, width), d.uniform(t, k, low=0.1), (ids - first).clamp_min(-1)
 
             return draw_inputs
 
@@ -158,6 +164,8 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             ),
             Sample("int8_group", stacked("int8_group"), inputs(5, 2)),
             Sample("int4_group32", stacked("int4_group32"), inputs(4, 3)),
+            Sample("partial", replace(plain, partial=True), inputs(9, 3, first=4)),
+            Sample("partial_t1", replace(plain, partial=True), inputs(1, 2, first=4), "decode"),
         ]
 
 
@@ -171,13 +179,17 @@ def _expert(weight: Any, e: int) -> torch.Tensor:
 class MoE(Op, name="moe"):
     """A mixture-of-experts layer: `y = experts(x, route(router(x))) + shared(x)`.
 
+    Under expert parallelism the router still chooses among all experts; those that are not `here` are left to the other
+    ranks, and `reduce` sums over them.
+
     Args of the call:
         x: `[T, D]`.
 
     Returns:
         `[T, D]` in the dtype of `x`.
 
-    Fields: `router` linear D -> E with a float32 result; `route`; `experts`; `shared` a gated MLP or None; `reduce`.
+    Fields: `router` linear D -> E with a float32 result; `route`; `experts`; `shared` a gated MLP or None; `reduce`
+    sums over ranks; `here` this rank's first expert and how many it has, None for all.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """
@@ -189,9 +201,14 @@ class MoE(Op, name="moe"):
     experts: MoEExperts
     shared: GatedMLP | None = None
     reduce: AllReduce | None = None
+    here: tuple[int, int] | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.experts(x, *self.route(self.router(x)))
+        weights, ids = self.route(self.router(x))
+        if self.here is not None:
+            first, count = self.here
+            ids = torch.where((ids >= first) & (ids < first + count), ids - first, -1)
+        y = self.experts(x, weights, ids)
         if self.shared is not None:
             y = y + self.shared(x)
         return y if self.reduce is None else self.reduce(y)
@@ -207,17 +224,20 @@ class MoE(Op, name="moe"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """With and without a shared expert."""
+        """With and without a shared expert; with half of the experts."""
 
-        def layer(shared: bool) -> MoE:
+        def layer(shared: bool, partial: bool = False) -> MoE:
+            count = 4 if partial else 8
             return MoE(
                 Linear(placeholder(8, 64), out_dtype=torch.float32),
                 MoERoute(placeholder(8), 2, "sigmoid", 4, 2, "top2", True, 2.5),
-                MoEExperts(placeholder(8, 64, 64), placeholder(8, 64, 32)),
+                MoEExperts(placeholder(count, 64, 64), placeholder(count, 64, 32), partial),
                 GatedMLP(Linear(placeholder(64, 64)), Linear(placeholder(64, 32))) if shared else None,
+                here=(8 - count, count) if partial else None,
             )
 
         return [
             Sample("t1", layer(True), lambda d: (d.normal(1, 64),)),
             Sample("t12", layer(False), lambda d: (d.normal(12, 64),)),
+            Sample("partial", layer(True, True), lambda d: (d.normal(7, 64),)),
         ]

@@ -35,6 +35,11 @@ class Placement:
                     remedy="number the ranks from 0",
                 )
 
+    @classmethod
+    def shared(cls, rank: int, size: int) -> Placement:
+        """A model shared by `size` processes: layers by tensor parallelism, experts by expert parallelism."""
+        return cls(rank, size, rank, size)
+
     def part(self, name: str, size: int) -> int:
         """This rank's share of a dimension of `size` entries under tensor parallelism.
 
@@ -54,6 +59,37 @@ class Placement:
                 remedy=f"choose a tensor-parallel size that divides {size}",
             )
         return size // self.tp_size
+
+    def heads(self, name: str, count: int) -> tuple[int, Shard]:
+        """This rank's KV heads: a share of them, or one whole head when there are more ranks than heads.
+
+        Args:
+            name: the dimension's name, for the error.
+            count: KV heads over all ranks.
+
+        Returns:
+            Heads on this rank, and the slice of the rows that hold them.
+
+        Raises:
+            UsageError: neither number divides the other.
+        """
+        if count >= self.tp_size or self.tp_size % count:
+            return self.part(name, count), Shard(0, self.tp_rank, self.tp_size)
+        return 1, Shard(0, self.tp_rank * count // self.tp_size, count)
+
+    def experts(self, name: str, count: int) -> range:
+        """This rank's experts under expert parallelism.
+
+        Raises:
+            UsageError: `count` is not divisible by `ep_size`; the message names the dimension.
+        """
+        if count % self.ep_size:
+            raise UsageError(
+                f"{name} = {count} cannot be shared equally by {self.ep_size} ranks.",
+                remedy=f"choose a number of ranks that divides {count}",
+            )
+        each = count // self.ep_size
+        return range(self.ep_rank * each, (self.ep_rank + 1) * each)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Weight:
         dtype: dtype of the values as kernels see them; None follows the plan's dtype.
         format: quantized format of the checkpoint's tensors ("plain", or a registered format such as "fp8_block").
         make: builds a constant (a rope table) instead of reading one; called once at load.
-        shard: the slice of each part that this rank reads.
+        shard: the slice of each part that this rank reads; a tuple where parts are cut differently.
         optional: the checkpoint may lack it; `default` is then used.
         default: builds the value when an optional weight is missing.
     """
@@ -38,9 +38,13 @@ class Weight:
     dtype: torch.dtype | None = None
     format: str = PLAIN
     make: Callable[[], torch.Tensor] | None = None
-    shard: Shard = WHOLE
+    shard: Shard | tuple[Shard, ...] = WHOLE
     optional: bool = False
     default: Callable[[], torch.Tensor] | None = None
+
+    def shard_of(self, part: int) -> Shard:
+        """The slice of one part."""
+        return self.shard[part] if isinstance(self.shard, tuple) else self.shard
 
     def key(self) -> tuple[Any, ...]:
         """The static signature: equal keys bind to the same kernel, whatever the layer."""

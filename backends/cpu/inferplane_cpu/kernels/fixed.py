@@ -59,6 +59,8 @@ def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
     """Expert after expert, so that a token's sum has its experts' order; tiles of 16 rows."""
     out = torch.zeros_like(x, dtype=torch.float32)
     for e in ids.unique().tolist():
+        if e < 0:  # on another rank
+            continue
         token, j = torch.where(ids == e)
         gate, up = product(x[token], p.gate_up[e]).float().chunk(2, -1)
         y = product((F.silu(gate) * up).to(x.dtype), p.down[e])

@@ -21,7 +21,11 @@ def _in_bf16(op: Any) -> bool:
     return all(w.dtype in (None, torch.bfloat16) for w in (op.gate_up, op.down))
 
 
-NEEDS = (("bfloat16 weights", _in_bf16),)
+def _all_here(op: Any) -> bool:
+    return not op.partial
+
+
+NEEDS = (("bfloat16 weights", _in_bf16), ("every expert on this rank", _all_here))
 STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
 PACKED = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS)
 STACKS = {"gate_up": PACKING, "down": PACKING}

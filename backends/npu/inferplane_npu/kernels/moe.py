@@ -113,6 +113,7 @@ def _inner_dims(op: Any) -> bool:
     return 1 < experts <= 1024 and max(columns, width) < 65536
 
 
+ALL_HERE = ("every expert on this rank", lambda op: not op.partial)
 SIZES = ("2 to 1024 experts with fewer than 65536 rows and columns", _inner_dims)
 
 
@@ -120,7 +121,7 @@ SIZES = ("2 to 1024 experts with fewer than 65536 rows and columns", _inner_dims
     "moe_experts",
     "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(FLOATS, features=("fused-infer",), needs=(SIZES,)),
+    when=OnNpu(FLOATS, features=("fused-infer",), needs=(SIZES, ALL_HERE)),
     packs={"gate_up": COLUMNS, "down": COLUMNS},
     capture_safe=True,
 )
@@ -172,7 +173,7 @@ def _quantized(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     "moe_experts",
     "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(HALF, formats=("int8_row",), features=("fused-infer",), needs=(SIZES,)),
+    when=OnNpu(HALF, formats=("int8_row",), features=("fused-infer",), needs=(SIZES, ALL_HERE)),
     packs={"gate_up": INT8_EXPERTS, "down": INT8_EXPERTS},
     capture_safe=True,
 )
@@ -197,7 +198,7 @@ def _whole_groups(op: Any) -> bool:
         HALF,
         formats=("int4_group", "int4_row"),
         features=("fused-infer",),
-        needs=(SIZES, ("rows in eights", _int4_dims), ("whole groups of 128 columns", _whole_groups)),
+        needs=(SIZES, ALL_HERE, ("rows in eights", _int4_dims), ("whole groups of 128 columns", _whole_groups)),
     ),
     packs={"gate_up": INT4_EXPERTS, "down": INT4_EXPERTS},
     capture_safe=True,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.ops import AllReduce, SampleTokens
+from inferplane.ops import AllGather, AllReduce, SampleTokens
 from inferplane.types import Batch, Kernels, Packing, When
 
 KERNELS = Kernels()
@@ -116,3 +116,9 @@ def sample(
 def all_reduce(p: Any, x: torch.Tensor) -> torch.Tensor:
     """torch.distributed on the default group."""
     return AllReduce.__call__(p, x)
+
+
+@KERNELS("all_gather", "torch", when=ANY, batch_invariant=True)
+def all_gather(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """torch.distributed on the default group."""
+    return AllGather.__call__(p, x)

@@ -26,10 +26,10 @@ def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
     _tokens, k = ids.shape
     order = ids.flatten().argsort(stable=True)
     token = torch.div(order, k, rounding_mode="floor")
-    counts = torch.bincount(ids.flatten(), minlength=p.gate_up.shape[0]).tolist()
+    elsewhere, *counts = torch.bincount(ids.flatten() + 1, minlength=p.gate_up.shape[0] + 1).tolist()
     rows, scale = x[token], weights.flatten()[order]
     out = torch.zeros_like(x, dtype=torch.float32)
-    start = 0
+    start = elsewhere  # pairs of experts on other ranks, whose id is -1, come first
     for e, n in enumerate(counts):
         if not n:
             continue

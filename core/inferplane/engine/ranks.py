@@ -1,0 +1,229 @@
+"""Processes that share a model. torchrun starts them; rank 0 schedules and samples, the others follow.
+
+Before each step rank 0 tells the others what its sequences bring, as int64 numbers over a gloo group of its own. All
+ranks then make the same batch and run the same step, in which the layers' collectives join their parts. No object is
+pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from inferplane import __version__
+from inferplane.errors import DeviceError, GenerationError, UsageError
+from inferplane.kvcache import root_hash
+from inferplane.types import HOST, Batch, Placement
+from inferplane.types.batch import Query
+
+FIRST = 1024
+"""Numbers in a step's first message; steps with more send the rest in a second one."""
+STOP = -1
+IDLE = timedelta(days=365)
+"""How long a rank waits for the next step. It notices at once when rank 0's process ends."""
+
+
+def launched() -> tuple[int, int, int]:
+    """This process's rank, how many there are, and its rank on this machine, as torchrun tells; else 0, 1, 0.
+
+    Raises:
+        UsageError: the launcher's variables are no numbers.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        return 0, 1, 0
+    try:
+        rank, size, local = (int(os.environ.get(name, 0)) for name in names)
+    except ValueError:
+        found = ", ".join(f"{name}={os.environ.get(name)!r}" for name in names)
+        raise UsageError(f"The launcher's variables are no numbers: {found}.", remedy="start with torchrun") from None
+    return rank, size, local
+
+
+def ranks_for(asked: int | None) -> int:
+    """How many processes share the model: what was asked for, or all that were started.
+
+    Raises:
+        UsageError: another number was started.
+    """
+    _, size, _ = launched()
+    if asked is None or asked == 1 or asked == size:
+        return size if asked is None else asked
+    raise UsageError(
+        f"tensor_parallel_size = {asked}, but {size} process(es) were started.",
+        there_is="1, for each process by itself, and the number of processes",
+        remedy=f"start with torchrun --nproc-per-node {asked}",
+    )
+
+
+class Ranks:
+    """This process among those that share a model.
+
+    Args:
+        backend: the torch.distributed backend for the layers' collectives.
+
+    Attributes: `rank`, `size`, `placement`; `weight_bytes`, bytes of weights on each rank, known after `agree`.
+    """
+
+    _ended = False
+
+    def __init__(self, backend: str) -> None:
+        if Ranks._ended:
+            raise UsageError(
+                "The ranks that shared the first model have ended with it.", remedy="start one model a launch"
+            )
+        self.rank, self.size, self.local_rank = launched()
+        self.placement = Placement.shared(self.rank, self.size)
+        self.weight_bytes: tuple[int, ...] = ()
+        self.broken = ""
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group(backend, rank=self.rank, world_size=self.size)
+            self._control = dist.new_group(backend="gloo", timeout=IDLE)
+        except Exception as error:
+            raise DeviceError(
+                f"The {self.size} ranks cannot reach each other over {backend!r} ({type(error).__name__}: {error}).",
+                remedy="check that all of them were started, and MASTER_ADDR and GLOO_SOCKET_IFNAME",
+            ) from error
+
+    def agree(self, blocks: int, facts: tuple[object, ...], weight_bytes: int) -> int:
+        """Compare what the ranks run; returns the smallest number of blocks that one of them can hold.
+
+        Args:
+            blocks: how many this rank can hold.
+            facts: what must be equal everywhere; versions are added.
+            weight_bytes: of this rank's weights.
+
+        Raises:
+            DeviceError: a rank failed before. UsageError: ranks were started with different models or settings.
+        """
+        digest = root_hash(facts, torch.__version__, __version__)[:8]
+        rows = self._gather([0, blocks, int.from_bytes(digest, "little", signed=True), weight_bytes])
+        if failed := [i for i, row in enumerate(rows) if row[0]]:
+            raise DeviceError(
+                f"Rank {failed[0]} of {self.size} could not open the model.", remedy="see that rank's own message"
+            )
+        if other := [i for i, row in enumerate(rows) if row[2] != rows[0][2]]:
+            raise UsageError(
+                f"Rank {other[0]} has another model, other settings or other versions than rank 0.",
+                remedy="start all ranks with the same command, files and installation",
+            )
+        self.weight_bytes = tuple(row[3] for row in rows)
+        return min(row[1] for row in rows)
+
+    def fail(self) -> None:
+        """Tell the others, who wait in `agree`, that this rank cannot go on."""
+        with contextlib.suppress(Exception):
+            self._gather([1, 0, 0, 0])
+
+    def _gather(self, own: list[int]) -> list[list[int]]:
+        rows = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.size)]
+        try:
+            dist.all_gather(rows, torch.tensor(own), group=self._control)
+        except RuntimeError as error:
+            raise DeviceError(f"A rank has ended ({error}).", remedy="see its own message") from error
+        return [row.tolist() for row in rows]
+
+    # -- steps
+
+    @contextlib.contextmanager
+    def step(self, batch: Batch, block_tokens: int) -> Iterator[None]:
+        """Rank 0: tell the others of a step, and run it inside. What fails in it leaves the ranks at odds, for good."""
+        if self.broken:
+            raise GenerationError(f"The ranks are at odds: {self.broken}.", remedy="start the model anew")
+        try:
+            self._send(numbers(batch, block_tokens))
+            yield
+        except BaseException as error:
+            self.broken = f"a step failed on rank 0 with {type(error).__name__}: {error}"
+            raise
+
+    def steps(self) -> Iterator[list[Query]]:
+        """The others: what the sequences of each step bring, until rank 0 closes the model.
+
+        Ctrl-C is rank 0's affair meanwhile. When it is gone without a word, this process ends with exit code 1.
+        """
+        main = threading.current_thread() is threading.main_thread()
+        usual = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+        try:
+            while (step := self._receive()) is not None:
+                yield step
+        except RuntimeError as error:
+            sys.stderr.write(f"Rank {self.rank} ends: rank 0 is gone ({str(error).splitlines()[0]}).\n")
+            raise SystemExit(1) from error
+        finally:
+            if main:
+                signal.signal(signal.SIGINT, usual)
+
+    def _receive(self) -> list[Query] | None:
+        first = torch.empty(FIRST, dtype=torch.int64)
+        dist.broadcast(first, 0, group=self._control)
+        length = int(first[0])
+        if length == STOP:
+            return None
+        rest = torch.empty(max(0, length - (FIRST - 1)), dtype=torch.int64)
+        if rest.numel():
+            dist.broadcast(rest, 0, group=self._control)
+        return queries([*first[1 : length + 1].tolist(), *rest.tolist()])
+
+    def _send(self, message: Sequence[int]) -> None:
+        first = torch.zeros(FIRST, dtype=torch.int64)
+        head = message[: FIRST - 1]
+        first[0] = len(message)
+        first[1 : len(head) + 1] = torch.tensor(head, dtype=torch.int64)
+        dist.broadcast(first, 0, group=self._control)
+        if len(message) > len(head):
+            dist.broadcast(torch.tensor(message[FIRST - 1 :], dtype=torch.int64), 0, group=self._control)
+
+    def close(self) -> None:
+        """Let the others go. A second call does nothing."""
+        if Ranks._ended:
+            return
+        Ranks._ended = True
+        with contextlib.suppress(Exception):
+            if self.rank == 0 and not self.broken:
+                message = torch.zeros(FIRST, dtype=torch.int64)
+                message[0] = STOP
+                dist.broadcast(message, 0, group=self._control)
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def numbers(batch: Batch, block_tokens: int) -> list[int]:
+    """A batch as integers, from which `queries` makes what it was made from.
+
+    Layout: sequences; then for each its new tokens, tokens before, blocks, rows that want logits (-1: all); then the
+    token ids, then the blocks.
+    """
+    lens = batch.lens()
+    ids = batch.ids.to(HOST).tolist()
+    tables = batch.block_tables.to(HOST).tolist()
+    wanted = None if batch.logit_rows is None else batch.logit_rows.to(HOST).tolist()
+    heads: list[int] = []
+    blocks: list[int] = []
+    for i, total in enumerate(lens.seq_lens):
+        a, b = lens.query_start[i], lens.query_start[i + 1]
+        mine = tables[i][: -(-total // block_tokens)]
+        heads += (b - a, total - (b - a), len(mine), -1 if wanted is None else sum(a <= row < b for row in wanted))
+        blocks += mine
+    return [len(lens.seq_lens), *heads, *ids, *blocks]
+
+
+def queries(message: Sequence[int]) -> list[Query]:
+    """The inverse of `numbers`."""
+    heads = [message[1 + 4 * i : 5 + 4 * i] for i in range(message[0])]
+    ids_at = [*accumulate((h[0] for h in heads), initial=1 + 4 * message[0])]
+    blocks_at = [*accumulate((h[2] for h in heads), initial=ids_at[-1])]
+    return [
+        Query(message[i : i + n], before, message[b : b + count], None if rows < 0 else rows)
+        for (n, before, count, rows), i, b in zip(heads, ids_at, blocks_at)
+    ]
