@@ -19,7 +19,6 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from inferplane import __version__
 from inferplane.errors import DeviceError, GenerationError, UsageError
 from inferplane.kvcache import root_hash
 from inferplane.types import HOST, Batch, Placement
@@ -100,13 +99,13 @@ class Ranks:
 
         Args:
             blocks: how many this rank can hold.
-            facts: what must be equal everywhere; versions are added.
+            facts: what must be equal everywhere; the version of torch is added.
             weight_bytes: of this rank's weights.
 
         Raises:
             DeviceError: a rank failed before. UsageError: ranks were started with different models or settings.
         """
-        digest = root_hash(facts, torch.__version__, __version__)[:8]
+        digest = root_hash(facts, torch.__version__)[:8]
         rows = self._gather([0, blocks, int.from_bytes(digest, "little", signed=True), weight_bytes])
         if failed := [i for i, row in enumerate(rows) if row[0]]:
             raise DeviceError(
