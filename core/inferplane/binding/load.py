@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -64,6 +64,23 @@ class Loaded:
     ignored: list[str] = field(default_factory=list)
     nbytes: int = 0
     broken: list[str] = field(default_factory=list)
+
+    def complaints(self, model: str) -> Iterator[str]:
+        """What a user should know about the files of a model that was loaded all the same, a sentence each."""
+
+        def first(names: list[str]) -> str:
+            return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+
+        if self.broken:
+            yield (
+                f"{model}: {len(self.broken)} weight(s) hold NaN or infinity: {first(self.broken)}. Requests that meet "
+                "them will fail; fetch the files again."
+            )
+        if self.unused:
+            yield (
+                f"{model}: {len(self.unused)} tensor(s) of the checkpoint are not part of the model and were not read: "
+                f"{first(self.unused)}. Check that its config belongs to it."
+            )
 
 
 def load(

@@ -302,21 +302,8 @@ class Runner:
             )
 
     def _warn_loaded(self) -> None:
-        if broken := self.loaded.broken:
-            warnings.warn(
-                f"{self.files.name}: {len(broken)} weight(s) hold NaN or infinity: {', '.join(broken[:5])}"
-                f"{', ...' if len(broken) > 5 else ''}. Requests that meet them will fail; fetch the files again.",
-                InferplaneWarning,
-                stacklevel=4,
-            )
-        left = self.loaded.unused
-        if left:
-            warnings.warn(
-                f"{self.files.name}: {len(left)} tensor(s) of the checkpoint are not part of the model and were not "
-                f"read: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Check that its config belongs to it.",
-                InferplaneWarning,
-                stacklevel=4,
-            )
+        for what in self.loaded.complaints(self.files.name):
+            warnings.warn(what, InferplaneWarning, stacklevel=4)
 
     def _readers(self) -> dict[str, Any]:
         from inferplane.models.registry import resolve
@@ -366,7 +353,16 @@ class Runner:
         """What must be equal on all ranks."""
         o, layouts = self.options, sorted((repr(r), x.name) for r, x in self.plan.layouts.items())
         entries = sorted(map(repr, self.files.config.items()))
-        return entries, str(self.dtype), o.max_batch, o.load_format, self.max_model_len, self.backend.name, layouts
+        return (
+            entries,
+            str(self.dtype),
+            o.quantization,
+            o.max_batch,
+            o.load_format,
+            self.max_model_len,
+            self.backend.name,
+            layouts,
+        )
 
     def close(self) -> None:
         """Let go of weights and cache, the draft model's too; ranks that follow end."""
