@@ -127,10 +127,8 @@ def engine_options(settings: Settings, pins: Mapping[str, str]) -> dict[str, Any
     """The settings as arguments of `AsyncLLM`. The queue's bound is the service's: it answers at once."""
     options = {name: getattr(settings, name) for name in ENGINE_OPTIONS}
     if settings.speculate_method is not None:
-        options["speculative"] = {
-            "speculate_method": settings.speculate_method,
-            "speculate_max_draft_token_num": settings.speculate_max_draft_token_num,
-        }
+        names = ("speculate_method", "speculate_max_draft_token_num", "draft_model_name_or_path")
+        options["speculative"] = {name: value for name in names if (value := getattr(settings, name)) is not None}
     return {**options, "ops": dict(pins), "max_waiting": settings.max_batch + settings.max_waiting}
 
 

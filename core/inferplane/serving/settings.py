@@ -70,9 +70,15 @@ class Settings:
     )
     prefix_cache: bool = _engine(True, "reuse the cache for equal beginnings of prompts")
     speculate_method: str | None = _engine(
-        None, "draft several tokens a step", choices=("ngram", "inference_with_reference", "mtp"), metavar="M"
+        None,
+        "draft several tokens a step",
+        choices=("ngram", "inference_with_reference", "draft_model", "mtp", "eagle"),
+        metavar="M",
     )
     speculate_max_draft_token_num: int = _engine(1, "drafts a step", range=(1, None), metavar="N")
+    draft_model_name_or_path: str | None = _engine(
+        None, "folder of the draft model or EAGLE head; demo-draft, demo-eagle: for the demo model", metavar="X"
+    )
 
     host: str = _network("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's", metavar="A")
     port: int = _network(8000, "port of all HTTP routes; 0: any that is free", range=PORT, metavar="P")

@@ -45,6 +45,7 @@ NAMES: dict[str, Meaning] = {
     "USE_HF_TOKENIZER": Meaning("native_text", _if_set("raw")),
     "SPECULATE_METHOD": Meaning("speculate_method", _method),
     "SPECULATE_MAX_DRAFT_TOKEN_NUM": Meaning("speculate_max_draft_token_num"),
+    "SPECULATE_MODEL_PATH": Meaning("draft_model_name_or_path"),
 }
 """Variable -> setting. The first of two variables for one setting wins."""
 

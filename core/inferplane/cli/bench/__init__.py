@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from inferplane.cli.arguments import Parser, add_examples, add_model, add_running
+from inferplane.cli.arguments import Parser, add_examples, add_model, add_running, speculation
 from inferplane.cli.bench.lengths import FORMS, lengths
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
@@ -75,12 +75,6 @@ def _add_engine(parser: Parser) -> None:
     engine.add_argument("--max-batch", metavar="N", type=int, help=words)
     engine.add_argument("--max-step-tokens", metavar="N", type=int, help="most tokens in a step; left out: its own")
     engine.add_argument("--prefix-cache", action="store_true", help="reuse equal prefixes, which repeats then hit")
-    words = "draft several tokens a step: ngram, mtp, draft, eagle"
-    engine.add_argument("--speculate-method", metavar="M", help=words)
-    words = "most drafts a step and sequence; left out: 1"
-    engine.add_argument("--speculate-max-draft-token-num", metavar="N", type=int, help=words)
-    words = "the draft model or the EAGLE head: a folder, demo-draft, demo-eagle"
-    engine.add_argument("--draft-model-name-or-path", metavar="FOLDER", help=words)
 
 
 def _by_kind(values: dict[str, int]) -> str:
@@ -109,10 +103,7 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"bench {args.kind} takes no --{name}.", remedy=f"leave it out, or use bench {kind}")
     if args.compare and args.rate is not None:
         raise UsageError("--compare static takes no --rate: its batches do not wait for arrivals.")
-    for name in ("speculate_max_draft_token_num", "draft_model_name_or_path"):
-        if getattr(args, name) is not None and args.speculate_method is None:
-            option = name.replace("_", "-")
-            raise UsageError(f"--{option} without --speculate-method.", remedy="say which method drafts")
+    speculation(args)  # also a method without which its other options mean nothing
     args.max_batch = BATCH[args.kind] if args.max_batch is None else args.max_batch
     args.repeats = REPEATS[args.kind] if args.repeats is None else args.repeats
     for name, least in (("max_batch", 1), ("repeats", 1), ("warmup", 0), ("requests", 1), ("max_step_tokens", 1)):

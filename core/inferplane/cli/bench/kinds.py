@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from inferplane.cli.arguments import pins
+from inferplane.cli.arguments import pins, speculation
 from inferplane.cli.bench import drive, startup_runs, statistics, workload
 from inferplane.cli.bench.drive import Trace
 from inferplane.cli.bench.environment import environment
@@ -101,10 +101,6 @@ def startup(args: argparse.Namespace, screen: Screen) -> Measured:
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `LLM`, JSON-ready."""
-    speculative = None
-    if args.speculate_method is not None:
-        names = ("speculate_method", "speculate_max_draft_token_num", "draft_model_name_or_path")
-        speculative = {name: value for name in names if (value := getattr(args, name)) is not None}
     chosen = {
         "model": args.model,
         "device": args.device,
@@ -117,7 +113,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
         "load_format": args.load_format,
         "max_batch": args.max_batch,
         "prefix_cache": args.prefix_cache,
-        "speculative": speculative,
+        "speculative": speculation(args),
     }
     return chosen if args.max_step_tokens is None else {**chosen, "max_step_tokens": args.max_step_tokens}
 
