@@ -141,9 +141,7 @@ def add_running(parser: Parser) -> None:
     group = add_binding(parser)
     group.add_argument("--lock", metavar="FILE", help="take kernel choices from a lock file, measured on this machine")
     group.add_argument("--load-format", metavar="F", default=AUTO, help="dummy: random weights of the config's shapes")
-    group = parser.add_argument_group(
-        "drafting several tokens a step (left out: none; the text stays what it would be)"
-    )
+    group = parser.add_argument_group("drafting several tokens a step (left out: none; the text stays as it is)")
     group.add_argument(
         "--speculate",
         "--speculate-method",
