@@ -275,3 +275,16 @@ def test_disable_streaming_sends_one_piece():
         first, done = events
         assert done == "[DONE]"
         assert len(json.loads(first)["choices"][0]["token_ids"]) == 8
+
+
+def test_a_log_that_nobody_reads_keeps_nobody_waiting():
+    command = [sys.executable, "-m", "inferplane", "serve", "--device", "cpu", "--port", "0", "--log-format", "json"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stderr is not None
+            port = int(json.loads(process.stderr.readline())["http"].rpartition(":")[2])
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+                for _ in range(600):  # of 250 bytes at least: a pipe holds 64 KiB
+                    assert client.get("/v2/health/live", headers={"x-request-id": "x" * 100}).status_code == 200
+        finally:
+            process.kill()

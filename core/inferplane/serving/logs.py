@@ -5,15 +5,20 @@ What clients sent (paths, ids) is escaped and cut, so that nobody writes lines o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
 import sys
+import threading
 import time
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TextIO
 
 MOST_CHARACTERS = 300
 """Of a value in the log."""
+MOST_LINES = 10_000
+"""Lines that may wait for a slow reader."""
 NAMES = ("inferplane", "uvicorn.error")
 
 
@@ -48,6 +53,49 @@ class TextLines(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
+class Writer(logging.Handler):
+    """Writes lines in a thread of its own: whoever reads the log slowly must not keep the server waiting.
+
+    Args:
+        out: where to; lines that find `MOST_LINES` before them are dropped, and counted in a line of their own.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__()
+        self._out, self._dropped = out, 0
+        self._lines: queue.Queue[str | None] = queue.Queue(MOST_LINES)
+        self._thread = threading.Thread(target=self._write, name="inferplane-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+
+    def finish(self, patience_s: float = 2.0) -> None:
+        """Write what is left, if somebody reads it in time."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=patience_s)
+            self._thread.join(patience_s)
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                line += f'\n{{"event": "lines dropped", "count": {dropped}}}'
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                self._out.write(f"{line}\n")
+                self._out.flush()
+
+
+def finish() -> None:
+    """Write what is left of the log."""
+    for handler in logging.getLogger(NAMES[0]).handlers:
+        if isinstance(handler, Writer):
+            handler.finish()
+
+
 def set_up(form: str, level: str) -> None:
     """Send the log to standard error.
 
@@ -56,7 +104,7 @@ def set_up(form: str, level: str) -> None:
         level: what is logged.
     """
     text = form == "text" or (form == "auto" and sys.stderr.isatty())
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Writer(sys.stderr)
     handler.setFormatter(TextLines() if text else JsonLines())
     for name in NAMES:
         logger = logging.getLogger(name)

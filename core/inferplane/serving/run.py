@@ -78,7 +78,10 @@ def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
         for note in resolved.notes:
             log.warning(note)
         workers = Workers(settings, keys, sockets["http"]) if settings.http_workers > 1 else None
-        return asyncio.run(Life(settings, Keys(keys), sockets, began, _opener(settings, pins), workers).live())
+        try:
+            return asyncio.run(Life(settings, Keys(keys), sockets, began, _opener(settings, pins), workers).live())
+        finally:
+            logs.finish()
 
 
 def read_keys(settings: Settings) -> list[str]:
@@ -205,6 +208,7 @@ class Life:
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
             log.warning("ending at once", extra={"facts": {"signal": signal.Signals(number).name}})
+            logs.finish()
             os._exit(128 + number)  # the engine's process ends with this one's connection
         log.info("draining", extra={"facts": {"signal": signal.Signals(number).name}})
         self._stop.set()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError
-from inferplane.serving.http.gate import FACTS, Receive, Scope, Send
+from inferplane.serving.http.gate import FACTS, TENANT, Receive, Scope, Send
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import Choice, Rendering, compact
 from inferplane.serving.service import Service
@@ -45,7 +46,7 @@ class Generation(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         facts = scope[FACTS]
         try:
-            async with self._service.admit(self._ask) as job:
+            async with self._service.admit(replace(self._ask, tenant=scope[TENANT])) as job:
                 try:
                     if self._streams:
                         await self._stream(job, send)

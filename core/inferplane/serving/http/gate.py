@@ -35,6 +35,10 @@ PAGE = frozenset(("/status", "/status/page.css", "/status/page.js", "/status/dat
 FACTS = "inferplane.facts"
 """Where in a scope routes put what the log shall tell of a request."""
 REQUEST_ID = "inferplane.request_id"
+TENANT = "inferplane.tenant"
+"""Where in a scope the name stands under which cached prefixes are shared: one for each key."""
+MOST_HELD_BYTES = 256 * 2**20
+"""Bytes of all bodies that are being read or served."""
 SWEEP_S = 1.0
 log = logging.getLogger("inferplane.serving.access")
 
@@ -58,6 +62,12 @@ class Keys:
         right = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(right) and scheme.lower() == b"bearer"
 
+    def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """A name for whoever sends these headers; nobody's cached prefixes can be felt out with another key."""
+        if not self._digests:
+            return ""
+        return hashlib.sha256(b"\n".join(v for name, v in headers if name == b"authorization")).hexdigest()[:16]
+
 
 def _password(encoded: bytes) -> bytes:
     """What stands behind the colon in a Basic header."""
@@ -78,6 +88,7 @@ class Gate:
 
     def __init__(self, app: App, settings: Settings, keys: Keys) -> None:
         self._app, self._settings, self._keys = app, settings, keys
+        self.held_bytes = 0
         self._sending: dict[int, tuple[float, Callable[[], None]]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,6 +99,7 @@ class Gate:
             await passage.run()
         finally:
             passage.tell()
+            self.held_bytes -= passage._held_bytes
 
     async def sweep(self) -> None:
         """Cut off clients that leave their answer unread for too long; runs as long as the server."""
@@ -108,10 +120,12 @@ class _Passage:
         self._status: int | None = None
         self._complete = False
         self._gone = False
+        self._held_bytes = 0
         asked = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
         ok = len(asked) == 1 and re.match(ID_PATTERN, asked[0]) is not None
         self._id = asked[0] if ok else uuid.uuid4().hex
         scope[REQUEST_ID], scope[FACTS] = self._id, {}
+        scope[TENANT] = gate._keys.tenant(scope["headers"])
 
     async def run(self) -> None:
         gate = self._gate
@@ -168,18 +182,22 @@ class _Passage:
             raise ApiError(408, "The body did not arrive in time.", code="body_timeout") from None
 
     async def _read(self, most: int) -> bytes | None:
-        parts, size = [], 0
+        body, gate = bytearray(), self._gate
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self._gone = True
                 return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > most:
+            piece = message.get("body", b"")
+            body += piece
+            self._held_bytes += len(piece)
+            gate.held_bytes += len(piece)
+            if gate.held_bytes > MOST_HELD_BYTES:
+                raise ApiError(503, "Too many large bodies at a time.", code="busy", retry_after_s=1)
+            if len(body) > most:
                 raise ApiError(413, f"The body is larger than {most} bytes.", code="body_too_large")
             if not message.get("more_body", False):
-                return b"".join(parts)
+                return bytes(body)
 
     # -- beyond the gate
 
