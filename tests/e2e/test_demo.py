@@ -65,7 +65,7 @@ def test_what_ships():
     assert sum(files.values()) <= 16e6
     drafters = {p.relative_to(DEMO_FOLDER): p.stat().st_size for p in DEMO_FOLDER.glob("*/*")}
     assert {p.parent.name for p in drafters} == {"draft", "eagle"} and sum(drafters.values()) <= 6e6
-    assert {p.suffix for p in drafters} == {".json", ".safetensors"}
+    assert {p.suffix for p in drafters} == {".json", ".md", ".safetensors"}
     assert {p.rpartition(".")[2] for p in files} == {"json", "md", "safetensors"}  # no code, no pickle
     config = json.loads((DEMO_FOLDER / "config.json").read_text())
     v3 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
