@@ -163,6 +163,8 @@ def experts(
     divided = len(mine) == count[1]  # every expert is here, and divided, or some are here, whole
     rows = b.share(entry, size) if divided else size
     gate, up, down = parts
+    if not divided:
+        b.ignore(f"{name}.experts.*")  # those of the other ranks
     gate_up = [f"{name}.experts.{e}.{part}" for e in mine for part in (gate, up)]
     downs = [f"{name}.experts.{e}.{down}" for e in mine]
     return MoE(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +47,10 @@ def read_fp8_block(source: TensorSource, name: str, shard: Shard) -> QTensor:
     source.read_into(name, data, whole)
     source.read_into(scales, scale, whole)
     q = QTensor(data, scale, block=block, bits=bits)
-    return q if shard.size == 1 else q.shard(shard.axis, *shard.bounds(shape[shard.axis]))
+    if shard.size == 1:
+        return q
+    mine = q.shard(shard.axis, *shard.bounds(shape[shard.axis]))
+    return replace(mine, block=(mine.block[0], block[1]))  # also where a slice is narrower than a block
 
 
 READERS: Mapping[str, FormatReader] = {"fp8_block": read_fp8_block}
