@@ -115,4 +115,8 @@ def main() -> None:
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)
     life = Life(settings, Keys(settings.api_key), {"http": sock}, began, lambda: AsyncLLM.connect(address))
-    sys.exit(asyncio.run(life.live()))
+    try:
+        code = asyncio.run(life.live())
+    finally:
+        logs.finish()
+    sys.exit(code)
