@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import random
+from itertools import product
 from statistics import median
 
 import torch
@@ -82,7 +83,14 @@ def main():
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
     llm = LLM(config(QWEN3_0_6B, 256), device=args.device, dtype="bfloat16", load_format="dummy", prefix_cache=False)
-    results = [measure(llm, batch, words, args.steps, args.clock) for batch in args.batch for words in args.asked]
+    if not args.json:
+        print(f"{'batch':>5} {'asked':<12} {'step ms':>8} {'model ms':>9} {'engine ms':>10} {'best':>7} {'share':>7}")
+    results = []
+    for batch, words in product(args.batch, args.asked):
+        results.append(r := measure(llm, batch, words, args.steps, args.clock))
+        if not args.json:
+            times = f"{r['step_ms']:8.1f} {r['model_ms']:9.1f} {r['engine_ms']:10.2f} {r['engine_best_ms']:7.2f}"
+            print(f"{r['batch']:>5} {r['asked']:<12} {times} {r['share']:7.2%}", flush=True)
     told = {
         "benchmark": "engine_share",
         "bar": BAR,
@@ -94,10 +102,6 @@ def main():
     if args.json:
         print(json.dumps(told, indent=1))
         return
-    print(f"{'batch':>5} {'asked':<12} {'step ms':>8} {'model ms':>9} {'engine ms':>10} {'best':>7} {'share':>7}")
-    for r in results:
-        times = f"{r['step_ms']:8.1f} {r['model_ms']:9.1f} {r['engine_ms']:10.2f} {r['engine_best_ms']:7.2f}"
-        print(f"{r['batch']:>5} {r['asked']:<12} {times} {r['share']:7.2%}")
     print(f"bar: {BAR:.0%}")
 
 

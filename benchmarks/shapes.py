@@ -15,16 +15,16 @@ SMALL = {
     "vocab_size": 32_000,
 }
 """About 95 million parameters: a step is spent on weights, and a run takes seconds."""
-TINY = {
+WIDE = {
     **SMALL,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
     "head_dim": 64,
     "vocab_size": 8_000,
 }
-"""About 17 million parameters."""
+"""Two layers as wide as those of Llama 3.2 1B: work on weights and on the context stand as in real models."""
 QWEN3_0_6B = {**SMALL, "num_hidden_layers": 28, "vocab_size": 151_936}
 """The sizes of Qwen3-0.6B."""
 
