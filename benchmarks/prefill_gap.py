@@ -5,8 +5,9 @@
 
 Streams decode; a prompt of 4,000 tokens arrives; the worst time between two tokens of a stream is told until the prompt
 has its first token. With chunks it is compared with the step time of the token budget: the median of full steps while
-a prompt of that length is prefilled alone (the bar is 1.5); later steps are longer, as they look back further. With a budget as large as the prompt it is compared with
-the whole prefill, again alone. Steps are the same in every turn; of each the fastest counts.
+a prompt of that length is prefilled alone (the bar is 1.5); later steps are longer, as they look back further, so the
+longest is told too. With a budget as large as the prompt it is compared with the whole prefill, again alone. Steps are
+the same in every turn; of each the fastest counts.
 """
 
 from __future__ import annotations
