@@ -18,7 +18,7 @@ from dataclasses import replace
 from statistics import median
 
 import torch
-from shapes import SMALL, add_clock, clock_name, config
+from shapes import SHAPES, add_clock, clock_name, config
 
 from inferplane import LLM, SamplingParams
 from inferplane.cli.bench import drive, workload
@@ -65,11 +65,12 @@ def main():
     parser.add_argument("--turns", type=int, default=3, help="turns of all ways")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--seed", type=int, default=0, help="of lengths and tokens")
+    parser.add_argument("--shape", choices=list(SHAPES), default="wide", help="which model, see shapes.py")
     parser.add_argument("--device", default="cpu")
     add_clock(parser)
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
-    shape = config(SMALL, 1024)
+    shape = config(SHAPES[args.shape], 1024)
     llm = LLM(shape, device=args.device, dtype="bfloat16", load_format="dummy", max_batch=BATCH, prefix_cache=False)
     ids = range(shape["vocab_size"])
     jobs = workload.synthetic(args.requests, lengths("16-64"), lengths("exp:64:512"), ids, args.seed)
@@ -88,6 +89,7 @@ def main():
         "benchmark": "batching",
         "bar": BAR,
         "batch": BATCH,
+        "shape": args.shape,
         "requests": args.requests,
         "output_tokens": sum(job.output_tokens for job in jobs),
         "turns": turns,
@@ -102,7 +104,7 @@ def main():
     if args.json:
         print(json.dumps(told, indent=1))
         return
-    print(f"{args.requests} requests, {told['output_tokens']} output tokens, batch {BATCH}, {args.turns} turns")
+    print(f"{args.requests} requests, {told['output_tokens']} output tokens, batch {BATCH}, model {args.shape}")
     print(f"{'':<12} {'steps':>6} {'tokens/s: median':>17} {'min':>7} {'max':>7}   continuous over it")
     for name in names:
         speeds = [t[name]["tokens_per_s"] for t in turns]

@@ -28,6 +28,8 @@ WIDE = {
 QWEN3_0_6B = {**SMALL, "num_hidden_layers": 28, "vocab_size": 151_936}
 """The sizes of Qwen3-0.6B."""
 
+SHAPES = {"small": SMALL, "wide": WIDE, "qwen3-0.6b": QWEN3_0_6B}
+
 
 def config(sizes, positions):
     """A config that `LLM` takes with load_format="dummy"."""
