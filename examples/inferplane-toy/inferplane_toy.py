@@ -5,8 +5,8 @@ import torch.nn.functional as F
 
 from inferplane import plugin
 
-INFERPLANE_API = (1, 0)
-KERNELS = plugin.Kernels()
+INFERPLANE_API, KERNELS = (1, 0), plugin.Kernels()
+WHOLE = plugin.When(kv_layouts=("toy_32",), needs=(("no window", lambda op: op.kv.window is None),))
 PLAIN = plugin.When(needs=(("a plain product", lambda op: not (op.bias or op.act or op.out_dtype)),))
 
 
@@ -15,12 +15,12 @@ def linear(p, x):
     return x @ p.weight
 
 
-@KERNELS("attention", "toy", rank=90, when=plugin.When(kv_layouts=("toy_32",)))
+@KERNELS("attention", "toy", rank=90, when=WHOLE)
 def attention(p, q, batch, kv):
     q, out = q.transpose(0, 1), torch.zeros_like(q.transpose(0, 1))
     for a, b, n, table in batch.rows():
         k, v = kv.blocks[:, :, table].flatten(2, 3)[:, :, :n]
-        seen = torch.ones(b - a, n, dtype=torch.bool).tril(n - (b - a)).triu(n - (b - a) + 1 - (p.kv.window or n))
+        seen = torch.ones(b - a, n, dtype=torch.bool).tril(n - (b - a))
         out[:, a:b] = F.scaled_dot_product_attention(q[:, a:b], k, v, seen, scale=p.scale, enable_gqa=True)
     return out.transpose(0, 1)
 
