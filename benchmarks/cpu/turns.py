@@ -3,7 +3,8 @@
 
     python benchmarks/cpu/turns.py --shape small                           # inferplane and transformers, a minute
     python benchmarks/cpu/turns.py --shape qwen3-0.6b --turns 7 --json qwen.json
-    python benchmarks/cpu/turns.py --llama-python ~/llama/bin/python       # an environment with llama-cpp-python
+    python benchmarks/cpu/turns.py --llama-python PYTHON --gguf bf16=a.gguf int4=b.gguf
+                                       # PYTHON has llama-cpp-python; the files hold a model of the same shape
 
 Every peer reads the same random-weight checkpoint in a process of its own; one works while the others wait. A turn asks
 each of them once, in the order A B C ... and the next turn in the reverse order. Compare ratios within one run: on a
@@ -77,23 +78,12 @@ def probe(buffer):
     return buffer.numel() / best / 1e9
 
 
-def llama_file(args, folder, precision):
-    """A GGUF of the checkpoint, written by to_gguf.py in llama.cpp's environment."""
-    file = folder / f"{precision}.gguf"
-    if not file.exists():
-        script = Path(__file__).with_name("to_gguf.py")
-        subprocess.run([args.llama_python, str(script), str(folder), str(file), precision], check=True)
-    return file
-
-
 def start(args, folder):
     names = OURS + [f"transformers:{a}" for a in args.transformers]
     peers = [Process(sys.executable, name, folder) for name in names]
-    if args.llama_python:
-        for precision in BITS:
-            peer = Process(args.llama_python, "llama.cpp", llama_file(args, folder, precision))
-            peer.name = f"llama.cpp:{precision}"
-            peers.append(peer)
+    for precision, _, file in (word.partition("=") for word in args.gguf):
+        peers.append(Process(args.llama_python, "llama.cpp", file))
+        peers[-1].name = f"llama.cpp:{precision}"
     return peers
 
 
@@ -137,7 +127,10 @@ def main():
     parser.add_argument("--contexts", type=int, nargs="*", default=[128])
     parser.add_argument("--prefill", type=int, nargs="*", default=[512])
     parser.add_argument("--transformers", nargs="*", default=["sdpa"], choices=("eager", "sdpa"))
-    parser.add_argument("--llama-python", help="a Python with llama-cpp-python and gguf")
+    parser.add_argument("--llama-python", default=sys.executable, help="a Python with llama-cpp-python")
+    parser.add_argument(
+        "--gguf", nargs="*", default=[], metavar="PRECISION=FILE", help="bf16, int8 or int4, and a model"
+    )
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept; left out: a temporary folder")
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     args = parser.parse_args()
