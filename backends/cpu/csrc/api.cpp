@@ -129,4 +129,6 @@ void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 
   now().decoder_layer(layer, step, x, residual, out, out_residual);
 }
 
+int64_t ip_read(const void *data, int64_t bytes) { return now().read(data, bytes); }
+
 }  // extern "C"

@@ -47,13 +47,18 @@ inline Rows rows_of(Scratch scratch[2], int64_t m, int64_t k, RowAt row) {
   return r;
 }
 
-// out[i * ldo + j] (+)= sum over columns first .. first + width of w[j, .] x[i, .], for NR rows of w and MT of x.
+// Partial sums. GCC keeps the 64-byte vectors of F in memory where registers have 32 bytes, so AVX2 has its own.
+#if defined(__AVX512F__)
+typedef F Partial;
+#else
+typedef __m256 Partial;
+#endif
+
+// out[i * ldo + j] = sum over columns first .. first + width of w[j, .] x[i, .], for NR rows of w and MT of x.
 template <int NR, int MT>
 inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, int64_t i0, int64_t first, float *out,
                      int64_t ldo) {
-  F acc[NR][MT];
-  for (int r = 0; r < NR; r++)
-    for (int i = 0; i < MT; i++) acc[r][i] = F{};
+  Partial acc[NR][MT] = {};
   int64_t whole = width / kStep * kStep;
   bf16 tail[NR][kStep];
   if (whole < width)
@@ -72,7 +77,7 @@ inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, i
 #pragma GCC unroll 8
       for (int r = 0; r < NR; r++) acc[r][i] = (F)_mm512_dpbf16_ps((__m512)acc[r][i], v[r], b);
     }
-#else
+#elif defined(__AVX512F__)
     F low[NR], high[NR];
 #pragma GCC unroll 8
     for (int r = 0; r < NR; r++) {
@@ -86,6 +91,25 @@ inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, i
       F even = load<F>(b), odd = load<F>(b + kLanes);
 #pragma GCC unroll 8
       for (int r = 0; r < NR; r++) acc[r][i] = fma(high[r], odd, fma(low[r], even, acc[r][i]));
+    }
+#else
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      __m256 low[NR], high[NR];
+#pragma GCC unroll 8
+      for (int r = 0; r < NR; r++) {
+        __m256i both = _mm256_loadu_si256((const __m256i *)(at[r] + half * 16));
+        low[r] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+        high[r] = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000u)));
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < MT; i++) {
+        const float *b = x.split + (i0 + i) * x.padded + first + c + half * 8;
+        __m256 even = _mm256_loadu_ps(b), odd = _mm256_loadu_ps(b + kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < NR; r++)
+          acc[r][i] = _mm256_fmadd_ps(high[r], odd, _mm256_fmadd_ps(low[r], even, acc[r][i]));
+      }
     }
 #endif
   };
@@ -130,11 +154,7 @@ inline void dot(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows
 #if defined(INFERPLANE_AMX)
   j = amx_dot(w, ldw, n, width, x.pairs, x.m, x.padded, first, out, ldo);
 #endif
-#if defined(__AVX512F__)
   constexpr int NR = 4;
-#else
-  constexpr int NR = 2;
-#endif
   for (; j + NR <= n; j += NR) dot_rows<NR>(w + j * ldw, ldw, width, x, first, out + j, ldo);
   for (; j < n; j++) dot_rows<1>(w + j * ldw, ldw, width, x, first, out + j, ldo);
 }

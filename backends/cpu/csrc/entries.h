@@ -78,11 +78,11 @@ void moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts,
 void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, const bf16 *residual, bf16 *out,
                          bf16 *out_residual) {
   int64_t m = step->tokens, width = l->qkv.k, wide = l->heads * l->head_dim, inner = l->down.k;
-  bf16 *all = scratch(20)->get<bf16>(m * (3 * width + l->qkv.n + 2 * wide + inner) + 7 * kLanes * 2);
+  bf16 *all = scratch(20)->get<bf16>(m * (4 * width + l->qkv.n + 2 * wide + inner) + 8 * kLanes);
   LayerBuffers b;
-  bf16 **each[] = {&b.h, &b.s, &b.y, &b.qkv, &b.q, &b.mixed, &b.act};
-  int64_t sizes[] = {width, width, width, l->qkv.n, wide, wide, inner};
-  for (int i = 0; i < 7; i++) {
+  bf16 **each[] = {&b.h, &b.h2, &b.s, &b.y, &b.qkv, &b.q, &b.mixed, &b.act};
+  int64_t sizes[] = {width, width, width, width, l->qkv.n, wide, wide, inner};
+  for (int i = 0; i < 8; i++) {
     *each[i] = all;
     all += round_up(m * sizes[i], kLanes);
   }
@@ -95,8 +95,25 @@ void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, 
   in_parallel(work, [&](Team &team) { layer(team, *l, *step, x, residual, out, out_residual, b, a, plan); });
 }
 
+int64_t read_entry(const void *data, int64_t bytes) {
+  int64_t total = 0;
+  in_parallel(bytes, [&](Team &team) {
+    U all[4] = {};
+    team.each(bytes / 64, kChunkBytes / 16, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) {
+        const char *at = (const char *)data + i * 64;
+        _mm_prefetch(at + 2048, _MM_HINT_T0);
+        all[i & 3] |= load<U>(at);
+      }
+    });
+    U any = all[0] | all[1] | all[2] | all[3];
+    for (int l = 0; l < kLanes; l++) __atomic_fetch_or(&total, (int64_t)any[l], __ATOMIC_RELAXED);
+  });
+  return total;
+}
+
 }  // namespace
 
 extern const Table TABLE = {NAME,       linear_entry,    expand_entry, rms_norm_entry, silu_mul_entry,
                             rope_entry, attention_entry, mla_entry,    moe_entry,
-                          decoder_layer_entry};
+                          decoder_layer_entry, read_entry};

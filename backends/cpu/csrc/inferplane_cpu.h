@@ -111,6 +111,11 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
 void ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_bf16 *x, int64_t ldx, int64_t m,
             const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out);
 
+// -- measuring
+
+// Reads every byte of `bytes` (a multiple of 64) at `data`, 64-byte aligned, and returns what says that it did.
+int64_t ip_read(const void *data, int64_t bytes);
+
 // -- layers
 
 // x and residual [tokens, width] (residual may be null) to out and out_residual, which may not overlap them.

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kOwnRows = 8;  // so few rows are normed by every thread for itself, which is cheaper than a barrier
 
 struct LayerBuffers {
-  bf16 *h, *s, *qkv, *q, *mixed, *y, *act;  // [m, ...], shared by the team
+  bf16 *h, *h2, *s, *qkv, *q, *mixed, *y, *act;  // [m, ...], shared by the team, each written once
 };
 
 // out[i, j] = silu(gate) * up, both rounded to bf16 first; `inner` is a multiple of 16.
@@ -89,7 +89,7 @@ inline void layer(Team &team, const ip_layer &l, const ip_step &step, const bf16
   team.barrier();
   linear(team, l.o, b.mixed, l.o.k, m, b.y, width, 0);
   team.barrier();
-  Normed second = add_norm(team, b.y, first.s, l.mlp_norm, l.mlp_eps, m, width, out_residual, b.h, 19);
+  Normed second = add_norm(team, b.y, first.s, l.mlp_norm, l.mlp_eps, m, width, out_residual, b.h2, 19);
   if (m <= kOwnRows && team.id == 0) memcpy(out_residual, second.s, (size_t)(m * width) * sizeof(bf16));
   gated(team, l.gate_up, second.y, m, b.act);
   team.barrier();

@@ -70,7 +70,30 @@ inline Quantized quantize(Scratch scratch[3], const Rows &x, const ip_matrix &w)
   return {x.m, groups, g, q, scale, sums};
 }
 
+// A line of a panel; nibbles as bytes.
+#if defined(__AVX512F__)
+typedef U Line;
+inline Line line_at(const uint8_t *p) { return load<U>(p); }
+inline Line low_nibbles(Line w) { return w & 0x0f0f0f0fu; }
+inline Line high_nibbles(Line w) { return (w >> 4) & 0x0f0f0f0fu; }
+#else
+struct Line {
+  __m256i half[2];
+};
+inline Line line_at(const uint8_t *p) {
+  return {{_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))}};
+}
+inline Line low_nibbles(Line w) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {{_mm256_and_si256(w.half[0], mask), _mm256_and_si256(w.half[1], mask)}};
+}
+inline Line high_nibbles(Line w) {
+  return low_nibbles({{_mm256_srli_epi16(w.half[0], 4), _mm256_srli_epi16(w.half[1], 4)}});
+}
+#endif
+
 // Sixteen rows' exact products with one group of one row of activations.
+#if defined(__AVX512F__)
 struct Sums {
   I a, b;
   inline void begin(const int32_t *sums, int32_t offset) {
@@ -78,24 +101,14 @@ struct Sums {
     b = I{} - sums[1] * offset;
   }
   // One line of four columns of 16 rows, unsigned bytes.
-  inline void add(U w, int32_t first, int32_t second) {
+  inline void add(Line w, int32_t first, int32_t second) {
 #if defined(__AVX512VNNI__)
     a = (I)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, _mm512_set1_epi32(first));
     b = (I)_mm512_dpbusd_epi32((__m512i)b, (__m512i)w, _mm512_set1_epi32(second));
-#elif defined(__AVX512F__)
+#else
     __m512i even = _mm512_and_si512((__m512i)w, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16((__m512i)w, 8);
     a = a + (I)_mm512_madd_epi16(even, _mm512_set1_epi32(first));
     a = a + (I)_mm512_madd_epi16(odd, _mm512_set1_epi32(second));
-#else
-    __m256i half[2], sum[2];
-    memcpy(half, &w, 64);
-    memcpy(sum, &a, 64);
-    for (int i = 0; i < 2; i++) {
-      __m256i even = _mm256_and_si256(half[i], _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(half[i], 8);
-      sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(even, _mm256_set1_epi32(first)));
-      sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(odd, _mm256_set1_epi32(second)));
-    }
-    memcpy(&a, sum, 64);
 #endif
   }
   inline F end() const {
@@ -106,6 +119,27 @@ struct Sums {
 #endif
   }
 };
+
+#else
+struct Sums {
+  __m256i a[2];
+  inline void begin(const int32_t *sums, int32_t offset) { a[0] = a[1] = _mm256_set1_epi32(-sums[0] * offset); }
+  inline void add(Line w, int32_t first, int32_t second) {
+    __m256i x = _mm256_set1_epi32(first), y = _mm256_set1_epi32(second), bytes = _mm256_set1_epi16(255);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      a[i] = _mm256_add_epi32(a[i], _mm256_madd_epi16(_mm256_and_si256(w.half[i], bytes), x));
+      a[i] = _mm256_add_epi32(a[i], _mm256_madd_epi16(_mm256_srli_epi16(w.half[i], 8), y));
+    }
+  }
+  inline F end() const {
+    F v;
+    __m256 half[2] = {_mm256_cvtepi32_ps(a[0]), _mm256_cvtepi32_ps(a[1])};
+    memcpy(&v, half, 64);
+    return v;
+  }
+};
+#endif
 
 inline F scale_of(const ip_matrix &w, int64_t panel, int64_t g) {
   int64_t at = (panel * scale_groups(w) + (w.group ? g : 0)) * kLanes;
@@ -140,14 +174,14 @@ inline void quant_tile(const ip_matrix &w, int64_t panel, const Quantized &x, in
     }
     if (KIND == IP_INT8) {
       for (int64_t c = 0; c < quads; c++, p += 64) {
-        U line = load<U>(p);
+        Line line = line_at(p);
         _mm_prefetch((const char *)p + 2048, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int i = 0; i < MT; i++) s[i].add(line, q[i][c], q[i][quads + c]);
       }
     } else {
       for (int64_t c = 0; c < quads; c += 2, p += 64) {
-        U line = load<U>(p), low = line & 0x0f0f0f0fu, high = (line >> 4) & 0x0f0f0f0fu;
+        Line line = line_at(p), low = low_nibbles(line), high = high_nibbles(line);
         _mm_prefetch((const char *)p + 2048, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int i = 0; i < MT; i++) {

@@ -13,6 +13,7 @@ struct Table {
   decltype(&ip_mla) mla;
   decltype(&ip_moe) moe;
   decltype(&ip_decoder_layer) decoder_layer;
+  decltype(&ip_read) read;
 };
 
 extern const Table table_avx2, table_avx512, table_avx512_bf16, table_amx;

@@ -1,5 +1,5 @@
-// Threads that share one call: the OpenMP team, chunks that are taken when a thread is free, a barrier that gives the
-// core up after a short wait, and memory that each thread keeps for the next call.
+// Threads that share one call: the OpenMP team, chunks that are taken when a thread is free, waiting that gives the core
+// up after a short while, and memory that each thread keeps for the next call.
 #pragma once
 #include <omp.h>
 #include <sched.h>
@@ -9,13 +9,12 @@
 
 namespace {
 
-constexpr int kPhases = 48;  // counters a call may use
-constexpr int kSpins = 4000; // about 50 us of waiting before the core is offered to others
+constexpr int kSpins = 4000;  // about 50 us of waiting before the core is offered to others
 
+// Work is counted over the whole call: chunks that were given out, and chunks that are done.
 struct Shared {
-  alignas(64) volatile int64_t next[kPhases * 8] = {};  // a cache line a counter
-  alignas(64) volatile int arrived = 0;
-  alignas(64) volatile int round = 0;
+  alignas(64) int64_t given = 0;
+  alignas(64) int64_t done = 0;
 };
 
 class Team {
@@ -23,16 +22,32 @@ class Team {
   const int id, count;
   Team(Shared *shared, int id, int count) : id(id), count(count), shared_(shared) {}
 
-  // Everything before it by any thread is done, and seen, when it returns.
-  void barrier() {
-    if (count == 1) return;
-    int round = __atomic_load_n(&shared_->round, __ATOMIC_ACQUIRE);
-    if (__atomic_add_fetch(&shared_->arrived, 1, __ATOMIC_ACQ_REL) == count) {
-      __atomic_store_n(&shared_->arrived, 0, __ATOMIC_RELAXED);
-      __atomic_store_n(&shared_->round, round + 1, __ATOMIC_RELEASE);
+  // Calls f(first, last) for chunks of 0 .. total; who is free takes the next. Every thread of the team makes the same
+  // calls in the same order.
+  template <class Fn>
+  void each(int64_t total, int64_t chunk, Fn f) {
+    if (count == 1) {
+      if (total > 0) f((int64_t)0, total);
       return;
     }
-    for (int i = 0; __atomic_load_n(&shared_->round, __ATOMIC_ACQUIRE) == round; i++) {
+    int64_t begin = planned_;
+    planned_ += (total + chunk - 1) / chunk;
+    int64_t next = __atomic_load_n(&shared_->given, __ATOMIC_RELAXED);
+    while (next < planned_) {
+      if (!__atomic_compare_exchange_n(&shared_->given, &next, next + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        continue;
+      int64_t first = (next - begin) * chunk;
+      f(first, min64(first + chunk, total));
+      __atomic_fetch_add(&shared_->done, 1, __ATOMIC_RELEASE);
+      next = __atomic_load_n(&shared_->given, __ATOMIC_RELAXED);
+    }
+  }
+
+  // All chunks of the calls before it are done, and seen, when it returns. It waits for work, not for threads: one
+  // that lost its core between two chunks holds nobody up, and finds later that everything was done.
+  void barrier() {
+    if (count == 1) return;
+    for (int i = 0; __atomic_load_n(&shared_->done, __ATOMIC_ACQUIRE) < planned_; i++) {
       if (i < kSpins)
         _mm_pause();
       else
@@ -40,26 +55,9 @@ class Team {
     }
   }
 
-  // Calls f(first, last) for chunks of 0 .. total; who is free takes the next, so a thread that lost its core for a
-  // while holds nobody up for long. Every thread of the team makes the same calls in the same order.
-  template <class Fn>
-  void each(int64_t total, int64_t chunk, Fn f) {
-    int phase = phase_++ % kPhases;
-    if (count == 1) {
-      if (total > 0) f((int64_t)0, total);
-      return;
-    }
-    volatile int64_t *next = &shared_->next[phase * 8];
-    for (;;) {
-      int64_t first = __atomic_fetch_add(next, chunk, __ATOMIC_RELAXED);
-      if (first >= total) return;
-      f(first, min64(first + chunk, total));
-    }
-  }
-
  private:
   Shared *shared_;
-  int phase_ = 0;
+  int64_t planned_ = 0;
 };
 
 // Runs f(team) on every thread of the team.

@@ -78,6 +78,13 @@ inline void store_f(float *p, F v, int64_t n) {
   memcpy(p, &v, (size_t)n * sizeof(float));
 }
 
+#ifndef __AVX512F__
+inline float sum(__m256 a) {
+  __m128 c = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+}
+#endif
 // The sum of the lanes, always in the same tree.
 inline float sum(F v) {
 #ifdef __AVX512F__
@@ -86,10 +93,7 @@ inline float sum(F v) {
   __m256 a, b;
   memcpy(&a, &v, 32);
   memcpy(&b, (const char *)&v + 32, 32);
-  a = _mm256_add_ps(a, b);
-  __m128 c = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  c = _mm_add_ps(c, _mm_movehl_ps(c, c));
-  return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+  return sum(_mm256_add_ps(a, b));
 #endif
 }
 inline F fma(F a, F b, F c) {

@@ -102,6 +102,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_attention": (None, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
     "ip_mla": (None, _P, _P, _P, _P, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, _I, c_float, _P),
     "ip_moe": (None, POINTER(Matrix), POINTER(Matrix), _I, _P, _I, _I, _P, _P, _I, _P),
+    "ip_read": (_I, _P, _I),
     "ip_decoder_layer": (None, POINTER(Layer), POINTER(Step), _P, _P, _P, _P),
 }
 

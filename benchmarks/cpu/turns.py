@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Decoding and prefill on the cpu backend beside its peers, in turns, with a bandwidth probe around each.
+
+    python benchmarks/cpu/turns.py --shape small                           # inferplane and transformers, a minute
+    python benchmarks/cpu/turns.py --shape qwen3-0.6b --turns 7 --json qwen.json
+    python benchmarks/cpu/turns.py --llama-python PYTHON --gguf bf16=a.gguf int4=b.gguf
+                                       # PYTHON has llama-cpp-python; the files hold a model of the same shape
+
+Every peer reads the same random-weight checkpoint in a process of its own; one works while the others wait. A turn asks
+each of them once, in the order A B C ... and the next turn in the reverse order. Compare ratios within one run: on a
+machine that others use seconds mean little. `bandwidth` is tokens a second times weight bytes over the mean of the
+probes before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from models import BITS, SHAPES, decode_bytes, save
+
+from inferplane_cpu.native import library, native
+
+OURS = [f"inferplane:{p}" for p in BITS]
+PROBE_BYTES = 512 * 2**20
+
+
+class Process:
+    """A peer, started and asked through its standard streams."""
+
+    def __init__(self, python, name, model):
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+        environment.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        command = [python, str(Path(__file__).with_name("peer.py")), name, str(model)]
+        self.name = name
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.wait_for("ready")
+
+    def wait_for(self, word):
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return line.split()[1:]
+        raise RuntimeError(f"{self.name} ended with {self.process.wait()}")
+
+    def ask(self, words):
+        self.process.stdin.write(words + "\n")
+        self.process.stdin.flush()
+        return float(self.wait_for("seconds")[0])
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def probe(buffer):
+    """Read bandwidth of all threads in GB/s, the best of three."""
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        library().ip_read(buffer.data_ptr(), buffer.numel())
+        best = min(best, time.perf_counter() - start)
+    return buffer.numel() / best / 1e9
+
+
+def start(args, folder):
+    names = OURS + [f"transformers:{a}" for a in args.transformers]
+    peers = [Process(sys.executable, name, folder) for name in names]
+    for precision, _, file in (word.partition("=") for word in args.gguf):
+        peers.append(Process(args.llama_python, "llama.cpp", file))
+        peers[-1].name = f"llama.cpp:{precision}"
+    return peers
+
+
+def measure(args, peers, buffer):
+    """`{test: {peer: [(seconds, probe before, probe after), ...]}}`."""
+    tests = [f"decode {c} {args.tokens}" for c in args.contexts] + [f"prefill {n}" for n in args.prefill]
+    found = {test: {p.name: [] for p in peers} for test in tests}
+    for turn in range(args.turns + 1):  # the first warms up
+        for test in tests:
+            for peer in peers if turn % 2 else peers[::-1]:
+                before = probe(buffer)
+                seconds = peer.ask(test)
+                if turn:
+                    found[test][peer.name].append((seconds, before, probe(buffer)))
+        print(f"turn {turn} of {args.turns}", file=sys.stderr, flush=True)
+    return found
+
+
+def summary(shape, test, runs, beside):
+    """Medians of one peer's turns, and of the ratios to `inferplane` of the same precision, turn by turn."""
+    seconds = [s for s, _, _ in runs]
+    tokens = 1 if test.startswith("decode") else int(test.split()[1])
+    out = {
+        "tokens_per_s": tokens / statistics.median(seconds),
+        "spread": [tokens / max(seconds), tokens / min(seconds)],
+    }
+    if tokens == 1:
+        nbytes = decode_bytes(shape, beside[1])
+        out["bandwidth"] = statistics.median(nbytes / s / 1e9 / ((a + b) / 2) for s, a, b in runs)
+    ratios = [mine / theirs for (theirs, _, _), (mine, _, _) in zip(beside[0], runs, strict=True)]
+    out["inferplane_is_faster_by"] = statistics.median(ratios)
+    out["probe_gb_s"] = statistics.median((a + b) / 2 for _, a, b in runs)
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=16, help="tokens decoded a turn")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[128])
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512])
+    parser.add_argument("--transformers", nargs="*", default=["sdpa"], choices=("eager", "sdpa"))
+    parser.add_argument("--llama-python", default=sys.executable, help="a Python with llama-cpp-python")
+    parser.add_argument(
+        "--gguf", nargs="*", default=[], metavar="PRECISION=FILE", help="bf16, int8 or int4, and a model"
+    )
+    parser.add_argument("--folder", type=Path, help="where checkpoints are kept; left out: a temporary folder")
+    parser.add_argument("--json", metavar="FILE", help="also write the results here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder = (args.folder or Path(made)) / args.shape
+        save(args.shape, folder)
+        buffer = torch.randint(0, 255, (PROBE_BYTES,), dtype=torch.uint8)
+        peers = start(args, folder)
+        load = os.getloadavg()
+        found = measure(args, peers, buffer)
+        for peer in peers:
+            peer.close()
+    results = {
+        test: {
+            name: summary(args.shape, test, runs, (by_peer[f"inferplane:{precision}"], precision))
+            for name, runs in by_peer.items()
+            if (precision := name.partition(":")[2] if name.partition(":")[2] in BITS else "bf16")
+        }
+        for test, by_peer in found.items()
+    }
+    report = {
+        "shape": args.shape,
+        "machine": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "native": native().reason,
+        "load_before_and_after": [load, os.getloadavg()],
+        "turns": args.turns,
+        "results": results,
+    }
+    for test, by_peer in results.items():
+        for name, r in by_peer.items():
+            share = f"{r['bandwidth']:.2f} of bandwidth" if "bandwidth" in r else ""
+            low, high = r["spread"]
+            print(
+                f"{test:16} {name:20} {r['tokens_per_s']:8.1f} tokens/s ({low:.1f} to {high:.1f})  {share:20} "
+                f"inferplane faster by {r['inferplane_is_faster_by']:.2f}"
+            )
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
