@@ -350,10 +350,9 @@ class Runner:
                 runner.cache = self.backend.build_kv_cache(
                     runner._kv_requests(), runner.plan.layouts, blocks, runner.dtype
                 )
-                runner.decode = DecodeSteps(
-                    self.backend, runner._step, runner.cache, runner.max_model_len, self.options.max_batch,
-                    off=why_not(runner.plan, runner.options),
-                )  # fmt: skip
+                step, off = runner._step, why_not(runner.plan, runner.options)
+                limits = runner.max_model_len, self.options.max_batch
+                runner.decode = DecodeSteps(self.backend, step, runner.cache, *limits, off)
 
     def _facts(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""
