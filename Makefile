@@ -33,7 +33,11 @@ TESTS := tests $(wildcard backends/*/tests)
 # What pip reads: it compiles the cpu backend's native kernels too.
 INSTALLED := pyproject.toml setup.py constraints.txt $(wildcard backends/cpu/csrc/*)
 
-.PHONY: help demo test test-serving test-vendors conformance sanitize lint format docs docs-check clean
+# Environment of the compile gates: the newest Triton, and beside it the one of the GPU machine's image.
+GATES := .venv-gates
+TRITONS := 3.9.0 3.6.0
+
+.PHONY: help demo test test-serving test-vendors test-gates gates-record gpu-check conformance sanitize lint format docs docs-check clean
 
 help:
 	@echo "make demo        the demo model writes some Python, on this machine's processor"
@@ -42,6 +46,8 @@ help:
 	@echo "make test-vendors  backends on emulators, and their calls held against the vendors' own libraries"
 	@echo "make conformance DEVICE=npu   the conformance suite on a device that is here; writes its evidence"
 	@echo "make sanitize    the cpu backend's native kernels under the address and undefined-behaviour sanitizers"
+	@echo "make test-gates  Triton kernels: interpreted, and compiled for GPUs that need not be here (six minutes)"
+	@echo "make gpu-check   on a machine with an NVIDIA GPU: conformance, roofs and kernels beside peers (eight minutes)"
 	@echo "make lint        ruff, mypy, import-linter"
 	@echo "make format      ruff's formatter and its safe fixes"
 	@echo "make docs        write docs/ops.md and docs/support-matrix.md anew; docs-check fails when they are stale"
@@ -51,7 +57,7 @@ demo: $(VENV)/.installed
 	$(BIN)/inferplane generate --device cpu -p "def fibonacci(n):" --max-tokens 64
 
 test: $(VENV)/.installed-test
-	$(PYTEST) $(TESTS) --ignore tests/mock_device --ignore tests/serving $(PYTEST_ARGS)
+	$(PYTEST) $(TESTS) --ignore tests/mock_device --ignore tests/serving --ignore tests/gates $(PYTEST_ARGS)
 	$(PYTEST) tests/mock_device $(PYTEST_ARGS)
 	$(PYTEST) --pyargs inferplane.conformance --device cpu $(PYTEST_ARGS)
 	$(MOCK) $(PYTEST) -m "not slow" --pyargs inferplane.conformance --device mock:layer $(PYTEST_ARGS)
@@ -70,6 +76,23 @@ conformance: $(VENV)/.installed-test
 # Every native function in odd sizes on buffers of exactly their size, where one entry too many is an error.
 sanitize:
 	$(PYTHON) tools/sanitize_native.py
+
+# Two processes at a time, one thread each; the interpreter and the compiler want opposite settings of Triton.
+GATES_PYTEST := $(ONE_THREAD) $(GATES)/bin/python -m pytest -n $(WORKERS)
+
+test-gates: $(GATES)/.installed
+	TRITON_INTERPRET=1 $(GATES_PYTEST) tests/gates/interpreter --junitxml build/gates/interpreter.xml $(PYTEST_ARGS)
+	$(GATES_PYTEST) tests/gates/compile --junitxml build/gates/compile.xml $(PYTEST_ARGS)
+
+# From the source tree, with the Python that has torch and Triton there: nothing is installed.
+GPU_PYTHON ?= python3
+GPU_OUT ?= build/gpu-check
+gpu-check:
+	$(GPU_PYTHON) benchmarks/gpu/check.py --out $(GPU_OUT) $(GPU_ARGS)
+
+# Writes tests/gates/compile/golden anew; look at the difference before it is committed.
+gates-record: $(GATES)/.installed
+	$(ONE_THREAD) $(GATES)/bin/python -m tests.gates.compile.record
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check --quiet --output-format concise .
@@ -94,6 +117,16 @@ clean:
 # pip, not python: an incomplete `venv` (Debian without python3-venv) leaves a python behind, but no pip.
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
+
+$(GATES)/.installed: pyproject.toml constraints.txt
+	@echo "installing Triton $(TRITONS) into $(GATES)"
+	$(PYTHON) -m venv $(GATES)
+	$(GATES)/bin/python -m pip install -q -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+		"triton==$(firstword $(TRITONS))" -e ".[test]"
+	for version in $(wordlist 2,9,$(TRITONS)); do $(GATES)/bin/python -m pip install -q -q \
+		--disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(GATES)/triton-$$version triton==$$version \
+		|| exit 1; done
+	@touch $@
 
 # Stamps: pip runs again only when what it reads, or compiles, has changed. An install with extras contains the one without.
 $(VENV)/.installed: $(INSTALLED) | $(BIN)/pip

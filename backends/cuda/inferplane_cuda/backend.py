@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from inferplane.plugin import (
     Backend,
+    Batch,
     DeviceError,
     DeviceState,
     Feature,
@@ -32,6 +33,7 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
+from inferplane_cuda.graphs import Graph, Graphs
 from inferplane_cuda.kernels import kernels
 from inferplane_cuda.kvcache import layouts
 
@@ -55,6 +57,7 @@ SINCE: dict[str, tuple[tuple[int, int], str]] = {
     "int8-dot": ((7, 5), "int8 matrix instructions"),
     "fp8": ((8, 9), "FP8 matrix instructions"),
     "fp4": ((10, 0), "FP4 matrix instructions"),
+    "triton": ((8, 0), "support by Triton's compiler"),
     "sm80": ((8, 0), "the instructions of sm80"),
     "sm89": ((8, 9), "the instructions of sm89"),
     "sm90": ((9, 0), "the instructions of sm90"),
@@ -76,6 +79,14 @@ def features_of(capability: tuple[int, int]) -> Features:
     }
     for name, only in ONLY.items():
         known[name] = Feature(capability == only, f"instructions that {_dotted(only)} alone has; {here}")
+    return Features(known)
+
+
+def found_features(capability: tuple[int, int]) -> Features:
+    """The same on a machine that is there: without Triton nothing can be compiled, whatever the GPU can do."""
+    known = dict(features_of(capability))
+    if known["triton"].present and not _installed("triton"):
+        known["triton"] = Feature(False, "Triton is not installed (pip install triton)")
     return Features(known)
 
 
@@ -106,6 +117,10 @@ class CudaBackend(Backend):
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         arch_of(capability): _present(capability) for capability in ((9, 0), (8, 0), (8, 9), (10, 0), (12, 0))
     }
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index)
+        self._graphs = Graphs()
 
     @classmethod
     def probe(cls) -> Probe:
@@ -172,7 +187,8 @@ class CudaBackend(Backend):
                 there_is=probe.reason,
                 remedy=f"see what `{TOOL}` says; a driver older than torch's CUDA must be updated",
             ) from error
-        return DeviceState(self.torch_device_indexed, name, arch_of(capability), features_of(capability), memory)
+        features = found_features(capability)
+        return DeviceState(self.torch_device_indexed, name, arch_of(capability), features, memory)
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_cuda.kernels`."""
@@ -195,6 +211,10 @@ class CudaBackend(Backend):
     def comm(self) -> str:
         """NCCL."""
         return "nccl"
+
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph:
+        """As a CUDA graph."""
+        return self._graphs.record(step, bucket)
 
     def synchronize(self) -> None:
         """Wait for everything launched on this GPU."""

@@ -9,5 +9,15 @@ BLOCK_TOKENS = 64
 
 
 def layouts() -> tuple[KVLayout, ...]:
-    """Every layout on offer, the plan's own dtype first."""
-    return tuple(paged_layout(BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "fp8", "int8"))
+    """Every layout on offer, the plan's own dtype first. FP8 entries have scales that are powers of two: widening one
+    to bfloat16 is then a shift, a mask and an exact product.
+    """
+    return (
+        paged_layout(BLOCK_TOKENS),
+        paged_layout(BLOCK_TOKENS, "fp8", power_of_two=True),
+        paged_layout(BLOCK_TOKENS, "int8"),
+    )
+
+
+NAMES = tuple(layout.name for layout in layouts())
+"""Names of the layouts, as kernels state them."""

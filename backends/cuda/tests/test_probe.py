@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 import time
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
-from inferplane.plugin import Backend, DeviceError, KVRequest, Presence
+from inferplane.ops import RMSNorm, placeholder
+from inferplane.plugin import Backend, Context, DeviceError, KVRequest, Presence
 from inferplane_cuda import backend, plugin
 from inferplane_cuda.backend import CudaBackend, arch_of, features_of
 
@@ -252,9 +256,31 @@ def test_blocks_of_64_tokens_for_every_kind_of_layer():
 
 
 def test_every_declared_kernel_exists():
+    """Functions behind dotted names are looked for in the source: importing them takes what only a GPU machine has."""
     kernels = CudaBackend().kernels()
-    assert kernels
-    assert all(callable(kernel.function()) for kernel in kernels)
+    assert {kernel.provider for kernel in kernels} >= {"torch", "triton"}
+    for kernel in kernels:
+        if not isinstance(kernel.target, str):
+            assert callable(kernel.target)
+            continue
+        module, _, name = kernel.target.partition(":")
+        spec = find_spec(module)
+        assert spec is not None and spec.origin is not None, module
+        defined = {node.name for node in ast.parse(Path(spec.origin).read_text()).body if hasattr(node, "name")}
+        assert name in defined, kernel.target
+
+
+def test_without_triton_its_kernels_say_so(gpus, monkeypatch):
+    op = RMSNorm(placeholder(64), 1e-6)
+    kernel = next(k for k in CudaBackend().kernels() if (k.op, k.provider) == ("rms_norm", "triton"))
+    monkeypatch.setattr(backend, "_installed", lambda module: module == "triton")
+    ctx = Context(torch.bfloat16, "decode", features=CudaBackend().open().features)
+    assert kernel.refusals(op, ctx, op.formats()) == []
+    monkeypatch.setattr(backend, "_installed", lambda module: False)
+    ctx = Context(torch.bfloat16, "decode", features=CudaBackend().open().features)
+    assert kernel.refusals(op, ctx, op.formats()) == [
+        "feature 'triton' is absent: Triton is not installed (pip install triton)"
+    ]
 
 
 def test_collectives():

@@ -63,6 +63,7 @@ class LLM:
         speculative: draft and verify several tokens a step (`SpeculativeConfig`, or a mapping with its fields).
         tensor_parallel_size: processes that share the model; None takes all that torchrun started. Rank 0 goes on and
             schedules; in the others this call follows it, and ends the process when rank 0 closes the model.
+        capture: record decode steps and replay them, on devices that can; False runs every step eagerly.
 
     Raises:
         UsageError, DeviceError, UnsupportedModelError, CheckpointError, BindError, CapacityError: each says what was
@@ -93,6 +94,7 @@ class LLM:
         max_waiting: int | None = None,
         speculative: SpeculativeConfig | Mapping[str, Any] | None = None,
         tensor_parallel_size: int | None = None,
+        capture: bool = True,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UsageError(f"load_format = {load_format!r}.", there_is="'auto', 'dummy'")
@@ -117,6 +119,7 @@ class LLM:
             load_format=load_format,
             mtp=mtp,
             ranks=ranks_for(tensor_parallel_size),
+            capture=capture,
         )
         options = with_drafter(options, config)
         options.check()

@@ -38,6 +38,7 @@ class RunnerOptions:
     block_tokens: int | None = None
     eagle: ModelFiles | None = None
     draft: Draft | None = None
+    capture: bool = True
     ranks: int = 1
 
     def check(self) -> None:

@@ -25,6 +25,7 @@ from inferplane.binding import (
     read_lock,
     run_canary,
 )
+from inferplane.engine.capture import DecodeSteps, why_not
 from inferplane.engine.options import DTYPES, Draft, InferplaneWarning, RunnerOptions, pick_dtype
 from inferplane.engine.ranks import Ranks
 from inferplane.engine.sources import ModelFiles
@@ -66,6 +67,7 @@ class Runner:
         self.cache: KVCache | None = None
         self.draft: Runner | None = None
         self.ranks: Ranks | None = None
+        self.decode: DecodeSteps | None = None
         limit = files.config.positions
         if options.max_model_len is not None:
             if options.max_model_len < 1 or (limit and options.max_model_len > limit):
@@ -348,27 +350,22 @@ class Runner:
                 runner.cache = self.backend.build_kv_cache(
                     runner._kv_requests(), runner.plan.layouts, blocks, runner.dtype
                 )
+                step, off = runner._step, why_not(runner.plan, runner.options)
+                limits = runner.max_model_len, self.options.max_batch
+                runner.decode = DecodeSteps(self.backend, step, runner.cache, *limits, off)
 
     def _facts(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""
         o, layouts = self.options, sorted((repr(r), x.name) for r, x in self.plan.layouts.items())
         entries = sorted(map(repr, self.files.config.items()))
-        return (
-            entries,
-            str(self.dtype),
-            o.quantization,
-            o.max_batch,
-            o.load_format,
-            self.max_model_len,
-            self.backend.name,
-            layouts,
-        )
+        limits = o.max_batch, self.max_model_len
+        return entries, str(self.dtype), o.quantization, o.load_format, limits, self.backend.name, layouts
 
     def close(self) -> None:
         """Let go of weights and cache, the draft model's too; ranks that follow end."""
         if self.ranks is not None:
             self.ranks.close()
-        self.steps, self.cache = {}, None
+        self.steps, self.cache, self.decode = {}, None, None
         self.loaded.packed.clear()
         if self.draft is not None:
             self.draft.close()
@@ -382,7 +379,10 @@ class Runner:
             assert self.cache is not None
             told = self.ranks.step(batch, self.cache.block_tokens)
         with told, torch.inference_mode():
-            logits, hidden = self.steps[batch.kind](batch, self.cache)
+            return self.decode(batch) if self.decode is not None else self._step(batch)
+
+    def _step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, hidden = self.steps[batch.kind](batch, self.cache)
         return logits, hidden
 
     def follow(self) -> None:

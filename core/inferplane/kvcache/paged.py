@@ -74,6 +74,7 @@ class PagedKV(LayerKV):
         dtype: the plan's dtype, in which `read` answers.
         device: where the tensors live.
         kv_dtype: a name of `KV_DTYPES`.
+        power_of_two: scales are rounded up to powers of two, so that multiplying by one is exact in any float format.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class PagedKV(LayerKV):
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: str = "auto",
+        power_of_two: bool = False,
     ) -> None:
+        self.power_of_two = power_of_two
         self.request, self.blocks, self.block_tokens, self.layout = request, blocks, block_tokens, layout
         self.dtype, self.spec = dtype, KV_DTYPES[kv_dtype]
         slots = blocks * block_tokens + 1
@@ -108,6 +111,8 @@ class PagedKV(LayerKV):
                 continue
             amax = v.float().abs().amax(-1)
             scale = amax / self.spec.limit
+            if self.power_of_two:
+                scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
             scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # zeros, and amax too small to divide
             scaled = v.float() / scale[..., None]
             entry[slots] = (scaled.round() if entry.dtype == torch.int8 else scaled).to(entry.dtype)
@@ -157,12 +162,14 @@ class PagedKV(LayerKV):
             t[:-1].unflatten(0, (self.blocks, self.block_tokens))[blocks.long()] = s.to(t.device)
 
 
-def paged_layout(block_tokens: int, kv_dtype: str = "auto") -> KVLayout:
-    """Core's storage with `block_tokens` tokens a block, named "paged_<tokens>" or "paged_<tokens>_<kv dtype>".
+def paged_layout(block_tokens: int, kv_dtype: str = "auto", *, power_of_two: bool = False) -> KVLayout:
+    """Core's storage with `block_tokens` tokens a block, named "paged_<tokens>" or "paged_<tokens>_<kv dtype>", and
+    then "_p2" with scales that are powers of two.
 
     Args:
         block_tokens: tokens a block, at least 1.
         kv_dtype: "auto" (the plan's dtype), "fp8" or "int8".
+        power_of_two: round scales up to powers of two: cheap to apply and exact, at up to twice the rounding error.
 
     Raises:
         UsageError: unknown KV dtype, or a block of no tokens.
@@ -171,10 +178,10 @@ def paged_layout(block_tokens: int, kv_dtype: str = "auto") -> KVLayout:
         raise UsageError(f"Unknown KV dtype {kv_dtype!r}.", there_is=", ".join(sorted(KV_DTYPES)))
     if block_tokens < 1:
         raise UsageError(f"A KV block of {block_tokens} tokens.", remedy="use at least 1")
-    name = f"paged_{block_tokens}" + ("" if kv_dtype == "auto" else f"_{kv_dtype}")
+    name = f"paged_{block_tokens}" + ("" if kv_dtype == "auto" else f"_{kv_dtype}") + ("_p2" if power_of_two else "")
 
     def build(request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
-        return PagedKV(request, blocks, block_tokens, name, dtype, device, kv_dtype)
+        return PagedKV(request, blocks, block_tokens, name, dtype, device, kv_dtype, power_of_two)
 
     def bytes_per_block(request: KVRequest, dtype: torch.dtype) -> int:
         spec = KV_DTYPES[kv_dtype]
@@ -182,4 +189,5 @@ def paged_layout(block_tokens: int, kv_dtype: str = "auto") -> KVLayout:
         scales = sum(4 * p.heads for p in _parts(request)) if spec.limit else 0
         return block_tokens * (request.entries * size + scales)
 
-    return KVLayout(name, block_tokens, build, bytes_per_block, kv_dtype, KV_DTYPES[kv_dtype].error)
+    error = KV_DTYPES[kv_dtype].error * (2 if power_of_two else 1)
+    return KVLayout(name, block_tokens, build, bytes_per_block, kv_dtype, error)

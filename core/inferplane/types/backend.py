@@ -91,9 +91,16 @@ class Backend(ABC):
         return "gloo"
 
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Any | None:
-        """(optional) Record `step` for batches of `bucket`'s size; the object has `replay()` and `update(batch)`.
+        """(optional) Record `step` for batches of `bucket`'s size, `step(bucket)` run first as often as is needed.
 
-        Default: None, steps run eagerly.
+        Args:
+            step: the bound model over its cache: `(batch) -> (logits, hidden)`. It waits for nothing and allocates
+                alike every time.
+            bucket: a decode step's batch; its tensors stay where they are, and core writes the next batch into them.
+
+        Returns:
+            An object whose `replay()` runs the step on what the bucket's tensors then hold and returns the same result
+            tensors every time. None (the default) when this device records nothing: steps then run eagerly.
         """
         return None
 

@@ -1,0 +1,197 @@
+"""Latent attention of few query tokens on Hopper: units of 64 rows, loads by TMA, products by two warpgroups.
+
+One warp loads; eight warps compute. Rows are tokens times heads, so 1 to 4 query tokens of 16 heads cost the same: one
+pass over the cache. A block's latents are read from shared memory twice, as keys and, transposed, as values. Scores are
+split over the two warpgroups by keys, the result by columns; probabilities cross through shared memory.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from inferplane_cuda.kernels.hopper.plan import blocks_of, part_of, share_of
+from inferplane_cuda.kernels.hopper.tma import barrier, load_tile
+
+LATENT, ROPE = 512, 64
+UNSEEN = gl.constexpr(-1.0e30)
+"""A score that no key has: finite, so that a row that has seen nothing yet needs no special case. Whatever such a row
+adds up is wiped by the first real score, or weighs 2^-1e30 among the parts of its unit.
+"""
+
+
+@gluon.jit
+def load(
+    q, q_rope, kv, kv_rope, tables, table_outer, starts, lengths, tiles,
+    q_tile, rope_tile, latents, ropes, q_ready, q_free, ready, free,
+    first_unit, behind, begin, size,
+    HEADS: gl.constexpr, STAGES: gl.constexpr, OVER: gl.constexpr, KV_BYTES: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: a unit's queries, then its blocks one after another into a ring of STAGES places."""
+    turn = first_unit * 0
+    used = first_unit * 0
+    for unit in range(first_unit, behind):
+        sequence, tile = unit // tiles, unit % tiles
+        blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
+        lo, hi, _owner, _sharers = share_of(begin, blocks, size, 1, OVER)
+        if lo < hi:
+            mbarrier.wait(q_free, (used & 1) ^ 1)
+            mbarrier.expect(q_ready, 64 * 576 * 2)
+            row = gl.load(starts + sequence) * HEADS + tile * 64
+            load_tile(q, [row, 0], q_ready, q_tile)
+            load_tile(q_rope, [row, 512], q_ready, rope_tile)
+            used += 1
+            for i in range(lo, hi):
+                place = turn % STAGES
+                slot = gl.load(tables + sequence * table_outer + i) * 64
+                mbarrier.wait(free.index(place), ((turn // STAGES) & 1) ^ 1)
+                mbarrier.expect(ready.index(place), KV_BYTES)
+                load_tile(kv_rope, [slot, 512], ready.index(place), ropes.index(place))
+                load_tile(kv, [slot, 0], ready.index(place), latents.index(place))
+                turn += 1
+        begin += gl.where(blocks > 0, blocks + OVER, 0)
+
+
+@gluon.jit
+def seen_scores(s, key, limit, scale, SCORES: gl.constexpr):
+    """Scores in powers of two, and `UNSEEN` where a row must not see a key."""
+    return gl.where(key[None, :] < limit[:, None], s * scale, UNSEEN)
+
+
+@gluon.jit
+def finish(
+    acc, highest, total, out, parts, masses, meta, starts, lengths, unit, tiles, lo, hi, blocks, owner, sharers,
+    HEADS: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
+):  # fmt: skip
+    """Write a unit's result, or this program's part of it; the unit's first program says who has the others."""
+    sequence, tile = unit // tiles, unit % tiles
+    begin = gl.load(starts + sequence)
+    count = gl.load(starts + sequence + 1) - begin
+    column = gl.arange(0, 512, gl.SliceLayout(0, RESULT))
+    row = gl.arange(0, 64, gl.SliceLayout(1, RESULT))
+    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, RESULT))[:, None]
+    if (lo == 0) & (hi == blocks):
+        place = begin * HEADS + tile * 64 + row
+        real = (tile * 64 + row) // HEADS < count
+        target = out + place.to(gl.int64)[:, None] * 512 + column[None, :]
+        gl.store(target, acc.to(gl.bfloat16), mask=real[:, None])
+    else:
+        part = 2 * gl.program_id(0) + gl.where(lo == 0, 1, 0)
+        gl.store(parts + (part * 64 + row).to(gl.int64)[:, None] * 512 + column[None, :], acc)
+        gl.store(masses + part * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES)), highest + gl.log2(total))
+    if lo == 0:
+        gl.store(meta + 2 * unit, owner)
+        gl.store(meta + 2 * unit + 1, sharers)
+
+
+@gluon.jit
+def compute(
+    scale, out, parts, masses, meta, starts, lengths, tiles,
+    q_tile, rope_tile, p_tile, latents, ropes, q_ready, q_free, ready, free,
+    first_unit, behind, begin, size,
+    HEADS: gl.constexpr, STAGES: gl.constexpr, OVER: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
+):  # fmt: skip
+    """The eight computing warps."""
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    within = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+    row = gl.arange(0, 64, ROW)
+    turn = first_unit * 0
+    used = first_unit * 0
+    for unit in range(first_unit, behind):
+        sequence, tile = unit // tiles, unit % tiles
+        blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
+        lo, hi, owner, sharers = share_of(begin, blocks, size, 1, OVER)
+        if lo < hi:
+            count = gl.load(starts + sequence + 1) - gl.load(starts + sequence)
+            length = gl.load(lengths + sequence)
+            limit = gl.minimum(length - count + (tile * 64 + row) // HEADS + 1, length)
+            mbarrier.wait(q_ready, used & 1)
+            used += 1
+            highest = gl.full([64], UNSEEN, gl.float32, ROW)
+            total = gl.zeros([64], gl.float32, ROW)
+            acc = gl.zeros([64, 512], gl.float32, RESULT)
+            for i in range(lo, hi):
+                place = turn % STAGES
+                latent = latents.index(place)
+                mbarrier.wait(ready.index(place), (turn // STAGES) & 1)
+                s = gl.zeros([64, 64], gl.float32, SCORES)
+                s = warpgroup_mma(rope_tile, ropes.index(place).permute((1, 0)), s, use_acc=False, is_async=True)
+                s = warpgroup_mma(q_tile, latent.permute((1, 0)), s, is_async=True)
+                s = warpgroup_mma_wait(0, deps=(s,))
+                s = seen_scores(s, i * 64 + within, limit, scale, SCORES)
+                higher = gl.maximum(highest, gl.max(s, 1))
+                shrink = gl.exp2(highest - higher)
+                p = gl.exp2(s - higher[:, None])
+                total = total * shrink + gl.sum(p, 1)
+                highest = higher
+                p_tile.store(p.to(gl.bfloat16))
+                fence_async_shared()
+                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
+                barrier()
+                acc = warpgroup_mma(p_tile, latent, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(free.index(place), count=1)
+                turn += 1
+            mbarrier.arrive(q_free, count=1)
+            finish(
+                acc, highest, total, out, parts, masses, meta, starts, lengths, unit, tiles, lo, hi, blocks, owner,
+                sharers, HEADS, SCORES, RESULT,
+            )  # fmt: skip
+        begin += gl.where(blocks > 0, blocks + OVER, 0)
+
+
+@gluon.jit
+def mla_decode(
+    q, q_rope, kv, kv_rope, tables, starts, lengths, out, parts, masses, meta, scale, table_outer, units, tiles,
+    HEADS: gl.constexpr, STAGES: gl.constexpr, BLOCK_UNITS: gl.constexpr, OVER: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """See the module. `q` and `q_rope` are one `[T H, 576]` seen by boxes of 512 and 64 columns, `kv` likewise."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 64 // (num_warps // 4), 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 256, 16])
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    latents = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 512], TILE)
+    ropes = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], TILE)
+    rope_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    q_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 512], TILE)
+    p_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=1)
+    first_unit, behind, begin, size = part_of(
+        starts, lengths, units, tiles, HEADS, 1, BLOCK_UNITS, OVER, num_warps
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                compute,
+                (
+                    scale, out, parts, masses, meta, starts, lengths, tiles,
+                    q_tile, rope_tile, p_tile, latents, ropes, q_ready, q_free, ready, free,
+                    first_unit, behind, begin, size, HEADS, STAGES, OVER, SCORES, RESULT,
+                ),
+            ),
+            (
+                load,
+                (
+                    q, q_rope, kv, kv_rope, tables, table_outer, starts, lengths, tiles,
+                    q_tile, rope_tile, latents, ropes, q_ready, q_free, ready, free,
+                    first_unit, behind, begin, size, HEADS, STAGES, OVER, 64 * 576 * 2,
+                ),
+            ),
+        ],
+        [1],
+        [40],
+    )  # fmt: skip

@@ -1,0 +1,157 @@
+"""The same over an FP8 cache: half the bytes, widened to bfloat16 in shared memory by the computing warps.
+
+Scales are powers of two, one a token and 64 entries. An FP8 number's bits, moved to where bfloat16 has its exponent and
+mantissa, are that number times 2^-120; two products, both exact, make it what it stands for. Products are bfloat16's.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from inferplane_cuda.kernels.hopper.mla import UNSEEN, finish, load, seen_scores
+from inferplane_cuda.kernels.hopper.plan import blocks_of, part_of, share_of
+from inferplane_cuda.kernels.hopper.tma import barrier, raised
+
+
+@gluon.jit
+def widen(raw, scale):
+    """FP8 bits (uint8) times scales: bfloat16, exactly."""
+    x = raw.to(gl.int16)
+    bits = ((x & 0x80) << 8) | ((x & 0x7F) << 4)
+    return raised(bits) * scale.to(gl.bfloat16)
+
+
+@gluon.jit
+def compute(
+    scales, scale, out, parts, masses, meta, tables, table_outer, starts, lengths, tiles,
+    q_tile, rope_tile, p_tile, latent, rope, raws, raw_ropes, q_ready, q_free, ready, free,
+    first_unit, behind, begin, size,
+    HEADS: gl.constexpr, STAGES: gl.constexpr, OVER: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """The eight computing warps: widen a block, then as over a bfloat16 cache."""
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [num_warps, 1], [1, 0])
+    within = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+    row = gl.arange(0, 64, ROW)
+    token = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
+    low = gl.arange(0, 128, gl.SliceLayout(0, WIDE)) < 64
+    rope_token = gl.arange(0, 64, gl.SliceLayout(1, NARROW))
+    turn = first_unit * 0
+    used = first_unit * 0
+    for unit in range(first_unit, behind):
+        sequence, tile = unit // tiles, unit % tiles
+        blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
+        lo, hi, owner, sharers = share_of(begin, blocks, size, 1, OVER)
+        if lo < hi:
+            count = gl.load(starts + sequence + 1) - gl.load(starts + sequence)
+            length = gl.load(lengths + sequence)
+            limit = gl.minimum(length - count + (tile * 64 + row) // HEADS + 1, length)
+            mbarrier.wait(q_ready, used & 1)
+            used += 1
+            highest = gl.full([64], UNSEEN, gl.float32, ROW)
+            total = gl.zeros([64], gl.float32, ROW)
+            acc = gl.zeros([64, 512], gl.float32, RESULT)
+            for i in range(lo, hi):
+                place = turn % STAGES
+                first_scale = scales + gl.load(tables + sequence * table_outer + i).to(gl.int64) * (64 * 9)
+                rope_scale = gl.load(first_scale + rope_token * 9 + 8)
+                mbarrier.wait(ready.index(place), (turn // STAGES) & 1)
+                barrier()  # the other warpgroup has done with the block before
+                rope.store(widen(raw_ropes.index(place).load(NARROW), rope_scale[:, None]))
+                for part in gl.static_range(4):
+                    left = gl.load(first_scale + token * 9 + 2 * part)
+                    right = gl.load(first_scale + token * 9 + 2 * part + 1)
+                    both = gl.where(low[None, :], left[:, None], right[:, None])
+                    raw = raws.index(place).slice(part * 128, 128, dim=1).load(WIDE)
+                    latent.slice(part * 128, 128, dim=1).store(widen(raw, both))
+                fence_async_shared()
+                barrier()
+                mbarrier.arrive(free.index(place), count=1)
+                s = gl.zeros([64, 64], gl.float32, SCORES)
+                s = warpgroup_mma(rope_tile, rope.permute((1, 0)), s, use_acc=False, is_async=True)
+                s = warpgroup_mma(q_tile, latent.permute((1, 0)), s, is_async=True)
+                s = warpgroup_mma_wait(0, deps=(s,))
+                s = seen_scores(s, i * 64 + within, limit, scale, SCORES)
+                higher = gl.maximum(highest, gl.max(s, 1))
+                shrink = gl.exp2(highest - higher)
+                p = gl.exp2(s - higher[:, None])
+                total = total * shrink + gl.sum(p, 1)
+                highest = higher
+                p_tile.store(p.to(gl.bfloat16))
+                fence_async_shared()
+                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
+                barrier()
+                acc = warpgroup_mma(p_tile, latent, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                turn += 1
+            mbarrier.arrive(q_free, count=1)
+            finish(
+                acc, highest, total, out, parts, masses, meta, starts, lengths, unit, tiles, lo, hi, blocks, owner,
+                sharers, HEADS, SCORES, RESULT,
+            )  # fmt: skip
+        begin += gl.where(blocks > 0, blocks + OVER, 0)
+
+
+@gluon.jit
+def mla_decode_fp8(
+    q, q_rope, kv, kv_rope, scales, tables, starts, lengths, out, parts, masses, meta, scale, table_outer, units,
+    tiles,
+    HEADS: gl.constexpr, STAGES: gl.constexpr, BLOCK_UNITS: gl.constexpr, OVER: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """As `mla_decode`; `kv` holds FP8 bits, `scales` `[slots, 9]` float32."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 64 // (num_warps // 4), 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 256, 16])
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    RAW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    RAW_ROPE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+    raws = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, 512], RAW)
+    raw_ropes = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, 64], RAW_ROPE)
+    latent = gl.allocate_shared_memory(gl.bfloat16, [64, 512], TILE)
+    rope = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    rope_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    q_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 512], TILE)
+    p_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=1)
+    first_unit, behind, begin, size = part_of(
+        starts, lengths, units, tiles, HEADS, 1, BLOCK_UNITS, OVER, num_warps
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                compute,
+                (
+                    scales, scale, out, parts, masses, meta, tables, table_outer, starts, lengths, tiles,
+                    q_tile, rope_tile, p_tile, latent, rope, raws, raw_ropes, q_ready, q_free, ready, free,
+                    first_unit, behind, begin, size, HEADS, STAGES, OVER, SCORES, RESULT, num_warps,
+                ),
+            ),
+            (
+                load,
+                (
+                    q, q_rope, kv, kv_rope, tables, table_outer, starts, lengths, tiles,
+                    q_tile, rope_tile, raws, raw_ropes, q_ready, q_free, ready, free,
+                    first_unit, behind, begin, size, HEADS, STAGES, OVER, 64 * 576,
+                ),
+            ),
+        ],
+        [1],
+        [40],
+    )  # fmt: skip

@@ -1,0 +1,127 @@
+"""Hopper's kernels, their own source run on the host, against the ops' oracles. See `gluon_emulator`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from backends.cuda.tests import gluon_emulator
+from inferplane.binding import Bench, run_case
+from inferplane.ops import Attention, Linear, MLAAbsorbed, MLADims, MLAExpanded, Sample, placeholder
+from inferplane.plugin import HOST, Features, KVRequest
+from inferplane_cuda.kernels import hopper_kernels
+from inferplane_cuda.kvcache import layouts
+
+FEATURES = Features(["triton", "sm90a"])
+PACKAGE = "inferplane_cuda.kernels.hopper"
+
+
+@pytest.fixture(params=[False, True], ids=["at_once", "late"])
+def launch(request, monkeypatch):
+    """The module that launches, over emulated Gluon with five programs."""
+    with gluon_emulator.emulated(PACKAGE, "launch", "prompts") as (module, prompts):
+        module.prompts = prompts
+        monkeypatch.setattr(gluon_emulator.STATE, "late", request.param)
+        monkeypatch.setattr(module, "programs", lambda device: 5)
+        raised = lambda bits: bits.to(torch.int16).view(torch.bfloat16) * 2.0**120  # noqa: E731 - torch has no bitcast
+        monkeypatch.setattr(module.mla_fp8, "raised", raised)
+        yield module
+
+
+def sample(heads: int, sequences: list[tuple[int, int]]) -> Sample:
+    dims = MLADims(heads, 128, 64, 128, 512)
+
+    def inputs(draw: Any) -> tuple[Any, ...]:
+        batch, kv = draw.step(dims.request, sequences, written=True)
+        wide = draw.normal(batch.tokens, heads, 192)
+        return wide[..., :128], draw.normal(batch.tokens, heads, 64), batch, kv
+
+    return Sample("made", MLAAbsorbed(placeholder(heads * 256, 512), dims, 192**-0.5, dims.request), inputs, "decode")
+
+
+def prompts(op: Any, request: KVRequest, sequences: list[tuple[int, int]]) -> Sample:
+    def inputs(draw: Any) -> tuple[Any, ...]:
+        batch, kv = draw.step(request, sequences, written=True)
+        queries = (draw.normal(batch.tokens, op.heads, 128),) if op.name == "attention" else (
+            draw.normal(batch.tokens, 2, 192)[..., :128], draw.normal(batch.tokens, 2, 64)
+        )  # fmt: skip
+        return *queries, batch, kv
+
+    return Sample("made", op, inputs, "mixed")
+
+
+def judge(launch: Any, name: str, made: Sample, layout: str) -> float:
+    """The worst error, within the op's tolerance."""
+    worst = 0.0
+    kernel = next(k for k in hopper_kernels() if k.op == name)
+    kernel = replace(kernel, target=getattr(launch if name == "mla_absorbed" else launch.prompts, name))
+    bench = Bench("emulated", HOST, torch.bfloat16, FEATURES, lambda request: layouts(), layout)
+    for seed, padded in ((1, False), (2, True)):
+        outcome = run_case(kernel, made, bench, seed=seed, padded=padded)
+        assert outcome.passed, f"{outcome.error} > {outcome.tolerance} {outcome.detail}\n{outcome.traceback}"
+        worst = max(worst, outcome.error)
+    return worst
+
+
+STEPS = {
+    "one": (4, [(1, 100)]),
+    "first_token": (16, [(1, 0)]),
+    "sixteen_heads_four_tokens": (16, [(4, 700), (1, 64), (2, 63), (3, 127)]),
+    "uneven": (16, [(1, 1500), (1, 3), (1, 40), (1, 65), (1, 300), (1, 1)]),
+    "odd_heads": (12, [(7, 200), (1, 90)]),
+    "many_heads": (128, [(1, 130), (2, 70)]),
+}
+
+
+@pytest.mark.parametrize("layout", ["paged_64", "paged_64_fp8_p2"])
+@pytest.mark.parametrize("step", STEPS)
+def test_latent_attention(launch, step, layout, record_property):
+    made = sample(*STEPS[step])
+    record_property("op", made.op.name)
+    record_property("error", judge(launch, "mla_absorbed", made, layout))
+    record_property("tolerance", made.op.tolerance[torch.bfloat16])
+
+
+def test_parts_put_together_wrongly_are_found(launch, monkeypatch):
+    combine = launch.combine.function
+
+    def unweighted(parts, masses, meta, *others, **named):
+        masses.tensor.zero_()
+        combine(parts, masses, meta, *others, **named)
+
+    monkeypatch.setattr(launch.combine, "function", unweighted)
+    with pytest.raises(AssertionError):
+        judge(launch, "mla_absorbed", sample(*STEPS["uneven"]), "paged_64")
+
+
+def test_a_product_read_before_it_is_waited_for_is_found(launch, monkeypatch):
+    early = lambda outstanding=0, deps=(): gluon_emulator.number(deps[0].acc)  # noqa: E731
+    monkeypatch.setitem(launch.mla.compute.function.__globals__, "warpgroup_mma_wait", early)
+    with pytest.raises(AssertionError):
+        judge(launch, "mla_absorbed", sample(*STEPS["one"]), "paged_64")
+
+
+PROMPTS = {"whole": [(70, 0), (19, 0)], "chunks": [(9, 300), (130, 64), (129, 127)], "long": [(300, 17)]}
+
+
+@pytest.mark.parametrize("step", PROMPTS)
+def test_prompts(launch, step, record_property):
+    request = KVRequest("gqa", 2, 128, 128)
+    made = prompts(Attention(4, 128**-0.5, request, "many"), request, PROMPTS[step])
+    record_property("op", made.op.name)
+    record_property("error", judge(launch, "attention", made, "paged_64"))
+    record_property("tolerance", made.op.tolerance[torch.bfloat16])
+
+
+@pytest.mark.parametrize("step", PROMPTS)
+def test_latent_prompts(launch, step, record_property, monkeypatch):
+    monkeypatch.setattr(launch.prompts, "EXPANDED_BYTES", 1)  # one head at a time
+    dims = MLADims(2, 128, 64, 128, 512)
+    op = MLAExpanded(Linear(placeholder(512, 512)), dims, 192**-0.5, dims.request)
+    made = prompts(op, dims.request, PROMPTS[step])
+    record_property("op", made.op.name)
+    record_property("error", judge(launch, "mla_expanded", made, "paged_64"))
+    record_property("tolerance", made.op.tolerance[torch.bfloat16])

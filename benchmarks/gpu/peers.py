@@ -1,0 +1,80 @@
+"""What else is found on the machine to compare with: torch's own attention, FlashInfer, FlashAttention 3, FlashMLA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def latent(op: Any, q: Any, weight: Any, batch: Any, kv: Any) -> Calls:
+    """Attention to latents with queries already folded: our kernel's core alone, and libraries that are there."""
+    found: Calls = {}
+    if kv.entries[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability() != (9, 0):
+        return found
+    from inferplane_cuda.kernels.hopper import launch
+
+    heads, scale = op.dims.heads, op.scale
+    folded, _ = launch.folded(_View(weight, op.dims), *q)
+    found["gluon:attend"] = lambda: launch.attend(folded, heads, scale, batch, kv)
+    cache = kv.entries[0][:-1].view(-1, 64, 1, 576)
+    sequences, new = len(batch.seq_lens), batch.max_query_tokens
+    if find_spec("flash_mla") is not None:
+        import flash_mla
+
+        plan = flash_mla.get_mla_metadata(batch.seq_lens, new * heads, 1)
+        rows = folded.view(sequences, new, heads, 576)
+        found["flash_mla"] = lambda: flash_mla.flash_mla_with_kvcache(
+            rows, cache, batch.block_tables, batch.seq_lens, 512, *plan, softmax_scale=scale, causal=True
+        )
+    if find_spec("flashinfer") is not None:
+        import flashinfer
+
+        wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
+            torch.empty(128 << 20, dtype=torch.uint8, device=cache.device), backend="auto"
+        )
+        counts = -(-batch.seq_lens // 64)
+        starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        blocks = torch.cat([t[:n] for t, n in zip(batch.block_tables, counts.tolist())])
+        wrapper.plan(
+            batch.query_start, starts, blocks, batch.seq_lens, heads, 512, 64, 64, True, scale, torch.bfloat16,
+            torch.bfloat16,
+        )  # fmt: skip
+        rows, flat = folded.view(-1, heads, 576), cache.view(-1, 64, 576)
+        nope, rope = rows[..., :512].contiguous(), rows[..., 512:].contiguous()
+        found["flashinfer"] = lambda: wrapper.run(nope, rope, flat[..., :512], flat[..., 512:])
+    return found
+
+
+class _View:
+    def __init__(self, kv_b: Any, dims: Any) -> None:
+        self.kv_b, self.dims = kv_b, dims
+
+
+def dense(op: Any, sequences: Any, *, few: bool) -> Calls:
+    """torch's attention over keys that lie side by side, which no paged cache has: a bound more than a peer."""
+    new, before = sequences[0]
+    heads, kv_heads, dim, v_dim = (
+        (op.heads, op.kv.heads, op.kv.dim, op.kv.v_dim)
+        if op.name == "attention"
+        else (op.dims.heads, op.dims.heads, op.dims.nope + op.dims.rope, op.dims.value)
+    )
+
+    def draw(n: int, h: int, d: int) -> torch.Tensor:
+        return torch.randn(len(sequences), h, n, d, device="cuda", dtype=torch.bfloat16)
+
+    q, k, v = draw(new, heads, dim), draw(new + before, kv_heads, dim), draw(new + before, kv_heads, v_dim)
+    found: Calls = {
+        "torch SDPA, contiguous": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=not few, enable_gqa=True)
+    }
+    if not few and find_spec("flash_attn_interface") is not None:
+        import flash_attn_interface
+
+        turned = tuple(t.transpose(1, 2).contiguous() for t in (q, k, v))
+        found["flash_attn_3, contiguous"] = lambda: flash_attn_interface.flash_attn_func(*turned, causal=True)
+    return found

@@ -1,0 +1,58 @@
+"""Portable kernels in Triton, rank 50: for any device with a Triton backend, and for Triton's interpreter.
+
+They name no device; tile sizes are arguments (`Tiles`). Nothing here imports Triton: targets are dotted names, imported
+when a kernel has been chosen. A backend that offers them states the feature "triton" (present, or absent with a reason)
+and the names of those of its KV layouts that are core's paged storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from inferplane.kernels.triton.tiles import Launch, Tiles
+from inferplane.types import RANK_PORTABLE, Context, Kernel, When
+
+FEATURE = "triton"
+"""What a device must have for these kernels: a Triton that compiles for it."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SMALL = Tiles()
+FOLDER = "inferplane.kernels.triton"
+
+
+def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Tiles] = SMALL.prepare) -> list[Kernel]:
+    """All of them. Pure: nothing is imported beyond torch, nothing is allocated.
+
+    Args:
+        kv_layouts: names of the layouts, made by `paged_layout`, that the attention kernels may look into.
+        tiles: `(op, context)` -> tile sizes, asked when a kernel is linked; by default small ones that fit anywhere.
+    """
+    plain = When(FLOATS, features=(FEATURE,))
+    cached = When(FLOATS, kv_layouts=tuple(kv_layouts), features=(FEATURE,))
+
+    def kernel(op: str, where: str, when: When, **options: Any) -> Kernel:
+        declared: dict[str, Any] = {"rank": RANK_PORTABLE, "capture_safe": True, "batch_invariant": True, **options}
+        return Kernel(op, "triton", f"{FOLDER}.{where}", when, **declared)
+
+    return [
+        kernel("rms_norm", "rows:rms_norm", plain),
+        kernel("add_rms_norm", "rows:add_rms_norm", plain),
+        kernel("silu_mul", "rows:silu_mul", plain),
+        kernel("quantize", "rows:quantize", plain),
+        kernel("rope", "cache:rope", plain),
+        kernel("kv_write", "cache:kv_write", cached),
+        kernel("mla_kv_write", "cache:mla_kv_write", cached),
+        kernel("attention", "attention:attention", cached, prepare=tiles),
+        # The products around these two are torch's own, which may add in another order for another number of rows.
+        kernel("mla_absorbed", "mla:mla_absorbed", cached, prepare=tiles, batch_invariant=False),
+        kernel(
+            "mla_expanded", "mla:mla_expanded", cached, prepare=tiles, batch_invariant=False,
+            capture_safe=False, needs_host_lens=True,
+        ),
+    ]  # fmt: skip
+
+
+__all__ = ["FEATURE", "Launch", "Tiles", "triton_kernels"]

@@ -1,0 +1,254 @@
+"""Attention of ragged queries over paged K and V: one kernel for few and for many query tokens, and its combine.
+
+A program takes a tile of query rows: tokens times the query heads that share a KV head when tokens are few, tokens of
+one head when they are many. With few tokens the cache of a sequence is split among programs; how, follows from that
+sequence's own length, so no plan is made on the host, a captured step stays right when lengths grow, and a result does
+not depend on the rest of the batch. Quantized entries are widened as they are; their scales act on scores and weights.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inferplane.kernels.triton.cache import stored
+from inferplane.kernels.triton.tiles import Launch, Tiles
+from inferplane.types import Batch, LayerKV
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def widened(x, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Stored entries as numbers: KIND 0 as they are, 1 FP8 bits times 2^-8, 2 int8. See `FACTOR`."""
+    if KIND == 1:
+        bits = ((x.to(tl.uint16) & 0x80) << 8) | ((x.to(tl.uint16) & 0x7F) << 7)
+        return bits.to(tl.float16, bitcast=True).to(dtype)
+    elif KIND == 2:
+        return x.to(tl.float32).to(dtype)
+    else:
+        return x
+
+
+FACTOR = tl.constexpr((1.0, 256.0, 1.0))
+"""What widened entries lack, by kind: read as a half float's, an FP8 number's exponent is 8 too small."""
+
+
+@triton.jit
+def first_slot(tables, key, BLOCK_TOKENS: tl.constexpr):
+    """Slot of a key whose tile lies within one block."""
+    block = tl.load(tables + key // BLOCK_TOKENS).to(tl.int64)
+    return block * BLOCK_TOKENS + key % BLOCK_TOKENS
+
+
+@triton.jit
+def each_slot(tables, keys, inside, BLOCK_TOKENS: tl.constexpr):
+    """Slots of keys that may lie in several blocks."""
+    block = tl.load(tables + keys // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
+    return block * BLOCK_TOKENS + keys % BLOCK_TOKENS
+
+
+@triton.jit
+def span_of(length, count, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """The first key that any of a sequence's queries may see, rounded down to a block."""
+    if WINDOW > 0:
+        return tl.maximum(length - count - WINDOW + 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+    else:
+        return length * 0
+
+
+@triton.jit
+def chunk_of(keys, KEYS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
+    """Keys of a split, for a sequence with `keys` of them: a multiple of KEYS, so large that SPLITS are enough."""
+    return tl.maximum(tl.cdiv(tl.cdiv(keys, SPLITS), KEYS) * KEYS, CHUNK)
+
+
+@triton.jit
+def _attend(
+    q, k, v, k_scales, v_scales, out, parts, lse, tables, starts, lengths,
+    scale, table_outer, q_outer, q_inner, splits,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    sequence = tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    begin = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - begin
+    first_token = tile * ROWS // TILE_HEADS
+    if (length == 0) | (first_token >= count):
+        return
+    first = span_of(length, count, WINDOW, BLOCK_TOKENS)
+    last = length - count + tl.minimum((tile * ROWS + ROWS - 1) // TILE_HEADS + 1, count)
+    alone = True
+    if SPLIT:
+        chunk = chunk_of(length - first, KEYS, CHUNK, SPLITS)
+        alone = chunk >= length - first
+        first += split * chunk
+        if first >= length:
+            return
+        last = tl.minimum(last, first + chunk)
+    elif WINDOW > 0:
+        first = tl.maximum(length - count + first_token - WINDOW + 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+    row = tile * ROWS + tl.arange(0, ROWS)
+    token = row // TILE_HEADS
+    head = tl.program_id(1) * TILE_HEADS + row % TILE_HEADS
+    kv_head = tl.program_id(1) * TILE_HEADS // GROUP
+    real = token < count
+    position = length - count + token
+    dim, value_dim, within = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, KEYS)
+    rows = (begin + token).to(tl.int64)
+    query = tl.load(
+        q + rows[:, None] * q_outer + head[:, None] * q_inner + dim[None, :],
+        mask=real[:, None] & (dim < DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    table = tables + sequence.to(tl.int64) * table_outer
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    for start in range(first, last, KEYS):
+        key = start + within
+        inside = key < length
+        if BLOCK_TOKENS % KEYS == 0:
+            slot = first_slot(table, start, BLOCK_TOKENS) + within
+        else:
+            slot = each_slot(table, key, inside, BLOCK_TOKENS)
+        place = slot * KV_HEADS + kv_head
+        keys = tl.load(
+            k + place[None, :] * DIM + dim[:, None], mask=inside[None, :] & (dim < DIM)[:, None], other=0
+        )  # fmt: skip
+        s = tl.dot(query, widened(keys, KIND, query.dtype), input_precision="ieee") * scale
+        if KIND > 0:
+            s *= (tl.load(k_scales + place, mask=inside, other=0.0) * FACTOR[KIND])[None, :]
+        seen = inside[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen &= key[None, :] > position[:, None] - WINDOW
+        s = tl.where(seen, s, float("-inf"))
+        higher = tl.maximum(highest, tl.max(s, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(highest - base)
+        p = tl.exp2(s - base[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        highest = higher
+        values = tl.load(
+            v + place[:, None] * V_DIM + value_dim[None, :],
+            mask=inside[:, None] & (value_dim < V_DIM)[None, :], other=0,
+        )  # fmt: skip
+        if KIND > 0:
+            p *= (tl.load(v_scales + place, mask=inside, other=0.0) * FACTOR[KIND])[None, :]
+        acc = tl.dot(p.to(query.dtype), widened(values, KIND, query.dtype), acc, input_precision="ieee")
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    place = rows * HEADS + head
+    wanted = real[:, None] & (value_dim < V_DIM)[None, :]
+    if alone:
+        tl.store(out + place[:, None] * V_DIM + value_dim[None, :], acc.to(out.dtype.element_ty), mask=wanted)
+    else:
+        place = place * splits + split
+        tl.store(parts + place[:, None] * V_DIM + value_dim[None, :], acc, mask=wanted)
+        seen_mass = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
+        tl.store(lse + place, seen_mass, mask=real)
+
+
+@triton.jit
+def _combine(
+    parts, lse, out, starts, lengths, splits, out_token, out_head,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+    KEYS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(1)
+    token, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    length = tl.load(lengths + sequence)
+    begin = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - begin
+    if (length == 0) | (token >= count):
+        return
+    keys = length - span_of(length, count, WINDOW, BLOCK_TOKENS)
+    used = tl.cdiv(keys, chunk_of(keys, KEYS, CHUNK, SPLITS))
+    if used == 1:
+        return
+    row = (begin + token).to(tl.int64) * HEADS + head
+    split = tl.arange(0, BLOCK_SPLITS)
+    mass = tl.load(lse + row * splits + split, mask=split < used, other=float("-inf"))
+    highest = tl.max(mass, 0)
+    column = tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    total = 0.0
+    for i in range(0, used):
+        weight = tl.exp2(tl.load(lse + row * splits + i) - highest)
+        total += weight
+        acc += weight * tl.load(parts + (row * splits + i) * WIDTH + column, mask=column < WIDTH, other=0.0)
+    target = out + (begin + token).to(tl.int64) * out_token + head * out_head + column
+    tl.store(target, (acc / total).to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+def block(dim: int) -> int:
+    """Width of the tile that holds `dim` entries."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def splits_for(batch: Batch, launch: Launch, tiles: Tiles) -> int:
+    """Splits that the longest sequence of a batch (or of what a captured step is for) can need."""
+    chunk = max(tiles.chunk_tokens, launch.keys)
+    return min(tiles.splits, max(1, math.ceil(batch.max_seq_tokens / chunk)))
+
+
+def combine(
+    parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, batch: Batch, launch: Launch, tiles: Tiles,
+    block_tokens: int, window: int | None = None,
+) -> None:  # fmt: skip
+    """Put the splits of each sequence together; sequences of one split are in `out` already.
+
+    Args:
+        parts: float32 `[T, H, splits, D]`, each normed by its own sum. lse: float32 `[T, H, splits]`, base 2.
+        out: `[T, H, D]`, strided as it likes but for its last dimension.
+        batch: the step. launch, tiles, block_tokens, window: as the splits were made with.
+    """
+    _, heads, splits, width = parts.shape
+    sequences = batch.seq_lens.shape[0]
+    _combine[(batch.max_query_tokens * heads, sequences)](
+        parts, lse, out, batch.query_start, batch.seq_lens, splits, out.stride(0), out.stride(1),
+        HEADS=heads, WIDTH=width, BLOCK=block(width), BLOCK_TOKENS=block_tokens, WINDOW=window or 0,
+        KEYS=launch.keys, CHUNK=max(tiles.chunk_tokens, launch.keys), SPLITS=tiles.splits,
+        BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=min(4, max(1, block(width) // 128)),
+    )  # fmt: skip
+
+
+def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """Few query tokens: split over the cache, then combined where there was more than one split. Many: a tile of
+    tokens and a head a program.
+    """
+    tiles: Tiles = p.prepared
+    few = p.queries == "few"
+    launch = (tiles.decode if few else tiles.prefill).for_dtype(q.dtype)
+    entries, scales, kind = stored(kv)
+    tokens, heads, dim = q.shape
+    group, v_dim = heads // p.kv.heads, p.kv.v_dim
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = q.new_empty(tokens, heads, v_dim)
+    tile_heads = group if few else 1
+    rows = max(launch.rows, triton.next_power_of_2(tile_heads)) if few else launch.rows
+    splits = splits_for(batch, launch, tiles) if few else 1
+    parts = lse = out
+    if splits > 1:
+        parts = q.new_empty(tokens, heads, splits, v_dim, dtype=torch.float32)
+        lse = q.new_empty(tokens, heads, splits, dtype=torch.float32)
+    grid = (triton.cdiv(batch.max_query_tokens * tile_heads, rows) * splits, heads // tile_heads, len(batch.seq_lens))
+    _attend[grid](
+        q, entries[0], entries[1], scales[0], scales[1], out, parts, lse,
+        batch.block_tables, batch.query_start, batch.seq_lens,
+        p.scale * LOG2_E, batch.block_tables.stride(0), q.stride(0), q.stride(1), splits,
+        HEADS=heads, GROUP=group, TILE_HEADS=tile_heads, DIM=dim, V_DIM=v_dim, BLOCK_TOKENS=kv.block_tokens,
+        WINDOW=p.kv.window or 0, KIND=kind, ROWS=rows, KEYS=launch.keys, BLOCK_D=block(dim), BLOCK_V=block(v_dim),
+        CHUNK=max(tiles.chunk_tokens, launch.keys), SPLITS=tiles.splits, SPLIT=splits > 1,
+        num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    if splits > 1:
+        combine(parts, lse, out, batch, launch, tiles, kv.block_tokens, p.kv.window)
+    return out

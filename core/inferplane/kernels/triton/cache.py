@@ -1,0 +1,145 @@
+"""Rotary positions, and writing K, V and latents into core's paged storage, quantized on the way where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inferplane.kernels.triton.rows import encoded, scale_of
+from inferplane.types import Batch, LayerKV
+
+
+@triton.jit
+def _rope(
+    x, positions, table, out, heads, x_outer, x_inner,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    inside = pair < HALF
+    angle = table + tl.load(positions + token) * (2 * HALF) + pair
+    cos = tl.load(angle, mask=inside, other=0.0)
+    sin = tl.load(angle + HALF, mask=inside, other=0.0)
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + (1 if INTERLEAVED else HALF)
+    source = x + token * x_outer + head * x_inner
+    a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
+    target = out + (token * heads + head) * (2 * HALF)
+    tl.store(target + first, (a * cos - b * sin).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + second, (b * cos + a * sin).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store(
+    value, entries, scales, slot, part, inside, within,
+    PARTS: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """Store one part of one token, `value` float32 of which `inside` counts; KIND 0 plain, 1 FP8, 2 int8."""
+    place = entries + (slot * PARTS + part) * DIM + within
+    if KIND == 0:
+        tl.store(place, value.to(entries.dtype.element_ty), mask=inside)
+    else:
+        scale = scale_of(tl.max(tl.abs(value), 0), 448.0 if KIND == 1 else 127.0, POWER_OF_TWO)
+        tl.store(place, encoded(value, scale, KIND == 1), mask=inside)
+        tl.store(scales + slot * PARTS + part, scale)
+
+
+@triton.jit
+def _write(
+    k, v, slots, k_entries, v_entries, k_scales, v_scales, k_outer, k_inner, v_outer, v_inner,
+    PARTS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    within = tl.arange(0, BLOCK)
+    inside = within < DIM
+    value = tl.load(k + token * k_outer + part * k_inner + within, mask=inside, other=0.0).to(tl.float32)
+    _store(value, k_entries, k_scales, slot, part, inside, within, PARTS, DIM, KIND, POWER_OF_TWO)
+    if V_DIM > 0:
+        inside = within < V_DIM
+        value = tl.load(v + token * v_outer + part * v_inner + within, mask=inside, other=0.0).to(tl.float32)
+        _store(value, v_entries, v_scales, slot, part, inside, within, PARTS, V_DIM, KIND, POWER_OF_TWO)
+
+
+@triton.jit
+def _write_latent(
+    latent, k_rope, slots, entries, scales, latent_outer, rope_outer,
+    LATENT: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    within = tl.arange(0, BLOCK)
+    inside = within < DIM
+    entry = part * DIM + within
+    low = inside & (entry < LATENT)
+    high = inside & (entry >= LATENT)
+    value = tl.load(latent + token * latent_outer + entry, mask=low, other=0.0).to(tl.float32)
+    value += tl.load(k_rope + token * rope_outer + entry - LATENT, mask=high, other=0.0).to(tl.float32)
+    _store(value, entries, scales, slot, part, inside, within, PARTS, DIM, KIND, POWER_OF_TWO)
+
+
+KINDS = {torch.float8_e4m3fn: 1, torch.int8: 2}
+"""How entries of a dtype are kept; any other is kept as it is."""
+
+
+def stored(kv: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """Entries (FP8 as its bits), scales (the entries again where there are none) and kind of a paged storage."""
+    entries = [e.view(torch.uint8) if e.dtype == torch.float8_e4m3fn else e for e in kv.entries]
+    return entries, kv.scales or entries, KINDS.get(kv.entries[0].dtype, 0)
+
+
+def _side_by_side(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One program a token and head."""
+    x = _side_by_side(x)
+    tokens, heads, dim = x.shape
+    out = x.new_empty(tokens, heads, dim)
+    if tokens:
+        _rope[(tokens, heads)](
+            x, positions, p.table, out, heads, x.stride(0), x.stride(1),
+            HALF=dim // 2, BLOCK=max(16, triton.next_power_of_2(dim // 2)), INTERLEAVED=p.interleaved, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """K and V of a token and head in one program."""
+    entries, scales, kind = stored(kv)
+    k, v = _side_by_side(k), _side_by_side(v)
+    tokens, heads, dim = k.shape
+    if tokens:
+        _write[(tokens, heads)](
+            k, v, batch.slots, entries[0], entries[1], scales[0], scales[1],
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            PARTS=heads, DIM=dim, V_DIM=v.shape[2], BLOCK=max(16, triton.next_power_of_2(max(dim, v.shape[2]))),
+            KIND=kind, POWER_OF_TWO=kv.power_of_two, num_warps=1,  # type: ignore[attr-defined]
+        )  # fmt: skip
+
+
+def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """The latent and the rotated key of a token, a program for each run of entries that share a scale."""
+    entries, scales, kind = stored(kv)
+    latent, k_rope = _side_by_side(latent), _side_by_side(k_rope)
+    _, parts, dim = entries[0].shape
+    if latent.shape[0]:
+        _write_latent[(latent.shape[0], parts)](
+            latent, k_rope, batch.slots, entries[0], scales[0], latent.stride(0), k_rope.stride(0),
+            LATENT=latent.shape[1], PARTS=parts, DIM=dim, BLOCK=max(16, triton.next_power_of_2(dim)),
+            KIND=kind, POWER_OF_TWO=kv.power_of_two, num_warps=1,  # type: ignore[attr-defined]
+        )  # fmt: skip

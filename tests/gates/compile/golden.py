@@ -1,0 +1,95 @@
+"""Recorded resources and instructions of every kernel, by Triton's version and target, and how a run is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[2]
+GOLDEN = HERE / "golden"
+NEWEST = installed("triton")
+OLDER = {p.name.removeprefix("triton-"): p for p in sorted(Path(sys.prefix).glob("triton-*"))}
+"""Further versions, in folders of this environment."""
+
+TARGETS = ("sm_90", "sm_80", "sm_100", "gfx90a", "gfx942", "gfx950")
+RUNS = [*((NEWEST, target) for target in TARGETS), *((version, "sm_90") for version in OLDER)]
+"""The newest Triton for every target; older ones, which GPU machines have, for the target of those machines."""
+
+SPILLING = {
+    ("3.9.0", "hopper_mla_16_heads/mla_decode"): 70,
+    ("3.9.0", "hopper_mla_128_heads/mla_decode"): 70,
+    ("3.9.0", "hopper_mla_fp8_16_heads/mla_decode_fp8"): 80,
+}
+"""Instructions that spill, where some are put up with: between a unit's end and the next one's begin, none in the loop
+over blocks. Triton 3.6, for which these kernels are made, has none at all."""
+
+LIMIT_S = 900
+GROWTH = 0.05
+"""Registers, shared memory and instructions may grow by this share before a run fails."""
+
+
+def run(version: str, target: str) -> dict[str, Any]:
+    """What each kernel compiles to, in a process that has that Triton."""
+    older = [str(OLDER[version])] if version != NEWEST else []
+    paths = [*older, str(REPOSITORY), str(REPOSITORY / "core"), str(REPOSITORY / "backends/cuda")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "tests.gates.compile.compiler", target, str(out)]
+        done = subprocess.run(
+            command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found = json.loads(out.read_text())
+    assert found["triton"] == version, f"Triton {found['triton']} ran instead of {version}"
+    return found["kernels"]
+
+
+def path(version: str, target: str) -> Path:
+    return GOLDEN / f"{target}-triton-{version}.json"
+
+
+def read(version: str, target: str) -> dict[str, Any]:
+    return json.loads(path(version, target).read_text())
+
+
+def write(where: Path, found: dict[str, Any]) -> None:
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found))
+    where.write_text("{\n" + lines + "\n}\n")
+
+
+def faults(
+    found: dict[str, Any], golden: dict[str, Any], shared_bytes: int, registers: int, version: str = ""
+) -> list[str]:
+    """What is wrong with a run, a line each: failures, spills, limits, and drift from what was recorded."""
+    wrong = [f"{name}: recorded, but not compiled" for name in sorted(golden.keys() - found.keys())]
+    for name, now in found.items():
+        if "error" in now:
+            wrong.append(f"{name}: {now['error']}")
+            continue
+        most = SPILLING.get((version, name), 0)
+        if now["spills"] > most:
+            wrong.append(f"{name}: spills {now['spills']}, at most {most}")
+        if now["stack"] and not most:
+            wrong.append(f"{name}: stack {now['stack']}, must be 0")
+        for what, most in (("shared", shared_bytes), ("registers", registers)):
+            if now[what] > most:
+                wrong.append(f"{name}: {what} {now[what]}, at most {most}")
+        was = golden.get(name)
+        if was is None:
+            wrong.append(f"{name}: not recorded; make gates-record")
+            continue
+        if now["mix"] != was["mix"]:
+            wrong.append(f"{name}: instructions {now['mix']}, recorded {was['mix']}")
+        for what in ("registers", "shared", "instructions"):
+            if now[what] > was[what] * (1 + GROWTH):
+                wrong.append(f"{name}: {what} {now[what]}, recorded {was[what]}")
+    return wrong

@@ -1,0 +1,179 @@
+"""Calls of kernels at the sizes of real models, by name. Tensors are small and empty: nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from inferplane.kernels.triton import Tiles
+from inferplane.ops import MLADims
+from inferplane.plugin import KVRequest, paged_layout
+from inferplane.types.batch import Query, make_batch
+
+BLOCK_TOKENS = 64
+BLOCKS = 130
+V3 = MLADims(16, 128, 64, 128, 512)
+
+Call = Callable[[Tiles], Any]
+CALLS: dict[str, Call] = {}
+
+
+def specimen(name: str) -> Callable[[Call], Call]:
+    def add(call: Call) -> Call:
+        CALLS[name] = call
+        return call
+
+    return add
+
+
+def step(new: int, before: int) -> Any:
+    blocks = list(range(-(-(new + before) // BLOCK_TOKENS)))
+    return make_batch([Query([0] * new, before, blocks)] * 2, block_tokens=BLOCK_TOKENS, device="cpu")
+
+
+def cache(request: KVRequest, kind: str = "auto", dtype: torch.dtype = torch.bfloat16) -> Any:
+    layout = paged_layout(BLOCK_TOKENS, kind, power_of_two=kind == "fp8")
+    return layout.build(request, BLOCKS, dtype, torch.device("cpu"))
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+@specimen("rms_norm")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.rows import norm
+
+    norm(empty(4, 4096), empty(4096), 1e-6)
+
+
+@specimen("add_rms_norm")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.rows import norm
+
+    norm(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096))
+
+
+@specimen("add_rms_norm_fp8")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.rows import norm
+
+    norm(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8")
+
+
+@specimen("silu_mul")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.rows import gated
+
+    gated(empty(4, 2 * 4096))
+
+
+@specimen("silu_mul_fp8")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.rows import gated
+
+    gated(empty(4, 2 * 4096), "fp8")
+
+
+@specimen("quantize_fp8")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.rows import quantize
+
+    quantize(SimpleNamespace(format="fp8", group=128), empty(4, 4096))
+
+
+@specimen("rope")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.cache import rope
+
+    table = empty(64, 2, 64, dtype=torch.float32)
+    rope(SimpleNamespace(table=table, interleaved=False), empty(4, 32, 128), torch.zeros(4, dtype=torch.int64))
+
+
+def _write(kind: str) -> None:
+    from inferplane.kernels.triton.cache import kv_write
+
+    kv_write(SimpleNamespace(), empty(2, 8, 128), empty(2, 8, 128), step(1, 8), cache(GQA, kind))
+
+
+def _write_latent(kind: str) -> None:
+    from inferplane.kernels.triton.cache import mla_kv_write
+
+    mla_kv_write(SimpleNamespace(), empty(2, 512), empty(2, 64), step(1, 8), cache(V3.request, kind))
+
+
+GQA = KVRequest("gqa", 8, 128, 128)
+WINDOW = KVRequest("gqa", 8, 128, 128, window=4096)
+
+
+def _attention(tiles: Tiles, queries: str, new: int, before: int, request: KVRequest, kind: str) -> None:
+    from inferplane.kernels.triton.attention import attention
+
+    op = SimpleNamespace(heads=32, scale=1.0, kv=request, queries=queries, prepared=tiles)
+    batch = step(new, before)
+    attention(op, empty(batch.tokens, 32, 128), batch, cache(request, kind))
+
+
+def _absorbed(tiles: Tiles, heads: int, kind: str) -> None:
+    from inferplane.kernels.triton.mla import mla_absorbed
+
+    dims = MLADims(heads, 128, 64, 128, 512)
+    op = SimpleNamespace(kv_b=empty(heads * 256, 512), dims=dims, scale=1.0, kv=dims.request, prepared=tiles)
+    batch = step(1, 8000)
+    mla_absorbed(op, empty(batch.tokens, heads, 128), empty(batch.tokens, heads, 64), batch, cache(dims.request, kind))
+
+
+def _expanded(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.mla import mla_expanded
+
+    op = SimpleNamespace(
+        kv_b=SimpleNamespace(weight=empty(16 * 256, 512)), dims=V3, scale=1.0, kv=V3.request, prepared=tiles
+    )
+    batch = step(100, 28)
+    mla_expanded(op, empty(batch.tokens, 16, 128), empty(batch.tokens, 16, 64), batch, cache(V3.request))
+
+
+for _kind in ("auto", "fp8", "int8"):
+    _name = "" if _kind == "auto" else f"_{_kind}"
+    CALLS[f"kv_write{_name}"] = lambda tiles, kind=_kind: _write(kind)
+    CALLS[f"mla_kv_write{_name}"] = lambda tiles, kind=_kind: _write_latent(kind)
+    CALLS[f"decode{_name}"] = lambda tiles, kind=_kind: _attention(tiles, "few", 1, 8000, GQA, kind)
+    CALLS[f"mla_decode{_name}"] = lambda tiles, kind=_kind: _absorbed(tiles, 16, kind)
+CALLS["decode_window"] = lambda tiles: _attention(tiles, "few", 1, 8000, WINDOW, "auto")
+CALLS["prefill"] = lambda tiles: _attention(tiles, "many", 300, 28, GQA, "auto")
+CALLS["prefill_fp8"] = lambda tiles: _attention(tiles, "many", 300, 28, GQA, "fp8")
+CALLS["prefill_window"] = lambda tiles: _attention(tiles, "many", 300, 28, WINDOW, "auto")
+CALLS["mla_prefill"] = _expanded
+
+
+def _hopper(heads: int, new: int, kind: str = "auto") -> None:
+    from inferplane_cuda.kernels.hopper.launch import mla_absorbed
+
+    dims = MLADims(heads, 128, 64, 128, 512)
+    op = SimpleNamespace(kv_b=empty(heads * 256, 512), dims=dims, scale=1.0, kv=dims.request)
+    batch = step(new, 8000)
+    mla_absorbed(op, empty(batch.tokens, heads, 128), empty(batch.tokens, heads, 64), batch, cache(dims.request, kind))
+
+
+CALLS["hopper_mla_16_heads"] = lambda tiles: _hopper(16, 4)
+CALLS["hopper_mla_128_heads"] = lambda tiles: _hopper(128, 2)
+CALLS["hopper_mla_fp8_16_heads"] = lambda tiles: _hopper(16, 4, "fp8")
+
+
+def _hopper_prompts(latent: bool) -> None:
+    from inferplane_cuda.kernels.hopper.prompts import attention, mla_expanded
+
+    batch = step(300, 28)
+    if latent:
+        op = SimpleNamespace(kv_b=SimpleNamespace(weight=empty(16 * 256, 512)), dims=V3, scale=1.0, kv=V3.request)
+        mla_expanded(op, empty(batch.tokens, 16, 128), empty(batch.tokens, 16, 64), batch, cache(V3.request))
+    else:
+        op = SimpleNamespace(heads=32, scale=1.0, kv=GQA, queries="many")
+        attention(op, empty(batch.tokens, 32, 128), batch, cache(GQA))
+
+
+CALLS["hopper_prefill_128"] = lambda tiles: _hopper_prompts(False)
+CALLS["hopper_prefill_192"] = lambda tiles: _hopper_prompts(True)

@@ -1,0 +1,41 @@
+"""Architectures that upstream Triton compiles for, and the tile sizes they are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inferplane.kernels.triton import Launch, Tiles
+from inferplane_cuda.kernels import AMPERE, HOPPER
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture.
+
+    Args:
+        triton: backend, architecture and warp size, as Triton's `GPUTarget` wants them.
+        tiles: tile sizes of the portable kernels.
+        shared_bytes: shared memory that a program may have.
+        registers: most registers a thread may have.
+    """
+
+    triton: tuple[str, int | str, int]
+    tiles: Tiles
+    shared_bytes: int
+    registers: int
+
+    def takes(self, specimen: str) -> bool:
+        """Whether a specimen is compiled for it: those of Hopper's own instructions for nothing else."""
+        return not specimen.startswith("hopper_") or self.triton[1] == 90
+
+
+AMD = Tiles(prefill=Launch(64, 32, 4, 1), mla=Launch(16, 16, 4, 1), decode=Launch(16, 64, 4, 1))
+"""Nobody's own yet: what fits 64 KiB of shared memory. A gfx90a compile stands in for the DCUs that upstream lacks."""
+TARGETS = {
+    "sm_80": Target(("cuda", 80, 32), AMPERE, 101376, 255),
+    "sm_90": Target(("cuda", 90, 32), HOPPER, 232448, 255),
+    "sm_100": Target(("cuda", 100, 32), HOPPER, 232448, 255),
+    "gfx90a": Target(("hip", "gfx90a", 64), AMD, 65536, 512),
+    "gfx942": Target(("hip", "gfx942", 64), AMD, 65536, 512),
+    "gfx950": Target(("hip", "gfx950", 64), AMD, 163840, 512),
+}

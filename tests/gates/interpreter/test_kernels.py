@@ -1,0 +1,38 @@
+"""Every portable kernel on every sample of its op, against the op's own body in float32, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferplane.binding import run_case
+from inferplane.ops import OPS
+from tests.gates.interpreter.benches import DTYPES, KERNELS, LAYOUTS, bench
+
+EVERYWHERE = ("decode", "drafts", "chunks", "mixed", "window_prefill")
+"""Samples that are run on every layout, in bfloat16; the others on the plain one alone."""
+
+
+def cases():
+    found = []
+    for kernel in KERNELS:
+        for sample in OPS[kernel.op].samples():
+            if not sample.op.kv_requests():
+                found += [(kernel, sample, name, None) for name in DTYPES]
+                continue
+            found += [(kernel, sample, name, "paged_64") for name in DTYPES]
+            if sample.label in EVERYWHERE:
+                found += [(kernel, sample, "bfloat16", x.name) for x in LAYOUTS if x.name != "paged_64"]
+    return found
+
+
+@pytest.mark.parametrize(("kernel", "sample", "dtype", "layout"), cases(), ids=lambda x: str(getattr(x, "label", x)))
+def test_agrees_with_the_oracle(kernel, sample, dtype, layout, record_property):
+    record_property("op", kernel.op)
+    worst = 0.0
+    for seed, padded in ((1, False), (2, True)) if sample.step_kind == "decode" else ((1, False),):
+        outcome = run_case(kernel, sample, bench(DTYPES[dtype], layout), seed=seed, padded=padded)
+        assert outcome.served, outcome.detail
+        assert outcome.passed, f"{outcome.error} > {outcome.tolerance} {outcome.detail}\n{outcome.traceback}"
+        worst = max(worst, outcome.error)
+    record_property("error", worst)
+    record_property("tolerance", outcome.tolerance)

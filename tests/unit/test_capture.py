@@ -1,0 +1,183 @@
+"""Recorded decode steps, on a device that records by remembering the call: padding, buckets, and when nothing is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inferplane import LLM, SamplingParams
+from inferplane.engine.capture import DecodeSteps, Size, blank, bucket_size, fill
+from inferplane.kvcache import paged_layout
+from inferplane.ops import Attention
+from inferplane.types import HOST, Backend, KVCache, KVRequest
+from inferplane.types.batch import Query, make_batch
+from inferplane_cpu.backend import CpuBackend
+
+BLOCK = 4
+REQUEST = KVRequest("gqa", 2, 8, 8)
+
+
+class Record:
+    """As a device's graph: its inputs are the tensors it was made with, and so are its results."""
+
+    def __init__(self, step, bucket):
+        self.step, self.bucket = step, bucket
+        self.addresses = [t.data_ptr() for t in vars(bucket).values() if isinstance(t, torch.Tensor)]
+        step(bucket)
+        self.results = tuple(torch.full_like(t, torch.nan) for t in step(bucket))
+
+    def replay(self):
+        tensors = [t for t in vars(self.bucket).values() if isinstance(t, torch.Tensor)]
+        assert [t.data_ptr() for t in tensors] == self.addresses, "an input moved"
+        for kept, made in zip(self.results, self.step(self.bucket)):
+            kept.copy_(made)
+        return self.results
+
+
+class Recording(CpuBackend):
+    def __init__(self):
+        super().__init__()
+        self.recorded = []
+
+    def capture(self, step, bucket):
+        assert bucket.host_lens is None, "a record that knew the lengths would hold them for ever"
+        self.recorded.append(Size(bucket.seq_lens.shape[0], bucket.max_query_tokens))
+        return Record(step, bucket)
+
+
+def step_over(kv):
+    """A step whose logits depend on every entry that a row may see, and on its id and position."""
+    op = Attention(4, 0.3, REQUEST, "few")
+    table = torch.randn(16, 32, generator=torch.Generator().manual_seed(5))
+
+    def step(batch):
+        x = table[batch.ids].view(-1, 4, 8) + batch.positions[:, None, None]
+        kv.write(batch.slots, x[:, :2], x[:, 2:])
+        hidden = op(x, batch, kv).flatten(1)
+        return hidden[:, :5].float(), hidden
+
+    return step
+
+
+@pytest.fixture
+def made():
+    torch.manual_seed(0)
+    kv = paged_layout(BLOCK).build(REQUEST, 40, torch.float32, torch.device(HOST))
+    kv.write(torch.arange(160), torch.randn(160, 2, 8), torch.randn(160, 2, 8))
+    backend = Recording()
+    return backend, DecodeSteps(backend, step_over(kv), KVCache((kv,), 40, BLOCK), 30, 12), kv
+
+
+def batch_of(counts, before=0, **options):
+    queries, block = [], 0
+    for i, count in enumerate(counts):
+        blocks = [(block + j) % 40 for j in range(-(-(count + before + i) // BLOCK))]
+        block += len(blocks)
+        queries.append(Query([(3 * i + j) % 16 for j in range(count)], before + i, blocks, **options))
+    return make_batch(queries, block_tokens=BLOCK, device=HOST)
+
+
+def test_bucket_sizes():
+    assert [bucket_size(n, 100) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 40]
+    assert bucket_size(30, 31) == 31, "the largest step is no larger than it may be"
+
+
+@pytest.mark.parametrize("counts", [[1], [1, 1, 1], [2, 2], [3] * 5, [1] * 12])
+def test_a_replay_gives_what_the_step_gives(made, counts):
+    _backend, steps, _kv = made
+    for before in (5, 9, 2):
+        batch = batch_of(counts, before)
+        want = steps.step(batch)
+        got = steps(batch)
+        assert all(torch.equal(g, w) for g, w in zip(got, want)), "padding or stale inputs changed a real row"
+    assert (steps.replayed, steps.eager, len(steps.buckets)) == (3, 0, 1)
+
+
+def test_rows_that_want_logits(made):
+    _backend, steps, _kv = made
+    batch = batch_of([3, 3, 3], 4, logits=1)
+    assert batch.logit_rows is not None
+    logits, hidden = steps(batch)
+    assert torch.equal(logits, hidden[batch.logit_rows][:, :5])
+
+
+def test_results_outlive_the_next_replay(made):
+    _backend, steps, _kv = made
+    first = steps(batch_of([1, 1, 1], 5))
+    copies = [t.clone() for t in first]
+    steps(batch_of([1, 1], 9)), steps(batch_of([1, 1, 1], 11))
+    assert all(torch.equal(a, b) for a, b in zip(first, copies))
+
+
+def test_padding_replaces_what_a_larger_step_left(made):
+    bucket = blank(Size(4, 2), 8, BLOCK, HOST)
+    fill(bucket, batch_of([2, 2, 2, 2], 5))
+    fill(bucket, batch_of([2], 3))
+    assert bucket.slots[2:].tolist() == [-1] * 6
+    assert bucket.seq_lens.tolist() == [5, 0, 0, 0]
+    assert bucket.ids[2:].tolist() == bucket.positions[2:].tolist() == [0] * 6
+    assert bucket.query_start.tolist() == [0, 2, 4, 6, 8]
+
+
+def test_padded_rows_leave_the_cache_alone(made):
+    _backend, steps, kv = made
+    batch = batch_of([1, 1, 1], 5)
+    steps(batch)
+    before = [t.clone() for t in kv.entries]
+    steps(batch)
+    assert all(torch.equal(a[:-1], b[:-1]) for a, b in zip(before, kv.entries))
+
+
+@pytest.mark.parametrize("counts", [[1, 2], [9, 9], [1] * 13])
+def test_what_fits_no_bucket_runs_as_it_is(made, counts):
+    backend, steps, _kv = made
+    batch = batch_of(counts, 2)
+    assert torch.equal(steps(batch)[0], steps.step(batch)[0])
+    assert (steps.replayed, backend.recorded) == (0, [])
+
+
+def test_a_device_that_records_nothing(made):
+    _, steps, _kv = made
+    steps.backend = CpuBackend()
+    steps(batch_of([1], 3))
+    assert steps.off == "the device records no steps"
+    assert (steps.eager, steps.replayed) == (1, 0)
+
+
+def test_recording_that_fails_costs_the_record_and_nothing_else(made):
+    backend, steps, _kv = made
+
+    def fail(step, bucket):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    backend.capture = fail
+    batch = batch_of([1, 1], 3)
+    assert torch.equal(steps(batch)[0], steps.step(batch)[0])
+    assert "operation not permitted when stream is capturing" in steps.off
+
+
+def test_generation_is_the_same_replayed_and_eager(monkeypatch):
+    """Requests of different lengths join and leave, so that buckets grow and shrink; drafts are verified as well."""
+    safe = [replace(kernel, capture_safe=True) for kernel in CpuBackend().kernels()]
+    monkeypatch.setattr(CpuBackend, "kernels", lambda self: safe)
+    params = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((9, 0.0), (3, 0.8), (14, 0.0))]
+    prompts = ["def f(", "class Stack:", "import "]
+    texts = {}
+    for record in (Backend.capture, lambda self, step, bucket: Record(step, bucket)):
+        monkeypatch.setattr(CpuBackend, "capture", record)
+        llm = LLM("demo", device="cpu", dtype="float32", max_batch=4, max_model_len=128)
+        texts[record] = [r.token_ids for r in llm.generate(prompts, params)]
+        decode = llm.runner.decode
+        llm.close()
+    eager, replayed = texts.values()
+    assert replayed == eager
+    assert decode.off == "" and decode.replayed > 8
+    assert {size.sequences for size in decode.buckets} == {1, 2, 4}
+
+
+def test_a_kernel_that_cannot_be_recorded_is_named():
+    llm = LLM("demo", device="cpu", dtype="float32", max_batch=2, max_model_len=64)
+    assert "cannot be recorded" in llm.runner.decode.off
+    llm.close()
