@@ -173,6 +173,12 @@ def test_a_kernel_that_refuses_everything_is_found():
         ops_suite.test_some_sample_is_served(never, subject([never]), lambda **facts: None)
     assert "all 5 samples of op rms_norm" in str(caught.value) and "needs the moon" in str(caught.value)
     ops_suite.test_some_sample_is_served(NORM, subject([NORM]), lambda **facts: None)
+    elsewhere = replace(NORM, when=When(features=("bf16", "another-series")))
+    with pytest.raises(pytest.skip.Exception, match="refused: feature 'another-series' is unknown"):
+        ops_suite.test_some_sample_is_served(elsewhere, subject([elsewhere]), lambda **facts: None)
+    both = replace(elsewhere, when=replace(elsewhere.when, needs=never.when.needs))
+    with pytest.raises(pytest.fail.Exception, match="no sample serves it"):
+        ops_suite.test_some_sample_is_served(both, subject([both]), lambda **facts: None)
 
 
 def test_models_find_what_kernels_do_not_show():

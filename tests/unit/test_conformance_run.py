@@ -9,11 +9,12 @@ import sys
 import jsonschema
 import pytest
 
-from inferplane.conformance import xfails
-from inferplane.conformance.evidence import Result, level
+from inferplane.conformance import evidence, xfails
+from inferplane.conformance.evidence import Result, Run, level
 from inferplane.errors import UsageError
 from tests.e2e.suite import PLUGIN, conformance, environment, told
 from tests.house.rules import REPOSITORY
+from tests.unit.subjects import subject
 
 DEVICES = """
 from inferplane.plugin import HOST, Backend, DeviceError, DeviceState, Features, Kernels, Presence, Probe, hookimpl
@@ -221,3 +222,14 @@ def test_levels(statuses, complete, proved):
         for i, status in enumerate(several.split())
     ]
     assert level(results, complete=complete) == proved
+    on_emulator = "L2" if proved in ("L3", "L4") else proved
+    assert level(results, complete=complete, emulated=True) == on_emulator, "an emulator proves nothing of the hardware"
+
+
+def test_evidence_says_what_stood_for_the_hardware(tmp_path):
+    run = Run("Some chip, x1", "pytest", complete=True, emulated="a vendor's operators on the host")
+    results = [Result(group, f"{group}/0", "passed") for group in ("hygiene", "ops", "kvcache", "models")]
+    evidence.write(tmp_path / "e.json", subject(), results, run)
+    written = json.loads((tmp_path / "e.json").read_text())
+    assert written["level"] == "L2"
+    assert written["hardware"] == "Some chip, x1, emulated: a vendor's operators on the host"

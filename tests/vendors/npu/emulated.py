@@ -58,7 +58,7 @@ def _note_calls(folder: Path) -> None:
     atexit.register(noted.write, folder)
 
 
-if os.environ.get("INFERPLANE_EMULATED_CALLS"):
+if os.environ.get("INFERPLANE_EMULATED_CALLS") and not chip.LIFTED:  # calls in float32 are not the backend's
     _note_calls(Path(os.environ["INFERPLANE_EMULATED_CALLS"]))
 
 
