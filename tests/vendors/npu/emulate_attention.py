@@ -76,7 +76,8 @@ def _fused(
     ragged, paged = input_layout != "BSND", block_table is not None
     heads, kv_heads = num_heads, num_key_value_heads or num_heads
     require(query.shape[-2] == heads, f"query has {query.shape[-2]} heads, num_heads says {heads}")
-    require(heads % kv_heads == 0 and heads // kv_heads <= 64, f"{heads} heads on {kv_heads} KV heads")
+    latent = query_rope is not None and query.shape[-1] == 512  # whose own section allows 128 heads on one
+    require(heads % kv_heads == 0 and (latent or heads // kv_heads <= 64), f"{heads} heads on {kv_heads} KV heads")
     require(heads <= 256 and query.shape[-1] <= 512, f"at most 256 heads of 512, got {heads} of {query.shape[-1]}")
     starts = _query_starts(query, ragged, actual_seq_lengths)
     batch = len(starts) - 1

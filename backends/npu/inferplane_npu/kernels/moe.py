@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from inferplane.plugin import Kernels, Packing
-from inferplane_npu.kernels.quant import INT4_EXPERTS, INT8_EXPERTS, Packed
+from inferplane_npu.kernels.quant import INT4_EXPERTS, INT4_FORMATS, INT4_GROUPS, INT8_EXPERTS, Packed
 from inferplane_npu.kernels.when import FLOATS, HALF, RANK_FUSED, OnNpu
 
 npu = torch.ops.npu
@@ -187,7 +187,7 @@ def _int4_dims(op: Any) -> bool:
 
 
 def _whole_groups(op: Any) -> bool:
-    return all(w.format != "int4_group" or w.shape[2] % 128 == 0 for w in (op.gate_up, op.down))
+    return all(w.shape[2] % INT4_GROUPS.get(w.format, 1) == 0 for w in (op.gate_up, op.down))
 
 
 @KERNELS(
@@ -196,9 +196,9 @@ def _whole_groups(op: Any) -> bool:
     rank=RANK_FUSED,
     when=OnNpu(
         HALF,
-        formats=("int4_group", "int4_row"),
+        formats=INT4_FORMATS,
         features=("fused-infer",),
-        needs=(SIZES, ALL_HERE, ("rows in eights", _int4_dims), ("whole groups of 128 columns", _whole_groups)),
+        needs=(SIZES, ALL_HERE, ("rows in eights", _int4_dims), ("whole groups of columns", _whole_groups)),
     ),
     packs={"gate_up": INT4_EXPERTS, "down": INT4_EXPERTS},
     capture_safe=True,

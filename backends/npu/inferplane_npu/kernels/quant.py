@@ -19,6 +19,9 @@ from inferplane_npu.kernels.when import HALF, RANK_FUSED, OnNpu
 
 npu = torch.ops.npu
 KERNELS = Kernels()
+INT4_GROUPS = {"int4_group": 128, "int4_group64": 64, "int4_group32": 32}
+"""Columns that share a scale, by format."""
+INT4_FORMATS = (*INT4_GROUPS, "int4_row")
 LARGEST = 65535
 """Of a dimension of a quantized product."""
 
@@ -129,7 +132,7 @@ def linear_w8a16(p: Any, x: torch.Tensor) -> torch.Tensor:
     rank=RANK_FUSED,
     when=OnNpu(
         HALF,
-        formats=("int4_group", "int4_row"),
+        formats=INT4_FORMATS,
         features=("fused-infer",),
         needs=(*NEEDS, ("rows in eights", lambda op: op.weight.shape[0] % 8 == 0)),
     ),
