@@ -99,7 +99,7 @@ class Suite:
         return words.replace("{build}", str(self.build))
 
     def evidence_file(self, level: str, label: str) -> Path:
-        backend = REPOSITORY / "backends" / self.told["device"].partition(":")[0] / "evidence"
+        backend = Path("backends") / self.told["device"].partition(":")[0] / "evidence"
         today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
         return backend / f"{level}-{today}-{label}.json"
 
