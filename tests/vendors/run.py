@@ -7,8 +7,8 @@
 - `device`: the device's name; `plugin`: the module that registers it on an emulator;
 - `emulated`: variables for each run of tests/vendors/NAME/test_*.py on the emulator;
 - `conformance`: `{"label", "dtypes", "variables"}` of each run of the conformance suite on it;
-- `contract`: `{"environment", "tests", "prepare", "variables"}`: the folder of an environment with the vendor's library,
-  the test files that run there, on the calls that the other runs have noted, a script that prepares it, and variables.
+- `contract`: `{"environment", "tests", "prepare", "variables"}`: the folder of an environment with the vendor's own
+  library, the test files that run there on the calls that the other runs have noted, a script that prepares it.
 
 With `--evidence` the runs write dated files to the backend's folder. `{build}` stands for build/vendors/NAME.
 """
