@@ -232,4 +232,4 @@ def test_evidence_says_what_stood_for_the_hardware(tmp_path):
     evidence.write(tmp_path / "e.json", subject(), results, run)
     written = json.loads((tmp_path / "e.json").read_text())
     assert written["level"] == "L2"
-    assert written["hardware"] == "Some chip, x1, emulated: a vendor's operators on the host"
+    assert written["hardware"] == "none; Some chip, x1 emulated by a vendor's operators on the host"

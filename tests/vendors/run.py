@@ -7,8 +7,8 @@
 - `device`: the device's name; `plugin`: the module that registers it on an emulator;
 - `emulated`: variables for each run of tests/vendors/NAME/test_*.py on the emulator;
 - `conformance`: `{"label", "dtypes", "variables"}` of each run of the conformance suite on it;
-- `contract`: `{"environment", "prepare", "variables"}`: the folder of an environment with the vendor's own library, a
-  script that prepares it, and variables; test_contract.py runs there, on the calls that the other runs have noted.
+- `contract`: `{"environment", "tests", "prepare", "variables"}`: the folder of an environment with the vendor's own
+  library, the test files that run there on the calls that the other runs have noted, a script that prepares it.
 
 With `--evidence` the runs write dated files to the backend's folder. `{build}` stands for build/vendors/NAME.
 """
@@ -32,7 +32,6 @@ SETTINGS = {
     "OMP_WAIT_POLICY": "passive",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }
-CONTRACT = "test_contract.py"
 
 
 class Suite:
@@ -53,12 +52,13 @@ class Suite:
         self.start = time.monotonic()
 
     def run(self) -> int:
+        ignored = [f"--ignore={self.folder / name}" for name in self.told.get("contract", {}).get("tests", ())]
         shutil.rmtree(self.build / "calls", ignore_errors=True)
         for variables in self.told["emulated"]:
             label = " ".join(f"{key}={value}" for key, value in variables.items())
             self.step(
                 f"on the emulator, {label}",
-                self.pytest(str(self.folder), f"--ignore={self.folder / CONTRACT}"),
+                self.pytest(str(self.folder), *ignored),
                 variables,
             )
         for run in self.told["conformance"]:
@@ -73,7 +73,8 @@ class Suite:
             variables = {**contract["variables"], "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
             if self.evidence:
                 variables["INFERPLANE_CONTRACT_EVIDENCE"] = str(self.evidence_file("l1", "contract"))
-            command = [python, "-m", "pytest", "-q", "--noconftest", str(self.folder / CONTRACT)]
+            files = [str(self.folder / name) for name in contract["tests"]]
+            command = [python, "-m", "pytest", "-q", "-r", "fE", "--noconftest", *files]
             self.step("contract with the vendor's own library", command, variables, emulated=False)
         outcome = f"FAILED: {', '.join(self.failed)}" if self.failed else "all passed"
         print(f"\n== {self.name}: {outcome} ({self.seconds()} s)")
@@ -98,7 +99,7 @@ class Suite:
         return words.replace("{build}", str(self.build))
 
     def evidence_file(self, level: str, label: str) -> Path:
-        backend = REPOSITORY / "backends" / self.told["device"].partition(":")[0] / "evidence"
+        backend = Path("backends") / self.told["device"].partition(":")[0] / "evidence"
         today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
         return backend / f"{level}-{today}-{label}.json"
 

@@ -108,7 +108,7 @@ def write(path: Path, subject: Subject, results: list[Result], run: Run) -> None
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": _commit(),
         "versions": _versions(entry.probe.versions, entry.distribution, entry.version),
-        "hardware": f"{run.hardware}, emulated: {run.emulated}" if run.emulated else run.hardware,
+        "hardware": f"none; {run.hardware} emulated by {run.emulated}" if run.emulated else run.hardware,
         "command": run.command,
         "results": [r.as_json() for r in sorted(results, key=lambda r: r.case)],
     }

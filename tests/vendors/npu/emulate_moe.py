@@ -90,9 +90,7 @@ def moe_init_routing_v2(
     places[order] = torch.arange(pairs, dtype=torch.int32)
     counts = expert_idx.flatten().bincount(minlength=expert_num)
     counts = counts if expert_tokens_num_type == 1 else counts.cumsum(0)
-    # Without the flag nothing is written.
-    counts = counts if expert_tokens_num_flag else torch.full_like(counts, -(2**62))
-    return x[order // k], places, counts, left_open()
+    return x[order // k], places, counts if expert_tokens_num_flag else left_open(), left_open()
 
 
 @emulates("npu::npu_grouped_matmul")

@@ -75,7 +75,7 @@ class EmulatedNpu(NpuBackend):
         )
 
     def open(self) -> DeviceState:
-        return DeviceState(HOST, f"Ascend {chip.ARCH}", chip.ARCH, self.features(), self.memory(), emulated=WHAT)
+        return DeviceState(HOST, "Ascend", chip.ARCH, self.features(), self.memory(), emulated=WHAT)
 
     def features(self, arch: str | None = None) -> Features:
         return features_of(chip.ARCH)
