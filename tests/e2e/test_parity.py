@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inferplane import LLM, SamplingParams
+from inferplane.errors import CapacityError
 from inferplane.types.batch import FEW_TOKENS, Query, make_batch
 from tests.e2e.tiny_models import DEEPSEEK, FAMILIES, LLAMA, config_of, logits_of, make, prompts, random_model
 
@@ -81,6 +82,32 @@ def test_greedy_tokens(pair):
         assert result.token_ids == want[0, len(ids) :].tolist() and len(result.token_ids) == 64
         assert result.finish_reason == "length" and result.text == ""
     assert llm.engine.allocator.used == 0
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_window_takes_the_blocks_of_a_window(prefix_cache, tmp_path):
+    """300 tokens and 64 more in a cache of 96; blocks before the window are used again and again."""
+    model = make("mistral", "window", tmp_path)
+    ids, other = prompts(model.config.vocab_size, (300, 130), seed=4)
+    asked = torch.tensor([ids])
+    want = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=64, do_sample=False)
+    settings = {"device": "cpu", "dtype": "float32", "max_step_tokens": 48, "prefix_cache": prefix_cache}
+    with LLM(tmp_path, kv_cache_bytes=10**6, **settings) as llm:
+        block = llm.runner.block_bytes()
+        tokens = llm.runner.cache.block_tokens
+    with LLM(tmp_path, kv_cache_bytes=96 // tokens * block, **settings) as llm:
+        assert llm.runner.cache.blocks * tokens == 96 and llm.runner.max_model_len == 512
+        params = SamplingParams(max_tokens=64, temperature=0)
+        both = llm.generate([ids, other], params)
+        again = llm.generate([other, ids], params)
+        assert both[0].token_ids == again[1].token_ids == want[0, 300:].tolist()
+        assert both[1].token_ids == again[0].token_ids
+        assert llm.engine.allocator.used == 0
+    with (
+        LLM(tmp_path, kv_cache_bytes=32 // tokens * block, **settings) as llm,
+        pytest.raises(CapacityError, match="32 "),
+    ):
+        llm.generate([ids[:40]], params)
 
 
 @pytest.mark.parametrize("family", ["mistral", "deepseek_v2"])

@@ -8,7 +8,7 @@ or left stale, or a draft left behind changes what comes out; an entry that was 
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from types import SimpleNamespace
 
 import torch
@@ -48,11 +48,22 @@ def logits_after(states):
 
 
 @lru_cache(maxsize=100_000)
-def alone(prompt, params, ends=ENDS):
+def alone(prompt, params, ends=ENDS, window=None):
     """The tokens that a request gets when nothing else runs, and why it ends. No cache, no batch, no engine."""
-    state, generated = START, []
-    for token in prompt:
-        state = fold(state, entry(state, token))
+    entries, generated = [], []
+
+    def after(token):
+        """The state behind a further token, which sees the last `window` entries with its own."""
+        before = reduce(fold, entries[max(0, len(entries) + 1 - window) :], START)
+        entries.append(entry(before, token))
+        return fold(before, entries[-1])
+
+    if window is None:
+        state = START
+        for token in prompt:
+            state = fold(state, entry(state, token))
+    else:
+        state = [after(token) for token in prompt][-1]
     ends = (frozenset() if params.ignore_eos else ends) | frozenset(params.stop_token_ids)
     while True:
         r = Request(0, list(prompt), params)
@@ -65,13 +76,14 @@ def alone(prompt, params, ends=ENDS):
             return generated, "stop"
         if len(generated) >= params.max_tokens:
             return generated, "length"
-        state = fold(state, entry(state, token))
+        state = fold(state, entry(state, token)) if window is None else after(token)
 
 
 class FakeRunner:
     """See the module. `before` is called with each batch first; `batches` and `rows` count."""
 
-    def __init__(self, blocks=64, block_tokens=4, max_model_len=100_000):
+    def __init__(self, blocks=64, block_tokens=4, max_model_len=100_000, window=None):
+        self.window = window
         self.cache = KVCache((self,), blocks, block_tokens)
         self.backend = SimpleNamespace(torch_device_indexed=HOST, name="fake")
         self.model = SimpleNamespace(vocab=V, layers=(), mtp=())
@@ -94,10 +106,13 @@ class FakeRunner:
         states = []
         for row in batch.rows():
             table, state, first = row.table.tolist(), START, row.tokens - (row.stop - row.start)
-            for i in range(first):
-                state = fold(state, e[table[i // n] * n + i % n])
+            look = lambda i: e[table[i // n] * n + i % n]  # noqa: E731, B023 - used at once
+            for i in range(first if self.window is None else 0):
+                state = fold(state, look(i))
             for i, t in enumerate(range(row.start, row.stop), first):
                 assert positions[t] == i
+                if self.window is not None:
+                    state = reduce(fold, map(look, range(max(0, i + 1 - self.window), i)), START)
                 e[slots[t]] = entry(state, ids[t])
                 state = fold(state, e[table[i // n] * n + i % n])
                 states.append(state)
@@ -117,6 +132,7 @@ class Watched(Engine):
 
     def add(self, prompt, params, end_ids=ENDS, text=None, **more):
         request = super().add(prompt, params, end_ids, text, **more)
+        request.window = self.runner.window
         self.accepted.append(request)
         return request
 
@@ -145,9 +161,12 @@ class Watched(Engine):
         a.check()
         users = {}
         for r in s.running:
-            assert r.finish_reason is None and len({*r.blocks}) == len(r.blocks)
+            held = r.blocks[r.gone_blocks :]
+            assert r.finish_reason is None and len({*held}) == len(held)
+            w = self.runner.window
+            assert r.gone_blocks == (0 if w is None else max(0, r.computed + 1 - w) // self.cache.block_tokens)
             assert len(r.blocks) * self.cache.block_tokens >= r.computed and 0 <= r.computed < r.tokens
-            for b in r.blocks:
+            for b in held:
                 users[b] = users.get(b, 0) + 1
         assert users == a._users, "users are the tables'"
         assert all(r.finish_reason is None and not r.blocks and not r.computed for r in s.waiting)
@@ -206,12 +225,12 @@ class Script(Proposer):
 
 
 def tell_alone(request):
-    return alone(tuple(request.prompt), request.params, request.end_ids)[0]
+    return alone(tuple(request.prompt), request.params, request.end_ids, request.window)[0]
 
 
 def engine(blocks=64, block_tokens=4, *, script=None, drafts=3, spec=None, **options):
     """A watched engine; `script` names a scripted proposer, `spec` holds fields of SpeculativeConfig."""
-    runner = FakeRunner(blocks, block_tokens, options.pop("max_model_len", 100_000))
+    runner = FakeRunner(blocks, block_tokens, options.pop("max_model_len", 100_000), options.pop("window", None))
     settings = {"max_batch": 8, "max_step_tokens": 64, **options}
     if script is not None or spec is not None:
         fields = {"speculate_method": "ngram", "speculate_max_draft_token_num": drafts, **(spec or {})}
@@ -224,7 +243,7 @@ def engine(blocks=64, block_tokens=4, *, script=None, drafts=3, spec=None, **opt
 
 def right(request):
     """Whether a request has what it gets alone: all of it if it ended by itself, else a beginning of it."""
-    tokens, reason = alone(tuple(request.prompt), request.params, request.end_ids)
+    tokens, reason = alone(tuple(request.prompt), request.params, request.end_ids, request.window)
     if request.finish_reason in ("stop", "length"):
         return request.generated == tokens and request.finish_reason == reason
     return request.generated == tokens[: len(request.generated)]

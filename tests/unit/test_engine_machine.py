@@ -46,6 +46,7 @@ POOLS = st.fixed_dictionaries(
         "prefix_cache": st.booleans(),
         "script": st.sampled_from([None, "right", "wrong", "alternate", "junk"]),
         "drafts": st.integers(1, 5),
+        "window": st.sampled_from([None, None, 1, 2, 5, 9]),
     }
 )
 

@@ -67,7 +67,7 @@ class Engine:
         facts = (runner.files.name, str(runner.dtype), runner.options.kv_dtype, str(runner.options.quantization))
         root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if prefix_cache else None
         lookahead = 1 if speculative is not None and speculative.keys_next_token else 0
-        self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits, root, lookahead)
+        self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits, root, lookahead, runner.window)
         self.sampler = Sampler(runner.sample, self.vocab, self.device)
         self.speculator = Speculator(speculative, runner, self.scheduler) if speculative is not None else None
         self.metrics = Metrics()

@@ -107,6 +107,7 @@ class Request:
         deadline: monotonic time in seconds at which it ends with "timeout"; None: never.
         generated: tokens so far.
         blocks: its KV blocks.
+        gone_blocks: how many of its first blocks were given back, since no layer looks there again; they stand as 0.
         computed: tokens whose KV entries are in the cache.
         hashes: of its full blocks, as far as they were needed.
         drafts: tokens to verify in the next step.
@@ -125,6 +126,7 @@ class Request:
     deadline: float | None = None
     generated: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    gone_blocks: int = 0
     computed: int = 0
     hashes: list[bytes] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)

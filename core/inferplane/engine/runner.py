@@ -28,8 +28,9 @@ from inferplane.binding import (
 from inferplane.engine.capture import DecodeSteps, why_not
 from inferplane.engine.options import DTYPES, Draft, InferplaneWarning, RunnerOptions, pick_dtype
 from inferplane.engine.ranks import Ranks
+from inferplane.engine.room import Room
 from inferplane.engine.sources import ModelFiles
-from inferplane.errors import CapacityError, UsageError
+from inferplane.errors import UsageError
 from inferplane.kvcache import paged_layout
 from inferplane.models import Build, SafetensorsFolder, build
 from inferplane.models.eagle import WithEagle, with_eagle
@@ -318,6 +319,12 @@ class Runner:
         """What each layer remembers: the model's own, then those that draft."""
         return [layer.kv_requests()[0] for layer in (*self.model.layers, *self.model.mtp)]
 
+    @property
+    def window(self) -> int | None:
+        """The most last tokens that any layer attends to, those that draft included; None: all."""
+        requests = self._kv_requests() + (self.draft._kv_requests() if self.draft is not None else [])
+        return None if any(r.window is None for r in requests) else max(r.window or 0 for r in requests)
+
     def block_bytes(self) -> int:
         """Bytes of one block of the cache, all layers together."""
         return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in self._kv_requests())
@@ -333,18 +340,8 @@ class Runner:
         blocks = min(budget // block_bytes, math.ceil(self.max_model_len / block_tokens) * self.options.max_batch)
         if self.ranks is not None:
             blocks = self.ranks.agree(blocks, self._facts(), self.loaded.nbytes)
-        if blocks < 1:
-            raise CapacityError(
-                f"One KV block takes {block_bytes} bytes; the cache may take {budget}.", remedy="raise kv_cache_bytes"
-            )
-        if self.options.max_model_len is not None and blocks * block_tokens < self.max_model_len:
-            raise CapacityError(
-                f"max_model_len = {self.max_model_len} needs {math.ceil(self.max_model_len / block_tokens)} KV blocks "
-                f"of {block_bytes} bytes.",
-                there_is=f"{budget} bytes for {blocks}",
-                remedy="lower max_model_len, or raise kv_cache_bytes",
-            )
-        self.max_model_len = min(self.max_model_len, blocks * block_tokens)
+        room = Room(blocks, block_tokens, block_bytes, budget, self.window)
+        self.max_model_len = room.longest(self.max_model_len, asked=self.options.max_model_len is not None)
         for runner in (self, self.draft):
             if runner is not None:
                 runner.cache = self.backend.build_kv_cache(

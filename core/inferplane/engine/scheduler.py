@@ -3,7 +3,8 @@
 The rules: sequences that decode come first, so a long prompt never stalls them; prompts share what is left of the
 token budget, chunk by chunk; new sequences join while there is room, in order of priority, then of the tenant that runs
 least, then of arrival. When blocks run out, the sequence that would be served last gives all of its blocks back and is
-computed again later; what it wrote stays in the prefix cache for as long as nobody needs the room.
+computed again later; what it wrote stays in the prefix cache for as long as nobody needs the room. Where every layer
+attends to a window, blocks before all windows are given back as a sequence grows.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Scheduler:
         limits: what a step may hold.
         root: `tenant -> bytes`, what the first block's hash builds on; None: prefixes are not reused.
         lookahead: tokens behind a block that its hash covers too: its entries depend on them.
+        window: the most last tokens that any layer attends to; None: all.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class Scheduler:
         limits: Limits,
         root: Callable[[str], bytes] | None = None,
         lookahead: int = 0,
+        window: int | None = None,
     ) -> None:
         self.allocator, self.block_tokens, self.limits, self.root = allocator, block_tokens, limits, root
-        self.lookahead = lookahead
+        self.lookahead, self.window = lookahead, window
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
@@ -103,6 +106,8 @@ class Scheduler:
                 remedy="shorten the prompt, lower max_tokens, or raise max_model_len",
             )
         need = self.blocks_for(prompt_tokens + max_tokens - 1)
+        if self.window is not None:  # as many as it holds at once: a window, a step's tokens, and a block cut by each
+            need = min(need, self.blocks_for(self.window + min(self.limits.max_step_tokens, prompt_tokens)) + 1)
         if need > self.allocator.total:
             raise CapacityError(
                 f"A request of up to {prompt_tokens + max_tokens - 1} tokens needs {need} KV blocks.",
@@ -149,7 +154,7 @@ class Scheduler:
         joined = 0 if self.preemptions == before else self.limits.max_new_sequences  # who made room waits a step
         while budget and joined < self.limits.max_new_sequences and len(self.running) < self.limits.max_batch:
             candidate = self._next_waiting()
-            if candidate is None or not self._join(candidate):
+            if candidate is None or not self._join(candidate, budget):
                 break
             joined += 1
             count = min(candidate.remaining, budget)
@@ -183,20 +188,26 @@ class Scheduler:
         runs = Counter(r.tenant for r in self.running)
         return min(self.waiting, key=lambda r: (r.priority, r.preemptions == 0, runs[r.tenant], r.arrival))
 
-    def _join(self, request: Request) -> bool:
-        """Give a waiting sequence its blocks: cached ones for its known prefix, new ones for the rest."""
+    def _join(self, request: Request, budget: int) -> bool:
+        """Give a waiting sequence its blocks: cached ones for its known prefix, new ones for the rest.
+
+        With a window, new ones for the first step alone: blocks before it come back in time for the next.
+        """
         found: list[int] = []
         if self.root is not None and request.params.prompt_logprobs is None:
             self._hash(request, request.tokens)
             # At least one token must be computed, for its logits.
             usable = request.hashes[: (request.tokens - 1) // self.block_tokens]
             found = self.allocator.match(usable)
-        need = self.blocks_for(request.tokens) - len(found)
+        known = len(found) * self.block_tokens
+        tokens = request.tokens if self.window is None else min(request.tokens, known + budget)
+        need = self.blocks_for(tokens) - len(found)
         if need > self.allocator.available:
             self.allocator.give_back(found)
             return False
         request.blocks = found + self.allocator.take(need)
-        request.computed = len(found) * self.block_tokens
+        request.computed = known
+        self._let_go(request)
         if request.preemptions == 0:
             request.cached_tokens = request.computed
             self.prefix_queries_tokens += request.tokens
@@ -213,6 +224,21 @@ class Scheduler:
             parent = request.hashes[-1] if request.hashes else self.root(request.tenant)
             known = request.slice(done, tokens + self.lookahead)
             request.hashes += block_hashes(parent, known, self.block_tokens, lookahead=self.lookahead)
+
+    def _let_go(self, request: Request) -> None:
+        """Give back the blocks that no layer will look into again; their places in the table stay."""
+        if self.window is None:
+            return
+        gone = max(0, request.computed + 1 - self.window) // self.block_tokens
+        if gone > request.gone_blocks:
+            self.allocator.give_back(request.blocks[request.gone_blocks : gone])
+            request.blocks[request.gone_blocks : gone] = [0] * (gone - request.gone_blocks)
+            request.gone_blocks = gone
+
+    def _give_back(self, request: Request) -> None:
+        """All of its blocks."""
+        self.allocator.give_back(request.blocks[request.gone_blocks :])
+        request.blocks, request.gone_blocks = [], 0
 
     def extend(self, request: Request, tokens: int) -> bool:
         """Give a running sequence blocks for `tokens` tokens, if there are enough; False, and nothing taken, if not."""
@@ -250,8 +276,8 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Take all blocks from a running sequence; it waits, and is computed again from its tokens."""
         self.running.remove(request)
-        self.allocator.give_back(request.blocks)
-        request.blocks, request.computed, request.drafts = [], 0, []
+        self._give_back(request)
+        request.computed, request.drafts = 0, []
         request.preemptions += 1
         self.preemptions += 1
         self.waiting.append(request)
@@ -279,20 +305,20 @@ class Scheduler:
         request = scheduled.request
         request.computed += scheduled.count + accepted
         request.drafts = []  # they continued the tokens before these
-        if self.root is None:
-            return
-        full = request.computed // self.block_tokens
-        self._hash(request, request.computed)
-        first = (request.computed - scheduled.count - accepted) // self.block_tokens
-        for i in range(first, full):
-            self.allocator.publish(request.blocks[i], request.hashes[i])
+        if self.root is not None:
+            full = request.computed // self.block_tokens
+            self._hash(request, request.computed)
+            first = (request.computed - scheduled.count - accepted) // self.block_tokens
+            for i in range(first, full):
+                self.allocator.publish(request.blocks[i], request.hashes[i])
+        self._let_go(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request that ended, and take back its blocks."""
         if request in self.running:
             self.running.remove(request)
-            self.allocator.give_back(request.blocks)
-            request.blocks, request.drafts = [], []
+            self._give_back(request)
+            request.drafts = []
         elif request in self.waiting:
             self.waiting.remove(request)
         self._alive.discard(request.request_id)
