@@ -54,7 +54,12 @@ def test_streams_equal_those_of_a_thread_and_nothing_stays() -> None:
 
     async def work(llm: AsyncLLM) -> None:
         assert (await llm.health()).ready()
-        assert await asyncio.gather(*(whole(llm, p, s) for p, s in zip(PROMPTS, params))) == want
+        got = await asyncio.gather(*(whole(llm, p, s) for p, s in zip(PROMPTS, params)))
+        assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
+        for (_, ours), (_, theirs) in zip(got, want):  # batches differ, and with them the last bits
+            assert [(x.token_id, x.rank) for x in ours] == [(x.token_id, x.rank) for x in theirs]
+            assert [x.logprob for x in ours] == pytest.approx([x.logprob for x in theirs], abs=1e-4)
+            assert all([i for i, _ in x.top] == [i for i, _ in y.top] for x, y in zip(ours, theirs))
         stats = await llm.stats()
         assert stats["requests_accepted_total"] == sum(stats["request_success_total"].values()) == 2
         assert (await llm.explain())["device"] == llm.info.device == "cpu"

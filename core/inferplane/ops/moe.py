@@ -164,8 +164,8 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             ),
             Sample("int8_group", stacked("int8_group"), inputs(5, 2)),
             Sample("int4_group32", stacked("int4_group32"), inputs(4, 3)),
-            Sample("partial", replace(plain, partial=True), inputs(9, 3, first=4)),
             Sample("partial_t1", replace(plain, partial=True), inputs(1, 2, first=4), "decode"),
+            Sample("partial", replace(plain, partial=True), inputs(9, 3, first=4)),
         ]
 
 
