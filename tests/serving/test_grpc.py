@@ -223,7 +223,9 @@ def test_the_asynchronous_client_and_cancelling(server):
             assert error is None and result.get_response().id == "long"
             stream.cancel()
             with pytest.raises(InferenceServerException):
-                await client.infer("model", typed(tokens=1500), client_timeout=0.5)
+                await client.infer(
+                    "model", [*typed(tokens=1500), tensor("ignore_eos", "BOOL", True)], client_timeout=0.2
+                )
 
     asyncio.run(run())
     server.at_rest()

@@ -107,7 +107,7 @@ class Scheduler:
             )
         need = self.blocks_for(prompt_tokens + max_tokens - 1)
         if self.window is not None:  # as many as it holds at once: a window, a step's tokens, and a block cut by each
-            need = min(need, self.blocks_for(self.window + min(self.limits.max_step_tokens, prompt_tokens)) + 1)
+            need = min(need, self.blocks_for(self.window + self.limits.max_step_tokens) + 1)
         if need > self.allocator.total:
             raise CapacityError(
                 f"A request of up to {prompt_tokens + max_tokens - 1} tokens needs {need} KV blocks.",
@@ -200,14 +200,15 @@ class Scheduler:
             usable = request.hashes[: (request.tokens - 1) // self.block_tokens]
             found = self.allocator.match(usable)
         known = len(found) * self.block_tokens
+        gone = self._gone(known)  # found, and not needed again: they must not take the room of what is
+        self.allocator.give_back(found[:gone])
         tokens = request.tokens if self.window is None else min(request.tokens, known + budget)
         need = self.blocks_for(tokens) - len(found)
         if need > self.allocator.available:
-            self.allocator.give_back(found)
+            self.allocator.give_back(found[gone:])
             return False
-        request.blocks = found + self.allocator.take(need)
-        request.computed = known
-        self._let_go(request)
+        request.blocks = [0] * gone + found[gone:] + self.allocator.take(need)
+        request.computed, request.gone_blocks = known, gone
         if request.preemptions == 0:
             request.cached_tokens = request.computed
             self.prefix_queries_tokens += request.tokens
@@ -225,11 +226,13 @@ class Scheduler:
             known = request.slice(done, tokens + self.lookahead)
             request.hashes += block_hashes(parent, known, self.block_tokens, lookahead=self.lookahead)
 
+    def _gone(self, computed: int) -> int:
+        """Leading blocks that no layer will look into again, once so many tokens are computed."""
+        return 0 if self.window is None else max(0, computed + 1 - self.window) // self.block_tokens
+
     def _let_go(self, request: Request) -> None:
         """Give back the blocks that no layer will look into again; their places in the table stay."""
-        if self.window is None:
-            return
-        gone = max(0, request.computed + 1 - self.window) // self.block_tokens
+        gone = self._gone(request.computed)
         if gone > request.gone_blocks:
             self.allocator.give_back(request.blocks[request.gone_blocks : gone])
             request.blocks[request.gone_blocks : gone] = [0] * (gone - request.gone_blocks)
