@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inferplane.models.build import Build
-from inferplane.models.parts import decoder, dense, grouped_query
+from inferplane.models.parts import decoder, dense, grouped_query, window_of
 from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM
 
@@ -26,6 +26,5 @@ def mistral(b: Build) -> CausalLM:
     """
     c = b.config
     c.refuse(hidden_act=("silu",), layer_types=())
-    window = None if c.get("sliding_window") is None else c.size("sliding_window")
-    attention = grouped_query(b)
+    attention, window = grouped_query(b), window_of(c)
     return decoder(b, lambda i, name: attention(name, window), dense(b))

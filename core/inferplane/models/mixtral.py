@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inferplane.models.build import Build
-from inferplane.models.parts import decoder, experts, grouped_query, routing
+from inferplane.models.parts import decoder, experts, grouped_query, routing, window_of
 from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM, MoE, MoERoute
 
@@ -26,7 +26,7 @@ def mixtral(b: Build) -> CausalLM:
     """
     c = b.config
     c.refuse(hidden_act=("silu",))
-    window = None if c.get("sliding_window") is None else c.size("sliding_window")
+    window = window_of(c)
     total, chosen = routing(c, "num_local_experts")
     attention, route = grouped_query(b, theta=1e6), MoERoute(None, chosen, "softmax")
     inner = ("intermediate_size", c.size("intermediate_size"))

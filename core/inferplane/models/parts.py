@@ -240,6 +240,11 @@ def dense(b: Build) -> Callable[[int, str], GatedMLP]:
     return lambda i, name: b.mlp(name, inner, width)
 
 
+def window_of(c: Config) -> Window:
+    """The window of every layer; None where the config states none."""
+    return None if c.get("sliding_window") is None else c.size("sliding_window")
+
+
 def layer_windows(c: Config) -> list[Window]:
     """Each layer's window where a config switches it on for some layers, as Qwen's do.
 

@@ -176,22 +176,6 @@ class NativeError(Part):
     param: str | None = None
 
 
-class NativeEvent(Part):
-    """A line of a stream. The last one has `is_end` 1 and all tokens."""
-
-    token: str
-    token_ids: list[int]
-    is_end: Literal[0, 1]
-    send_idx: int
-    req_id: str
-    error_msg: str
-    error_code: int
-    usage: NativeUsage | None = None
-    tokens_all: str | None = None
-    tokens_all_ids: list[int] | None = None
-    tokens_all_num: int | None = None
-
-
 class NativeResponse(Part):
     """The answer without a stream; `result` and `tokens_all` are the same text."""
 

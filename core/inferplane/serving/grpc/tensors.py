@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from inferplane.serving.errors import invalid
-from inferplane.serving.grpc import schema
 
 MOST_ELEMENTS = 2**24
 DTYPES = {
@@ -120,6 +119,3 @@ def parameters(request: Any) -> dict[str, Any]:
         which = parameter.WhichOneof("parameter_choice")
         out[name] = None if which is None else getattr(parameter, which)
     return out
-
-
-InferResponse = schema.message("ModelInferResponse")
