@@ -1,4 +1,4 @@
-"""Checkpoints: whole and in shards, damaged in every way, quantized, converted, divided among ranks, within memory."""
+"""Checkpoints: whole and in shards, damaged in every way, configs that do not fit, within memory."""
 
 from __future__ import annotations
 
@@ -15,39 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.load_memory import LLAMA_1B, measure
 from inferplane import LLM
-from inferplane.binding.load import assemble
 from inferplane.engine import InferplaneWarning
 from inferplane.errors import CapacityError, CheckpointError, DeviceError, UnsupportedModelError, UsageError
-from inferplane.models import Build, Config, SafetensorsFolder, build
-from inferplane.quant import READERS, format_of
-from inferplane.types import Placement, QTensor
+from inferplane.models import SafetensorsFolder
 from inferplane.types.placement import WHOLE
-from tests.e2e.tiny_models import LLAMA3, YARN, config_of, deepseek_config, llama_config, make, prompts, random_model
-
-PROMPT = prompts(101, (40,))
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-
-def logits(model, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", InferplaneWarning)
-        with LLM(model, device="cpu", **{"dtype": "float32", **options}) as llm:
-            return llm.logits(PROMPT)[0]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A folder with one file, and its logits."""
-    folder = tmp_path_factory.mktemp("whole")
-    make("llama", "gqa", folder)
-    return folder, logits(folder)
-
-
-@pytest.fixture
-def copy(whole, tmp_path):
-    """A folder of one's own to spoil, and its tensors."""
-    shutil.copytree(whole[0], tmp_path / "copy")
-    return tmp_path / "copy", load_file(tmp_path / "copy" / "model.safetensors")
+from tests.e2e.checkpoints import edit_config, logits
+from tests.e2e.tiny_models import LLAMA3, YARN, llama_config, make
 
 
 @pytest.fixture
@@ -63,11 +36,6 @@ def sharded(whole, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     shutil.copy(whole[0] / "config.json", tmp_path)
     return tmp_path
-
-
-def edit_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
 
 
 def spoil_header(path, change):
@@ -353,222 +321,6 @@ def test_both_spellings_of_a_config(family, case, rope, tmp_path):
         tmp_path, rope_scaling=..., rope_theta=..., rope_parameters={**settings, "rope_type": kind, "rope_theta": theta}
     )
     assert torch.equal(logits(tmp_path), want)
-
-
-# ------------------------------------------------------------------ dtypes
-
-
-def packed(llm):
-    """The model's weights as kernels read them, by site."""
-    weights = {id(w): (site, w) for site, w in llm.runner.model.weights()}
-    return {(*weights[i][0:1], name): t for (i, name), t in llm.runner.loaded.packed.items()}
-
-
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("asked", ["float32", "bfloat16", "float16"])
-def test_converted_on_load(stored, asked, copy):
-    folder, tensors = copy
-    tensors = {n: t.to(stored) for n, t in tensors.items()}
-    save_file(tensors, folder / "model.safetensors")
-    dtype = getattr(torch, asked)
-    with LLM(folder, device="cpu", dtype=dtype) as llm:
-        found = packed(llm)
-        down = found["layers.1.mlp.down.weight", "canonical"]
-        qkv = found["layers.0.attn.qkv.weight", "canonical"]
-        assert down.dtype == qkv.dtype == llm.runner.dtype == dtype
-        assert torch.equal(down, tensors["model.layers.1.mlp.down_proj.weight"].to(dtype))
-        parts = [tensors[f"model.layers.0.self_attn.{x}_proj.weight"].to(dtype) for x in "qkv"]
-        assert torch.equal(qkv, torch.cat(parts))
-        assert llm.logits(PROMPT)[0].isfinite().all()
-
-
-def test_dtype_auto_is_the_checkpoints(copy):
-    for spelling in (
-        {"dtype": "bfloat16"},
-        {"dtype": ..., "torch_dtype": "float16"},
-        {"dtype": ..., "torch_dtype": ...},
-    ):
-        edit_config(copy[0], **spelling)
-        want = next((v for v in spelling.values() if v is not ...), "float32")
-        with LLM(copy[0], device="cpu") as llm:
-            assert llm.runner.dtype is getattr(torch, want)
-    for wrong in ("int8", torch.int8, "float8_e4m3fn", torch.float64):
-        with pytest.raises(UsageError, match="dtype"):
-            LLM(copy[0], device="cpu", dtype=wrong)
-
-
-# ------------------------------------------------------------------ FP8 blocks
-
-
-def encode_fp8(tensors):
-    """Every projection in FP8 with 128 x 128 blocks; returns the checkpoint and its values, block by block."""
-    stored, values = {}, {}
-    for name, t in tensors.items():
-        stored[name] = values[name] = t
-        if not name.endswith(("_proj.weight", "_with_mqa.weight")) or "layers" not in name:
-            continue
-        rows, columns = -(-t.shape[0] // 128), -(-t.shape[1] // 128)
-        data, value, scale = (
-            torch.empty(t.shape, dtype=torch.float8_e4m3fn),
-            torch.empty(t.shape),
-            torch.empty(rows, columns),
-        )
-        for i in range(rows):
-            for j in range(columns):
-                at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
-                scale[i, j] = t[at].abs().max() / 448 * (1 + 0.1 * i + 0.3 * j)
-                data[at] = (t[at] / scale[i, j]).to(torch.float8_e4m3fn)
-                value[at] = data[at].float() * scale[i, j]
-        stored[name], stored[f"{name}_scale_inv"], values[name] = data, scale, value
-    return stored, values
-
-
-@pytest.fixture(scope="module")
-def fp8(tmp_path_factory):
-    """A DeepSeek with sizes that do not fill their blocks: in FP8, and the same values in float32."""
-    coded, plain = tmp_path_factory.mktemp("fp8"), tmp_path_factory.mktemp("plain")
-    config = deepseek_config(
-        hidden_size=200, intermediate_size=256, moe_intermediate_size=256, kv_lora_rank=150, v_head_dim=64
-    )  # two ranks share the inputs of o and down, which must be whole blocks
-    random_model(config).save_pretrained(plain)
-    stored, values = encode_fp8(load_file(plain / "model.safetensors"))
-    assert sum(n.endswith("_scale_inv") for n in stored) > 50
-    save_file(values, plain / "model.safetensors")
-    save_file(stored, coded / "model.safetensors")
-    shutil.copy(plain / "config.json", coded)
-    edit_config(coded, quantization_config=FP8)
-    return coded, plain
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])  # compiled kernels take FP8 blocks as they are in bfloat16
-def test_fp8_blocks_are_their_values(fp8, dtype):
-    coded, plain = fp8
-    with LLM(coded, device="cpu", dtype=dtype) as a, LLM(plain, device="cpu", dtype=dtype) as b:
-        ours, want = packed(a), packed(b)
-        expanded = [k for k in ours if k[1].startswith("plain")]
-        assert len(ours) == len(want) and len(expanded) > 20
-        for (site, name), t in ours.items():
-            assert torch.equal(t, want[site, {"plain": "canonical"}.get(name, name)]), site
-        assert torch.equal(a.logits(PROMPT)[0], b.logits(PROMPT)[0])
-        found = {(e["op"], e["format"]): e["weights"] for e in a.explain()["expanded"]}
-        assert found["linear", "fp8_block"] > 10 and found["moe_experts", "fp8_block"] == 4
-        assert "expanded at load" in a.explain_text() and not b.explain()["expanded"]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda t, n: t.pop(f"{n}_scale_inv"), "float8_e4m3fn"),
-        (lambda t, n: t.update({f"{n}_scale_inv": torch.ones(1, 1)}), "no FP8 weight in blocks"),
-        (lambda t, n: t.update({f"{n}_scale_inv": t[f"{n}_scale_inv"].to(torch.int32)}), "no FP8 weight in blocks"),
-        (lambda t, n: t.update({n: t[n].float()}), "no FP8 weight in blocks"),
-        (lambda t, n: t.update({n: t[n].to(torch.float8_e5m2)}), "no FP8 weight in blocks"),
-    ],
-)
-def test_fp8_blocks_that_lack_something(fp8, tmp_path, change, says):
-    shutil.copy(fp8[0] / "config.json", tmp_path)
-    tensors, name = load_file(fp8[0] / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
-    change(tensors, name)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=says) as caught:
-        LLM(tmp_path, device="cpu")
-    assert name in str(caught.value)
-    edit_config(tmp_path, quantization_config=...)
-    save_file(load_file(fp8[0] / "model.safetensors"), tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="quantization_config"):
-        LLM(tmp_path, device="cpu")
-
-
-# ------------------------------------------------------------------ dummy weights
-
-
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("family", ["llama", "deepseek"])
-def test_dummy_weights(family, quantized, tmp_path):
-    config = config_of(family, "odd")
-    config.architectures = [{"llama": "LlamaForCausalLM", "deepseek": "DeepseekV3ForCausalLM"}[family]]
-    config.num_nextn_predict_layers = 1  # transformers 4 has no such entry, and keeps it all the same
-    entries = config.to_dict() | ({"quantization_config": FP8} if quantized else {})
-    (tmp_path / "config.json").write_text(json.dumps(entries, default=str))
-    for model in (entries, tmp_path) if quantized else (config, entries, tmp_path):
-        with LLM(model, device="cpu", load_format="dummy", dtype="float32", mtp=family == "deepseek") as llm:
-            assert llm.logits(PROMPT)[0].shape == (40, 101) and llm.logits(PROMPT)[0].isfinite().all()
-            assert bool(llm.explain()["expanded"]) == quantized
-            got = {site: w.shape for site, w in llm.runner.model.weights()}
-            assert got["layers.0.mlp.down.weight"] == (config.hidden_size, config.intermediate_size)
-            again = llm.logits(PROMPT)[0]
-        with LLM(model, device="cpu", load_format="dummy", dtype="float32", mtp=family == "deepseek") as llm:
-            assert torch.equal(llm.logits(PROMPT)[0], again)  # the same each time
-    with pytest.raises(UsageError, match="load_format"):
-        LLM(entries, device="cpu", load_format="pt")
-
-
-# ------------------------------------------------------------------ placement
-
-ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "embed_tokens", "lm_head")
-COLUMNS = ("o_proj", "down_proj")
-
-
-def halves(name, tensor, rank):
-    if name.split(".")[-2] in ROWS:
-        return tensor.chunk(2, 0)[rank]
-    return tensor.chunk(2, 1)[rank] if name.split(".")[-2] in COLUMNS and tensor.ndim == 2 else tensor
-
-
-@pytest.mark.parametrize("case", ["llama-gqa", "llama-attention_bias", "deepseek-q_lora", "deepseek-q_full", "fp8"])
-def test_two_ranks_read_their_halves(case, fp8, tmp_path):
-    folder, values = fp8
-    if case != "fp8":
-        folder = values = tmp_path
-        extra = {"num_key_value_heads": 2} if case == "llama-attention_bias" else {}
-        random_model(config_of(*case.split("-"), **extra)).save_pretrained(folder)
-    tensors = load_file(values / "model.safetensors")
-    source = SafetensorsFolder(folder)
-    config = Config.read(folder)
-    formats = format_of(config.get("quantization_config"), set(source.names()))
-    seen: dict[str, set[int]] = {}
-    for rank in (0, 1):
-        model = build(Build(config, Placement(tp_rank=rank, tp_size=2), formats))
-        for site, weight in model.weights():
-            got = assemble(weight, source, torch.float32, READERS)
-            got = got.dequantize() if isinstance(got, QTensor) else got
-            assert tuple(got.shape) == weight.shape, site
-            if weight.parts:
-                want = torch.cat([halves(n, tensors[n], rank) for n in weight.parts])
-                assert torch.equal(got.reshape(want.shape), want), site
-            for name in weight.parts:
-                seen.setdefault(name, set()).add(rank)
-    alone = {n for n, ranks in seen.items() if ranks != {0, 1}}
-    assert set(seen) == set(tensors)
-    assert all(n.endswith("o_proj.bias") and seen[n] == {0} for n in alone)  # a sum over ranks may add it once only
-    assert bool(alone) == (case == "llama-attention_bias")
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "dimension"),
-    [
-        (
-            "llama",
-            {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 72},
-            "num_attention_heads",
-        ),
-        (
-            "llama",
-            {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "hidden_size": 48},
-            "num_key_value_heads",
-        ),
-        ("llama", {"vocab_size": 161}, "vocab_size"),
-        ("llama", {"intermediate_size": 113}, "intermediate_size"),
-        ("deepseek", {"num_heads": 3}, "num_attention_heads"),
-        ("deepseek", {"moe_intermediate_size": 37}, "moe_intermediate_size"),
-    ],
-)
-def test_sizes_that_two_ranks_cannot_share(family, changes, dimension):
-    config = {"llama": llama_config, "deepseek": deepseek_config}[family](**changes)
-    config.architectures = [{"llama": "LlamaForCausalLM", "deepseek": "DeepseekV3ForCausalLM"}[family]]
-    build(Build(Config(config.to_dict())))
-    with pytest.raises(UsageError, match=rf"{dimension} = \d+ cannot be shared equally by 2 ranks"):
-        build(Build(Config(config.to_dict()), Placement(tp_rank=1, tp_size=2)))
 
 
 # ------------------------------------------------------------------ the rest

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import random
 
 import pytest
 import torch
 
 from inferplane import LLM, SamplingParams
 from inferplane.errors import CapacityError
-from inferplane.types.batch import FEW_TOKENS, Query, make_batch
+from tests.e2e.mixtures import ragged
 from tests.e2e.tiny_models import DEEPSEEK, FAMILIES, LLAMA, config_of, logits_of, make, prompts, random_model
 
 CASES = [*(f"llama-{c}" for c in LLAMA), *(f"deepseek-{c}" for c in DEEPSEEK)]
@@ -46,29 +45,11 @@ def test_prompts_cut_in_any_way(pair, chunk_tokens):
 def test_ragged_mixtures(pair):
     """Sequences at different phases share steps and scattered blocks of a cache that was full of NaN."""
     model, llm = pair
-    runner, cache = llm.runner, llm.runner.cache
-    for layer in cache.layers:
-        for entry in layer.entries:
-            entry.fill_(float("nan"))
-    draw = random.Random(5)
     many = prompts(llm.engine.vocab, (1, 8, 9, 16, 33, 64, 90), seed=2)
-    pool = draw.sample(range(cache.blocks), cache.blocks)
-    blocks = [[pool.pop() for _ in range(0, len(ids), cache.block_tokens)] for ids in many]
-    done, got, kinds = [0] * len(many), [[] for _ in many], set()
-    while live := [i for i, ids in enumerate(many) if done[i] < len(ids)]:
-        chosen = [(i, min(draw.choice((1, 1, 2, 7, 8, 9, 20, 40)), len(many[i]) - done[i])) for i in live]
-        chosen = sorted(draw.sample(chosen, draw.randint(1, len(chosen))), key=lambda c: c[1] > FEW_TOKENS)
-        queries = [Query(many[i][done[i] : done[i] + n], done[i], blocks[i]) for i, n in chosen]
-        batch = make_batch(queries, block_tokens=cache.block_tokens, device="cpu")
-        logits, hidden = runner.run(batch)
-        assert hidden.shape[0] == sum(n for _, n in chosen)
-        for (i, n), rows in zip(chosen, logits.split([n for _, n in chosen])):
-            got[i].append(rows)
-            done[i] += n
-        kinds.add((batch.kind, batch.few is not None, batch.many is not None))
+    logits, kinds = ragged(llm.runner, many)
     assert {("decode", False, False), ("mixed", True, True)} <= kinds
-    for ids, rows in zip(many, got):
-        assert error(torch.cat(rows), logits_of(model, ids)) <= FLOAT32
+    for ids, got in zip(many, logits):
+        assert error(got, logits_of(model, ids)) <= FLOAT32
 
 
 def test_greedy_tokens(pair):
@@ -108,23 +89,6 @@ def test_a_window_takes_the_blocks_of_a_window(prefix_cache, tmp_path):
         pytest.raises(CapacityError, match="32 "),
     ):
         llm.generate([ids[:40]], params)
-
-
-@pytest.mark.parametrize("family", ["mistral", "deepseek_v2"])
-def test_dynamic_scaling_beyond_the_context(family, tmp_path):
-    """However a prompt is cut, each token is as transformers makes it token by token; 100 tokens in a context of 40."""
-    model = random_model(config_of(family, "dynamic", max_position_embeddings=40))
-    model.save_pretrained(tmp_path)
-    ids = prompts(model.config.vocab_size, (100,))[0]
-    cache, want = None, []
-    with torch.no_grad():
-        for token in ids:
-            out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-            cache, _ = out.past_key_values, want.append(out.logits[0, 0].float())
-    with LLM(tmp_path, device="cpu", dtype="float32") as llm:
-        assert llm.runner.max_model_len == 160
-        for chunk_tokens in (1000, 7, 1):
-            assert error(llm.logits([ids], chunk_tokens=chunk_tokens)[0], torch.stack(want)) <= FLOAT32
 
 
 # ------------------------------------------------------------------ bf16

@@ -127,7 +127,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "mixtral": (
         "MixtralConfig",
         {**EXPERTS, "num_local_experts": 8},
-        {"plain": {}, "window_linear": {"sliding_window": 17, "num_local_experts": 4, "rope": LINEAR}},
+        {
+            "plain": {"head_dim": 16},  # transformers cannot scale without it
+            "window_linear": {"sliding_window": 17, "num_local_experts": 4, "head_dim": 20, "rope": LINEAR},
+        },
     ),
     "deepseek_v2": (
         "DeepseekV2Config",

@@ -1,0 +1,40 @@
+"""Sequences at different phases share steps, as an engine under load has them."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from inferplane.engine.runner import Runner
+from inferplane.types.batch import FEW_TOKENS, Query, make_batch
+
+
+def ragged(runner: Runner, many: list[list[int]]) -> tuple[list[torch.Tensor], set[tuple[str, bool, bool]]]:
+    """Logits after every token of each prompt, in scattered blocks of a cache that was full of NaN; kinds of steps.
+
+    A kind is the batch's, and whether it has sequences with few and with many tokens.
+    """
+    cache = runner.cache
+    assert cache is not None
+    for layer in cache.layers:
+        for entry in layer.entries:  # type: ignore[attr-defined]
+            entry.fill_(float("nan"))
+    draw = random.Random(5)
+    pool = draw.sample(range(cache.blocks), cache.blocks)
+    blocks = [[pool.pop() for _ in range(0, len(ids), cache.block_tokens)] for ids in many]
+    done: list[int] = [0] * len(many)
+    got: list[list[torch.Tensor]] = [[] for _ in many]
+    kinds = set()
+    while live := [i for i, ids in enumerate(many) if done[i] < len(ids)]:
+        chosen = [(i, min(draw.choice((1, 1, 2, 7, 8, 9, 20, 40)), len(many[i]) - done[i])) for i in live]
+        chosen = sorted(draw.sample(chosen, draw.randint(1, len(chosen))), key=lambda c: c[1] > FEW_TOKENS)
+        queries = [Query(many[i][done[i] : done[i] + n], done[i], blocks[i]) for i, n in chosen]
+        batch = make_batch(queries, block_tokens=cache.block_tokens, device="cpu")
+        logits, hidden = runner.run(batch)
+        assert hidden.shape[0] == sum(n for _, n in chosen)
+        for (i, n), rows in zip(chosen, logits.split([n for _, n in chosen])):
+            got[i].append(rows)
+            done[i] += n
+        kinds.add((batch.kind, batch.few is not None, batch.many is not None))
+    return [torch.cat(rows) for rows in got], kinds
