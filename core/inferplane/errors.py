@@ -111,3 +111,7 @@ class EngineError(InferplaneError, RuntimeError):
     At fault: what the message names: a device, a lack of memory, somebody who ended the process. Mended by: a new
     engine.
     """
+
+
+class InferplaneWarning(UserWarning):
+    """Something works, but worse than it could: a demoted kernel, a hot op on its reference."""

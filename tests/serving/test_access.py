@@ -11,9 +11,9 @@ import pytest
 from inferplane.errors import UsageError
 from inferplane.serving.http.app import whole_app
 from inferplane.serving.http.gate import OPEN
-from inferplane.serving.run import read_keys
 from inferplane.serving.service import Service
 from inferplane.serving.settings import Settings
+from inferplane.serving.start import read_keys
 from tests.serving.live import Live
 from tests.serving.test_raw_socket import status, talk
 

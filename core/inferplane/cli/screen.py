@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import IO, TYPE_CHECKING, Any
 
-from inferplane.errors import InferplaneError
+from inferplane.errors import InferplaneError, InferplaneWarning
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -156,7 +156,7 @@ class Screen:
                 usual = warnings.showwarning
 
                 def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-                    if category.__name__ == "InferplaneWarning":  # its module imports torch
+                    if issubclass(category, InferplaneWarning):
                         self.warning(str(message))
                     else:
                         usual(message, category, *where, **more)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from inferplane.cli.arguments import Parser, add_examples, pins
 from inferplane.cli.screen import Screen
-from inferplane.errors import UsageError
 
 if TYPE_CHECKING:
     from inferplane.serving.configure import Resolved
@@ -29,14 +28,9 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Serve until a signal."""
     resolved = resolve(args)
-    pinned = pins(resolved.settings.op)
-    try:
-        from inferplane.serving.run import run as serve
-    except ImportError as error:
-        raise UsageError(
-            f"Serving needs packages that are not installed ({error.name}).", remedy="pip install 'inferplane[serving]'"
-        ) from error
-    return serve(resolved, pinned)
+    from inferplane.serving.start import run as serve
+
+    return serve(resolved, pins(resolved.settings.op))
 
 
 def add_settings(parser: Parser) -> None:

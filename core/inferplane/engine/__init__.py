@@ -1,11 +1,21 @@
-"""Requests, batches, steps: what turns a bound model into generated text."""
+"""Requests, batches, steps: what turns a bound model into generated text.
 
-from inferplane.engine.async_llm import AsyncLLM
-from inferplane.engine.llm import LLM
-from inferplane.engine.params import SamplingParams
-from inferplane.engine.request import Delta, Result, Timings
-from inferplane.engine.runner import InferplaneWarning, Runner, RunnerOptions
-from inferplane.engine.sources import ModelFiles
+The names below are imported when they are first used: a process whose engine lives in another one needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inferplane.engine.async_llm import AsyncLLM
+    from inferplane.engine.llm import LLM
+    from inferplane.engine.params import SamplingParams
+    from inferplane.engine.results import Delta, Result, Timings
+    from inferplane.engine.runner import Runner, RunnerOptions
+    from inferplane.engine.sources import ModelFiles
+    from inferplane.errors import InferplaneWarning
 
 __all__ = [
     "LLM",
@@ -19,3 +29,26 @@ __all__ = [
     "SamplingParams",
     "Timings",
 ]
+
+_WHERE = {
+    "AsyncLLM": "inferplane.engine.async_llm",
+    "Delta": "inferplane.engine.results",
+    "InferplaneWarning": "inferplane.errors",
+    "LLM": "inferplane.engine.llm",
+    "ModelFiles": "inferplane.engine.sources",
+    "Result": "inferplane.engine.results",
+    "Runner": "inferplane.engine.runner",
+    "RunnerOptions": "inferplane.engine.runner",
+    "SamplingParams": "inferplane.engine.params",
+    "Timings": "inferplane.engine.results",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields
 from reprlib import repr as short
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from inferplane.engine.params import SamplingParams
-from inferplane.engine.speculate import METHODS, SpeculativeConfig
 from inferplane.errors import UsageError
+
+if TYPE_CHECKING:
+    from inferplane.engine.speculate import SpeculativeConfig
 
 Prompt = str | Sequence[int]
 
@@ -38,6 +38,8 @@ def whole(name: str, value: Any, least: int) -> int:
 
 def check_kinds(**given: Any) -> None:
     """Raise UsageError for an argument of `LLM` of a type that cannot be meant."""
+    import torch  # here and below: whoever only asks an engine elsewhere checks his requests without it
+
     known: dict[str, tuple[tuple[type, ...], str]] = {
         "device": ((str,), "a backend's name, or 'auto'"),
         "dtype": ((str, torch.dtype), "a dtype's name, or a torch dtype"),
@@ -57,6 +59,8 @@ def check_kinds(**given: Any) -> None:
 
 def speculation(given: Any) -> SpeculativeConfig | None:
     """The settings for speculation, also from a mapping with their names; UsageError when it is neither."""
+    from inferplane.engine.speculate import METHODS, SpeculativeConfig
+
     if given is None or isinstance(given, SpeculativeConfig):
         return given
     known = {f.name: f.default for f in fields(SpeculativeConfig)}

@@ -8,17 +8,18 @@ import threading
 from collections.abc import AsyncIterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inferplane.engine import arguments
 from inferplane.engine.arguments import Prompt
 from inferplane.engine.client import EngineClient, Health, ModelInfo, Order, Question, RequestId
-from inferplane.engine.llm import LLM
-from inferplane.engine.local import LocalEngine
 from inferplane.engine.params import SamplingParams
-from inferplane.engine.request import Delta
+from inferplane.engine.results import Delta
 from inferplane.engine.text import Tokenizer
 from inferplane.errors import UsageError
+
+if TYPE_CHECKING:
+    from inferplane.engine.llm import LLM
 
 LONG_PROMPT = 4096
 """Characters from which a prompt is encoded in a thread, so that other streams of the caller's loop go on."""
@@ -72,6 +73,9 @@ class AsyncLLM:
 
             client = RemoteEngine.start(model, options)
         else:
+            from inferplane.engine.llm import LLM
+            from inferplane.engine.local import LocalEngine
+
             client = LocalEngine(LLM(model, **options))
         self._begin(client)
 
@@ -127,9 +131,10 @@ class AsyncLLM:
         Raises:
             UsageError: it lives in another.
         """
-        if not isinstance(self._client, LocalEngine):
+        found: LLM | None = getattr(self._client, "llm", None)
+        if found is None:
             raise UsageError("The model lives in a process of its own.", there_is="info, stats, health and explain")
-        return self._client.llm
+        return found
 
     @property
     def address(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from inferplane.engine.params import SamplingParams
-from inferplane.engine.request import Delta
+from inferplane.engine.results import Delta
 
 RequestId = int | str
 Question = Literal["stats", "health", "explain"]

@@ -13,10 +13,11 @@ import torch
 
 from inferplane.engine import rng
 from inferplane.engine.arguments import check_ids
-from inferplane.engine.logprobs import TokenLogprob, score
+from inferplane.engine.logprobs import score
 from inferplane.engine.metrics import Metrics
 from inferplane.engine.params import SamplingParams
-from inferplane.engine.request import FinishReason, Request
+from inferplane.engine.request import Request
+from inferplane.engine.results import FinishReason, TokenLogprob
 from inferplane.engine.rows import SampleRow
 from inferplane.engine.runner import Runner
 from inferplane.engine.sampler import Sampler

@@ -20,7 +20,8 @@ from inferplane.engine.constrain import Constraint, Grammars
 from inferplane.engine.engine import DEFAULT_STEP_TOKENS, Engine
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.ranks import ranks_for
-from inferplane.engine.request import Delta, Request, Result
+from inferplane.engine.request import Request
+from inferplane.engine.results import Delta, Result
 from inferplane.engine.rng import as_int64, child_seed
 from inferplane.engine.runner import InferplaneWarning, Runner, RunnerOptions
 from inferplane.engine.sources import ModelFiles

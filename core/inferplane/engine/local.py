@@ -14,7 +14,8 @@ from typing import Any
 from inferplane.engine.client import Health, ModelInfo, Order, Question, RequestId, Sink
 from inferplane.engine.constrain import Constraint
 from inferplane.engine.llm import LLM
-from inferplane.engine.request import Delta, FinishReason, Request
+from inferplane.engine.request import Request
+from inferplane.engine.results import Delta, FinishReason
 from inferplane.errors import EngineError, UsageError
 
 _Key = tuple[Sink, RequestId]

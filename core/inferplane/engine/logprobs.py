@@ -12,26 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from inferplane.engine.results import TokenLogprob
 from inferplane.engine.rows import rows_at_once
 from inferplane.ops.sampling import WEIGHT_BITS, likeliest, token_weights
 from inferplane.types import HOST
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """One token as the model saw it.
-
-    Args:
-        token_id: the token.
-        logprob: natural logarithm of its probability.
-        rank: 1 for the likeliest; 1 + the number of tokens with a larger logit.
-        top: the likeliest tokens with their log-probabilities, the likeliest first, the lower id first among equals.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from inferplane.engine.sources import ModelFiles
+from inferplane.errors import InferplaneWarning as InferplaneWarning
 from inferplane.errors import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class InferplaneWarning(UserWarning):
-    """Something works, but worse than it could: a demoted kernel, a hot op on its reference."""
 
 
 @dataclass(frozen=True)

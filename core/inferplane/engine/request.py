@@ -5,89 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from inferplane.engine import rng
 from inferplane.engine.constrain import Constraint
-from inferplane.engine.logprobs import TokenLogprob
 from inferplane.engine.params import SamplingParams
+from inferplane.engine.results import FinishReason, Timings, TokenLogprob
 from inferplane.engine.rows import History
 from inferplane.engine.text import Detokenizer
-
-FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
-
-
-@dataclass(frozen=True)
-class Timings:
-    """How long a request took, in seconds on a monotonic clock.
-
-    Args:
-        queue_s: from arrival to its first step.
-        first_token_s: from arrival to its first token.
-        total_s: from arrival to its end.
-        prompt_tokens: tokens of the prompt.
-        generated_tokens: tokens generated.
-        cached_tokens: prompt tokens whose entries were found in the cache.
-        preemptions: how often it had to make room and was computed again.
-    """
-
-    queue_s: float
-    first_token_s: float
-    total_s: float
-    prompt_tokens: int
-    generated_tokens: int
-    cached_tokens: int = 0
-    preemptions: int = 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens a second after the first one; 0 for fewer than two."""
-        span = self.total_s - self.first_token_s
-        return (self.generated_tokens - 1) / span if self.generated_tokens > 1 and span > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class Result:
-    """What `generate` returns for one prompt.
-
-    Args:
-        text: generated text, without the prompt and without a stop string.
-        token_ids: generated tokens, end-of-text included if it was generated.
-        finish_reason: "stop", "length", "abort", "timeout" or "error".
-        timings: seconds and tokens.
-        prompt_token_ids: the prompt as the model saw it.
-        error: what went wrong, with finish reason "error".
-        logprobs: of the generated tokens, when they were asked for.
-        prompt_logprobs: of the prompt's tokens, when they were asked for; the first token has none.
-        samples: with `n` above 1 all n results, this one first.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    timings: Timings
-    prompt_token_ids: list[int]
-    error: str = ""
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    samples: tuple[Result, ...] = ()
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What streams yield: new text (possibly empty), its tokens, and at the end why it ended.
-
-    The last delta is the request's one terminal event: it alone has a `finish_reason`. `prompt_logprobs` come with the
-    first one, when they were asked for.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    timings: Timings | None = None
-    error: str = ""
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(eq=False)

@@ -17,19 +17,15 @@ import secrets
 
 import torch
 
-MASK = 2**64 - 1
+from inferplane.engine.integers import MASK
+from inferplane.engine.integers import as_int64 as as_int64
+
 GAMMA = 0x9E3779B97F4A7C15
 """Distance of two successive states: 2^64 divided by the golden ratio, odd."""
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
 BITS = {torch.float32: 24, torch.float64: 53}
 """Random bits of a number: as many as the dtype holds exactly, so that none is rounded up to 1."""
-
-
-def as_int64(value: int) -> int:
-    """The signed 64-bit integer with the same bits as `value` modulo 2^64, for tensors."""
-    value &= MASK
-    return value - 2**64 if value >> 63 else value
 
 
 def fresh_seed() -> int:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from inferplane.errors import CheckpointError, UsageError
-from inferplane.models.config import read_object
-from inferplane.models.jsontext import AGAIN, file_size
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no character, or not yet."""
@@ -42,6 +40,8 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
+
+        from inferplane.models.jsontext import AGAIN, file_size
 
         for name in _FILES:
             if os.path.lexists(folder / name) and file_size(folder / name) > LIMIT_BYTES:
@@ -108,6 +108,8 @@ def end_ids(folder: Path) -> frozenset[int]:
     Raises:
         CheckpointError: an entry is no token id, or one beyond the vocabulary, which would never end a text.
     """
+    from inferplane.models.config import read_object
+
     found: set[int] = set()
     vocab = None
     for name in ("config.json", "generation_config.json"):

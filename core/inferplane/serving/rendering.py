@@ -13,7 +13,7 @@ from inferplane.serving.errors import ApiError
 from inferplane.serving.job import Job, Piece
 
 if TYPE_CHECKING:
-    from inferplane.engine.logprobs import TokenLogprob
+    from inferplane.engine.results import TokenLogprob
 
 LEAST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON does not have."""

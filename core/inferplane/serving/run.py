@@ -14,20 +14,19 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from inferplane.errors import UsageError
 from inferplane.serving import logs
-from inferplane.serving.configure import Resolved
 from inferplane.serving.http.app import gated, health_app, metrics_app, whole_app
 from inferplane.serving.http.gate import Gate, Keys
 from inferplane.serving.http.protocol import MOST_HEADER_BYTES, connection_class
 from inferplane.serving.service import FLUSH_S, Service
 from inferplane.serving.settings import Settings
+from inferplane.serving.start import SIGNALS
 from inferplane.serving.workers import Workers
 
 if TYPE_CHECKING:
@@ -36,13 +35,6 @@ if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
 
 KEEP_ALIVE_S = 30
-BACKLOG = 2048
-ENGINE_OPTIONS = (
-    *("device", "index", "dtype", "kv_dtype", "quantization", "load_format", "lock", "strict", "deterministic"),
-    *("max_model_len", "max_batch", "max_step_tokens", "kv_cache_bytes", "prefix_cache"),
-)
-"""Settings that are arguments of `AsyncLLM`, under the same names."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 log = logging.getLogger("inferplane.serving")
 
 
@@ -52,98 +44,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
-    """Serve until a signal; the exit code.
-
-    Args:
-        resolved: how, and where each setting came from.
-        pins: site or op -> provider.
-
-    Raises:
-        UsageError: a port is taken, a key or certificate file cannot be read.
-        InferplaneError: the model cannot be loaded.
-    """
-    settings = resolved.settings
-    began = time.monotonic()
-    logs.set_up(settings.log_format, settings.log_level)
-    keys = read_keys(settings)
-    ports = {"http": settings.port, "health": settings.health_port, "metrics": settings.metrics_port}
-    with contextlib.ExitStack() as opened:
-        sockets = {}
-        for name, port in ports.items():
-            if port is not None:
-                sockets[name] = opened.enter_context(contextlib.closing(listen(settings.host, port)))
-        for note in resolved.notes:
-            log.warning(note)
-        workers = Workers(settings, keys, sockets["http"]) if settings.http_workers > 1 else None
-        try:
-            return asyncio.run(Life(settings, Keys(keys), sockets, began, _opener(settings, pins), workers).live())
-        finally:
-            logs.finish()
-
-
-def read_keys(settings: Settings) -> list[str]:
-    """The keys of the settings and of their file.
-
-    Raises:
-        UsageError: the file cannot be read or holds no key: a server that was to be closed must not stand open.
-    """
-    keys = list(settings.api_key)
-    if settings.api_key_file is not None:
-        try:
-            lines = Path(settings.api_key_file).read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"api_key_file {settings.api_key_file} cannot be read: {error}.") from error
-        found = [line.strip() for line in lines if line.strip()]
-        if not found:
-            raise UsageError(f"api_key_file {settings.api_key_file} holds no key.", remedy="write one a line")
-        keys += found
-    return keys
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; UsageError when the port is taken or the address is not this machine's."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UsageError(f"{host!r} is no address to listen on: {error}.", remedy="choose another --host") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise UsageError(
-            f"Port {port} of {host} cannot be had: {error.strerror or error}.",
-            remedy="choose another --port, or end what has it",
-        ) from error
-    sock.setblocking(False)
-    return sock
-
-
-def engine_options(settings: Settings, pins: Mapping[str, str]) -> dict[str, Any]:
-    """The settings as arguments of `AsyncLLM`. The queue's bound is the service's: it answers at once."""
-    options = {name: getattr(settings, name) for name in ENGINE_OPTIONS}
-    if settings.speculate_method is not None:
-        names = ("speculate_method", "speculate_max_draft_token_num", "draft_model_name_or_path")
-        options["speculative"] = {name: value for name in names if (value := getattr(settings, name)) is not None}
-    return {**options, "ops": dict(pins), "max_waiting": settings.max_batch + settings.max_waiting}
-
-
-def _opener(settings: Settings, pins: Mapping[str, str]) -> Callable[[], AsyncLLM]:
-    """What loads the model, in a process of its own."""
-
-    def opener() -> AsyncLLM:
-        from inferplane.engine import AsyncLLM
-
-        return AsyncLLM(settings.model, process=True, **engine_options(settings, pins))
-
-    return opener
 
 
 class Life:
@@ -156,6 +56,7 @@ class Life:
         began: when the process was started, on a monotonic clock.
         opener: opens the engine.
         workers: further processes for HTTP; None for none.
+        told: signals that came before the loop.
     """
 
     def __init__(
@@ -166,6 +67,7 @@ class Life:
         began: float,
         opener: Callable[[], AsyncLLM],
         workers: Workers | None = None,
+        told: Sequence[int] = (),
     ) -> None:
         self._settings, self._keys, self._sockets, self._began = settings, keys, sockets, began
         self._opener, self._workers = opener, workers
@@ -174,12 +76,15 @@ class Life:
             self._service.others_end = workers.end
         self._stop = asyncio.Event()
         self._gates: list[Gate] = []
+        self._told = told
 
     async def live(self) -> int:
         """Serve to the end; the exit code."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        for number in self._told:
+            self._on_signal(number)
         servers = self._servers()
         addresses = {name: _address(s) for name, s in self._sockets.items()}
         calls = await self._start_grpc(addresses)

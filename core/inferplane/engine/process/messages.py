@@ -13,8 +13,7 @@ import msgspec
 
 from inferplane import errors
 from inferplane.engine.client import ModelInfo, Order, Question, RequestId
-from inferplane.engine.logprobs import TokenLogprob
-from inferplane.engine.request import Delta, FinishReason, Timings
+from inferplane.engine.results import Delta, FinishReason, Timings, TokenLogprob
 from inferplane.errors import EngineError, InferplaneError
 
 MOST_FRAME_BYTES = 256 * 2**20

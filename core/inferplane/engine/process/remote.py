@@ -22,16 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from inferplane.engine.client import Health, ModelInfo, Order, Question, RequestId, Sink
+from inferplane.engine.integers import as_int64
 from inferplane.engine.process import messages
 from inferplane.engine.process.messages import FromCaller, FromEngine
-from inferplane.engine.request import Delta, FinishReason, Timings
-from inferplane.engine.rng import as_int64
-from inferplane.engine.runner import InferplaneWarning
-from inferplane.errors import EngineError, InferplaneError, UsageError
-from inferplane.models import as_config
+from inferplane.engine.results import Delta, FinishReason, Timings
+from inferplane.errors import EngineError, InferplaneError, InferplaneWarning, UsageError
 
 CLOSE_S = 30.0
 """Seconds beyond draining that the engine's process has for its end; then it is killed."""
@@ -318,10 +315,16 @@ class RemoteEngine:
 
 def _plain(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A model and options as data: names for dtypes, mappings for configs, strings for paths."""
-    model = str(model) if isinstance(model, (str, Path)) else dict(as_config(model))
+    if isinstance(model, (str, Path)):
+        model = str(model)
+    else:
+        from inferplane.models import as_config
+
+        model = dict(as_config(model))
+    torch = sys.modules.get("torch")  # who has one of its dtypes has imported it
     plain: dict[str, Any] = {}
     for name, value in options.items():
-        if isinstance(value, torch.dtype):
+        if torch is not None and isinstance(value, torch.dtype):
             value = str(value).removeprefix("torch.")
         elif isinstance(value, Path):
             value = str(value)

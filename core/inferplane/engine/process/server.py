@@ -24,7 +24,7 @@ from inferplane.engine.llm import LLM
 from inferplane.engine.local import LocalEngine
 from inferplane.engine.process import messages
 from inferplane.engine.process.messages import Fault, FromCaller, FromEngine, Piece
-from inferplane.engine.request import Delta
+from inferplane.engine.results import Delta
 
 MOST_UNREAD_BYTES = 64 * 2**20
 """A caller that leaves so much unread is disconnected, and its requests are ended."""

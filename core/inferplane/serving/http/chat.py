@@ -15,7 +15,7 @@ from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import DONE, SSE, Choice, event, finite, usage
 
 if TYPE_CHECKING:
-    from inferplane.engine.logprobs import TokenLogprob
+    from inferplane.engine.results import TokenLogprob
     from inferplane.serving.model import ServedModel
 
 WORDS = {

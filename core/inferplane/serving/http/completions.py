@@ -18,7 +18,7 @@ from inferplane.serving.rendering import DONE, SSE, Choice, event, finite, usage
 from inferplane.serving.wire import MOST_TOKENS, Alternatives, Part, Sampling, TokenId, Usage
 
 if TYPE_CHECKING:
-    from inferplane.engine.logprobs import TokenLogprob
+    from inferplane.engine.results import TokenLogprob
     from inferplane.serving.model import ServedModel
 
 DEFAULT_MAX_TOKENS = 16

@@ -1,0 +1,165 @@
+"""How a server starts: what can be refused at once, then the engine's process, and what serves while that one loads.
+
+Nothing heavy is imported here. The engine's process takes seconds to import and to load, so it is started first; the
+web framework and the tokenizer's library are imported beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from inferplane.engine import AsyncLLM
+from inferplane.errors import UsageError
+from inferplane.serving import logs
+from inferplane.serving.configure import Resolved
+from inferplane.serving.settings import Settings
+
+T = TypeVar("T")
+BACKLOG = 2048
+ENGINE_OPTIONS = (
+    *("device", "index", "dtype", "kv_dtype", "quantization", "load_format", "lock", "strict", "deterministic"),
+    *("max_model_len", "max_batch", "max_step_tokens", "kv_cache_bytes", "prefix_cache"),
+)
+"""Settings that are arguments of `AsyncLLM`, under the same names."""
+PACKAGES = ("fastapi", "pydantic", "uvicorn", "h11", "prometheus_client")
+"""What serving needs beyond what everything needs."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+log = logging.getLogger("inferplane.serving")
+
+
+def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
+    """Serve until a signal; the exit code.
+
+    Args:
+        resolved: how, and where each setting came from.
+        pins: site or op -> provider.
+
+    Raises:
+        UsageError: a package is missing, a port is taken, a key or certificate file cannot be read.
+        InferplaneError: the model cannot be loaded.
+    """
+    check_packages()
+    settings = resolved.settings
+    began = time.monotonic()
+    logs.set_up(settings.log_format, settings.log_level)
+    keys = read_keys(settings)
+    ports = {"http": settings.port, "health": settings.health_port, "metrics": settings.metrics_port}
+    with contextlib.ExitStack() as opened:
+        sockets = {}
+        for name, port in ports.items():
+            if port is not None:
+                sockets[name] = opened.enter_context(contextlib.closing(listen(settings.host, port)))
+        for note in resolved.notes:
+            log.warning(note)
+        return _serve(settings, pins, keys, sockets, began)
+
+
+def _serve(
+    settings: Settings, pins: Mapping[str, str], keys: list[str], sockets: Mapping[str, socket.socket], began: float
+) -> int:
+    """Start the engine's process, and meanwhile import what serves."""
+    told: list[int] = []
+    for number in SIGNALS:  # until the server's loop is there to hear them
+        signal.signal(number, lambda number, frame: told.append(number))
+    opening = _beside(lambda: AsyncLLM(settings.model, process=True, **engine_options(settings, pins)), "load")
+    from inferplane.serving.http.gate import Keys
+    from inferplane.serving.run import Life
+    from inferplane.serving.workers import Workers
+
+    _beside(_import_tokenizers, "import")  # not before: threads that import the same packages can block each other
+    workers = Workers(settings, keys, sockets["http"]) if settings.http_workers > 1 else None
+    try:
+        return asyncio.run(Life(settings, Keys(keys), sockets, began, opening.result, workers, told).live())
+    finally:
+        logs.finish()
+
+
+def _beside(work: Callable[[], T], name: str) -> Future[T]:
+    """Run in a thread that does not keep the process from ending."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=f"inferplane-{name}", daemon=True).start()
+    return answer
+
+
+def _import_tokenizers() -> None:
+    """What the model's tokenizer will need; it takes as long as everything else together."""
+    with contextlib.suppress(ImportError):  # said when it is used
+        from transformers import AutoTokenizer as AutoTokenizer
+
+
+def check_packages() -> None:
+    """UsageError when a package is missing that serving needs."""
+    missing = next((name for name in PACKAGES if find_spec(name) is None), None)
+    if missing is not None:
+        raise UsageError(
+            f"Serving needs packages that are not installed ({missing}).", remedy="pip install 'inferplane[serving]'"
+        )
+
+
+def read_keys(settings: Settings) -> list[str]:
+    """The keys of the settings and of their file.
+
+    Raises:
+        UsageError: the file cannot be read or holds no key: a server that was to be closed must not stand open.
+    """
+    keys = list(settings.api_key)
+    if settings.api_key_file is not None:
+        try:
+            lines = Path(settings.api_key_file).read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"api_key_file {settings.api_key_file} cannot be read: {error}.") from error
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise UsageError(f"api_key_file {settings.api_key_file} holds no key.", remedy="write one a line")
+        keys += found
+    return keys
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; UsageError when the port is taken or the address is not this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"{host!r} is no address to listen on: {error}.", remedy="choose another --host") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise UsageError(
+            f"Port {port} of {host} cannot be had: {error.strerror or error}.",
+            remedy="choose another --port, or end what has it",
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+def engine_options(settings: Settings, pins: Mapping[str, str]) -> dict[str, Any]:
+    """The settings as arguments of `AsyncLLM`. The queue's bound is the service's: it answers at once."""
+    options = {name: getattr(settings, name) for name in ENGINE_OPTIONS}
+    if settings.speculate_method is not None:
+        names = ("speculate_method", "speculate_max_draft_token_num", "draft_model_name_or_path")
+        options["speculative"] = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    return {**options, "ops": dict(pins), "max_waiting": settings.max_batch + settings.max_waiting}
