@@ -33,6 +33,20 @@ def test_backends_are_light():
     none(rules.impurities(rules.imported_by(names, preload=("torch",)), LIGHT))
 
 
+def test_who_uses_an_engine_elsewhere_imports_no_torch():
+    names = [
+        "inferplane.engine.process",
+        "inferplane.engine.async_llm",
+        "inferplane.serving.start",
+        "inferplane.cli.serve",
+    ]
+    none(
+        rules.impurities(
+            rules.imported_by(names), rules.VENDOR_PACKAGES | {"torch", "numpy", "transformers", "fastapi"}
+        )
+    )
+
+
 def test_planted_faults_are_found(tmp_path):
     plant(tmp_path, "", "torch_npu.py")
     plant(tmp_path, "", "inferplane/__init__.py")

@@ -83,8 +83,8 @@ class Life:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        for number in self._told:
-            self._on_signal(number)
+        for heard in self._told:
+            self._on_signal(heard)
         servers = self._servers()
         addresses = {name: _address(s) for name, s in self._sockets.items()}
         calls = await self._start_grpc(addresses)
