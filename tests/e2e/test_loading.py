@@ -207,6 +207,17 @@ def test_weights_that_are_no_numbers_warn(copy, value):
         LLM(folder, device="cpu").close()
 
 
+def test_an_index_that_does_not_add_up_warns(sharded):
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    total = sum(t.numel() * t.element_size() for f in sharded.glob("*.safetensors") for t in load_file(f).values())
+    path.write_text(json.dumps(index | {"metadata": {"total_size": total}}))
+    logits(sharded)
+    path.write_text(json.dumps(index | {"metadata": {"total_size": total - 4}}))
+    with pytest.warns(InferplaneWarning, match=rf"{total - 4} bytes \(total_size\), its files hold {total}\."):
+        LLM(sharded, device="cpu").close()
+
+
 def test_experts_that_differ_in_size(tmp_path):
     """Their rows add up all the same."""
     make("deepseek", "q_lora", tmp_path)

@@ -39,6 +39,22 @@ def test_the_good_index_is_read(folder):
     assert set(read_all(folder)) == {"a", "b"}
 
 
+def test_a_wrong_total_is_told(folder):
+    """Both figures; the tensors are read, since indexes that were published are wrong too."""
+    assert SafetensorsFolder(folder).complaints == ()
+    for said in ("17", "0", "1.7e1", "-3"):
+        text = json.dumps({"metadata": {"total_size": 12321}, "weight_map": WHERE}).replace("12321", said)
+        (folder / INDEX).write_text(text)
+        (told,) = SafetensorsFolder(folder).complaints
+        assert f"{float(said):.0f} bytes (total_size), its files hold 16" in told and str(folder / INDEX) in told
+        assert set(read_all(folder)) == {"a", "b"}
+    for nothing in ({}, {"total_size": None}, {"total_size": "much"}, {"total_size": [17]}, [], 17):
+        write(folder, WHERE, metadata=nothing)
+        assert SafetensorsFolder(folder).complaints == ()
+    write(folder, WHERE, metadata={"total_size": 16.0})
+    assert SafetensorsFolder(folder).complaints == ()
+
+
 TEXTS = {
     "empty": ("", "expected"),
     "no object": ("[]", "expected"),

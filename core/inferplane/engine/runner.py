@@ -305,7 +305,7 @@ class Runner:
             )
 
     def _warn_loaded(self) -> None:
-        for what in self.loaded.complaints(self.files.name):
+        for what in (*self.files.complaints(), *self.loaded.complaints(self.files.name)):
             warnings.warn(what, InferplaneWarning, stacklevel=4)
 
     def _readers(self) -> dict[str, Any]:

@@ -79,6 +79,10 @@ class ModelFiles:
             self._source = SafetensorsFolder(self.folder)
         return self._source
 
+    def complaints(self) -> tuple[str, ...]:
+        """What is odd about the tensors' files, a sentence each, once they were opened."""
+        return () if self._source is None else self._source.complaints
+
     def names(self) -> Iterable[str]:
         """Names of the checkpoint's tensors."""
         return self.source().names()

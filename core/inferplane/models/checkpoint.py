@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -31,6 +31,8 @@ class SafetensorsFolder:
     Args:
         folder: holds `*.safetensors`, sharded with `model.safetensors.index.json` or not.
 
+    Attributes: `complaints`, sentences about what is odd and read all the same.
+
     Raises:
         CheckpointError: no such files, a damaged header, a tensor that lies outside its file or is there twice.
     """
@@ -40,7 +42,7 @@ class SafetensorsFolder:
         self._entries: dict[str, Entry] = {}
         self._open: tuple[Path, IO[bytes]] | None = None
         index = self.folder / INDEX
-        where = read_index(index) if os.path.lexists(index) else None
+        where, total_bytes = read_index(index) if os.path.lexists(index) else (None, None)
         for path in self._files() if where is None else self._shards(where):
             for name, entry in read_header(path).items():
                 if name in self._entries:
@@ -56,6 +58,16 @@ class SafetensorsFolder:
                     there_is=f"one in {self._entries[name].path.name}" if name in self._entries else "",
                     remedy="fetch the index and its files again",
                 )
+        self.complaints = tuple(self._wrong_total(index, total_bytes))
+
+    def _wrong_total(self, index: Path, said: float | None) -> Iterator[str]:
+        """A sentence, when an index and its files do not add up. Others do not look: published indexes may be wrong."""
+        held = sum(entry.nbytes for entry in self._entries.values())
+        if said is not None and said != held:
+            yield (
+                f"{index} says that all tensors have {said:.0f} bytes (total_size), its files hold {held}. All tensors "
+                "that it names are there; check that no file comes from another export."
+            )
 
     def _shards(self, where: dict[str, str]) -> list[Path]:
         """The files an index names."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -105,9 +107,7 @@ def _scan(path: Path, scan: Scan, base: int) -> dict[str, Entry]:
 
 def _metadata(scan: Scan, key: str) -> None:
     """Pass over one of `__metadata__`'s values, which are strings."""
-    before = scan.at
-    scan.skip()
-    if scan.text[before : scan.at].lstrip()[:1] != '"':
+    if scan.skip()[:1] != '"':
         raise ValueError(f"__metadata__ holds no string under {key!r}")
 
 
@@ -157,17 +157,28 @@ def _tile(path: Path, found: dict[str, Entry], base: int, size: int) -> None:
         raise CheckpointError(f"{path} has {size - at} bytes behind its last tensor.", remedy=AGAIN)
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """A shard index: which file of its folder holds which tensor.
+class Index(NamedTuple):
+    """A shard index: which file of its folder holds which tensor, and how many bytes it says all tensors have."""
+
+    where: dict[str, str]
+    total_bytes: float | None
+
+
+def read_index(path: Path) -> Index:
+    """What `model.safetensors.index.json` says.
 
     Raises:
         CheckpointError: it is no index, names a tensor twice, or something else than a safetensors file beside it.
     """
     scan = Scan(read_text(path, LIMIT_BYTES))
     where: dict[str, str] | None = None
+    total_bytes: float | None = None
     files: dict[str, str] = {}
     try:
         for key in scan.members():
+            if key == "metadata":
+                total_bytes = _total_bytes(scan)
+                continue
             if key != "weight_map":
                 scan.skip()
                 continue
@@ -186,4 +197,18 @@ def read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is not a shard index: {error}.", remedy=AGAIN) from error
     if not where:
         raise CheckpointError(f"{path} is not a shard index: it has no weight_map with tensors.", remedy=AGAIN)
-    return where
+    return Index(where, total_bytes)
+
+
+def _total_bytes(scan: Scan) -> float | None:
+    """Pass over an index's metadata; its total_size, if that is a number. Nobody promises that it is there."""
+    found = None
+    if scan.peek() != "{":
+        scan.skip()
+        return None
+    for key in scan.members():
+        value = scan.skip(1)
+        if key == "total_size":
+            with suppress(ValueError):
+                found = float(value)
+    return found

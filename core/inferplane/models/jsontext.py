@@ -81,7 +81,7 @@ class Scan:
     def members(self) -> Iterator[str]:
         """The keys of an object; whoever iterates takes each value before the next key."""
         self.next("{")
-        if self._peek() == "}":
+        if self.peek() == "}":
             self.at += 1
             return
         while True:
@@ -101,25 +101,31 @@ class Scan:
         self.at = found.end()
         return tuple(map(int, parts))
 
-    def skip(self, depth: int = 0) -> None:
-        """Pass over any value."""
+    def skip(self, depth: int = 0) -> str:
+        """Pass over any value; its text."""
+        self._space()
+        before = self.at
+        self._skip(depth)
+        return self.text[before : self.at]
+
+    def _skip(self, depth: int) -> None:
         self.skipped += 1
         if self.skipped > MOST_SKIPPED or depth > MOST_DEPTH:
             raise ValueError(f"more than {MOST_SKIPPED} values, or {MOST_DEPTH} levels, beside what is asked for")
-        start = self._peek()
+        start = self.peek()
         if start == '"':
             self.string()
         elif start == "{":
             for _ in self.members():
-                self.skip(depth + 1)
+                self._skip(depth + 1)
         elif start == "[":
             self.at += 1
-            if self._peek() == "]":
+            if self.peek() == "]":
                 self.at += 1
                 return
-            self.skip(depth + 1)
+            self._skip(depth + 1)
             while self.next(",]") == ",":
-                self.skip(depth + 1)
+                self._skip(depth + 1)
         elif found := _SCALAR.match(self.text, self.at):
             self.at = found.end()
         else:
@@ -136,6 +142,7 @@ class Scan:
         assert found is not None
         self.at = found.end()
 
-    def _peek(self) -> str:
+    def peek(self) -> str:
+        """The character that comes next, "" at the end."""
         self._space()
         return self.text[self.at : self.at + 1]
