@@ -19,6 +19,7 @@ from inferplane.cli.main import verb_parser
 from inferplane.cli.screen import Screen
 from inferplane.engine import SamplingParams
 from inferplane.errors import CapacityError, GenerationError, UsageError
+from inferplane.files import write_whole
 from tests.unit import fake_model
 from tests.unit.test_schemas import check as check_schema
 
@@ -322,12 +323,12 @@ def test_long_lines_are_thinned_to_means():
 
 def test_files_are_whole_or_as_before(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    report.write_whole(path, "before")
+    write_whole(path, "before")
     with pytest.raises(UnicodeEncodeError):
-        report.write_whole(path, "half \ud800")
+        write_whole(path, "half \ud800")
     assert path.read_text() == "before" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
     with pytest.raises(UsageError, match="cannot be written"):
-        report.write_whole(tmp_path / "none" / "a.json", "x")
+        write_whole(tmp_path / "none" / "a.json", "x")
     report.write(measured(), tmp_path / "m.json", tmp_path / "m.html", Screen(json=True))
     assert json.loads((tmp_path / "m.json").read_text())["schema"] == 1
     assert (tmp_path / "m.html").read_text().startswith("<!doctype html>")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inferplane.errors import UsageError
+from inferplane.files import write_whole
 from inferplane.ops import Op
 
 SCHEMA = 1
@@ -55,9 +56,10 @@ def read_lock(path: str | Path, fingerprint: Mapping[str, Any]) -> dict[str, str
 
 
 def write_lock(path: str | Path, fingerprint: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """Write a lock file whole or not at all."""
-    target = Path(path)
-    partial = target.with_name(target.name + ".partial")
+    """Write a lock file whole or not at all.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
     content = {"schema": SCHEMA, "fingerprint": dict(fingerprint), "choices": dict(sorted(choices.items()))}
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(target)
+    write_whole(Path(path), json.dumps(content, indent=1) + "\n")

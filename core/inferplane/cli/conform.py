@@ -19,6 +19,7 @@ from inferplane.errors import UsageError
 SUITE = "inferplane.conformance"
 PLUGIN = "inferplane.conformance.plugin"
 PASS_ON = "pytest_args"
+END_S = 20.0
 
 
 def add_arguments(parser: Parser) -> None:
@@ -46,11 +47,29 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     if find_spec(SUITE) is None:
         raise UsageError("This installation lacks the conformance suite.", remedy="install inferplane anew")
     more = args.pytest_args[1:] if args.pytest_args[:1] == ["--"] else args.pytest_args
-    child = subprocess.Popen(command(args.device, more))
-    # Ctrl-C reaches both; pytest reports what it has, and its exit code is ours.
-    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches both; pytest reports what it has, and its exit code is ours. Until it can, the signal waits: the
+    # suite's plugin lets it in. A handler of our own, not SIG_IGN, which the child would keep.
+    usual = signal.signal(signal.SIGINT, lambda number, frame: None)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        code = child.wait()
+        child = subprocess.Popen(command(args.device, more))
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        code = _wait(child)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, usual)
     return code if code >= 0 else 128 - code
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Its exit code; it ends with this process, and has a while to end what it started itself."""
+    try:
+        return child.wait()
+    except BaseException:
+        child.send_signal(signal.SIGINT)
+        try:
+            child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        raise

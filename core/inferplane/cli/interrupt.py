@@ -1,12 +1,64 @@
-"""Ctrl-C as a request to stop at the next safe place."""
+"""Ctrl-C and SIGTERM: as exceptions that put things in order, and as a request to stop at the next safe place."""
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes, as a shell reports them for programs that the signals end."""
+SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Terminated(BaseException):
+    """SIGTERM: what is open is closed, and processes that were started are ended."""
+
+
+def answered(main: Callable[[], int]) -> int:
+    """What `main` returns, with signals that reach it as exceptions; behind it they end the process at once.
+
+    Signals that whoever started the process wants ignored stay ignored. A launcher of several ranks sees to SIGTERM
+    itself: a rank that waits for another in a collective cannot answer, and is simply ended.
+    """
+    usual = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        try:
+            for number, how in usual.items():
+                if how is signal.SIG_DFL and (number == signal.SIGINT or "WORLD_SIZE" not in os.environ):
+                    signal.signal(number, _answer)
+            return main()
+        finally:
+            for number, how in usual.items():
+                signal.signal(number, how)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Terminated:
+        return TERMINATED
+
+
+def _answer(number: int, frame: FrameType | None) -> None:
+    if _importing(frame):
+        # Extension modules lose an exception that comes while they are imported, or abort. There is nothing to put in
+        # order but the cursor, which a progress bar hides.
+        if sys.stderr is not None and sys.stderr.isatty():
+            os.write(sys.stderr.fileno(), SHOW_CURSOR)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether the code of a frame runs because a module is imported."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Interrupt:

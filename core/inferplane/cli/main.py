@@ -1,7 +1,7 @@
 """From the command line's words to a verb, and from what it raises to an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage; 130 after Ctrl-C and 141 when the reader of a pipe went away, as a shell
-reports them for programs that these signals end.
+Exit codes: 0 done, 1 failed, 2 wrong usage; 130 after Ctrl-C, 143 after SIGTERM and 141 when the reader of a pipe went
+away, as a shell reports them for programs that these signals end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from inferplane import __version__
 from inferplane.cli.arguments import PROGRAM, Parser, device_words
+from inferplane.cli.interrupt import INTERRUPTED, TERMINATED, Terminated
 from inferplane.cli.screen import Screen
 from inferplane.errors import InferplaneError, UsageError
 
@@ -36,7 +37,7 @@ VERBS = {
 }
 """Verb -> what it does; each is a module of this package with `add_arguments(parser)` and `run(args, screen)`."""
 
-DONE, FAILED, WRONG_USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+DONE, FAILED, WRONG_USAGE, PIPE_CLOSED = 0, 1, 2, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except Terminated:
+        code = TERMINATED
     except BrokenPipeError:
         _let_go_of_stdout()
         code = PIPE_CLOSED

@@ -14,6 +14,7 @@ import torch
 
 import inferplane
 from inferplane.conformance.subject import Subject
+from inferplane.files import write_whole
 
 SCHEMA = 1
 
@@ -99,7 +100,7 @@ class Run:
 
 
 def write(path: Path, subject: Subject, results: list[Result], run: Run) -> None:
-    """Write the file, with the day's date and the source tree's commit."""
+    """Write the file, whole or not at all, with the day's date and the source tree's commit."""
     entry = subject.entry
     content = {
         "schema": SCHEMA,
@@ -113,7 +114,7 @@ def write(path: Path, subject: Subject, results: list[Result], run: Run) -> None
         "results": [r.as_json() for r in sorted(results, key=lambda r: r.case)],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def _versions(probed: Mapping[str, str], distribution: str, version: str) -> dict[str, str]:

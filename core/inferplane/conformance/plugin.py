@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ NOT_RUN_STATUS = 5
 
 SUBJECT: pytest.StashKey[Subject] = pytest.StashKey()
 EXPECTED: pytest.StashKey[list[Expected]] = pytest.StashKey()
+HELD_BACK: pytest.StashKey[bool] = pytest.StashKey()
 STALE: pytest.StashKey[list[Expected]] = pytest.StashKey()
 
 
@@ -90,6 +92,20 @@ def pytest_configure(config: pytest.Config) -> None:
     except InferplaneError as error:
         raise pytest.UsageError(str(error)) from error
     config.pluginmanager.register(_Record(config, subject, path), "inferplane-conformance-record")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """From here pytest answers Ctrl-C in its own words; `inferplane conform` held it back while pytest was imported."""
+    if getattr(session.config.option, "inferplane_device", _NOT_ASKED) is not _NOT_ASKED:
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        session.config.stash[HELD_BACK] = signal.SIGINT in mask
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """All has run, and reports are written: it is too late for Ctrl-C."""
+    if session.config.stash.get(HELD_BACK, False):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 _NOT_ASKED = object()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from inferplane.cli.bench.drive import Trace
 from inferplane.cli.bench.kinds import Measured
 from inferplane.cli.bench.page import page
 from inferplane.cli.screen import Screen
-from inferplane.errors import UsageError
+from inferplane.files import write_whole
 
 SCHEMA = 1
 LATENCIES = {
@@ -117,27 +115,3 @@ def write(measured: Measured, as_json: Path | None, as_html: Path | None, screen
         if path is not None:
             write_whole(path, text())
             screen.said(f"wrote {path}")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or leave what was there.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    partial = None
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as file:
-            partial = Path(file.name)
-            file.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        partial.chmod(0o666 & ~mask)  # temporary files are their owner's alone
-        partial.replace(path)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error}.", remedy="name a file in a folder of yours") from error
-    finally:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
