@@ -1,6 +1,6 @@
 """The command `inferplane`, which gets a signal at a moment: `interrupted.py SIGNAL MOMENT words...`.
 
-A moment is an audit event of Python and the end of its first argument ("import:numpy", "open:model.safetensors",
+A moment is an audit event of Python and the end of a file or module ("import:numpy", "open:model.safetensors",
 "os.rename:.json"), or a call of the runner ("step:1" is the first step, which computes a prompt).
 """
 
@@ -37,7 +37,7 @@ def arm(number: int, moment: str) -> None:
         return
 
     def heard(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == event and seen >= 0 and os.fsdecode(arguments[-1 if event == "os.rename" else 0]).endswith(what):
+        if name == event and seen >= 0 and os.fsdecode(arguments[event == "os.rename"]).endswith(what):
             come()
 
     sys.addaudithook(heard)

@@ -16,6 +16,7 @@ import time
 import pytest
 
 from inferplane.cli import main
+from tests.e2e.processes import heeding_ctrl_c
 from tests.house.rules import SOURCE_PATHS
 
 PROMPT = "def fibonacci(n):"
@@ -45,7 +46,8 @@ def start(*words: str, **options) -> subprocess.Popen:
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(SOURCE_PATHS))
     if "env" in options:
         environment.update(options.pop("env"))
-    return subprocess.Popen([sys.executable, "-m", "inferplane", *words], env=environment, **options)
+    with heeding_ctrl_c():
+        return subprocess.Popen([sys.executable, "-m", "inferplane", *words], env=environment, **options)
 
 
 # ---------------------------------------------------------------- generate

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.processes import heeding_ctrl_c
 from tests.house.rules import SOURCE_PATHS
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ MOMENTS = [
     ("devices", ("devices",), "import:torch"),
     ("doctor", ("doctor",), "import:numpy"),
     ("ops", ("ops",), "import:inferplane.plugins"),
-    ("config", ("config", "show"), "import:yaml"),
+    ("config", ("config", "show"), "import:inferplane.serving.settings"),
     ("explain", ("explain", *ON), "open:config.json"),
     ("estimate", ("estimate", *ON), "open:config.json"),
     ("generate importing", GENERATE, "import:numpy"),
@@ -38,22 +39,19 @@ MOMENTS = [
     ("chat decoding", ("chat", *ON, *LONG), "step:9"),
     ("bench measuring", BENCH, "step:9"),
     ("bench writing", BENCH, "os.rename:out.json"),
-    ("serve importing", SERVE, "import:fastapi"),
+    ("serve importing", SERVE, "import:inferplane.serving.configure"),
 ]
 """What is run, and when the signal comes: see `interrupted.py`."""
 
 
-def start(words, folder, **options):
-    """A process in a session of its own, where Ctrl-C means what it means at a terminal, however this one was started."""
+def start(words, folder):
+    """A process in a session of its own."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *SOURCE_PATHS]), "PYTHONUNBUFFERED": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a child would inherit SIG_IGN, and no handler
-    try:
+    with heeding_ctrl_c():
         return subprocess.Popen(
             [sys.executable, *words], cwd=folder, env=env, start_new_session=True, **pipes, **options
         )
-    finally:
-        signal.signal(signal.SIGINT, ignored)
 
 
 def session(leader):

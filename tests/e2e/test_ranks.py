@@ -16,6 +16,7 @@ import torch
 from inferplane import LLM
 from inferplane.models import Build, Config, build
 from inferplane.types import Placement
+from tests.e2e.processes import heeding_ctrl_c
 from tests.e2e.sharing import answers
 from tests.e2e.tiny_models import make
 
@@ -37,7 +38,8 @@ def torchrun(*words, node=(), prefix=(), **options):
     command = [*prefix, sys.executable, "-m", "torch.distributed.run", *node, *map(str, words)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes, **options)
+    with heeding_ctrl_c():
+        return subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes, **options)
 
 
 def done(process, code=0):

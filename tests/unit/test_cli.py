@@ -17,6 +17,7 @@ from inferplane.cli.interrupt import Interrupt
 from inferplane.cli.main import DONE, FAILED, INTERRUPTED, VERBS, WRONG_USAGE, verb_parser
 from inferplane.errors import DeviceError, UsageError
 from inferplane.plugins import choice, discovery
+from tests.e2e.processes import heeding_ctrl_c
 from tests.house.rules import REPOSITORY
 
 ESCAPE = "\x1b"
@@ -263,6 +264,7 @@ def test_only_a_default_is_cut_to_what_has_room():
 # ---------------------------------------------------------------- Ctrl-C
 
 
+@heeding_ctrl_c()
 def test_ctrl_c_waits_for_a_safe_place():
     def press(times=1):
         for _ in range(times):

@@ -81,7 +81,12 @@ class RemoteEngine:
         try:
             first = _framed(load)
             command = [sys.executable, "-c", _START, "\n".join(sys.path), str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            # A terminal's Ctrl-C is for this process; the other one inherits the mask before it can do anything itself.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except BaseException:
             ours.close()
             shutil.rmtree(folder, ignore_errors=True)
