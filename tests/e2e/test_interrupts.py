@@ -49,9 +49,7 @@ def start(words, folder):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *SOURCE_PATHS]), "PYTHONUNBUFFERED": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with heeding_ctrl_c():
-        return subprocess.Popen(
-            [sys.executable, *words], cwd=folder, env=env, start_new_session=True, **pipes, **options
-        )
+        return subprocess.Popen([sys.executable, *words], cwd=folder, env=env, start_new_session=True, **pipes)
 
 
 def session(leader):
