@@ -149,10 +149,12 @@ class Ranks:
     def steps(self) -> Iterator[list[Query]]:
         """The others: what the sequences of each step bring, until rank 0 closes the model.
 
-        Ctrl-C is rank 0's affair meanwhile. When it is gone without a word, this process ends with exit code 1.
+        Ctrl-C and SIGTERM, which a launcher sends to all, are rank 0's affair meanwhile: it may have requests to
+        finish. When it is gone without a word, this process ends with exit code 1.
         """
         main = threading.current_thread() is threading.main_thread()
-        usual = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+        signals = (signal.SIGINT, signal.SIGTERM) if main else ()
+        usual = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
         try:
             while (step := self._receive()) is not None:
                 yield step
@@ -160,8 +162,8 @@ class Ranks:
             sys.stderr.write(f"Rank {self.rank} ends: rank 0 is gone ({str(error).splitlines()[0]}).\n")
             raise SystemExit(1) from error
         finally:
-            if main:
-                signal.signal(signal.SIGINT, usual)
+            for number, how in usual.items():
+                signal.signal(number, how)
 
     def _receive(self) -> list[Query] | None:
         first = torch.empty(FIRST, dtype=torch.int64)

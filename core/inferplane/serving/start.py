@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -53,6 +54,11 @@ def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
     settings = resolved.settings
     began = time.monotonic()
     logs.set_up(settings.log_format, settings.log_level)
+    if "WORLD_SIZE" in os.environ:
+        from inferplane.engine.ranks import launched
+
+        if launched()[0]:
+            return _follow(settings, pins)
     keys = read_keys(settings)
     ports = {"http": settings.port, "health": settings.health_port, "metrics": settings.metrics_port}
     with contextlib.ExitStack() as opened:
@@ -63,6 +69,15 @@ def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
         for note in resolved.notes:
             log.warning(note)
         return _serve(settings, pins, keys, sockets, began)
+
+
+def _follow(settings: Settings, pins: Mapping[str, str]) -> int:
+    """A rank beside rank 0, which alone listens: it runs that one's steps, and ends with it."""
+    from inferplane.engine import LLM
+
+    log.info("following")
+    LLM(settings.model, **engine_options(settings, pins))  # ends the process, unless each rank serves by itself
+    return 0
 
 
 def _serve(

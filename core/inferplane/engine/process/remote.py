@@ -81,8 +81,8 @@ class RemoteEngine:
         try:
             first = _framed(load)
             command = [sys.executable, "-c", _START, "\n".join(sys.path), str(theirs.fileno())]
-            # A terminal's Ctrl-C is for this process; the other one inherits the mask before it can do anything itself.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            # Ctrl-C and SIGTERM are for this process; the other one inherits the mask before it can do anything itself.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             try:
                 process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             finally:

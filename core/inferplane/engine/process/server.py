@@ -180,5 +180,8 @@ async def _listen(engine: LocalEngine, address: str) -> set[Connection]:
 
 def main() -> None:
     """Serve on the socket whose descriptor is the last argument."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the process that started this one
+    # What goes to all processes of a terminal, a service or a launcher is for the one that started this process: it may
+    # have requests to finish, and this one ends when it is gone.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1]))))
