@@ -15,6 +15,7 @@ _CALLED = "not in its pages' lists, but vllm-ascend calls it on this series (dev
 _A5 = "FP8 operators are for the 950 series alone (CANN operator documents)"
 _NOT_310P = "its pages list Atlas A2 and A3 only (op-plugin, docs/zh/custom_APIs)"
 _ATTENTION_310P = "vllm-ascend's attention there reads ATB's NZ cache (_310p/attention/attention_v1.py)"
+_ROTARY_310P = "page of npu_rotary_mul: on that series halves of 128 entries only, in four dimensions"
 _ATTENTION = "fused attention reads K and V in ND there (page of npu_fused_infer_attention_score)"
 
 _A2_A3 = {
@@ -22,6 +23,7 @@ _A2_A3 = {
     "bf16": Feature(True, _CUBE),
     "int8-dot": Feature(True, _CUBE),
     "fused-infer": Feature(True, _LISTED),
+    "rotary-ragged": Feature(True, _LISTED),
     "atb": Feature(True, "assumed: NNAL is installed beside CANN"),
     "nz-cache": Feature(False, _ATTENTION),
     "nz-plain-weights": Feature(
@@ -37,6 +39,7 @@ SERIES: dict[str, dict[str, Feature]] = {
         "bf16": Feature(False, "several operators refuse bfloat16 on the 310P (CANN operator documents); use float16"),
         "int8-dot": Feature(True, _CUBE),
         "fused-infer": Feature(False, _NOT_310P),
+        "rotary-ragged": Feature(False, _ROTARY_310P),
         "atb": Feature(True, "assumed: NNAL is installed beside CANN"),
         "nz-cache": Feature(True, _ATTENTION_310P),
         "nz-plain-weights": Feature(True, "weights are kept in NZ there (vllm-ascend hardware_profile.py, FORCE_NZ)"),
@@ -47,6 +50,9 @@ SERIES: dict[str, dict[str, Feature]] = {
         "int8-dot": Feature(None, "no source that we read says so or denies it"),
         "fp8": Feature(True, _A5),
         "fused-infer": Feature(True, _CALLED),
+        "rotary-ragged": Feature(
+            True, "not in its page's list, but vllm-ascend calls it whatever the series (sfa_v1.py)"
+        ),
         "atb": Feature(None, "no source that we read says so or denies it"),
         "nz-cache": Feature(False, _ATTENTION),
         "nz-plain-weights": Feature(
@@ -57,7 +63,8 @@ SERIES: dict[str, dict[str, Feature]] = {
 """Series -> features. 910b is Atlas A2, 910_93 is Atlas A3, 950 is A5.
 
 "fused-infer": the fused operators of inference (attention with a paged cache, cache writes, gating, dynamic
-quantization). "atb": ATB's operators, which need NNAL. "nz-cache": attention reads an NZ cache. "nz-plain-weights":
+quantization). "rotary-ragged": npu_rotary_mul takes `[T, H, D]`, both pairings and any even width
+below 896. "atb": ATB's operators, which need NNAL. "nz-cache": attention reads an NZ cache. "nz-plain-weights":
 plain weights are kept in NZ.
 """
 

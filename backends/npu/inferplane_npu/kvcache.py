@@ -14,7 +14,8 @@ The rotated key of a latent is kept with its even entries first and its odd ones
 leaves it (npu_kv_rmsnorm_rope_cache); `read` gives it in canonical order.
 
 Source: pages of npu_scatter_pa_kv_cache, npu_kv_rmsnorm_rope_cache and npu_fused_infer_attention_score (op-plugin at
-517f2e7d); vllm-ascend at 182b75ea, attention_v1.py and _310p/attention/attention_v1.py.
+517f2e7d); vllm-ascend at 182b75ea, attention_v1.py, _310p/attention/attention_v1.py and _310p/model_runner_310p.py, whose
+caches of the 310P have the NZ format.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from __future__ import annotations
 import torch
 
 from inferplane.plugin import HOST, KVLayout, KVRequest, LayerKV, UsageError, paged_layout
+
+npu = torch.ops.npu
 
 BLOCK_TOKENS = 128
 """The paged form of the vendor's fused attention takes no other size in vllm-ascend (attention_v1.py)."""
@@ -31,6 +34,9 @@ LATENT, ROTARY = 512, 64
 
 NZ = 16
 """Entries of the last dimension of an NZ tile of 16-bit numbers."""
+
+FRACTAL_NZ = 29
+"""ACL's number of the NZ format."""
 
 ND_128, NZ_128, LATENT_ND_128, LATENT_NZ_128 = "npu_nd_128", "npu_nz_128", "npu_latent_nd_128", "npu_latent_nz_128"
 
@@ -65,6 +71,8 @@ class NpuKV(LayerKV):
         self.dims = (LATENT, ROTARY) if self.latent else (request.dim, request.v_dim)
         shapes = [(heads * d // NZ, BLOCK_TOKENS, NZ) if self.nz else (BLOCK_TOKENS, heads, d) for d in self.dims]
         self.first, self.second = (torch.zeros((blocks + 1, *s), dtype=dtype, device=device) for s in shapes)
+        if layout == NZ_128:  # ATB asks for the format too, not for the shape alone
+            self.first, self.second = (npu.npu_format_cast(t, FRACTAL_NZ) for t in (self.first, self.second))
         self._spare = blocks * BLOCK_TOKENS
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:

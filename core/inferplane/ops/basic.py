@@ -196,6 +196,7 @@ class Linear(Op, name="linear", hot=True):
                 Linear(placeholder(128, 256, format="fp8_block"), act=Quantize("fp8", 128), act_group=128),
                 rows(4, 256),
             ),
+            Sample("fp8_row_act", Linear(placeholder(96, 256, format="fp8_row"), act=Quantize("fp8", 0)), rows(5, 256)),
             Sample("int8_act", Linear(placeholder(96, 256, format="int8_row"), act=Quantize("int8", 0)), rows(5, 256)),
         ]
 

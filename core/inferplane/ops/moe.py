@@ -79,7 +79,7 @@ class MoERoute(Op, name="moe_route"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """The three routings of the families: V3, V2, Mixtral."""
+        """The three routings of the families, V3, V2, Mixtral, and V2's with weights that are divided by their sum."""
         v3 = MoERoute(placeholder(16), 4, "sigmoid", 4, 2, "top2", True, 2.5)
         v2 = MoERoute(None, 3, "softmax", 4, 2, "max", False, 16.0)
         mixtral = MoERoute(None, 2, "softmax")
@@ -87,6 +87,11 @@ class MoERoute(Op, name="moe_route"):
             Sample("v3", v3, lambda d: (d.normal(5, 16, dtype=torch.float32),)),
             Sample("v2", v2, lambda d: (d.normal(9, 16, dtype=torch.float32),)),
             Sample("mixtral", mixtral, lambda d: (d.normal(3, 8, dtype=torch.float32),)),
+            Sample(
+                "v2_renormalized",
+                replace(v2, top_k=5, renormalize=True),
+                lambda d: (d.normal(4, 16, dtype=torch.float32),),
+            ),
         ]
 
 
@@ -146,6 +151,9 @@ class MoEExperts(Op, name="moe_experts", hot=True):
         return [
             Sample("t1", plain, inputs(1, 2), "decode"),
             Sample("t13", plain, inputs(13, 3)),
+            Sample(
+                "one_expert", plain, lambda d: (d.normal(9, 64), d.uniform(9, 1, low=0.1), d.ints(9, 1, below=1) + 4)
+            ),
             Sample("fp8_block", fp8, inputs(7, 2)),
             *(
                 Sample(

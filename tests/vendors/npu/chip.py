@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.vendors.emulator import require
 
@@ -18,6 +19,8 @@ LIFTED = os.environ.get("INFERPLANE_EMULATED_FLOAT32") == "1"
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, *HALF)
 INT32 = torch.int32
+DTYPE = torch.float16 if ARCH == "310p" else torch.bfloat16
+"""Of models that are tried on this series."""
 A2_A3 = ("910b", "910_93", "950")
 EVERY = (*A2_A3, "310p")
 INNER_LIMIT = 65536
@@ -50,6 +53,21 @@ def shape(name: str, tensor: torch.Tensor, *want: int | None) -> None:
     fits = tensor.dim() == len(want) and all(w is None or w == n for w, n in zip(want, tensor.shape))
     told = ", ".join("any" if w is None else str(w) for w in want)
     require(fits, f"{name} has shape [{told}], got {list(tensor.shape)}")
+
+
+_IN_NZ: dict[int, StorageWeakRef] = {}
+
+
+def put_in_nz(tensor: torch.Tensor) -> None:
+    """From now on this tensor, and every view of it, counts as one of the NZ format."""
+    storage = tensor.untyped_storage()
+    _IN_NZ[storage._cdata] = StorageWeakRef(storage)
+
+
+def in_nz(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        known = _IN_NZ.get(tensor.untyped_storage()._cdata)
+        require(known is not None and not known.expired(), f"{name} must have the NZ format on {ARCH}")
 
 
 def unused(**arguments: object) -> None:

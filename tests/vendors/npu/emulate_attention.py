@@ -279,6 +279,8 @@ def _atb_checks(name, query, key_cache, value_cache, num_kv_heads, num_heads, bl
     chip.shape("key_cache", key_cache, None, num_kv_heads * dim // NZ, None, NZ)
     chip.shape("value_cache", value_cache, *key_cache.shape)
     require(key_cache.shape[2] in (64, 128), f"blocks of 64 or 128 tokens, got {key_cache.shape[2]}")
+    require(key_cache.shape[2] * dim <= 128 * 128, f"tokens of a block times entries of a head are at most {128 * 128}")
+    chip.in_nz(key_cache=key_cache, value_cache=value_cache)
     require(block_table.dtype is context_lens.dtype is torch.int32, "block_table and context_lens are int32")
     require(out.shape == query.shape, "out has the query's shape")
 
@@ -312,7 +314,7 @@ def paged_attention_splitfuse_v2(
     require(mask.dtype is torch.float16, f"mask is float16, got {mask.dtype}")
     want = torch.full((MASK, MASK), -10000.0, dtype=torch.float16).triu_(1)
     require(torch.equal(mask, want), "mask is -10000 above the diagonal and 0 elsewhere")
-    require(seq_len.dtype is torch.int32 and seq_len.device.type == "cpu", "seq_len is int32 on the host")
+    require(seq_len.dtype is torch.int32, f"seq_len is int32, got {seq_len.dtype}")
     require(int(seq_len.sum()) == query.shape[0], f"seq_len adds up to {query.shape[0]} rows, got {int(seq_len.sum())}")
     k, v, at = _nz_to_nd(key_cache), _nz_to_nd(value_cache), 0
     for b, (s, n) in enumerate(zip(seq_len.tolist(), context_lens.tolist())):

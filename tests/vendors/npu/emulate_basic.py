@@ -61,10 +61,16 @@ def rotary_mul(input, r1, r2, rotary_mode, rotate):
     chip.same_dtype("input, r1 and r2", input, r1, r2)
     require(rotary_mode in ("half", "interleave"), f"rotary_mode {rotary_mode!r}")
     require(input.dim() in (3, 4), f"input has 3 or 4 dimensions, got {input.dim()}")
-    require(input.shape[-1] % 2 == 0, f"the last dimension is even, got {input.shape[-1]}")
+    dim, heads = input.shape[-1], input.shape[-2]
+    require(dim % 2 == 0 and dim < 896, f"the last dimension is even and below 896, got {dim}")
+    if chip.ARCH == "310p":  # which knows the compiled form only
+        require(rotary_mode == "half", "the 310P takes halves only")
+        require(input.dim() == 4 and dim == 128, f"the 310P takes 4 dimensions, the last of 128, got {[*input.shape]}")
+    require(heads < 1000 and (input.dim() == 3 or input.shape[0] < 1000), "fewer than 1000 heads and sequences")
     for name, r in (("r1", r1), ("r2", r2)):
         fits = r.dim() == input.dim() and all(a in (1, b) for a, b in zip(r.shape[:-1], input.shape))
         require(fits and r.shape[-1] == input.shape[-1], f"{name} {list(r.shape)} beside input {list(input.shape)}")
+        require(rotary_mode == "half" or r.shape[-2] == 1, f"{name} is for one head in mode interleave")
     x, cos, sin = input.float(), r1.float(), r2.float()
     turned = _rotate_half(x) if rotary_mode == "half" else torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
     return (x * cos + turned * sin).to(input.dtype)
@@ -113,4 +119,7 @@ def format_cast(input, acl_format, customize_dtype, input_dtype):
     chip.unused(customize_dtype=customize_dtype, input_dtype=input_dtype)
     require(acl_format in (ACL_ND, ACL_NZ), f"acl_format {acl_format}: 2 is ND, 29 is NZ")
     require(input.dim() >= 2, f"a matrix, got {input.dim()} dimensions")
-    return input.clone()
+    out = input.clone()
+    if acl_format == ACL_NZ:
+        chip.put_in_nz(out)
+    return out

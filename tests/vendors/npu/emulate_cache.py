@@ -72,6 +72,8 @@ def reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
     chip.dtype("key", key, *chip.HALF)
     require(slot_indices.dtype is torch.int32, f"slot_indices is int32, got {slot_indices.dtype}")
     nz = chip.ARCH == "310p"
+    if nz:
+        chip.in_nz(key_cache=key_cache, value_cache=value_cache)
     for name, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
         heads, dim = rows.shape[1:]
         chip.shape(name, cache, *((None, heads * dim // NZ, None, NZ) if nz else (None, None, heads, dim)))

@@ -13,20 +13,36 @@ from tests.vendors.npu import chip
 
 IMPLEMENTATIONS = emulates = Implementations()
 LARGEST = 65535
-SCALAR_TYPES = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16, 1: torch.int8, 3: torch.int32}
+FP8 = torch.float8_e4m3fn
+SCALAR_TYPES = {
+    5: torch.float16,
+    6: torch.float32,
+    15: torch.bfloat16,
+    1: torch.int8,
+    3: torch.int32,
+    24: torch.float8_e4m3fn,
+}
 """torch's numbers of dtypes, which is what an `int?` argument receives for one."""
 
 
 @emulates("npu::npu_dynamic_quant")
 def dynamic_quant(input, smooth_scales, group_index, dst_type, quant_mode, dst_type_max):
-    """int8 a token: scale = max |x| / 127, rounded to nearest. What a row of zeros gives is not said: NaN here."""
+    """A scale a token, max |x| / limit, rounded to nearest: int8, and on the 950 FP8 (as vllm-ascend calls it there).
+    What a row of zeros gives is not said: NaN here, and 99 in int8, not a zero that would hide a careless kernel.
+    """
     chip.runs_on("npu_dynamic_quant", *chip.A2_A3)
-    chip.unused(smooth_scales=smooth_scales, group_index=group_index, dst_type=dst_type, dst_type_max=dst_type_max)
+    chip.unused(smooth_scales=smooth_scales, group_index=group_index, dst_type_max=dst_type_max)
+    target = torch.int8 if dst_type is None else SCALAR_TYPES[int(dst_type)]
+    require(target is torch.int8 or (target is FP8 and chip.ARCH == "950"), f"dst_type {target} on {chip.ARCH}")
     require(quant_mode == "pertoken", f"quant_mode {quant_mode!r} is not emulated")
     chip.dtype("input", input, *chip.HALF)
     require(input.dim() > 1, "input has more than one dimension")
-    scale = input.float().abs().amax(-1) / 127.0
-    data = (input.float() / scale[..., None]).round().nan_to_num(99.0)  # not zero, which would hide a careless kernel
+    top = input.float().abs().amax(-1)
+    if target is FP8:
+        scale = top / torch.finfo(FP8).max
+        return (input.float() / scale[..., None]).to(FP8), scale
+    scale = top / 127.0
+    data = (input.float() / scale[..., None]).round().nan_to_num(99.0)
     return data.clamp(-128, 127).to(torch.int8), scale
 
 
@@ -35,11 +51,13 @@ def quant_matmul(
     x1, x2, scale, offset, pertoken_scale, bias, output_dtype, x1_dtype, x2_dtype, pertoken_scale_dtype, scale_dtype,
     group_sizes, y_scale,
 ):  # fmt: skip
-    """int8 on both sides. Without output_dtype the result is int8."""
+    """int8 on both sides, or FP8 on the 950 (as vllm-ascend calls it there). Without output_dtype the result is int8."""
     chip.runs_on("npu_quant_matmul", *chip.EVERY)
     chip.unused(offset=offset, x1_dtype=x1_dtype, x2_dtype=x2_dtype, pertoken_scale_dtype=pertoken_scale_dtype)
     chip.unused(scale_dtype=scale_dtype, group_sizes=group_sizes, y_scale=y_scale)
-    require(x1.dtype is x2.dtype is torch.int8, f"x1 and x2 are int8, got {x1.dtype} and {x2.dtype}")
+    fp8 = x1.dtype is FP8 and chip.ARCH == "950"
+    require(x1.dtype is x2.dtype and (fp8 or x1.dtype is torch.int8), f"x1 and x2 are int8, got {x1.dtype}, {x2.dtype}")
+    require(not fp8 or (pertoken_scale is not None and bias is None), "FP8 has a scale a token and no bias")
     rows, k = x1.shape
     chip.shape("x2", x2, k, None)
     n = x2.shape[1]

@@ -17,7 +17,7 @@ from inferplane.binding import Bench, run_case
 from inferplane.conformance.subject import Subject
 from inferplane.ops import OPS
 from inferplane.plugins import host
-from inferplane_npu import graphs
+from inferplane_npu import graphs, kvcache
 from inferplane_npu.kernels import attention, basic, mla, moe, quant
 from inferplane_npu.kvcache import NpuKV
 from tests.vendors.emulator import Meddled
@@ -40,6 +40,7 @@ class Mistake:
         change: `(real, *args, **kwargs)` -> result of the wrong call.
         kernel: the kernel that makes the call. sample: of its op.
         caught: a part of what is said of it.
+        series: the chip on which it is made.
     """
 
     words: str
@@ -49,6 +50,7 @@ class Mistake:
     kernel: str
     sample: str
     caught: str
+    series: str = "910b"
 
 
 def with_(**wrong: Any) -> Callable[..., Any]:
@@ -294,16 +296,57 @@ MISTAKES = [
         "",
     ),
     Mistake("gate and up exchanged", basic, "npu_swiglu", turned_halves, "torch_npu:silu_mul", "t3_i64", ""),
+    Mistake(
+        "a cache of the NZ shape without its format",
+        kvcache,
+        "npu_format_cast",
+        lambda real, t, format: t,
+        "atb:kv_write_nz",
+        "decode",
+        "must have the NZ format",
+        "310p",
+    ),
+    Mistake(
+        "positions rotated in three dimensions",
+        basic,
+        "npu_rotary_mul",
+        lambda real, x, c, s: real(x[0], c[0], s[0])[None],
+        "torch_npu:rope_128",
+        "strided",
+        "4 dimensions",
+        "310p",
+    ),
+    Mistake(
+        "activations in int8 beside weights in FP8",
+        quant,
+        "npu_dynamic_quant",
+        with_(dst_type=None),
+        "torch_npu:linear_fp8",
+        "fp8_row_act",
+        "x1 and x2 are int8",
+        "950",
+    ),
+    Mistake(
+        "no output dtype, in FP8",
+        quant,
+        "npu_quant_matmul",
+        with_(output_dtype=None),
+        "torch_npu:linear_fp8",
+        "fp8_row_act",
+        "not torch.int8",
+        "950",
+    ),
 ]
+HERE = [m for m in MISTAKES if m.series == chip.ARCH]
 
 
 def judged(kernel_name: str, label: str) -> str:
     """What is said of a kernel on a sample, padded and not; empty when nothing is wrong."""
-    subject = Subject.of(host(), "npu", "bfloat16")
+    subject = Subject.of(host(), "npu", str(chip.DTYPE).removeprefix("torch."))
     subject.open()
     (kernel,) = [k for k in subject.kernels if k.name == kernel_name]
     (sample,) = [s for s in OPS[kernel.op].samples() if s.label == label]
-    bench: Bench = subject.bench(torch.bfloat16)
+    bench: Bench = subject.bench(chip.DTYPE)
     for padded in (False, True):
         outcome = run_case(kernel, sample, bench, seed=5, padded=padded)
         assert outcome.served, outcome.detail
@@ -312,7 +355,7 @@ def judged(kernel_name: str, label: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.words.replace(" ", "_"))
+@pytest.mark.parametrize("mistake", HERE, ids=lambda m: m.words.replace(" ", "_"))
 def test_is_caught(mistake, monkeypatch):
     assert not judged(mistake.kernel, mistake.sample), "the kernel itself is right"
     monkeypatch.setattr(EMULATOR, "listeners", [])  # a mistake is no call of the backend's
@@ -322,12 +365,17 @@ def test_is_caught(mistake, monkeypatch):
     assert mistake.caught in found, found
 
 
+a2 = pytest.mark.skipif(chip.ARCH != "910b", reason="on the 910b")
+
+
+@a2
 def test_padding_that_reaches_the_operator_is_caught(monkeypatch):
     """The vendor's writes know no slot -1."""
     monkeypatch.setattr(NpuKV, "real", lambda kv, slots: slots)
     assert "lies in [0, " in judged("torch_npu:kv_write", "decode")
 
 
+@a2
 def test_rotated_parts_in_different_orders_are_caught(monkeypatch):
     """The cache keeps even entries first; a query that does not is wrong without breaking any limit."""
     monkeypatch.setattr(mla, "even_first", lambda x: x)

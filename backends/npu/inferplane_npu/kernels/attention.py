@@ -218,14 +218,17 @@ def _single(
         kv_layouts=(NZ_128,),
         features=("nz-cache", "atb"),
         needs=(
-            ("K and V of one width, a multiple of 16 up to 256", lambda op: _equal_dims(op) and op.kv.dim <= 256),
+            ("K and V of one width, a multiple of 16 up to 128", lambda op: _equal_dims(op) and op.kv.dim <= 128),
             ("no window", lambda op: op.kv.window is None),
         ),
     ),
     needs_host_lens=True,
 )
 def attention_nz(p: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
-    """ATB on the 310P: paged attention for single tokens, its split-fuse form for longer queries."""
+    """ATB on the 310P: paged attention for single tokens, its split-fuse form for longer queries.
+
+    A block holds at most 128 tokens of 128 entries a head (vllm-ascend, _310p/model_runner_310p.py).
+    """
     q, out, lens = q.contiguous(), torch.empty_like(q), batch.seq_lens.clamp(min=1)
     if batch.max_query_tokens == 1:
         atb._npu_paged_attention(q, kv.first, kv.second, p.kv.heads, p.heads, p.scale, batch.block_tables, lens, out)

@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.plugin import Kernels, Packing
-from inferplane_npu.kernels.when import FLOATS, HALF, RANK_FUSED, OnNpu
+from inferplane_npu.kernels.when import FLOATS, HALF, RANK_ALTERNATIVE, RANK_FUSED, OnNpu
+from inferplane_npu.kvcache import FRACTAL_NZ
 
 npu = torch.ops.npu
 KERNELS = Kernels()
-
-FRACTAL_NZ = 29
-"""ACL's number of the NZ format."""
 
 
 def _rope_table(table: torch.Tensor, spread: Any) -> torch.Tensor:
@@ -37,6 +35,14 @@ def cos_sin(table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) ->
     """Cosines and sines `[T, D]` of a packed table, contiguous, in the dtype of what is rotated."""
     cos, sin = table[:, positions].to(dtype).unbind(0)
     return cos, sin
+
+
+def _entries(op: Any) -> int:
+    return 2 * int(op.table.shape[-1])
+
+
+HALVES = ("halves as pairs", lambda op: not op.interleaved)
+NARROW = ("heads of fewer than 896 entries", lambda op: _entries(op) < 896)
 
 
 def _plan_dtype(weight: Any) -> bool:
@@ -75,7 +81,7 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
     "rope",
     "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(FLOATS, needs=(("halves as pairs", lambda op: not op.interleaved),)),
+    when=OnNpu(FLOATS, features=("rotary-ragged",), needs=(HALVES, NARROW)),
     packs={"table": ROPE_HALF},
     capture_safe=True,
 )
@@ -88,8 +94,22 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 @KERNELS(
     "rope",
     "torch_npu",
+    rank=RANK_ALTERNATIVE,
+    when=OnNpu(FLOATS, needs=(HALVES, ("heads of 128 entries", lambda op: _entries(op) == 128))),
+    packs={"table": ROPE_HALF},
+    capture_safe=True,
+)
+def rope_128(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """npu_rotary_mul on `[1, T, H, 128]`, the only form that the 310P takes."""
+    cos, sin = cos_sin(p.table, positions, x.dtype)
+    return npu.npu_rotary_mul(x.contiguous()[None], cos[None, :, None], sin[None, :, None])[0]
+
+
+@KERNELS(
+    "rope",
+    "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(FLOATS, needs=(("neighbours as pairs", lambda op: op.interleaved),)),
+    when=OnNpu(FLOATS, features=("rotary-ragged",), needs=(("neighbours as pairs", lambda op: op.interleaved), NARROW)),
     packs={"table": ROPE_INTERLEAVED},
     capture_safe=True,
 )

@@ -3,8 +3,8 @@
 Weight-only: `y = x ((w + offset) scale)`, so an offset is a zero point with the other sign. W8A8: both sides in int8.
 
 Source: pages of npu_weight_quant_batchmatmul, npu_convert_weight_to_int4pack, npu_dynamic_quant, npu_quant_matmul and
-npu_format_cast in Ascend/op-plugin at 517f2e7d; experts in int4 as in vllm-ascend at 182b75ea,
-quantization/methods/w4a16.py.
+npu_format_cast in Ascend/op-plugin at 517f2e7d; experts in int4 and products in FP8 as in vllm-ascend at 182b75ea,
+quantization/methods/w4a16.py, w8a8_dynamic.py and w8a8fp8_dynamic.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from inferplane.plugin import Kernels, Packing, QTensor
-from inferplane_npu.kernels.basic import FRACTAL_NZ
 from inferplane_npu.kernels.when import HALF, RANK_FUSED, OnNpu
+from inferplane_npu.kvcache import FRACTAL_NZ
 
 npu = torch.ops.npu
 KERNELS = Kernels()
@@ -87,6 +87,7 @@ def _int4(q: QTensor) -> Packed:
 INT8 = Packing("torch_npu.int8", _int8)
 INT8_NZ = Packing("torch_npu.int8_nz", _int8_nz)
 INT4 = Packing("torch_npu.int4pack", _int4)
+FP8 = Packing("torch_npu.fp8", lambda q: _packed(q, q.data.transpose(-1, -2).contiguous()))
 INT8_EXPERTS, INT4_EXPERTS = INT8, INT4
 
 
@@ -168,6 +169,33 @@ def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
     return npu.npu_quant_matmul(
         data, p.weight.data, p.weight.scale, pertoken_scale=scale, bias=bias, output_dtype=x.dtype
     )
+
+
+def _fp8_tokens(op: Any) -> bool:
+    return op.act is not None and op.act.format == "fp8" and op.act.group == 0 and op.out_dtype is None
+
+
+@KERNELS(
+    "linear",
+    "torch_npu",
+    rank=RANK_FUSED,
+    when=OnNpu(
+        HALF,
+        formats=("fp8_row",),
+        features=("fused-infer", "fp8"),
+        needs=(("activations in FP8, a scale a token", _fp8_tokens), NEEDS[1]),
+    ),
+    packs={"weight": FP8},
+    capture_safe=True,
+)
+def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Both sides in FP8. The bias is added behind: vllm-ascend says that the product is wrong with one. What a token of
+    zeros is quantized to is not documented, so its row is set.
+    """
+    data, scale = npu.npu_dynamic_quant(x, dst_type=torch.float8_e4m3fn)
+    y = npu.npu_quant_matmul(data, p.weight.data, p.weight.scale, pertoken_scale=scale, output_dtype=x.dtype)
+    y = y.masked_fill((scale == 0)[:, None], 0.0)
+    return y if p.bias is None else y + p.bias
 
 
 @KERNELS(
