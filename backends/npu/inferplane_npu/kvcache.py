@@ -14,8 +14,8 @@ The rotated key of a latent is kept with its even entries first and its odd ones
 leaves it (npu_kv_rmsnorm_rope_cache); `read` gives it in canonical order.
 
 Source: pages of npu_scatter_pa_kv_cache, npu_kv_rmsnorm_rope_cache and npu_fused_infer_attention_score (op-plugin at
-517f2e7d); vllm-ascend at 182b75ea, attention_v1.py, _310p/attention/attention_v1.py and _310p/model_runner_310p.py, whose
-caches of the 310P have the NZ format.
+517f2e7d); vllm-ascend at 182b75ea, attention_v1.py, _310p/attention/attention_v1.py, and _310p/model_runner_310p.py,
+which makes the 310P's caches in the NZ format.
 """
 
 from __future__ import annotations

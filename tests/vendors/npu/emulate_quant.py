@@ -51,7 +51,7 @@ def quant_matmul(
     x1, x2, scale, offset, pertoken_scale, bias, output_dtype, x1_dtype, x2_dtype, pertoken_scale_dtype, scale_dtype,
     group_sizes, y_scale,
 ):  # fmt: skip
-    """int8 on both sides, or FP8 on the 950 (as vllm-ascend calls it there). Without output_dtype the result is int8."""
+    """int8 on both sides, or FP8 on the 950 (as vllm-ascend calls it). Without output_dtype the result is int8."""
     chip.runs_on("npu_quant_matmul", *chip.EVERY)
     chip.unused(offset=offset, x1_dtype=x1_dtype, x2_dtype=x2_dtype, pertoken_scale_dtype=pertoken_scale_dtype)
     chip.unused(scale_dtype=scale_dtype, group_sizes=group_sizes, y_scale=y_scale)

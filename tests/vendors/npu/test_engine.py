@@ -27,8 +27,8 @@ DRAFTS = {"speculate_method": "ngram", "speculate_max_draft_token_num": 3}
 @pytest.mark.parametrize("speculative", [None, DRAFTS], ids=["plain", "drafts"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_serves(family, speculative):
-    """Every kernel passes its canary, no hot op is left on a reference, and prompts of all lengths share steps: chunks of
-    a long prompt, single tokens and, with drafts, two to four tokens of a sequence.
+    """Every kernel passes its canary, no hot op is left on a reference, and prompts of all lengths share steps: chunks
+    of a long prompt, single tokens and, with drafts, two to four tokens of a sequence.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", InferplaneWarning)
