@@ -129,6 +129,8 @@ void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 
   now().decoder_layer(layer, step, x, residual, out, out_residual);
 }
 
+void ip_sample(const ip_sampling *asked, int64_t *tokens) { now().sample(asked, tokens); }
+
 int64_t ip_read(const void *data, int64_t bytes) { return now().read(data, bytes); }
 
 }  // extern "C"

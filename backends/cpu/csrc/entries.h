@@ -5,6 +5,7 @@
 #include "mla.h"
 #include "moe.h"
 #include "rowwise.h"
+#include "sampling.h"
 #include "table.h"
 
 namespace {
@@ -95,6 +96,15 @@ void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, 
   in_parallel(work, [&](Team &team) { layer(team, *l, *step, x, residual, out, out_residual, b, a, plan); });
 }
 
+void sample_entry(const ip_sampling *asked, int64_t *tokens) {
+  in_parallel(asked->rows * asked->vocab, [&](Team &team) {
+    if (asked->half)
+      sample<bf16>(team, *asked, tokens);
+    else
+      sample<float>(team, *asked, tokens);
+  });
+}
+
 int64_t read_entry(const void *data, int64_t bytes) {
   int64_t total = 0;
   in_parallel(bytes, [&](Team &team) {
@@ -116,4 +126,4 @@ int64_t read_entry(const void *data, int64_t bytes) {
 
 extern const Table TABLE = {NAME,       linear_entry,    expand_entry, rms_norm_entry, silu_mul_entry,
                             rope_entry, attention_entry, mla_entry,    moe_entry,
-                          decoder_layer_entry, read_entry};
+                          decoder_layer_entry, sample_entry, read_entry};

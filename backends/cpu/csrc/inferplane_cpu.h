@@ -54,6 +54,16 @@ typedef struct {
   int32_t interleaved;
 } ip_layer;
 
+// Rows of logits whose next tokens are wanted, and what each row asks for. Null where no row asks: `uniform` when all take
+// the likeliest token, the three cuts together when there are none.
+typedef struct {
+  const void *logits;  // float, or bf16 when `half`: [rows, vocab], ld entries a row
+  int32_t half;
+  int64_t ld, rows, vocab;
+  const float *temperature, *top_p, *min_p, *uniform;
+  const int64_t *top_k;
+} ip_sampling;
+
 // What a step brings to every layer, and one layer's cache. Slots of -1 are not written.
 typedef struct {
   ip_batch batch;
@@ -110,6 +120,11 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
 // x [m, d], ids int64 and weights float [m, top]; gate_up and down one matrix an expert; out bf16 [m, d].
 void ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_bf16 *x, int64_t ldx, int64_t m,
             const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out);
+
+// -- choosing tokens
+
+// One token a row.
+void ip_sample(const ip_sampling *asked, int64_t *tokens);
 
 // -- measuring
 

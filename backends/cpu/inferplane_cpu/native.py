@@ -86,6 +86,17 @@ class Step(Structure):
     ]
 
 
+class Sampling(Structure):
+    """`ip_sampling`: rows of logits and what each asks for."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("half", c_int32),
+        *((name, c_int64) for name in ("ld", "rows", "vocab")),
+        *((name, c_void_p) for name in ("temperature", "top_p", "min_p", "uniform", "top_k")),
+    ]
+
+
 _P, _I = c_void_p, c_int64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select": (c_int, c_char_p),
@@ -102,6 +113,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_attention": (None, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
     "ip_mla": (None, _P, _P, _P, _P, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, _I, c_float, _P),
     "ip_moe": (None, POINTER(Matrix), POINTER(Matrix), _I, _P, _I, _I, _P, _P, _I, _P),
+    "ip_sample": (None, POINTER(Sampling), _P),
     "ip_read": (_I, _P, _I),
     "ip_decoder_layer": (None, POINTER(Layer), POINTER(Step), _P, _P, _P, _P),
 }

@@ -6,7 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "../csrc/inferplane_cpu.h"
@@ -227,6 +229,66 @@ void layers() {
     }
 }
 
+// Whether `token` is drawn where weights are doubles, or would be if `uniform` were another one by a 10,000th of all.
+bool may_be_drawn(const std::vector<float> &x, int64_t token, float degrees, int64_t k, float p, float least, double u,
+                  bool by_rank) {
+  std::vector<int64_t> order(x.size());
+  std::iota(order.begin(), order.end(), 0);
+  if (by_rank) std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x[a] > x[b]; });
+  float top = *std::max_element(x.begin(), x.end());
+  double total = 0, upto = 0, kept = 0;
+  std::vector<double> w;
+  for (size_t i = 0; i < x.size() && !(by_rank && k && (int64_t)i >= k); i++)
+    w.push_back(exp(((double)x[order[i]] - top) / degrees)), total += w.back();
+  for (size_t i = 0; i < w.size(); i++) {
+    bool in = !by_rank || !i || (upto < p * total * (1 + 1e-6) && w[i] >= least * (1 - 1e-6));
+    upto += w[i], kept += in ? w[i] : w[i] = 0;
+  }
+  upto = 0;
+  for (size_t i = 0; i < w.size(); upto += w[i++])
+    if (order[i] == token) return w[i] > 0 && u * kept > upto - 1e-4 * total && u * kept < upto + w[i] + 1e-4 * total;
+  return false;
+}
+
+void sampling() {
+  for (int64_t vocab : {1, 7, 16, 1023, 1024, 1041, 5003})
+    for (float spread : {0.0f, 0.1f, 9.0f})
+      for (int half : {0, 1}) {
+        const int64_t rows = 9;
+        Array<float> x(rows * vocab), degrees(rows), p(rows), least(rows), u(rows);
+        Array<ip_bf16> narrowed(rows * vocab);
+        Array<int64_t> k(rows), tokens(rows);
+        std::vector<std::vector<float>> each((size_t)rows);
+        for (int64_t i = 0; i < rows * vocab; i++) {
+          x[i] = spread * (drawn() + drawn()), narrowed[i] = narrow(x[i]);
+          if (i % 11 == 4 && i % vocab) x[i] = -INFINITY, narrowed[i] = 0xff80;
+          each[(size_t)(i / vocab)].push_back(half ? widen(narrowed[i]) : x[i]);
+        }
+        for (int64_t i = 0; i < rows; i++) {
+          degrees[i] = 1.1f + drawn(), u[i] = i ? (drawn() + 1) / 2.0001f : 0;
+          k[i] = i % 3 == 1 ? 1 + i * i * i * 5 : 0, p[i] = i % 3 ? 1 : 0.5f + drawn() / 2.01f, least[i] = i == 2 ? 0.3f : 0;
+        }
+        const void *logits = half ? (const void *)(ip_bf16 *)narrowed : (float *)x;
+        ip_sampling asked = {logits, half, vocab, rows, vocab, degrees, nullptr, nullptr, u, nullptr};
+        for (int by_rank : {0, 1}) {
+          if (by_rank) asked.top_p = p, asked.min_p = least, asked.top_k = k;
+          ip_sample(&asked, tokens);
+          for (int64_t i = 0; i < rows; i++)
+            expect(may_be_drawn(each[(size_t)i], tokens[i], degrees[i], k[i], p[i], least[i], u[i], by_rank), "a token drawn");
+        }
+        asked.uniform = nullptr;
+        ip_sample(&asked, tokens);
+        for (int64_t i = 0; i < rows; i++) {
+          auto &row = each[(size_t)i];
+          expect(tokens[i] == std::max_element(row.begin(), row.end()) - row.begin(), "the likeliest token");
+        }
+        x[vocab - 1] = NAN, x[2 * vocab - 1] = INFINITY;
+        ip_sampling broken = {x, 0, vocab, 2, vocab, degrees, p, least, u, k};
+        ip_sample(&broken, tokens);
+        expect(tokens[0] == vocab - 1 && tokens[1] == vocab - 1, "a row with NaN, a row with infinity");
+      }
+}
+
 }  // namespace
 
 int main() {
@@ -238,6 +300,7 @@ int main() {
     attention();
     experts();
     layers();
+    sampling();
     printf("%s: done\n", name);
   }
   return failures != 0;

@@ -1,15 +1,23 @@
-"""Sampling from large vocabularies: the very tokens that the op's body draws, whatever the logits and the cuts."""
+"""Sampling from large vocabularies: the tokens that the op's body draws, whatever the logits and the cuts."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from inferplane.ops import SampleTokens
+from inferplane.ops.sampling import kept_weights
 from inferplane_cpu.kernels import sampling
+from inferplane_cpu.native import forced, instruction_sets, native
 
 V, ROWS = 9001, 48
 BODY = SampleTokens()
+SETS = instruction_sets()
+needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
+KINDS = ["flat", "peaked", "ties", "banned", "zeros of both signs"]
+ROUNDING = 1e-5
+"""Of a cumulated share: exponents up to 28 are rounded to 24 bits twice, and exponentials to as many."""
 VIEW = SimpleNamespace(prepared=sampling.Scratch())
 
 
@@ -37,23 +45,31 @@ def same(x: torch.Tensor, *rest: torch.Tensor | None) -> None:
     assert got.dtype == want.dtype and torch.equal(got, want)
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "banned", "zeros of both signs"])
+def asked(g: torch.Generator, rows: int = ROWS) -> Iterator[tuple[torch.Tensor | None, ...]]:
+    """Arguments behind the logits: all cuts, two of them, one, none at all, only the likeliest."""
+    u = uniforms(g)[:rows]
+    heat = torch.rand(rows, generator=g) * 1.5 + 0.02
+    heat[::9] = 0
+    top_k = torch.randint(1, V + 9, (rows,), generator=g).masked_fill(torch.rand(rows, generator=g) < 0.6, 0)
+    top_p = torch.rand(rows, generator=g).masked_fill(torch.rand(rows, generator=g) < 0.2, 1.0)
+    top_p[3:6] = torch.tensor([1e-30, 1 - 2.0**-24, 1 - 2.0**-20])
+    min_p = (torch.rand(rows, generator=g) ** 8).masked_fill(torch.rand(rows, generator=g) < 0.4, 0.0)
+    yield heat, top_k, top_p, min_p, u
+    yield heat, top_k * 0, top_p, min_p, u
+    yield heat, top_k * 0, top_p, min_p * 0, u
+    yield heat, top_k * 0, top_p * 0 + 1, min_p * 0, u
+    yield heat, None, None, None, u
+    yield heat * 0, None, None, None, None
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_are_those_of_the_body(kind):
     g = torch.Generator().manual_seed(7)
     for _ in range(4):
-        x, u = logits(kind, g), uniforms(g)
+        x = logits(kind, g)
         kept = x.clone()
-        heat = torch.rand(ROWS, generator=g) * 1.5 + 0.02
-        heat[::9] = 0
-        top_k = torch.randint(1, V + 9, (ROWS,), generator=g).masked_fill(torch.rand(ROWS, generator=g) < 0.6, 0)
-        top_p = torch.rand(ROWS, generator=g).masked_fill(torch.rand(ROWS, generator=g) < 0.2, 1.0)
-        top_p[3:6] = torch.tensor([1e-30, 1 - 2.0**-24, 1 - 2.0**-20])
-        min_p = (torch.rand(ROWS, generator=g) ** 8).masked_fill(torch.rand(ROWS, generator=g) < 0.4, 0.0)
-        same(x, heat, top_k, top_p, min_p, u)
-        same(x, heat, top_k * 0, top_p, min_p, u)
-        same(x, heat, top_k * 0, top_p, min_p * 0, u)
-        same(x, heat, None, None, None, u)
-        same(x, heat * 0, None, None, None, None)
+        for arguments in asked(g):
+            same(x, *arguments)
         assert torch.equal(x, kept)
 
 
@@ -61,3 +77,88 @@ def test_a_short_list_is_left_to_the_body():
     g = torch.Generator().manual_seed(2)
     x, one = torch.randn(ROWS, 300, generator=g), torch.ones(ROWS)
     same(x, one, one.long() * 40, one * 0.9, one * 0, uniforms(g))
+
+
+def decided_by_rounding(x, token, heat, top_k, top_p, min_p, u) -> bool:
+    """Whether a row's token has a weight and its share of the cumulated weights lies next to `uniform`."""
+    weights, ids = kept_weights(x[None], heat[None], *(None if c is None else c[None] for c in (top_k, top_p, min_p)))
+    at = token if ids is None else (ids[0] == token).nonzero()[0, 0]
+    upto = weights[0].double().cumsum(0) / weights.sum()
+    return bool(weights[0, at] > 0 and upto[at] - weights[0, at] / weights.sum() - ROUNDING <= u <= upto[at] + ROUNDING)
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_tokens_are_those_of_the_body_save_where_rounding_decides(kind):
+    """A handful of 100,000 rows differ; each that does has to have its random number on the edge of two tokens."""
+    g = torch.Generator().manual_seed(11)
+    others = rows = 0
+    for _ in range(3):
+        x = logits(kind, g)
+        kept = x.clone()
+        for heat, *rest in asked(g):
+            got, want = sampling.sample_native(None, x, heat, *rest), BODY(x, heat, *rest)
+            assert got.dtype == want.dtype and got.shape == want.shape
+            for i in (got != want).nonzero()[:, 0].tolist():
+                assert heat[i] > 0 and rest[-1] is not None, "the likeliest token is not rounded"
+                assert decided_by_rounding(x[i], got[i], heat[i], *(None if r is None else r[i] for r in rest))
+            others, rows = others + int((got != want).sum()), rows + ROWS
+        assert torch.equal(x, kept)
+    assert others <= rows // 200
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_tokens_depend_on_the_row_alone(kind):
+    """Not on the instruction set, the threads, the rows beside it, or the dtype that holds the same logits."""
+    g = torch.Generator().manual_seed(13)
+    x = logits(kind, g).bfloat16()
+    threads = torch.get_num_threads()
+    for arguments in asked(g):
+        want = sampling.sample_native(None, x, *arguments)
+        assert torch.equal(sampling.sample_native(None, x.float(), *arguments), want)
+        wide = torch.zeros(ROWS, V + 5).bfloat16()
+        wide[:, :V] = x
+        assert torch.equal(sampling.sample_native(None, wide[:, :V], *arguments), want)
+        alone = [sampling.sample_native(None, x[i : i + 1], *cut(arguments, i)) for i in range(ROWS)]
+        assert torch.equal(torch.cat(alone), want)
+        for name in SETS:
+            with forced(name):
+                assert torch.equal(sampling.sample_native(None, x, *arguments), want), name
+        try:
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                assert torch.equal(sampling.sample_native(None, x, *arguments), want), count
+        finally:
+            torch.set_num_threads(threads)
+
+
+def cut(arguments: tuple[torch.Tensor | None, ...], i: int) -> list[torch.Tensor | None]:
+    return [None if a is None else a[i : i + 1] for a in arguments]
+
+
+@needs_library
+@pytest.mark.parametrize("vocab", [1, 15, 16, 1023, 1025, 40_000])
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 3.0, 1e4])
+def test_native_tokens_of_vocabularies_of_all_sizes(vocab, spread):
+    g = torch.Generator().manual_seed(vocab)
+    x = torch.randn(6, vocab, generator=g) * spread
+    heat, one, u = torch.tensor([1e-9, 1e-4, 0.5, 1, 2, 1e8]), torch.ones(6), uniforms(g)[:6]
+    for top_k in (0, 1, 5, vocab):
+        arguments = heat, one.long() * top_k, one * 0.9, one * 0.01, u
+        got, want = sampling.sample_native(None, x, *arguments), BODY(x, *arguments)
+        for i in (got != want).nonzero()[:, 0].tolist():
+            assert decided_by_rounding(x[i], got[i], *(a[i] for a in arguments))
+
+
+@needs_library
+def test_native_rows_that_are_broken_get_the_token_that_shows_it():
+    x = torch.zeros(6, V)
+    x[0, 5], x[1, 7], x[2], x[3, 9] = torch.nan, torch.inf, -torch.inf, -torch.nan
+    x[4, 3:] = -torch.inf
+    one = torch.ones(6)
+    for cuts in ((None, None, None), (one.long() * 3, one * 0.5, one * 0.1), (one.long() * 0, one * 0.5, one * 0)):
+        got = sampling.sample_native(None, x, one, *cuts, one * 0.4)
+        assert got[:4].tolist() == [5, 7, 0, 9] and torch.equal(got, BODY(x, one, *cuts, one * 0.4))
+        assert x[4:].gather(1, got[4:, None]).isfinite().all()
+        assert torch.equal(got, sampling.sample(VIEW, x, one, *cuts, one * 0.4))

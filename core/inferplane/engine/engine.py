@@ -263,11 +263,12 @@ class Engine:
         if not rows:
             return [[] for _ in chosen], [[] for _ in chosen], prompts
         some = logits if len(at) == logits.shape[0] else logits[torch.tensor(at, device=logits.device)]
-        # A broken kernel's usual sign. Raised for the step, it then ends the requests it is in, found one by one.
-        if not bool(torch.isfinite(some.amax(-1)).all().to(HOST)):
-            raise FloatingPointError("the model's logits hold NaN or infinity")
         step = self.sampler.prepare(rows)
         drawn = self.sampler.sample(some, step)
+        # A broken kernel's usual sign, shown by the op `sample`. Raised for the step, it then ends the requests it is
+        # in, found one by one.
+        if not bool(some.gather(1, drawn[:, None]).isfinite().all().to(HOST)):
+            raise FloatingPointError("the model's logits hold NaN or infinity")
         deciding = [s for s in chosen if s.last]
         drafts = [s.drafts for s in deciding]
         if any(drafts):

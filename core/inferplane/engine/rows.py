@@ -22,7 +22,7 @@ COLDEST = 1e-5
 SHORTLIST_TOKENS = 1024
 """Rows with a top_k up to this are reduced to their likeliest tokens before anything is sorted."""
 HOST_ENTRIES, DEVICE_ENTRIES = 2**18, 2**24
-"""Logits that are worked on at once: on the host what stays in a core's cache; elsewhere what fills any device."""
+"""Logits that torch works on at once: on the host what stays in a core's cache; elsewhere what fills any device."""
 
 GREEDY, PLAIN, SHORT, FULL = range(4)
 """How a row is drawn: the likeliest token; from all; from a short list; from all, sorted."""
@@ -164,7 +164,7 @@ def prepare(rows: Sequence[SampleRow], vocab: int, device: Any) -> Prepared:
     gathered = (
         seeds,
         positions,
-        _groups(rows, vocab, seeds, positions, rows_at_once(vocab, device)),
+        _groups(rows, vocab, seeds, positions),
         _penalties(rows),
         _bias(rows),
         _banned(rows, vocab, stuck),
@@ -185,9 +185,9 @@ def _kind(p: SamplingParams, vocab: int) -> int:
     return SHORT if 0 < p.top_k <= SHORTLIST_TOKENS and 4 * p.top_k <= vocab else FULL
 
 
-def _groups(rows: Sequence[SampleRow], vocab: int, seeds: np.ndarray, positions: np.ndarray, most: int) -> Any:
-    """Fields of groups of at most `most` rows."""
-    kinds = [_kind(r.params, vocab) for r in rows]
+def _groups(rows: Sequence[SampleRow], vocab: int, seeds: np.ndarray, positions: np.ndarray) -> Any:
+    """Fields of groups, no larger than a device's kernel takes at once; the host's take row by row."""
+    kinds, most = [_kind(r.params, vocab) for r in rows], max(1, DEVICE_ENTRIES // vocab)
     uniform = None
     if any(k != GREEDY for k in kinds):
         uniform = rng.uniform(torch.from_numpy(seeds), torch.from_numpy(positions)).numpy()

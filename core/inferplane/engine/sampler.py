@@ -16,13 +16,15 @@ presence`, with counts of generated tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from inferplane.engine.logprobs import Logprobs, score
-from inferplane.engine.rows import GREEDY, SHORT, Group, Prepared, SampleRow, prepare
+from inferplane.engine.rows import GREEDY, SHORT, Group, Prepared, SampleRow, prepare, rows_at_once
 from inferplane.ops.sampling import WEIGHT_BITS, invert, kept_weights, likeliest
+from inferplane.types import HOST
 
 
 class Sampler:
@@ -32,10 +34,15 @@ class Sampler:
         sample: the bound `sample` op.
         vocab: V, columns of the logits.
         device: where the logits are.
+        shorten: reduce rows with a small top_k to a short list before the op sees them; None: but on the host, whose
+            kernels do so themselves, row by row.
     """
 
-    def __init__(self, sample: Callable[..., torch.Tensor], vocab: int, device: Any) -> None:
+    def __init__(
+        self, sample: Callable[..., torch.Tensor], vocab: int, device: Any, shorten: bool | None = None
+    ) -> None:
         self._sample, self.vocab, self.device = sample, vocab, device
+        self._shorten = torch.device(device).type != HOST if shorten is None else shorten
         self._never = torch.full((), -torch.inf, device=device)
         self._bits = torch.arange(32, dtype=torch.int32, device=device)
 
@@ -89,7 +96,7 @@ class Sampler:
     def _draw(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Tokens of one group, int64 `[n]`, from its logits `[n, V]`."""
         ids = None
-        if group.kind == SHORT:
+        if group.kind == SHORT and self._shorten:
             x, ids = likeliest(x, group.candidates)
         drawn = self._sample(x, group.temperature, group.top_k, group.top_p, group.min_p, group.uniform)
         return drawn if ids is None else ids.gather(1, drawn[:, None])[:, 0]
@@ -108,15 +115,9 @@ class Sampler:
             if group.kind == GREEDY:
                 result[group.rows] = torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
                 continue
-            listed = None
-            entries = x
-            if group.kind == SHORT:
-                entries, listed = likeliest(x, group.candidates)
-            weights, ids = kept_weights(entries, group.temperature, group.top_k, group.top_p, group.min_p)
-            p = weights.float() / weights.sum(-1, keepdim=True).float()
-            if ids is not None:
-                p = torch.zeros_like(x).scatter_(1, ids if listed is None else listed.gather(1, ids), p)
-            result[group.rows] = p
+            most = rows_at_once(self.vocab, x.device)
+            parts = [_distribution(x[at], _part(group, at)) for at in _slices(x.shape[0], most)]
+            result[group.rows] = torch.cat(parts)
         return result
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, step: Prepared) -> Logprobs | None:
@@ -132,6 +133,27 @@ class Sampler:
         every = step.logprobs.shape[0] == logits.shape[0]
         some = logits if every else logits.index_select(0, step.logprobs)
         return score(some, tokens.index_select(0, step.logprobs), step.alternatives)
+
+
+def _slices(rows: int, most: int) -> list[slice]:
+    return [slice(i, i + most) for i in range(0, rows, most)]
+
+
+def _part(group: Group, at: slice) -> Group:
+    """Some rows of a group, numbered from 0."""
+    names = ("temperature", "top_k", "top_p", "min_p", "uniform")
+    asked: dict[str, Any] = {name: None if (x := getattr(group, name)) is None else x[at] for name in names}
+    return replace(group, rows=slice(None), **asked)
+
+
+def _distribution(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """What a group's rows draw from, float32 `[n, V]`, from their logits `[n, V]`."""
+    entries, listed = likeliest(x, group.candidates) if group.kind == SHORT else (x, None)
+    weights, ids = kept_weights(entries, group.temperature, group.top_k, group.top_p, group.min_p)
+    p = weights.float() / weights.sum(-1, keepdim=True).float()
+    if ids is None:
+        return p
+    return torch.zeros_like(x).scatter_(1, ids if listed is None else listed.gather(1, ids), p)
 
 
 def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,8 @@ WEIGHT_BITS = 40
 UNIFORM_BITS = 24
 """Bits of a random number, those of a float32 in [0, 1)."""
 ID_BITS = 32
+NAN_FIRST = 0x7FFFFF
+"""Added to falling bits, it takes those of negative NaN, which come last, past the end to the front."""
 CHUNK_TOKENS, FEWEST_CHUNKS = 64, 64
 """On the host, vocabularies of at least so many chunks are looked through by the chunks' maxima first."""
 
@@ -47,7 +49,7 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
     logits on a processor. Here a logit and its id are one integer, so that none are equal and numpy sorts them in 1 ms.
 
     Args:
-        logits: float32 `[R, V]`.
+        logits: float32 `[R, V]`. NaN count as the largest.
         count: K, at most V.
 
     Returns:
@@ -61,6 +63,7 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
         return _likeliest_on_host(logits, count)
     bits = (logits + 0.0).view(torch.int32)  # + 0.0: one zero
     falling = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).bitwise_not_()  # negative floats fall as their bits rise
+    falling += NAN_FIRST
     keys = falling.long().bitwise_left_shift_(ID_BITS).bitwise_or_(torch.arange(vocab, device=logits.device))
     if count == vocab:
         keys = torch.from_numpy(np.sort(keys.numpy(), axis=-1))
@@ -151,7 +154,8 @@ class SampleTokens(Op, name="sample"):
     With temperature 0 the row's largest logit wins (the lowest id among equals). Otherwise tokens are ordered by
     probability; the first `top_k` stay; of these the shortest head whose probability reaches `top_p`; of these the
     tokens with at least `min_p` of the largest probability; and the first whose share of the cumulated sum exceeds
-    `uniform` is taken. Given `uniform`, the result is a function of the row alone, whatever the batch.
+    `uniform` is taken. Given `uniform`, the result is a function of the row alone, whatever the batch. A row that holds
+    NaN, or whose largest logit is infinite, gets the token that shows it.
 
     What no row needs may be None, and costs nothing then. Without cuts there is no need to sort: tokens stand in the
     order of their ids, and the token that a `uniform` selects is another one, with the same probability.
@@ -181,7 +185,7 @@ class SampleTokens(Op, name="sample"):
         best = logits.argmax(-1)
         if uniform is None:
             return best
-        greedy = temperature <= 0
+        greedy = (temperature <= 0) | ~logits.gather(1, best[:, None])[:, 0].isfinite()
         weights, ids = kept_weights(logits, temperature.masked_fill(greedy, 1.0), top_k, top_p, min_p)
         chosen = invert(weights, uniform)
         return torch.where(greedy, best, chosen if ids is None else ids.gather(1, chosen[:, None])[:, 0])
@@ -199,7 +203,7 @@ class SampleTokens(Op, name="sample"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Greedy rows, and each cut alone and together."""
+        """Greedy rows; all cuts together; rows with NaN and infinity."""
 
         def inputs(rows: int, greedy: bool) -> Any:
             def draw_inputs(d: Draw) -> tuple[Any, ...]:
@@ -212,5 +216,14 @@ class SampleTokens(Op, name="sample"):
 
             return draw_inputs
 
+        def broken_inputs(d: Draw) -> tuple[Any, ...]:
+            logits, *asked = inputs(4, False)(d)
+            logits[0, 7], logits[1, 9], logits[2] = torch.nan, torch.inf, -torch.inf
+            return logits, *asked
+
         op = SampleTokens()
-        return [Sample("greedy", op, inputs(3, True), "decode"), Sample("cuts", op, inputs(32, False), "decode")]
+        return [
+            Sample("greedy", op, inputs(3, True), "decode"),
+            Sample("cuts", op, inputs(32, False), "decode"),
+            Sample("broken", op, broken_inputs, "decode"),
+        ]

@@ -1,12 +1,14 @@
 """Sampling from large vocabularies, one row at a time in a core's cache, and without sorting a row.
 
-Weights are integers, so that sums do not depend on their order, and a token is found by sums of blocks: which block
-holds the share that `uniform` points to, then which token in that block. Where tokens count by falling probability,
-blocks are intervals of logits, and only the members of the blocks that matter are sorted.
+The native kernel draws the op's tokens save where the last bit of an exponential decides; the other one, the very same,
+where there is no native library. Weights are integers, so that sums do not depend on their order, and a token is found
+by sums of blocks: which block holds the share that `uniform` points to, then which token in that block. Where tokens
+count by falling probability, blocks are intervals of logits, and only the members of the blocks that matter are sorted.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +17,53 @@ import numpy as np
 import torch
 
 from inferplane.kernels.composed import basic
-from inferplane.plugin import RANK_TUNED, Kernels, When
+from inferplane.plugin import RANK_PORTABLE, RANK_TUNED, Kernels, When
+from inferplane_cpu.native import Sampling, library
 
 KERNELS = Kernels()
 LEAST_TOKENS = 8192
 """Vocabularies below this are worked on many rows at once, by the op's body."""
 BLOCK_TOKENS = 256
+MOST_LISTED = 1024
+"""Rows with a top_k up to this are reduced to their likeliest tokens before anything is weighed."""
 WEIGHT_BITS, UNIFORM_BITS = 40, 24
 INTERVAL_BITS = 16
 """Upper bits of a float32 that name its interval: 128 of them between a power of two and the next."""
 SLACK, ROUNDING = 0.01, 2.0**-20
 """What a bound on logits and the share that top-p leaves out are lowered by, far more than rounding can take."""
+
+
+@KERNELS(
+    "sample",
+    "native",
+    when=When((torch.float32, torch.bfloat16, torch.float16), features=("native",)),
+    rank=RANK_TUNED,
+    batch_invariant=True,
+)
+def sample_native(
+    p: Any,
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    uniform: torch.Tensor | None,
+) -> torch.Tensor:
+    """Rows shared among threads, logits read in the dtype they come in."""
+    if logits.dtype is torch.float16:
+        logits = logits.float()
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    given = (temperature, top_p, min_p, uniform, top_k)
+    kept = [None if x is None else x.contiguous() for x in given]  # until the call is over
+    rows, vocab = logits.shape
+    asked = Sampling(logits.data_ptr(), logits.dtype is torch.bfloat16, logits.stride(0), rows, vocab)
+    names = ("temperature", "top_p", "min_p", "uniform", "top_k")
+    for name, x in zip(names, kept, strict=True):
+        setattr(asked, name, None if x is None else x.data_ptr())
+    tokens = torch.empty(rows, dtype=torch.int64)
+    library().ip_sample(ctypes.byref(asked), tokens.data_ptr())
+    return tokens
 
 
 class Scratch:
@@ -58,7 +96,7 @@ class Scratch:
     "sample",
     "cpu",
     when=When((torch.float32, torch.bfloat16, torch.float16)),
-    rank=RANK_TUNED,
+    rank=RANK_PORTABLE,
     batch_invariant=True,
     prepare=lambda op, ctx: Scratch(),
 )
@@ -84,8 +122,12 @@ def sample(
     if scratch.tokens != logits.shape[-1]:
         scratch.resize(logits.shape[-1])
     for i, (row, degrees, u) in enumerate(zip(logits.float(), temperature.tolist(), uniform.tolist())):
-        if degrees <= 0:
-            tokens.append(int(row.numpy().argmax()))
+        best = int(row.numpy().argmax())
+        if degrees <= 0 or not math.isfinite(row[best]):
+            tokens.append(best)
+            continue
+        if cuts is not None and 0 < cuts[i].top_k <= MOST_LISTED:
+            tokens.append(_of_few(p, row, i, cuts[i].top_k, (temperature, top_k, top_p, min_p, uniform)))
             continue
         scratch.weigh(row, temperature[i])
         if cuts is None:
@@ -93,6 +135,12 @@ def sample(
         else:
             tokens.append(_by_rank(row.numpy(), scratch, cuts[i], u))
     return torch.tensor(tokens)
+
+
+def _of_few(p: Any, row: torch.Tensor, at: int, count: int, asked: tuple[Any, ...]) -> int:
+    """The token of a row that keeps `count` tokens, by the op's body."""
+    logits, ids = basic.likeliest(row[None], count)
+    return int(ids[0, basic.sample(p, logits, *(x[at : at + 1] for x in asked))])
 
 
 def _share(total: int, uniform: float) -> int:

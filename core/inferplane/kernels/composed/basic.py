@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.ops import AllGather, AllReduce, SampleTokens
+from inferplane.ops.sampling import likeliest as likeliest
 from inferplane.types import Batch, Kernels, Packing, When
 
 KERNELS = Kernels()
