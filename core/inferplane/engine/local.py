@@ -172,11 +172,28 @@ class LocalEngine:
         self.llm.engine.end(stream.request, reason, error)
         try:
             piece = self._piece(stream)
-        except Exception as failure:  # its text cannot be had: its end still can
-            self._forget(stream)
-            piece = Delta("", [], "error", stream.request.timings(), f"{error} {failure}".strip())
+        except Exception as failure:
+            piece = self._lost(stream, f"{error} {type(failure).__name__}: {failure}".strip())
         if piece is not None:
-            stream.sink.deliver([(stream.order.request_id, piece)])
+            self._deliver(stream.sink, [(stream.order.request_id, piece)])
+
+    def _lost(self, stream: _Stream, said: str) -> Delta:
+        """The last piece of a stream of which something is lost: it fails, even if its tokens were all made."""
+        self.llm.engine.end(stream.request, "error", said)
+        self._forget(stream)
+        return Delta("", [], "error", None, said)
+
+    def _deliver(self, sink: Sink, pieces: list[tuple[RequestId, Delta]]) -> None:
+        """Hand pieces over. When that fails they are lost: their requests end, and that much is told."""
+        try:
+            sink.deliver(pieces)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            for request_id, _ in pieces:
+                stream = self._streams.get((sink, request_id))
+                if stream is not None:
+                    self._lost(stream, said)
+            sink.deliver([(request_id, Delta("", [], "error", None, said)) for request_id, _ in pieces])
 
     def _piece(self, stream: _Stream) -> Delta | None:
         """What is new since the last piece; the last one ends the stream."""
@@ -203,12 +220,11 @@ class LocalEngine:
             try:
                 piece = self._piece(stream)
             except Exception as error:
-                self._end(stream, "error", f"{type(error).__name__}: {error}")
-                continue
+                piece = self._lost(stream, f"{type(error).__name__}: {error}")
             if piece is not None:
                 pieces.setdefault(stream.sink, []).append((stream.order.request_id, piece))
         for sink, found in pieces.items():
-            sink.deliver(found)
+            self._deliver(sink, found)
 
     def _forget(self, stream: _Stream) -> None:
         self._streams.pop((stream.sink, stream.order.request_id), None)

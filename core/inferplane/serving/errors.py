@@ -88,6 +88,11 @@ def from_engine(error: InferplaneError, words: Mapping[str, str], asked: Collect
         text = f"{error.what} There is: {error.there_is}." if error.there_is else error.what
         param = words.get(name, name) if name is not None else None
         return invalid(text.removeprefix("SamplingParams: "), param)
+    return internal()
+
+
+def internal() -> ApiError:
+    """The answer to a request that met a fault of the server's own; its log says which."""
     return ApiError(500, "The request failed inside the server.", code="internal_error")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from inferplane.engine import Delta, SamplingParams
 from inferplane.errors import InferplaneError
 from inferplane.serving.admission import Ask
-from inferplane.serving.errors import ApiError, from_engine
+from inferplane.serving.errors import ApiError, from_engine, internal
 
 if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
@@ -113,7 +113,7 @@ class Job:
             self._put(from_engine(error, self.ask.words, self.ask.sampling))
         except Exception:
             log.exception("a sequence failed in the server")
-            self._put(ApiError(500, "The request failed inside the server.", code="internal_error"))
+            self._put(internal())
 
     def _take(self, choice: int, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)

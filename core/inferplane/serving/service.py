@@ -205,14 +205,14 @@ class Service:
         limits = self.settings, model.info.max_model_len, model.info.vocab
         params = [sampling_of(ask, ids, *limits) for ids in prompts]
         assert self.engine is not None
-        if ask.request_id is not None:
-            if ask.request_id in self._live:
-                word = ask.word("request_id")
-                raise ApiError(409, f"A request with {word} {ask.request_id!r} is alive.", param=word, code="duplicate")
-            self._live.add(ask.request_id)
+        if ask.request_id is not None and ask.request_id in self._live:
+            word = ask.word("request_id")
+            raise ApiError(409, f"A request with {word} {ask.request_id!r} is alive.", param=word, code="duplicate")
         job = Job(self.engine, ask, prompts, params, f"job-{next(self._ids)}")
-        self._jobs.add(job)
         job.start()
+        self._jobs.add(job)
+        if ask.request_id is not None:
+            self._live.add(ask.request_id)
         return job
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:

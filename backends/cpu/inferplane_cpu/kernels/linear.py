@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from inferplane.kernels.composed.shapes import padded
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
 from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices, panels_times
 from inferplane_cpu.native import Matrix, library
@@ -54,7 +55,7 @@ def matrix_of(p: Any) -> Matrix:
 def many_rows(p: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x w^T + bias` by oneDNN, in bf16."""
     if isinstance(p.weight, torch.Tensor):
-        return F.linear(x, p.weight, bias)
+        return F.linear(padded(x), p.weight, bias)[: x.shape[0]]
     return panels_times(matrix_of(p), x, bias)
 
 

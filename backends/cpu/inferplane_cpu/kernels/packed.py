@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.composed.shapes import padded
 from inferplane.plugin import KernelError, Packing, QTensor
 from inferplane_cpu.native import BF16, FP8, INT4, INT8, Matrix, library
 
@@ -104,12 +105,13 @@ def expanded(w: Matrix, first: int, last: int) -> torch.Tensor:
 
 def panels_times(w: Matrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x w^T + bias` by oneDNN for many rows of x: a quantized weight is expanded some rows at a time."""
+    rows, x = x.shape[0], padded(x)
     y = x.new_empty(x.shape[0], w.n)
     for first in range(0, w.n, EXPANDED_ROWS):
         last = min(w.n, first + EXPANDED_ROWS)
         part = None if bias is None else bias[first:last]
         y[:, first:last] = torch.nn.functional.linear(x, expanded(w, first, last), part)
-    return y
+    return y[:rows]
 
 
 def _stack(t: torch.Tensor) -> Sequence[torch.Tensor]:

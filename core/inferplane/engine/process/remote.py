@@ -163,11 +163,12 @@ class RemoteEngine:
         """See `EngineClient`."""
         answer: Future[dict[str, Any]] = Future()
         number = next(self._numbers)
+        data = messages.frame(messages.Ask(number, question))
         with self._lock:
             refusal = self._refusal()
             if refusal is None:
                 self._answers[number] = answer
-                self._outbox.put(messages.frame(messages.Ask(number, question)))
+                self._outbox.put(data)
         if refusal is None:
             return answer
         if question == "health":
@@ -231,37 +232,49 @@ class RemoteEngine:
         while (data := self._outbox.get()) is not None:
             try:
                 self._socket.sendall(data)
-            except OSError:  # the reader tells everybody
+            except Exception:  # the reader tells everybody
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
                 return
 
     def _read(self) -> None:
-        closed = False
-        while not closed and (message := self._receive()) is not None:
-            if isinstance(message, messages.Pieces):
-                self._deliver([(p.request_id, p.delta()) for p in message.pieces])
-            elif isinstance(message, messages.Accepted):
-                self._settle(message.number, None)
-            elif isinstance(message, messages.Answer):
-                self._settle(message.number, message.value)
-            elif isinstance(message, messages.Refused):
-                self._forget(message.number)
-                self._settle(message.number, message.fault.error())
-            else:
+        closed, why = False, ""
+        try:
+            while not closed and (message := self._receive()) is not None:
+                self._hear(message)
                 closed = isinstance(message, messages.Closed)
-        self._end(closed)
+        except Exception as error:  # what was said is lost, and with it the way to go on
+            why = f"the connection to the engine failed: {type(error).__name__}: {error}"
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._end(closed, why)
+
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, messages.Pieces):
+            self._deliver([(p.request_id, p.delta()) for p in message.pieces])
+        elif isinstance(message, messages.Accepted):
+            self._settle(message.number, None)
+        elif isinstance(message, messages.Answer):
+            self._settle(message.number, message.value)
+        elif isinstance(message, messages.Refused):
+            self._forget(message.number)
+            self._settle(message.number, message.fault.error())
 
     def _deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
         """Hand a step's pieces on to those who wait for them."""
         batches: dict[Sink, list[tuple[RequestId, Delta]]] = {}
+        ended: dict[Sink, list[RequestId]] = {}
         for number, delta in pieces:
             found = self._streams.get(number)
             if found is None:
                 continue
             batches.setdefault(found[0], []).append((found[1], delta))
             if delta.finish_reason is not None:
-                self._forget(number)
+                ended.setdefault(found[0], []).append(number)
         for sink, batch in batches.items():
             sink.deliver(batch)
+            for number in ended.get(sink, ()):  # not before: who was not told of the end has to hear of another
+                self._forget(number)
 
     def _settle(self, number: int, value: Any) -> None:
         with self._lock:
@@ -279,18 +292,21 @@ class RemoteEngine:
             if found is not None and self._of.get(found) == number:
                 del self._of[found]
 
-    def _end(self, closed: bool) -> None:
+    def _end(self, closed: bool, why: str = "") -> None:
         """Tell all who wait that nothing comes any more."""
-        said = "the engine was shut down" if closed or self._closing else f"the engine's process ended{self._exit()}"
+        ended = closed or self._closing
+        said = "the engine was shut down" if ended else why or f"the engine's process ended{self._exit()}"
         failure = EngineError(f"{said[0].upper()}{said[1:]}.", remedy="make a new AsyncLLM")
         with self._lock:
             self._failure = failure
             answers, streams = list(self._answers), list(self._streams)
         for number in answers:
             self._settle(number, failure)
-        reason: FinishReason = "abort" if closed or self._closing else "error"
-        nothing = Timings(0.0, 0.0, 0.0, 0, 0)
-        self._deliver([(number, Delta("", [], reason, nothing, said)) for number in streams])
+        reason: FinishReason = "abort" if ended else "error"
+        end = Delta("", [], reason, Timings(0.0, 0.0, 0.0, 0, 0), said)
+        for live in streams:
+            with contextlib.suppress(Exception):  # a caller who cannot be told keeps nobody else from being told
+                self._deliver([(live, end)])
         self._ended.set()
         self._outbox.put(None)
 

@@ -54,7 +54,11 @@ class Connection:
         if self.writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
             self.writer.transport.abort()
             return
-        self.writer.write(messages.frame(message))
+        try:
+            self.writer.write(messages.frame(message))
+        except Exception as error:  # who would wait for this message for ever learns that none comes
+            print(f"inferplane engine: a caller is disconnected: {error}", file=sys.stderr)
+            self.writer.transport.abort()
 
     async def receive(self) -> FromCaller | None:
         """The next message; None at the end, also of a caller that does not keep to the protocol."""

@@ -7,11 +7,43 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from inferplane.kernels.composed.shapes import rounded
 from inferplane.ops import hidden_pairs
 from inferplane.types import Batch, Kernels, LayerKV, When
 
 KERNELS = Kernels()
 ANY = When(dtypes=(torch.float32, torch.bfloat16, torch.float16))
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, *, causal: bool, scale: float
+) -> torch.Tensor:
+    """One sequence's attention over `[heads, tokens, width]`, in a shape of few; KV heads serve groups of query heads.
+
+    Args:
+        q: queries.
+        k: keys; rows beyond those that `seen` has are padding already.
+        v: values, as many.
+        seen: `[queries, keys]`, True where a query looks; None: everywhere, or below the diagonal.
+        causal: query i looks at the keys up to i; then there are as many of both.
+        scale: of the scores.
+    """
+    m, n = q.shape[1], k.shape[1]
+    if q.dtype is not torch.float32:
+        real = n if seen is None else seen.shape[1]
+        rows, keys = rounded(m), rounded(n)
+        if not causal and keys > real:
+            seen = q.new_ones(m, real, dtype=torch.bool) if seen is None else seen
+            seen = F.pad(seen, (0, keys - real, 0, rows - m))
+        elif seen is not None:
+            seen = F.pad(seen, (0, 0, 0, rows - m))
+        q, k, v = F.pad(q, (0, 0, 0, rows - m)), F.pad(k, (0, 0, 0, keys - n)), F.pad(v, (0, 0, 0, keys - n))
+    grouped = q.shape[0] != k.shape[0]
+    mask = None if causal else seen
+    o = F.scaled_dot_product_attention(
+        q[None], k[None], v[None], mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    return o[0, :, :m]
 
 
 @KERNELS("kv_write", "torch", when=ANY, capture_safe=True, batch_invariant=True)
@@ -40,19 +72,11 @@ def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tenso
         if m <= 8:
             rows = q[a:b].view(m, g, h // g, -1).permute(1, 0, 2, 3).reshape(g, m * (h // g), -1)
             mask = None if seen is None else seen.repeat_interleave(h // g, 0)
-            o = F.scaled_dot_product_attention(rows[None], k[None], v[None], mask, scale=p.scale)[0]
+            o = attend(rows, k, v, mask, causal=False, scale=p.scale)
             out[a:b] = o.view(g, m, h // g, -1).permute(1, 0, 2, 3).reshape(m, h, -1)
         else:
             whole = m == n and window is None
-            o = F.scaled_dot_product_attention(
-                q[a:b].transpose(0, 1)[None],
-                k[None],
-                v[None],
-                None if whole else seen,
-                is_causal=whole,
-                scale=p.scale,
-                enable_gqa=True,
-            )[0]
+            o = attend(q[a:b].transpose(0, 1), k, v, seen, causal=whole, scale=p.scale)
             out[a:b] = o.transpose(0, 1)
     return out
 
@@ -64,20 +88,16 @@ def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     q = torch.cat((q_nope, q_rope), -1)
     out = q.new_empty(q.shape[0], d.heads, d.value)
     for a, b, n, table in batch.rows():
-        latent, k_rope = kv.read(table, n)[0].to(q.dtype).split((d.latent, d.rope), -1)
-        k_nope, v = F.linear(latent, p.kv_b.weight).view(n, d.heads, -1).split((d.nope, d.value), -1)
-        k = torch.cat((k_nope, k_rope[:, None].expand(n, d.heads, d.rope)), -1)
+        entries = kv.read(table, n)[0].to(q.dtype)
+        count = n if q.dtype is torch.float32 else rounded(n)
+        latent, k_rope = F.pad(entries, (0, 0, 0, count - n)).split((d.latent, d.rope), -1)
+        k_nope, v = F.linear(latent, p.kv_b.weight).view(count, d.heads, -1).split((d.nope, d.value), -1)
+        k = torch.cat((k_nope, k_rope[:, None].expand(count, d.heads, d.rope)), -1)
         width = d.nope + d.rope
         v = F.pad(v, (0, width - d.value)) if d.value < width else v
         whole = b - a == n and d.value <= width
-        o = F.scaled_dot_product_attention(
-            q[a:b].transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            None if whole else ~hidden_pairs(b - a, n, None, q.device),
-            is_causal=whole,
-            scale=p.scale,
-        )[0]
+        seen = None if whole else ~hidden_pairs(b - a, n, None, q.device)
+        o = attend(q[a:b].transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), seen, causal=whole, scale=p.scale)
         out[a:b] = o.transpose(0, 1)[..., : d.value]
     return out
 
@@ -90,10 +110,10 @@ def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1), q_rope), -1)
     mid = q.new_empty(q.shape[0], d.heads, d.latent)
     for a, b, n, table in batch.rows():
-        c = kv.read(table, n)[0].to(q.dtype)[None, None]
+        c = kv.read(table, n)[0].to(q.dtype)[None]
         m = b - a
         mask = None if m == 1 else (~hidden_pairs(m, n, None, q.device)).repeat_interleave(d.heads, 0)
         # V is the first part of K; passing K whole keeps the widths equal, which the fused call wants.
-        o = F.scaled_dot_product_attention(q[a:b].reshape(1, 1, m * d.heads, -1), c, c, mask, scale=p.scale)
+        o = attend(q[a:b].reshape(1, m * d.heads, -1), c, c, mask, causal=False, scale=p.scale)
         mid[a:b] = o.view(m, d.heads, -1)[..., : d.latent]
     return torch.bmm(mid.transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from inferplane.serving.admission import Ask
-from inferplane.serving.errors import ApiError
+from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.http.gate import FACTS, TENANT, Receive, Scope, Send
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import Choice, Rendering, compact
@@ -23,6 +24,7 @@ PING_S = 15.0
 """Seconds of silence after which a stream sends a sign of life."""
 IGNORED = "x-inferplane-ignored"
 MOST_NAMES_CHARACTERS = 400
+log = logging.getLogger("inferplane.serving")
 
 
 class Generation(Response):
@@ -42,6 +44,7 @@ class Generation(Response):
         super().__init__()  # frameworks read the attributes that it sets
         self._service, self._ask, self._rendering = service, ask, rendering
         self._streams, self._ignored = stream, ignored
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         facts = scope[FACTS]
@@ -56,8 +59,17 @@ class Generation(Response):
                     facts.update(prompt_tokens=job.prompt_tokens, completion_tokens=job.completion_tokens)
                     facts.update(choices=job.choices, finished=",".join(sorted(set(job.finished))))
         except ApiError as error:
-            facts["error"] = error.code
-            await refuse(error, self._rendering.refusal(error))(scope, receive, send)
+            await self._refuse(error, scope, receive, send)
+        except Exception:
+            if self._begun:
+                raise
+            log.exception("a request failed in the server")
+            await self._refuse(internal(), scope, receive, send)
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        self._begun = True
+        scope[FACTS]["error"] = error.code
+        await refuse(error, self._rendering.refusal(error))(scope, receive, send)
 
     def _more_headers(self) -> dict[str, str]:
         return ignored_header(self._ignored)
@@ -66,6 +78,7 @@ class Generation(Response):
         choices = await gather(job)
         answer = compact(self._rendering.whole(job, choices))
         response = Response(answer, media_type="application/json", headers=self._more_headers())
+        self._begun = True
         await response(scope, receive, send)
 
     async def _stream(self, job: Job, send: Send) -> None:
@@ -73,6 +86,7 @@ class Generation(Response):
         headers = {"content-type": f"{self._rendering.media_type}; charset=utf-8", "cache-control": "no-cache"}
         headers.update({"x-accel-buffering": "no", **self._more_headers()})
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._begun = True
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         pulse = _Pulse(send, self._rendering.ping)
         try:
@@ -84,6 +98,9 @@ class Generation(Response):
                 await pulse.send(self._rendering.closing(job))
             except ApiError as error:
                 await pulse.send(self._rendering.failure(error))
+            except Exception:
+                log.exception("a stream failed in the server")
+                await pulse.send(self._rendering.failure(internal()))
         finally:
             pulse.stop()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from inferplane import __version__
 from inferplane.serving import page
-from inferplane.serving.errors import ApiError
+from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.http import generate, operation, text
 from inferplane.serving.http.answer import refuse
 from inferplane.serving.http.gate import FACTS, App, Gate, Keys
@@ -60,7 +60,7 @@ def _app(routers: Iterable[APIRouter]) -> FastAPI:
         docs_url=None,  # FastAPI's pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error},
+        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault},
     )
     for router in routers:
         app.router.routes.extend(router.routes)  # flat, so that anybody can list them
@@ -81,3 +81,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     response = refuse(shown, shown.body())
     response.headers.update(error.headers or {})
     return response
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    """A fault of our own, which the gate logs: clients read an error in the usual form."""
+    shown = internal()
+    request.scope[FACTS]["error"] = shown.code
+    return refuse(shown, shown.body())

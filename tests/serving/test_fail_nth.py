@@ -1,0 +1,117 @@
+"""Fail the N-th: every seam from the tokenizer to the log fails at its first call, its second, ... until none is left.
+
+For every N each request ends exactly once, and the server either holds nothing more and answers as ever, or its engine
+is dead and health says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inferplane.engine import async_llm, engine, local
+from inferplane.engine.constrain import Constraint
+from inferplane.engine.llm import LLM
+from inferplane.engine.metrics import Metrics
+from inferplane.engine.process import messages, remote
+from inferplane.engine.process import server as process
+from inferplane.engine.request import Request
+from inferplane.engine.runner import Runner
+from inferplane.engine.sampler import Sampler
+from inferplane.engine.scheduler import Scheduler
+from inferplane.engine.text import Detokenizer
+from inferplane.kvcache import BlockAllocator
+from inferplane.serving import logs, native, templates
+from inferplane.serving.http import chat, completions
+from inferplane.serving.job import Job
+from inferplane.serving.model import ServedModel
+from inferplane.serving.service import Service
+from tests.serving.faults import Fault, Small, failing, run
+
+SEAMS: dict[str, tuple[Any, str]] = {
+    "tokenizer": (ServedModel, "encode"),
+    "chat template": (templates._Worker, "_say"),
+    "admission": (Service, "_accept"),
+    "job": (Job, "start"),
+    "submission": (local.LocalEngine, "submit"),
+    "grammar": (LLM, "constraint"),
+    "grammar's mask": (Constraint, "masks"),
+    "grammar's step": (Constraint, "accept"),
+    "request": (LLM, "add"),
+    "blocks": (BlockAllocator, "take"),
+    "schedule": (Scheduler, "schedule"),
+    "queue": (Scheduler, "add"),
+    "queries": (Scheduler, "queries"),
+    "commit": (Scheduler, "commit"),
+    "batch": (engine, "make_batch"),
+    "forward": (Runner, "run"),
+    "sampler's rows": (Sampler, "prepare"),
+    "sampler": (Sampler, "sample"),
+    "log-probabilities": (Sampler, "logprobs"),
+    "detokenizer's start": (LLM, "_detokenizer"),
+    "detokenizer": (Detokenizer, "push"),
+    "text": (Detokenizer, "take"),
+    "step": (engine.Engine, "step"),
+    "timings": (Request, "timings"),
+    "engine's metrics": (Metrics, "observe"),
+    "delivery": (async_llm._Mailbox, "deliver"),
+    "piece": (Job, "_take"),
+    "completion's piece": (completions.CompletionRendering, "piece"),
+    "completion's whole": (completions.CompletionRendering, "whole"),
+    "chat's piece": (chat.ChatRendering, "piece"),
+    "chat's end": (chat.ChatRendering, "closing"),
+    "native piece": (native.NativeRendering, "piece"),
+    "log": (logs.JsonLines, "format"),
+    "socket": (Small, "written"),
+}
+"""What can fail, by the place where it is called."""
+MOST = 200
+"""Faults at one seam; a test that needs more hangs in a loop."""
+
+
+MESSAGES: dict[str, tuple[Any, str]] = {
+    "a message's form": (messages, "frame"),
+    "a message's length": (messages, "body_bytes"),
+    "the engine reads": (process.Connection, "receive"),
+    "the engine writes": (asyncio.StreamWriter, "write"),
+    "the server reads": (remote.RemoteEngine, "_receive"),
+    "the server hears": (remote.RemoteEngine, "_hear"),
+    "delivery beyond": (process.Connection, "deliver"),
+    "delivery here": (async_llm._Mailbox, "deliver"),
+    "an answer": (remote.RemoteEngine, "_settle"),
+}
+"""What else can fail where the engine has a process of its own."""
+
+
+def fail_each(folder: Path, owner: Any, method: str, error: Exception, *, by_messages: bool) -> None:
+    """Fail the first call, then the second, ... until a run in which nothing failed."""
+
+    async def work(server: Small) -> None:
+        for n in count(1):
+            await server.start()
+            with failing(owner, method, n, error) as fault:
+                found = await server.ask()
+            fates, alive = server.judge(found), await server.at_rest()
+            if fault.calls < n:
+                assert fates == ["whole"] * len(fates) and alive
+                break
+            assert n < MOST
+            assert "cut off" not in fates or isinstance(error, OSError), (n, fates)
+        assert n > 1, "this seam was never reached"
+
+    run(folder, work, by_messages=by_messages)
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_each_call_fails_once(name, tmp_path):
+    error = OSError("on purpose") if name == "socket" else Fault("on purpose")
+    fail_each(tmp_path, *SEAMS[name], error, by_messages=False)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_each_message_fails_once(name, tmp_path):
+    fail_each(tmp_path, *MESSAGES[name], Fault("on purpose"), by_messages=True)
