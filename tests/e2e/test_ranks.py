@@ -118,6 +118,15 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
     done(process, code=None)
 
 
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_to_rank_0_ends_both_without_our_traceback(number):
+    """The launcher has words of its own."""
+    words = ("generate", "--device", "cpu", "-p", "def f(", "--max-tokens", "1500", "--temperature", "1.5")
+    _, err = done(torchrun("tests/e2e/interrupted.py", number, "step:5", *words), code=1)
+    assert "core/inferplane" not in err and "KeyboardInterrupt" not in err, err
+    assert "local_rank: 0" in err or "rank      : 0" in err, err
+
+
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("ip"), reason="not run: needs root and iproute2")
 def test_two_machines(tmp_path):
     """Two network namespaces that see each other over one link only."""

@@ -30,7 +30,7 @@ def answered(main: Callable[[], int]) -> int:
         try:
             for number, how in usual.items():
                 if how is signal.SIG_DFL and (number == signal.SIGINT or "WORLD_SIZE" not in os.environ):
-                    signal.signal(number, _answer)
+                    signal.signal(number, answer)
             return main()
         finally:
             for number, how in usual.items():
@@ -41,7 +41,8 @@ def answered(main: Callable[[], int]) -> int:
         return TERMINATED
 
 
-def _answer(number: int, frame: FrameType | None) -> None:
+def answer(number: int, frame: FrameType | None) -> None:
+    """A handler for both: raises KeyboardInterrupt or Terminated, or ends the process where that would do harm."""
     if _importing(frame):
         # Extension modules lose an exception that comes while they are imported, or abort. There is nothing to put in
         # order but the cursor, which a progress bar hides.

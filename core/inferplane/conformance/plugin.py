@@ -97,8 +97,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """From here pytest answers Ctrl-C in its own words; `inferplane conform` held it back while pytest was imported."""
     if getattr(session.config.option, "inferplane_device", _NOT_ASKED) is not _NOT_ASKED:
-        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        session.config.stash[HELD_BACK] = signal.SIGINT in mask
+        from inferplane.cli.interrupt import answer
+
+        held_back = session.config.stash[HELD_BACK] = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        if held_back:
+            signal.signal(signal.SIGINT, answer)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
+from inferplane.errors import DeviceError
 from inferplane.ops.op import EXACT, Cost, Load, Op, Sample
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Inside, what the transport says of a rank that is gone becomes a DeviceError."""
+    try:
+        yield
+    except RuntimeError as error:
+        words = str(error).splitlines()[0]
+        raise DeviceError(f"A rank that shares the model has ended ({words}).", remedy="see its own message") from error
 
 
 class AllReduce(Op, name="all_reduce"):
@@ -22,7 +34,8 @@ class AllReduce(Op, name="all_reduce"):
     Fields: `ranks`, the number of processes that share the layer (torch.distributed's default group).
 
     Raises:
-        RuntimeError: `ranks` > 1 and no process group is initialised (from torch.distributed).
+        ValueError: `ranks` > 1 and no process group is initialised (from torch.distributed).
+        DeviceError: another rank has ended.
 
     Source: Megatron-LM, arXiv 1909.08053.
     """
@@ -33,7 +46,8 @@ class AllReduce(Op, name="all_reduce"):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.ranks > 1:
-            dist.all_reduce(x)
+            with together():
+                dist.all_reduce(x)
         return x
 
     def cost(self, load: Load) -> Cost:
@@ -58,7 +72,8 @@ class AllGather(Op, name="all_gather"):
     Fields: `ranks`, the number of processes that share the layer (torch.distributed's default group).
 
     Raises:
-        RuntimeError: `ranks` > 1 and no process group is initialised (from torch.distributed).
+        ValueError: `ranks` > 1 and no process group is initialised (from torch.distributed).
+        DeviceError: another rank has ended.
 
     Source: vocabulary sharding as in Megatron-LM, arXiv 1909.08053.
     """
@@ -71,7 +86,8 @@ class AllGather(Op, name="all_gather"):
         if self.ranks == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        dist.all_gather(parts, x.contiguous())
+        with together():
+            dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1)
 
     def cost(self, load: Load) -> Cost:
