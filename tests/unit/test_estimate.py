@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -29,6 +30,45 @@ def test_what_fits():
     assert SMALL.longest(2900) == 100 and SMALL.longest(130) == 32 and SMALL.longest(63) == 0
     assert SMALL.sequences(17, 2900) == 22  # two blocks each
     assert SMALL.default_kv_bytes == min(int(3000 * 0.3), 2 * 7 * 64)
+
+
+def test_what_fits_with_windows():
+    """A sequence holds a window, a step's tokens, and a block that each of them cuts."""
+    windowed = replace(SMALL, window=20, step_tokens=12)
+    assert [windowed.sequences(n, 2900) for n in (16, 17, 33, 100)] == [45, 22, 15, 15]
+    assert windowed.longest(3 * 64) == 48 and windowed.longest(4 * 64) == 100 and windowed.longest(63) == 0
+
+
+WINDOWED = {
+    **{"architectures": ["Qwen2ForCausalLM"], "vocab_size": 160, "hidden_size": 64, "intermediate_size": 112},
+    **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192},
+    **{"use_sliding_window": True, "sliding_window": 512},
+}
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "share", "said"),
+    [
+        (0, 512, 0, "blocks before the last 512 tokens are given back"),
+        (1, None, 0.75, "all tokens are kept, also by layers with a window of 512"),
+        (4, None, 0, None),
+    ],
+)
+def test_windows_are_told_as_they_are_kept(full, window, share, said, tmp_path, capsys, monkeypatch):
+    """As the scheduler keeps them: docs/decisions/0013."""
+    monkeypatch.setattr(main, "prepare", lambda environment: None)
+    monkeypatch.setenv("COLUMNS", "300")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**WINDOWED, "max_window_layers": full}))
+    assert main.main(["estimate", str(path), "--device", "cpu", "--json"]) == DONE
+    data = json.loads(capsys.readouterr().out)
+    assert (data["kv_window"], data["kv_whole_windows_bytes"]) == (window, share * data["kv_block_bytes"])
+    assert main.main(["estimate", str(path), "--device", "cpu"]) == DONE
+    text = capsys.readouterr().out
+    assert ("given back" in text, "75%" in text) == (window is not None, share == 0.75)
+    assert main.main(["explain", str(path), "--device", "cpu"]) == DONE
+    text = capsys.readouterr().out
+    assert said in text if said else "tokens are kept" not in text and "given back" not in text
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])

@@ -113,6 +113,11 @@ def _bytes_table(found: Estimate, model: str, device: str) -> Table:
     table.add_row("workspace", amount(found.workspace), "estimated")
     words = f"a block of {found.block_tokens} tokens takes {amount(found.block)}"
     table.add_row("KV cache, a token", amount(found.kv_token), words)
+    if found.window is not None:
+        table.add_row("window", f"{found.window} tokens", "what lies before it is given back as a sequence grows")
+    if found.whole_windows:
+        share = found.whole_windows / found.block
+        table.add_row("of it windows", f"{share:.0%}", "layers that keep all tokens, as others of the model do")
     if found.memory is not None:
         table.add_row("memory", amount(found.memory))
         table.add_row("left for the cache", amount(found.left or 0))

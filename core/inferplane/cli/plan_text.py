@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,18 @@ def _head(data: dict[str, Any], entry: DeviceEntry, architectures: list[str]) ->
     yield Text.assemble((data["model"] or "model", "bold"), f" in {data['dtype']}, planned{arch} (assumed{also})")
     size = data["weight_bytes"] / MIB
     words = f"{size:,.1f} MiB" if size < 10 * 1024 else f"{size / 1024:,.1f} GiB"
-    yield Text(f"weights {words}, KV layout {layouts}")
+    yield Text(f"weights {words}, KV layout {layouts}{_windows(data)}")
+
+
+def _windows(data: Mapping[str, Any]) -> str:
+    """What the cache keeps where layers attend to a window."""
+    windows = {layout["window"] for layout in data["kv_layouts"]}
+    if windows == {None}:
+        return ""
+    if None not in windows:
+        return f"; blocks before the last {max(windows)} tokens are given back"
+    some = ", ".join(map(str, sorted(windows - {None})))
+    return f"; all tokens are kept, also by layers with a window of {some}, since others have none"
 
 
 def _table(lines: list[Row], width: int, *, verbose: bool) -> Iterator[Text]:

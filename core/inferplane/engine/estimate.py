@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from inferplane.engine.room import Room
 from inferplane.engine.runner import KV_SHARE, Runner
 
 SCHEMA = 1
@@ -25,6 +26,10 @@ class Estimate:
         memory: what there is in all; None when it is not known.
         max_batch: sequences in a step.
         model_positions: tokens of a sequence that the model allows.
+        window: the most last tokens that any layer attends to; None: all.
+        step_tokens: tokens in a step.
+        whole_windows: of a block's bytes, those of layers with a window that keep all tokens, because other layers of
+            the model attend to all (docs/decisions/0013).
     """
 
     weights: int
@@ -35,6 +40,9 @@ class Estimate:
     memory: int | None
     max_batch: int
     model_positions: int
+    window: int | None = None
+    step_tokens: int = 0
+    whole_windows: int = 0
 
     @property
     def kv_token(self) -> float:
@@ -52,11 +60,16 @@ class Estimate:
 
     def longest(self, kv_bytes: int) -> int:
         """Tokens of the longest sequence in such a cache; 0 when there is no room for a block."""
-        return min(self.model_positions, self.blocks(kv_bytes) * self.block_tokens)
+        blocks = self.blocks(kv_bytes)
+        room = Room(blocks, self.block_tokens, self.block, kv_bytes, self.window)
+        return room.longest(self.model_positions, asked=False) if blocks else 0
 
     def sequences(self, tokens: int, kv_bytes: int) -> int:
         """Sequences of so many tokens that such a cache holds at a time."""
-        return self.blocks(kv_bytes) // -(-tokens // self.block_tokens)
+        need = -(-tokens // self.block_tokens)
+        if self.window is not None:  # the rest is given back meanwhile
+            need = min(need, -(-(self.window + self.step_tokens) // self.block_tokens) + 1)
+        return self.blocks(kv_bytes) // need
 
     @property
     def default_kv_bytes(self) -> int | None:
@@ -82,6 +95,8 @@ class Estimate:
             "kv_block_bytes": self.block,
             "kv_block_tokens": self.block_tokens,
             "kv_token_bytes": self.kv_token,
+            "kv_window": self.window,
+            "kv_whole_windows_bytes": self.whole_windows,
             "memory_bytes": self.memory,
             "max_batch": self.max_batch,
             "model_positions": self.model_positions,
@@ -107,6 +122,7 @@ def estimate(runner: Runner, memory: int | None, max_step_tokens: int) -> Estima
     vocab, hidden = model.embed.weight.shape
     widths = [w.shape[-2] for w in plan.weights.values() if len(w.shape) > 1 and vocab not in w.shape]
     item = runner.dtype.itemsize
+    windowed = 0 if runner.window is not None else runner.block_bytes(windowed=True)
     activations = max_step_tokens * (4 * hidden + 2 * max(widths, default=hidden)) * item
     logits = 3 * min(runner.options.max_batch, max_step_tokens) * vocab * 4
     return Estimate(
@@ -118,4 +134,7 @@ def estimate(runner: Runner, memory: int | None, max_step_tokens: int) -> Estima
         memory=memory,
         max_batch=runner.options.max_batch,
         model_positions=runner.max_model_len,
+        window=runner.window,
+        step_tokens=max_step_tokens,
+        whole_windows=windowed,
     )

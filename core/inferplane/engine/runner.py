@@ -325,9 +325,10 @@ class Runner:
         requests = self._kv_requests() + (self.draft._kv_requests() if self.draft is not None else [])
         return None if any(r.window is None for r in requests) else max(r.window or 0 for r in requests)
 
-    def block_bytes(self) -> int:
-        """Bytes of one block of the cache, all layers together."""
-        return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in self._kv_requests())
+    def block_bytes(self, *, windowed: bool = False) -> int:
+        """Bytes of one block of the cache, all layers together, or those with a window."""
+        requests = [r for r in self._kv_requests() if r.window is not None or not windowed]
+        return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in requests)
 
     def _build_cache(self) -> None:
         """The cache, and the draft model's: as many blocks as the budget holds of both together."""
