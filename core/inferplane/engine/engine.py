@@ -279,8 +279,8 @@ class Engine:
                 p = self.sampler.probabilities(some, step)
                 uniforms = torch.stack([rng.uniform(step.seeds, step.positions, stream) for stream in (1, 2)], 1)
             verified = verify(drawn, drafts, config, p, uniforms)
-            table, counts = verified.tokens.to(HOST).tolist(), verified.counts.to(HOST).tolist()
-            kept = [t[:n] for t, n in zip(table, counts)]
+            table = torch.cat((verified.counts[:, None], verified.tokens), 1).to(HOST).tolist()
+            kept = [t[:n] for n, *t in table]
         else:
             kept = [[int(t)] for t in drawn.to(HOST).tolist()]
         stood = [t for new, d in zip(kept, drafts) for t in (*new, *([0] * (1 + len(d) - len(new))))]

@@ -1,7 +1,7 @@
 """What drafting with a network has in common: one forward over the rows that stand, then one for each further draft.
 
-All forwards are ragged: a sequence takes part as long as it wants drafts and has room for them, and brings one row. The
-drafted tokens go from one forward to the next on the device; the host reads them once, at the end.
+How many drafts each sequence gets, and their blocks, are settled before the first forward; behind it the forwards form
+a chain on the device (`chain`), each sequence with one row. The host reads the drafted tokens once, at the end.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from itertools import accumulate
 import torch
 
 from inferplane.engine.request import Request
+from inferplane.engine.speculate.chain import chain
 from inferplane.engine.speculate.proposer import Proposer, Ran
 from inferplane.types import FEW_TOKENS, HOST, Batch
-from inferplane.types.batch import Query, make_batch
+from inferplane.types.batch import HostLens, Query, make_batch
 
 Reserve = Callable[[Request, int], bool]
 """`(request, tokens) -> bool`: makes sure that a sequence has blocks for so many tokens."""
@@ -74,28 +75,47 @@ class ForwardProposer(Proposer):
             return [[] for _ in ran]
         logits, after, ends = started
         going = [i for i in ends if room[i]]
-        rows = [ends[i] for i in going]
-        each: list[tuple[list[int], torch.Tensor]] = []
-        while going:
-            tokens = logits.argmax(-1)
-            each.append((going, tokens))
-            on = [k for k, i in enumerate(going) if self._goes_on(ran[i].request, len(each), room[i])]
-            if not on:
-                break
-            queries = [self._next(ran[going[k]].request, len(each)) for k in on]
-            batch = make_batch(queries, block_tokens=self.block_tokens, device=self.device)
-            if len(on) < len(going):
-                tokens = tokens[torch.tensor(on, device=tokens.device)]
-            if self.uses_hidden:
-                after = after[torch.tensor([rows[k] for k in on], device=after.device)]
-            logits, after = self._run(replace(batch, ids=tokens), after)
-            going, rows = [going[k] for k in on], list(range(len(on)))
+        lengths = self._lengths([ran[i].request for i in going], [room[i] for i in going])
         drafts: list[list[int]] = [[] for _ in ran]
-        found = iter(torch.cat([t for _, t in each]).to(HOST).tolist() if each else ())
-        for members, _ in each:
-            for i in members:
-                drafts[i].append(next(found))
+        if going:
+            rows = [ends[i] for i in going]
+            found = self._chain([ran[i].request for i in going], lengths, rows, logits.argmax(-1), after)
+            for i, length, made in zip(going, lengths, found.to(HOST).tolist()):
+                drafts[i] = made[:length]
         return drafts
+
+    def _lengths(self, requests: list[Request], wants: list[int]) -> list[int]:
+        """How many drafts each gets, blocks for all of them reserved: turn by turn, for as long as there are blocks."""
+        lengths = [1] * len(requests)
+        for done in range(1, max(wants, default=0)):
+            for k, (r, want) in enumerate(zip(requests, wants)):
+                if lengths[k] == done < want and self.reserve(r, r.computed + self.own_tokens + done):
+                    lengths[k] += 1
+        return lengths
+
+    def _chain(
+        self, requests: list[Request], lengths: list[int], rows: list[int], tokens: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """All drafts `[sequences, longest]`, from the first ones and the hidden states, whose rows are given."""
+        most, ends = max(lengths), [r.computed + self.own_tokens for r in requests]
+        if most == 1:
+            return tokens[:, None]
+        # The rows that the first drafts follow; each forward is the one behind the one before.
+        queries = [
+            Query([0], end - 1, self.blocks(r.blocks, end + n - 1)) for r, end, n in zip(requests, ends, lengths)
+        ]
+        batch = make_batch(queries, block_tokens=self.block_tokens, device=self.device)
+        batch = replace(batch, max_seq_tokens=max(end + n - 1 for end, n in zip(ends, lengths)))
+        starts = tuple(range(len(requests) + 1))
+        lens = [
+            HostLens(starts, tuple(end + done if done < n else 0 for end, n in zip(ends, lengths)))
+            for done in range(1, most)
+        ]
+        if self.uses_hidden:
+            hidden = hidden[torch.tensor(rows, device=hidden.device)]
+        wanted = torch.tensor(lengths, device=tokens.device)
+        with torch.inference_mode():
+            return chain(self.forward, tokens, hidden, batch, wanted, most, self.block_tokens, lens)
 
     def _start(
         self, brought: list[First], hidden: torch.Tensor
@@ -112,14 +132,6 @@ class ForwardProposer(Proposer):
         logits, after = self._run(batch, hidden)
         ends = accumulate(len(f.query.ids) for f in order)
         return logits, after, {f.index: end - 1 for f, end in zip(order, ends)}
-
-    def _goes_on(self, request: Request, done: int, want: int) -> bool:
-        return done < want and self.reserve(request, request.computed + self.own_tokens + done)
-
-    def _next(self, request: Request, done: int) -> Query:
-        """The query behind `done` drafts; its token is filled in on the device."""
-        before = request.computed + self.own_tokens + done - 1
-        return Query([0], before, self.blocks(request.blocks, before + 1), 1)
 
     def blocks(self, blocks: list[int], tokens: int) -> list[int]:
         """Those of a sequence's blocks that `tokens` tokens need."""

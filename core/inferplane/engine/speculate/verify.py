@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from inferplane.engine.rows import send
 from inferplane.engine.sampler import draw
 from inferplane.engine.speculate.config import SpeculativeConfig
 from inferplane.ops.sampling import WEIGHT_BITS
@@ -57,17 +59,52 @@ def verify(
     Source: see the module. "target_match" accepts while the draft equals the drawn token: that keeps the distribution
     too, accepts as often, and gives the very tokens that plain sampling gives with the same seed.
     """
-    device = drawn.device
-    most = max((len(d) for d in drafts), default=0)
-    starts, row = [], 0
-    for d in drafts:
-        starts.append(row)
-        row += 1 + len(d)
-    start = torch.tensor(starts, device=device)
-    length = torch.tensor([len(d) for d in drafts], device=device)
-    table = torch.tensor([[*d, *([0] * (most - len(d)))] for d in drafts], dtype=torch.int64, device=device)
-    table = table.view(len(drafts), most)
-    place = torch.arange(most, device=device)[None]
+    return judge(drawn, drafted(drafts, drawn.device), config, probabilities, uniforms)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A step's drafts on the device, for B sequences with at most D drafts each.
+
+    Args:
+        tokens: int64 `[B, D]`, anything behind a sequence's drafts.
+        lengths: int64 `[B]`, how many drafts each has.
+        starts: int64 `[B]`, each sequence's first row.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    starts: torch.Tensor
+
+
+def drafted(drafts: Sequence[Sequence[int]], device: torch.device) -> Drafted:
+    """Lists of drafts, sent to the device in one copy."""
+    lengths = np.array([len(d) for d in drafts], np.int64)
+    tokens = np.zeros((len(drafts), lengths.max(initial=0)), np.int64)
+    for row, d in zip(tokens, drafts):
+        row[: len(d)] = d
+    return Drafted(*send((tokens, lengths, np.cumsum(1 + lengths) - 1 - lengths), device))
+
+
+def judge(
+    drawn: torch.Tensor,
+    drafts: Drafted,
+    config: SpeculativeConfig,
+    probabilities: torch.Tensor | None = None,
+    uniforms: torch.Tensor | None = None,
+) -> Verified:
+    """As `verify`, on the device alone: no shape and no branch depends on what a tensor holds, so it can be recorded.
+
+    Args:
+        drawn: see `verify`, as for the others.
+        drafts: of all sequences.
+        config: strategy and policy.
+        probabilities: of all rows.
+        uniforms: of all rows.
+    """
+    table, length, start = drafts.tokens, drafts.lengths, drafts.starts
+    most = table.shape[1]
+    place = torch.arange(most, device=drawn.device)[None]
     real = place < length[:, None]
     rows = (start[:, None] + place).clamp(max=drawn.shape[0] - 1)
     if config.accept_policy == "accept_all":
