@@ -27,6 +27,7 @@ def main(model: str, out: str, options: str = "{}") -> None:
         assert llm.runner.ranks is not None
         found = {**answers(llm), "bytes": llm.runner.ranks.weight_bytes}
         found["again"] = answers(llm)["tokens"]
+        found["accepted"] = llm.engine.metrics.counters["spec_decode_num_accepted_tokens_total"]
     torch.save(found, Path(out))
 
 

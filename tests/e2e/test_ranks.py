@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import torch
 from inferplane import LLM
 from inferplane.models import Build, Config, build
 from inferplane.types import Placement
+from tests.e2e.drafters import noisy_copy
 from tests.e2e.processes import heeding_ctrl_c
 from tests.e2e.sharing import answers
 from tests.e2e.tiny_models import make
@@ -83,6 +85,32 @@ def test_two_ranks_answer_as_one(case, tmp_path):
         more = sum(part.nbytes(torch.float32) - w.nbytes(torch.float32) / 2 for w, part in heads)
         assert mine <= (whole - copied) / 2 + copied + more
         print(f"{case}: {whole} bytes on one rank, {mine} of two, {copied} of them on both")
+
+
+def test_a_draft_model_of_rank_0_alone(tmp_path):
+    """The same tokens as without drafts, in fewer steps; the other rank has no bytes of the draft model."""
+    make("llama", "gqa", tmp_path / "model")
+    noisy_copy(tmp_path / "model", tmp_path / "draft", noise=0.02)
+    plain = {"device": "cpu", "dtype": "float32", "max_batch": 3, "max_step_tokens": 48}
+    with LLM(tmp_path / "model", **plain) as llm:
+        want = answers(llm)
+    drafting = {
+        "speculate_method": "draft_model",
+        "speculate_max_draft_token_num": 2,
+        "draft_model_name_or_path": str(tmp_path / "draft"),
+    }
+    words = (tmp_path / "model", tmp_path / "out", json.dumps({"speculative": drafting}))
+    done(torchrun("tests/e2e/sharing.py", *words))
+    got = torch.load(tmp_path / "out")
+    same(got, want)
+    assert got["bytes"][0] == got["bytes"][1], "of the model alone"
+    assert got["accepted"] > 50, "drafts stood"
+
+
+def test_drafting_that_two_ranks_cannot_share():
+    words = ("generate", "--device", "cpu", "-p", "x", "--speculate", "mtp")
+    _, err = done(torchrun("-m", "inferplane", *words), code=1)
+    assert "MTP layers or an EAGLE head on 2 ranks is not implemented" in err
 
 
 def test_the_command_line(tmp_path):

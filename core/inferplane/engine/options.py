@@ -40,11 +40,11 @@ class RunnerOptions:
 
     def check(self) -> None:
         """Raise UsageError for what several ranks cannot do together yet."""
-        if self.ranks > 1 and (self.mtp or self.eagle is not None or self.draft is not None):
+        if self.ranks > 1 and (self.mtp or self.eagle is not None):
             raise UsageError(
-                f"Drafting with a network on {self.ranks} ranks is not implemented.",
-                there_is="drafting by n-grams, speculate_method='inference_with_reference'",
-                remedy="leave speculative and mtp out, or share the model with no other process",
+                f"Drafting with MTP layers or an EAGLE head on {self.ranks} ranks is not implemented.",
+                there_is="drafting by n-grams ('inference_with_reference') and by a draft model ('draft_model')",
+                remedy="choose one of these, leave speculative and mtp out, or share the model with no other process",
             )
 
 

@@ -123,7 +123,7 @@ class Runner:
             self.state = self.backend.open()
         self.host.emit(Event("device.opened", {"device": self.backend.name, "name": self.state.name}))
         self._prepare()
-        if self.options.draft is not None:
+        if self.options.draft is not None and (self.ranks is None or self.ranks.rank == 0):  # who drafts, does it alone
             self.draft = self._bind_draft(self.options.draft)
         self._load(progress)
         if self.draft is not None:
@@ -181,7 +181,7 @@ class Runner:
         runner = Runner(draft.files, self.host, self.backend, options)
         runner.state = self.state
         runner._prepare()
-        mine, theirs = self.model.embed.weight.shape[0], runner.model.embed.weight.shape[0]
+        mine, theirs = self.model.vocab, runner.model.vocab
         if mine != theirs:
             raise UsageError(
                 f"Draft model {draft.files.name} has a vocabulary of {theirs} tokens, {self.files.name} one of {mine}.",

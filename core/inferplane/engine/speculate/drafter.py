@@ -13,7 +13,8 @@ def with_drafter(options: RunnerOptions, config: SpeculativeConfig | None) -> Ru
     """The runner's options with what the method needs: prediction layers, an EAGLE head, a draft model.
 
     A draft model is bound and loaded apart: its own dtype, KV dtype and weight formats, no pins and no lock file, which
-    name the model's sites. An EAGLE head runs in the model's dtype, on its hidden states.
+    name the model's sites, and whole on rank 0 where several share the model. An EAGLE head runs in the model's dtype,
+    on its hidden states.
 
     Raises:
         UsageError: no such folder. CheckpointError: it lacks a readable config.
@@ -32,5 +33,6 @@ def with_drafter(options: RunnerOptions, config: SpeculativeConfig | None) -> Ru
         ops={},
         lock=None,
         mtp=False,
+        ranks=1,
     )
     return replace(options, draft=Draft(files, own))
