@@ -4,6 +4,7 @@ with seconds. Between lines it waits without using a core.
     python peer.py inferplane:bf16|inferplane:int8|inferplane:int4 FOLDER
     python peer.py transformers:eager|transformers:sdpa FOLDER
     python peer.py llama.cpp FILE.gguf          # with the Python that has llama-cpp-python
+    python peer.py openvino FOLDER              # with the Python that has openvino; a folder of export_openvino.py
 """
 
 from __future__ import annotations
@@ -93,7 +94,57 @@ class LlamaCpp:
         return time.perf_counter() - start
 
 
-PEERS = {"inferplane": Inferplane, "transformers": Transformers, "llama.cpp": LlamaCpp}
+class OpenVINO:
+    """The model with its head cut to the last position, as OpenVINO's own generation library does it."""
+
+    def __init__(self, _, folder):
+        import numpy as np
+        import openvino as ov
+        from openvino import opset13 as ops
+
+        self.np, core = np, ov.Core()
+        model = core.read_model(folder + "/openvino_model.xml")
+        node = (
+            next(r for r in model.get_results() if "logits" in r.input_value(0).get_names()).input_value(0).get_node()
+        )
+        while node.get_type_name() != "MatMul":
+            node = node.input_value(0).get_node()
+        start, stop, one = (ops.constant(np.array([v], np.int64)) for v in (-1, np.iinfo(np.int64).max, 1))
+        last = ops.slice(node.input_value(0), start, stop, one, one)
+        node.input(0).replace_source_output(last.output(0))
+        model.validate_nodes_and_infer_types()
+        options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": THREADS}
+        compiled = core.compile_model(model, "CPU", options)
+        self.inputs = {name for i in compiled.inputs for name in i.names}
+        self.request = compiled.create_infer_request()
+
+    def step(self, ids, past):
+        np = self.np
+        length = len(ids)
+        feeds = {"input_ids": np.array([ids], np.int64), "attention_mask": np.ones((1, past + length), np.int64)}
+        if "position_ids" in self.inputs:
+            feeds["position_ids"] = np.arange(past, past + length, dtype=np.int64)[None]
+        if "beam_idx" in self.inputs:
+            feeds["beam_idx"] = np.zeros(1, np.int32)
+        out = self.request.infer(feeds, share_inputs=True, share_outputs=True)
+        return int(next(iter(out.values()))[0, -1].argmax())
+
+    def decode(self, ids, tokens):
+        self.request.reset_state()
+        token = self.step(ids, 0)
+        start = time.perf_counter()
+        for n in range(tokens):
+            token = self.step([token], len(ids) + n)
+        return (time.perf_counter() - start) / tokens
+
+    def prefill(self, ids):
+        self.request.reset_state()
+        start = time.perf_counter()
+        self.step(ids, 0)
+        return time.perf_counter() - start
+
+
+PEERS = {"openvino": OpenVINO, "inferplane": Inferplane, "transformers": Transformers, "llama.cpp": LlamaCpp}
 
 
 def main():

@@ -30,7 +30,6 @@ from models import BITS, SHAPES, decode_bytes, save
 
 from inferplane_cpu.native import library, native
 
-OURS = [f"inferplane:{p}" for p in BITS]
 PROBE_BYTES = 512 * 2**20
 
 
@@ -79,11 +78,14 @@ def probe(buffer):
 
 
 def start(args, folder):
-    names = OURS + [f"transformers:{a}" for a in args.transformers]
+    names = [f"inferplane:{p}" for p in args.ours] + [f"transformers:{a}" for a in args.transformers]
     peers = [Process(sys.executable, name, folder) for name in names]
     for precision, _, file in (word.partition("=") for word in args.gguf):
         peers.append(Process(args.llama_python, "llama.cpp", file))
         peers[-1].name = f"llama.cpp:{precision}"
+    for precision, _, model in (word.partition("=") for word in args.openvino):
+        peers.append(Process(args.openvino_python, "openvino", model))
+        peers[-1].name = f"openvino:{precision}"
     return peers
 
 
@@ -113,8 +115,10 @@ def summary(shape, test, runs, beside):
     if tokens == 1:
         nbytes = decode_bytes(shape, beside[1])
         out["bandwidth"] = statistics.median(nbytes / s / 1e9 / ((a + b) / 2) for s, a, b in runs)
-    ratios = [mine / theirs for (theirs, _, _), (mine, _, _) in zip(beside[0], runs, strict=True)]
-    out["inferplane_is_faster_by"] = statistics.median(ratios)
+    if beside[0]:
+        ratios = [theirs / ours for (ours, _, _), (theirs, _, _) in zip(beside[0], runs, strict=True)]
+        out["inferplane_is_faster_by"] = statistics.median(ratios)
+        out["ratios"] = sorted(ratios)
     out["probe_gb_s"] = statistics.median((a + b) / 2 for _, a, b in runs)
     return out
 
@@ -131,6 +135,9 @@ def main():
     parser.add_argument(
         "--gguf", nargs="*", default=[], metavar="PRECISION=FILE", help="bf16, int8 or int4, and a model"
     )
+    parser.add_argument("--openvino-python", default=sys.executable, help="a Python with openvino")
+    parser.add_argument("--openvino", nargs="*", default=[], metavar="PRECISION=FOLDER", help="exported models")
+    parser.add_argument("--ours", nargs="*", default=list(BITS), choices=BITS, help="precisions of ours")
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept; left out: a temporary folder")
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     args = parser.parse_args()
@@ -145,7 +152,7 @@ def main():
             peer.close()
     results = {
         test: {
-            name: summary(args.shape, test, runs, (by_peer[f"inferplane:{precision}"], precision))
+            name: summary(args.shape, test, runs, (by_peer.get(f"inferplane:{precision}"), precision))
             for name, runs in by_peer.items()
             if (precision := name.partition(":")[2] if name.partition(":")[2] in BITS else "bf16")
         }
@@ -166,7 +173,7 @@ def main():
             low, high = r["spread"]
             print(
                 f"{test:16} {name:20} {r['tokens_per_s']:8.1f} tokens/s ({low:.1f} to {high:.1f})  {share:20} "
-                f"inferplane faster by {r['inferplane_is_faster_by']:.2f}"
+                f"inferplane faster by {r.get('inferplane_is_faster_by', float('nan')):.2f}"
             )
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")

@@ -30,6 +30,8 @@ inline void amx_configure(int cols) {
   for (int i = 0; i < 8; i++) t.rows[i] = 16, t.colsb[i] = 64;
   for (int i = 0; i < 4; i++) t.colsb[i] = (uint16_t)(cols * 4);
   t.colsb[6] = (uint16_t)(cols * 4);
+  // GCC 12 says that this reads the first 8 bytes only, and then leaves out what is stored behind them.
+  __asm__ volatile("" ::"r"(&t) : "memory");
   _tile_loadconfig(&t);
 }
 

@@ -93,6 +93,10 @@ void ip_linear(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, voi
   now().linear(w, x, ldx, m, y, ldy, wide);
 }
 
+int ip_linear_many(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
+  return now().linear_many(w, x, ldx, m, y, ldy, wide);
+}
+
 void ip_expand(const ip_matrix *w, int64_t first, int64_t last, ip_bf16 *out) { now().expand(w, first, last, out); }
 
 void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_bf16 *weight, float eps, int64_t m, int64_t d,
@@ -110,6 +114,11 @@ void ip_rope(const ip_bf16 *x, int64_t row_stride, int64_t head_stride, const fl
 void ip_attention(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
                   int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out) {
   now().attention(q, batch, cache, heads, kv_heads, dim, v_dim, scale, window, out);
+}
+
+int ip_attention_many(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
+                      int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out) {
+  return now().attention_many(q, batch, cache, heads, kv_heads, dim, v_dim, scale, window, out);
 }
 
 void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q_rope, const int64_t *rope_strides,

@@ -7,10 +7,30 @@
 #include "rowwise.h"
 #include "sampling.h"
 #include "table.h"
+#if defined(INFERPLANE_AMX)
+#include "layer_many.h"
+#endif
 
 namespace {
 
+int linear_many_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
+#if defined(INFERPLANE_AMX)
+  PanelsOf panels = panels_in(scratch(16), m, w->k);
+  in_parallel(w->n * w->k / 4 * m, [&](Team &team) {
+    fill_panels(team, panels, w->k, [&](int64_t i) { return x + i * ldx; });
+    team.barrier();
+    gemm_rows(team, *w, panels, y, ldy, wide);
+  });
+  return 1;
+#else
+  (void)w, (void)x, (void)ldx, (void)m, (void)y, (void)ldy, (void)wide;
+  return 0;
+#endif
+}
+
 void linear_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
+  // The same bits, where no row of the weight is left over from the tiles.
+  if (m > kRowTile && w->kind == IP_BF16 && w->n % 16 == 0 && linear_many_entry(w, x, ldx, m, y, ldy, wide)) return;
   in_parallel(w->n * w->k / 4 * m, [&](Team &team) { linear(team, *w, x, ldx, m, y, ldy, wide); });
 }
 
@@ -47,6 +67,28 @@ void attention_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache
   int64_t work = keys_in(*batch) * heads * (dim + v_dim) / 4;
   AttendPlan plan = plan_attention(a, *batch, work < 16384 ? 1 : omp_get_max_threads(), scratch(10));
   in_parallel(work, [&](Team &team) { attend(team, a, plan); });
+}
+
+int attention_many_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
+                         int64_t dim, int64_t v_dim, float scale, int64_t window, bf16 *out) {
+#if defined(INFERPLANE_AMX)
+  Attend a = {q,     cache->k, cache->v, cache->k_stride, cache->v_stride, heads, kv_heads,
+              dim,   v_dim,    cache->block, window,      scale,           out};
+  if (!attends_many(a)) return 0;
+  ManyPlan many = plan_many(*batch, scratch(17));
+  ip_batch few = *batch;
+  few.sequences = many.few;
+  AttendPlan plan = plan_attention(a, few, omp_get_max_threads(), scratch(10));
+  in_parallel(keys_in(*batch) * heads * (dim + v_dim) / 4, [&](Team &team) {
+    attend(team, a, plan);
+    attend_many(team, a, many);
+  });
+  return 1;
+#else
+  (void)q, (void)batch, (void)cache, (void)heads, (void)kv_heads, (void)dim, (void)v_dim, (void)scale, (void)window;
+  (void)out;
+  return 0;
+#endif
 }
 
 void mla_entry(const bf16 *q_nope, const int64_t *nope_strides, const bf16 *q_rope, const int64_t *rope_strides,
@@ -89,10 +131,23 @@ void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, 
   }
   Attend a = {b.q, step->cache.k, step->cache.v, step->cache.k_stride, step->cache.v_stride, l->heads, l->kv_heads,
               l->head_dim, l->head_dim, step->cache.block, l->window, l->scale, b.mixed};
-  AttendPlan plan = plan_attention(a, step->batch, omp_get_max_threads(), scratch(10));
   // Padded rows are not attended to: nothing must be read of them that was never written.
   memset(b.mixed, 0, (size_t)(m * wide) * sizeof(bf16));
   int64_t work = m * (width * l->qkv.n + wide * width + 3 * inner * width) / 4;
+#if defined(INFERPLANE_AMX)
+  if (l->rounded && m > kRowTile && attends_many(a)) {
+    ManyBuffers many = {panels_in(scratch(16), m, width), panels_in(scratch(21), m, wide),
+                        panels_in(scratch(22), m, inner), plan_many(step->batch, scratch(17))};
+    ip_batch few = step->batch;
+    few.sequences = many.plan.few;
+    AttendPlan plan = plan_attention(a, few, omp_get_max_threads(), scratch(10));
+    in_parallel(work, [&](Team &team) {
+      layer_many(team, *l, *step, x, residual, out, out_residual, b, a, plan, many);
+    });
+    return;
+  }
+#endif
+  AttendPlan plan = plan_attention(a, step->batch, omp_get_max_threads(), scratch(10));
   in_parallel(work, [&](Team &team) { layer(team, *l, *step, x, residual, out, out_residual, b, a, plan); });
 }
 
@@ -124,6 +179,7 @@ int64_t read_entry(const void *data, int64_t bytes) {
 
 }  // namespace
 
-extern const Table TABLE = {NAME,       linear_entry,    expand_entry, rms_norm_entry, silu_mul_entry,
-                            rope_entry, attention_entry, mla_entry,    moe_entry,
-                          decoder_layer_entry, sample_entry, read_entry};
+extern const Table TABLE = {NAME,           linear_entry,   linear_many_entry, expand_entry,
+                            rms_norm_entry, silu_mul_entry, rope_entry,        attention_entry,
+                            attention_many_entry, mla_entry, moe_entry,        decoder_layer_entry,
+                            sample_entry,   read_entry};

@@ -5,11 +5,13 @@
 struct Table {
   const char *name;
   decltype(&ip_linear) linear;
+  decltype(&ip_linear_many) linear_many;
   decltype(&ip_expand) expand;
   decltype(&ip_rms_norm) rms_norm;
   decltype(&ip_silu_mul) silu_mul;
   decltype(&ip_rope) rope;
   decltype(&ip_attention) attention;
+  decltype(&ip_attention_many) attention_many;
   decltype(&ip_mla) mla;
   decltype(&ip_moe) moe;
   decltype(&ip_decoder_layer) decoder_layer;

@@ -71,6 +71,7 @@ class Layer(Structure):
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "window")),
         *((name, c_float) for name in ("attn_eps", "mlp_eps", "q_eps", "k_eps", "scale")),
         ("interleaved", c_int32),
+        ("rounded", c_int32),
     ]
 
 
@@ -104,6 +105,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_available": (c_char_p,),
     "ip_current": (c_char_p,),
     "ip_linear": (None, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
+    "ip_linear_many": (c_int, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
     "ip_expand": (None, POINTER(Matrix), _I, _I, _P),
     "ip_packed_bytes": (_I, POINTER(Matrix)),
     "ip_pack": (None, POINTER(Matrix), _P, _P),
@@ -111,6 +113,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_silu_mul": (None, _P, _I, _I, _I, _P),
     "ip_rope": (None, _P, _I, _I, _P, _P, _I, _I, _I, c_int, _P),
     "ip_attention": (None, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
+    "ip_attention_many": (c_int, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
     "ip_mla": (None, _P, _P, _P, _P, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, _I, c_float, _P),
     "ip_moe": (None, POINTER(Matrix), POINTER(Matrix), _I, _P, _I, _I, _P, _P, _I, _P),
     "ip_sample": (None, POINTER(Sampling), _P),
@@ -129,6 +132,11 @@ class Native(NamedTuple):
     def feature(self) -> Feature:
         """As a feature of the device, which kernels ask for and explain shows."""
         return Feature(self.library is not None, self.reason)
+
+    @property
+    def tiles(self) -> Feature:
+        """Whether AMX is in use, which has products and attention of its own for many tokens."""
+        return Feature(self.library is not None and self.library.ip_current() == b"amx", self.reason)
 
 
 @cache

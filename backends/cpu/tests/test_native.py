@@ -22,8 +22,8 @@ from inferplane_cpu.native import forced, instruction_sets, native
 
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
-NATIVE = [k for k in kernels() if k.provider == "native"]
 FEATURES = CpuBackend().features()
+NATIVE = [k for k in kernels() if k.provider == "native" and not FEATURES.lacking(k.when.features)]
 
 
 def served(kernel):

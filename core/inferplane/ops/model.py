@@ -83,7 +83,9 @@ class DecoderLayer(Op, name="decoder_layer"):
 
         attn8 = replace(whole.attn, qkv=int8(whole.attn.qkv), o=int8(whole.attn.o))
         mlp8 = replace(whole.mlp, gate_up=int8(whole.mlp.gate_up), down=int8(whole.mlp.down))
-        out.append(replace(out[0], label="gqa_mlp_int8", op=replace(whole, attn=attn8, mlp=mlp8)))
+        mixed = next(sample for sample in out if sample.label == "gqa_mlp_mixed")
+        for sample, label in ((out[0], "gqa_mlp_int8"), (mixed, "gqa_mlp_int8_mixed")):
+            out.append(replace(sample, label=label, op=replace(whole, attn=attn8, mlp=mlp8)))
         return out
 
 

@@ -22,6 +22,10 @@ def _few(op: Any) -> bool:
     return bool(op.queries == "few")
 
 
+def _many(op: Any) -> bool:
+    return bool(op.queries != "few" and op.kv.dim % 32 == 0 == op.kv.v_dim % 32)
+
+
 def _latent_bf16(op: Any) -> bool:
     weight = getattr(op.kv_b, "weight", op.kv_b)
     return weight.dtype in (None, torch.bfloat16) and getattr(op.kv_b, "bias", None) is None
@@ -29,6 +33,12 @@ def _latent_bf16(op: Any) -> bool:
 
 PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=(LAYOUT,), features=("native",))
 FEW = When(dtypes=(torch.bfloat16,), kv_layouts=(LAYOUT,), features=("native",), needs=(("few query tokens", _few),))
+MANY = When(
+    dtypes=(torch.bfloat16,),
+    kv_layouts=(LAYOUT,),
+    features=("native", "amx"),
+    needs=(("many query tokens, heads of a multiple of 32", _many),),
+)
 LATENT = When(
     dtypes=(torch.bfloat16,),
     kv_layouts=(LAYOUT,),
@@ -65,12 +75,8 @@ def attention_fixed(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch
     return attention(p, q, batch, kv)
 
 
-@KERNELS("attention", "native", when=FEW, rank=RANK_PORTABLE, batch_invariant=True)
-def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """The query heads of a group are rows over one read of its keys; long sequences are shared out in spans."""
-    q = q.contiguous()
-    out = q.new_empty(q.shape[0], p.heads, p.kv.v_dim)
-    library().ip_attention(
+def _attend(function: Any, p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV, out: torch.Tensor) -> Any:
+    return function(
         q.data_ptr(),
         steps(batch),
         cache(kv),
@@ -82,7 +88,23 @@ def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tenso
         p.kv.window or 0,
         out.data_ptr(),
     )
+
+
+@KERNELS("attention", "native", when=FEW, rank=RANK_PORTABLE, batch_invariant=True)
+def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """The query heads of a group are rows over one read of its keys; long sequences are shared out in spans."""
+    q = q.contiguous()
+    out = q.new_empty(q.shape[0], p.heads, p.kv.v_dim)
+    _attend(library().ip_attention, p, q, batch, kv, out)
     return out
+
+
+@KERNELS("attention", "native", when=MANY, rank=RANK_PORTABLE)
+def attention_many(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """On AMX: 64 query tokens of a group's heads over keys as they lie in the cache; weights rounded to bf16."""
+    q = q.contiguous()
+    out = q.new_empty(q.shape[0], p.heads, p.kv.v_dim)
+    return out if _attend(library().ip_attention_many, p, q, batch, kv, out) else attention(p, q, batch, kv)
 
 
 def _mla(p: Any, kv_b: torch.Tensor, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, When
+from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
 from inferplane_cpu.kernels.attention import LAYOUT, cache, steps
 from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
 from inferplane_cpu.native import Layer, Step, library
@@ -57,27 +57,27 @@ NEEDS = (
     ("bfloat16 weights and a float32 rotary table", _if_grouped(_bf16)),
     ("an inner width that is a multiple of 16", _if_grouped(_sixteens)),
 )
-STORED = When(
-    (torch.bfloat16,),
-    (PLAIN, "fp8_block"),
-    kv_layouts=(LAYOUT,),
-    step_kinds=("decode",),
-    features=("native",),
-    needs=NEEDS,
-)
-PACKED = When(
-    (torch.bfloat16,),
-    (PLAIN, *PANELS),
-    kv_layouts=(LAYOUT,),
-    step_kinds=("decode",),
-    features=("native",),
-    needs=(*NEEDS, ("8 or 4 bits in all its linear layers", _if_grouped(_all_packed))),
-)
 
 
-def _describe(p: Any) -> Layer:
+def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any) -> When:
+    features = ("native",) if step_kind == "decode" else ("native", "amx")
+    return When(
+        (torch.bfloat16,),
+        (PLAIN, *formats),
+        kv_layouts=(LAYOUT,),
+        step_kinds=(step_kind,),
+        features=features,
+        needs=(*NEEDS, *needs),
+    )
+
+
+ALL_PACKED = ("8 or 4 bits in all its linear layers", _if_grouped(_all_packed))
+PACKS = {f"{path}.weight": PACKING for path in LINEARS}
+
+
+def _describe(p: Any, rounded: bool) -> Layer:
     """The layer as the library reads it, described once and kept on its view; the view keeps the tensors."""
-    attn, layer = p.attn, Layer()
+    attn, layer = p.attn, Layer(rounded=rounded)
     for path, child in zip(("qkv", "o", "gate_up", "down"), (attn.qkv, attn.o, p.mlp.gate_up, p.mlp.down), strict=True):
         child.described = matrices(child.weight, child.bias)  # holds what the copy below points to
         setattr(layer, path, child.described[0])
@@ -100,14 +100,12 @@ def _step(batch: Batch) -> Step:
     return step
 
 
-@KERNELS("decoder_layer", "native", when=STORED, rank=RANK_PORTABLE, batch_invariant=True)
-def decoder_layer(
-    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+def _run(
+    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms, projections, rotation, cache write, attention and MLP by one team of threads, without leaving the call."""
     layer = p.__dict__.get("layer")
     if layer is None:
-        layer = p.layer = _describe(p)
+        layer = p.layer = _describe(p, rounded)
     step = batch.__dict__.get("native")
     if step is None:
         step = batch.__dict__["native"] = _step(batch)
@@ -121,16 +119,40 @@ def decoder_layer(
     return out, summed
 
 
+@KERNELS("decoder_layer", "native", when=_when(("fp8_block",), "decode"), rank=RANK_PORTABLE, batch_invariant=True)
+def decoder_layer(
+    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms, projections, rotation, cache write, attention and MLP by one team of threads, without leaving the call."""
+    return _run(p, x, residual, batch, kv, False)
+
+
 @KERNELS(
     "decoder_layer",
     "native",
-    when=PACKED,
+    when=_when(PANELS, "decode", ALL_PACKED),
     rank=RANK_PORTABLE,
-    packs={f"{path}.weight": PACKING for path in LINEARS},
+    packs=PACKS,
     batch_invariant=True,
 )
 def decoder_layer_panels(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `decoder_layer`, for weights of 8 and 4 bits."""
-    return decoder_layer(p, x, residual, batch, kv)
+    return _run(p, x, residual, batch, kv, False)
+
+
+@KERNELS("decoder_layer", "native", when=_when(("fp8_block",), "mixed"), rank=RANK_PORTABLE)
+def decoder_layer_many(
+    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `decoder_layer`, for many tokens on AMX."""
+    return _run(p, x, residual, batch, kv, True)
+
+
+@KERNELS("decoder_layer", "native", when=_when(PANELS, "mixed", ALL_PACKED), rank=RANK_PORTABLE, packs=PACKS)
+def decoder_layer_many_panels(
+    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `decoder_layer_many`, for weights of 8 and 4 bits, which are expanded while they are multiplied."""
+    return _run(p, x, residual, batch, kv, True)

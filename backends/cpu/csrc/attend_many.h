@@ -1,0 +1,259 @@
+// Attention of many query tokens on AMX: weights are rounded to bf16, as oneDNN's and torch's attention round them.
+//
+// Everything is kept with queries side by side: scores [keys, queries], weights [keys, queries], results [values, queries].
+// Keys are then a first factor as they lie in the cache, weights a second one once pairs of keys are interleaved, maxima and
+// sums are sixteen queries wide, and V alone is transposed, once for all queries of a task.
+#pragma once
+#include "attend.h"
+#include "gemm.h"
+
+namespace {
+
+constexpr int64_t kManyTokens = 64;  // query tokens of a task, for each head of a group
+constexpr int64_t kFewTokens = 8;    // sequences with more are attended to here
+
+struct ManyTask {
+  int64_t first, tokens, position;  // rows of q, and the first one's position
+  const int32_t *table;
+};
+
+struct ManyPlan {
+  ManyTask *tasks = nullptr;
+  int64_t count = 0, few = 0;  // sequences that are left to `attend`: those before
+};
+
+inline bool attends_many(const Attend &a) {
+  return a.dim % 32 == 0 && a.v_dim % 32 == 0 && a.dim <= 256 && a.v_dim <= 256 && a.block % kPanelRows == 0;
+}
+
+inline ManyPlan plan_many(const ip_batch &b, Scratch *s) {
+  ManyPlan plan;
+  while (plan.few < b.sequences && b.start[plan.few + 1] - b.start[plan.few] <= kFewTokens) plan.few++;
+  int64_t most = (b.start[b.sequences] + kManyTokens - 1) / kManyTokens + b.sequences;
+  plan.tasks = s->get<ManyTask>(most);
+  for (int64_t i = plan.few; i < b.sequences; i++) {
+    int64_t n = b.start[i + 1] - b.start[i];
+    if (!b.lens[i]) continue;
+    for (int64_t t = 0; t < n; t += kManyTokens)
+      plan.tasks[plan.count++] = {b.start[i] + t, min64(kManyTokens, n - t), b.lens[i] - n + t,
+                                  b.tables + i * b.table_width};
+  }
+  return plan;
+}
+
+// 2^x to 2^-13 of it, enough for what becomes bf16; x is at most 0.
+inline F exp2_short(F x) {
+  x = x < -126.0f ? splat(-126.0f) : x;
+  F n = round_even(x), r = x - n;
+  F y = fma(splat(0.0096181f), r, splat(0.0555041f));
+  y = fma(fma(fma(y, r, splat(0.2402265f)), r, splat(0.6931472f)), r, splat(1.0f));
+  return (F)_mm512_scalef_ps((__m512)y, (__m512)n);
+}
+
+// One KV head's part of a task, for two tiles of 16 tokens of each of its query heads at a time.
+struct Many {
+  const Attend &a;
+  const ManyTask &t;
+  int64_t g, pairs;          // pairs of query tiles
+  uint32_t *queries;         // [pairs, 2, dim / 2, 16]
+  float *scores;             // [2, kSpan, 16], overwritten by weights
+  bf16 *turned;              // V of a span: [kSpan / 32, v_dim / 16, 16, 32]
+  float *sums;               // [pairs, 2, v_dim, 16]
+  F *top, *all;              // [pairs, 2]
+
+  int64_t head(int64_t pair) const { return g * (a.heads / a.kv_heads) + pair / (kManyTokens / 32); }
+  int64_t token(int64_t pair, int64_t tile) const { return pair % (kManyTokens / 32) * 32 + tile * 16; }
+
+  const bf16 *row(const bf16 *base, int64_t stride, int64_t key) const {
+    return base + ((int64_t)t.table[key / a.block] * a.block + key % a.block) * stride;
+  }
+
+  void begin() const {
+    PanelsOf x = {queries, 0, a.dim};
+    for (int64_t p = 0; p < pairs; p++)
+      for (int64_t i = 0; i < 2; i++) {
+        x.m = (2 * p + i) * 16 + max64(0, min64(16, t.tokens - token(p, i)));
+        fill_panel(x, 2 * p + i, a.dim, [&](int64_t r) {
+          return a.q + ((t.first + token(p, i) + r % 16) * a.heads + head(p)) * a.dim;
+        });
+        top[2 * p + i] = splat(-1e30f), all[2 * p + i] = F{};
+      }
+    memset(sums, 0, (size_t)(pairs * 2 * a.v_dim * 16) * sizeof(float));
+  }
+
+  // V of keys first .. last as [values, keys], zeros behind the last.
+  void turn(int64_t first, int64_t last) const {
+    const bf16 *base = a.v + g * a.v_dim;
+    for (int64_t k = first; k < last; k += 32) {
+      const bf16 *rows[32];
+      for (int64_t i = 0; i < 32; i++) rows[i] = k + i < last ? row(base, a.v_stride, k + i) : nullptr;
+      for (int64_t d = 0; d < a.v_dim; d += 16) {
+        __m512i r[16];
+        for (int i = 0; i < 16; i++) {
+          __m512i even = rows[2 * i] ? _mm512_cvtepu16_epi32((__m256i)load<H>(rows[2 * i] + d)) : __m512i{};
+          __m512i odd = rows[2 * i + 1] ? _mm512_cvtepu16_epi32((__m256i)load<H>(rows[2 * i + 1] + d)) : __m512i{};
+          r[i] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+        }
+        transpose16(r);
+        bf16 *to = turned + ((k - first) / 32 * (a.v_dim / 16) + d / 16) * 512;
+        for (int i = 0; i < 16; i++) _mm512_store_si512(to + i * 32, r[i]);
+      }
+    }
+  }
+
+  // Scores of keys first .. last (both multiples of 16 in the cache's blocks) with one pair of query tiles.
+  void score(int64_t first, int64_t last, const uint32_t *q) const {
+    const bf16 *base = a.k + g * a.dim;
+    size_t stride = (size_t)a.k_stride * sizeof(bf16);
+    __asm__ volatile("" ::: "memory");
+    for (int64_t k = first; k < last; k += 32) {
+      const bf16 *k0 = row(base, a.k_stride, k), *k1 = k + 16 < last ? row(base, a.k_stride, k + 16) : k0;
+      float *to = scores + (k - first) * 16;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t c = 0; c < a.dim; c += 32) {
+        _tile_loadd(4, k0 + c, stride);
+        _tile_loadd(6, q + c * 8, 64);
+        _tile_loadd(5, k1 + c, stride);
+        _tile_loadd(7, q + (a.dim + c) * 8, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, to, 64);
+      _tile_stored(1, to + kSpan * 16, 64);
+      _tile_stored(2, to + 256, 64);
+      _tile_stored(3, to + kSpan * 16 + 256, 64);
+    }
+    __asm__ volatile("" ::: "memory");
+  }
+
+  // Scores of one tile to weights in place, pairs of keys interleaved; what was summed before is brought to the new maximum.
+  void weigh_tile(int64_t first, int64_t last, int64_t position, float *s, F *highest, F *total, float *o) const {
+    const F by = splat(a.scale * 1.44269504f);
+    int64_t n = last - first;
+    auto seen = [&](int64_t key) {  // of the sixteen queries, those that see a key
+      int64_t from = key - position, to = a.window ? key + a.window - position : 16;
+      uint32_t low = from <= 0 ? 0xffff : from >= 16 ? 0 : 0xffffu << from;
+      return (__mmask16)(low & (to >= 16 ? 0xffff : to <= 0 ? 0 : (1u << to) - 1));
+    };
+    bool all_seen = last - 1 <= position && (!a.window || first + a.window > position + 15);
+    const F none = splat(-1e30f);
+    F most = *highest;
+    for (int64_t j = 0; j < n; j++) {
+      F v = load<F>(s + j * 16) * by;
+      if (!all_seen) {
+        v = (F)_mm512_mask_mov_ps((__m512)none, seen(first + j), (__m512)v);
+        store(s + j * 16, v);
+      }
+      most = (F)_mm512_max_ps((__m512)most, (__m512)v);
+    }
+    F sum0 = F{}, sum1 = F{}, scaled = all_seen ? by : splat(1.0f);
+    const F least = splat(-1e29f);
+    for (int64_t j = 0; j < round_up(n, 32); j += 2) {
+      F p0 = F{}, p1 = F{};
+      if (j < n) {
+        F v = load<F>(s + j * 16) * scaled;
+        p0 = exp2_short(v - most);
+        if (!all_seen) p0 = (F)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)v, (__m512)least, _CMP_GT_OQ), (__m512)p0);
+      }
+      if (j + 1 < n) {
+        F v = load<F>(s + (j + 1) * 16) * scaled;
+        p1 = exp2_short(v - most);
+        if (!all_seen) p1 = (F)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)v, (__m512)least, _CMP_GT_OQ), (__m512)p1);
+      }
+      __m512i even = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)p0));
+      __m512i odd = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)p1));
+      sum0 = sum0 + p0, sum1 = sum1 + p1;
+      _mm512_store_si512(s + j / 2 * 16, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+    }
+    F change = exp2_short(*highest - most);
+    if (_mm512_cmp_ps_mask((__m512)change, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ))
+      for (int64_t d = 0; d < a.v_dim; d++) store(o + d * 16, load<F>(o + d * 16) * change);
+    *total = fma(*total, change, sum0 + sum1);
+    *highest = most;
+  }
+
+  void add_values(int64_t keys, float *o) const {
+    __asm__ volatile("" ::: "memory");
+    for (int64_t d = 0; d < a.v_dim; d += 32) {
+      float *o0 = o + d * 16, *o1 = o + (a.v_dim + d) * 16;
+      _tile_loadd(0, o0, 64);
+      _tile_loadd(1, o1, 64);
+      _tile_loadd(2, o0 + 256, 64);
+      _tile_loadd(3, o1 + 256, 64);
+      for (int64_t k = 0; k < keys; k += 32) {
+        const bf16 *v = turned + (k / 32 * (a.v_dim / 16) + d / 16) * 512;
+        _tile_loadd(4, v, 64);
+        _tile_loadd(6, scores + k * 8, 64);
+        _tile_loadd(5, v + 512, 64);
+        _tile_loadd(7, scores + kSpan * 16 + k * 8, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, o0, 64);
+      _tile_stored(1, o1, 64);
+      _tile_stored(2, o0 + 256, 64);
+      _tile_stored(3, o1 + 256, 64);
+    }
+    __asm__ volatile("" ::: "memory");
+  }
+
+  void end() const {
+    for (int64_t p = 0; p < pairs; p++)
+      for (int64_t i = 0; i < 2; i++) {
+        float *o = sums + (2 * p + i) * a.v_dim * 16;
+        F inverse = splat(1.0f) / all[2 * p + i];
+        int64_t have = min64(16, t.tokens - token(p, i));
+        for (int64_t d = 0; have > 0 && d < a.v_dim; d += 32) {
+          __m512i r[16];
+          for (int64_t c = 0; c < 32; c++) store(o + (d + c) * 16, load<F>(o + (d + c) * 16) * inverse);
+          for (int64_t c = 0; c < 16; c++) r[c] = interleaved(o + (d + 2 * c) * 16);
+          transpose16(r);
+          for (int64_t q = 0; q < have; q++)
+            _mm512_storeu_si512(a.out + ((t.first + token(p, i) + q) * a.heads + head(p)) * a.v_dim + d, r[q]);
+        }
+      }
+  }
+
+  void run() const {
+    begin();
+    int64_t end_key = t.position + t.tokens, low = a.window ? max64(0, t.position + 1 - a.window) : 0;
+    for (int64_t first = low / kPanelRows * kPanelRows; first < end_key; first += kSpan) {
+      int64_t last = min64(first + kSpan, end_key);
+      turn(first, last);
+      for (int64_t p = 0; p < pairs; p++) {
+        int64_t position = t.position + token(p, 0), keys = min64(last, position + 32);
+        if (keys <= first || token(p, 0) >= t.tokens) continue;
+        score(first, keys, queries + p * a.dim * 16);
+        float *o = sums + p * 2 * a.v_dim * 16;
+        weigh_tile(first, keys, position, scores, top + 2 * p, all + 2 * p, o);
+        weigh_tile(first, keys, position + 16, scores + kSpan * 16, top + 2 * p + 1, all + 2 * p + 1, o + a.v_dim * 16);
+        add_values(round_up(keys - first, 32), o);
+      }
+    }
+    end();
+  }
+};
+
+inline void attend_many(Team &team, const Attend &a, const ManyPlan &plan) {
+  int64_t group = a.heads / a.kv_heads, pairs = group * (kManyTokens / 32);
+  team.each(plan.count * a.kv_heads, 1, [&](int64_t first, int64_t last) {
+    amx_configure(16);
+    uint32_t *queries = scratch(0)->get<uint32_t>(pairs * a.dim * 16);
+    float *floats = scratch(8)->get<float>((2 * kSpan + 2 * pairs * a.v_dim + 4 * pairs) * 16);
+    bf16 *turned = scratch(9)->get<bf16>(kSpan * a.v_dim);
+    float *sums = floats + 2 * kSpan * 16;
+    F *top = (F *)(sums + 2 * pairs * a.v_dim * 16);
+    for (int64_t u = first; u < last; u++)
+      Many{a, plan.tasks[u / a.kv_heads], u % a.kv_heads, pairs, queries, floats, turned, sums, top, top + 2 * pairs}.run();
+    _tile_release();
+  });
+}
+
+}  // namespace

@@ -1,0 +1,100 @@
+"""Native kernels for many tokens, where this machine has AMX: against exact products and the kernels for few tokens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inferplane.binding import run_case
+from inferplane.binding.check import Bench
+from inferplane.ops import OPS, Draw, encode
+from inferplane_cpu.backend import CpuBackend
+from inferplane_cpu.kernels import kernels
+from inferplane_cpu.kernels.linear import multiply, on_tiles
+from inferplane_cpu.kernels.packed import PANELS, Panels, matrices
+from inferplane_cpu.kvcache import layouts
+from inferplane_cpu.native import forced, instruction_sets, native
+
+pytestmark = pytest.mark.skipif("amx" not in instruction_sets(), reason=f"not run: {native().reason}")
+FEATURES = CpuBackend().features()
+SIZES = [(65, 1, 7), (70, 33, 257), (100, 200, 320), (530, 48, 1000)]
+SEQUENCES = {
+    "whole": [(70, 0)],
+    "chunk": [(130, 300)],
+    "ragged": [(1, 40), (3, 300), (9, 0), (65, 17), (300, 0)],
+}
+
+
+@pytest.fixture(autouse=True)
+def on_amx():
+    with forced("amx"):
+        yield
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
+@pytest.mark.parametrize("format", ["plain", *PANELS, "fp8_block"])
+def test_products(format, m, n, k):
+    draw = torch.Generator().manual_seed(m)
+    w, x = torch.randn(n, k, generator=draw), torch.randn(m, k, generator=draw).bfloat16()
+    weight = values = w.bfloat16()
+    if format != "plain":
+        q = encode(w, format)
+        values, weight = q.dequantize(torch.bfloat16), q if format == "fp8_block" else Panels(q)
+    bias = torch.randn(n, generator=draw).bfloat16()
+    matrix = matrices(weight, bias)[0]
+    want = x.double() @ values.double().T + bias.double()
+    room = (k + 4) * 2**-24 * (x.double().abs() @ values.double().abs().T + bias.double().abs())
+    for dtype in (torch.float32, torch.bfloat16):
+        y = torch.full((m, n), float("nan"), dtype=dtype)
+        assert on_tiles(matrix, x, y)
+        rounding = want.abs() * 2**-8 if dtype is torch.bfloat16 else 0
+        assert ((y - want).abs() <= room + rounding).all(), dtype
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 32), (64, 100), (144, 1000)])
+def test_a_row_alone_is_the_same_row_among_many(n, k):
+    draw = torch.Generator().manual_seed(n)
+    w = matrices(torch.randn(n, k, generator=draw).bfloat16())[0]
+    x = torch.randn(150, k, generator=draw).bfloat16()
+    alone = torch.cat([multiply(w, row[None], True) for row in x])
+    assert torch.equal(multiply(w, x, True), alone)
+    assert torch.equal(multiply(w, x, False), alone.bfloat16())
+
+
+def named(name):
+    return next(k for k in kernels() if k.name == name)
+
+
+@pytest.mark.parametrize("label", ["decode_d128_mqa", "prefill", "window_prefill", "mha_d32"])
+@pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
+def test_attention(label, sequences):
+    sample = next(s for s in OPS["attention"].samples() if s.label == label)
+    op = replace(sample.op, queries="many")
+
+    def inputs(d: Draw):
+        batch, kv = d.step(op.kv, sequences, written=True)
+        return d.normal(batch.tokens, op.heads, op.kv.dim), batch, kv
+
+    judge("native:attention_many", replace(sample, op=op, inputs=inputs, step_kind="mixed"))
+
+
+@pytest.mark.parametrize("kernel", ["native:decoder_layer_many", "native:decoder_layer_many_panels"])
+@pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
+def test_layers(kernel, sequences):
+    label = "gqa_mlp_int8_mixed" if kernel.endswith("panels") else "gqa_mlp_qk_norm"
+    sample = next(s for s in OPS["decoder_layer"].samples() if s.label == label)
+    request = sample.op.attn.few.kv
+
+    def inputs(d: Draw):
+        batch, kv = d.step(request, sequences)
+        x = d.normal(batch.tokens, 64)
+        return x, d.normal(*x.shape), batch, kv
+
+    judge(kernel, replace(sample, inputs=inputs))
+
+
+def judge(kernel, sample):
+    bench = Bench("cpu", "cpu", torch.bfloat16, FEATURES, lambda request: layouts())
+    for seed in (21, 22):
+        outcome = run_case(named(kernel), sample, bench, seed=seed)
+        assert outcome.passed, outcome
