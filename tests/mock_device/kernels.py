@@ -107,10 +107,10 @@ def gqa(p: Any, x: torch.Tensor, batch: Batch, kv: HiddenKV, scratch: torch.dtyp
     """Grouped-query attention, float32 `[T, D]`; `scratch` is the dtype in which K and V are remembered."""
     (h, g), d = p.heads, p.head_dim
     q, k, v = product(x, p.qkv, (h + 2 * g) * d).view(len(x), -1, d).split((h, g, g), 1)
-    if p.q_norm is not None:
-        q, k = norm(q, p.q_norm), norm(k, p.k_norm)
-    remember(kv, batch.slots, rotate(p.rope, k, batch.positions).to(scratch), v.to(scratch))
-    o = attend(rotate(p.rope, q, batch.positions), batch, kv.read_raw, p.few.scale, p.few.kv.v_dim)
+    if p.enter.q_norm is not None:
+        q, k = norm(q, p.enter.q_norm), norm(k, p.enter.k_norm)
+    remember(kv, batch.slots, rotate(p.enter.rope, k, batch.positions).to(scratch), v.to(scratch))
+    o = attend(rotate(p.enter.rope, q, batch.positions), batch, kv.read_raw, p.few.scale, p.few.kv.v_dim)
     return product(o.flatten(1), p.o, x.shape[1])
 
 
@@ -119,13 +119,13 @@ def mla(p: Any, x: torch.Tensor, batch: Batch, kv: HiddenKV, scratch: torch.dtyp
     d, c = p.dims, x
     if p.q_a is not None:
         rank = p.q_b.weight.shape[0]
-        c = norm(product(x, p.q_a, rank), p.q_a_norm)
+        c = norm(product(x, p.q_a, rank), p.enter.q_a_norm)
     q_nope, q_rope = (
         product(c, p.q_b, d.heads * (d.nope + d.rope)).view(len(x), d.heads, -1).split((d.nope, d.rope), -1)
     )
     latent, k_rope = product(x, p.kv_a, d.latent + d.rope).split((d.latent, d.rope), -1)
     k_rope = rotate(p.rope, k_rope[:, None], batch.positions)[:, 0]
-    remember(kv, batch.slots, torch.cat((norm(latent, p.kv_a_norm), k_rope), -1).to(scratch))
+    remember(kv, batch.slots, torch.cat((norm(latent, p.enter.kv_a_norm), k_rope), -1).to(scratch))
 
     def keys_values(table: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         latent, k_rope = kv.read_raw(table, n)[0].float().split((d.latent, d.rope), -1)

@@ -192,7 +192,7 @@ def test_what_is_shared_is_one_object():
     assert model.embed.weight is model.head.weight is model.mtp[0].embed.weight is model.mtp[0].head.weight
     attention = model.layers[0].attn
     assert isinstance(attention, MLABlock) and attention.expanded.kv_b.weight is attention.absorbed.kv_b
-    assert len({id(layer.attn.rope.table) for layer in (*model.layers, model.mtp[0].layer)}) == 1
+    assert len({id(layer.attn.enter.rope.table) for layer in (*model.layers, model.mtp[0].layer)}) == 1
     assert attention.absorbed.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
 
 

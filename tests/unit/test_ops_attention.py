@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inferplane.kvcache import paged_layout
-from inferplane.ops import Attention, GQABlock, KVWrite, Linear, RMSNorm, Rope, each_range, hidden_pairs
+from inferplane.ops import Attention, GQABlock, KVWrite, Linear, NormRopeWrite, RMSNorm, Rope, each_range, hidden_pairs
 from inferplane.types import KVRequest, Weight
 from inferplane.types.batch import Query, make_batch
 from tests.unit.formulas import SEQUENCES, norm, rope_table, rotate
@@ -104,17 +104,15 @@ WIDTH, HEADS, KV_HEADS, DIM = 24, 4, 2, 8
 
 def block(norms):
     request = KVRequest("gqa", KV_HEADS, DIM, DIM)
+    qk_norms = [RMSNorm(w(name, DIM), 1e-6) if norms else None for name in ("qn", "kn")]
     return GQABlock(
         qkv=Linear(Weight(("q", "k", "v"), ((HEADS + 2 * KV_HEADS) * DIM, WIDTH))),
         o=Linear(w("o", WIDTH, HEADS * DIM)),
-        rope=Rope(rope_table(DIM)[0]),
+        enter=NormRopeWrite(Rope(rope_table(DIM)[0]), KVWrite(request), *qk_norms),
         few=Attention(HEADS, DIM**-0.5, request, "few"),
         many=Attention(HEADS, DIM**-0.5, request, "many"),
-        write=KVWrite(request),
         heads=(HEADS, KV_HEADS),
         head_dim=DIM,
-        q_norm=RMSNorm(w("qn", DIM), 1e-6) if norms else None,
-        k_norm=RMSNorm(w("kn", DIM), 1e-6) if norms else None,
     )
 
 

@@ -76,7 +76,7 @@ def test_linear_bytes_are_exact(dtype):
 
 def test_cost_of_blocks_counts_each_sequence_once():
     block: GQABlock = GQABlock.samples()[0].op
-    parts = [block.qkv, block.o, block.many, block.write, block.rope]
+    parts = [block.qkv, block.o, block.many, block.enter]
     assert block.cost(LOAD) == sum((p.cost(LOAD) for p in parts), Cost())
     attention = Attention(4, 1.0, KVRequest("gqa", 2, 64, 32))
     assert attention.cost(LOAD) == Cost(300 * 2 * (64 + 32) * 2, 2 * 900 * 4 * (64 + 32))

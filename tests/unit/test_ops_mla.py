@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from inferplane.kvcache import paged_layout
-from inferplane.ops import Linear, MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite, RMSNorm, Rope
+from inferplane.ops import (
+    Linear,
+    MLAAbsorbed,
+    MLABlock,
+    MLADims,
+    MLAExpanded,
+    MLAKVWrite,
+    MLANormRopeWrite,
+    RMSNorm,
+    Rope,
+)
 from inferplane.types.batch import Query, make_batch
 from tests.unit.formulas import SEQUENCES, norm, rope_table, rotate
 from tests.unit.small import F32, bound, close, w
@@ -69,16 +79,15 @@ WIDTH, RANK = 20, 10
 
 def block(q_lora):
     kv_b = w("kv_b", D.heads * (D.nope + D.value), D.latent)
+    rope, q_norm = Rope(rope_table(D.rope)[0], True), RMSNorm(w("q_n", RANK), 1e-6) if q_lora else None
     return MLABlock(
         q_a=Linear(w("q_a", RANK, WIDTH)) if q_lora else None,
-        q_a_norm=RMSNorm(w("q_n", RANK), 1e-6) if q_lora else None,
         q_b=Linear(w("q_b", D.heads * (D.nope + D.rope), RANK if q_lora else WIDTH)),
         kv_a=Linear(w("kv_a", D.latent + D.rope, WIDTH)),
-        kv_a_norm=RMSNorm(w("kv_n", D.latent), 1e-6),
-        rope=Rope(rope_table(D.rope)[0], True),
+        enter=MLANormRopeWrite(q_norm, RMSNorm(w("kv_n", D.latent), 1e-6), rope, MLAKVWrite(D.request), D),
+        rope=rope,
         expanded=MLAExpanded(Linear(kv_b), D, SCALE, D.request),
         absorbed=MLAAbsorbed(kv_b, D, SCALE, D.request),
-        write=MLAKVWrite(D.request),
         o=Linear(w("o", WIDTH, D.heads * D.value)),
         dims=D,
     )

@@ -26,9 +26,11 @@ from inferplane.ops import (
     MLADims,
     MLAExpanded,
     MLAKVWrite,
+    MLANormRopeWrite,
     MoE,
     MoEExperts,
     MoERoute,
+    NormRopeWrite,
     Rope,
 )
 from inferplane.types import KVRequest, Shard
@@ -76,18 +78,16 @@ def grouped_query(
 
     def block(name: str, window: Window = None) -> GQABlock:
         request = KVRequest("gqa", g, dim, dim, window)
+        q_norm, k_norm = (b.rms(f"{name}.{part}_norm", dim) if norms else None for part in "qk")
         qkv = [f"{name}.{part}_proj" for part in "qkv"]
         return GQABlock(
             qkv=b.linear(*qkv, rows=(h + 2 * g) * dim, columns=width, axis=0, bias=bias, shards=shards),
             o=b.linear(f"{name}.o_proj", rows=width, columns=h * dim, axis=1, bias=out_bias),
-            rope=rope,
+            enter=NormRopeWrite(rope, KVWrite(request), q_norm, k_norm),
             few=Attention(h, dim**-0.5, request, "few"),
             many=Attention(h, dim**-0.5, request, "many"),
-            write=KVWrite(request),
             heads=(h, g),
             head_dim=dim,
-            q_norm=b.rms(f"{name}.q_norm", dim) if norms else None,
-            k_norm=b.rms(f"{name}.k_norm", dim) if norms else None,
             reduce=b.reduce(),
         )
 
@@ -119,16 +119,16 @@ def latent(b: Build) -> Callable[[str], MLABlock]:
         q_rows = d.heads * (d.nope + d.rope)
         kv_b = b.weight((f"{name}.kv_b_proj",), (d.heads * (d.nope + d.value), d.latent), 0)
         q_b = f"{name}.q_b_proj" if rank else f"{name}.q_proj"
+        q_a_norm = b.rms(f"{name}.q_a_layernorm", rank, LATENT_EPS) if rank else None
+        kv_a_norm = b.rms(f"{name}.kv_a_layernorm", d.latent, LATENT_EPS)
         return MLABlock(
             q_a=b.linear(f"{name}.q_a_proj", rows=rank, columns=width) if rank else None,
-            q_a_norm=b.rms(f"{name}.q_a_layernorm", rank, LATENT_EPS) if rank else None,
             q_b=b.linear(q_b, rows=q_rows, columns=rank or width, axis=0),
             kv_a=b.linear(f"{name}.kv_a_proj_with_mqa", rows=d.latent + d.rope, columns=width),
-            kv_a_norm=b.rms(f"{name}.kv_a_layernorm", d.latent, LATENT_EPS),
+            enter=MLANormRopeWrite(q_a_norm, kv_a_norm, rope, MLAKVWrite(d.request), d),
             rope=rope,
             expanded=MLAExpanded(Linear(kv_b), d, scale, d.request),
             absorbed=MLAAbsorbed(kv_b, d, scale, d.request),
-            write=MLAKVWrite(d.request),
             o=b.linear(f"{name}.o_proj", rows=width, columns=d.heads * d.value, axis=1),
             dims=d,
             reduce=b.reduce(),

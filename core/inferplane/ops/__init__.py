@@ -1,11 +1,11 @@
 """The operations models are written in. One place answers "what must this kernel compute?"."""
 
-from inferplane.ops.attention import Attention, GQABlock, KVWrite, each_range, hidden_pairs
+from inferplane.ops.attention import Attention, GQABlock, KVWrite, NormRopeWrite, each_range, hidden_pairs
 from inferplane.ops.basic import AddRMSNorm, Embedding, GatedMLP, Linear, LMHead, RMSNorm, Rope, SiluMul
 from inferplane.ops.collective import AllGather, AllReduce
 from inferplane.ops.draw import Draw
 from inferplane.ops.eagle import EagleLayer
-from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite
+from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite, MLANormRopeWrite
 from inferplane.ops.model import CausalLM, DecoderLayer, MTPLayer
 from inferplane.ops.moe import MoE, MoEExperts, MoERoute
 from inferplane.ops.op import OPS, Comparison, Cost, Load, Op, Sample, placeholder, values
@@ -37,10 +37,12 @@ __all__ = [
     "MLADims",
     "MLAExpanded",
     "MLAKVWrite",
+    "MLANormRopeWrite",
     "MTPLayer",
     "MoE",
     "MoEExperts",
     "MoERoute",
+    "NormRopeWrite",
     "Op",
     "Quantize",
     "RMSNorm",

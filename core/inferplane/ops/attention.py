@@ -180,11 +180,67 @@ class Attention(Op, name="attention", hot=True):
         ]
 
 
+class NormRopeWrite(Op, name="norm_rope_write"):
+    """What lies between a block's projection and its attention: norms on q and k, rotation, the cache's write.
+
+    `q = rope(q_norm(q)); write(rope(k_norm(k)), v)`; without norms `q = rope(q); write(rope(k), v)`. Rows with slot -1
+    are rotated and not written.
+
+    Args of the call:
+        q: `[T, H, d]`. k: `[T, G, d]`. v: `[T, G, dv]`. Any may be strided.
+        batch: its `positions` and `slots`. kv: the layer's cache, changed.
+
+    Returns:
+        q, `[T, H, d]`.
+
+    Source: norms on q and k as in Qwen3, arXiv 2505.09388; rotation, arXiv 2104.09864.
+    """
+
+    tolerance = ACCUMULATED
+
+    rope: Rope
+    write: KVWrite
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
+        self.write(k, v, batch, kv)
+        return q
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """With and without norms, both orders of pairs, decode and mixed steps; heads of 128."""
+
+        def sample(
+            label: str, dim: int, sequences: list[tuple[int, int]], kind: Any, *, norms: bool, pairs: bool = False
+        ) -> Sample:
+            request = KVRequest("gqa", 2, dim, dim)
+            norm = lambda: RMSNorm(placeholder(dim), 1e-6) if norms else None  # noqa: E731
+            op = NormRopeWrite(Rope(_rope_table(dim, 512), pairs), KVWrite(request), norm(), norm())
+
+            def inputs(d: Draw) -> tuple[Any, ...]:
+                batch, kv = d.step(request, sequences)
+                q, k, v = d.normal(batch.tokens, 8, dim).split((4, 2, 2), 1)
+                return q, k, v, batch, kv
+
+            return Sample(label, op, inputs, kind)
+
+        return [
+            sample("decode", 32, [(1, 9), (3, 70)], "decode", norms=False),
+            sample("qk_norm", 32, [(1, 10), (17, 5)], "mixed", norms=True),
+            sample("interleaved", 64, [(1, 63), (2, 64)], "decode", norms=True, pairs=True),
+            sample("d128", 128, [(1, 127), (2, 5)], "decode", norms=True),
+        ]
+
+
 class GQABlock(Op, name="gqa_block"):
     """Grouped-query attention whole: project, rotate, write the cache, attend, project back.
 
-    `q, k, v = split(qkv(x)); q, k = rope(q), rope(k); write(k, v); y = o(attend(q))`, with norms on q and k where the
-    model has them. Sequences with few query tokens and those with many are served by the op bound for each.
+    `q, k, v = split(qkv(x)); q = enter(q, k, v); y = o(attend(q))`; `enter` norms where the model does, rotates and
+    writes. Sequences with few query tokens and those with many are served by the op bound for each.
 
     Args of the call:
         x: `[T, D]`. batch: the step. kv: the layer's cache, changed.
@@ -201,23 +257,17 @@ class GQABlock(Op, name="gqa_block"):
 
     qkv: Linear
     o: Linear
-    rope: Rope
+    enter: NormRopeWrite
     few: Attention
     many: Attention
-    write: KVWrite
     heads: tuple[int, int]
     head_dim: int
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
     reduce: AllReduce | None = None
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
         h, g = self.heads
         q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split((h, g, g), 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
-        self.write(k, v, batch, kv)
+        q = self.enter(q, k, v, batch, kv)
         y = self.o(each_range(batch, (q,), self.few, self.many, kv).flatten(1))
         return y if self.reduce is None else self.reduce(y)
 
@@ -238,14 +288,11 @@ class GQABlock(Op, name="gqa_block"):
             return GQABlock(
                 qkv=Linear(placeholder((4 + 4) * 32, 64)),
                 o=Linear(placeholder(64, 128)),
-                rope=Rope(_rope_table(32, 512)),
+                enter=NormRopeWrite(Rope(_rope_table(32, 512)), KVWrite(request), norm(), norm()),
                 few=Attention(4, 32**-0.5, request, "few"),
                 many=Attention(4, 32**-0.5, request, "many"),
-                write=KVWrite(request),
                 heads=(4, 2),
                 head_dim=32,
-                q_norm=norm(),
-                k_norm=norm(),
             )
 
         def sample(label: str, op: GQABlock, sequences: list[tuple[int, int]], kind: Any) -> Sample:

@@ -12,7 +12,7 @@ from inferplane.ops.attention import _rope_table, each_range, hidden_pairs
 from inferplane.ops.basic import Linear, RMSNorm, Rope
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
-from inferplane.ops.op import BLOCK, EXACT, Cost, Load, Op, Sample, placeholder, values
+from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Load, Op, Sample, placeholder, values
 from inferplane.types import Batch, KVRequest, LayerKV, Weight
 
 
@@ -202,11 +202,68 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
         ]
 
 
+class MLANormRopeWrite(Op, name="mla_norm_rope_write"):
+    """What lies between latent attention's projections down and the query's projection up: norms, rotation, write.
+
+    `[c | k_rope] = kv; write(kv_a_norm(c), rope(k_rope))`, and `q_a_norm(q)` where the query has a low rank of its own.
+    Rows with slot -1 are not written.
+
+    Args of the call:
+        q: `[T, Q]`, or None where there is no `q_a_norm`. kv_a: `[T, R + P]`. Either may be strided.
+        batch: its `positions` and `slots`. kv: the layer's cache, changed.
+
+    Returns:
+        The normed q, `[T, Q]`, or None.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    """
+
+    tolerance = ACCUMULATED
+
+    q_a_norm: RMSNorm | None
+    kv_a_norm: RMSNorm
+    rope: Rope
+    write: MLAKVWrite
+    dims: MLADims
+
+    def __call__(self, q: torch.Tensor | None, kv_a: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor | None:
+        latent, k_rope = kv_a.split((self.dims.latent, self.dims.rope), -1)
+        k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0]
+        self.write(self.kv_a_norm(latent), k_rope, batch, kv)
+        return None if q is None or self.q_a_norm is None else self.q_a_norm(q)
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """With and without a low-rank query, decode and mixed steps; V3's own sizes."""
+
+        def sample(
+            label: str, q_rank: int, d: MLADims, sequences: list[tuple[int, int]], kind: Any, *, pairs: bool = True
+        ) -> Sample:
+            norm = RMSNorm(placeholder(q_rank), 1e-6) if q_rank else None
+            rope, write = Rope(_rope_table(d.rope, 512), pairs), MLAKVWrite(d.request)
+            op = MLANormRopeWrite(norm, RMSNorm(placeholder(d.latent), 1e-6), rope, write, d)
+
+            def inputs(draw: Draw) -> tuple[Any, ...]:
+                batch, kv = draw.step(d.request, sequences)
+                down = draw.normal(batch.tokens, q_rank + d.latent + d.rope)
+                return down[:, :q_rank] if q_rank else None, down[:, q_rank:], batch, kv
+
+            return Sample(label, op, inputs, kind)
+
+        small, real = MLADims(2, 32, 16, 24, 48), MLADims(2, 128, 64, 128, 512)
+        return [
+            sample("decode", 40, small, [(1, 9), (3, 70)], "decode"),
+            sample("mixed", 40, small, [(1, 100), (40, 0), (11, 60)], "mixed", pairs=False),
+            sample("whole_query", 0, small, [(1, 63), (2, 64)], "decode"),
+            sample("v3_decode", 1536, real, [(1, 127), (3, 70)], "decode"),
+        ]
+
+
 class MLABlock(Op, name="mla_block"):
     """Latent attention whole: project, norm, rotate, write the latent, attend expanded or absorbed, project back.
 
-    `c_q = q_a_norm(q_a(x))` (or x); `[q_nope | q_rope] = q_b(c_q)` a head; `[c | k_rope] = kv_a(x)`;
-    `c = kv_a_norm(c)`; rotate q_rope and k_rope; write `[c | k_rope]`; sequences with few query tokens attend
+    `c_q = enter(q_a(x), kv_a(x))` norms both, rotates the key and writes the latent; `[q_nope | q_rope] = q_b(c_q)` a
+    head (`q_b(x)` where the query has no rank of its own); rotate q_rope; sequences with few query tokens attend
     absorbed, the others expanded.
     The variants "absorbed" and "expanded" take that form for every sequence.
 
@@ -222,14 +279,12 @@ class MLABlock(Op, name="mla_block"):
     tolerance = BLOCK
 
     q_a: Linear | None
-    q_a_norm: RMSNorm | None
     q_b: Linear
     kv_a: Linear
-    kv_a_norm: RMSNorm
+    enter: MLANormRopeWrite
     rope: Rope
     expanded: MLAExpanded
     absorbed: MLAAbsorbed
-    write: MLAKVWrite
     o: Linear
     dims: MLADims
     reduce: AllReduce | None = None
@@ -252,17 +307,17 @@ class MLABlock(Op, name="mla_block"):
         def block(q_lora: int, d: MLADims = small) -> MLABlock:
             width = 64
             kv_b = placeholder(d.heads * (d.nope + d.value), d.latent)
-            scale = (d.nope + d.rope) ** -0.5
+            scale, rope = (d.nope + d.rope) ** -0.5, Rope(_rope_table(d.rope, 512), True)
+            norm = RMSNorm(placeholder(q_lora), 1e-6) if q_lora else None
+            latent_norm = RMSNorm(placeholder(d.latent), 1e-6)
             return MLABlock(
                 q_a=Linear(placeholder(q_lora, width)) if q_lora else None,
-                q_a_norm=RMSNorm(placeholder(q_lora), 1e-6) if q_lora else None,
                 q_b=Linear(placeholder(d.heads * (d.nope + d.rope), q_lora or width)),
                 kv_a=Linear(placeholder(d.latent + d.rope, width)),
-                kv_a_norm=RMSNorm(placeholder(d.latent), 1e-6),
-                rope=Rope(_rope_table(d.rope, 512), True),
+                enter=MLANormRopeWrite(norm, latent_norm, rope, MLAKVWrite(d.request), d),
+                rope=rope,
                 expanded=MLAExpanded(Linear(kv_b), d, scale, d.request),
                 absorbed=MLAAbsorbed(kv_b, d, scale, d.request),
-                write=MLAKVWrite(d.request),
                 o=Linear(placeholder(width, d.heads * d.value)),
                 dims=d,
             )
@@ -285,12 +340,9 @@ class MLABlock(Op, name="mla_block"):
 
 def _mla(p: Any, x: torch.Tensor, batch: Batch, kv: LayerKV, few: Any, many: Any) -> torch.Tensor:
     d: MLADims = p.dims
-    c = x if p.q_a is None else p.q_a_norm(p.q_a(x))
-    q_nope, q_rope = p.q_b(c).view(x.shape[0], d.heads, -1).split((d.nope, d.rope), -1)
-    latent, k_rope = p.kv_a(x).split((d.latent, d.rope), -1)
-    latent = p.kv_a_norm(latent)
+    c = p.enter(None if p.q_a is None else p.q_a(x), p.kv_a(x), batch, kv)
+    q_nope, q_rope = p.q_b(x if c is None else c).view(x.shape[0], d.heads, -1).split((d.nope, d.rope), -1)
     q_rope = p.rope(q_rope, batch.positions)
-    p.write(latent, p.rope(k_rope[:, None], batch.positions)[:, 0], batch, kv)
     y = p.o(each_range(batch, (q_nope, q_rope), few, many, kv).flatten(1))
     return y if p.reduce is None else p.reduce(y)
 

@@ -35,7 +35,7 @@ def _usual(op: Any) -> bool:
 
 def _bf16(op: Any) -> bool:
     weights = [w for path, w in op.weights() if not path.endswith("rope.table")]
-    return all(w.dtype in (None, torch.bfloat16) for w in weights) and op.attn.rope.table.dtype is torch.float32
+    return all(w.dtype in (None, torch.bfloat16) for w in weights) and op.attn.enter.rope.table.dtype is torch.float32
 
 
 def _sixteens(op: Any) -> bool:
@@ -83,10 +83,11 @@ def _describe(p: Any, rounded: bool) -> Layer:
         setattr(layer, path, child.described[0])
     layer.attn_norm, layer.attn_eps = p.attn_norm.norm.weight.data_ptr(), p.attn_norm.norm.eps
     layer.mlp_norm, layer.mlp_eps = p.mlp_norm.norm.weight.data_ptr(), p.mlp_norm.norm.eps
-    if attn.q_norm is not None:
-        layer.q_norm, layer.q_eps = attn.q_norm.weight.data_ptr(), attn.q_norm.eps
-        layer.k_norm, layer.k_eps = attn.k_norm.weight.data_ptr(), attn.k_norm.eps
-    layer.rope, layer.interleaved = attn.rope.table.data_ptr(), attn.rope.interleaved
+    enter = attn.enter
+    if enter.q_norm is not None:
+        layer.q_norm, layer.q_eps = enter.q_norm.weight.data_ptr(), enter.q_norm.eps
+        layer.k_norm, layer.k_eps = enter.k_norm.weight.data_ptr(), enter.k_norm.eps
+    layer.rope, layer.interleaved = enter.rope.table.data_ptr(), enter.rope.interleaved
     layer.heads, layer.kv_heads = attn.heads
     layer.head_dim, layer.window, layer.scale = attn.head_dim, attn.few.kv.window or 0, attn.few.scale
     return layer

@@ -226,12 +226,12 @@ def _expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, 
             ("one rank", lambda op: op.reduce is None),
             ("neighbours as pairs", lambda op: op.rope.interleaved),
             ("plain products", _plain_block),
-            ("a norm in the plan's dtype", lambda op: op.kv_a_norm.weight.dtype is None),
+            ("a norm in the plan's dtype", lambda op: op.enter.kv_a_norm.weight.dtype is None),
             (ABSORBED[0], lambda op: _absorbed_dims(op.absorbed)),
             (EXPANDED[0], lambda op: _expanded_dims(op.expanded)),
         ),
     ),
-    packs={"rope.table": ROPE_HALF},
+    packs={"rope.table": ROPE_HALF, "enter.rope.table": ROPE_HALF},
     capture_safe=True,
     needs_host_lens=True,
 )
@@ -240,7 +240,7 @@ def mla_block(p: Any, x: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     d, tokens = p.dims, x.shape[0]
     c = x
     if p.q_a is not None:
-        c = npu.npu_rms_norm(F.linear(x, p.q_a.weight, p.q_a.bias), p.q_a_norm.weight, p.q_a_norm.eps)[0]
+        c = npu.npu_rms_norm(F.linear(x, p.q_a.weight, p.q_a.bias), p.enter.q_a_norm.weight, p.enter.q_a_norm.eps)[0]
     q = F.linear(c, p.q_b.weight, p.q_b.bias).view(tokens, d.heads, -1)
     q_nope, q_rope = q.split((d.nope, d.rope), -1)
     cos, sin = cos_sin(p.rope.table, batch.positions, x.dtype)
@@ -251,13 +251,13 @@ def mla_block(p: Any, x: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     one = (1, 1, tokens, -1)
     npu.npu_kv_rmsnorm_rope_cache(
         F.linear(x, p.kv_a.weight, p.kv_a.bias).view(one),
-        p.kv_a_norm.weight,
+        p.enter.kv_a_norm.weight,
         cos.view(one),
         sin.view(one),
         kv.real(batch.slots),
         kv.second,
         kv.first,
-        epsilon=p.kv_a_norm.eps,
+        epsilon=p.enter.kv_a_norm.eps,
         cache_mode="PA",
     )
     few, many = batch.split()

@@ -45,6 +45,8 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
         kernel("rope", "cache:rope", plain),
         kernel("kv_write", "cache:kv_write", cached),
         kernel("mla_kv_write", "cache:mla_kv_write", cached),
+        kernel("norm_rope_write", "enter:norm_rope_write", cached),
+        kernel("mla_norm_rope_write", "enter:mla_norm_rope_write", cached),
         kernel("attention", "attention:attention", cached, prepare=tiles),
         # The products around these two are torch's own, which may add in another order for another number of rows.
         kernel("mla_absorbed", "mla:mla_absorbed", cached, prepare=tiles, batch_invariant=False),

@@ -35,7 +35,7 @@ def _rope(
 
 
 @triton.jit
-def _store(
+def store_part(
     value, entries, scales, slot, part, inside, within,
     PARTS: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
@@ -63,11 +63,11 @@ def _write(
     within = tl.arange(0, BLOCK)
     inside = within < DIM
     value = tl.load(k + token * k_outer + part * k_inner + within, mask=inside, other=0.0).to(tl.float32)
-    _store(value, k_entries, k_scales, slot, part, inside, within, PARTS, DIM, KIND, POWER_OF_TWO)
+    store_part(value, k_entries, k_scales, slot, part, inside, within, PARTS, DIM, KIND, POWER_OF_TWO)
     if V_DIM > 0:
         inside = within < V_DIM
         value = tl.load(v + token * v_outer + part * v_inner + within, mask=inside, other=0.0).to(tl.float32)
-        _store(value, v_entries, v_scales, slot, part, inside, within, PARTS, V_DIM, KIND, POWER_OF_TWO)
+        store_part(value, v_entries, v_scales, slot, part, inside, within, PARTS, V_DIM, KIND, POWER_OF_TWO)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def _write_latent(
     high = inside & (entry >= LATENT)
     value = tl.load(latent + token * latent_outer + entry, mask=low, other=0.0).to(tl.float32)
     value += tl.load(k_rope + token * rope_outer + entry - LATENT, mask=high, other=0.0).to(tl.float32)
-    _store(value, entries, scales, slot, part, inside, within, PARTS, DIM, KIND, POWER_OF_TWO)
+    store_part(value, entries, scales, slot, part, inside, within, PARTS, DIM, KIND, POWER_OF_TWO)
 
 
 KINDS = {torch.float8_e4m3fn: 1, torch.int8: 2}
@@ -101,13 +101,13 @@ def stored(kv: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
     return entries, kv.scales or entries, KINDS.get(kv.entries[0].dtype, 0)
 
 
-def _side_by_side(x: torch.Tensor) -> torch.Tensor:
+def side_by_side(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """One program a token and head."""
-    x = _side_by_side(x)
+    x = side_by_side(x)
     tokens, heads, dim = x.shape
     out = x.new_empty(tokens, heads, dim)
     if tokens:
@@ -121,7 +121,7 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """K and V of a token and head in one program."""
     entries, scales, kind = stored(kv)
-    k, v = _side_by_side(k), _side_by_side(v)
+    k, v = side_by_side(k), side_by_side(v)
     tokens, heads, dim = k.shape
     if tokens:
         _write[(tokens, heads)](
@@ -135,7 +135,7 @@ def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV
 def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """The latent and the rotated key of a token, a program for each run of entries that share a scale."""
     entries, scales, kind = stored(kv)
-    latent, k_rope = _side_by_side(latent), _side_by_side(k_rope)
+    latent, k_rope = side_by_side(latent), side_by_side(k_rope)
     _, parts, dim = entries[0].shape
     if latent.shape[0]:
         _write_latent[(latent.shape[0], parts)](

@@ -25,7 +25,7 @@ from inferplane.kernels.triton.attention import (
     splits_for,
     widened,
 )
-from inferplane.kernels.triton.cache import stored
+from inferplane.kernels.triton.cache import side_by_side, stored
 from inferplane.kernels.triton.tiles import Tiles
 from inferplane.types import Batch, LayerKV
 
@@ -129,10 +129,6 @@ def _absorbed(
         tl.store(lse + place, seen_mass, mask=real)
 
 
-def _turned(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def absorb(p: Any, q_nope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The query's part without rotation folded into the latent space, `[H, T, R]`, and `W_v` `[H, V, R]`."""
     d = p.dims
@@ -148,7 +144,7 @@ def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     _, parts_count, part = entries[0].shape
     tokens = q_nope.shape[0]
     q, w_v = absorb(p, q_nope)
-    q_rope = _turned(q_rope)
+    q_rope = side_by_side(q_rope)
     mid = torch.empty_like(q)
     out = mid.transpose(0, 1)
     splits = splits_for(batch, launch, tiles)
@@ -274,7 +270,7 @@ def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     """Gather, expand and attend, as many heads at a time as `EXPANDED_BYTES` hold."""
     tiles: Tiles = p.prepared
     launch, d = tiles.prefill.for_dtype(q_nope.dtype), p.dims
-    q_nope, q_rope = _turned(q_nope), _turned(q_rope)
+    q_nope, q_rope = side_by_side(q_nope), side_by_side(q_rope)
     latents, before = gathered(p, q_nope, batch, kv)
     width = d.nope + d.value
     weight = p.kv_b.weight.view(d.heads, width, d.latent)
