@@ -43,7 +43,7 @@ class Pointer:
         return memory[self.tensor.storage_offset() :]
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> torch.Tensor:
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> torch.Tensor:
     place, memory = number(pointer.offset).long(), pointer.flat()
     if mask is None:
         assert bool((place >= 0).all()) and bool((place < len(memory)).all()), "a load outside of its tensor"
@@ -61,6 +61,13 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     keep = torch.ones_like(place, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, place.shape)
     assert bool((place[keep] >= 0).all()) and bool((place[keep] < len(memory)).all()), "a store outside of its tensor"
     memory[place[keep]] = value[keep]
+
+
+def atomic_add(pointer: Pointer, value: Any, sem: str = "") -> torch.Tensor:
+    """Programs run one after another, and one thread of them does it."""
+    before = load(pointer)
+    store(pointer, before + value)
+    return before
 
 
 class Shared:
@@ -285,7 +292,8 @@ def language() -> ModuleType:
     """What stands for `triton.language` and Gluon's."""
     made = ModuleType("language")
     made.__dict__.update(
-        load=load, store=store, where=either, allocate_shared_memory=shared_memory, warp_specialize=specialize,
+        load=load, store=store, where=either, atomic_add=atomic_add, zeros_like=torch.zeros_like,
+        allocate_shared_memory=shared_memory, warp_specialize=specialize,
         associative_scan=scan, constexpr=lambda x: x, static_range=range, barrier=lambda: None,
         convert_layout=lambda x, layout: x, program_id=lambda axis: torch.tensor(STATE.program[axis]),
         num_programs=lambda axis: torch.tensor(STATE.programs[axis]),

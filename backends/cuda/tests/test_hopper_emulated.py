@@ -60,7 +60,7 @@ def judge(launch: Any, name: str, made: Sample, layout: str) -> float:
     kernel = replace(kernel, target=getattr(launch if name == "mla_absorbed" else launch.prompts, name))
     bench = Bench("emulated", HOST, torch.bfloat16, FEATURES, lambda request: layouts(), layout)
     for seed, padded in ((1, False), (2, True)):
-        outcome = run_case(kernel, made, bench, seed=seed, padded=padded)
+        outcome = run_case(kernel, made, bench, seed=seed, padded=padded, poisoned=True)
         assert outcome.passed, f"{outcome.error} > {outcome.tolerance} {outcome.detail}\n{outcome.traceback}"
         worst = max(worst, outcome.error)
     return worst
@@ -76,7 +76,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["paged_64", "paged_64_fp8_p2"])
+@pytest.mark.parametrize("layout", ["paged_64", "paged_64_fp8_p2", "paged_64_int8"])
 @pytest.mark.parametrize("step", STEPS)
 def test_latent_attention(launch, step, layout, record_property):
     made = sample(*STEPS[step])
@@ -86,15 +86,28 @@ def test_latent_attention(launch, step, layout, record_property):
 
 
 def test_parts_put_together_wrongly_are_found(launch, monkeypatch):
-    combine = launch.combine.function
+    spaces = launch.mla.settle.function.__globals__
+    join = spaces["join"].function
 
-    def unweighted(parts, masses, meta, *others, **named):
+    def unweighted(parts, masses, *others):
         masses.tensor.zero_()
-        combine(parts, masses, meta, *others, **named)
+        join(parts, masses, *others)
 
-    monkeypatch.setattr(launch.combine, "function", unweighted)
+    monkeypatch.setattr(spaces["join"], "function", unweighted)
     with pytest.raises(AssertionError):
         judge(launch, "mla_absorbed", sample(*STEPS["uneven"]), "paged_64")
+
+
+def test_counters_are_left_at_zero(launch):
+    judge(launch, "mla_absorbed", sample(*STEPS["uneven"]), "paged_64")
+    space = launch.Workspace.of(torch.device(HOST))
+    assert space.arrived.tolist() == [0] * 5
+
+
+def test_what_others_left_in_the_cache_would_come_through(launch, monkeypatch):
+    monkeypatch.setitem(launch.mla.compute.function.__globals__, "wipe", lambda *args: None)
+    with pytest.raises(AssertionError):
+        judge(launch, "mla_absorbed", sample(*STEPS["one"]), "paged_64")
 
 
 def test_a_product_read_before_it_is_waited_for_is_found(launch, monkeypatch):

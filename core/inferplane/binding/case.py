@@ -43,6 +43,21 @@ class Caches:
         self._built[id(kv)] = kv, blocks
         return kv
 
+    def poison(self, kv: LayerKV, batch: Batch) -> None:
+        """Fill every slot that no sequence of the step has with NaN: a cache that others have used may hold any bits.
+
+        Args:
+            kv: built here.
+            batch: the step, whose sequences are in the cache already.
+        """
+        lens, (_, blocks) = batch.lens(), self._built[id(kv)]
+        taken = torch.zeros(blocks * kv.block_tokens, dtype=torch.bool)
+        for n, table in zip(lens.seq_lens, to_host(batch.block_tables).long(), strict=True):
+            place = torch.arange(n)
+            taken[table[place // kv.block_tokens] * kv.block_tokens + place % kv.block_tokens] = True
+        slots = torch.where(~taken)[0].to(self.device)
+        kv.write(slots, *(t * torch.nan for t in self._draw.kv_entries(kv.request, len(slots))))
+
     def stored(self, request: KVRequest, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Canonical entries as a cache of this layout gives them back, float32 on the host."""
         n, layout = values[0].shape[0], self.layouts[request]

@@ -91,7 +91,15 @@ class Bench:
     layout: str | None = None
 
 
-def run_case(kernel: Kernel | None, sample: Sample, bench: Bench, *, seed: int = 0, padded: bool = False) -> Outcome:
+def run_case(
+    kernel: Kernel | None,
+    sample: Sample,
+    bench: Bench,
+    *,
+    seed: int = 0,
+    padded: bool = False,
+    poisoned: bool = False,
+) -> Outcome:
     """Run a kernel (None: the op's own body) on a sample and compare it with the oracle.
 
     Checked are: the results' number, shapes, dtypes and values; that nothing is NaN or infinite, with fresh memory
@@ -105,6 +113,7 @@ def run_case(kernel: Kernel | None, sample: Sample, bench: Bench, *, seed: int =
         seed: of inputs and weights.
         padded: for samples of decode steps, add padded sequences (slot -1) as captured steps have them, which the
             kernel must ignore, and hide the lengths from the host unless the kernel says that it needs them there.
+        poisoned: fill the slots that no sequence has with NaN instead of finite numbers.
     """
     op = sample.op
     chosen = _choose_layouts(kernel, op, bench)
@@ -130,6 +139,9 @@ def run_case(kernel: Kernel | None, sample: Sample, bench: Bench, *, seed: int =
     draw = Draw(seed, bench.dtype, bench.torch_device, caches.build)
     weights = {id(w): draw.weight(w) for _, w in op.weights()}
     args = sample.inputs(draw)
+    if poisoned and (step := batch_in(args)) is not None:
+        for cache in caches_in(args):
+            caches.poison(cache, step)
     ideal_args = oracle_arguments(args)
     for twin in caches_in(ideal_args):  # a block attends to what the storage made of its own K and V
         if isinstance(twin, OracleKV) and chosen[twin.request].tolerance and not alone:

@@ -30,7 +30,7 @@ def test_agrees_with_the_oracle(kernel, sample, dtype, layout, record_property):
     record_property("op", kernel.op)
     worst = 0.0
     for seed, padded in ((1, False), (2, True)) if sample.step_kind == "decode" else ((1, False),):
-        outcome = run_case(kernel, sample, bench(DTYPES[dtype], layout), seed=seed, padded=padded)
+        outcome = run_case(kernel, sample, bench(DTYPES[dtype], layout), seed=seed, padded=padded, poisoned=True)
         assert outcome.served, outcome.detail
         assert outcome.passed, f"{outcome.error} > {outcome.tolerance} {outcome.detail}\n{outcome.traceback}"
         worst = max(worst, outcome.error)

@@ -45,8 +45,8 @@ def hopper_kernels() -> list[Kernel]:
         return Kernel(op, "gluon", f"{HOPPER_FOLDER}.{where}", when, RANK_UNPROVED, note=note, **options)
 
     return [
-        kernel("mla_absorbed", "launch:mla_absorbed", NAMES[:2], V3_LATENTS, capture_safe=True),
-        kernel("mla_expanded", "prompts:mla_expanded", NAMES[:1], V3_LATENTS, V3_HEADS, needs_host_lens=True),
+        kernel("mla_absorbed", "launch:mla_absorbed", NAMES, V3_LATENTS, capture_safe=True),
+        kernel("mla_expanded", "prompts:mla_expanded", NAMES, V3_LATENTS, V3_HEADS, needs_host_lens=True),
         kernel("attention", "prompts:attention", NAMES[:1], MANY, HEADS_128, NO_WINDOW, batch_invariant=True),
     ]
 

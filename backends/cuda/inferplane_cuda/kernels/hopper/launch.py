@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 
 from inferplane.plugin import Batch, LayerKV
 from inferplane_cuda.kernels.hopper import mla, mla_fp8
-from inferplane_cuda.kernels.hopper.combine import combine
 from inferplane_cuda.kernels.hopper.plan import OVERHEAD, ROWS
 from inferplane_cuda.kernels.hopper.tma import TensorDescriptor
 
@@ -31,7 +30,9 @@ def box(tensor: torch.Tensor, rows: int, columns: int, bits: int = 16) -> Any:
 
 
 class Workspace:
-    """Unfinished results of shared units: as many as programs can leave, whatever the step. Made once a device."""
+    """Unfinished results of shared units: as many as programs can leave, whatever the step; and by the first program of
+    a shared unit, how many have left theirs, 0 between steps. Made once a device.
+    """
 
     _made: dict[torch.device, Workspace] = {}
 
@@ -39,6 +40,7 @@ class Workspace:
         self.programs = programs(device)
         self.parts = torch.empty(2 * self.programs * ROWS, mla.LATENT, device=device)
         self.masses = torch.empty(2 * self.programs * ROWS, device=device)
+        self.arrived = torch.zeros(self.programs, device=device, dtype=torch.int32)
 
     @classmethod
     def of(cls, device: torch.device) -> Workspace:
@@ -59,15 +61,13 @@ def folded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor) -> tuple[torch.Te
 
 
 def attend(q: torch.Tensor, heads: int, scale: float, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """Attention of folded queries `q` `[T H, R + P]` to the latents of a bfloat16 or FP8 cache: `[T, H, R]`."""
+    """Attention of folded queries `q` `[T H, R + P]` to the latents of a bfloat16, FP8 or int8 cache: `[T, H, R]`."""
     mid = q.new_empty(q.shape[0] // heads, heads, mla.LATENT)
     space = Workspace.of(q.device)
     tiles = triton.cdiv(batch.max_query_tokens * heads, ROWS)
-    sequences = len(batch.seq_lens)
-    units = sequences * tiles
-    meta = batch.seq_lens.new_empty(2 * units)
+    units = len(batch.seq_lens) * tiles
     queries = box(q, ROWS, mla.LATENT), box(q, ROWS, mla.ROPE)
-    step = batch.block_tables, batch.query_start, batch.seq_lens, mid, space.parts, space.masses, meta
+    step = batch.block_tables, batch.query_start, batch.seq_lens, mid, space.parts, space.masses, space.arrived
     sizes = scale * LOG2_E, batch.block_tables.stride(0), units, tiles
     options = {
         "HEADS": heads, "STAGES": 2, "BLOCK_UNITS": max(256, triton.next_power_of_2(units)), "OVER": OVERHEAD,
@@ -81,11 +81,8 @@ def attend(q: torch.Tensor, heads: int, scale: float, batch: Batch, kv: LayerKV)
         bits = entries.view(torch.uint8)
         latents = box(bits, 64, mla.LATENT, 8), box(bits, 64, mla.ROPE, 8)
         scales = kv.scales[0]  # type: ignore[attr-defined]
-        mla_fp8.mla_decode_fp8[(space.programs,)](*queries, *latents, scales, *step, *sizes, **options)
-    combine[(batch.max_query_tokens * heads, sequences)](
-        space.parts, space.masses, meta, mid, batch.query_start, batch.seq_lens, tiles,
-        HEADS=heads, WIDTH=mla.LATENT, num_warps=4,
-    )  # fmt: skip
+        fp8 = entries.dtype == torch.float8_e4m3fn
+        mla_fp8.mla_decode_fp8[(space.programs,)](*queries, *latents, scales, *step, *sizes, FP8=fp8, **options)
     return mid
 
 

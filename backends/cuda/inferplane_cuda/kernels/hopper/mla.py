@@ -17,13 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from inferplane_cuda.kernels.hopper.plan import blocks_of, part_of, share_of
+from inferplane_cuda.kernels.hopper.ring import barriers, limits
+from inferplane_cuda.kernels.hopper.softmax import UNSEEN, weigh, wipe
 from inferplane_cuda.kernels.hopper.tma import barrier, load_tile
+from inferplane_cuda.kernels.hopper.units import finish, settle
 
 LATENT, ROPE = 512, 64
-UNSEEN = gl.constexpr(-1.0e30)
-"""A score that no key has: finite, so that a row that has seen nothing yet needs no special case. Whatever such a row
-adds up is wiped by the first real score, or weighs 2^-1e30 among the parts of its unit.
-"""
 
 
 @gluon.jit
@@ -65,39 +64,15 @@ def seen_scores(s, key, limit, scale, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def finish(
-    acc, highest, total, out, parts, masses, meta, starts, lengths, unit, tiles, lo, hi, blocks, owner, sharers,
-    HEADS: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
-):  # fmt: skip
-    """Write a unit's result, or this program's part of it; the unit's first program says who has the others."""
-    sequence, tile = unit // tiles, unit % tiles
-    begin = gl.load(starts + sequence)
-    count = gl.load(starts + sequence + 1) - begin
-    column = gl.arange(0, 512, gl.SliceLayout(0, RESULT))
-    row = gl.arange(0, 64, gl.SliceLayout(1, RESULT))
-    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, RESULT))[:, None]
-    if (lo == 0) & (hi == blocks):
-        place = begin * HEADS + tile * 64 + row
-        real = (tile * 64 + row) // HEADS < count
-        target = out + place.to(gl.int64)[:, None] * 512 + column[None, :]
-        gl.store(target, acc.to(gl.bfloat16), mask=real[:, None])
-    else:
-        part = 2 * gl.program_id(0) + gl.where(lo == 0, 1, 0)
-        gl.store(parts + (part * 64 + row).to(gl.int64)[:, None] * 512 + column[None, :], acc)
-        gl.store(masses + part * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES)), highest + gl.log2(total))
-    if lo == 0:
-        gl.store(meta + 2 * unit, owner)
-        gl.store(meta + 2 * unit + 1, sharers)
-
-
-@gluon.jit
 def compute(
-    scale, out, parts, masses, meta, starts, lengths, tiles,
+    scale, out, parts, masses, starts, lengths, tiles,
     q_tile, rope_tile, p_tile, latents, ropes, q_ready, q_free, ready, free,
     first_unit, behind, begin, size,
     HEADS: gl.constexpr, STAGES: gl.constexpr, OVER: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """The eight computing warps."""
+    WIPE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     within = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
     row = gl.arange(0, 64, ROW)
@@ -106,11 +81,9 @@ def compute(
     for unit in range(first_unit, behind):
         sequence, tile = unit // tiles, unit % tiles
         blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
-        lo, hi, owner, sharers = share_of(begin, blocks, size, 1, OVER)
+        lo, hi, _owner, _sharers = share_of(begin, blocks, size, 1, OVER)
         if lo < hi:
-            count = gl.load(starts + sequence + 1) - gl.load(starts + sequence)
-            length = gl.load(lengths + sequence)
-            limit = gl.minimum(length - count + (tile * 64 + row) // HEADS + 1, length)
+            limit, length = limits(starts, lengths, sequence, tile, row, HEADS)
             mbarrier.wait(q_ready, used & 1)
             used += 1
             highest = gl.full([64], UNSEEN, gl.float32, ROW)
@@ -125,11 +98,9 @@ def compute(
                 s = warpgroup_mma(q_tile, latent.permute((1, 0)), s, is_async=True)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 s = seen_scores(s, i * 64 + within, limit, scale, SCORES)
-                higher = gl.maximum(highest, gl.max(s, 1))
-                shrink = gl.exp2(highest - higher)
-                p = gl.exp2(s - higher[:, None])
-                total = total * shrink + gl.sum(p, 1)
-                highest = higher
+                p, shrink, highest, total = weigh(s, highest, total)
+                if (i + 1) * 64 > length:
+                    wipe(latent, length - i * 64, WIPE, 64, 512)
                 p_tile.store(p.to(gl.bfloat16))
                 fence_async_shared()
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
@@ -140,15 +111,15 @@ def compute(
                 turn += 1
             mbarrier.arrive(q_free, count=1)
             finish(
-                acc, highest, total, out, parts, masses, meta, starts, lengths, unit, tiles, lo, hi, blocks, owner,
-                sharers, HEADS, SCORES, RESULT,
+                acc, highest, total, out, parts, masses, starts, sequence, tile, lo, hi, blocks,
+                HEADS, 0, 512, SCORES, RESULT,
             )  # fmt: skip
         begin += gl.where(blocks > 0, blocks + OVER, 0)
 
 
 @gluon.jit
 def mla_decode(
-    q, q_rope, kv, kv_rope, tables, starts, lengths, out, parts, masses, meta, scale, table_outer, units, tiles,
+    q, q_rope, kv, kv_rope, tables, starts, lengths, out, parts, masses, arrived, scale, table_outer, units, tiles,
     HEADS: gl.constexpr, STAGES: gl.constexpr, BLOCK_UNITS: gl.constexpr, OVER: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -161,16 +132,9 @@ def mla_decode(
     rope_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 512], TILE)
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=1)
-    first_unit, behind, begin, size = part_of(
+    ready, free = barriers(STAGES, 1), barriers(STAGES, 1)
+    q_ready, q_free = barriers(1, 1).index(0), barriers(1, 1).index(0)
+    first_unit, behind, begin, last_begin, size = part_of(
         starts, lengths, units, tiles, HEADS, 1, BLOCK_UNITS, OVER, num_warps
     )  # fmt: skip
     gl.warp_specialize(
@@ -178,9 +142,9 @@ def mla_decode(
             (
                 compute,
                 (
-                    scale, out, parts, masses, meta, starts, lengths, tiles,
+                    scale, out, parts, masses, starts, lengths, tiles,
                     q_tile, rope_tile, p_tile, latents, ropes, q_ready, q_free, ready, free,
-                    first_unit, behind, begin, size, HEADS, STAGES, OVER, SCORES, RESULT,
+                    first_unit, behind, begin, size, HEADS, STAGES, OVER, SCORES, RESULT, num_warps,
                 ),
             ),
             (
@@ -194,4 +158,8 @@ def mla_decode(
         ],
         [1],
         [40],
+    )  # fmt: skip
+    settle(
+        out, parts, masses, arrived, starts, lengths, tiles, first_unit, begin, behind - 1, last_begin, size,
+        HEADS, OVER, num_warps,
     )  # fmt: skip

@@ -1,7 +1,9 @@
-"""The same over an FP8 cache: half the bytes, widened to bfloat16 in shared memory by the computing warps.
+"""The same over a quantized cache: half the bytes, widened to bfloat16 in shared memory by the computing warps.
 
 Scales are powers of two, one a token and 64 entries. An FP8 number's bits, moved to where bfloat16 has its exponent and
-mantissa, are that number times 2^-120; two products, both exact, make it what it stands for. Products are bfloat16's.
+mantissa, are that number times 2^-120; two products, both exact, make it what it stands for. An int8 number times its
+scale is rounded once. Products are bfloat16's. Slots beyond a sequence's end are read with scale 0, and no bits of
+either format widen to NaN, so nothing of theirs comes through.
 """
 
 from __future__ import annotations
@@ -15,26 +17,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from inferplane_cuda.kernels.hopper.mla import UNSEEN, finish, load, seen_scores
+from inferplane_cuda.kernels.hopper.mla import load, seen_scores
 from inferplane_cuda.kernels.hopper.plan import blocks_of, part_of, share_of
+from inferplane_cuda.kernels.hopper.ring import barriers, limits
+from inferplane_cuda.kernels.hopper.softmax import UNSEEN, weigh
 from inferplane_cuda.kernels.hopper.tma import barrier, raised
+from inferplane_cuda.kernels.hopper.units import finish, settle
 
 
 @gluon.jit
-def widen(raw, scale):
-    """FP8 bits (uint8) times scales: bfloat16, exactly."""
+def widen(raw, scale, FP8: gl.constexpr):
+    """Bits (uint8) of FP8 or int8 numbers times scales: bfloat16."""
     x = raw.to(gl.int16)
-    bits = ((x & 0x80) << 8) | ((x & 0x7F) << 4)
-    return raised(bits) * scale.to(gl.bfloat16)
+    if FP8:
+        bits = ((x & 0x80) << 8) | ((x & 0x7F) << 4)
+        return raised(bits) * scale.to(gl.bfloat16)
+    else:
+        return (((x ^ 0x80) - 0x80).to(gl.float32) * scale).to(gl.bfloat16)
 
 
 @gluon.jit
 def compute(
-    scales, scale, out, parts, masses, meta, tables, table_outer, starts, lengths, tiles,
+    scales, scale, out, parts, masses, tables, table_outer, starts, lengths, tiles,
     q_tile, rope_tile, p_tile, latent, rope, raws, raw_ropes, q_ready, q_free, ready, free,
     first_unit, behind, begin, size,
     HEADS: gl.constexpr, STAGES: gl.constexpr, OVER: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
-    num_warps: gl.constexpr,
+    FP8: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The eight computing warps: widen a block, then as over a bfloat16 cache."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -50,11 +58,9 @@ def compute(
     for unit in range(first_unit, behind):
         sequence, tile = unit // tiles, unit % tiles
         blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
-        lo, hi, owner, sharers = share_of(begin, blocks, size, 1, OVER)
+        lo, hi, _owner, _sharers = share_of(begin, blocks, size, 1, OVER)
         if lo < hi:
-            count = gl.load(starts + sequence + 1) - gl.load(starts + sequence)
-            length = gl.load(lengths + sequence)
-            limit = gl.minimum(length - count + (tile * 64 + row) // HEADS + 1, length)
+            limit, length = limits(starts, lengths, sequence, tile, row, HEADS)
             mbarrier.wait(q_ready, used & 1)
             used += 1
             highest = gl.full([64], UNSEEN, gl.float32, ROW)
@@ -63,16 +69,17 @@ def compute(
             for i in range(lo, hi):
                 place = turn % STAGES
                 first_scale = scales + gl.load(tables + sequence * table_outer + i).to(gl.int64) * (64 * 9)
-                rope_scale = gl.load(first_scale + rope_token * 9 + 8)
+                known = length - i * 64
+                rope_scale = gl.load(first_scale + rope_token * 9 + 8, mask=rope_token < known, other=0.0)
                 mbarrier.wait(ready.index(place), (turn // STAGES) & 1)
                 barrier()  # the other warpgroup has done with the block before
-                rope.store(widen(raw_ropes.index(place).load(NARROW), rope_scale[:, None]))
+                rope.store(widen(raw_ropes.index(place).load(NARROW), rope_scale[:, None], FP8))
                 for part in gl.static_range(4):
-                    left = gl.load(first_scale + token * 9 + 2 * part)
-                    right = gl.load(first_scale + token * 9 + 2 * part + 1)
+                    left = gl.load(first_scale + token * 9 + 2 * part, mask=token < known, other=0.0)
+                    right = gl.load(first_scale + token * 9 + 2 * part + 1, mask=token < known, other=0.0)
                     both = gl.where(low[None, :], left[:, None], right[:, None])
                     raw = raws.index(place).slice(part * 128, 128, dim=1).load(WIDE)
-                    latent.slice(part * 128, 128, dim=1).store(widen(raw, both))
+                    latent.slice(part * 128, 128, dim=1).store(widen(raw, both, FP8))
                 fence_async_shared()
                 barrier()
                 mbarrier.arrive(free.index(place), count=1)
@@ -81,11 +88,7 @@ def compute(
                 s = warpgroup_mma(q_tile, latent.permute((1, 0)), s, is_async=True)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 s = seen_scores(s, i * 64 + within, limit, scale, SCORES)
-                higher = gl.maximum(highest, gl.max(s, 1))
-                shrink = gl.exp2(highest - higher)
-                p = gl.exp2(s - higher[:, None])
-                total = total * shrink + gl.sum(p, 1)
-                highest = higher
+                p, shrink, highest, total = weigh(s, highest, total)
                 p_tile.store(p.to(gl.bfloat16))
                 fence_async_shared()
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
@@ -95,20 +98,20 @@ def compute(
                 turn += 1
             mbarrier.arrive(q_free, count=1)
             finish(
-                acc, highest, total, out, parts, masses, meta, starts, lengths, unit, tiles, lo, hi, blocks, owner,
-                sharers, HEADS, SCORES, RESULT,
+                acc, highest, total, out, parts, masses, starts, sequence, tile, lo, hi, blocks,
+                HEADS, 0, 512, SCORES, RESULT,
             )  # fmt: skip
         begin += gl.where(blocks > 0, blocks + OVER, 0)
 
 
 @gluon.jit
 def mla_decode_fp8(
-    q, q_rope, kv, kv_rope, scales, tables, starts, lengths, out, parts, masses, meta, scale, table_outer, units,
+    q, q_rope, kv, kv_rope, scales, tables, starts, lengths, out, parts, masses, arrived, scale, table_outer, units,
     tiles,
-    HEADS: gl.constexpr, STAGES: gl.constexpr, BLOCK_UNITS: gl.constexpr, OVER: gl.constexpr,
+    HEADS: gl.constexpr, STAGES: gl.constexpr, BLOCK_UNITS: gl.constexpr, OVER: gl.constexpr, FP8: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """As `mla_decode`; `kv` holds FP8 bits, `scales` `[slots, 9]` float32."""
+    """As `mla_decode`; `kv` holds bits of FP8 or int8 numbers, `scales` `[slots, 9]` float32."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 64 // (num_warps // 4), 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 256, 16])
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -121,16 +124,9 @@ def mla_decode_fp8(
     rope_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 512], TILE)
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=1)
-    first_unit, behind, begin, size = part_of(
+    ready, free = barriers(STAGES, 1), barriers(STAGES, 1)
+    q_ready, q_free = barriers(1, 1).index(0), barriers(1, 1).index(0)
+    first_unit, behind, begin, last_begin, size = part_of(
         starts, lengths, units, tiles, HEADS, 1, BLOCK_UNITS, OVER, num_warps
     )  # fmt: skip
     gl.warp_specialize(
@@ -138,9 +134,9 @@ def mla_decode_fp8(
             (
                 compute,
                 (
-                    scales, scale, out, parts, masses, meta, tables, table_outer, starts, lengths, tiles,
+                    scales, scale, out, parts, masses, tables, table_outer, starts, lengths, tiles,
                     q_tile, rope_tile, p_tile, latent, rope, raws, raw_ropes, q_ready, q_free, ready, free,
-                    first_unit, behind, begin, size, HEADS, STAGES, OVER, SCORES, RESULT, num_warps,
+                    first_unit, behind, begin, size, HEADS, STAGES, OVER, SCORES, RESULT, FP8, num_warps,
                 ),
             ),
             (
@@ -154,4 +150,8 @@ def mla_decode_fp8(
         ],
         [1],
         [40],
+    )  # fmt: skip
+    settle(
+        out, parts, masses, arrived, starts, lengths, tiles, first_unit, begin, behind - 1, last_begin, size,
+        HEADS, OVER, num_warps,
     )  # fmt: skip

@@ -44,7 +44,9 @@ def part_of(
     HEADS: gl.constexpr, STEP: gl.constexpr, BLOCK_UNITS: gl.constexpr, OVER: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """This program's share: its first unit, the unit behind its last, where the first one begins, and a part's size."""
+    """This program's share: its first unit, the unit behind its last, where its first and its last one begin, and a
+    part's size.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     unit = gl.arange(0, BLOCK_UNITS, layout)
     inside = unit < units
@@ -57,7 +59,8 @@ def part_of(
     first = gl.sum(gl.where(inside & (end <= low), 1, 0), 0)
     behind = gl.sum(gl.where(inside & (end - cost + OVER < low + size), 1, 0), 0)
     begin = gl.max(gl.where(inside & (end <= low), end, 0), 0)
-    return first, behind, begin, size
+    last_begin = gl.max(gl.where(unit == behind - 1, end - cost, 0), 0)
+    return first, behind, begin, last_begin, size
 
 
 @gluon.jit

@@ -11,8 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from inferplane_cuda.kernels.hopper.mla import UNSEEN
-from inferplane_cuda.kernels.hopper.tma import load_tile
+from inferplane_cuda.kernels.hopper.ring import barriers
+from inferplane_cuda.kernels.hopper.softmax import UNSEEN, weigh, wipe
+from inferplane_cuda.kernels.hopper.tma import barrier, load_tile
 
 
 @gluon.jit
@@ -58,6 +59,7 @@ def compute(
     """One group of four warps: tokens `64 GROUP` to `64 GROUP + 63` of the tile."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    WIPE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = first_token + GROUP * 64 + gl.arange(0, 64, ROW)
     within = gl.arange(0, 128, gl.SliceLayout(0, MMA))
     limit = length - count + token + 1
@@ -80,14 +82,13 @@ def compute(
         s = s * scale
         if (i + 1) * 128 > all_see:
             s = gl.where((i * 128 + within)[None, :] < limit[:, None], s, UNSEEN)
-        higher = gl.maximum(highest, gl.max(s, 1))
-        shrink = gl.exp2(highest - higher)
-        p = gl.exp2(s - higher[:, None])
-        total = total * shrink + gl.sum(p, 1)
-        highest = higher
+        p, shrink, highest, total = weigh(s, highest, total)
         acc = acc * shrink[:, None]
         weights = gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, MMA, 2))
         mbarrier.wait(v_ready.index(place), phase)
+        if (i + 1) * 128 > length:  # both groups do it: the same, to all of them
+            wipe(values.index(place), length - i * 128, WIPE, 128, 128)
+            barrier()
         acc = warpgroup_mma(weights, values.index(place), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_free.index(place), count=1)
@@ -119,17 +120,9 @@ def prefill(
     keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 128], TILE)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 128], TILE)
     ropes = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, WIDTH], TILE)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
+    q_ready = barriers(1, 1).index(0)
+    k_ready, v_ready = barriers(STAGES, 1), barriers(STAGES, 1)
+    k_free, v_free = barriers(STAGES, 2), barriers(STAGES, 2)
     head = gl.program_id(1)
     row = gl.load(before + sequence)
     table = tables + sequence * table_outer
