@@ -93,6 +93,44 @@ def _(tiles: Tiles) -> None:
     rope(SimpleNamespace(table=table, interleaved=False), empty(4, 32, 128), torch.zeros(4, dtype=torch.int64))
 
 
+@specimen("norm_rope_write")
+def _(tiles: Tiles) -> None:
+    _enter("auto")
+
+
+@specimen("norm_rope_write_fp8")
+def _(tiles: Tiles) -> None:
+    _enter("fp8")
+
+
+def _enter(kind: str) -> None:
+    from inferplane.kernels.triton.enter import norm_rope_write
+
+    rope = SimpleNamespace(table=empty(64, 2, 64, dtype=torch.float32), interleaved=False)
+    norm = SimpleNamespace(weight=empty(128), eps=1e-6)
+    q, k, v = empty(2, 48, 128).split((32, 8, 8), 1)
+    norm_rope_write(SimpleNamespace(rope=rope, q_norm=norm, k_norm=norm), q, k, v, step(1, 8), cache(GQA, kind))
+
+
+@specimen("mla_norm_rope_write")
+def _(tiles: Tiles) -> None:
+    _enter_latent("auto")
+
+
+@specimen("mla_norm_rope_write_fp8")
+def _(tiles: Tiles) -> None:
+    _enter_latent("fp8")
+
+
+def _enter_latent(kind: str) -> None:
+    from inferplane.kernels.triton.enter import mla_norm_rope_write
+
+    rope = SimpleNamespace(table=empty(64, 2, 32, dtype=torch.float32), interleaved=True)
+    norms = {f"{x}_norm": SimpleNamespace(weight=empty(n), eps=1e-6) for x, n in (("q_a", 1536), ("kv_a", 512))}
+    op = SimpleNamespace(rope=rope, dims=V3, **norms)
+    mla_norm_rope_write(op, empty(2, 1536), empty(2, 576), step(1, 8), cache(V3.request, kind))
+
+
 def _write(kind: str) -> None:
     from inferplane.kernels.triton.cache import kv_write
 
@@ -161,6 +199,7 @@ def _hopper(heads: int, new: int, kind: str = "auto") -> None:
 CALLS["hopper_mla_16_heads"] = lambda tiles: _hopper(16, 4)
 CALLS["hopper_mla_128_heads"] = lambda tiles: _hopper(128, 2)
 CALLS["hopper_mla_fp8_16_heads"] = lambda tiles: _hopper(16, 4, "fp8")
+CALLS["hopper_mla_int8_16_heads"] = lambda tiles: _hopper(16, 4, "int8")
 
 
 def _hopper_prompts(latent: bool) -> None:
