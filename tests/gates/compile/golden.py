@@ -30,10 +30,10 @@ SPILLING = {
     ("3.9.0", "hopper_mla_fp8_16_heads/mla_decode_fp8"): 80,
     ("3.9.0", "hopper_mla_int8_16_heads/mla_decode_fp8"): 80,
 }
-"""Instructions that spill, where some are put up with: a result of 64 x 512 takes 128 of the 240 registers of a thread, and
-since shared units are put together in the same launch, both versions of ptxas spill what lives across the loop over blocks
-(3.6 reloads 6 registers a block of it, beside 40 matrix instructions). Without that the kernel spills nothing, and costs a
-second launch.
+"""Instructions that spill, where some are put up with: a result of 64 x 512 takes 128 of the 240 registers of a thread,
+and since shared units are put together in the same launch, ptxas spills some of what lives across the loop over blocks
+(3.6 reloads 6 registers a block of it, beside 40 matrix instructions). Without that the kernels spill nothing with 3.6,
+and cost a second launch.
 """
 
 LIMIT_S = 900

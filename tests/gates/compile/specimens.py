@@ -131,6 +131,24 @@ def _enter_latent(kind: str) -> None:
     mla_norm_rope_write(op, empty(2, 1536), empty(2, 576), step(1, 8), cache(V3.request, kind))
 
 
+@specimen("sample")
+def _(tiles: Tiles) -> None:
+    _sample(cut=False)
+
+
+@specimen("sample_cut")
+def _(tiles: Tiles) -> None:
+    _sample(cut=True)
+
+
+def _sample(*, cut: bool) -> None:
+    from inferplane.kernels.triton.sampling import sample
+
+    number = empty(2, dtype=torch.float32)
+    cuts = (empty(2, dtype=torch.int64), number, number) if cut else (None, None, None)
+    sample(SimpleNamespace(), empty(2, 4096, dtype=torch.float32), number, *cuts, number)
+
+
 def _write(kind: str) -> None:
     from inferplane.kernels.triton.cache import kv_write
 

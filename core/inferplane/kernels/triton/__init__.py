@@ -43,6 +43,7 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
         kernel("silu_mul", "rows:silu_mul", plain),
         kernel("quantize", "rows:quantize", plain),
         kernel("rope", "cache:rope", plain),
+        kernel("sample", "sampling:sample", plain),
         kernel("kv_write", "cache:kv_write", cached),
         kernel("mla_kv_write", "cache:mla_kv_write", cached),
         kernel("norm_rope_write", "enter:norm_rope_write", cached),
