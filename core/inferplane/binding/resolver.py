@@ -71,11 +71,12 @@ class Resolver:
         pin = self._pin(op, site) or (None if inherited is None else (inherited, REFERENCE))
         below = [name for name in self._pins_below.get(site, ()) if pin is None or name != pin[0]]
         passed_on = pin[0] if pin and pin[1] == REFERENCE else None
+        against = [f"pin {name!r} asks for a part of it" for name in below]
         children = {
             path: self._at(child, f"{site}.{path}" if site else path, passed_on) for path, child in op.children()
         }
         rejected: list[Rejection] = []
-        accepted, expand = self._accepted(op, [f"pin {name!r} asks for a part of it" for name in below], rejected)
+        accepted, expand = self._accepted(op, against, rejected, pin[1] if pin else "")
         hot = op.hot or any(c.hot for c in children.values())
         leaves = [c for c in children.values() if c.hot] or list(children.values())
         # A hot op's own body is slow whatever its children are; so is one that expands what a kernel reads as stored.
@@ -96,7 +97,9 @@ class Resolver:
             choice.dequantized = expand != "never"
         return choice
 
-    def _accepted(self, op: Op, against: list[str], rejected: list[Rejection]) -> tuple[list[Kernel], Expand]:
+    def _accepted(
+        self, op: Op, against: list[str], rejected: list[Rejection], pinned: str
+    ) -> tuple[list[Kernel], Expand]:
         """The kernels that take `op`, highest rank first, and which weights are expanded for them.
 
         Kernels that take all weights as they are stored go before those for which some must be expanded. A hot op with
@@ -105,6 +108,11 @@ class Resolver:
         left = []
         for kernel in self.by_op[op.name]:
             reasons = against + self.refused.get((op.key(), kernel), [])
+            if kernel.extra_error and pinned not in (kernel.provider, kernel.name):
+                reasons = [
+                    *reasons,
+                    f"computes in fewer bits (error up to {kernel.extra_error:g} more): pin it to take it",
+                ]
             if kernel in self.options.demoted:
                 reasons = [*reasons, f"demoted: {self.options.demoted[kernel]}"]
             left.append((kernel, reasons))

@@ -106,6 +106,8 @@ class Kernel:
         capture_safe: it may run under graph capture.
         batch_invariant: a row's result does not depend on the other rows.
         needs_host_lens: it reads `batch.host_lens`.
+        extra_error: what its number format adds to the error that the op tolerates. A kernel that has any is taken by
+            a pin only.
         note: a sentence for `explain` (source, measured figure).
     """
 
@@ -119,6 +121,7 @@ class Kernel:
     capture_safe: bool = False
     batch_invariant: bool = False
     needs_host_lens: bool = False
+    extra_error: float = 0.0
     note: str = ""
 
     @property

@@ -26,7 +26,7 @@ from tests.gates.compile.targets import TARGETS, Target
 
 LIMIT_S = 60
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-CUDA_MIX = ("HGMMA", "QGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "LDGSTS", "USETMAXREG")
+CUDA_MIX = ("HGMMA", "QGMMA", "HMMA", "QMMA", "IGMMA", "IMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "LDGSTS", "USETMAXREG")
 
 
 def source(launch: Launch) -> ASTSource:

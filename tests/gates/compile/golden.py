@@ -28,7 +28,7 @@ SPILLING = {
     ("3.6.0", "hopper_mla_fp8_16_heads/mla_decode_fp8"): 96,
     ("3.6.0", "hopper_mla_int8_16_heads/mla_decode_fp8"): 96,
     ("3.9.0", "hopper_mla_fp8_16_heads/mla_decode_fp8"): 80,
-    ("3.9.0", "hopper_mla_int8_16_heads/mla_decode_fp8"): 80,
+    ("3.9.0", "hopper_mla_int8_16_heads/mla_decode_fp8"): 92,
 }
 """Instructions that spill, where some are put up with: a result of 64 x 512 takes 128 of the 240 registers of a thread,
 and since shared units are put together in the same launch, ptxas spills some of what lives across the loop over blocks

@@ -234,3 +234,12 @@ def _hopper_prompts(latent: bool) -> None:
 
 CALLS["hopper_prefill_128"] = lambda tiles: _hopper_prompts(False)
 CALLS["hopper_prefill_192"] = lambda tiles: _hopper_prompts(True)
+
+
+@specimen("mla_prefill_8bit")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.eight_bit import mla_expanded
+
+    op = SimpleNamespace(kv_b=SimpleNamespace(weight=empty(16 * 256, 512)), dims=V3, scale=1.0, prepared=tiles)
+    batch = step(100, 28)
+    mla_expanded(op, empty(batch.tokens, 16, 128), empty(batch.tokens, 16, 64), batch, cache(V3.request))

@@ -25,7 +25,11 @@ class Target:
     registers: int
 
     def takes(self, specimen: str) -> bool:
-        """Whether a specimen is compiled for it: those of Hopper's own instructions for nothing else."""
+        """Whether a specimen is compiled for it: those of Hopper's own instructions for nothing else, those that
+        multiply FP8 numbers for NVIDIA's architectures that do.
+        """
+        if specimen.endswith("_8bit"):
+            return self.triton[1] in (90, 100)
         return not specimen.startswith("hopper_") or self.triton[1] == 90
 
 

@@ -25,4 +25,4 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def bench(dtype: torch.dtype, layout: str | None = None) -> Bench:
-    return Bench("interpreter", HOST, dtype, Features(["triton"]), lambda request: LAYOUTS, layout)
+    return Bench("interpreter", HOST, dtype, Features(["triton", "fp8", "int8-dot"]), lambda request: LAYOUTS, layout)

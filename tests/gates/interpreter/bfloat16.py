@@ -1,10 +1,12 @@
 """Triton's interpreter (3.6 to 3.9) computes with the bits of bfloat16 as if they were whole numbers, and cuts float32
-off instead of rounding it. This makes it compute as devices do: widen, compute in float32, round to nearest even.
+off instead of rounding it, to bfloat16 and to FP8. This makes it compute as devices do: widen, compute in float32, and
+round to nearest even.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -45,6 +47,9 @@ def _rounding(method):
     def cast(self, source, target):
         if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
             return rounded(source.data)
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.float8e4nv:
+            codes = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.float8_e4m3fn)
+            return Handle(codes.view(torch.uint8).numpy(), tl.float8e4nv)
         return method(self, source, target)
 
     return cast

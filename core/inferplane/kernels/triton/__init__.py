@@ -19,7 +19,10 @@ FEATURE = "triton"
 """What a device must have for these kernels: a Triton that compiles for it."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 SMALL = Tiles()
+EIGHT_BIT_ERROR = 0.08
+"""Where one key outweighs the others, two FP8 numbers make a result, weight and value; each may be off by 1/16."""
 FOLDER = "inferplane.kernels.triton"
 
 
@@ -31,6 +34,7 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
         tiles: `(op, context)` -> tile sizes, asked when a kernel is linked; by default small ones that fit anywhere.
     """
     plain = When(FLOATS, features=(FEATURE,))
+    eight_bit = When(HALF, kv_layouts=tuple(kv_layouts), features=(FEATURE, "fp8", "int8-dot"))
     cached = When(FLOATS, kv_layouts=tuple(kv_layouts), features=(FEATURE,))
 
     def kernel(op: str, where: str, when: When, **options: Any) -> Kernel:
@@ -54,6 +58,10 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
         kernel(
             "mla_expanded", "mla:mla_expanded", cached, prepare=tiles, batch_invariant=False,
             capture_safe=False, needs_host_lens=True,
+        ),
+        Kernel(
+            "mla_expanded", "triton_8bit", f"{FOLDER}.eight_bit:mla_expanded", eight_bit, RANK_PORTABLE, prepare=tiles,
+            needs_host_lens=True, extra_error=EIGHT_BIT_ERROR, note="int8 scores and FP8 values",
         ),
     ]  # fmt: skip
 

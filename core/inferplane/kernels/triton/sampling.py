@@ -1,8 +1,8 @@
 """Drawing tokens: temperature, top-k, top-p and min-p without sorting, one program a row.
 
 Sums are whole numbers, as the op has them, so a row's token is a function of that row alone. What the op finds in a
-sorted row is found here by descending through the logits' bits, four at a time: the k-th largest logit, the one at which
-top-p is reached, the one at which the random share is. Equal logits stand in the order of their ids, so of those at a
+sorted row is found here by descending through the logits' bits, four at a time: the k-th largest logit, that at which
+top-p is reached, that at which the random share is. Equal logits stand in the order of their ids, so of those at a
 threshold the first few count.
 """
 
