@@ -1,5 +1,7 @@
 """What a user may fix: pins by op, site, pattern and variant; the lock file; and what is said when it cannot be."""
 
+from dataclasses import replace
+
 import pytest
 
 from inferplane.binding import signature
@@ -21,6 +23,13 @@ def test_by_op():
     assert set(served(p, "mlp.down") + served(p, "attn.qkv")) == {"slow:linear"}
     assert choice(p, "layers.1.mlp.down").why == "pinned to slow by 'linear'"
     assert lost(p, "layers.1.mlp.down", "fast:linear") == "pinned to slow by 'linear'"
+
+
+def test_what_computes_in_fewer_bits_is_taken_by_a_pin_only():
+    rough = replace(kernel("linear", "rough", 95), extra_error=0.1)
+    unpinned, pinned = (plan(Linear(placeholder(4, 4)), rough, SLOW, pins=pins) for pins in ({}, {"linear": "rough"}))
+    assert chosen(unpinned) == "slow:linear" and chosen(pinned) == "rough:linear"
+    assert lost(unpinned, "", "rough:linear") == "computes in fewer bits (error up to 0.1 more): pin it to take it"
 
 
 def test_by_full_name():

@@ -34,7 +34,7 @@ from inferplane.plugin import (
     Probe,
 )
 from inferplane_cuda.graphs import Graph, Graphs
-from inferplane_cuda.kernels import kernels
+from inferplane_cuda.kernels import kernels, providers
 from inferplane_cuda.kvcache import layouts
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -84,7 +84,7 @@ def features_of(capability: tuple[int, int]) -> Features:
 
 def found_features(capability: tuple[int, int]) -> Features:
     """The same on a machine that is there: without Triton nothing can be compiled, whatever the GPU can do."""
-    known = dict(features_of(capability))
+    known = {**features_of(capability), **providers.features()}
     if known["triton"].present and not _installed("triton"):
         known["triton"] = Feature(False, "Triton is not installed (pip install triton)")
     return Features(known)
@@ -105,7 +105,8 @@ def _capability(arch: str) -> tuple[int, int] | None:
 
 
 def _present(capability: tuple[int, int]) -> tuple[str, ...]:
-    return tuple(name for name, feature in features_of(capability).items() if feature.present)
+    known = features_of(capability)
+    return tuple(name for name in (*SINCE, *ONLY) if known[name].present)
 
 
 class CudaBackend(Backend):
@@ -197,7 +198,7 @@ class CudaBackend(Backend):
     def features(self, arch: str | None = None) -> Features:
         """Of any "sm<major><minor>", with what it lacks and why; the default is "sm90a"."""
         capability = _capability(arch or next(iter(self.architectures)))
-        return features_of(capability) if capability else super().features(arch)
+        return Features({**features_of(capability), **providers.features()}) if capability else super().features(arch)
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_cuda.kvcache`."""

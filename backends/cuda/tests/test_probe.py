@@ -18,6 +18,7 @@ from inferplane.ops import RMSNorm, placeholder
 from inferplane.plugin import Backend, Context, DeviceError, KVRequest, Presence
 from inferplane_cuda import backend, plugin
 from inferplane_cuda.backend import CudaBackend, arch_of, features_of
+from inferplane_cuda.kernels import providers
 
 VENDORS = ("torch_npu", "torch_gcu", "torch_xmlir", "triton", "flashinfer", "flash_attn", "flash_mla", "deep_gemm")
 
@@ -236,7 +237,8 @@ def test_features_of_a_compute_capability(capability, arch, has, lacks):
     assert arch_of(capability) == arch
     assert {name for name in has | lacks if features[name].present} == has
     assert all("this is compute capability {}.{}".format(*capability) in features[name].reason for name in features)
-    assert dict(CudaBackend().features(arch)) == dict(features), "explain --arch and open() agree"
+    told = {**features, **providers.features()}
+    assert dict(CudaBackend().features(arch)) == told, "explain --arch and open() agree"
 
 
 def test_assumed_architectures():

@@ -26,7 +26,7 @@ SPILLING = {
     ("3.6.0", "hopper_mla_16_heads/mla_decode"): 110,
     ("3.6.0", "hopper_mla_128_heads/mla_decode"): 105,
     ("3.6.0", "hopper_mla_fp8_16_heads/mla_decode_fp8"): 96,
-    ("3.6.0", "hopper_mla_int8_16_heads/mla_decode_fp8"): 96,
+    ("3.6.0", "hopper_mla_int8_16_heads/mla_decode_fp8"): 118,
     ("3.9.0", "hopper_mla_fp8_16_heads/mla_decode_fp8"): 80,
     ("3.9.0", "hopper_mla_int8_16_heads/mla_decode_fp8"): 92,
 }

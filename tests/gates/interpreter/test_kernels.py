@@ -20,7 +20,7 @@ def cases():
                 names = ["float32"] if kernel.op == "sample" else DTYPES  # logits are float32 in every plan
                 found += [(kernel, sample, name, None) for name in names]
                 continue
-            found += [(kernel, sample, name, "paged_64") for name in DTYPES]
+            found += [(kernel, sample, n, "paged_64") for n, d in DTYPES.items() if d in kernel.when.dtypes]
             if sample.label in EVERYWHERE:
                 found += [(kernel, sample, "bfloat16", x.name) for x in LAYOUTS if x.name != "paged_64"]
     return found

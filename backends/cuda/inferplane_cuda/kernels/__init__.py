@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs: those composed from torch's own operators, the portable Triton kernels, and Hopper's own."""
+"""Kernels for NVIDIA GPUs: composed from torch's own operators, portable Triton, Hopper's own, other libraries'."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 from inferplane.kernels.composed import composed_kernels
 from inferplane.kernels.triton import Launch, Tiles, triton_kernels
 from inferplane.plugin import Context, Kernel, When
+from inferplane_cuda.kernels import providers
+from inferplane_cuda.kernels.needs import HEADS_128, MANY, NO_WINDOW, RANK_UNPROVED, V3_HEADS, V3_LATENTS
 from inferplane_cuda.kvcache import NAMES
+from inferplane_cuda.tuning import measured, ranked
 
 AMPERE = Tiles(prefill=Launch(64, 32, 4, 2), decode=Launch(16, 64, 4, 3), mla=Launch(16, 32, 8, 2))
 """Fits the 99 KiB of shared memory that a program may have on sm86 and sm89."""
@@ -24,16 +27,8 @@ def tiles(op: Any, ctx: Context) -> Tiles:
     return HOPPER if large else AMPERE
 
 
-RANK_UNPROVED = 40
-"""Below the portable kernels: compiled and emulated, but not run on a GPU yet. Such a kernel is taken by a pin only."""
-
 HOPPER_FOLDER = "inferplane_cuda.kernels.hopper"
 FEATURES = ("triton", "sm90a")
-V3_LATENTS = ("latents of 512 entries and rotated keys of 64", lambda op: (op.dims.latent, op.dims.rope) == (512, 64))
-V3_HEADS = ("heads of 128 + 64 entries and values of 128", lambda op: (op.dims.nope, op.dims.value) == (128, 128))
-MANY = ("many query tokens", lambda op: op.queries == "many")
-HEADS_128 = ("heads of 128 entries", lambda op: (op.kv.dim, op.kv.v_dim) == (128, 128))
-NO_WINDOW = ("no sliding window", lambda op: op.kv.window is None)
 
 
 def hopper_kernels() -> list[Kernel]:
@@ -41,7 +36,7 @@ def hopper_kernels() -> list[Kernel]:
 
     def kernel(op: str, where: str, layouts: tuple[str, ...], *needs: Any, **options: Any) -> Kernel:
         when = When((torch.bfloat16,), kv_layouts=layouts, features=FEATURES, needs=needs)
-        note = "not run on a GPU yet: taken by a pin only"
+        note = "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest"
         return Kernel(op, "gluon", f"{HOPPER_FOLDER}.{where}", when, RANK_UNPROVED, note=note, **options)
 
     return [
@@ -53,4 +48,5 @@ def hopper_kernels() -> list[Kernel]:
 
 def kernels() -> list[Kernel]:
     """Every kernel this backend declares."""
-    return [*composed_kernels(), *triton_kernels(NAMES, tiles), *hopper_kernels()]
+    declared = [*composed_kernels(), *triton_kernels(NAMES, tiles), *hopper_kernels(), *providers.kernels()]
+    return ranked(declared, measured())

@@ -189,6 +189,6 @@ def sample(
         _sample[(rows,)](
             logits, temperature, top_k if cut else out, top_p if cut else temperature, min_p if cut else temperature,
             temperature if uniform is None else uniform, out, vocab, logits.stride(0),
-            BLOCK=min(1024, max(128, triton.next_power_of_2(vocab))), DRAW=uniform is not None, CUT=cut, num_warps=8,
+            BLOCK=min(512, max(128, triton.next_power_of_2(vocab))), DRAW=uniform is not None, CUT=cut, num_warps=8,
         )  # fmt: skip
     return out

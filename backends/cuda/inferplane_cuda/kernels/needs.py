@@ -1,0 +1,13 @@
+"""What kernels of this backend ask of an op, in words and as predicates, and the rank of what no GPU has run."""
+
+from __future__ import annotations
+
+RANK_UNPROVED = 40
+"""Below the portable kernels: compiled and emulated, but not run on a GPU yet. Such a kernel is taken by a pin, or
+where it was measured to be the fastest."""
+
+V3_LATENTS = ("latents of 512 entries and rotated keys of 64", lambda op: (op.dims.latent, op.dims.rope) == (512, 64))
+V3_HEADS = ("heads of 128 + 64 entries and values of 128", lambda op: (op.dims.nope, op.dims.value) == (128, 128))
+MANY = ("many query tokens", lambda op: op.queries == "many")
+HEADS_128 = ("heads of 128 entries", lambda op: (op.kv.dim, op.kv.v_dim) == (128, 128))
+NO_WINDOW = ("no sliding window", lambda op: op.kv.window is None)
