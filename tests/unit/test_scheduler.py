@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.request import Request
+from inferplane.engine.room import Room
 from inferplane.engine.scheduler import Limits, Scheduler
 from inferplane.errors import CapacityError
 from inferplane.kvcache import BlockAllocator, root_hash
@@ -146,3 +147,42 @@ def test_what_can_never_run_is_refused():
         assert caught.value.remedy and not s.waiting
     s.add(request(0, [1] * 20, 1))  # its last token is never written
     assert len(step(s)) == 0 and len(step(s)) == 1
+
+
+@pytest.mark.parametrize(("blocks", "left"), [(5, 0), (6, 9), (9, 9)])
+def test_drafts_whose_blocks_were_taken_are_gone(blocks, left):
+    """What their drafter wrote for them is in those blocks; others would come in their place."""
+    s = scheduler(blocks=blocks, reuse=False)
+    a, b = request(0, [1, 2, 3], 13), request(1, [1, 2, 3, 4], 5)
+    s.add(a), s.add(b)
+    step(s)
+    a.drafts = [6] * 9
+    assert s.extend(a, 13)
+    chosen = {c.request.request_id: c for c in s.schedule()}
+    assert len(chosen[0].drafts) == left and chosen[1].count == 1 and len(a.drafts) == left
+
+
+@given(
+    blocks=st.integers(1, 14),
+    window=st.one_of(st.none(), st.integers(1, 30)),
+    tokens=st.integers(1, 24),
+    prompt=st.integers(1, 79),
+)
+def test_what_there_is_room_for_is_admitted_and_runs(blocks, window, tokens, prompt):
+    """The longest sequence that `Room` promises, alone in the cache, whatever a step may hold."""
+    longest = Room(blocks, BLOCK, 1, blocks, window).longest(80, asked=False)
+    s = Scheduler(BlockAllocator(blocks), BLOCK, Limits(2, tokens, longest), window=window)
+    prompt = min(prompt, longest - 1)
+    r = request(0, [1] * prompt, longest - prompt)
+    s.add(r)
+    for _ in range(200):
+        chosen = s.schedule()
+        assert len(chosen) == 1 and chosen[0].count <= tokens and not s.preemptions
+        make_batch(s.queries(chosen), block_tokens=BLOCK, device="cpu")
+        if chosen[0].last:
+            r.generated.append(1)
+        s.commit(chosen[0])
+        if r.tokens == longest:
+            break
+    s.remove(r)
+    assert r.tokens == longest and s.allocator.used == 0

@@ -81,6 +81,9 @@ class Scheduler:
     ) -> None:
         self.allocator, self.block_tokens, self.limits, self.root = allocator, block_tokens, limits, root
         self.lookahead, self.window = lookahead, window
+        self.most_at_once = limits.max_step_tokens
+        if window is not None:  # in a small cache, what fits beside a window and a block that both cut
+            self.most_at_once = max(1, min(self.most_at_once, (allocator.total - 1) * block_tokens - window))
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
@@ -107,7 +110,7 @@ class Scheduler:
             )
         need = self.blocks_for(prompt_tokens + max_tokens - 1)
         if self.window is not None:  # as many as it holds at once: a window, a step's tokens, and a block cut by each
-            need = min(need, self.blocks_for(self.window + self.limits.max_step_tokens) + 1)
+            need = min(need, self.blocks_for(self.window + self.most_at_once) + 1)
         if need > self.allocator.total:
             raise CapacityError(
                 f"A request of up to {prompt_tokens + max_tokens - 1} tokens needs {need} KV blocks.",
@@ -146,7 +149,7 @@ class Scheduler:
                 continue  # it must wait for the next step, or made room for another one
             if request.remaining > 1:
                 budget -= self._add_drafts(chosen, budget)  # before prompts, whose chunks take all that is left
-            count = min(request.remaining, budget)
+            count = min(request.remaining, budget, self.most_at_once)
             if count and self._reserve(request, request.computed + count, chosen):
                 chosen[id(request)] = Scheduled(request, count)
                 budget -= count
@@ -154,10 +157,11 @@ class Scheduler:
         joined = 0 if self.preemptions == before else self.limits.max_new_sequences  # who made room waits a step
         while budget and joined < self.limits.max_new_sequences and len(self.running) < self.limits.max_batch:
             candidate = self._next_waiting()
-            if candidate is None or not self._join(candidate, budget):
+            most = min(budget, self.most_at_once)
+            if candidate is None or not self._join(candidate, most):
                 break
             joined += 1
-            count = min(candidate.remaining, budget)
+            count = min(candidate.remaining, most)
             chosen[id(candidate)] = Scheduled(candidate, count)
             budget -= count
         return sorted(chosen.values(), key=lambda s: s.rows > FEW_TOKENS)
@@ -188,7 +192,7 @@ class Scheduler:
         runs = Counter(r.tenant for r in self.running)
         return min(self.waiting, key=lambda r: (r.priority, r.preemptions == 0, runs[r.tenant], r.arrival))
 
-    def _join(self, request: Request, budget: int) -> bool:
+    def _join(self, request: Request, most: int) -> bool:
         """Give a waiting sequence its blocks: cached ones for its known prefix, new ones for the rest.
 
         With a window, new ones for the first step alone: blocks before it come back in time for the next.
@@ -202,7 +206,7 @@ class Scheduler:
         known = len(found) * self.block_tokens
         gone = self._gone(known)  # found, and not needed again: they must not take the room of what is
         self.allocator.give_back(found[:gone])
-        tokens = request.tokens if self.window is None else min(request.tokens, known + budget)
+        tokens = request.tokens if self.window is None else min(request.tokens, known + most)
         need = self.blocks_for(tokens) - len(found)
         if need > self.allocator.available:
             self.allocator.give_back(found[gone:])
@@ -274,6 +278,8 @@ class Scheduler:
                 del r.blocks[-len(surplus) :]
                 self.allocator.give_back(surplus)
                 freed += len(surplus)
+                # Who drafted may have written entries there, and would take them to be in the blocks that come instead.
+                del r.drafts[len(r.blocks) * self.block_tokens - r.tokens :]
         return freed
 
     def preempt(self, request: Request) -> None:
