@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -26,16 +27,24 @@ class Live:
         args: its options.
         environment: variables beside those of this process.
         wait: until it takes requests; otherwise until it listens.
+        descriptors: most files that each of its processes may have open.
     """
 
-    def __init__(self, *args: str, environment: dict[str, str] | None = None, wait: bool = True) -> None:
+    def __init__(
+        self,
+        *args: str,
+        environment: dict[str, str] | None = None,
+        wait: bool = True,
+        descriptors: int | None = None,
+    ) -> None:
         command = [sys.executable, "-m", "inferplane", "serve", "--device", "cpu", "--log-format", "json", *args]
         if "--port" not in args:
             command += ["--port", "0"]
         variables = {k: v for k, v in os.environ.items() if not k.startswith("INFERPLANE_")}
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**variables, **(environment or {})}
-        )
+        variables.update(environment or {})
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=variables)
+        if descriptors is not None:
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
         self.log: list[dict[str, Any]] = []
         self.text = ""
         self._news = threading.Condition()
