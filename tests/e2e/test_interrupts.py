@@ -35,7 +35,6 @@ MOMENTS = [
     ("generate loading", GENERATE, "open:model.safetensors"),
     ("generate, a prompt", GENERATE, "step:1"),
     ("generate decoding", GENERATE, "step:9"),
-    ("chat loading", ("chat", *ON, *LONG), "open:tokenizer.json"),
     ("chat decoding", ("chat", *ON, *LONG), "step:9"),
     ("bench measuring", BENCH, "step:9"),
     ("bench writing", BENCH, "os.rename:out.json"),
