@@ -1,10 +1,12 @@
 """Packings: who asks for which, what is shared, and what a second copy may cost."""
 
+from dataclasses import replace
+
 import pytest
 
 from inferplane.binding import explain
 from inferplane.errors import BindError
-from inferplane.types import Packing, When
+from inferplane.types import Packing, Weight, When
 from tests.unit.small import BF16, F32, chosen, kernel, lost, plan, tiny_llama, tiny_v3
 
 T = Packing("v.t", lambda w: w.t().contiguous())
@@ -135,3 +137,13 @@ def test_weight_bytes_follow_dtypes():
     assert p.weight_bytes == sum(w.nbytes(BF16) for w in by_path.values())
     bias = weight(p, "layers.1.mlp.route.bias")
     assert p.nbytes(bias, "canonical") == 8 * 4, "float32 whatever the plan's dtype"
+
+
+def test_entries_of_four_bits_share_bytes_where_the_packing_says_so():
+    p, w = plan(tiny_llama()), Weight(("w",), (64, 32), format="int4_group32")
+    bytewise = replace(w, format="int8_row")
+    for weight in (w, bytewise):
+        p.packings[id(weight)] = {"canonical": Packing("canonical"), "v.dense": Packing("v.dense", dense=True)}
+    assert p.nbytes(w, "canonical") == 64 * 32
+    assert p.nbytes(w, "v.dense") == 64 * 32 // 2
+    assert p.nbytes(bytewise, "v.dense") == 64 * 32

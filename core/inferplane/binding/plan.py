@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from inferplane.binding.choice import Choice, Expand, Options
 from inferplane.binding.resolver import Resolver
 from inferplane.errors import BindError
 from inferplane.ops import OPS, Op
+from inferplane.ops.quantize import FORMATS
 from inferplane.types import (
     CANONICAL,
     PLAIN,
@@ -130,6 +132,9 @@ class Plan:
 
     def nbytes(self, weight: Weight, packing: str) -> int:
         """Bytes of one weight in one packing (padding by the packing not counted)."""
+        used = self.packings.get(id(weight), {}).get(packing)
+        if used is not None and used.dense and weight.format in FORMATS:
+            return math.prod(weight.shape) * FORMATS[weight.format][1] // 8
         if weight.format != PLAIN and packing.startswith(PLAIN):
             weight = replace(weight, format=PLAIN)
         return weight.nbytes(self.settings.dtype)

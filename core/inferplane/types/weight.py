@@ -67,10 +67,12 @@ class Packing:
     Args:
         name: unique; by habit `provider.layout` ("acme.tiled").
         fn: canonical tensor or `QTensor` -> what the kernel reads. Pure; may return any object that holds tensors.
+        dense: entries of fewer than 8 bits share bytes; canonically each has a byte of its own.
     """
 
     name: str
     fn: Callable[[Any], Any] = field(default=_same, compare=False)
+    dense: bool = field(default=False, compare=False)
 
 
 CANONICAL = Packing("canonical")

@@ -66,7 +66,7 @@ class Panels:
         return self.data.numel() + self.scale.numel() * self.scale.element_size()
 
 
-PACKING = Packing("native.panels", Panels)
+PACKING = Packing("native.panels", Panels, dense=True)
 
 
 def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
