@@ -36,6 +36,7 @@ def test_what_fits_with_windows():
     """A sequence holds a window, a step's tokens, and a block that each of them cuts."""
     windowed = replace(SMALL, window=20, step_tokens=12)
     assert [windowed.sequences(n, 2900) for n in (16, 17, 33, 100)] == [45, 22, 15, 15]
+    assert [replace(windowed, step_tokens=99).sequences(100, n * 64) for n in (3, 4, 7, 45)] == [1, 1, 1, 6]
     assert windowed.longest(3 * 64) == 48 and windowed.longest(4 * 64) == 100 and windowed.longest(63) == 0
 
 

@@ -66,10 +66,11 @@ class Estimate:
 
     def sequences(self, tokens: int, kv_bytes: int) -> int:
         """Sequences of so many tokens that such a cache holds at a time."""
-        need = -(-tokens // self.block_tokens)
-        if self.window is not None:  # the rest is given back meanwhile
-            need = min(need, -(-(self.window + self.step_tokens) // self.block_tokens) + 1)
-        return self.blocks(kv_bytes) // need
+        blocks, need = self.blocks(kv_bytes), -(-tokens // self.block_tokens)
+        if self.window is not None:  # the rest is given back meanwhile; in a small cache steps are smaller
+            step = max(1, min(self.step_tokens, (blocks - 1) * self.block_tokens - self.window))
+            need = min(need, -(-(self.window + step) // self.block_tokens) + 1)
+        return blocks // need
 
     @property
     def default_kv_bytes(self) -> int | None:
