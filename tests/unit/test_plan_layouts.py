@@ -38,6 +38,15 @@ def test_among_equals_the_first_on_offer():
     assert names(plan(tiny_llama(), kernel("attention", when=both), offers=(B, A))) == {"b"}
 
 
+def test_a_pin_is_met_in_the_layout_its_kernel_takes():
+    pinned = kernel("attention", "pinned", 10, when=IN_B)
+    other = kernel("attention", "other", 90, when=IN_A)
+    p = plan(tiny_llama(), other, pinned, offers=(A, B), pins={"attention": "pinned"})
+    assert names(p) == {"b"} and chosen(p, "layers.0.attn.few") == "pinned:attention"
+    with pytest.raises(BindError, match="KV layout a is not among b"):
+        plan(tiny_llama(), other, pinned, offers=(A,), pins={"attention": "pinned"})
+
+
 def test_a_composite_counts_as_much_as_the_parts_it_replaces():
     """Three kernels of rank 50 for the parts are not worth more than one of rank 90 for the whole."""
     parts = [kernel(op, "parts", 50, when=IN_A) for op in ("attention", "kv_write")]

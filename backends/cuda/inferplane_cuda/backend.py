@@ -35,7 +35,7 @@ from inferplane.plugin import (
 )
 from inferplane_cuda.graphs import Graph, Graphs
 from inferplane_cuda.kernels import kernels, providers
-from inferplane_cuda.kvcache import layouts
+from inferplane_cuda.kvcache import layouts_for
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TOOL = "nvidia-smi"
@@ -202,7 +202,7 @@ class CudaBackend(Backend):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_cuda.kvcache`."""
-        return layouts()
+        return layouts_for(request)
 
     def memory(self) -> Memory:
         """Bytes of this GPU, other processes' use counted."""

@@ -1,8 +1,10 @@
-"""KV layouts on NVIDIA GPUs: core's paged storage in blocks of 64 tokens."""
+"""KV layouts on NVIDIA GPUs: core's paged storage in blocks of 64 tokens, and latents for FP8 products."""
 
 from __future__ import annotations
 
-from inferplane.plugin import KVLayout, paged_layout
+import torch
+
+from inferplane.plugin import HOST, KVLayout, KVRequest, LayerKV, UsageError, paged_layout
 
 BLOCK_TOKENS = 64
 """FlashMLA takes no other block size, and FlashAttention-3 and FlashInfer take this one too."""
@@ -17,6 +19,83 @@ def layouts() -> tuple[KVLayout, ...]:
         paged_layout(BLOCK_TOKENS, "fp8", power_of_two=True),
         paged_layout(BLOCK_TOKENS, "int8"),
     )
+
+
+LATENT, ROTATED = 512, 64
+TOKEN_SCALED = "latent_64_fp8"
+"""Latents in FP8 with one scale a token, the rotated part in bfloat16: what FP8 products can take as it lies there."""
+
+
+class TokenScaledLatents(LayerKV):
+    """Codes `[slots, 512]` float8_e4m3fn, a scale a slot (a power of two), rotated entries `[slots, 64]` bfloat16.
+
+    As in core's storage, one slot more than the blocks hold takes what slot -1 writes.
+    """
+
+    layout, block_tokens = TOKEN_SCALED, BLOCK_TOKENS
+
+    def __init__(self, request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.request, self.blocks, self.dtype = request, blocks, dtype
+        slots = blocks * BLOCK_TOKENS + 1
+        self.codes = torch.zeros(slots, LATENT, device=device).to(torch.float8_e4m3fn)
+        self.scales = torch.ones(slots, device=device)
+        self.ropes = torch.zeros(slots, ROTATED, device=device, dtype=torch.bfloat16)
+
+    def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
+        """See `LayerKV.write`."""
+        latent, turned = values[0].split((LATENT, ROTATED), -1)
+        scale = latent.float().abs().amax(-1) / 448.0
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        self.codes[slots] = (latent.float() / scale[:, None]).to(torch.float8_e4m3fn)
+        self.scales[slots] = scale
+        self.ropes[slots] = turned.to(torch.bfloat16)
+
+    def _blocked(self) -> tuple[torch.Tensor, ...]:
+        stored = (self.codes, self.scales, self.ropes)
+        return tuple(t[:-1].unflatten(0, (self.blocks, BLOCK_TOKENS)) for t in stored)
+
+    def read(self, table: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
+        """See `LayerKV.read`."""
+        blocks = table[: -(-tokens // BLOCK_TOKENS)].long()
+        codes, scales, ropes = (t[blocks].flatten(0, 1)[:tokens] for t in self._blocked())
+        return (torch.cat(((codes.float() * scales[:, None]).to(self.dtype), ropes.to(self.dtype)), -1),)
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See `LayerKV.copy_blocks`."""
+        for t in self._blocked():
+            t[target.long()] = t[source.long()]
+
+    def export(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See `LayerKV.export`: codes, scales, rotated entries."""
+        return tuple(t[blocks.long()].to(HOST) for t in self._blocked())
+
+    def load(self, blocks: torch.Tensor, stored: tuple[torch.Tensor, ...]) -> None:
+        """See `LayerKV.load`."""
+        own = self._blocked()
+        want = [(len(blocks), *t.shape[1:]) for t in own]
+        if (have := [tuple(t.shape) for t in stored]) != want:
+            raise UsageError(
+                f"KV layout {self.layout} cannot load tensors of shapes {have}.",
+                there_is=f"room for {want}",
+                remedy="load only what the same layout exported",
+            )
+        for t, s in zip(own, stored, strict=True):
+            t[blocks.long()] = s.to(t.device)
+
+
+def token_scaled() -> KVLayout:
+    """For latents of 512 + 64 entries."""
+    size = BLOCK_TOKENS * (LATENT + 4 + 2 * ROTATED)
+    return KVLayout(
+        TOKEN_SCALED, BLOCK_TOKENS, TokenScaledLatents, lambda request, dtype: size, "fp8", tolerance=2 * 16 / 448
+    )
+
+
+def layouts_for(request: KVRequest) -> tuple[KVLayout, ...]:
+    """Every layout on offer for a cache request."""
+    own = request.kind == "mla" and request.dim == LATENT + ROTATED
+    return (*layouts(), token_scaled()) if own else layouts()
 
 
 NAMES = tuple(layout.name for layout in layouts())

@@ -88,6 +88,10 @@ class Shared:
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.tensor.narrow(dim, start, length))
 
+    def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        assert list(self.tensor.shape) == shape, "only the type changes here"
+        return Shared(self.tensor.view(dtype))
+
     def load(self, layout: Any = None) -> torch.Tensor:
         return self.tensor.clone()
 
@@ -307,8 +311,9 @@ def language() -> ModuleType:
         cdiv=lambda a, b: torch.div(number(a) + b - 1, b, rounding_mode="trunc"),
         NVMMASharedLayout=lambda **_: None, SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None,
         NVMMADistributedLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
+        shared_memory_descriptor=Shared,
         bfloat16=torch.bfloat16, float16=torch.float16, float32=torch.float32, int16=torch.int16, int32=torch.int32,
-        int64=torch.int64, uint8=torch.uint8,
+        int64=torch.int64, uint8=torch.uint8, float8e4nv=torch.float8_e4m3fn,
     )  # fmt: skip
     return made
 

@@ -12,8 +12,9 @@ from backends.cuda.tests import gluon_emulator
 from inferplane.binding import Bench, run_case
 from inferplane.ops import Attention, Linear, MLAAbsorbed, MLADims, MLAExpanded, Sample, placeholder
 from inferplane.plugin import HOST, Features, KVRequest
+from inferplane.types.batch import Query, make_batch
 from inferplane_cuda.kernels import hopper_kernels
-from inferplane_cuda.kvcache import layouts
+from inferplane_cuda.kvcache import TOKEN_SCALED, layouts_for, token_scaled
 
 FEATURES = Features(["triton", "sm90a"])
 PACKAGE = "inferplane_cuda.kernels.hopper"
@@ -54,11 +55,12 @@ def prompts(op: Any, request: KVRequest, sequences: list[tuple[int, int]]) -> Sa
 
 
 def judge(launch: Any, name: str, made: Sample, layout: str) -> float:
-    """The worst error, within the op's tolerance."""
+    """The worst error, within the op's tolerance and what the kernel's number format adds."""
     worst = 0.0
-    kernel = next(k for k in hopper_kernels() if k.op == name)
-    kernel = replace(kernel, target=getattr(launch if name == "mla_absorbed" else launch.prompts, name))
-    bench = Bench("emulated", HOST, torch.bfloat16, FEATURES, lambda request: layouts(), layout)
+    provider, function = ("gluon_fp8", f"{name}_fp8") if layout == TOKEN_SCALED else ("gluon", name)
+    kernel = next(k for k in hopper_kernels() if (k.op, k.provider) == (name, provider))
+    kernel = replace(kernel, target=getattr(launch if name == "mla_absorbed" else launch.prompts, function))
+    bench = Bench("emulated", HOST, torch.bfloat16, FEATURES, layouts_for, layout)
     for seed, padded in ((1, False), (2, True)):
         outcome = run_case(kernel, made, bench, seed=seed, padded=padded, poisoned=True)
         assert outcome.passed, f"{outcome.error} > {outcome.tolerance} {outcome.detail}\n{outcome.traceback}"
@@ -76,13 +78,40 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["paged_64", "paged_64_fp8_p2", "paged_64_int8"])
+@pytest.mark.parametrize("layout", ["paged_64", "paged_64_fp8_p2", "paged_64_int8", TOKEN_SCALED])
 @pytest.mark.parametrize("step", STEPS)
 def test_latent_attention(launch, step, layout, record_property):
     made = sample(*STEPS[step])
     record_property("op", made.op.name)
     record_property("error", judge(launch, "mla_absorbed", made, layout))
     record_property("tolerance", made.op.tolerance[torch.bfloat16])
+
+
+@pytest.mark.parametrize("change", ["random", "outliers"])
+def test_fp8_products_stay_near(launch, change, record_property):
+    """Relative L2 error to attention in float64 over the entries as they were before they were stored in FP8."""
+    g, heads, lens = torch.Generator().manual_seed(3), 16, [200, 65]
+    dims, blocks = MLADims(heads, 128, 64, 128, 512), [[3, 0, 4, 1], [2, 5]]
+    kv = token_scaled().build(dims.request, 6, torch.bfloat16, torch.device(HOST))
+    q = torch.randn(4, heads, 576, generator=g) / 24
+    want = []
+    for i, (n, mine) in enumerate(zip(lens, blocks, strict=True)):
+        c = torch.randn(n, 576, generator=g)
+        if change == "outliers":
+            c[:, ::97] *= 12
+        place = torch.arange(n)
+        kv.write(torch.tensor(mine)[place // 64] * 64 + place % 64, c)
+        for t in range(2):
+            s = q[2 * i + t].double() @ c[: n - 1 + t].double().T
+            want.append(s.softmax(-1) @ c[: n - 1 + t, :512].double())
+    queries = [Query([0, 0], n - 2, mine) for n, mine in zip(lens, blocks, strict=True)]
+    batch = make_batch(queries, block_tokens=64, device=HOST)
+    got = launch.attend_fp8(q.bfloat16().view(-1, 576), heads, 1.0, batch, kv).double()
+    error = ((got - torch.stack(want)).norm() / torch.stack(want).norm()).item()
+    record_property("op", "mla_absorbed")
+    record_property("error", error)
+    record_property("tolerance", 0.06)
+    assert error <= 0.06
 
 
 def test_parts_put_together_wrongly_are_found(launch, monkeypatch):

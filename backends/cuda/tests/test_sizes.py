@@ -12,7 +12,7 @@ from inferplane.ops.basic import Linear
 from inferplane.plugin import Context, Features, KVRequest, paged_layout
 from inferplane_cuda.backend import features_of
 from inferplane_cuda.kernels import kernels, providers
-from inferplane_cuda.kvcache import layouts
+from inferplane_cuda.kvcache import layouts, token_scaled
 
 HEADS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 20, 32, 40, 64, 96, 128)
 LAYOUTS = [*layouts(), *(paged_layout(n) for n in (1, 16, 48, 128))]
@@ -61,3 +61,10 @@ def test_every_architecture_has_a_kernel_or_a_reason(capability):
         assert served and bool(compiled) == (capability >= (8, 0)), (op, refused)
         if capability < (8, 0):
             assert any("support by Triton's compiler came with 8.0" in r for r in refused["triton:" + op.name])
+
+
+def test_latents_for_fp8_products_have_kernels_by_a_pin():
+    dims = MLADims(16, 128, 64, 128, 512)
+    op = MLAAbsorbed(placeholder(16 * 256, 512), dims, 0.1, dims.request)
+    served, _ = answers(op, token_scaled())
+    assert {k.provider for k in served} == {"gluon_fp8", "torch_sdpa"}

@@ -255,6 +255,7 @@ def _best_layouts(
     requests = model.kv_requests()
     offers = [list(kv_layouts(r)) for r in requests]
     best: tuple[int, Plan] | None = None
+    unmet: BindError | None = None
     for combination in itertools.product(*offers):
         if len({layout.block_tokens for layout in combination}) > 1:
             continue
@@ -264,10 +265,16 @@ def _best_layouts(
             ctx = Context(settings.dtype, kind, layouts, settings.features, settings.deterministic)
             resolvers[kind] = Resolver(kernels, ctx, options)
             resolvers[kind].refused = {(key, k): why for (s, key, k), why in refused.items() if s == kind}
-        plan = Plan(model, settings, layouts, resolvers)
+        try:
+            plan = Plan(model, settings, layouts, resolvers)
+        except BindError as error:  # a pin may be met in another layout
+            unmet = unmet or error
+            continue
         score = sum(_layout_score(model, c) for c in plan.choices.values())
         if best is None or score > best[0]:
             best = score, plan
+    if best is None and unmet is not None:
+        raise unmet
     if best is None:
         sizes = {f"{r.kind}, window {r.window}": [x.name for x in offer] for r, offer in zip(requests, offers)}
         raise BindError(

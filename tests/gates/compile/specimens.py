@@ -243,3 +243,16 @@ def _(tiles: Tiles) -> None:
     op = SimpleNamespace(kv_b=SimpleNamespace(weight=empty(16 * 256, 512)), dims=V3, scale=1.0, prepared=tiles)
     batch = step(100, 28)
     mla_expanded(op, empty(batch.tokens, 16, 128), empty(batch.tokens, 16, 64), batch, cache(V3.request))
+
+
+def _hopper_fp8(heads: int, new: int) -> None:
+    from inferplane_cuda.kernels.hopper.launch import mla_absorbed_fp8
+    from inferplane_cuda.kvcache import token_scaled
+
+    dims = MLADims(heads, 128, 64, 128, 512)
+    op = SimpleNamespace(kv_b=empty(heads * 256, 512), dims=dims, scale=1.0, kv=dims.request)
+    batch, kv = step(new, 8000), token_scaled().build(dims.request, BLOCKS, torch.bfloat16, torch.device("cpu"))
+    mla_absorbed_fp8(op, empty(batch.tokens, heads, 128), empty(batch.tokens, heads, 64), batch, kv)
+
+
+CALLS["hopper_mla_fp8_products"] = lambda tiles: _hopper_fp8(128, 2)

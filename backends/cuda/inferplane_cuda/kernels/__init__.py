@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from inferplane.kernels.triton import Launch, Tiles, triton_kernels
 from inferplane.plugin import Context, Kernel, When
 from inferplane_cuda.kernels import providers
 from inferplane_cuda.kernels.needs import HEADS_128, MANY, NO_WINDOW, RANK_UNPROVED, V3_HEADS, V3_LATENTS
-from inferplane_cuda.kvcache import NAMES
+from inferplane_cuda.kvcache import NAMES, TOKEN_SCALED
 from inferplane_cuda.tuning import measured, ranked
 
 AMPERE = Tiles(prefill=Launch(64, 32, 4, 2), decode=Launch(16, 64, 4, 3), mla=Launch(16, 32, 8, 2))
@@ -27,6 +28,8 @@ def tiles(op: Any, ctx: Context) -> Tiles:
     return HOPPER if large else AMPERE
 
 
+FP8_ERROR = 0.06
+"""Of queries and of weights in FP8, each number of which may be off by 1/16."""
 HOPPER_FOLDER = "inferplane_cuda.kernels.hopper"
 FEATURES = ("triton", "sm90a")
 
@@ -41,6 +44,12 @@ def hopper_kernels() -> list[Kernel]:
 
     return [
         kernel("mla_absorbed", "launch:mla_absorbed", NAMES, V3_LATENTS, capture_safe=True),
+        replace(
+            kernel("mla_absorbed", "launch:mla_absorbed_fp8", (TOKEN_SCALED,), V3_LATENTS, capture_safe=True),
+            provider="gluon_fp8",
+            extra_error=FP8_ERROR,
+            note="FP8 products; not run on a GPU yet",
+        ),
         kernel("mla_expanded", "prompts:mla_expanded", NAMES, V3_LATENTS, V3_HEADS, needs_host_lens=True),
         kernel("attention", "prompts:attention", NAMES[:1], MANY, HEADS_128, NO_WINDOW, batch_invariant=True),
     ]

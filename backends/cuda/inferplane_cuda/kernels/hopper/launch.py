@@ -9,10 +9,11 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from inferplane.plugin import Batch, LayerKV
-from inferplane_cuda.kernels.hopper import mla, mla_fp8
+from inferplane_cuda.kernels.hopper import mla, mla_fp8, mla_fp8_mma
 from inferplane_cuda.kernels.hopper.plan import OVERHEAD, ROWS
 from inferplane_cuda.kernels.hopper.tma import TensorDescriptor
 
+FP8_MAX = 448.0
 LOG2_E = 1.4426950408889634
 WIDTH = mla.LATENT + mla.ROPE
 
@@ -60,6 +61,13 @@ def folded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor) -> tuple[torch.Te
     return q.view(-1, WIDTH), w_v
 
 
+def unfolded(p: Any, mid: torch.Tensor, w_v: torch.Tensor) -> torch.Tensor:
+    """Results `[T, H, R]` times each head's `W_v`: `[T, H, V]`."""
+    out = mid.new_empty(mid.shape[0], p.dims.heads, p.dims.value)
+    torch.bmm(mid.transpose(0, 1), w_v.transpose(1, 2), out=out.transpose(0, 1))
+    return out
+
+
 def attend(q: torch.Tensor, heads: int, scale: float, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Attention of folded queries `q` `[T H, R + P]` to the latents of a bfloat16, FP8 or int8 cache: `[T, H, R]`."""
     mid = q.new_empty(q.shape[0] // heads, heads, mla.LATENT)
@@ -86,10 +94,31 @@ def attend(q: torch.Tensor, heads: int, scale: float, batch: Batch, kv: LayerKV)
     return mid
 
 
+def attend_fp8(q: torch.Tensor, heads: int, scale: float, batch: Batch, kv: Any) -> torch.Tensor:
+    """As `attend`, with FP8 products over latents that have one scale a token; queries are quantized row by row."""
+    mid = q.new_empty(q.shape[0] // heads, heads, mla.LATENT)
+    space = Workspace.of(q.device)
+    tiles = triton.cdiv(batch.max_query_tokens * heads, ROWS)
+    units = len(batch.seq_lens) * tiles
+    latent = q[:, : mla.LATENT].float()
+    q_scales = (latent.abs().amax(1) / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = (latent / q_scales[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    mla_fp8_mma.mla_decode_fp8_mma[(space.programs,)](
+        box(codes, ROWS, mla.LATENT, 8), box(q, ROWS, mla.ROPE), box(kv.codes.view(torch.uint8), 64, mla.LATENT, 8),
+        box(kv.ropes, 64, mla.ROPE), q_scales, kv.scales, batch.block_tables, batch.query_start, batch.seq_lens, mid,
+        space.parts, space.masses, space.arrived, scale * LOG2_E, batch.block_tables.stride(0), units, tiles,
+        HEADS=heads, STAGES=2, BLOCK_UNITS=max(256, triton.next_power_of_2(units)), OVER=OVERHEAD, num_warps=8,
+    )  # fmt: skip
+    return mid
+
+
+def mla_absorbed_fp8(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """Latent attention of few query tokens with FP8 products; see `inferplane_cuda.kernels.hopper.mla_fp8_mma`."""
+    q, w_v = folded(p, q_nope, q_rope)
+    return unfolded(p, attend_fp8(q, p.dims.heads, p.scale, batch, kv), w_v)
+
+
 def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Latent attention of few query tokens; see `inferplane_cuda.kernels.hopper.mla` and `mla_fp8`."""
     q, w_v = folded(p, q_nope, q_rope)
-    mid = attend(q, p.dims.heads, p.scale, batch, kv)
-    out = q_nope.new_empty(q_nope.shape[0], p.dims.heads, p.dims.value)
-    torch.bmm(mid.transpose(0, 1), w_v.transpose(1, 2), out=out.transpose(0, 1))
-    return out
+    return unfolded(p, attend(q, p.dims.heads, p.scale, batch, kv), w_v)

@@ -30,7 +30,8 @@ def load(
     q, q_rope, kv, kv_rope, tables, table_outer, starts, lengths, tiles,
     q_tile, rope_tile, latents, ropes, q_ready, q_free, ready, free,
     first_unit, behind, begin, size,
-    HEADS: gl.constexpr, STAGES: gl.constexpr, OVER: gl.constexpr, KV_BYTES: gl.constexpr,
+    HEADS: gl.constexpr, STAGES: gl.constexpr, OVER: gl.constexpr, Q_BYTES: gl.constexpr, KV_BYTES: gl.constexpr,
+    ROPE_AT: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: a unit's queries, then its blocks one after another into a ring of STAGES places."""
     turn = first_unit * 0
@@ -41,7 +42,7 @@ def load(
         lo, hi, _owner, _sharers = share_of(begin, blocks, size, 1, OVER)
         if lo < hi:
             mbarrier.wait(q_free, (used & 1) ^ 1)
-            mbarrier.expect(q_ready, 64 * 576 * 2)
+            mbarrier.expect(q_ready, Q_BYTES)
             row = gl.load(starts + sequence) * HEADS + tile * 64
             load_tile(q, [row, 0], q_ready, q_tile)
             load_tile(q_rope, [row, 512], q_ready, rope_tile)
@@ -51,7 +52,7 @@ def load(
                 slot = gl.load(tables + sequence * table_outer + i) * 64
                 mbarrier.wait(free.index(place), ((turn // STAGES) & 1) ^ 1)
                 mbarrier.expect(ready.index(place), KV_BYTES)
-                load_tile(kv_rope, [slot, 512], ready.index(place), ropes.index(place))
+                load_tile(kv_rope, [slot, ROPE_AT], ready.index(place), ropes.index(place))
                 load_tile(kv, [slot, 0], ready.index(place), latents.index(place))
                 turn += 1
         begin += gl.where(blocks > 0, blocks + OVER, 0)
@@ -152,7 +153,7 @@ def mla_decode(
                 (
                     q, q_rope, kv, kv_rope, tables, table_outer, starts, lengths, tiles,
                     q_tile, rope_tile, latents, ropes, q_ready, q_free, ready, free,
-                    first_unit, behind, begin, size, HEADS, STAGES, OVER, 64 * 576 * 2,
+                    first_unit, behind, begin, size, HEADS, STAGES, OVER, 64 * 576 * 2, 64 * 576 * 2, 512,
                 ),
             ),
         ],

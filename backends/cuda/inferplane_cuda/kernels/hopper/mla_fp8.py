@@ -144,7 +144,7 @@ def mla_decode_fp8(
                 (
                     q, q_rope, kv, kv_rope, tables, table_outer, starts, lengths, tiles,
                     q_tile, rope_tile, raws, raw_ropes, q_ready, q_free, ready, free,
-                    first_unit, behind, begin, size, HEADS, STAGES, OVER, 64 * 576,
+                    first_unit, behind, begin, size, HEADS, STAGES, OVER, 64 * 576 * 2, 64 * 576, 512,
                 ),
             ),
         ],

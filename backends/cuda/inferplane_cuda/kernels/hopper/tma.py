@@ -15,6 +15,19 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Wait for the other threads of this partition; renamed after 3.6."""
 
 
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""After 3.6 `_reinterpret` lost its underscore."""
+
+
+@gluon.jit
+def as_fp8(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Shared memory of FP8 numbers' bits as these numbers."""
+    if RENAMED:
+        return memory.reinterpret(gl.float8e4nv, [ROWS, COLUMNS], layout)
+    else:
+        return memory._reinterpret(gl.float8e4nv, [ROWS, COLUMNS], layout)
+
+
 @gluon.jit
 def raised(bits):
     """bfloat16 of these bits (int16) times 2^120: bfloat16's exponent has a bias of 127, FP8's one of 7."""
@@ -22,4 +35,4 @@ def raised(bits):
     return number * gl.full_like(number, 2.0**120)
 
 
-__all__ = ["TensorDescriptor", "barrier", "gl", "load_tile", "raised", "triton"]
+__all__ = ["TensorDescriptor", "as_fp8", "barrier", "gl", "load_tile", "raised", "triton"]
