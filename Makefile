@@ -18,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 SERVING := .venv-serving
 
 # Vendors with a folder in tests/vendors; what each needs beside Inferplane lies in an environment of its own, .venv-NAME.
-VENDORS := npu
+VENDORS := npu gcu
 # What `make conformance` tests, and where its evidence goes.
 DEVICE ?= cpu
 EVIDENCE ?= backends/$(firstword $(subst :, ,$(DEVICE)))/evidence/$(shell date -u +%Y-%m-%d)-$(subst :,-,$(DEVICE)).json
@@ -68,7 +68,8 @@ test-serving: $(SERVING)/.installed
 test-vendors: $(VENDORS:%=test-vendor-%)
 
 # A vendor's suites, one after the other: emulator, conformance on it, calls against the vendor's library in .venv-NAME.
-test-vendor-%: $(VENV)/.installed-test .venv-%/.installed
+test-vendor-npu: .venv-npu/.installed
+test-vendor-%: $(VENV)/.installed-test
 	$(BIN)/python tests/vendors/run.py $* $(PYTEST_ARGS)
 
 conformance: $(VENV)/.installed-test

@@ -6,6 +6,7 @@ A tensor is noted by what a shape function can see: shape, strides, dtype.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Callable
@@ -52,6 +53,13 @@ class Calls:
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"schema": SCHEMA, "calls": [astuple(call) for call in self.noted.values()]}, indent=0)
         (folder / f"{os.getpid()}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def note_until_exit(emulator: Any, folder: Path) -> None:
+    """Note an emulator's calls, and write them when the process ends."""
+    noted = Calls()
+    emulator.listeners.append(noted.note)
+    atexit.register(noted.write, folder)
 
 
 def read(folder: Path) -> list[Call]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterable
@@ -127,6 +128,27 @@ def repeat(calls: Iterable[Call], device: str) -> Report:
                 if wrong := [f"{w} instead of {g}" for w, g in zip(call.results, given) if w is not None and w != g]:
                     report.misshapen.append(f"{name}: the emulator gives {'; '.join(wrong)}")
     return report
+
+
+def written(folder: Path) -> set[str]:
+    """`namespace::name` of every operator that the sources of a folder call.
+
+    Looked for are attributes of names that are `torch.ops.<namespace>`, as `npu` in `npu = torch.ops.npu`, and
+    functions of modules that are imported by name; `a.b.f` is written `a__b::f`.
+    """
+    texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*.py")]
+    aliases: dict[str, str] = {}
+    for names, values in re.findall(r"^([\w, ]+) = ((?:torch\.ops\.\w+(?:, )?)+)$", "\n".join(texts), re.MULTILINE):
+        spaces = [value.removeprefix("torch.ops.") for value in values.split(", ")]
+        aliases.update(zip(names.split(", "), spaces, strict=True))
+    called = {
+        f"{space}::{operator}"
+        for alias, space in aliases.items()
+        for text in texts
+        for operator in re.findall(rf"(?<![\w.]){alias}\.(\w+)", text)
+    }
+    functions = [found for text in texts for found in re.findall(r'import_module\("([\w.]+)"\)\.(\w+)', text)]
+    return called | {f"{module.replace('.', '__')}::{function}" for module, function in functions}
 
 
 def _operator(name: str) -> Any | None:

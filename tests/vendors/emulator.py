@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from inferplane.plugin import Kernel
 from tests.vendors.schemas import Restated, full_name
 
 Implementation = Callable[..., Any]
@@ -92,6 +94,14 @@ class Implementations(dict[str, Implementation]):
         return note
 
 
+def lifted(kernel: Kernel) -> Kernel:
+    """The kernel, also taking float32."""
+    dtypes = kernel.when.dtypes
+    if not dtypes or torch.float32 in dtypes:
+        return kernel
+    return replace(kernel, when=replace(kernel.when, dtypes=(*dtypes, torch.float32)))
+
+
 class Meddled:
     """An operator namespace in which some operators are called otherwise than a kernel wrote: a mistake, made on
     purpose.
@@ -109,4 +119,4 @@ class Meddled:
         return real if change is None else lambda *args, **kwargs: change(real, *args, **kwargs)
 
 
-__all__ = ["Emulator", "Implementations", "Meddled", "Violation", "full_name", "require"]
+__all__ = ["Emulator", "Implementations", "Meddled", "Violation", "full_name", "lifted", "require"]

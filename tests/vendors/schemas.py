@@ -1,18 +1,21 @@
 """Vendors' schemas as this repository restates them: one small file a vendor, and what has changed since, in words.
 
 A file has comment lines first, `# source: ...` and `# version: ...` among them, then one schema a line as a dispatcher
-prints it, `namespace::name.overload(arguments) -> results`.
+prints it, `namespace::name.overload(arguments) -> results`. A comment `# kind: ...` says of the schemas below it what
+they are: what a dispatcher said, a published definition, a call form. A Python function of a module `a.b` is written as
+an operator of the namespace `a__b`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 NO_DEFAULT = "no default"
+DISPATCHER = "as a dispatcher states it"
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,13 @@ class Restated:
         source: where they come from.
         version: of what they were taken from.
         schemas: by `namespace::name.overload`; "" is the usual overload.
+        kinds: what each of them is.
     """
 
     source: str
     version: str
     schemas: dict[str, Any]
+    kinds: dict[str, str] = field(default_factory=dict)
 
 
 def read(path: Path) -> Restated:
@@ -36,11 +41,13 @@ def read(path: Path) -> Restated:
     Raises:
         ValueError: a line is no schema, an operator stands there twice, or source or version is not stated.
     """
-    head, schemas = {}, {}
+    head, schemas, kinds, kind = {}, {}, {}, DISPATCHER
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("#"):
             key, colon, value = line.lstrip("# ").partition(": ")
-            if colon:
+            if colon and key == "kind":
+                kind = value
+            elif colon:
                 head.setdefault(key, value)
         elif line.strip():
             try:
@@ -50,11 +57,11 @@ def read(path: Path) -> Restated:
             name = full_name(schema)
             if name in schemas:
                 raise ValueError(f"{path.name}:{number}: {name} stands there twice")
-            schemas[name] = schema
+            schemas[name], kinds[name] = schema, kind
     missing = {"source", "version"} - set(head)
     if missing:
         raise ValueError(f"{path.name} does not state its {' and '.join(sorted(missing))}")
-    return Restated(head["source"], head["version"], schemas)
+    return Restated(head["source"], head["version"], schemas, kinds)
 
 
 def full_name(schema: Any) -> str:

@@ -21,6 +21,7 @@ import torch
 
 from inferplane.plugin import (
     Backend,
+    Batch,
     DeviceError,
     DeviceState,
     Feature,
@@ -32,6 +33,7 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
+from inferplane_gcu.graphs import Graph, Graphs
 from inferplane_gcu.kernels import kernels
 from inferplane_gcu.kvcache import layouts
 
@@ -46,6 +48,9 @@ INSTALL = (
     "start from one of Enflame's images"
 )
 PASS_NODES = "load the driver (module `enflame`); in a container, pass /dev/gcu0 (and so on) and /dev/gcuctl"
+
+OPERATORS, FLASH = "vllm_gcu", "flash_attn"
+"""Packages whose operators and functions the kernels call."""
 
 S60_MAJOR = 3
 FP8_MAJOR = 4
@@ -65,6 +70,8 @@ def features_of(major: int) -> Features:
             "bf16": Feature(True, vendor),
             "int8-dot": Feature(True, vendor),
             "fp8": Feature(major >= FP8_MAJOR, f"FP8 came with generation {FP8_MAJOR}; this is generation {major}"),
+            "vllm-gcu": Feature(True, f"assumed: {OPERATORS} is installed"),
+            "flash-attn": Feature(True, f"assumed: Enflame's build of {FLASH} is installed"),
             "int64-kernels": Feature(
                 False if major == S60_MAJOR else None,
                 "compiled kernels may not use 64-bit types on the S60 (GCU300); not known of others",
@@ -91,6 +98,10 @@ class GcuBackend(Backend):
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         "s60": tuple(name for name, feature in features_of(S60_MAJOR).items() if feature.present)
     }
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index)
+        self._graphs = Graphs()
 
     @classmethod
     def probe(cls) -> Probe:
@@ -154,7 +165,7 @@ class GcuBackend(Backend):
                 remedy=f"see what `{TOOL}` says; driver, TopsRider and torch_gcu must be of one release",
             ) from error
         arch = "s60" if generation == S60_MAJOR else f"gcu{generation}00"
-        return DeviceState(self.torch_device_indexed, name, arch, features_of(generation), memory)
+        return DeviceState(self.torch_device_indexed, name, arch, features_here(generation), memory)
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_gcu.kernels`."""
@@ -177,6 +188,10 @@ class GcuBackend(Backend):
         """ECCL."""
         return "eccl"
 
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph:
+        """As a GCU graph."""
+        return self._graphs.record(_runtime(), step, bucket)
+
     def synchronize(self) -> None:
         """Wait for everything launched on this GCU."""
         _runtime().synchronize(self.index)
@@ -189,6 +204,28 @@ class GcuBackend(Backend):
             return time.perf_counter()
 
         return now
+
+
+def features_here(generation: int) -> Features:
+    """Features of a generation on this machine: vllm-gcu's operators are loaded, flash attention is looked for."""
+    found = {**features_of(generation), "vllm-gcu": _load_operators()}
+    if not _installed(FLASH):
+        found["flash-attn"] = Feature(False, f"{FLASH} is not installed; TopsRider has Enflame's build of it")
+    return Features(found)
+
+
+def _load_operators() -> Feature:
+    """The shared library alone: importing the package would rename the device to "cuda" (torch_gcu.transfer_to_gcu)."""
+    spec = find_spec(OPERATORS) if _installed(OPERATORS) else None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    libraries = sorted(path for folder in folders for path in glob(os.path.join(folder, "_C*.so")))
+    if not libraries:
+        return Feature(False, f"{OPERATORS} is not installed; TopsRider has a wheel of it")
+    try:
+        torch.ops.load_library(libraries[0])
+    except OSError as error:
+        return Feature(False, f"{os.path.basename(libraries[0])} does not load: {' '.join(str(error).split())}")
+    return Feature(True, f"its operators are loaded from {libraries[0]}")
 
 
 def _runtime() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -208,7 +209,7 @@ def test_both_ways_of_counting_generations(capability, generation):
 
 
 def test_assumed_architectures():
-    assert GcuBackend.architectures == {"s60": ("fp16", "bf16", "int8-dot")}
+    assert GcuBackend.architectures == {"s60": ("fp16", "bf16", "int8-dot", "vllm-gcu", "flash-attn")}
     features = GcuBackend().features()
     assert dict(features) == dict(features_of(3)) == dict(GcuBackend().features("s60"))
     assert features["int64-kernels"].present is False
@@ -257,3 +258,23 @@ assert not set({VENDORS!r}) & set(sys.modules), "a vendor's package was imported
     environment = {**os.environ, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_operators_are_loaded_without_their_package(machine, monkeypatch):
+    """Importing the package would rename the device to "cuda"."""
+    assert backend.features_here(3)["vllm-gcu"].present is False
+    folder = machine / "site/vllm_gcu"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise SystemExit('imported')")
+    assert "not installed" in backend.features_here(3)["vllm-gcu"].reason
+    library = folder / "_C.cpython-311.so"
+    library.write_bytes(b"no library")
+    importlib.invalidate_caches()
+    broken = backend.features_here(3)["vllm-gcu"]
+    assert broken.present is False and "_C.cpython-311.so does not load" in broken.reason
+    loaded = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    found = backend.features_here(3)
+    assert found["vllm-gcu"].present and loaded == [str(library)]
+    assert found["flash-attn"].present is False and "not installed" in found["flash-attn"].reason
+    assert "vllm_gcu" not in sys.modules

@@ -8,10 +8,8 @@ calls of the vendor's operators are written when the process ends.
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,8 +31,8 @@ from inferplane.plugin import (
 from inferplane_npu.backend import NpuBackend
 from inferplane_npu.chips import features_of
 from tests.vendors import schemas
-from tests.vendors.calls import Calls
-from tests.vendors.emulator import Emulator
+from tests.vendors.calls import note_until_exit
+from tests.vendors.emulator import Emulator, lifted
 from tests.vendors.npu import chip, emulate_attention, emulate_basic, emulate_cache, emulate_moe, emulate_quant
 
 INFERPLANE_API = (1, 0)
@@ -52,14 +50,8 @@ EMULATOR = Emulator(
 WHAT = f"{RESTATED.source.partition(' ')[0]} {RESTATED.version}'s operators on the host"
 
 
-def _note_calls(folder: Path) -> None:
-    noted = Calls()
-    EMULATOR.listeners.append(noted.note)
-    atexit.register(noted.write, folder)
-
-
 if os.environ.get("INFERPLANE_EMULATED_CALLS") and not chip.LIFTED:  # calls in float32 are not the backend's
-    _note_calls(Path(os.environ["INFERPLANE_EMULATED_CALLS"]))
+    note_until_exit(EMULATOR, Path(os.environ["INFERPLANE_EMULATED_CALLS"]))
 
 
 class EmulatedNpu(NpuBackend):
@@ -97,14 +89,6 @@ class EmulatedNpu(NpuBackend):
 
     def timer(self) -> Callable[[], float]:
         raise NotImplementedError("an emulator is not timed")
-
-
-def lifted(kernel: Kernel) -> Kernel:
-    """The kernel, also taking float32."""
-    dtypes = kernel.when.dtypes
-    if not dtypes or torch.float32 in dtypes:
-        return kernel
-    return replace(kernel, when=replace(kernel.when, dtypes=(*dtypes, torch.float32)))
 
 
 @hookimpl

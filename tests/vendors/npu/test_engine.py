@@ -8,8 +8,8 @@ import pytest
 
 from inferplane import LLM, SamplingParams
 from inferplane.engine.runner import InferplaneWarning
+from tests.vendors.configs import FAMILIES
 from tests.vendors.npu import chip
-from tests.vendors.npu.configs import FAMILIES
 
 OPTIONS = {"load_format": "dummy", "kv_cache_bytes": 1 << 23, "max_batch": 4, "max_step_tokens": 48}
 PROMPTS = [[(7 * i + 3) % 199 for i in range(n)] for n in (130, 3, 61)]

@@ -22,8 +22,8 @@ from inferplane.plugin import UsageError
 from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
 from inferplane_npu.graphs import CapturedStep, RecordedBatch
+from tests.vendors.configs import LLAMA, V3, model
 from tests.vendors.npu import chip
-from tests.vendors.npu.configs import LLAMA, V3, model
 
 pytestmark = pytest.mark.skipif(chip.ARCH != "910b", reason="on the 910b: the 310P's attention is not captured")
 

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from inferplane.binding import Bench, run_case
-from inferplane.conformance.subject import Subject
-from inferplane.ops import OPS
-from inferplane.plugins import host
 from inferplane_npu import graphs, kvcache
 from inferplane_npu.kernels import attention, basic, mla, moe, quant
 from inferplane_npu.kvcache import NpuKV
+from tests.vendors import mistakes
 from tests.vendors.emulator import Meddled
+from tests.vendors.mistakes import swapped, with_
 from tests.vendors.npu import chip
 from tests.vendors.npu.emulated import EMULATOR
 
@@ -51,27 +49,6 @@ class Mistake:
     sample: str
     caught: str
     series: str = "910b"
-
-
-def with_(**wrong: Any) -> Callable[..., Any]:
-    """The call with other keyword arguments; None leaves one out."""
-
-    def change(real, *args, **kwargs):
-        given = {**kwargs, **wrong}
-        return real(*args, **{k: v for k, v in given.items() if not (k in wrong and wrong[k] is None)})
-
-    return change
-
-
-def swapped(i: int, j: int) -> Callable[..., Any]:
-    """The call with two positional arguments exchanged."""
-
-    def change(real, *args, **kwargs):
-        args = list(args)
-        args[i], args[j] = args[j], args[i]
-        return real(*args, **kwargs)
-
-    return change
 
 
 def steps(values: list[int]) -> list[int]:
@@ -341,18 +318,7 @@ HERE = [m for m in MISTAKES if m.series == chip.ARCH]
 
 
 def judged(kernel_name: str, label: str) -> str:
-    """What is said of a kernel on a sample, padded and not; empty when nothing is wrong."""
-    subject = Subject.of(host(), "npu", str(chip.DTYPE).removeprefix("torch."))
-    subject.open()
-    (kernel,) = [k for k in subject.kernels if k.name == kernel_name]
-    (sample,) = [s for s in OPS[kernel.op].samples() if s.label == label]
-    bench: Bench = subject.bench(chip.DTYPE)
-    for padded in (False, True):
-        outcome = run_case(kernel, sample, bench, seed=5, padded=padded)
-        assert outcome.served, outcome.detail
-        if not outcome.passed:
-            return outcome.detail or f"error {outcome.error}"
-    return ""
+    return mistakes.judged("npu", chip.DTYPE, kernel_name, label)
 
 
 @pytest.mark.parametrize("mistake", HERE, ids=lambda m: m.words.replace(" ", "_"))

@@ -1,4 +1,4 @@
-"""Models with the head sizes that the vendor's operators know, small in everything else: one or more a family."""
+"""Models with the head sizes that vendors' operators know, small in everything else: one or more a family."""
 
 from __future__ import annotations
 

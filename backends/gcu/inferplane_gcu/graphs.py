@@ -1,0 +1,54 @@
+"""Decode steps as GCU graphs: torch.gcu's counterpart of CUDA graphs, with one memory pool for all sizes.
+
+Every length that the vendor's kernels need is read from tensors, so a replay needs no updates.
+
+Source: EnflameTechnology/vllm-gcu at 7b5aaca9, vllm_gcu/worker/model_runner.py (GCUGraphRunner).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from inferplane.plugin import Batch
+
+WARM_UPS = 2
+"""Runs before recording: the first loads libraries and makes handles, the second allocates as every later."""
+
+
+class Graphs:
+    """Records steps. Graphs share a memory pool: they never run at once, and core copies what it keeps."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def record(self, runtime: Any, step: Callable[[Batch], Any], bucket: Batch) -> Graph:
+        """Run `step(bucket)`, then record it.
+
+        Args:
+            runtime: the vendor's counterpart of `torch.cuda`.
+            step: the step. bucket: a decode batch whose tensors become the graph's own.
+        """
+        stream = runtime.Stream()
+        stream.wait_stream(runtime.current_stream())
+        with runtime.stream(stream):
+            for _ in range(WARM_UPS):
+                step(bucket)
+        runtime.current_stream().wait_stream(stream)
+        graph = runtime.GCUGraph()
+        with runtime.graph(graph, pool=self._pool):
+            results = step(bucket)
+        self._pool = graph.pool()
+        return Graph(graph, results)
+
+
+class Graph:
+    """One recorded step."""
+
+    def __init__(self, graph: Any, results: Any) -> None:
+        self._graph, self._results = graph, results
+
+    def replay(self) -> Any:
+        """Launch it; the results are the same tensors every time."""
+        self._graph.replay()
+        return self._results

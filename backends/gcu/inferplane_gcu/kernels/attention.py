@@ -1,0 +1,77 @@
+"""Cache writes and attention over paged K and V: vLLM's write and Enflame's build of flash attention.
+
+Source: EnflameTechnology/vllm-gcu at 7b5aaca9, attention/backends/flash_attn.py: `flash_attn_varlen_func` serves
+prompts and single tokens alike, in one call a step.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane_gcu.kernels.when import FLASH, HALF, OPERATORS, RANK_FUSED, one
+from inferplane_gcu.kvcache import PAGED
+
+cache_ops = torch.ops._C_cache_ops
+KERNELS = Kernels()
+VERSION = 2
+"""Value of `fa_version`."""
+NO_WINDOW = (-1, -1)
+
+
+def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> torch.Tensor:
+    """Enflame's function, imported when it is first called; causal, ragged queries."""
+    function = importlib.import_module("flash_attn.vllm_flash_attn").flash_attn_varlen_func
+    out: torch.Tensor = function(q, k, v, causal=True, fa_version=VERSION, **call)
+    return out
+
+
+@KERNELS(
+    "kv_write",
+    "vllm_gcu",
+    rank=RANK_FUSED,
+    when=When(HALF, kv_layouts=(PAGED,), features=OPERATORS),
+    capture_safe=True,
+)
+def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """_C_cache_ops::reshape_and_cache_flash; it skips slot -1."""
+    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    scale = one(k.device)
+    cache_ops.reshape_and_cache_flash(k.contiguous(), v.contiguous(), keys, values, batch.slots, "auto", scale, scale)
+
+
+def _flash_dims(op: Any) -> bool:
+    return op.kv.dim == op.kv.v_dim and op.kv.dim % 8 == 0 and op.kv.dim <= 256
+
+
+@KERNELS(
+    "attention",
+    "flash_attn",
+    rank=RANK_FUSED,
+    when=When(
+        HALF,
+        kv_layouts=(PAGED,),
+        features=FLASH,
+        needs=(("K and V of one width, in eights up to 256", _flash_dims),),
+    ),
+    capture_safe=True,
+)
+def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """All sequences in one call. A window of w tokens is the token and w - 1 before it."""
+    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    window = p.kv.window
+    return flash_attention(
+        q.contiguous(),
+        keys,
+        values,
+        cu_seqlens_q=batch.query_start,
+        max_seqlen_q=batch.max_query_tokens,
+        seqused_k=batch.seq_lens,
+        max_seqlen_k=batch.max_seq_tokens,
+        softmax_scale=p.scale,
+        window_size=list(NO_WINDOW if window is None else (window - 1, 0)),
+        block_table=batch.block_tables,
+    )

@@ -1,0 +1,102 @@
+"""Mixture of experts: routing, alignment to blocks of 64 pairs, two grouped products, the weighted sum.
+
+Source: EnflameTechnology/vllm-gcu at 7b5aaca9, vllm_gcu/kernels/fused_moe.py and modular_experts.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Kernels, When
+from inferplane_gcu.kernels.when import HALF, OPERATORS, RANK_FUSED
+
+vllm, moe = torch.ops._C, torch.ops._moe_C
+KERNELS = Kernels()
+FLOATS = (torch.float32, *HALF)
+BLOCK_PAIRS = 64
+"""Pairs a block; vllm-gcu takes no other on this chip."""
+MANY_EXPERTS = 224
+"""From here on vllm-gcu calls another alignment."""
+
+
+def _simple(op: Any) -> bool:
+    return op.score == "softmax" and op.bias is None and op.groups == 1
+
+
+def _grouped(op: Any) -> bool:
+    return op.groups > 1 and op.group_score == ("max" if op.bias is None else "top2")
+
+
+def _results(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.new_empty(logits.shape[0], k, dtype=torch.float32), logits.new_empty(
+        logits.shape[0], k, dtype=torch.int32
+    )
+
+
+@KERNELS(
+    "moe_route",
+    "vllm_gcu",
+    rank=RANK_FUSED,
+    when=When(FLOATS, features=OPERATORS, needs=(("softmax scores without bias or groups", _simple),)),
+    capture_safe=True,
+)
+def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """_moe_C::topk_softmax, which does not renormalize; ids are int32."""
+    weights, ids = _results(logits, p.top_k)
+    moe.topk_softmax(weights, ids, torch.empty_like(ids), logits.float())
+    return (weights / weights.sum(-1, keepdim=True) if p.renormalize else weights) * p.factor, ids
+
+
+@KERNELS(
+    "moe_route",
+    "vllm_gcu",
+    rank=RANK_FUSED,
+    when=When(
+        FLOATS,
+        features=OPERATORS,
+        needs=(("groups, judged by two experts where there is a bias, else by one", _grouped),),
+    ),
+    capture_safe=True,
+)
+def moe_route_grouped(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """_C::fused_grouped_topk; it knows no factor."""
+    weights, ids = _results(logits, p.top_k)
+    vllm.fused_grouped_topk(
+        weights, ids, logits.contiguous(), p.top_k, p.renormalize, p.groups, p.top_groups, p.bias, p.score
+    )
+    return weights * p.factor, ids
+
+
+@KERNELS(
+    "moe_experts",
+    "vllm_gcu",
+    rank=RANK_FUSED,
+    when=When(HALF, features=OPERATORS, needs=(("every expert on this rank", lambda op: not op.partial),)),
+    capture_safe=True,
+)
+def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Five calls; how many blocks an expert has is known to the device alone."""
+    experts, columns, _ = p.gate_up.shape
+    tokens, k = ids.shape
+    ids, weights = ids.int().contiguous(), weights.float().contiguous()
+    aligned = _aligned(ids, experts)
+    h = x.new_empty(tokens, k, columns)
+    vllm.fused_moe_kernel(h, x.contiguous(), p.gate_up, weights, ids, *aligned, False, k, BLOCK_PAIRS, None)
+    act = x.new_empty(tokens * k, columns // 2)
+    vllm.silu_and_mul(act, h.view(tokens * k, columns))
+    y = x.new_empty(tokens, k, x.shape[1])
+    vllm.fused_moe_kernel(y, act, p.down, weights, ids, *aligned, True, 1, BLOCK_PAIRS, None)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    moe.moe_sum_pad(out, y, torch.full((1,), tokens, dtype=torch.int32, device=x.device), 1, False)
+    return out
+
+
+def _aligned(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs by expert in whole blocks, each block's expert, and how many places are used; all int32."""
+    room = ids.numel() + experts * (BLOCK_PAIRS - 1)
+    pairs, owners, used = ids.new_empty(room), ids.new_empty(room // BLOCK_PAIRS), ids.new_empty(1)
+    align = moe.sgl_moe_align_block_size if experts >= MANY_EXPERTS else moe.moe_align_block_size
+    align(ids, experts, BLOCK_PAIRS, pairs, owners, used)
+    return pairs, owners, used

@@ -1,0 +1,122 @@
+"""Attention: Enflame's build of flash attention, and FlashMLA's call.
+
+Meaning: FlashAttention 2's `flash_attn_varlen_func` with vLLM's additions (`seqused_k`, `block_table`, `out`), as
+vllm-gcu at 7b5aaca9 calls it; limits of fwd_kvcache_mla from csrc/src/mha_fwd_kvcache_mla.cpp there.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from tests.vendors.calls import left_open
+from tests.vendors.emulator import Implementations, require
+from tests.vendors.gcu import chip
+
+IMPLEMENTATIONS = emulates = Implementations()
+
+
+def _softmax_v(q, k, v, hidden, scale):
+    """q [S, N, D], k [K, G, D], v [K, G, V]: float32 [S, N, V]; a query that sees nothing gives zeros."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("snd,knd->nsk", q.float(), k) * scale
+    scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+    return torch.einsum("nsk,knv->snv", scores.softmax(-1).nan_to_num(0.0), v)
+
+
+def _running(name: str, sums: torch.Tensor, last: int) -> list[int]:
+    chip.dtype(chip.INT32, **{name: sums})
+    values = sums.tolist()
+    require(values[0] == 0 and values == sorted(values), f"{name} is a running sum that begins with 0, got {values}")
+    require(values[-1] == last, f"{name} ends with {last} rows, got {values[-1]}")
+    return values
+
+
+def _paged(cache: torch.Tensor, table: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Tokens first to last of a sequence; blocks before the first are not looked at."""
+    blocks = table[first // chip.BLOCK : -(-last // chip.BLOCK)].long()
+    require(bool(((blocks >= 0) & (blocks < cache.shape[0])).all()), "block_table names blocks of the cache")
+    start = first // chip.BLOCK * chip.BLOCK
+    return cache[blocks].flatten(0, 1)[first - start : last - start]
+
+
+@emulates("flash_attn__vllm_flash_attn::flash_attn_varlen_func")
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, cu_seqlens_k, seqused_k, softmax_scale, causal, window_size,
+    block_table, out, return_softmax_lse, fa_version,
+):  # fmt: skip
+    """Ragged queries over dense keys, or over a cache in blocks; the causal mask begins at the lower right corner."""
+    chip.half(q=q, k=k, v=v)
+    require(fa_version == 2, f"fa_version is 2 on this chip, got {fa_version}")
+    require(not return_softmax_lse, "return_softmax_lse is not emulated")
+    chip.shape("q", q, None, None, None)
+    heads, dim = q.shape[1:]
+    require(dim % 8 == 0 and dim <= 256, f"heads have 8 to 256 entries in eights, got {dim}")
+    require(
+        k.shape == v.shape and k.shape[-1] == dim, f"q, k and v have one width, got {dim}, {[*k.shape]}, {[*v.shape]}"
+    )
+    require(heads % k.shape[-2] == 0, f"{heads} heads on {k.shape[-2]} KV heads")
+    starts = _running("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    counts = [b - a for a, b in pairwise(starts)]
+    require(max(counts) <= max_seqlen_q, f"max_seqlen_q is at least {max(counts)}, got {max_seqlen_q}")
+    if block_table is None:
+        chip.absent("seqused_k without blocks", seqused_k)
+        require(cu_seqlens_k is not None, "dense keys need cu_seqlens_k")
+        ends = _running("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        lens = [b - a for a, b in pairwise(ends)]
+    else:
+        require(cu_seqlens_k is None and seqused_k is not None, "a cache in blocks needs seqused_k, not cu_seqlens_k")
+        chip.dtype(chip.INT32, seqused_k=seqused_k, block_table=block_table)
+        require(block_table.stride(-1) == 1, "block_table has contiguous rows")
+        chip.shape("k", k, None, chip.BLOCK, None, None)
+        chip.shape("seqused_k", seqused_k, len(counts))
+        chip.shape("block_table", block_table, len(counts), None)
+        lens, ends = seqused_k.tolist(), []
+    require(len(lens) == len(counts), f"{len(counts)} sequences of queries, {len(lens)} of keys")
+    require(max(lens) <= max_seqlen_k, f"max_seqlen_k is at least {max(lens)}, got {max_seqlen_k}")
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    left, right = (-1, -1) if window_size is None else window_size
+    require(causal and right in (-1, 0), "only causal attention is emulated")
+    result = torch.zeros_like(q) if out is None else out
+    chip.shape("out", result, *q.shape)
+    for b, (count, n) in enumerate(zip(counts, lens)):
+        first = 0 if left < 0 else max(0, n - count - left)
+        if block_table is None:
+            keys, values = (t[ends[b] + first : ends[b] + n] for t in (k, v))
+        else:
+            keys, values = (_paged(t, block_table[b], first, n) for t in (k, v))
+        i = torch.arange(count)[:, None] + n - count
+        j = torch.arange(first, n)[None]
+        hidden = (j > i) if left < 0 else (j > i) | (j < i - left)
+        a = starts[b]
+        result[a : a + count] = _softmax_v(q[a : a + count], keys, values, hidden, scale).to(result.dtype)
+    return result.clone() if out is not None else result
+
+
+@emulates("_flashmla_C::fwd_kvcache_mla")
+def fwd_kvcache_mla(
+    q, kcache, head_size_v, seqlens_k, block_table, softmax_scale, is_causal, tile_scheduler_metadata, num_splits,
+    descale_q, descale_k,
+):  # fmt: skip
+    """Values are the first head_size_v entries of the keys; vllm-gcu gives no schedule and no scales."""
+    chip.absent("tile_scheduler_metadata", tile_scheduler_metadata)
+    chip.absent("num_splits", num_splits)
+    chip.absent("descale_q", descale_q)
+    chip.absent("descale_k", descale_k)
+    chip.half(q=q, kcache=kcache)
+    chip.contiguous(q=q, kcache=kcache)
+    require(q.shape[-1] % 8 == 0 and head_size_v % 32 == 0, f"sizes in 8 and 32, got {q.shape[-1]} and {head_size_v}")
+    batch, tokens, heads, dim = q.shape
+    require(tokens == 1 and not is_causal, "one token a sequence is emulated")
+    chip.shape("kcache", kcache, None, chip.BLOCK, 1, dim)
+    chip.dtype(chip.INT32, seqlens_k=seqlens_k, block_table=block_table)
+    chip.shape("seqlens_k", seqlens_k, batch)
+    chip.shape("block_table", block_table, batch, None)
+    out = torch.zeros(batch, 1, heads, head_size_v, dtype=q.dtype)
+    for b, n in enumerate(seqlens_k.tolist()):
+        if n:
+            keys = _paged(kcache, block_table[b], 0, n)
+            out[b] = _softmax_v(q[b], keys, keys[..., :head_size_v], None, softmax_scale).to(out.dtype)
+    return out, left_open()
