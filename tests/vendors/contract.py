@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import json
 import re
@@ -141,11 +142,11 @@ def written(folder: Path) -> set[str]:
     for names, values in re.findall(r"^([\w, ]+) = ((?:torch\.ops\.\w+(?:, )?)+)$", "\n".join(texts), re.MULTILINE):
         spaces = [value.removeprefix("torch.ops.") for value in values.split(", ")]
         aliases.update(zip(names.split(", "), spaces, strict=True))
+    attributes = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
     called = {
-        f"{space}::{operator}"
-        for alias, space in aliases.items()
-        for text in texts
-        for operator in re.findall(rf"(?<![\w.]){alias}\.(\w+)", text)
+        f"{aliases[node.value.id]}::{node.attr}"
+        for node in attributes
+        if isinstance(node.value, ast.Name) and node.value.id in aliases and node.attr != "KERNELS"
     }
     functions = [found for text in texts for found in re.findall(r'import_module\("([\w.]+)"\)\.(\w+)', text)]
     return called | {f"{module.replace('.', '__')}::{function}" for module, function in functions}
