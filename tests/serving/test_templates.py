@@ -108,6 +108,25 @@ def test_one_that_loops_is_ended_and_the_next_conversation_is_rendered():
     asyncio.run(run())
 
 
+def test_a_caller_who_leaves_leaves_the_process():
+    async def run() -> None:
+        template = ChatTemplate("{{ messages[0].content }}", {})
+        try:
+            assert await template.render([{"role": "user", "content": "first"}], None) == "first"
+            process = template._plain._process
+            for wait_s in (0, 0, 0.001, 0.01):
+                leaving = asyncio.create_task(template.render([{"role": "user", "content": "left"}], None))
+                waiting = asyncio.create_task(template.render([{"role": "user", "content": "next"}], None))
+                await asyncio.sleep(wait_s)
+                leaving.cancel()
+                assert await waiting == "next"
+            assert template._plain._process is process and process is not None and process.returncode is None
+        finally:
+            await template.close()
+
+    asyncio.run(run())
+
+
 def test_a_template_that_is_none_is_refused():
     with pytest.raises(ApiError, match="cannot be rendered"):
         render("{% for %}")

@@ -78,17 +78,28 @@ class _Worker:
 
     async def render(self, given: Mapping[str, Any]) -> str:
         line = json.dumps(given)
-        async with self._turn:
-            try:
-                if self._process is None or self._process.returncode is not None:
-                    await self._start()
-                answer = await self._say(line, self._render_s)
-            except BaseException:  # also a cancelled caller: its answer is still on the way
-                self._kill()
-                raise
+        await self._turn.acquire()
+        rendering = asyncio.ensure_future(self._render(line))
+        rendering.add_done_callback(self._rendered)
+        # The answer is read even if its caller leaves: the next one finds the process ready, and need not start it.
+        answer = await asyncio.shield(rendering)
         if "error" in answer:
             raise invalid(f"The chat template refuses these messages: {answer['error']}.", "messages")
         return str(answer["text"])
+
+    async def _render(self, line: str) -> dict[str, Any]:
+        try:
+            if self._process is None or self._process.returncode is not None:
+                await self._start()
+            return await self._say(line, self._render_s)
+        except BaseException:  # an answer may still be on the way
+            self._kill()
+            raise
+
+    def _rendered(self, rendering: asyncio.Future[dict[str, Any]]) -> None:
+        self._turn.release()
+        if not rendering.cancelled():
+            rendering.exception()  # told to the caller, if there still is one
 
     async def _start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from inferplane.errors import UsageError
 from inferplane.serving.grpc import schema
-from inferplane.serving.grpc.servicer import Servicer, guarded
+from inferplane.serving.grpc.servicer import Servicer, guarded, headers
 from inferplane.serving.http.gate import Keys
 from inferplane.serving.service import Service
 from inferplane.serving.settings import Settings
@@ -64,18 +64,13 @@ class _Door(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         if not self._keys or handler_call_details.method in OPEN:
             return await continuation(handler_call_details)
-        headers = [(k.encode(), v if isinstance(v, bytes) else v.encode()) for k, v in _metadata(handler_call_details)]
-        if self._keys.admit(headers):
+        if self._keys.admit(headers(handler_call_details.invocation_metadata)):
             return await continuation(handler_call_details)
 
         async def refuse(request: Any, context: Any) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "The key is missing or wrong.")
 
         return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-def _metadata(details: Any) -> list[tuple[str, Any]]:
-    return list(details.invocation_metadata or ())
 
 
 async def start(service: Service, settings: Settings, keys: Keys, port: int) -> tuple[Any, int]:
@@ -104,7 +99,7 @@ async def start(service: Service, settings: Settings, keys: Keys, port: int) -> 
         ],
         maximum_concurrent_rpcs=settings.max_connections,
     )
-    server.add_generic_rpc_handlers((_handlers(Servicer(service)),))
+    server.add_generic_rpc_handlers((_handlers(Servicer(service, keys)),))
     health_pb2_grpc.add_HealthServicer_to_server(_Health(service), server)
     schema.POOL.AddSerializedFile(health_pb2.DESCRIPTOR.serialized_pb)
     reflection.enable_server_reflection((schema.SERVICE, HEALTH, reflection.SERVICE_NAME), server, schema.POOL)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ import grpc
 from inferplane import __version__
 from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc import requests, schema, tensors
+from inferplane.serving.http.gate import Keys
 from inferplane.serving.rendering import Choice
 from inferplane.serving.service import Service
 
@@ -44,10 +46,11 @@ class Servicer:
 
     Args:
         service: does the work.
+        keys: a key's callers share cached prefixes among each other alone, as over HTTP.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, keys: Keys) -> None:
+        self._service, self._keys = service, keys
 
     # -- about the server
 
@@ -138,7 +141,7 @@ class Servicer:
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         self._name(request.model_name, request.model_version)
         wanted = await requests.wanted(request, self._service)
-        async with self._service.admit(wanted.ask) as job:
+        async with self._service.admit(replace(wanted.ask, tenant=self._tenant(context))) as job:
             choices = [Choice() for _ in range(job.choices)]
             async for piece in job.pieces():
                 choices[piece.choice].add(piece.delta)
@@ -147,7 +150,7 @@ class Servicer:
     async def ModelStreamInfer(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answers come as they are made, each with its request's id; a request's error ends that one alone."""
         answers: asyncio.Queue[Any] = asyncio.Queue(MOST_AT_ONCE)
-        reader = asyncio.create_task(self._read(stream, answers))
+        reader = asyncio.create_task(self._read(stream, answers, self._tenant(context)))
         try:
             while (answer := await answers.get()) is not None:
                 yield answer
@@ -156,13 +159,16 @@ class Servicer:
             with suppress(asyncio.CancelledError):
                 await reader
 
-    async def _read(self, stream: AsyncIterator[Any], answers: asyncio.Queue[Any]) -> None:
+    def _tenant(self, context: Any) -> str:
+        return self._keys.tenant(headers(context.invocation_metadata()))
+
+    async def _read(self, stream: AsyncIterator[Any], answers: asyncio.Queue[Any], tenant: str) -> None:
         tasks: set[asyncio.Task[None]] = set()
         try:
             async for request in stream:
                 while len(tasks) >= MOST_AT_ONCE:
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                task = asyncio.create_task(self._answer(request, answers))
+                task = asyncio.create_task(self._answer(request, answers, tenant))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             while tasks:
@@ -173,10 +179,10 @@ class Servicer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, request: Any, answers: asyncio.Queue[Any]) -> None:
+    async def _answer(self, request: Any, answers: asyncio.Queue[Any], tenant: str) -> None:
         """One request of a stream, from its admission to its last answer."""
         try:
-            async for response in self._pieces(request):
+            async for response in self._pieces(request, tenant):
                 await answers.put(_new("ModelStreamInferResponse", infer_response=response))
         except ApiError as error:
             await answers.put(_failure(request, error))
@@ -185,11 +191,11 @@ class Servicer:
             failure = ApiError(500, "The request failed inside the server.", code="internal_error")
             await answers.put(_failure(request, failure))
 
-    async def _pieces(self, request: Any) -> AsyncIterator[Any]:
+    async def _pieces(self, request: Any, tenant: str) -> AsyncIterator[Any]:
         self._name(request.model_name, request.model_version)
         wanted = await requests.wanted(request, self._service)
         empty_final = tensors.parameters(request).get(_EMPTY_FINAL) is True
-        async with self._service.admit(wanted.ask) as job:
+        async with self._service.admit(replace(wanted.ask, tenant=tenant)) as job:
             choices = [Choice() for _ in range(job.choices)]
             left = job.choices
             async for piece in job.pieces():
@@ -203,6 +209,11 @@ class Servicer:
                     yield _response(request, found, final=not left and not empty_final)
             if empty_final:
                 yield _response(request, {}, final=True)
+
+
+def headers(metadata: Any) -> list[tuple[bytes, bytes]]:
+    """A call's metadata as HTTP's headers."""
+    return [(k.encode(), v if isinstance(v, bytes) else v.encode()) for k, v in metadata or ()]
 
 
 def _new(kind: str, /, **fields: Any) -> Any:

@@ -1,0 +1,32 @@
+"""Cached prefixes are shared among a key's own requests, whatever they come by."""
+
+from __future__ import annotations
+
+import grpc
+
+from tests.serving.live import Live
+from tests.serving.test_grpc import PROMPT, address, call, raw, string
+
+HITS = "inferplane:prefix_cache_hits_total"
+
+
+def test_one_key_cannot_feel_out_what_another_has_sent():
+    prompt = PROMPT * 40
+    with (
+        Live("--grpc-port", "0", "--api-key", "mine", "--api-key", "other") as live,
+        grpc.insecure_channel(address(live)) as channel,
+        live.client() as client,
+    ):
+
+        def by_grpc(key: str) -> float:
+            fields = raw(("text_input", "BYTES", [1], string(prompt.encode())), parameters={})
+            call(channel, "ModelInfer", metadata=[("authorization", f"Bearer {key}")], **fields)
+            return live.metrics()[HITS]
+
+        client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).raise_for_status()
+        assert live.metrics()[HITS] == 0
+        assert by_grpc("other") == 0
+        mine = by_grpc("mine")
+        assert mine > 0
+        assert by_grpc("other") > mine  # its own, by now
+        assert live.stop() == 0
