@@ -18,8 +18,18 @@ DEVICE = "cuda"
 BF16 = torch.bfloat16
 
 
-def layout(kv_dtype: str) -> KVLayout:
-    return next(x for x in CudaBackend().kv_layouts(KVRequest("mla", 1, 576), BF16) if x.kv_dtype == kv_dtype)
+LATENT_KV = "latent_64_fp8"
+"""The layout for FP8 products, by its name: it shares its KV dtype with another one."""
+
+
+def layout(kv: str) -> KVLayout:
+    """The first with this KV dtype, or the one of this name."""
+    return next(x for x in CudaBackend().kv_layouts(KVRequest("mla", 1, 576), BF16) if kv in (x.kv_dtype, x.name))
+
+
+def kinds(op: Any) -> tuple[str, ...]:
+    """The caches an op is tried on."""
+    return ("auto", "fp8", "int8", *([LATENT_KV] if op.name == "mla_absorbed" else []))
 
 
 def step(sequences: Sequence[tuple[int, int]], generator: torch.Generator) -> tuple[Any, int]:

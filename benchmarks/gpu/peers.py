@@ -15,7 +15,8 @@ Calls = dict[str, Callable[[], Any]]
 def latent(op: Any, q: Any, weight: Any, batch: Any, kv: Any) -> Calls:
     """Attention to latents with queries already folded: our kernel's core alone, and libraries that are there."""
     found: Calls = {}
-    if kv.entries[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability() != (9, 0):
+    plain = kv.layout == "paged_64" and kv.entries[0].dtype == torch.bfloat16
+    if not plain or torch.cuda.get_device_capability() != (9, 0):
         return found
     from inferplane_cuda.kernels.hopper import launch
 

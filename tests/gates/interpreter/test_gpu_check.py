@@ -13,7 +13,7 @@ from inferplane_cuda.backend import CudaBackend
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
     """The interpreter in the GPU's place: every kernel that needs no more than Triton."""
-    state = DeviceState(HOST, "interpreter", "none", Features(["triton"]), Memory(1, 1))
+    state = DeviceState(HOST, "interpreter", "none", Features(["triton", "fp8", "int8-dot"]), Memory(1, 1))
     monkeypatch.setattr(CudaBackend, "open", lambda self: state)
     monkeypatch.setattr(cases, "DEVICE", HOST)
     monkeypatch.setattr(parts, "copies_for", lambda nbytes: 2)
@@ -35,8 +35,9 @@ def host(monkeypatch):
 )
 def test_kernels_are_judged(op, sequences):
     rows = parts._judge(op, sequences, torch.Generator().manual_seed(1))
-    assert {row["kv"] for row in rows} == {"auto", "fp8", "int8"}
-    assert {row["kernel"].partition(":")[0] for row in rows} == {"triton", "torch_sdpa"}
+    assert {row["kv"] for row in rows} == set(cases.kinds(op))
+    assert {row["kernel"].partition(":")[0] for row in rows} - {"triton_8bit"} == {"triton", "torch_sdpa"}
+    assert ("triton_8bit:mla_expanded" in {row["kernel"] for row in rows}) == (op.name == "mla_expanded")
     assert all(row["passed"] for row in rows), rows
     assert check.faults("correct", rows) == []
     rows[0]["passed"] = False
