@@ -39,6 +39,9 @@ class Process:
     def __init__(self, python, name, model):
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
         environment.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        if name == "llama.cpp":  # as its users run it: bound, and spinning while it waits
+            del environment["OMP_WAIT_POLICY"]
+            environment |= {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}
         command = [python, str(Path(__file__).with_name("peer.py")), name, str(model)]
         self.name = name
         self.process = subprocess.Popen(
