@@ -22,8 +22,13 @@ def _few(op: Any) -> bool:
     return bool(op.queries == "few")
 
 
+def tiled(dim: int) -> bool:
+    """Whether heads of this size fill tiles, and few enough of them (csrc/attend_many.h)."""
+    return dim % 32 == 0 and dim <= 256
+
+
 def _many(op: Any) -> bool:
-    return bool(op.queries != "few" and op.kv.dim % 32 == 0 == op.kv.v_dim % 32)
+    return op.queries != "few" and tiled(op.kv.dim) and tiled(op.kv.v_dim)
 
 
 def _latent_bf16(op: Any) -> bool:
@@ -37,7 +42,7 @@ MANY = When(
     dtypes=(torch.bfloat16,),
     kv_layouts=(LAYOUT,),
     features=("native", "amx"),
-    needs=(("many query tokens, heads of a multiple of 32", _many),),
+    needs=(("many query tokens, heads of a multiple of 32 up to 256", _many),),
 )
 LATENT = When(
     dtypes=(torch.bfloat16,),

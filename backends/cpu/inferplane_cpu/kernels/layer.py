@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
-from inferplane_cpu.kernels.attention import LAYOUT, cache, steps
+from inferplane_cpu.kernels.attention import LAYOUT, cache, steps, tiled
 from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
 from inferplane_cpu.native import Layer, Step, library
 
@@ -59,8 +59,15 @@ NEEDS = (
 )
 
 
+def _tiled(op: Any) -> bool:
+    return tiled(op.attn.head_dim)
+
+
 def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any) -> When:
-    features = ("native",) if step_kind == "decode" else ("native", "amx")
+    features: tuple[str, ...] = ("native",)
+    if step_kind == "mixed":
+        features = ("native", "amx")
+        needs = (("heads of a multiple of 32 up to 256", _if_grouped(_tiled)), *needs)
     return When(
         (torch.bfloat16,),
         (PLAIN, *formats),
