@@ -8,7 +8,7 @@ from typing import Any
 
 from inferplane.engine import SamplingParams
 from inferplane.errors import UsageError
-from inferplane.serving.errors import from_engine, invalid, queue_full
+from inferplane.serving.errors import from_engine, invalid
 from inferplane.serving.settings import Settings
 
 
@@ -42,27 +42,6 @@ class Ask:
     def word(self, name: str) -> str:
         """The wire format's name of a parameter."""
         return self.words.get(name, name)
-
-
-class Places:
-    """Counts the sequences that run or wait; the answer to one too many is immediate.
-
-    Args:
-        most: sequences at a time.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most, self.taken = most, 0
-
-    def take(self, count: int) -> None:
-        """Take places; ApiError 429 when there are not as many."""
-        if self.taken + count > self.most:
-            raise queue_full(f"{self.taken} sequences are being served or wait, of at most {self.most}")
-        self.taken += count
-
-    def give_back(self, count: int) -> None:
-        """Give places back."""
-        self.taken -= count
 
 
 def check_fan_out(ask: Ask, settings: Settings, most: int) -> int:

@@ -82,13 +82,26 @@ class Job:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Every piece of every sequence; ends when all have ended, or with the ApiError of the first that failed."""
+        async for several in self.batches():
+            for piece in several:
+                yield piece
+
+    async def batches(self) -> AsyncIterator[list[Piece]]:
+        """As `pieces`, those together that are there: a step's, and more where the reader is slow."""
         left = self.choices
         while left:
-            piece = await self._pieces.get()
-            if isinstance(piece, ApiError):
-                raise piece
-            left -= piece.delta.finish_reason is not None
-            yield piece
+            several: list[Piece] = []
+            found = await self._pieces.get()
+            while isinstance(found, Piece):
+                several.append(found)
+                left -= found.delta.finish_reason is not None
+                if self._pieces.empty():
+                    break
+                found = self._pieces.get_nowait()
+            if several:
+                yield several
+            if isinstance(found, ApiError):
+                raise found
 
     async def close(self) -> None:
         """End what still runs. The engine frees its blocks within a step."""

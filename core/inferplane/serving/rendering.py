@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from inferplane.engine import Delta
 from inferplane.serving.errors import ApiError
@@ -19,6 +20,7 @@ LEAST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON does not have."""
 SSE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
 
 
 class Rendering(Protocol):
@@ -75,12 +77,28 @@ class Choice:
 
 def compact(data: Any) -> bytes:
     """JSON without spaces, in UTF-8."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    return _encode(data)
 
 
 def event(data: Any) -> bytes:
     """A server-sent event."""
     return b"data: " + compact(data) + b"\n\n"
+
+
+class Frame:
+    """A piece of a stream that differs from its neighbours in one text alone: the rest is encoded once.
+
+    Args:
+        make: encodes the whole piece with a text.
+    """
+
+    def __init__(self, make: Callable[[str], bytes]) -> None:
+        self._before, mark, self._after = make("\0").partition(_encode("\0"))
+        assert mark
+
+    def __call__(self, text: str) -> bytes:
+        """The piece with this text."""
+        return self._before + _encode(text) + self._after
 
 
 def usage(job: Job) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from inferplane.serving import logs
 from inferplane.serving.http.app import gated, health_app, metrics_app, whole_app
 from inferplane.serving.http.gate import Gate, Keys
 from inferplane.serving.http.protocol import MOST_HEADER_BYTES, connection_class
+from inferplane.serving.places import Places
 from inferplane.serving.service import FLUSH_S, Service
 from inferplane.serving.settings import Settings
 from inferplane.serving.start import SIGNALS
@@ -57,6 +58,7 @@ class Life:
         opener: opens the engine.
         workers: further processes for HTTP; None for none.
         told: signals that came before the loop.
+        places: for sequences, when several processes share them.
     """
 
     def __init__(
@@ -68,10 +70,11 @@ class Life:
         opener: Callable[[], AsyncLLM],
         workers: Workers | None = None,
         told: Sequence[int] = (),
+        places: Places | None = None,
     ) -> None:
         self._settings, self._keys, self._sockets, self._began = settings, keys, sockets, began
         self._opener, self._workers = opener, workers
-        self._service = Service(settings)
+        self._service = Service(settings, places)
         if workers is not None:
             self._service.others_end = workers.end
         self._stop = asyncio.Event()

@@ -18,10 +18,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 from inferplane.errors import UsageError
-from inferplane.serving.admission import Ask, Places, check_fan_out, sampling_of
+from inferplane.serving.admission import Ask, check_fan_out, sampling_of
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.job import Job
 from inferplane.serving.model import ServedModel
+from inferplane.serving.places import Places, Reserved
 from inferplane.serving.settings import Settings
 
 if TYPE_CHECKING:
@@ -57,14 +58,15 @@ class Service:
 
     Args:
         settings: limits and names.
+        places: for sequences that run or wait; None: its own, as many as the settings say.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, places: Places | None = None) -> None:
         self.settings = settings
         self.state: State = "loading"
         self.model: ServedModel | None = None
         self.engine: AsyncLLM | None = None
-        self.places = Places(settings.max_batch + settings.max_waiting)
+        self.places = places or Places(settings.max_batch + settings.max_waiting)
         self.counts: Counter[tuple[str, str]] = Counter()
         self.failure = ""
         self.failed = asyncio.Event()
@@ -167,8 +169,12 @@ class Service:
         return self.model
 
     @asynccontextmanager
-    async def admit(self, ask: Ask) -> AsyncIterator[Job]:
+    async def admit(self, ask: Ask, reserved: Reserved | None = None) -> AsyncIterator[Job]:
         """Accept a request and start it; leaving the context ends what still runs of it.
+
+        Args:
+            ask: the request.
+            reserved: a place that was taken for it already.
 
         Raises:
             ApiError: it is refused, and nothing of it remains.
@@ -176,9 +182,14 @@ class Service:
         try:
             model = self.served
             places = check_fan_out(ask, self.settings, self.places.most)
-            self.places.take(places)
+            held = reserved.hand_over() if reserved is not None else 0
+            try:
+                self.places.take(places - held)
+            except ApiError:
+                self.places.give_back(held)
+                raise
         except ApiError as error:
-            self._refused(error)
+            self.refused(error)
             raise
         job: Job | None = None
         try:
@@ -186,7 +197,7 @@ class Service:
             yield job
         except ApiError as error:
             if job is None:
-                self._refused(error)
+                self.refused(error)
             raise
         finally:
             try:
@@ -229,7 +240,8 @@ class Service:
         except UsageError as error:
             raise invalid(error.what, "prompt") from error
 
-    def _refused(self, error: ApiError) -> None:
+    def refused(self, error: ApiError) -> None:
+        """Count a request that was refused."""
         self.counts["requests_rejected_total", error.code] += 1
 
     def _account(self, job: Job) -> None:

@@ -89,13 +89,18 @@ def _serve(
         signal.signal(number, lambda number, frame: told.append(number))
     opening = _beside(lambda: AsyncLLM(settings.model, process=True, **engine_options(settings, pins)), "load")
     from inferplane.serving.http.gate import Keys
+    from inferplane.serving.places import Board, Places
     from inferplane.serving.run import Life
     from inferplane.serving.workers import Workers
 
     _beside(_import_tokenizers, "import")  # not before: threads that import the same packages can block each other
-    workers = Workers(settings, keys, sockets["http"]) if settings.http_workers > 1 else None
+    workers, places = None, None
+    if settings.http_workers > 1:
+        board = Board(settings.http_workers)
+        workers = Workers(settings, keys, sockets["http"], board)
+        places = Places(settings.max_batch + settings.max_waiting, board)
     try:
-        return asyncio.run(Life(settings, Keys(keys), sockets, began, opening.result, workers, told).live())
+        return asyncio.run(Life(settings, Keys(keys), sockets, began, opening.result, workers, told, places).live())
     finally:
         logs.finish()
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from inferplane.serving import logs
+from inferplane.serving.places import Board, Places
 from inferplane.serving.settings import Settings
 
 RESTART_S = 1.0
@@ -36,14 +37,15 @@ class Workers:
         settings: theirs are the same, without ports of their own.
         keys: who may come in.
         sock: listens.
+        board: of the places that all share; the first process has the first slot.
     """
 
-    def __init__(self, settings: Settings, keys: list[str], sock: socket.socket) -> None:
+    def __init__(self, settings: Settings, keys: list[str], sock: socket.socket, board: Board) -> None:
         own = replace(
             settings, health_port=None, metrics_port=None, grpc_port=None, http_workers=1, api_key=tuple(keys)
         )
         self._settings = replace(own, api_key_file=None)
-        self._socket = sock
+        self._socket, self._board = sock, board
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: set[asyncio.subprocess.Process] = set()
         self._ending = False
@@ -69,17 +71,19 @@ class Workers:
 
     async def _keep(self, number: int, address: str) -> None:
         while not self._ending:
-            code = await self._run(address)
+            code = await self._run(number, address)
+            self._board.write(number, 0)  # what it held ended with it
             if not self._ending:
                 log.error("a worker ended", extra={"facts": {"worker": number, "code": code}})
                 await asyncio.sleep(RESTART_S)
 
-    async def _run(self, address: str) -> int:
-        fd = self._socket.fileno()
+    async def _run(self, number: int, address: str) -> int:
+        fds = self._socket.fileno(), self._board.fd
+        where = (*fds, self._board.slots, number, address)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _START, "\n".join(sys.path), str(fd), address),
+            *(sys.executable, "-c", _START, "\n".join(sys.path), *map(str, where)),
             stdin=asyncio.subprocess.PIPE,
-            pass_fds=(fd,),
+            pass_fds=fds,
             start_new_session=True,  # a terminal's Ctrl-C comes through the first process
         )
         self._processes.add(process)
@@ -100,13 +104,15 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """A worker. Arguments: the socket's descriptor, the engine's address; standard input: the settings."""
+    """A worker. Standard input: the settings. Arguments: the descriptors of socket and board, the board's size and this
+    process's slot on it, the engine's address."""
     from inferplane.engine import AsyncLLM
     from inferplane.serving.http.gate import Keys
     from inferplane.serving.run import Life
 
     began = time.monotonic()
-    fd, address = int(sys.argv[2]), sys.argv[3]
+    fd, board, slots, slot = map(int, sys.argv[2:6])
+    address = sys.argv[6]
     given = json.loads(sys.stdin.buffer.readline())
     values: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     settings = Settings(**values)
@@ -114,7 +120,9 @@ def main() -> None:
     logs.set_up(settings.log_format, settings.log_level)
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)
-    life = Life(settings, Keys(settings.api_key), {"http": sock}, began, lambda: AsyncLLM.connect(address))
+    places = Places(settings.max_batch + settings.max_waiting, Board(slots, board), slot)
+    keys = Keys(settings.api_key)
+    life = Life(settings, keys, {"http": sock}, began, lambda: AsyncLLM.connect(address), places=places)
     try:
         code = asyncio.run(life.live())
     finally:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, internal
-from inferplane.serving.http.gate import FACTS, TENANT, Receive, Scope, Send
+from inferplane.serving.http.gate import FACTS, RESERVED, TENANT, WRITE, Receive, Scope, Send, Write
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import Choice, Rendering, compact
 from inferplane.serving.service import Service
@@ -49,10 +49,10 @@ class Generation(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         facts = scope[FACTS]
         try:
-            async with self._service.admit(replace(self._ask, tenant=scope[TENANT])) as job:
+            async with self._service.admit(replace(self._ask, tenant=scope[TENANT]), scope.get(RESERVED)) as job:
                 try:
                     if self._streams:
-                        await self._stream(job, send)
+                        await self._stream(job, scope, send)
                     else:
                         await self._whole(job, scope, receive, send)
                 finally:
@@ -81,20 +81,20 @@ class Generation(Response):
         self._begun = True
         await response(scope, receive, send)
 
-    async def _stream(self, job: Job, send: Send) -> None:
+    async def _stream(self, job: Job, scope: Scope, send: Send) -> None:
         await job.begin(PATIENCE_S)
         headers = {"content-type": f"{self._rendering.media_type}; charset=utf-8", "cache-control": "no-cache"}
         headers.update({"x-accel-buffering": "no", **self._more_headers()})
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._begun = True
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        pulse = _Pulse(send, self._rendering.ping)
+        pulse = _Pulse(scope[WRITE], self._rendering.ping)
         try:
             try:
                 await pulse.send(self._rendering.opening(job))
-                pieces = job.pieces() if not self._service.settings.disable_streaming else _together(job)
-                async for piece in pieces:
-                    await pulse.send(self._rendering.piece(job, piece))
+                batches = job.batches() if not self._service.settings.disable_streaming else _together(job)
+                async for several in batches:
+                    await pulse.send(b"".join([self._rendering.piece(job, piece) for piece in several]))
                 await pulse.send(self._rendering.closing(job))
             except ApiError as error:
                 await pulse.send(self._rendering.failure(error))
@@ -109,14 +109,14 @@ class Generation(Response):
 class _Pulse:
     """Sends a stream's bytes, and a sign of life when there were none for a while."""
 
-    def __init__(self, send: Send, ping: bytes) -> None:
-        self._send, self._ping, self._last = send, ping, time.monotonic()
+    def __init__(self, write: Write, ping: bytes) -> None:
+        self._write, self._ping, self._last = write, ping, time.monotonic()
         self._beat = asyncio.create_task(self._beating()) if ping else None
 
     async def send(self, data: bytes) -> None:
         if data:
             self._last = time.monotonic()
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._write(data)
 
     def stop(self) -> None:
         if self._beat is not None:
@@ -137,9 +137,8 @@ async def gather(job: Job) -> list[Choice]:
     return choices
 
 
-async def _together(job: Job) -> AsyncIterator[Piece]:
-    for i, choice in enumerate(await gather(job)):
-        yield Piece(i, choice.delta())
+async def _together(job: Job) -> AsyncIterator[list[Piece]]:
+    yield [Piece(i, choice.delta()) for i, choice in enumerate(await gather(job))]
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:

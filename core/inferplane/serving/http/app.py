@@ -14,6 +14,7 @@ from inferplane.serving import page
 from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.http import generate, operation, text
 from inferplane.serving.http.answer import refuse
+from inferplane.serving.http.door import Door
 from inferplane.serving.http.gate import FACTS, App, Gate, Keys
 from inferplane.serving.http.openapi import describe
 from inferplane.serving.service import Service
@@ -45,7 +46,7 @@ def metrics_app(service: Service) -> FastAPI:
 
 def gated(app: FastAPI, service: Service, keys: Keys) -> tuple[App, Gate]:
     """An application behind its gate, and the gate. With origins named, browsers' questions are answered before it."""
-    gate = Gate(app, service.settings, keys)
+    gate = Gate(app, service.settings, keys, Door(service, generate.PATHS))
     origins = service.settings.cors_origins
     if not origins:
         return gate, gate

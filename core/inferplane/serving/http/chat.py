@@ -12,7 +12,7 @@ from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.http.chat_wire import AsObject, AsSchema, ChatRequest, Message, NamedTool
 from inferplane.serving.http.tools import Call, ToolPlan, ToolReader, described, new_call_id
 from inferplane.serving.job import Job, Piece
-from inferplane.serving.rendering import DONE, SSE, Choice, event, finite, usage
+from inferplane.serving.rendering import DONE, SSE, Choice, Frame, event, finite, usage
 
 if TYPE_CHECKING:
     from inferplane.engine.results import TokenLogprob
@@ -134,6 +134,7 @@ class ChatRendering:
         self._id, self._created, self._name = f"chatcmpl-{request_id}", int(time.time()), name
         self._readers: dict[int, ToolReader] = {}
         self._named: set[int] = set()
+        self._frames: dict[int, Frame] = {}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -158,11 +159,19 @@ class ChatRendering:
             out.append(self._arguments(index, delta.text))
         logprobs = self._logprobs(delta.logprobs)
         ids = delta.token_ids if self._request.return_token_ids else None
-        if content or ids or (logprobs and logprobs["content"]):
+        if content and ids is None and logprobs is None:
+            out.append(self._framed(index, content))
+        elif content or ids or (logprobs and logprobs["content"]):
             out.append(self._chunk(index, {"content": content} if content else {}, logprobs, ids=ids))
         if delta.finish_reason is not None:
             out.append(self._end(index, reader, delta.finish_reason))
         return b"".join(out)
+
+    def _framed(self, index: int, content: str) -> bytes:
+        frame = self._frames.get(index)
+        if frame is None:
+            frame = self._frames[index] = Frame(lambda text: self._chunk(index, {"content": text}))
+        return frame(content)
 
     def _arguments(self, index: int, text: str) -> bytes:
         """A piece of the arguments of the one call that was demanded."""

@@ -14,7 +14,7 @@ from pydantic import Field
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.job import Job, Piece
-from inferplane.serving.rendering import DONE, SSE, Choice, event, finite, usage, with_own
+from inferplane.serving.rendering import DONE, SSE, Choice, Frame, event, finite, usage, with_own
 from inferplane.serving.wire import MOST_TOKENS, Alternatives, Part, Sampling, TokenId, Usage
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ class CompletionRendering:
             "system_fingerprint": model.fingerprint,
         }
         self._offsets: dict[int, int] = {}
+        self._plain = request.logprobs is None and not request.return_token_ids and not self._silent
+        self._frames: dict[int, Frame] = {}
 
     def opening(self, job: Job) -> bytes:
         return b""
@@ -126,10 +128,21 @@ class CompletionRendering:
     def piece(self, job: Job, piece: Piece) -> bytes:
         delta = piece.delta
         first = piece.choice not in self._offsets
+        if self._plain and not first and delta.finish_reason is None:
+            return self._framed(job, piece.choice, delta.text) if delta.text else b""
         if not (delta.text or delta.finish_reason or delta.logprobs or first or self._request.return_token_ids):
             return b""
         choice = Choice(delta.text, list(delta.token_ids), delta.finish_reason, delta.logprobs, delta.prompt_logprobs)
-        chunk: dict[str, Any] = {**self._head, "choices": [self._choice(job, piece.choice, choice, first)]}
+        return self._chunk(job, piece.choice, choice, first)
+
+    def _framed(self, job: Job, index: int, text: str) -> bytes:
+        frame = self._frames.get(index)
+        if frame is None:
+            frame = self._frames[index] = Frame(lambda text: self._chunk(job, index, Choice(text), False))
+        return frame(text)
+
+    def _chunk(self, job: Job, index: int, choice: Choice, first: bool) -> bytes:
+        chunk: dict[str, Any] = {**self._head, "choices": [self._choice(job, index, choice, first)]}
         if self._request.wants_usage:
             chunk["usage"] = None
         return event(chunk)

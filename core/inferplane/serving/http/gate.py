@@ -14,10 +14,13 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from inferplane.serving.errors import ApiError
+from inferplane.serving.http.door import Door
+from inferplane.serving.http.protocol import MOST_HEADER_BYTES
+from inferplane.serving.places import Reserved
 from inferplane.serving.rendering import compact
 from inferplane.serving.settings import Settings
 from inferplane.serving.wire import ID_PATTERN
@@ -26,6 +29,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Write = Callable[[bytes], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset(("/health", "/v2/health/live", "/v2/health/ready"))
@@ -37,6 +41,12 @@ FACTS = "inferplane.facts"
 REQUEST_ID = "inferplane.request_id"
 TENANT = "inferplane.tenant"
 """Where in a scope the name stands under which cached prefixes are shared: one for each key."""
+WRITE = "inferplane.write"
+"""Where in a scope the short way stands for pieces of an answer whose head was sent."""
+RESERVED = "inferplane.reserved"
+"""Where in a scope the place stands that was taken for a request."""
+MOST_LOOKED_AT_BYTES = 64 * 1024
+"""A larger body is not waited for when the request is refused anyway."""
 MOST_HELD_BYTES = 256 * 2**20
 """Bytes of all bodies that are being read or served."""
 SWEEP_S = 1.0
@@ -84,10 +94,11 @@ class Gate:
         app: the routes.
         settings: limits.
         keys: who may come in.
+        door: to the routes that generate.
     """
 
-    def __init__(self, app: App, settings: Settings, keys: Keys) -> None:
-        self._app, self._settings, self._keys = app, settings, keys
+    def __init__(self, app: App, settings: Settings, keys: Keys, door: Door) -> None:
+        self._app, self._settings, self._keys, self._door = app, settings, keys, door
         self.held_bytes = 0
         self._sending: dict[int, tuple[float, Callable[[], None]]] = {}
 
@@ -100,6 +111,8 @@ class Gate:
         finally:
             passage.tell()
             self.held_bytes -= passage._held_bytes
+            if passage._reserved is not None:
+                passage._reserved.release()
 
     async def sweep(self) -> None:
         """Cut off clients that leave their answer unread for too long; runs as long as the server."""
@@ -121,10 +134,12 @@ class _Passage:
         self._complete = False
         self._gone = False
         self._held_bytes = 0
+        self._reserved: Reserved | None = None
+        self._transport: asyncio.Transport | None = None
         asked = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
         ok = len(asked) == 1 and re.match(ID_PATTERN, asked[0]) is not None
         self._id = asked[0] if ok else uuid.uuid4().hex
-        scope[REQUEST_ID], scope[FACTS] = self._id, {}
+        scope[REQUEST_ID], scope[FACTS], scope[WRITE] = self._id, {}, self._write
         scope[TENANT] = gate._keys.tenant(scope["headers"])
 
     async def run(self) -> None:
@@ -133,13 +148,32 @@ class _Passage:
             page = self._scope["path"] in PAGE
             if gate._keys and not self._is_open() and not gate._keys.admit(self._scope["headers"], browser=page):
                 raise ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
+            self._check_size()
             self._check_type()
+            if self._leads() and self._declared() > MOST_LOOKED_AT_BYTES:
+                gate._door.enter().release()
             body = await self._body()
         except ApiError as error:
             await self._refuse(error)
             return
-        if body is not None:
+        if body is not None and await self._reserve(body):
             await self._pass_on(body)
+
+    async def _reserve(self, body: bytes) -> bool:
+        """Whether there is a place for what generates; if not, it is refused here."""
+        if not self._leads():
+            return True
+        door = self._gate._door
+        try:
+            self._scope[RESERVED] = self._reserved = door.enter()
+        except ApiError as error:
+            self._scope[FACTS]["error"] = error.code
+            await self._refuse(error, door.words(error, body), close=False)
+            return False
+        return True
+
+    def _leads(self) -> bool:
+        return self._gate._door.leads(self._scope["method"], self._scope["path"])
 
     def _is_open(self) -> bool:
         path = self._scope["path"]
@@ -158,6 +192,12 @@ class _Passage:
     def _header(self, wanted: bytes) -> list[bytes]:
         return [value for name, value in self._scope["headers"] if name == wanted]
 
+    def _check_size(self) -> None:
+        """The parser bounds headers that it waits for, but not those that come in one piece."""
+        size = len(self._scope.get("raw_path", b"")) + len(self._scope.get("query_string", b""))
+        if size + sum(len(name) + len(value) for name, value in self._scope["headers"]) > MOST_HEADER_BYTES:
+            raise ApiError(431, f"The headers are larger than {MOST_HEADER_BYTES} bytes.", code="headers_too_large")
+
     def _check_type(self) -> None:
         if any(v.strip().lower() != b"identity" for v in self._header(b"content-encoding")):
             raise ApiError(415, "Compressed bodies are not accepted.", code="unsupported_encoding")
@@ -170,11 +210,15 @@ class _Passage:
             if kind != b"application/json":
                 raise ApiError(415, "The body has to be sent as application/json.", code="unsupported_media_type")
 
+    def _declared(self) -> int:
+        """The body's length as its headers state it; 0 where they do not."""
+        found = self._header(b"content-length")
+        return int(found[0]) if found and found[0].isdigit() else 0
+
     async def _body(self) -> bytes | None:
         """All of it, counted while it comes; None when the client left meanwhile."""
         most = self._gate._settings.max_body_bytes
-        declared = self._header(b"content-length")
-        if declared and declared[0].isdigit() and int(declared[0]) > most:
+        if self._declared() > most:
             raise ApiError(413, f"The body is larger than {most} bytes.", code="body_too_large")
         try:
             return await asyncio.wait_for(self._read(most), self._gate._settings.body_timeout_s)
@@ -240,6 +284,9 @@ class _Passage:
     async def _counted_send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
+            whole = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if self._scope["http_version"] == "1.1" and not whole:  # then the body is sent in chunks
+                self._transport = self._scope.get("state", {}).get("transport")
             headers = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
             message = {**message, "headers": headers}
         cut_off = self._scope.get("state", {}).get("cut_off")
@@ -252,11 +299,26 @@ class _Passage:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._complete = True
 
-    async def _refuse(self, error: ApiError) -> None:
-        """Answer, and close the connection: what is left of the body is not read."""
-        data = compact(error.body())
+    async def _write(self, data: bytes) -> None:
+        """A piece of the answer's body, more to come.
+
+        Where the client keeps up, the piece goes to its connection as one chunk of HTTP/1.1: frameworks and parser in
+        between have nothing to add to it, and would take longer than making it did.
+        """
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            await self._counted_send({"type": "http.response.body", "body": data, "more_body": True})
+        else:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def _refuse(self, error: ApiError, words: Mapping[str, Any] | None = None, *, close: bool = True) -> None:
+        """Answer, and close the connection where something of the body is left: it is not read."""
+        data = compact(words or error.body())
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-        headers.append((b"connection", b"close"))
+        if close:
+            headers.append((b"connection", b"close"))
+        if error.retry_after_s is not None:
+            headers.append((b"retry-after", str(error.retry_after_s).encode()))
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
             if self._scope["path"] in PAGE:

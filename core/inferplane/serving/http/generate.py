@@ -21,6 +21,7 @@ from inferplane.serving.wire import parse, unknown_fields, validate
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ALIASES = {f"{CHAT}/completions": COMPLETIONS, f"{CHAT}/chat/completions": CHAT}
 """What OpenAI's client asks for when its base URL is `.../v1/chat/completions`, as in the source system's example."""
+PATHS = (COMPLETIONS, CHAT, *ALIASES)
 
 Answer = Callable[[dict[str, Any], str], Awaitable[Generation]]
 

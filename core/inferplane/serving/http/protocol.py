@@ -28,7 +28,7 @@ def connection_class(header_timeout_s: float, max_connections: int) -> type[H11P
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             # Routes get this with every request's scope.
-            self.app_state = {**self.app_state, "cut_off": transport.abort}
+            self.app_state = {**self.app_state, "cut_off": transport.abort, "transport": transport}
             if len(self.connections) > max_connections:
                 transport.abort()
                 return
