@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from inferplane.errors import UsageError
 if TYPE_CHECKING:
     from inferplane.engine.llm import LLM
 
+Take = Callable[[Delta], None]
 LONG_PROMPT = 4096
 """Characters from which a prompt is encoded in a thread, so that other streams of the caller's loop go on."""
 
@@ -30,7 +31,7 @@ class _Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.streams: dict[RequestId, asyncio.Queue[Delta]] = {}
+        self.streams: dict[RequestId, Take] = {}
 
     def deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the pieces
@@ -38,9 +39,9 @@ class _Mailbox:
 
     def _put(self, pieces: list[tuple[RequestId, Delta]]) -> None:
         for request_id, piece in pieces:
-            stream = self.streams.get(request_id)
-            if stream is not None:
-                stream.put_nowait(piece)
+            take = self.streams.get(request_id)
+            if take is not None:
+                take(piece)
 
 
 class AsyncLLM:
@@ -177,17 +178,9 @@ class AsyncLLM:
             UsageError, CapacityError: the request was refused; nothing of it remains.
             EngineError: the engine has ended.
         """
-        params = arguments.sampling(params)
-        if params.n > 1:
-            raise UsageError(
-                f"generate with n = {params.n}.", remedy="start n streams with n = 1 and index = 0 to n - 1"
-            )
-        ids = await self._encode(prompt)
-        arguments.check_ids(ids, self.info.vocab)
-        key: RequestId = f"stream-{next(self._ids)}" if request_id is None else request_id
-        order = Order(key, ids, params, index, priority, tenant)
         pieces: asyncio.Queue[Delta] = asyncio.Queue()
-        box = self._register(key, pieces)
+        order = await self._order(prompt, params, request_id, index, priority, tenant)
+        box = self._register(order.request_id, pieces.put_nowait)
         ended = False
         try:
             await asyncio.wrap_future(self._client.submit(order, box))
@@ -196,9 +189,73 @@ class AsyncLLM:
                 ended = piece.finish_reason is not None
                 yield piece
         finally:
-            self._unregister(key, box)
-            if not ended:  # also when it is only about to be queued: the abort stands behind it
-                self._client.abort(key, box)
+            self._leave(order, box, ended)
+
+    async def feed(
+        self,
+        take: Take,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: RequestId | None = None,
+        *,
+        index: int = 0,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> None:
+        """As `generate`, for whoever serves many streams: every piece is passed to a function, in the caller's loop,
+        and costs no switch of tasks. Returns after the last one; cancelling it ends the request.
+
+        Args:
+            take: gets the pieces. It must not raise; if it does, so does this method, and the request is ended.
+        """
+        order = await self._order(prompt, params, request_id, index, priority, tenant)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def hand_over(piece: Delta) -> None:
+            if done.done():
+                return
+            try:
+                take(piece)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                if piece.finish_reason is not None:
+                    done.set_result(None)
+
+        box = self._register(order.request_id, hand_over)
+        ended = False
+        try:
+            await asyncio.wrap_future(self._client.submit(order, box))
+            await done
+            ended = True
+        finally:
+            done.cancel()
+            self._leave(order, box, ended)
+
+    async def _order(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: RequestId | None,
+        index: int,
+        priority: int,
+        tenant: str,
+    ) -> Order:
+        params = arguments.sampling(params)
+        if params.n > 1:
+            raise UsageError(
+                f"generate with n = {params.n}.", remedy="start n streams with n = 1 and index = 0 to n - 1"
+            )
+        ids = await self._encode(prompt)
+        arguments.check_ids(ids, self.info.vocab)
+        key: RequestId = f"stream-{next(self._ids)}" if request_id is None else request_id
+        return Order(key, ids, params, index, priority, tenant)
+
+    def _leave(self, order: Order, box: _Mailbox, ended: bool) -> None:
+        """Let go of a request; one that has not ended is aborted, also when it is only about to be queued."""
+        self._unregister(order.request_id, box)
+        if not ended:
+            self._client.abort(order.request_id, box)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request; its stream gets a last piece with "abort". Unknown and ended ids are ignored."""
@@ -207,14 +264,14 @@ class AsyncLLM:
         if box is not None:
             self._client.abort(request_id, box)
 
-    def _register(self, request_id: RequestId, pieces: asyncio.Queue[Delta]) -> _Mailbox:
+    def _register(self, request_id: RequestId, take: Take) -> _Mailbox:
         loop = asyncio.get_running_loop()
         with self._lock:
             if request_id in self._owners:
                 raise UsageError(f"Request {request_id!r} is alive already.", remedy="use another request_id")
             box = self._mailboxes.setdefault(loop, _Mailbox(loop))
             self._owners[request_id] = box
-            box.streams[request_id] = pieces
+            box.streams[request_id] = take
             return box
 
     def _unregister(self, request_id: RequestId, box: _Mailbox) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,8 +53,8 @@ class Job:
         self.cached_tokens = 0
         self.finished: list[str] = []
         self._engine = engine
-        self._pieces: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
-        self._first = asyncio.Event()
+        self._pieces: deque[Piece | ApiError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -73,12 +74,9 @@ class Job:
     async def begin(self, patience_s: float) -> None:
         """Wait for the first piece, but not longer than this; ApiError when the engine refuses the request."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._first.wait(), patience_s)
-        if not self._pieces.empty():
-            first = self._pieces.get_nowait()
-            if isinstance(first, ApiError):
-                raise first
-            self._pieces = _put_back(first, self._pieces)
+            await asyncio.wait_for(self._some(), patience_s)
+        if self._pieces and isinstance(self._pieces[0], ApiError):
+            raise self._pieces[0]
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Every piece of every sequence; ends when all have ended, or with the ApiError of the first that failed."""
@@ -90,18 +88,26 @@ class Job:
         """As `pieces`, those together that are there: a step's, and more where the reader is slow."""
         left = self.choices
         while left:
+            await self._some()
             several: list[Piece] = []
-            found = await self._pieces.get()
-            while isinstance(found, Piece):
-                several.append(found)
-                left -= found.delta.finish_reason is not None
-                if self._pieces.empty():
-                    break
-                found = self._pieces.get_nowait()
+            failure: ApiError | None = None
+            while self._pieces and failure is None:
+                found = self._pieces.popleft()
+                if isinstance(found, ApiError):
+                    failure = found
+                else:
+                    several.append(found)
+                    left -= found.delta.finish_reason is not None
             if several:
                 yield several
-            if isinstance(found, ApiError):
-                raise found
+            if failure is not None:
+                raise failure
+
+    async def _some(self) -> None:
+        """Wait until there is a piece. One task at a time reads a job."""
+        while not self._pieces:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
     async def close(self) -> None:
         """End what still runs. The engine frees its blocks within a step."""
@@ -112,16 +118,14 @@ class Job:
     async def _run(self, choice: int) -> None:
         which, index = divmod(choice, self.ask.n)
         try:
-            stream = self._engine.generate(
+            await self._engine.feed(
+                lambda delta: self._take(choice, delta),
                 self.prompts[which],
                 self.params[which],
                 f"{self.name}.{choice}",
                 index=index,
                 tenant=self.ask.tenant,
             )
-            async with contextlib.aclosing(stream) as deltas:  # type: ignore[type-var]
-                async for delta in deltas:
-                    self._take(choice, delta)
         except InferplaneError as error:
             self._put(from_engine(error, self.ask.words, self.ask.sampling))
         except Exception:
@@ -138,17 +142,9 @@ class Job:
         self._put(Piece(choice, delta) if reason in (None, "stop", "length") else _failure(delta))
 
     def _put(self, piece: Piece | ApiError) -> None:
-        self._pieces.put_nowait(piece)
-        self._first.set()
-
-
-def _put_back(first: Piece, rest: asyncio.Queue[Piece | ApiError]) -> asyncio.Queue[Piece | ApiError]:
-    """A queue that begins with a piece that was taken from it. Nothing waits on either."""
-    again: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
-    again.put_nowait(first)
-    while not rest.empty():
-        again.put_nowait(rest.get_nowait())
-    return again
+        self._pieces.append(piece)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def _failure(delta: Delta) -> ApiError:

@@ -148,7 +148,7 @@ class _Passage:
             page = self._scope["path"] in PAGE
             if gate._keys and not self._is_open() and not gate._keys.admit(self._scope["headers"], browser=page):
                 raise ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
-            self._check_size()
+            self._check_head()
             self._check_type()
             if self._leads() and self._declared() > MOST_LOOKED_AT_BYTES:
                 gate._door.enter().release()
@@ -192,8 +192,10 @@ class _Passage:
     def _header(self, wanted: bytes) -> list[bytes]:
         return [value for name, value in self._scope["headers"] if name == wanted]
 
-    def _check_size(self) -> None:
-        """The parser bounds headers that it waits for, but not those that come in one piece."""
+    def _check_head(self) -> None:
+        """What the parser lets through: any version, and headers of any size if they come in one piece."""
+        if self._scope["http_version"] not in ("1.0", "1.1"):
+            raise ApiError(400, "This is neither HTTP/1.1 nor HTTP/1.0.", code="unsupported_version")
         size = len(self._scope.get("raw_path", b"")) + len(self._scope.get("query_string", b""))
         if size + sum(len(name) + len(value) for name, value in self._scope["headers"]) > MOST_HEADER_BYTES:
             raise ApiError(431, f"The headers are larger than {MOST_HEADER_BYTES} bytes.", code="headers_too_large")
