@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inferplane.engine import AsyncLLM
+from inferplane.engine.garbage import let_be
 from inferplane.errors import UsageError
 from inferplane.serving import logs
 from inferplane.serving.configure import Resolved
@@ -93,14 +94,15 @@ def _serve(
     from inferplane.serving.run import Life
     from inferplane.serving.workers import Workers
 
-    _beside(_import_tokenizers, "import")  # not before: threads that import the same packages can block each other
     workers, places = None, None
     if settings.http_workers > 1:
         board = Board(settings.http_workers)
         workers = Workers(settings, keys, sockets["http"], board)
         places = Places(settings.max_batch + settings.max_waiting, board)
     try:
-        return asyncio.run(Life(settings, Keys(keys), sockets, began, opening.result, workers, told, places).live())
+        return asyncio.run(
+            Life(settings, Keys(keys), sockets, began, lambda: prepared(opening.result), workers, told, places).live()
+        )
     finally:
         logs.finish()
 
@@ -119,10 +121,17 @@ def _beside(work: Callable[[], T], name: str) -> Future[T]:
     return answer
 
 
-def _import_tokenizers() -> None:
-    """What the model's tokenizer will need; it takes as long as everything else together."""
+def prepared(engine: Callable[[], AsyncLLM]) -> AsyncLLM:
+    """An engine, waited for while what the tokenizer needs is imported; that takes as long as all else together.
+
+    It is for the thread that loads, once the server's own imports are done: threads that import the same packages at
+    the same time can block each other.
+    """
     with contextlib.suppress(ImportError):  # said when it is used
         from transformers import AutoTokenizer as AutoTokenizer
+    found = engine()
+    let_be()
+    return found
 
 
 def check_packages() -> None:

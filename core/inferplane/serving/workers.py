@@ -109,6 +109,7 @@ def main() -> None:
     from inferplane.engine import AsyncLLM
     from inferplane.serving.http.gate import Keys
     from inferplane.serving.run import Life
+    from inferplane.serving.start import prepared
 
     began = time.monotonic()
     fd, board, slots, slot = map(int, sys.argv[2:6])
@@ -122,7 +123,9 @@ def main() -> None:
     sock.setblocking(False)
     places = Places(settings.max_batch + settings.max_waiting, Board(slots, board), slot)
     keys = Keys(settings.api_key)
-    life = Life(settings, keys, {"http": sock}, began, lambda: AsyncLLM.connect(address), places=places)
+    life = Life(
+        settings, keys, {"http": sock}, began, lambda: prepared(lambda: AsyncLLM.connect(address)), places=places
+    )
     try:
         code = asyncio.run(life.live())
     finally:

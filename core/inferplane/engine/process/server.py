@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from inferplane.engine.client import RequestId
+from inferplane.engine.garbage import let_be
 from inferplane.engine.llm import LLM
 from inferplane.engine.local import LocalEngine
 from inferplane.engine.process import messages
@@ -129,6 +130,7 @@ def _load(message: messages.Load, owner: Connection) -> LocalEngine:
         llm = LLM(message.model, progress=progress, **message.options)
         if llm.files.has_tokenizer:
             _ = llm.tokenizer  # now, not at the first request
+    let_be()
     return LocalEngine(llm)
 
 
