@@ -61,6 +61,39 @@ def test_streams_equal_generate_and_end_once() -> None:
     asyncio.run(run())
 
 
+def test_fed_pieces_are_those_of_a_stream() -> None:
+    params = SamplingParams(max_tokens=12, temperature=0)
+    long = SamplingParams(max_tokens=400, temperature=0)
+
+    def fall(piece: Delta) -> None:
+        raise ZeroDivisionError
+
+    async def run() -> None:
+        async with AsyncLLM(CONFIG, **OPTIONS) as llm:
+            want = await asyncio.gather(*(collect(llm.generate(p, params)) for p in PROMPTS))
+            got: list[list[Delta]] = [[] for _ in PROMPTS]
+            await asyncio.gather(*(llm.feed(into.append, p, params) for into, p in zip(got, PROMPTS)))
+            assert [[t for piece in pieces for t in piece.token_ids] for pieces in got] == [
+                tokens for tokens, _ in want
+            ]
+            assert all(
+                [bool(p.finish_reason) for p in pieces] == [False] * (len(pieces) - 1) + [True] for pieces in got
+            )
+            with pytest.raises(ZeroDivisionError):
+                await llm.feed(fall, PROMPTS[0], long)
+            with pytest.raises(UsageError):
+                await llm.feed(got[0].append, [97], params)
+            cancelled = asyncio.create_task(llm.feed(got[0].append, PROMPTS[1], long))
+            while not (await llm.stats())["num_requests_running"]:
+                await asyncio.sleep(0.005)
+            cancelled.cancel()
+            while (await llm.stats())["num_requests_running"]:
+                await asyncio.sleep(0.005)
+            at_rest(llm)
+
+    asyncio.run(run())
+
+
 def test_leaving_early_aborting_and_cancelling_free_the_blocks() -> None:
     long = SamplingParams(max_tokens=400, temperature=0)
 

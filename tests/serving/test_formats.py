@@ -11,6 +11,7 @@ from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.tools import ToolPlan, ToolReader, calls_in
 from inferplane.serving.native import NativeRequest, is_native
+from inferplane.serving.rendering import Frame, event
 from inferplane.serving.wire import parse, unknown_fields, validate
 
 # ---------------------------------------------------------------- JSON
@@ -165,3 +166,12 @@ def test_what_required_tools_demand():
     json.dumps(schema)
     assert ToolPlan("auto", TOOLS).schema() is None
     assert ToolPlan("named", TOOLS, "get").schema() == {"type": "object"}
+
+
+@pytest.mark.parametrize("text", ["x", "", '"\\\n', "\0", "\u2028\U0001f600", "</script>"])
+def test_a_frame_is_the_whole_piece_with_another_text(text):
+    def make(text):
+        return event({"id": "a", "choices": [{"index": 0, "text": text, "finish_reason": None}], "usage": None})
+
+    assert Frame(make)(text) == make(text)
+    assert json.loads(Frame(make)(text).removeprefix(b"data: "))["choices"][0]["text"] == text

@@ -123,6 +123,12 @@ def test_abuse_is_refused(server, name):
         assert client.get("/health").status_code == 200
 
 
+def test_what_the_parser_lets_through_is_refused(server):
+    assert status(talk(server, CASES["HTTP/9.9"])) == 400
+    many = b"".join(b"X-%d: %b\r\n" % (i, b"a" * 4000) for i in range(9))  # whole in one piece: nothing to wait for
+    assert status(talk(server, b"GET /health HTTP/1.1\r\n" + HOST + many + b"\r\n")) in (400, 431)
+
+
 def test_there_are_enough_of_them():
     assert len(CASES) >= 40
 
