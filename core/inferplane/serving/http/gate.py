@@ -194,7 +194,7 @@ class _Passage:
 
     def _check_head(self) -> None:
         """What the parser lets through: any version, and headers of any size if they come in one piece."""
-        if self._scope["http_version"] not in ("1.0", "1.1"):
+        if self._scope.get("http_version", "1.1") not in ("1.0", "1.1"):
             raise ApiError(400, "This is neither HTTP/1.1 nor HTTP/1.0.", code="unsupported_version")
         size = len(self._scope.get("raw_path", b"")) + len(self._scope.get("query_string", b""))
         if size + sum(len(name) + len(value) for name, value in self._scope["headers"]) > MOST_HEADER_BYTES:
@@ -287,7 +287,7 @@ class _Passage:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             whole = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
-            if self._scope["http_version"] == "1.1" and not whole:  # then the body is sent in chunks
+            if self._scope.get("http_version") == "1.1" and not whole:  # then the body is sent in chunks
                 self._transport = self._scope.get("state", {}).get("transport")
             headers = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
             message = {**message, "headers": headers}
