@@ -15,7 +15,8 @@ HTTP's clients are a process of their own (`serving_clients.py`), which reads ba
 seconds are told beside, with those of the server's own processes and of this one while it calls the engine (the
 engine's are in neither). On a machine with few cores they are taken from server and engine, and so count as overhead.
 What else runs on the machine only adds to a time, and not evenly: `overhead` compares the medians of all turns,
-`overhead_best` the quickest turn of each side. The model "0.1b" has the shape of a small Llama (30 layers of 576), random weights and the demo model's vocabulary.
+`overhead_best` the quickest turn of each side. The model "0.1b" has the shape of a small Llama (30 layers of 576),
+random weights and the demo model's vocabulary.
 """
 
 from __future__ import annotations
