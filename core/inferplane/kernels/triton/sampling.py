@@ -93,18 +93,21 @@ def _sample(
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
-    highest, best = float("-inf"), vocab * 0
+    highest, best, broken = float("-inf"), vocab * 0, 2147483647
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(row + token, mask=token < vocab, other=float("-inf"))
+        broken = tl.minimum(broken, tl.min(tl.where(x != x, token, 2147483647), 0))
+        x = tl.where(x != x, float("-inf"), x)
         here = tl.max(x, 0)
         first = tl.min(tl.where((x == here) & (token < vocab), token, 2147483647), 0)
         best = tl.where(here > highest, first, best)
         highest = tl.maximum(highest, here)
+    best = tl.where(broken < vocab, broken, best)  # NaN counts as the largest
     tl.store(out + index, best.to(tl.int64))
     if DRAW:
         heat = tl.load(temperature + index)
-        if heat > 0:
+        if (heat > 0) & (broken >= vocab) & (highest > float("-inf")) & (highest < float("inf")):
             drawn = tl.load(uniform + index)
             if CUT:
                 chosen = _cut(
