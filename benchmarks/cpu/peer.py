@@ -4,7 +4,7 @@ with seconds. Between lines it waits without using a core.
     python peer.py inferplane:bf16|inferplane:int8|inferplane:int4 FOLDER
     python peer.py transformers:eager|transformers:sdpa FOLDER
     python peer.py llama.cpp FILE.gguf          # with the Python that has llama-cpp-python
-    python peer.py openvino FOLDER              # with the Python that has openvino; a folder of export_openvino.py
+    python peer.py openvino FOLDER              # with the Python that has openvino; a folder exported by optimum-intel
 """
 
 from __future__ import annotations
