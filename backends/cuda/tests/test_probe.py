@@ -254,7 +254,8 @@ def test_blocks_of_64_tokens_for_every_kind_of_layer():
     for request in (KVRequest("gqa", 8, 128, 128), KVRequest("mla", 1, 576)):
         layouts = CudaBackend().kv_layouts(request, torch.bfloat16)
         assert {layout.block_tokens for layout in layouts} == {64}
-        assert [layout.kv_dtype for layout in layouts] == ["auto", "fp8", "int8"]
+        assert [layout.kv_dtype for layout in layouts[:3]] == ["auto", "fp8", "int8"]
+        assert [layout.name for layout in layouts[3:]] == (["latent_64_fp8"] if request.kind == "mla" else [])
 
 
 def test_every_declared_kernel_exists():
