@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from inferplane import LLM, AsyncLLM, Delta, SamplingParams
+from inferplane.engine.client import Order, RequestId
+from inferplane.engine.local import LocalEngine
 from inferplane.errors import CapacityError, UsageError
 
 CONFIG: dict[str, Any] = {
@@ -172,3 +176,58 @@ def test_a_broken_engine_ends_every_stream_with_the_reason() -> None:
         await llm.shutdown()
 
     asyncio.run(run())
+
+
+class Told:
+    """A caller who keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[RequestId, Delta]] = []
+
+    def deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
+        self.pieces += pieces
+
+
+def order(name: str, **params: Any) -> Order:
+    return Order(name, [1, 2, 3], SamplingParams(ignore_eos=True, **params), 0, 0, "")
+
+
+def turn(engine: LocalEngine) -> None:
+    """Wait until the engine's thread has done all that it was asked for before."""
+    engine.ask("stats").result(10)
+
+
+def test_a_request_in_the_queue_ends_with_its_caller() -> None:
+    engine, told, gate = LocalEngine(LLM(CONFIG, **OPTIONS)), Told(), threading.Event()
+    try:
+        engine._inbox.put(lambda: gate.wait(10) and None)  # the engine's thread is in a long step
+        accepted = engine.submit(order("a", max_tokens=400), told)
+        engine.abort_all(told)
+        gate.set()
+        accepted.result(10)
+        turn(engine)
+        assert not engine._streams and [p.finish_reason for _, p in told.pieces] == ["abort"]
+    finally:
+        engine.close()
+
+
+def test_a_constrained_request_that_was_given_up_leaves_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, told, gate = LocalEngine(LLM(CONFIG, **OPTIONS)), Told(), threading.Event()
+    try:
+        monkeypatch.setattr(engine.llm, "constraint", lambda params: gate.wait(10) and None)
+        given_up = engine.submit(order("x", max_tokens=3, regex="[a-z]+"), told)
+        assert given_up.cancel()
+        engine.abort("x", told)
+        gate.set()
+        engine._compilers.submit(lambda: None).result(10)
+        turn(engine)
+        deadline = time.monotonic() + 10
+        while engine._compiling and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not engine._compiling and not told.pieces
+        engine.submit(order("x", max_tokens=3), told).result(10)
+        while not any(p.finish_reason for _, p in told.pieces) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [p.finish_reason for _, p in told.pieces][-1] == "length"
+    finally:
+        engine.close()

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import MistralConfig
 
 from inferplane import LLM, SamplingParams
 from inferplane.engine import rng
@@ -18,7 +19,7 @@ from inferplane.kvcache import paged_layout
 from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
 from tests.e2e.drafters import eagle_head, noisy_copy, with_mtp
-from tests.e2e.tiny_models import deepseek_config, llama_config, prompts, random_model
+from tests.e2e.tiny_models import SMALL, deepseek_config, llama_config, prompts, random_model
 from tests.unit.chi_square import chi_square_p
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -341,3 +342,44 @@ def test_blocks_of_another_size_are_refused(folders, monkeypatch):
 def test_who_needs_a_draft_says_so(wrong):
     with pytest.raises(UsageError, match="draft_model_name_or_path"):
         LLM("demo", device="cpu", speculative=wrong)
+
+
+# ------------------------------------------------------------------ windows
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """A model that attends to 20 tokens, which drafts for itself."""
+    folder = tmp_path_factory.mktemp("windowed")
+    random_model(
+        MistralConfig(**{**SMALL, "sliding_window": 20, "max_position_embeddings": 512}), seed=3
+    ).save_pretrained(folder)
+    return folder
+
+
+def beside(folder, others, **more):
+    """Tokens, accepted drafts and steps of a short request, into whose run `others` come."""
+    words = {"speculate_method": "draft_model", "draft_model_name_or_path": folder, "speculate_max_draft_token_num": 3}
+    options = {"device": "cpu", "dtype": "float32", "max_batch": 4, "max_step_tokens": 300, "speculative": words}
+    with LLM(folder, **options) as llm:
+        short = llm.add(prompts(160, (12,))[0], SamplingParams(max_tokens=40, ignore_eos=True, seed=7, **more), 0)
+        llm.engine.step()
+        llm.engine.step()
+        for prompt in others:
+            llm.add(prompt, SamplingParams(max_tokens=1, **GREEDY), 1)
+        while llm.engine.busy:
+            llm.engine.step()
+        count = llm.engine.metrics.counters
+        return (
+            short.generated,
+            count["spec_decode_num_accepted_tokens_total"],
+            count["spec_decode_num_draft_tokens_total"],
+        )
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_long_chunk_leaves_the_drafts_of_others_alone(windowed, temperature):
+    """A chunk beyond the window is drafted over while its table still holds all of its blocks."""
+    alone = beside(windowed, [], temperature=temperature)
+    assert beside(windowed, prompts(160, (280,), seed=2), temperature=temperature) == alone
+    assert temperature or alone[1] == alone[2] > 20

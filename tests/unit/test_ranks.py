@@ -44,6 +44,11 @@ def test_who_was_started(monkeypatch):
     monkeypatch.setenv("RANK", "three")
     with pytest.raises(UsageError, match="RANK='three'"):
         launched()
+    for rank, size in (("0", "0"), ("0", "-3"), ("-1", "2"), ("5", "2")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", size)
+        with pytest.raises(UsageError, match=f"rank {rank} of {size}"):
+            launched()
 
 
 def test_what_several_ranks_cannot_do_yet():

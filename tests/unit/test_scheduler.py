@@ -182,6 +182,7 @@ def test_what_there_is_room_for_is_admitted_and_runs(blocks, window, tokens, pro
         if chosen[0].last:
             r.generated.append(1)
         s.commit(chosen[0])
+        s.let_go(r)
         if r.tokens == longest:
             break
     s.remove(r)

@@ -160,8 +160,9 @@ class Row {
 
   // (logit - top) / temperature, rounded after the subtraction and as a division rounds, for less.
   V below(V x) const {
+    // A temperature beyond all sense brings the bound below among the weights: there it applies to the quotient.
+    if (!usual_) return larger((x - top_) / degrees_, all(-1e30f));
     V distance = larger(x - top_, all(-1e30f));
-    if (!usual_) return distance / degrees_;
     V quotient = distance * inverse_;
     return fma(fma(-quotient, all(degrees_), distance), all(inverse_), quotient);
   }

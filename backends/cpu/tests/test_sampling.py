@@ -162,3 +162,16 @@ def test_native_rows_that_are_broken_get_the_token_that_shows_it():
         assert got[:4].tolist() == [5, 7, 0, 9] and torch.equal(got, BODY(x, one, *cuts, one * 0.4))
         assert x[4:].gather(1, got[4:, None]).isfinite().all()
         assert torch.equal(got, sampling.sample(VIEW, x, one, *cuts, one * 0.4))
+
+
+@needs_library
+@pytest.mark.parametrize("heat", [1e29, 1e30, 1e38])
+def test_masked_tokens_are_never_drawn_however_hot(heat):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, 17, generator=g)
+    x[:, ::3] = -torch.inf
+    one, u = torch.ones(ROWS), uniforms(g)
+    for cuts in ((None, None, None), (one.long() * 9, one * 0.9, one * 0)):
+        got = sampling.sample_native(None, x, one * heat, *cuts, u)
+        assert got.max() < 17 and x.gather(1, got[:, None]).isfinite().all()
+        assert torch.equal(got, BODY(x, one * heat, *cuts, u))

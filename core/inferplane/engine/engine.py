@@ -189,6 +189,9 @@ class Engine:
             if len(chosen) == 1:
                 self.end(chosen[0].request, "error", f"{type(error).__name__}: {error}")
                 return [chosen[0].request]
+        finally:
+            for s in chosen:
+                self.scheduler.let_go(s.request)
         # One of them is to blame: each runs alone, and only those that fail again end. Sequences stand where they
         # stood, since a step changes them only after everything that can fail.
         touched = []

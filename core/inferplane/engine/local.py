@@ -75,11 +75,11 @@ class LocalEngine:
         self._inbox.put(lambda: self._abort((sink, request_id)))
 
     def abort_all(self, sink: Sink) -> None:
-        """End every request of a caller who is gone."""
-        with self._lock:
-            keys = [*self._streams, *self._compiling]
+        """End every request of a caller who is gone, those that still wait in the queue too."""
 
         def work() -> None:
+            with self._lock:
+                keys = [*self._streams, *self._compiling]
             for key in keys:
                 if key[0] is sink:
                     self._abort(key)
@@ -115,11 +115,14 @@ class LocalEngine:
         quiet = time.monotonic() - self._turned
         return Health(alive, engine.busy, engine.metrics.counters["steps_total"], quiet, said)
 
-    def _post(self, work: Callable[[], Any], answer: Future[Any]) -> None:
-        """Run `work` in the engine's thread; its result is the answer."""
+    def _post(
+        self, work: Callable[[], Any], answer: Future[Any], given_up: Callable[[], object] = lambda: None
+    ) -> None:
+        """Run `work` in the engine's thread; its result is the answer. When nobody waits for that, `given_up` runs."""
 
         def run() -> None:
             if not answer.set_running_or_notify_cancel():
+                given_up()
                 return
             try:
                 answer.set_result(work())
@@ -135,19 +138,22 @@ class LocalEngine:
         try:
             constraint = self.llm.constraint(order.params)
         except BaseException as error:
-            with self._lock:
-                self._compiling.pop((sink, order.request_id), None)
+            self._compiled((sink, order.request_id))
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(error)
             return
-        self._post(lambda: self._add(order, sink, constraint), answer)
+        self._post(lambda: self._add(order, sink, constraint), answer, lambda: self._compiled((sink, order.request_id)))
+
+    def _compiled(self, key: _Key) -> bool:
+        """Its constraint is not at work any more; whether the request was aborted meanwhile."""
+        with self._lock:
+            return self._compiling.pop(key, False)
 
     # -- in the engine's thread
 
     def _add(self, order: Order, sink: Sink, constraint: Constraint | None) -> None:
         key = sink, order.request_id
-        with self._lock:
-            aborted = self._compiling.pop(key, False)
+        aborted = self._compiled(key)
         if self._ended.is_set() or self._closing.is_set():
             if self._failure is not None:
                 raise EngineError(f"The engine stopped: {self._failure}.", remedy="make a new AsyncLLM")

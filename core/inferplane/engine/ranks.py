@@ -35,7 +35,7 @@ def launched() -> tuple[int, int, int]:
     """This process's rank, how many there are, and its rank on this machine, as torchrun tells; else 0, 1, 0.
 
     Raises:
-        UsageError: the launcher's variables are no numbers.
+        UsageError: the launcher's variables are no numbers, or no rank of that many.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
@@ -45,6 +45,8 @@ def launched() -> tuple[int, int, int]:
     except ValueError:
         found = ", ".join(f"{name}={os.environ.get(name)!r}" for name in names)
         raise UsageError(f"The launcher's variables are no numbers: {found}.", remedy="start with torchrun") from None
+    if not 0 <= rank < size:
+        raise UsageError(f"The launcher's variables say rank {rank} of {size}.", remedy="start with torchrun")
     return rank, size, local
 
 

@@ -234,14 +234,6 @@ class Scheduler:
         """Leading blocks that no layer will look into again, once so many tokens are computed."""
         return 0 if self.window is None else max(0, computed + 1 - self.window) // self.block_tokens
 
-    def _let_go(self, request: Request) -> None:
-        """Give back the blocks that no layer will look into again; their places in the table stay."""
-        gone = self._gone(request.computed)
-        if gone > request.gone_blocks:
-            self.allocator.give_back(request.blocks[request.gone_blocks : gone])
-            request.blocks[request.gone_blocks : gone] = [0] * (gone - request.gone_blocks)
-            request.gone_blocks = gone
-
     def _give_back(self, request: Request) -> None:
         """All of its blocks."""
         self.allocator.give_back(request.blocks[request.gone_blocks :])
@@ -320,7 +312,18 @@ class Scheduler:
             first = (request.computed - scheduled.count - accepted) // self.block_tokens
             for i in range(first, full):
                 self.allocator.publish(request.blocks[i], request.hashes[i])
-        self._let_go(request)
+
+    def let_go(self, request: Request) -> None:
+        """Give back the blocks that no layer will look into again; their places in the table stay.
+
+        Call it when the step is over, and not before: who drafts runs over the rows of a whole chunk, the first of
+        which look into blocks that the last no longer need.
+        """
+        gone = self._gone(request.computed)
+        if request in self.running and gone > request.gone_blocks:
+            self.allocator.give_back(request.blocks[request.gone_blocks : gone])
+            request.blocks[request.gone_blocks : gone] = [0] * (gone - request.gone_blocks)
+            request.gone_blocks = gone
 
     def remove(self, request: Request) -> None:
         """Forget a request that ended, and take back its blocks."""
