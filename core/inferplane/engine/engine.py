@@ -173,11 +173,8 @@ class Engine:
         return touched
 
     def _expire(self, now: float) -> list[Request]:
-        late = [
-            r
-            for r in (*self.scheduler.running, *self.scheduler.waiting)
-            if r.deadline is not None and r.deadline <= now
-        ]
+        alive = (*self.scheduler.running, *self.scheduler.waiting)
+        late = [r for r in alive if r.deadline is not None and r.deadline <= now]
         for request in late:
             self.end(request, "timeout")
         return late
@@ -234,13 +231,13 @@ class Engine:
             if new:
                 touched.append(r)
         self._commit_s += time.monotonic() - decided
-        if self.speculator is not None:
-            self._propose(ran, hidden)
+        self._propose(ran, hidden)
         return touched
 
     def _propose(self, ran: list[Ran], hidden: torch.Tensor) -> None:
         """Drafts for the next step. The tokens are accepted already, so a failure costs the drafts and nothing else."""
-        assert self.speculator is not None
+        if self.speculator is None:
+            return
         try:
             self.speculator.propose(ran, hidden)
         except Exception as error:

@@ -34,7 +34,8 @@ td.words{text-align:left;white-space:normal;overflow-wrap:anywhere}
 figure{margin:0 0 .8rem;padding:.6rem;background:var(--card);border-radius:8px}figcaption{font-weight:600}
 svg{width:100%;height:auto;display:block}
 .grid{stroke:var(--rule)}.tick{fill:var(--soft);font-size:11px}.end,.legend{text-anchor:end}.mid{text-anchor:middle}
-.bar{fill:var(--a)}.mark{stroke:var(--b);stroke-dasharray:4 3}.line{fill:none;stroke-width:1.6}
+.bar{fill:var(--a)}.mark{stroke:var(--b);stroke-dasharray:4 3;shape-rendering:crispEdges}
+.line{fill:none;stroke-width:1.6}
 .legend{font-size:12px}.line.c0{stroke:var(--a)}.line.c1{stroke:var(--b)}.legend.c0{fill:var(--a)}.legend.c1{fill:var(--b)}
 """
 
