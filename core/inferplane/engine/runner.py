@@ -232,8 +232,8 @@ class Runner:
             self.ignored = [*self.ignored, *more]
         if self.options.mtp and not self.model.mtp:
             raise UsageError(
-                f"mtp=True, but {self.files.name} has no multi-token-prediction layers.",
-                remedy="leave mtp out, or load a checkpoint whose config has num_nextn_predict_layers",
+                f"mtp (of mtp=True or speculate_method='mtp'): {self.files.name} has no multi-token-prediction layers.",
+                remedy="leave it out, or load a checkpoint whose config has num_nextn_predict_layers",
             )
         self._bind_again(assumed=assumed)
 

@@ -58,7 +58,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculate_method", ALIASES.get(self.speculate_method, self.speculate_method))
         choices = (
-            ("speculate_method", METHODS),
+            ("speculate_method", (*METHODS, *ALIASES)),
             ("verify_strategy", ("rejection", "target_match", "greedy", "topp")),
             ("accept_policy", ("normal", "accept_all", "reject_all")),
         )
