@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -149,6 +150,22 @@ def test_a_second_signal_ends_it_at_once():
         assert time.monotonic() - begun < 10
         thread.join(30)
         wait_gone(pids)
+
+
+def test_a_signal_while_it_loads_leaves_no_folder(tmp_path):
+    """The engine's process removes its socket's folder when whoever made it is gone."""
+    with Live(environment={"TMPDIR": str(tmp_path)}, wait=False) as server:
+        until(lambda: any(tmp_path.glob("inferplane-*")))
+        server.stop()
+        assert not any(event["event"] == "ready" for event in server.log)
+    until(lambda: not any(tmp_path.iterdir()))
+
+
+def until(so: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not so():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
 
 
 def test_an_engine_that_is_killed_fails_its_requests_and_ends_the_server():

@@ -55,6 +55,11 @@ def test_a_wrong_total_is_told(folder):
     assert SafetensorsFolder(folder).complaints == ()
 
 
+def many(count):
+    """So many tensors of one file."""
+    return ",".join(f'"{i}":"a.safetensors"' for i in range(count))
+
+
 TEXTS = {
     "empty": ("", "expected"),
     "no object": ("[]", "expected"),
@@ -74,6 +79,15 @@ TEXTS = {
     "deep objects": ('{"metadata":' + '{"a":' * 100_000, "16 levels"),
     "many values": ('{"metadata":[' + "[]," * 5_000_000 + "[]]}", "10000 values"),
     "bad number": ('{"metadata": {"total_size": 0x10}}', "expected"),
+    "a long name": ('{"weight_map": {"' + "x" * 20_000_000 + '": ""}}', "does not end within 1024"),
+    "a long name of two kinds": ('{"weight_map": {"' + "x" * 20_000_000 + '\U0001f600": ""}}', "does not end within"),
+    "long metadata": ('{"metadata":{"a":"' + "x" * 20_000_000 + '\U0001f600"},"weight_map":{}}', "no weight_map"),
+    "too many tensors": ('{"weight_map":{' + many(400_000) + "}}", "more than 196608 tensors"),
+    "many tensors, then junk": ('{"weight_map":{' + many(190_000) + "}}x", "goes on"),
+    "many files": (
+        '{"weight_map":{' + ",".join(f'"{i}":"{i}.safetensors"' for i in range(300_000)) + "}}",
+        "more than 4096 files",
+    ),
     "bad escape": (r'{"weight_map": {"\q": "model-1.safetensors"}}', "escape"),
 }
 FILES = {
@@ -85,6 +99,8 @@ FILES = {
     "nothing": "",
     "other suffix": "config.json",
     "pickle": "pytorch_model.bin",
+    "longer than names can be": "x" * 300 + ".safetensors",
+    "more bytes than names can have": "\u00e9" * 130 + ".safetensors",
     "zero byte": "model-1\0.safetensors",
     "number": 3,
     "list": [ONE],

@@ -8,9 +8,11 @@ import re
 import struct
 
 import pytest
+import torch
 from safetensors.torch import load as official
 
 from inferplane.models import SafetensorsFolder
+from inferplane.types.placement import WHOLE
 from tests.unit.hostile import GOOD, TWO, entry, read_all, refused, safetensors
 
 DATA = bytes(range(16))
@@ -27,6 +29,11 @@ def raw(text, data=DATA):
 def tensors(text):
     """A header of one tensor whose entry is this text."""
     return raw('{"a":' + text + "}")
+
+
+def many(count):
+    """The beginning of a header of so many tensors without elements."""
+    return "{" + "".join(f'"{i}":' + '{"data_offsets":[0,0],"shape":[0],"dtype":"U8"},' for i in range(count))
 
 
 CASES = {
@@ -56,10 +63,19 @@ CASES = {
     "deep lists": (raw("[" * 100_000), "begins with"),
     "deep objects": (raw('{"a":' * 100_000), "'a' is unexpected"),
     "deep metadata": (raw('{"__metadata__":{"a":' + "[" * 100_000), "16 levels"),
-    "a long text of nothing": (raw("{" + " " * 20_000_000), "expected"),
+    "a long text of nothing": (raw("{" + " " * 16_000_000), "expected"),
     "many empty lists": (raw('{"__metadata__":{"a":[' + "[]," * 4_000_000 + "[]]}}"), "10000 values"),
     "many sizes": (tensors('{"dtype":"F32","shape":[' + "1," * 4_000_000 + '1],"data_offsets":[0,4]}'), "'a'.*sizes"),
-    "header beyond the limit": (safetensors(b"{" + b" " * 27_000_000, DATA), "at most 26214400"),
+    "header beyond the limit": (safetensors(b"{" + b" " * 27_000_000, DATA), "at most 16777216"),
+    "a long name": (raw('{"' + "x" * 16_000_000 + '":{"dtype":"F32"}}'), "does not end within 1024"),
+    "a long name of two kinds": (raw('{"' + "x" * 16_000_000 + '\U0001f600":{}}'), "does not end within 1024"),
+    "a long dtype": (tensors('{"dtype":"' + "x" * 16_000_000 + '"}'), "'a'.*does not end within 1024"),
+    "long metadata": (raw('{"__metadata__":{"a":"' + "x" * 16_000_000 + '\U0001f600"},"t":{}}'), "lacks its dtype"),
+    "metadata of escapes": (raw('{"__metadata__":{"a":"' + r"\"" * 8_000_000 + '"},"t":{}}'), "lacks its dtype"),
+    "metadata with a bad escape": (raw(r'{"__metadata__":{"a":"\x"}}'), "bad escape"),
+    "metadata not closed": (raw('{"__metadata__":{"a":"' + "x" * 16_000_000), "no end"),
+    "too many tensors": (raw(many(250_000)), "more than 49152 tensors"),
+    "many tensors, then junk": (raw(many(49_000) + "x"), "expected"),
     # entries
     "entry no object": (tensors("3"), "tensor 'a'"),
     "entry null": (tensors("null"), "tensor 'a'"),
@@ -144,6 +160,36 @@ def test_cut_off(part, tmp_path):
     """At every 64th of the file."""
     (tmp_path / "model.safetensors").write_bytes(GOOD[: len(GOOD) * part // 64])
     assert str(tmp_path / "model.safetensors") in refused(lambda: SafetensorsFolder(tmp_path))
+
+
+def test_names_are_read_as_they_were_written(tmp_path):
+    """Beyond ASCII, with escapes, and as long as may be."""
+    names = ["\u00e9\u4e2d\U0001f600", 'a"\\\n\t/', "\u00e9\n", "x" * 1024, "\u00e9" * 512]
+    spelled = [json.dumps(n, ensure_ascii=e) for n, e in zip(names, [False, True, False, True, False], strict=True)]
+    entries = [json.dumps(entry("U8", (1,), (i, i + 1))) for i in range(len(names))]
+    text = ",".join(f"{n}:{e}" for n, e in zip(spelled, entries, strict=True))
+    metadata = '"__metadata__":{"a":"\\u00e9\u4e2d\\"\\\\"},'
+    (tmp_path / "model.safetensors").write_bytes(raw("{" + metadata + text + "}", bytes(range(5))))
+    assert {n: t.tolist() for n, t in read_all(tmp_path).items()} == {n: [i] for i, n in enumerate(names)}
+
+
+@pytest.mark.parametrize("when", ["header", "tensor"])
+def test_what_the_system_refuses(when, tmp_path, monkeypatch):
+    """A file without permission is the same error, when it is opened and when a tensor is read."""
+    (tmp_path / "model.safetensors").write_bytes(GOOD)
+
+    def refuse(*unused, **more):
+        raise PermissionError(13, "Permission denied")
+
+    source = SafetensorsFolder(tmp_path)
+    module = {"header": "header", "tensor": "checkpoint"}[when]
+    monkeypatch.setattr(f"inferplane.models.{module}.open", refuse, raising=False)
+    read = {
+        "header": lambda: SafetensorsFolder(tmp_path),
+        "tensor": lambda: source.read_into("a", torch.zeros(2), WHOLE),
+    }[when]
+    message = refused(read)
+    assert f"{tmp_path / 'model.safetensors'} cannot be read: Permission denied" in message
 
 
 def make_pipe(path):

@@ -17,6 +17,7 @@ import torch
 
 from inferplane.errors import CheckpointError
 from inferplane.models.header import SUFFIX, Entry, read_header, read_index
+from inferplane.models.jsontext import reading
 from inferplane.types import Shard
 
 SINGLE = "model.safetensors"
@@ -72,13 +73,16 @@ class SafetensorsFolder:
     def _shards(self, where: dict[str, str]) -> list[Path]:
         """The files an index names."""
         names = sorted(set(where.values()))
-        if SINGLE not in names and (self.folder / SINGLE).exists():
+        files = [self.folder / n for n in names]
+        with reading(self.folder):
+            both = SINGLE not in names and (self.folder / SINGLE).exists()
+            missing = [f.name for f in files if not f.exists()]
+        if both:
             raise CheckpointError(
                 f"{self.folder} holds {SINGLE} and an index of other files: it is not clear which are meant.",
                 remedy="remove the stale files of an earlier export",
             )
-        files = [self.folder / n for n in names]
-        if missing := [f.name for f in files if not f.exists()]:
+        if missing:
             raise CheckpointError(
                 f"{self.folder / INDEX} names {len(missing)} file(s) that are not there: "
                 f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}.",
@@ -139,16 +143,19 @@ class SafetensorsFolder:
         """Fill `out`'s memory from the file."""
         if self._open is None or self._open[0] != entry.path:
             self.close()
-            self._open = entry.path, open(entry.path, "rb", buffering=0)  # noqa: SIM115 - kept for the next tensor
+            with reading(entry.path):
+                self._open = entry.path, open(entry.path, "rb", buffering=0)  # noqa: SIM115 - kept for the next tensor
         file = self._open[1]
         want = out.numel() * out.element_size()
         if not want:
             return
         memory = memoryview((ctypes.c_char * want).from_address(out.data_ptr())).cast("B")
-        file.seek(entry.start + offset)
         done = 0
+        with reading(entry.path):
+            file.seek(entry.start + offset)
         while done < want:
-            got = file.readinto(memory[done:])  # type: ignore[attr-defined]
+            with reading(entry.path):
+                got = file.readinto(memory[done:])  # type: ignore[attr-defined]
             if not got:
                 raise CheckpointError(f"{entry.path} ends before its tensors do.", remedy="fetch the file again")
             done += got

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from inferplane.errors import CheckpointError
-from inferplane.models.jsontext import AGAIN, Scan, file_size, read_text
+from inferplane.models.jsontext import AGAIN, Scan, file_size, read_scan, reading
 
 DTYPES = {
     "F64": torch.float64,
@@ -37,12 +37,20 @@ DTYPES = {
     "C64": torch.complex64,
 }
 SUFFIX = ".safetensors"
-LIMIT_BYTES = 25 * 2**20
-"""Of a header or an index: two hundred thousand tensors, twice as many as the largest published checkpoint has."""
+HEADER_BYTES = 16 * 2**20
+MOST_TENSORS = 3 * 2**14
+"""In one file: 94 layers with 128 experts each would be 37,000. So many take less than a second in any spelling."""
+INDEX_BYTES = 20 * 2**20
+MOST_NAMED = 3 * 2**16
+"""Tensors in an index. 60 layers of 384 experts, with scales, make about 140,000."""
+MOST_FILES = 2**12
+"""Files in an index; the largest published checkpoints have some hundreds."""
+MOST_FILE_NAME_BYTES = 255
+"""File systems have none with longer names."""
 MOST_DIMS = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """Where a tensor lies: a file, dtype, shape, and the place of its first byte."""
 
@@ -60,7 +68,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         CheckpointError: the file is damaged; names it, the tensor, and the bytes that cannot be.
     """
     size = file_size(path)
-    with open(path, "rb") as file:
+    with reading(path), open(path, "rb") as file:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= size - 8:
@@ -68,16 +76,15 @@ def read_header(path: Path) -> dict[str, Entry]:
                 f"{path} is no safetensors file: it says its header has {length} bytes, the file has {size}.",
                 remedy=AGAIN,
             )
-        if length > LIMIT_BYTES:
+        if length > HEADER_BYTES:
             raise CheckpointError(
-                f"{path} has a header of {length} bytes; at most {LIMIT_BYTES} are read.",
+                f"{path} has a header of {length} bytes; at most {HEADER_BYTES} are read.",
                 remedy="split the checkpoint into shards, or fetch the file again",
             )
-        raw = file.read(length)
-    try:
-        found = _scan(path, Scan(raw.decode()), 8 + length)
-    except ValueError as error:
-        raise CheckpointError(f"{path} has a damaged header: {error}.", remedy=AGAIN) from error
+        try:
+            found = _scan(path, Scan(file.read(length)), 8 + length)
+        except ValueError as error:
+            raise CheckpointError(f"{path} has a damaged header: {error}.", remedy=AGAIN) from error
     _tile(path, found, 8 + length, size)
     return found
 
@@ -96,6 +103,8 @@ def _scan(path: Path, scan: Scan, base: int) -> dict[str, Entry]:
                 _metadata(scan, key)
         elif name in found:
             raise ValueError(f"tensor {name!r} is there twice")
+        elif len(found) == MOST_TENSORS:
+            raise ValueError(f"it has more than {MOST_TENSORS} tensors; split the checkpoint into shards")
         else:
             try:
                 found[name] = _entry(path, scan, base)
@@ -170,7 +179,7 @@ def read_index(path: Path) -> Index:
     Raises:
         CheckpointError: it is no index, names a tensor twice, or something else than a safetensors file beside it.
     """
-    scan = Scan(read_text(path, LIMIT_BYTES))
+    scan = read_scan(path, INDEX_BYTES)
     where: dict[str, str] | None = None
     total_bytes: float | None = None
     files: dict[str, str] = {}
@@ -189,15 +198,28 @@ def read_index(path: Path) -> Index:
                 file = scan.string()
                 if name in where:
                     raise ValueError(f"tensor {name!r} is there twice")
-                if Path(file).name != file or not file.endswith(SUFFIX) or not file.isprintable():
-                    raise ValueError(f"tensor {name!r} is to be in {file!r}, which is no {SUFFIX} file of its folder")
-                where[name] = files.setdefault(file, file)
+                if file not in files:
+                    if not _is_shard(file):
+                        raise ValueError(f"tensor {name!r} is to be in {file!r}, no {SUFFIX} file of its folder")
+                    if len(files) == MOST_FILES:
+                        raise ValueError(f"it names more than {MOST_FILES} files")
+                    files[file] = file
+                if len(where) == MOST_NAMED:
+                    raise ValueError(f"it names more than {MOST_NAMED} tensors")
+                where[name] = files[file]
         scan.end()
     except ValueError as error:
         raise CheckpointError(f"{path} is not a shard index: {error}.", remedy=AGAIN) from error
     if not where:
         raise CheckpointError(f"{path} is not a shard index: it has no weight_map with tensors.", remedy=AGAIN)
     return Index(where, total_bytes)
+
+
+def _is_shard(file: str) -> bool:
+    """Whether this can be the name of a safetensors file, without a way to other folders."""
+    if Path(file).name != file or not file.endswith(SUFFIX) or not file.isprintable():
+        return False
+    return len(file.encode()) <= MOST_FILE_NAME_BYTES
 
 
 def _total_bytes(scan: Scan) -> float | None:

@@ -143,7 +143,21 @@ async def _run(sock: socket.socket) -> None:
     second = asyncio.ensure_future(owner.receive())
     await asyncio.wait({loading, second}, return_when=asyncio.FIRST_COMPLETED)
     if second.done():  # the owner is gone, and nobody else waits for the model; loading cannot be interrupted otherwise
+        _remove(first.address)
         os._exit(0)
+    try:
+        await _live(owner, first, loading, second)
+    finally:
+        _remove(first.address)
+
+
+async def _live(
+    owner: Connection,
+    first: messages.Load,
+    loading: asyncio.Future[LocalEngine],
+    second: asyncio.Future[FromCaller | None],
+) -> None:
+    """Serve from the end of the loading on until the engine is closed."""
     try:
         engine = loading.result()
     except BaseException as error:
@@ -164,6 +178,14 @@ async def _run(sock: socket.socket) -> None:
     for caller in (*others, owner):  # behind what the engine's thread has posted for them
         caller.send(messages.Closed())
     await asyncio.gather(*(caller.leave() for caller in (*others, owner)))
+
+
+def _remove(address: str) -> None:
+    """Remove the socket and the folder that was made for it alone: whoever made it may be gone."""
+    with contextlib.suppress(OSError):
+        os.unlink(address)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(address))
 
 
 async def _listen(engine: LocalEngine, address: str) -> set[Connection]:
