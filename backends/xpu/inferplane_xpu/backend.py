@@ -1,8 +1,8 @@
-"""The two backends of family "xpu", each in a file of its own: Intel's and Kunlun's stacks have nothing in common."""
+"""The two backends of family "xpu", each in a folder of its own: Intel's and Kunlun's stacks have nothing in common."""
 
 from __future__ import annotations
 
-from inferplane_xpu.intel import IntelBackend
-from inferplane_xpu.kunlun import KunlunBackend
+from inferplane_xpu.intel.backend import IntelBackend
+from inferplane_xpu.kunlun.backend import KunlunBackend
 
 __all__ = ["IntelBackend", "KunlunBackend"]

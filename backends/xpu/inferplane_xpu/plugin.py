@@ -12,5 +12,5 @@ INFERPLANE_API = (1, 0)
 @hookimpl
 def inferplane_register_backends(register: Callable[[str, str], None]) -> None:
     """Register Intel GPUs and Kunlun cards, which share a family name and nothing else."""
-    register("xpu:intel", "inferplane_xpu.backend:IntelBackend")
-    register("xpu:kunlun", "inferplane_xpu.backend:KunlunBackend")
+    register("xpu:intel", "inferplane_xpu.intel.backend:IntelBackend")
+    register("xpu:kunlun", "inferplane_xpu.kunlun.backend:KunlunBackend")

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane_xpu import intel, kunlun
+from inferplane_xpu.intel import backend as intel
+from inferplane_xpu.kunlun import backend as kunlun
 
 VENDORS = ("torch_xmlir", "torch_npu", "torch_gcu", "triton", "intel_extension_for_pytorch", "kunlun_ops", "cocopod")
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from inferplane.plugin import DeviceError, Presence
-from inferplane_xpu import intel
-from inferplane_xpu.backend import IntelBackend, KunlunBackend
+from inferplane_xpu.intel import backend as intel
+from inferplane_xpu.intel.backend import IntelBackend
+from inferplane_xpu.kunlun.backend import KunlunBackend
 
 
 def test_intel_build_without_xpu(machine):

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from inferplane.plugin import DeviceError, Presence
-from inferplane_xpu import kunlun
-from inferplane_xpu.backend import IntelBackend, KunlunBackend
+from inferplane_xpu.intel.backend import IntelBackend
+from inferplane_xpu.kunlun import backend as kunlun
+from inferplane_xpu.kunlun.backend import KunlunBackend
 
 
 def test_kunlun_nothing_installed(machine, monkeypatch):

@@ -29,8 +29,8 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_xpu.kernels import kunlun_kernels
-from inferplane_xpu.kvcache import kunlun_layouts
+from inferplane_xpu.kunlun.kernels import kernels
+from inferplane_xpu.kunlun.kvcache import layouts
 
 MODULE = "torch_xmlir"
 VISIBLE = ("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -117,16 +117,16 @@ class KunlunBackend(Backend):
         return DeviceState(self.torch_device_indexed, name, "p800", Features(P800), memory)
 
     def kernels(self) -> Sequence[Kernel]:
-        """See `inferplane_xpu.kernels`."""
-        return kunlun_kernels()
+        """See `inferplane_xpu.kunlun.kernels`."""
+        return kernels()
 
     def features(self, arch: str | None = None) -> Features:
         """Of the P800, with what it lacks and why."""
         return Features(P800) if arch in (None, "p800") else super().features(arch)
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
-        """See `inferplane_xpu.kvcache`."""
-        return kunlun_layouts(request)
+        """See `inferplane_xpu.kunlun.kvcache`."""
+        return layouts(request)
 
     def memory(self) -> Memory:
         """Bytes of this card, other processes' use counted."""

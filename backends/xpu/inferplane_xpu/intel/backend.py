@@ -30,8 +30,8 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_xpu.kernels import intel_kernels
-from inferplane_xpu.kvcache import intel_layouts
+from inferplane_xpu.intel.kernels import kernels
+from inferplane_xpu.intel.kvcache import layouts
 
 VISIBLE = "ZE_AFFINITY_MASK"
 RENDER_NODES = "/dev/dri/renderD*"
@@ -142,8 +142,8 @@ class IntelBackend(Backend):
         return DeviceState(self.torch_device_indexed, properties.name, arch, features_of(properties), memory)
 
     def kernels(self) -> Sequence[Kernel]:
-        """See `inferplane_xpu.kernels`."""
-        return intel_kernels()
+        """See `inferplane_xpu.intel.kernels`."""
+        return kernels()
 
     def features(self, arch: str | None = None) -> Features:
         """Of an architecture by public specification; what an opened device reports takes its place."""
@@ -151,8 +151,8 @@ class IntelBackend(Backend):
         return Features({**known, "fp8": Feature(None, _FP8)})
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
-        """See `inferplane_xpu.kvcache`."""
-        return intel_layouts()
+        """See `inferplane_xpu.intel.kvcache`."""
+        return layouts()
 
     def memory(self) -> Memory:
         """Bytes of this GPU. Where the driver does not tell what is free, all that torch has not taken counts as free.

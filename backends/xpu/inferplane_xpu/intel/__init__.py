@@ -1,0 +1,1 @@
+"""Intel GPUs. Importing this package imports nothing else."""

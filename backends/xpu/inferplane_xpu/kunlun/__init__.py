@@ -1,0 +1,1 @@
+"""Kunlun cards. Importing this package imports nothing else."""
