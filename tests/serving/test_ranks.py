@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,26 +24,47 @@ from tests.house.rules import SOURCE_PATHS
 
 PROMPT = "def fibonacci(n):"
 SERVE = ("-m", "inferplane", "serve", "--device", "cpu", "--dtype", "float32", "--port", "0", "--log-format", "json")
+START_S = 120
+"""The longest silence of ranks that start."""
+
+
+def left(mark: str) -> list[str]:
+    """The commands of the processes that have `mark` in their environment."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ends meanwhile, or is another user's
+            if mark.encode() in (place / "environ").read_bytes():
+                found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+def events(lines: queue.Queue[str]) -> Iterator[dict[str, Any]]:
+    """What both ranks log, until nothing more comes for a while."""
+    while True:
+        line = lines.get(timeout=START_S)
+        if line.startswith("{"):
+            yield json.loads(line)
 
 
 @pytest.fixture
 def launched():
-    """torchrun with two ranks, and the address that one of them listens at."""
+    """torchrun with two ranks, the address that one of them listens at, and a mark in the environment of both."""
+    mark = f"TEST_RANKS_MARK={uuid.uuid4().hex}"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_PATHS), "OMP_NUM_THREADS": "1"}
+    env |= dict([mark.split("=")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *SERVE]
     process = subprocess.Popen(command, env=env, start_new_session=True, stderr=subprocess.PIPE, text=True)
-    address, events = "", []
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=lambda: [lines.put(line) for line in process.stderr], daemon=True).start()
     try:
-        for line in process.stderr:
-            if line.startswith("{"):
-                events.append(json.loads(line))
-                address = events[-1].get("http", address)
-                if events[-1]["event"] == "ready":
-                    break
-        assert [e["event"] for e in events].count("listening") == 1, events
-        assert [e["event"] for e in events].count("following") == 1, events
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield process, f"http://{address}"
+        told = []
+        for event in events(lines):
+            told.append(event)
+            if {"ready", "following"} <= {e["event"] for e in told}:
+                break
+        names = [e["event"] for e in told]
+        assert names.count("listening") == names.count("following") == names.count("ready") == 1, told
+        yield process, next(f"http://{e['http']}" for e in told if "http" in e), mark
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)  # torchrun ends its own children, wherever they are
@@ -45,7 +73,8 @@ def launched():
 
 def test_two_ranks_serve_as_one(launched):
     """The same tokens as one process; a signal to the launcher lets a live request end, and then nobody is left."""
-    process, url = launched
+    process, url, mark = launched
+    assert len(left(mark)) >= 3, left(mark)  # the launcher and two ranks
     with LLM("demo", device="cpu", dtype="float32") as llm:
         want = llm.generate(PROMPT, SamplingParams(max_tokens=32, temperature=0))[0].text
     body = {"model": "demo", "prompt": PROMPT, "max_tokens": 32, "temperature": 0}
@@ -60,3 +89,7 @@ def test_two_ranks_serve_as_one(launched):
     process.wait(60)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health", timeout=5)
+    deadline = time.monotonic() + 10
+    while left(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left(mark)

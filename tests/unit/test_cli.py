@@ -290,6 +290,17 @@ def test_ctrl_c_waits_for_a_safe_place():
         press()
 
 
+@heeding_ctrl_c()
+def test_a_handler_that_is_not_pythons_is_left_alone(monkeypatch):
+    """Only its own code could put it back."""
+    usual = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with Interrupt() as interrupt, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is usual and not interrupt.seen
+
+
 # ---------------------------------------------------------------- environment
 
 

@@ -25,16 +25,16 @@ def answered(main: Callable[[], int]) -> int:
     Signals that whoever started the process wants ignored stay ignored. A launcher of several ranks sees to SIGTERM
     itself: a rank that waits for another in a collective cannot answer, and is simply ended.
     """
-    usual = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    ours = [signal.SIGINT] if "WORLD_SIZE" in os.environ else [signal.SIGINT, signal.SIGTERM]
+    numbers = [n for n in ours if signal.getsignal(n) is signal.SIG_DFL]
     try:
         try:
-            for number, how in usual.items():
-                if how is signal.SIG_DFL and (number == signal.SIGINT or "WORLD_SIZE" not in os.environ):
-                    signal.signal(number, answer)
+            for number in numbers:
+                signal.signal(number, answer)
             return main()
         finally:
-            for number, how in usual.items():
-                signal.signal(number, how)
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Terminated:
@@ -73,7 +73,8 @@ class Interrupt:
     """
 
     def __init__(self, *, patient: bool = True) -> None:
-        self.seen, self._patient = False, patient
+        self.seen = False
+        self._patient = patient and signal.getsignal(signal.SIGINT) is not None  # None: not Python's, so never put back
         self._raise, self._raise_next = False, False
         self._usual: Any = None
 

@@ -155,9 +155,11 @@ class Ranks:
         finish. When it is gone without a word, this process ends with exit code 1.
         """
         main = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if main else ()
-        usual = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+        usual = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM) if main}
+        usual = {n: how for n, how in usual.items() if how is not None}  # None: not Python's, and never to be put back
         try:
+            for number in usual:
+                signal.signal(number, signal.SIG_IGN)
             while (step := self._receive()) is not None:
                 yield step
         except RuntimeError as error:
