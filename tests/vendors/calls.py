@@ -26,7 +26,8 @@ class Call:
     Args:
         name: the operator's full name.
         args: by position. kwargs: by keyword.
-        results: shape and dtype of every result, None for one whose shape was left open.
+        results: shape and dtype of every result, the type of one that is no tensor, None for one whose shape was left
+            open.
     """
 
     name: str
@@ -75,11 +76,18 @@ def read(folder: Path) -> list[Call]:
 
 
 def results(result: Any) -> list[Any]:
-    """Shape and dtype of each result, in the schema's order; a list of tensors is opened."""
+    """Shape and dtype of each tensor and the type of anything else, in the schema's order; a list is opened."""
     if result is None:
         return []
-    each = result if isinstance(result, (list, tuple)) else [result]
-    return [None if isinstance(t, Open) else [list(t.shape), str(t.dtype).removeprefix("torch.")] for t in each]
+    return [_result(each) for each in (result if isinstance(result, (list, tuple)) else [result])]
+
+
+def _result(value: Any) -> Any:
+    if isinstance(value, Open):
+        return None
+    if isinstance(value, torch.Tensor):
+        return [list(value.shape), str(value.dtype).removeprefix("torch.")]
+    return type(value).__name__
 
 
 class Open(torch.Tensor):

@@ -127,3 +127,8 @@ def test_an_emulator_is_called_through_its_schema(restated, tmp_path):
     made = calls.decode(again[1].args, lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
     assert made[0].shape == (3, 2) and made[1] == 3.0
     assert calls.decode(again[1].kwargs["dtype"], torch.empty) in (torch.float16, 5)
+
+
+def test_results_are_told():
+    assert calls.results((True, torch.zeros(2, dtype=torch.int8), calls.left_open())) == ["bool", [[2], "int8"], None]
+    assert calls.results(None) == []

@@ -13,33 +13,9 @@ import torch
 from tests.vendors.calls import left_open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.gcu import chip
+from tests.vendors.semantics import hidden_from, paged, running, softmax_v
 
 IMPLEMENTATIONS = emulates = Implementations()
-
-
-def _softmax_v(q, k, v, hidden, scale):
-    """q [S, N, D], k [K, G, D], v [K, G, V]: float32 [S, N, V]; a query that sees nothing gives zeros."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
-    scores = torch.einsum("snd,knd->nsk", q.float(), k) * scale
-    scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
-    return torch.einsum("nsk,knv->snv", scores.softmax(-1).nan_to_num(0.0), v)
-
-
-def _running(name: str, sums: torch.Tensor, last: int) -> list[int]:
-    chip.dtype(chip.INT32, **{name: sums})
-    values = sums.tolist()
-    require(values[0] == 0 and values == sorted(values), f"{name} is a running sum that begins with 0, got {values}")
-    require(values[-1] == last, f"{name} ends with {last} rows, got {values[-1]}")
-    return values
-
-
-def _paged(cache: torch.Tensor, table: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Tokens first to last of a sequence; blocks before the first are not looked at."""
-    blocks = table[first // chip.BLOCK : -(-last // chip.BLOCK)].long()
-    require(bool(((blocks >= 0) & (blocks < cache.shape[0])).all()), "block_table names blocks of the cache")
-    start = first // chip.BLOCK * chip.BLOCK
-    return cache[blocks].flatten(0, 1)[first - start : last - start]
 
 
 @emulates("flash_attn__vllm_flash_attn::flash_attn_varlen_func")
@@ -58,13 +34,13 @@ def flash_attn_varlen_func(
         k.shape == v.shape and k.shape[-1] == dim, f"q, k and v have one width, got {dim}, {[*k.shape]}, {[*v.shape]}"
     )
     require(heads % k.shape[-2] == 0, f"{heads} heads on {k.shape[-2]} KV heads")
-    starts = _running("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    starts = running("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     counts = [b - a for a, b in pairwise(starts)]
     require(max(counts) <= max_seqlen_q, f"max_seqlen_q is at least {max(counts)}, got {max_seqlen_q}")
     if block_table is None:
         chip.absent("seqused_k without blocks", seqused_k)
         require(cu_seqlens_k is not None, "dense keys need cu_seqlens_k")
-        ends = _running("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        ends = running("cu_seqlens_k", cu_seqlens_k, k.shape[0])
         lens = [b - a for a, b in pairwise(ends)]
     else:
         require(cu_seqlens_k is None and seqused_k is not None, "a cache in blocks needs seqused_k, not cu_seqlens_k")
@@ -86,12 +62,10 @@ def flash_attn_varlen_func(
         if block_table is None:
             keys, values = (t[ends[b] + first : ends[b] + n] for t in (k, v))
         else:
-            keys, values = (_paged(t, block_table[b], first, n) for t in (k, v))
-        i = torch.arange(count)[:, None] + n - count
-        j = torch.arange(first, n)[None]
-        hidden = (j > i) if left < 0 else (j > i) | (j < i - left)
+            keys, values = (paged(t, block_table[b], first, n) for t in (k, v))
+        hidden = hidden_from(count, first, n, left)
         a = starts[b]
-        result[a : a + count] = _softmax_v(q[a : a + count], keys, values, hidden, scale).to(result.dtype)
+        result[a : a + count] = softmax_v(q[a : a + count], keys, values, hidden, scale).to(result.dtype)
     return result.clone() if out is not None else result
 
 
@@ -117,6 +91,6 @@ def fwd_kvcache_mla(
     out = torch.zeros(batch, 1, heads, head_size_v, dtype=q.dtype)
     for b, n in enumerate(seqlens_k.tolist()):
         if n:
-            keys = _paged(kcache, block_table[b], 0, n)
-            out[b] = _softmax_v(q[b], keys, keys[..., :head_size_v], None, softmax_scale).to(out.dtype)
+            keys = paged(kcache, block_table[b], 0, n)
+            out[b] = softmax_v(q[b], keys, keys[..., :head_size_v], None, softmax_scale).to(out.dtype)
     return out, left_open()
