@@ -8,6 +8,7 @@ Rows of q and k keep the checkpoint's order, which llama.cpp's Llama reads other
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -22,25 +23,80 @@ TYPES = {
     "int8": gguf.GGMLQuantizationType.Q8_0,
     "int4": gguf.GGMLQuantizationType.Q4_0,
 }
-ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "llama": gguf.MODEL_ARCH.LLAMA}
+ARCHITECTURES = {
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+}
 
 
 def sizes(writer, config):
     """The header: what the architecture needs, and no vocabulary."""
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_dimension_count(head)
+    if "kv_lora_rank" in config:
+        latent_and_experts(writer, config)
+    else:
+        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(head)
+        writer.add_value_length(head)
+        writer.add_rope_dimension_count(head)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
+
+
+def latent_and_experts(writer, config):
+    """DeepSeek V2's part of the header: attention over latents as one key head, and experts."""
+    latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_head_count_kv(1)
+    writer.add_key_length(latent + rope)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_kv_lora_rank(latent)
+    writer.add_rope_dimension_count(rope)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+
+
+def stored(folder):
+    """Every tensor of a checkpoint by its name."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a mapping
+                yield key, tensors.get_tensor(key)
+
+
+def as_stacked(tensors, config):
+    """Experts of a layer in one tensor, and the products of latents apart for keys (transposed) and values."""
+    parts = {}
+    for key, tensor in tensors:
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", key):
+            rows = parts.setdefault(f"{found[1]}.{found[3]}.weight", {})
+            rows[int(found[2])] = tensor
+            if len(rows) == config["n_routed_experts"]:
+                name = f"{found[1]}.{found[3]}.weight"
+                yield name, torch.stack([row for _, row in sorted(parts.pop(name).items())])
+        elif key.endswith("kv_b_proj.weight"):
+            heads = tensor.view(config["num_attention_heads"], -1, tensor.shape[-1])
+            k, v = heads.split([config["qk_nope_head_dim"], config["v_head_dim"]], 1)
+            yield key.replace("kv_b_proj", "k_b_proj"), k.transpose(1, 2).contiguous()
+            yield key.replace("kv_b_proj", "v_b_proj"), v.contiguous()
+        else:
+            yield key, tensor
+    if parts:
+        raise SystemExit(f"experts missing: {sorted(parts)}")
 
 
 def main():
@@ -51,18 +107,15 @@ def main():
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     sizes(writer, config)
-    with safe_open(folder / "model.safetensors", "pt") as stored:
-        for key in stored.keys():  # noqa: SIM118 - not a mapping
-            tensor = stored.get_tensor(key)
-            name = names.get_name(key, (".weight", ".bias"))
-            if tensor.dim() == 1:
-                writer.add_tensor(name, tensor.float().numpy())
-            elif precision == "bf16":
-                raw = tensor.contiguous().view(torch.uint8).numpy()
-                writer.add_tensor(name, raw, raw_dtype=TYPES["bf16"])
-            else:
-                values = quantize(tensor.float().numpy().astype(np.float32), TYPES[precision])
-                writer.add_tensor(name, values, raw_dtype=TYPES[precision])
+    for key, tensor in as_stacked(stored(folder), config):
+        name = names.get_name(key, (".weight", ".bias"))
+        if tensor.dim() == 1 or key.endswith("mlp.gate.weight"):
+            writer.add_tensor(name, tensor.float().numpy())
+        elif precision == "bf16":
+            writer.add_tensor(name, tensor.contiguous().view(torch.uint8).numpy(), raw_dtype=TYPES["bf16"])
+        else:
+            values = quantize(tensor.float().numpy().astype(np.float32), TYPES[precision])
+            writer.add_tensor(name, values, raw_dtype=TYPES[precision])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,10 +1,11 @@
-"""One peer in a process of its own: loads a model, then answers each line `decode CONTEXT TOKENS` or `prefill TOKENS`
-with seconds. Between lines it waits without using a core.
+"""One peer in a process of its own: loads a model, then answers each line `decode CONTEXT TOKENS SEQUENCES` with the
+seconds of a step, or `prefill TOKENS` with seconds. Between lines it waits without using a core. `MOST` is the most
+tokens of a sequence, `BATCH` the most sequences.
 
-    python peer.py inferplane:bf16|inferplane:int8|inferplane:int4 FOLDER
-    python peer.py transformers:eager|transformers:sdpa FOLDER
-    python peer.py llama.cpp FILE.gguf          # with the Python that has llama-cpp-python
-    python peer.py openvino FOLDER              # with the Python that has openvino; a folder exported by optimum-intel
+    python peer.py inferplane:bf16|inferplane:int8|inferplane:int4 FOLDER MOST BATCH
+    python peer.py transformers:eager|transformers:sdpa|transformers:compiled FOLDER MOST BATCH
+    python peer.py llama.cpp FILE.gguf MOST BATCH      # with the Python that has llama-cpp-python
+    python peer.py openvino FOLDER MOST BATCH          # with the Python that has openvino; exported by optimum-intel
 """
 
 from __future__ import annotations
@@ -18,86 +19,117 @@ THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
 
 
 class Inferplane:
-    def __init__(self, precision, folder):
+    def __init__(self, precision, folder, tokens, batch):
         from inferplane import LLM
 
         scheme = None if precision == "bf16" else f"weight_only_{precision}"
         self.llm = LLM(
-            folder, device="cpu", dtype="bfloat16", max_model_len=4096, max_batch=1, quantization=scheme,
-            prefix_cache=False, max_step_tokens=4096,
+            folder, device="cpu", dtype="bfloat16", max_model_len=tokens, max_batch=batch, quantization=scheme,
+            prefix_cache=False, max_step_tokens=batch * tokens,
         )  # fmt: skip
 
-    def run(self, ids, tokens):
-        """Seconds to the first token, and of each further one, by the request's own clock."""
+    def run(self, prompts, tokens):
+        """The requests' own clocks. All prompts are read in one step, so later steps only decode."""
         from inferplane import SamplingParams
 
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-        timings = self.llm.generate([ids], params)[0].timings
-        return timings.first_token_s, 1 / timings.tokens_per_s if tokens > 1 else 0.0
+        return [r.timings for r in self.llm.generate(prompts, params)]
 
-    def decode(self, ids, tokens):
-        return self.run(ids, tokens + 1)[1]
+    def decode(self, prompts, tokens):
+        return max(1 / t.tokens_per_s for t in self.run(prompts, tokens + 1))
 
     def prefill(self, ids):
-        return self.run(ids, 1)[0]
+        return self.run([ids], 1)[0].first_token_s
 
 
 class Transformers:
-    def __init__(self, attention, folder):
+    def __init__(self, attention, folder, tokens, batch):
         import torch
         from transformers import AutoModelForCausalLM
 
         torch.set_grad_enabled(False)
-        self.torch = torch
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention)
+        self.torch, self.tokens, self.compiled = torch, tokens, attention == "compiled"
+        how = "sdpa" if self.compiled else attention
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=how)
+        if self.compiled:
+            self.model.forward = torch.compile(self.model.forward)
+
+    def cache(self):
+        """Of a fixed length where the model is compiled, so that it is compiled once."""
+        from transformers import DynamicCache, StaticCache
+
+        config = self.model.config
+        return StaticCache(config=config, max_cache_len=self.tokens) if self.compiled else DynamicCache(config=config)
 
     def forward(self, ids, cache):
         out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].argmax(-1, keepdim=True)
 
-    def decode(self, ids, tokens):
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=self.model.config)
-        token = self.forward(self.torch.tensor([ids]), cache)
+    def decode(self, prompts, tokens):
+        cache = self.cache()
+        token = self.forward(self.torch.tensor(prompts), cache)
         start = time.perf_counter()
         for _ in range(tokens):
             token = self.forward(token, cache)
         return (time.perf_counter() - start) / tokens
 
     def prefill(self, ids):
-        from transformers import DynamicCache
-
+        cache = self.cache()
         start = time.perf_counter()
-        self.forward(self.torch.tensor([ids]), DynamicCache(config=self.model.config))
+        self.forward(self.torch.tensor([ids]), cache)
         return time.perf_counter() - start
 
 
 class LlamaCpp:
-    def __init__(self, _, file):
-        from llama_cpp import Llama
+    """Through llama.cpp's own interface: the Python class above it takes one sequence."""
 
-        self.llama = Llama(file, n_ctx=4096, n_batch=2048, n_threads=THREADS, n_threads_batch=THREADS, verbose=False)
+    MOST = 2048
 
-    def decode(self, ids, tokens):
-        self.llama.reset()
-        self.llama.eval(ids)
+    def __init__(self, _, file, tokens, batch):
+        import llama_cpp as c
+
+        c.llama_backend_init()
+        self.c, self.model = c, c.llama_model_load_from_file(file.encode(), c.llama_model_default_params())
+        options = c.llama_context_default_params()
+        options.n_ctx, options.n_seq_max = tokens * batch, batch
+        options.n_batch, options.n_threads, options.n_threads_batch = self.MOST, THREADS, THREADS
+        self.context = c.llama_init_from_model(self.model, options)
+        self.batch = c.llama_batch_init(self.MOST, 0, 1)
+
+    def forward(self, rows):
+        """`rows`: of (token, position, sequence, whether its logits are wanted)."""
+        for start in range(0, len(rows), self.MOST):
+            part = rows[start : start + self.MOST]
+            for i, (token, position, sequence, logits) in enumerate(part):
+                self.batch.token[i], self.batch.pos[i], self.batch.logits[i] = token, position, logits
+                self.batch.n_seq_id[i], self.batch.seq_id[i][0] = 1, sequence
+            self.batch.n_tokens = len(part)
+            if self.c.llama_decode(self.context, self.batch):
+                raise RuntimeError("llama_decode failed")
+        self.c.llama_synchronize(self.context)
+
+    def read(self, prompts):
+        self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)
+        for sequence, ids in enumerate(prompts):
+            self.forward([(token, i, sequence, i == len(ids) - 1) for i, token in enumerate(ids)])
+
+    def decode(self, prompts, tokens):
+        self.read(prompts)
         start = time.perf_counter()
-        for token in ids[:tokens]:
-            self.llama.eval([token])
+        for n in range(tokens):
+            self.forward([(ids[n % len(ids)], len(ids) + n, i, True) for i, ids in enumerate(prompts)])
         return (time.perf_counter() - start) / tokens
 
     def prefill(self, ids):
-        self.llama.reset()
         start = time.perf_counter()
-        self.llama.eval(ids)
+        self.read([ids])
         return time.perf_counter() - start
 
 
 class OpenVINO:
     """The model with its head cut to the last position, as OpenVINO's own generation library does it."""
 
-    def __init__(self, _, folder):
+    def __init__(self, _, folder, tokens, batch):
         import numpy as np
         import openvino as ov
         from openvino import opset13 as ops
@@ -118,29 +150,31 @@ class OpenVINO:
         self.inputs = {name for i in compiled.inputs for name in i.names}
         self.request = compiled.create_infer_request()
 
-    def step(self, ids, past):
+    def step(self, rows, past):
+        """`rows`: of token ids, `[sequences, tokens]`; returns the next token of each."""
         np = self.np
-        length = len(ids)
-        feeds = {"input_ids": np.array([ids], np.int64), "attention_mask": np.ones((1, past + length), np.int64)}
+        ids = np.array(rows, np.int64)
+        count, length = ids.shape
+        feeds = {"input_ids": ids, "attention_mask": np.ones((count, past + length), np.int64)}
         if "position_ids" in self.inputs:
-            feeds["position_ids"] = np.arange(past, past + length, dtype=np.int64)[None]
+            feeds["position_ids"] = np.tile(np.arange(past, past + length, dtype=np.int64), (count, 1))
         if "beam_idx" in self.inputs:
-            feeds["beam_idx"] = np.zeros(1, np.int32)
+            feeds["beam_idx"] = np.arange(count, dtype=np.int32)
         out = self.request.infer(feeds, share_inputs=True, share_outputs=True)
-        return int(next(iter(out.values()))[0, -1].argmax())
+        return next(iter(out.values()))[:, -1:].argmax(-1)
 
-    def decode(self, ids, tokens):
+    def decode(self, prompts, tokens):
         self.request.reset_state()
-        token = self.step(ids, 0)
+        token = self.step(prompts, 0)
         start = time.perf_counter()
         for n in range(tokens):
-            token = self.step([token], len(ids) + n)
+            token = self.step(token, len(prompts[0]) + n)
         return (time.perf_counter() - start) / tokens
 
     def prefill(self, ids):
         self.request.reset_state()
         start = time.perf_counter()
-        self.step(ids, 0)
+        self.step([ids], 0)
         return time.perf_counter() - start
 
 
@@ -149,13 +183,14 @@ PEERS = {"openvino": OpenVINO, "inferplane": Inferplane, "transformers": Transfo
 
 def main():
     name, _, option = sys.argv[1].partition(":")
-    peer = PEERS[name](option, sys.argv[2])
+    peer = PEERS[name](option, sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     draw = random.Random(0)
     print("ready", flush=True)
     for line in sys.stdin:
-        verb, first, *rest = line.split()
-        ids = [draw.randrange(3, 30000) for _ in range(int(first))]
-        seconds = peer.decode(ids, int(rest[0])) if verb == "decode" else peer.prefill(ids)
+        verb, *numbers = line.split()
+        length, *rest = map(int, numbers)
+        prompts = [[draw.randrange(3, 30000) for _ in range(length)] for _ in range(rest[1] if rest else 1)]
+        seconds = peer.decode(prompts, rest[0]) if verb == "decode" else peer.prefill(prompts[0])
         print(f"seconds {seconds}", flush=True)
 
 
