@@ -16,7 +16,7 @@ from inferplane_xpu.kunlun.backend import KunlunBackend
 
 
 def test_kunlun_nothing_installed(machine, monkeypatch):
-    monkeypatch.setattr(kunlun, "_installed", lambda module: False)
+    monkeypatch.setattr(kunlun, "installed", lambda module: False)
     probe = KunlunBackend.probe()
     assert probe.presence is Presence.ABSENT
     assert "torch_xmlir is not installed, and no Kunlun card is visible" in probe.reason
@@ -82,7 +82,7 @@ def test_kunlun_open_of_an_index_too_far(kunlun_cards):
 
 
 def test_kunlun_open_without_the_package_gives_the_probes_reason(machine, monkeypatch):
-    monkeypatch.setattr(kunlun, "_installed", lambda module: False)
+    monkeypatch.setattr(kunlun, "installed", lambda module: False)
     with pytest.raises(DeviceError, match="torch_xmlir is not installed") as caught:
         KunlunBackend().open()
     assert caught.value.remedy == KunlunBackend.probe().remedy

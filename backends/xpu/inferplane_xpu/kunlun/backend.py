@@ -1,7 +1,8 @@
 """Kunlun cards (P800): torch's "cuda" device under torch_xmlir, which runs CUDA calls on the card.
 
 The vendor ships a torch 2.5 of its own that was built for CUDA. torch_xmlir is told by its spec alone; `open()` imports
-it, after which "cuda" means the card. `torch.xpu` there is Intel's stub and finds nothing.
+it, after which "cuda" means the card, and then the libraries of fused operators. `torch.xpu` there is Intel's stub and
+finds nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from glob import glob
 from importlib import import_module, metadata
-from importlib.util import find_spec
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from inferplane.plugin import (
     Backend,
+    Batch,
     DeviceError,
     DeviceState,
     Feature,
@@ -29,13 +30,19 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
+from inferplane_xpu.kunlun.graphs import SWITCH, Graph, Graphs
 from inferplane_xpu.kunlun.kernels import kernels
 from inferplane_xpu.kunlun.kvcache import layouts
+from inferplane_xpu.kunlun.operators import assumed, found, installed
 
 MODULE = "torch_xmlir"
 VISIBLE = ("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 DEVICE_NODES = "/dev/xpu[0-9]*"
 TOOL = "xpu-smi"
+OLDEST_TORCH = (2, 5)
+"""The vendor's torch is 2.5.1 (xpytorch-cp310-torch251); no older one is known to have been made."""
+TWINS = ("xspeedgate_ops", "cocopod")
+"""Packages of the vendor's that are released together, with one number: 1.0.0 with 1.0.0, 1.1.0 with 1.1.0."""
 
 INSTALL = (
     "start from one of Kunlun's images, or install its torch 2.5 (xpytorch), torch_xmlir, kunlun_ops and "
@@ -60,15 +67,19 @@ class KunlunBackend(Backend):
     torch_device = "cuda"
     auto_rank: ClassVar[int] = 100
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
-        "p800": tuple(name for name, feature in P800.items() if feature.present)
+        "p800": tuple(name for name, feature in {**P800, **assumed()}.items() if feature.present)
     }
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index)
+        self._graphs = Graphs()
 
     @classmethod
     def probe(cls) -> Probe:
         """From torch_xmlir's spec, torch's build and device nodes; torch_xmlir is not imported."""
         versions = {"torch": str(torch.__version__)}
         nodes = len(glob(DEVICE_NODES))
-        if not _installed(MODULE):
+        if not installed(MODULE):
             seen = "; a Kunlun card is there" if nodes else ", and no Kunlun card is visible"
             return Probe(Presence.ABSENT, f"{MODULE} is not installed{seen}", INSTALL, versions)
         versions[MODULE] = _version(MODULE) or "(version unknown)"
@@ -76,6 +87,8 @@ class KunlunBackend(Backend):
         if torch.version.cuda is None:
             reason = f"{package} is installed, but torch {torch.__version__} is not the vendor's: it lacks CUDA"
             return Probe(Presence.BROKEN, reason, INSTALL, versions)
+        if wrong := _misfit():
+            return Probe(Presence.BROKEN, *wrong, versions)
         if not nodes:
             reason = f"{package} is here, but no Kunlun card is: no {DEVICE_NODES}"
             return Probe(Presence.ABSENT, reason, PASS_NODES, versions)
@@ -114,7 +127,7 @@ class KunlunBackend(Backend):
                 there_is=probe.reason,
                 remedy=f"see what `{TOOL}` says; driver, XRE and {MODULE} must be of one release",
             ) from error
-        return DeviceState(self.torch_device_indexed, name, "p800", Features(P800), memory)
+        return DeviceState(self.torch_device_indexed, name, "p800", Features({**P800, **found()}), memory)
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_xpu.kunlun.kernels`."""
@@ -122,7 +135,7 @@ class KunlunBackend(Backend):
 
     def features(self, arch: str | None = None) -> Features:
         """Of the P800, with what it lacks and why."""
-        return Features(P800) if arch in (None, "p800") else super().features(arch)
+        return Features({**P800, **assumed()}) if arch in (None, "p800") else super().features(arch)
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_xpu.kunlun.kvcache`."""
@@ -136,6 +149,10 @@ class KunlunBackend(Backend):
     def comm(self) -> str:
         """BKCL, which torch_xmlir puts under NCCL's name."""
         return "nccl"
+
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
+        """As a graph of the card, where the vendor's variable asks for that; else steps run as they are."""
+        return self._graphs.record(step, bucket) if os.environ.get(SWITCH) == "1" else None
 
     def synchronize(self) -> None:
         """Wait for everything launched on this card."""
@@ -151,18 +168,26 @@ class KunlunBackend(Backend):
         return now
 
 
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # imported by hand, without a spec
-        return True
-
-
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _misfit() -> tuple[str, str] | None:
+    """Reason and remedy where versions do not fit each other, both named; None where they do."""
+    numbers = torch.__version__.split("+")[0].split(".")[:2]
+    if tuple(int(number) for number in numbers) < OLDEST_TORCH:
+        made_for = ".".join(map(str, OLDEST_TORCH))
+        reason = f"{MODULE} {_version(MODULE)} is made for torch {made_for} or newer, this is torch {torch.__version__}"
+        return reason, INSTALL
+    twins = [(name, _version(name)) for name in TWINS]
+    if all(version for _, version in twins) and len({str(version).split("+")[0] for _, version in twins}) > 1:
+        (one, first), (other, second) = twins
+        reason = f"{one} {first} does not go with {other} {second}: they are released as pairs of one number"
+        return reason, f"install {one} and {other} of one number, as the installation page of baidu/vLLM-Kunlun says"
+    return None
 
 
 def _touch(device: str) -> None:

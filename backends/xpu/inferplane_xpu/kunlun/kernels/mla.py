@@ -1,0 +1,135 @@
+"""Latent attention by kunlun_ops: its paged attention for few tokens, its prefill over expanded blocks for many.
+
+Source: baidu/vLLM-Kunlun at 09869ee7, vllm_kunlun/ops/attention/flashmla.py and v1/attention/backends/mla/common.py,
+flashmla.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane_xpu.kunlun.kernels.attention import HEAD_SIZES, prefill
+from inferplane_xpu.kunlun.kernels.lengths import once_a_batch, sequence_a_token
+from inferplane_xpu.kunlun.kernels.when import HALF, KUNLUN, RANK_FUSED
+from inferplane_xpu.kunlun.kvcache import LATENT, LATENT_BLOCK_TOKENS
+from inferplane_xpu.kunlun.library import Library
+
+kunlun = Library("kunlun_ops")
+KERNELS = Kernels()
+LATENT_ENTRIES, ROTATED = 512, 64
+"""The sizes that FlashMLA knows, and with it the vendor's operator."""
+VALUES_ARE_LATENTS = -1
+"""Value of `vo_head_dim`: the latent's size is told by itself."""
+
+
+@KERNELS(
+    "mla_kv_write",
+    "kunlun_ops",
+    rank=RANK_FUSED,
+    when=When(HALF, kv_layouts=(LATENT,), features=KUNLUN),
+    capture_safe=True,
+)
+def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """kunlun_ops.concat_and_cache_mla."""
+    kunlun.concat_and_cache_mla(
+        kv_c=latent.contiguous(),
+        k_pe=k_rope.contiguous(),
+        slot_mapping=kv.real(batch.slots),  # type: ignore[attr-defined]
+        kv_cache=kv.parts[0][:, 0],  # type: ignore[attr-defined]
+    )
+
+
+@KERNELS(
+    "mla_absorbed",
+    "kunlun_ops",
+    rank=RANK_FUSED,
+    when=When(
+        HALF,
+        kv_layouts=(LATENT,),
+        features=KUNLUN,
+        needs=(
+            ("latents of 512 + 64", lambda op: (op.dims.latent, op.dims.rope) == (LATENT_ENTRIES, ROTATED)),
+        ),
+    ),
+    needs_host_lens=True,
+)
+def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """kunlun_ops.paged_attention in its form for latents, each token as a sequence that ends with it."""
+    d = p.dims
+    w_k, w_v = p.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
+    q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1), q_rope), -1)[:, None]
+    s, mid = sequence_a_token(batch), q.new_empty(q.shape[0], 1, d.heads, d.latent)
+    kunlun.paged_attention(
+        mid, q, kv.parts[0], None, s.tables, s.lens_cpu, s.lens_xpu, False, True,  # type: ignore[attr-defined]
+        VALUES_ARE_LATENTS, d.latent, d.rope, p.scale, q_r=q,
+    )  # fmt: skip
+    return torch.bmm(mid[:, 0].transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1).contiguous()
+
+
+class Blocks(NamedTuple):
+    """Blocks that a step reads, sequence after sequence.
+
+    Args:
+        numbers: int64 `[n]`, in the cache.
+        tables: int32 `[B, most blocks]`, the same blocks by their places in `numbers`.
+    """
+
+    numbers: torch.Tensor
+    tables: torch.Tensor
+
+
+def _blocks(batch: Batch) -> Blocks:
+    counts = [-(-n // LATENT_BLOCK_TOKENS) for n in batch.lens().seq_lens]
+    width, device = batch.block_tables.shape[1], batch.block_tables.device
+    flat = torch.tensor([i * width + j for i, count in enumerate(counts) for j in range(count)], device=device)
+    tables, first = torch.zeros(len(counts), max(counts), dtype=torch.int32), 0
+    for i, count in enumerate(counts):
+        tables[i, :count] = torch.arange(first, first + count, dtype=torch.int32)
+        first += count
+    return Blocks(batch.block_tables.flatten()[flat].long(), tables.to(device))
+
+
+blocks = once_a_batch(_blocks)
+
+
+def _expanded_dims(op: Any) -> bool:
+    width = op.dims.nope + op.dims.rope
+    return op.dims.value <= width and width in HEAD_SIZES
+
+
+def _plain_kv_b(op: Any) -> bool:
+    return op.kv_b.act is None and op.kv_b.out_dtype is None and op.kv_b.bias is None
+
+
+@KERNELS(
+    "mla_expanded",
+    "kunlun_ops",
+    rank=RANK_FUSED,
+    when=When(
+        HALF,
+        kv_layouts=(LATENT,),
+        features=KUNLUN,
+        needs=(
+            ("heads of a size that the vendor lists, and no wider values", _expanded_dims),
+            ("a plain kv_b without bias", _plain_kv_b),
+        ),
+    ),
+    needs_host_lens=True,
+)
+def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """Expand the step's blocks to blocks of keys and values, and attend over those; values are padded to the keys'
+    width. The vendor itself attends to what is new and to chunks of what is old, and merges by their sums; blocks need
+    no merging.
+    """
+    d, b = p.dims, blocks(batch)
+    latent, k_rope = kv.parts[0][b.numbers, 0].split((d.latent, d.rope), -1)  # type: ignore[attr-defined]
+    k_nope, v = F.linear(latent, p.kv_b.weight).unflatten(-1, (d.heads, -1)).split((d.nope, d.value), -1)
+    keys = torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, d.heads, -1)), -1)
+    values = F.pad(v, (0, d.nope + d.rope - d.value))
+    heads_first = [t.transpose(1, 2).contiguous() for t in (keys, values)]
+    out = prefill(torch.cat((q_nope, q_rope), -1), *heads_first, batch, b.tables, p.scale)
+    return out[..., : d.value].contiguous()

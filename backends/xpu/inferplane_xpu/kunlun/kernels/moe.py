@@ -1,0 +1,174 @@
+"""Mixture of experts: routing, sorting by expert, two grouped products, the weighted sum.
+
+Source: baidu/vLLM-Kunlun at 09869ee7, vllm_kunlun/ops/_kunlun_ops.py (fused_moe) and _custom_ops.py; what the routings
+compute, and up to how many experts, as its tests found on a P800: ops/moe/router.py and tests/ut/ops at f926eebd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Kernels, When
+from inferplane_xpu.kunlun.kernels.when import FLOAT32, FLOATS, GROUP_TOPK, HALF, KUNLUN, RANK_FUSED, SPEEDGATE
+from inferplane_xpu.kunlun.library import Library
+
+kunlun = Library("kunlun_ops")
+speedgate = torch.ops.xspeedgate_ops
+KERNELS = Kernels()
+CLUSTERS = 12
+"""Rows of `block_statistic`: counts by cluster of the card."""
+FEW_PAIRS = 768
+"""Up to here the vendor sorts with another operator."""
+MOST_EXPERTS = 512
+"""That the routings take."""
+
+
+def _simple(op: Any) -> bool:
+    return op.score == "softmax" and op.bias is None and op.groups == 1
+
+
+def _sigmoid_groups(op: Any) -> bool:
+    return (
+        op.score == "sigmoid"
+        and op.bias is not None
+        and op.bias.shape[0] <= MOST_EXPERTS
+        and op.groups > 1
+        and op.group_score == "top2"
+        and op.renormalize
+    )
+
+
+def _best_groups(op: Any) -> bool:
+    return op.bias is None and op.groups > 1 and op.group_score == "max"
+
+
+def _results(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.new_empty(logits.shape[0], k, dtype=torch.float32), logits.new_empty(
+        logits.shape[0], k, dtype=torch.int32
+    )
+
+
+def _statistic(experts: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(CLUSTERS, experts, dtype=torch.int32, device=device)
+
+
+@KERNELS(
+    "moe_route",
+    "kunlun_ops",
+    rank=RANK_FUSED,
+    when=When(FLOATS, features=KUNLUN, needs=(("softmax scores without bias or groups", _simple),)),
+    capture_safe=True,
+)
+def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """kunlun_ops.moe_softmax_topk_norm, or moe_softmax_topk, which does not renormalize; ids are int32."""
+    weights, ids = _results(logits, p.top_k)
+    if p.renormalize:
+        kunlun.moe_softmax_topk_norm(logits.contiguous(), weights, ids, None, False)
+    else:
+        kunlun.moe_softmax_topk(logits.contiguous(), weights, ids, None)
+    return (weights if p.factor == 1.0 else weights * p.factor), ids
+
+
+@KERNELS(
+    "moe_route",
+    "kunlun_ops",
+    rank=RANK_FUSED,
+    when=When(
+        FLOATS,
+        features=KUNLUN,
+        needs=(
+            ("sigmoid scores with a bias, groups judged by two experts, weights renormalized", _sigmoid_groups),
+        ),
+    ),
+    packs={"bias": FLOAT32},
+    capture_safe=True,
+)
+def moe_route_grouped(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """kunlun_ops.moe_sigmoid_group_topk_norm, which renormalizes and scales."""
+    weights, ids = _results(logits, p.top_k)
+    kunlun.moe_sigmoid_group_topk_norm(
+        x=logits.contiguous(),
+        norm_score=weights,
+        topk_index=ids,
+        block_static=_statistic(logits.shape[1], logits.device),
+        bias=p.bias,
+        n_group=p.groups,
+        topk_group=p.top_groups,
+        scale=p.factor,
+    )
+    return weights, ids
+
+
+@KERNELS(
+    "moe_route",
+    "kunlun_ops",
+    rank=RANK_FUSED,
+    when=When(
+        FLOATS, features=(*KUNLUN, *GROUP_TOPK), needs=(("groups judged by one expert, without a bias", _best_groups),)
+    ),
+    capture_safe=True,
+)
+def moe_route_best_groups(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """kunlun_ops.moe_group_topk chooses by scores that it is given, and returns them as they are."""
+    scores = logits.sigmoid() if p.score == "sigmoid" else logits.softmax(-1)
+    weights, ids = _results(logits, p.top_k)
+    kunlun.moe_group_topk(
+        scores, p.groups, p.top_groups, weights, ids, _statistic(logits.shape[1], logits.device)
+    )
+    return (weights / weights.sum(-1, keepdim=True) if p.renormalize else weights) * p.factor, ids
+
+
+def _sorted(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where each pair of token and expert stands among pairs in the order of experts `[pairs]`, each expert's first
+    place `[experts + 1]`, both int32, and the pairs' rows of `x` in that order.
+    """
+    pairs = ids.numel()
+    if pairs <= FEW_PAIRS:
+        places, starts, rows = speedgate.moe_pre_small(ids, experts, False, True, x)
+        return places, starts, rows.reshape(pairs, -1)
+    statistic = _statistic(experts, x.device)
+    kunlun.gen_block_statistic(ids, statistic)
+    rows, places = x.new_empty(pairs, x.shape[1]), torch.zeros_like(ids).flatten()
+    counts, starts = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (experts, experts + 1))
+    kunlun.moe_pre_sorted(x, ids, statistic, rows, places, counts, starts)
+    return places, starts, rows
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, places: torch.Tensor, y: torch.Tensor) -> None:
+    kunlun.moe_fc(
+        x=x,
+        weight=weight,
+        sorted_tokens_num_lod=starts,
+        sorted_tokens_idx=places,
+        moe_topk=y.shape[1],
+        y=y,
+    )
+
+
+@KERNELS(
+    "moe_experts",
+    "kunlun_ops",
+    rank=RANK_FUSED,
+    when=When(
+        HALF,
+        features=(*KUNLUN, *SPEEDGATE),
+        needs=(("every expert on this rank", lambda op: not op.partial),),
+    ),
+    capture_safe=True,
+)
+def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows stay in the order of experts from the sorting to the sum, which is told where each pair stands."""
+    experts, columns, _ = p.gate_up.shape
+    x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
+    places, starts, rows = _sorted(x, ids, experts)
+    h = x.new_empty(*ids.shape, columns)
+    _product(rows, p.gate_up, starts, places, h)
+    act = x.new_empty(ids.numel(), columns // 2)
+    kunlun.swiglu(x=h.view(-1, columns), y=act)
+    y = x.new_empty(*ids.shape, x.shape[1])
+    _product(act, p.down, starts, places, y)
+    out = torch.empty_like(x)
+    kunlun.moe_post(y, places.view_as(ids), weights, torch.ones_like(weights), out)
+    return out

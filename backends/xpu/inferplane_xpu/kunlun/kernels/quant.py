@@ -1,0 +1,190 @@
+"""Products with quantized weights: both sides in int8, and float16 activations on int4 weights.
+
+Where other stacks keep `max / 127` as a row's scale, the vendor's operators keep the row's maximum itself.
+
+Source: baidu/vLLM-Kunlun at 09869ee7, vllm_kunlun/ops/_custom_ops.py (quant2d, matmul, awq_gemm, awq_dequantize),
+quantization/kernels/scale_mm.py for the order of calls, quantization/awq.py for the order of int4 entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Kernels, Packing, QTensor, UsageError, When
+from inferplane_xpu.kunlun.kernels.when import HALF, KUNLUN, RANK_FUSED
+from inferplane_xpu.kunlun.library import Library
+
+kunlun = Library("kunlun_ops")
+KERNELS = Kernels()
+LARGEST = 127.0
+"""Entry of int8 that stands for a row's maximum."""
+INT4_GROUPS = {"int4_group": 128, "int4_group64": 64, "int4_group32": 32}
+"""Columns that share a scale, by format."""
+MANY_TOKENS = 256
+"""From here on the vendor expands int4 weights and multiplies as usual."""
+PLAIN_ORDER = 0
+"""Value of `align_type`: eight columns after one another in a word."""
+COLUMNS, BITS, OFFSET = 8, 4, 8
+"""Of a word of int4: columns, bits each, and what is added to make them unsigned."""
+
+
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in int8 and their maxima, float32 `[T, 1]`."""
+    x = x.contiguous()
+    data = torch.empty_like(x, dtype=torch.int8)
+    largest = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+    kunlun.quant2d(x=x, y=data, max=largest, force_sdnn=True)
+    return data, largest
+
+
+class Rows:
+    """int8 rows `[N, K]`, each one's maximum `[N, 1]`, and what a zero point takes off a row's product for each unit
+    of the inputs' sum, or None: the product knows no zero points.
+    """
+
+    def __init__(self, weight: QTensor) -> None:
+        self.data, self.largest = weight.data.contiguous(), weight.scale * LARGEST
+        self.shift = None if weight.zero is None else (weight.scale * weight.zero)[:, 0]
+
+
+INT8_ROWS = Packing("kunlun_ops.int8_rows", Rows)
+
+
+def _int8_tokens(op: Any) -> bool:
+    return op.act is not None and op.act.format == "int8" and op.act.group == 0 and op.out_dtype is None
+
+
+@KERNELS(
+    "linear",
+    "kunlun_ops",
+    rank=RANK_FUSED,
+    when=When(
+        HALF,
+        formats=("int8_row",),
+        features=(*KUNLUN, "int8-dot"),
+        needs=(("activations in int8, a scale a token", _int8_tokens),),
+    ),
+    packs={"weight": INT8_ROWS},
+    capture_safe=True,
+)
+def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """kunlun_ops.quant2d and matmul; the bias goes in float32. What a token of zeros becomes in int8 is written
+    nowhere, and does not matter to the product, for its maximum is 0.
+    """
+    w: Rows = p.weight
+    data, largest = quantized(x)
+    out = x.new_empty(x.shape[0], w.data.shape[0])
+    kunlun.matmul(
+        x=data,
+        w=w.data,
+        out=out,
+        x_trans=False,
+        w_trans=True,
+        alpha=1.0,
+        beta=0.0,
+        bias=None if p.bias is None else p.bias.float(),
+        x_max=None,
+        w_max=None,
+        x_pc_max=largest,
+        w_pc_max=w.largest,
+    )
+    if w.shift is None:
+        return out
+    sums = data.float().sum(-1, keepdim=True) * (largest / LARGEST)
+    return (out.float() - sums * w.shift).to(x.dtype)
+
+
+@KERNELS(
+    "quantize",
+    "kunlun_ops",
+    rank=RANK_FUSED,
+    when=When(
+        HALF,
+        features=KUNLUN,
+        needs=(("int8 with a scale a token", lambda op: op.format == "int8" and op.group == 0),),
+    ),
+    capture_safe=True,
+)
+def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """kunlun_ops.quant2d; a token of zeros has maximum 0 there, and zeros with scale 1 here."""
+    data, largest = quantized(x)
+    zeros = largest == 0
+    return data.masked_fill(zeros, 0), (largest / LARGEST).masked_fill(zeros, 1.0)
+
+
+def words(entries: torch.Tensor) -> torch.Tensor:
+    """int4 entries, unsigned, `[K, N]` as words `[K, N / 8]`; in each byte the higher half is the column before."""
+    pairs = entries.to(torch.int64).unflatten(-1, (-1, COLUMNS // 2, 2)).flip(-1).flatten(-2)
+    packed = (pairs << (torch.arange(COLUMNS, device=entries.device) * BITS)).sum(-1)
+    return torch.where(packed < 1 << 31, packed, packed - (1 << 32)).to(torch.int32).contiguous()
+
+
+class Words:
+    """int4 weights `[K, N / 8]` in words, scales `[groups, N]` in float16, and zero points in words likewise."""
+
+    def __init__(self, weight: QTensor) -> None:
+        zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
+        if bool((zero != zero.round()).any()) or bool((zero.abs() > OFFSET - 1).any()):
+            raise UsageError("Zero points of an int4 weight are no integers from -7 to 7, which the vendor's words hold.")
+        self.data, self.zeros = words(weight.data.t() + OFFSET), words(zero.t() + OFFSET)
+        self.scale, self.group = weight.scale.t().to(torch.float16).contiguous(), weight.block[1]
+
+
+INT4_WORDS = Packing("kunlun_ops.int4_words", Words, dense=True)
+
+
+def _whole_groups(op: Any) -> bool:
+    rows, columns = op.weight.shape
+    return rows % COLUMNS == 0 and columns % INT4_GROUPS.get(op.weight.format, 1) == 0
+
+
+def _weight_only(op: Any) -> bool:
+    return op.act is None and op.out_dtype is None
+
+
+@KERNELS(
+    "linear",
+    "kunlun_ops",
+    rank=RANK_FUSED,
+    when=When(
+        (torch.float16,),
+        formats=tuple(INT4_GROUPS),
+        features=KUNLUN,
+        needs=(
+            ("activations and result in the plan's dtype", _weight_only),
+            ("rows in eights and whole groups", _whole_groups),
+        ),
+    ),
+    packs={"weight": INT4_WORDS},
+    capture_safe=True,
+)
+def linear_w4a16(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """kunlun_ops.awq_gemm, which multiplies in float16 alone; with many tokens awq_dequantize and torch's product."""
+    w: Words = p.weight
+    columns = w.data.shape[1] * COLUMNS
+    if x.shape[0] >= MANY_TOKENS:
+        plain = x.new_empty(w.data.shape[0], columns)
+        kunlun.awq_dequantize(
+            qweight=w.data,
+            scales=w.scale,
+            zeros=w.zeros,
+            weight=plain,
+            group_m=w.group,
+            quant_type=0,
+            align_type=PLAIN_ORDER,
+        )
+        out = torch.matmul(x, plain)
+    else:
+        out = x.new_empty(x.shape[0], columns)
+        kunlun.awq_gemm(
+            x=x.contiguous(),
+            w=w.data,
+            scale=w.scale,
+            zeros=w.zeros,
+            out=out,
+            align_type=PLAIN_ORDER,
+            group_size=w.group,
+        )
+    return out if p.bias is None else out + p.bias

@@ -1,0 +1,112 @@
+"""Norms, positions, activation and cache writes.
+
+Meaning: vLLM's operators of the same names, as baidu/vLLM-Kunlun at 09869ee7 calls the vendor's in their place
+(ops/_custom_ops.py, _kunlun_ops.py, layernorm.py); halves of swiglu as its tests found on a P800
+(tests/ut/ops/test_fused_moe.py at f926eebd).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tests.vendors.emulator import Implementations, require
+from tests.vendors.kunlun import chip
+
+IMPLEMENTATIONS = emulates = Implementations()
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _weight(weight: torch.Tensor, width: int) -> None:
+    chip.dtype(torch.float32, weight=weight)
+    chip.shape("weight", weight, width)
+
+
+@emulates("kunlun_ops::rmsnorm")
+def rmsnorm(x, weight, output, eps):
+    """output <- norm(x) weight; the weight is float32."""
+    chip.half(x=x, output=output)
+    chip.contiguous(x=x, output=output, weight=weight)
+    chip.shape("x", x, None, None)
+    chip.shape("output", output, *x.shape)
+    _weight(weight, x.shape[-1])
+    output.copy_(_norm(x.float(), weight, eps))
+
+
+@emulates("kunlun_ops::add_rmsnorm")
+def add_rmsnorm(x, y, residual_output, weight, eps, output):
+    """residual_output <- x + y; output <- norm(x + y) weight."""
+    chip.half(x=x, y=y, residual_output=residual_output, output=output)
+    chip.contiguous(x=x, y=y, residual_output=residual_output, output=output, weight=weight)
+    for name, t in (("y", y), ("residual_output", residual_output), ("output", output)):
+        chip.shape(name, t, *x.shape)
+    _weight(weight, x.shape[-1])
+    total = x.float() + y.float()
+    residual_output.copy_(total)
+    output.copy_(_norm(total, weight, eps))
+
+
+@emulates("kunlun_ops::rotary_embedding")
+def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
+    """Both in place, `[T, heads * head_size]`; the table is cosines, then sines, in the queries' dtype."""
+    chip.dtype(torch.int64, positions=positions)
+    chip.half(query=query, key=key, cos_sin_cache=cos_sin_cache)
+    chip.contiguous(query=query, key=key, cos_sin_cache=cos_sin_cache)
+    chip.shape("cos_sin_cache", cos_sin_cache, None, head_size)
+    require(int(positions.min()) >= 0 and int(positions.max()) < len(cos_sin_cache), "positions lie in the table")
+    cos, sin = (part.float()[:, None] for part in cos_sin_cache[positions].chunk(2, -1))
+    for name, t in (("query", query), ("key", key)):
+        require(t.dim() == 2 and t.shape[0] == positions.shape[0], f"{name} is [T, heads * D], got {list(t.shape)}")
+        require(t.shape[1] % head_size == 0, f"{name} holds whole heads of {head_size}, got {t.shape[1]}")
+        h = t.float().view(t.shape[0], -1, head_size)
+        a, b = h.chunk(2, -1) if is_neox else (h[..., 0::2], h[..., 1::2])
+        turned = (a * cos - b * sin, b * cos + a * sin)
+        out = torch.cat(turned, -1) if is_neox else torch.stack(turned, -1).flatten(-2)
+        t.copy_(out.view(t.shape))
+
+
+@emulates("kunlun_ops::swiglu")
+def swiglu(x, y):
+    """y <- silu(first half) * second half."""
+    chip.half(x=x, y=y)
+    chip.contiguous(x=x, y=y)
+    require(x.shape[-1] % 2 == 0 and x.numel() > 0, f"an even last dimension, got {list(x.shape)}")
+    chip.shape("y", y, *x.shape[:-1], x.shape[-1] // 2)
+    a, b = x.float().chunk(2, -1)
+    y.copy_(F.silu(a) * b)
+
+
+def _places(slot_mapping: torch.Tensor, rows: int, slots: int) -> torch.Tensor:
+    """Where rows are written. What a negative slot does is not documented, so there must be none."""
+    chip.dtype(torch.int64, slot_mapping=slot_mapping)
+    chip.shape("slot_mapping", slot_mapping, rows)
+    inside = bool(((slot_mapping >= 0) & (slot_mapping < slots)).all())
+    require(inside, f"slots lie in [0, {slots}), got {slot_mapping.tolist()}")
+    return slot_mapping
+
+
+@emulates("kunlun_ops::reshape_and_cache_flash")
+def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, BLHD_LAYOUT):  # noqa: N803 - the vendor's
+    """Caches `[blocks, heads, 16, D]`."""
+    require(not BLHD_LAYOUT, "BLHD_LAYOUT is emulated as False, heads before tokens")
+    chip.half(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    chip.contiguous(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    for name, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
+        chip.shape(name, cache, None, rows.shape[1], chip.BLOCK, rows.shape[2])
+    slots = _places(slot_mapping, key.shape[0], key_cache.shape[0] * chip.BLOCK)
+    for cache, rows in ((key_cache, key), (value_cache, value)):
+        cache[slots // chip.BLOCK, :, slots % chip.BLOCK] = rows
+
+
+@emulates("kunlun_ops::concat_and_cache_mla")
+def concat_and_cache_mla(kv_c, k_pe, slot_mapping, kv_cache):
+    """The cache is `[blocks, 64, latent + rotated]`."""
+    chip.half(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
+    chip.contiguous(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
+    chip.shape("k_pe", k_pe, kv_c.shape[0], None)
+    chip.shape("kv_cache", kv_cache, None, chip.LATENT_BLOCK, kv_c.shape[1] + k_pe.shape[1])
+    slots = _places(slot_mapping, kv_c.shape[0], kv_cache.shape[0] * chip.LATENT_BLOCK)
+    kv_cache.flatten(0, 1)[slots] = torch.cat((kv_c, k_pe), -1)
