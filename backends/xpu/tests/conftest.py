@@ -11,7 +11,16 @@ import torch
 from inferplane_xpu.intel import backend as intel
 from inferplane_xpu.kunlun import backend as kunlun
 
-VENDORS = ("torch_xmlir", "torch_npu", "torch_gcu", "triton", "intel_extension_for_pytorch", "kunlun_ops", "cocopod")
+VENDORS = (
+    "torch_xmlir",
+    "torch_npu",
+    "torch_gcu",
+    "triton",
+    "intel_extension_for_pytorch",
+    "kunlun_ops",
+    "cocopod",
+    "xspeedgate_ops",
+)
 
 
 @pytest.fixture

@@ -16,7 +16,16 @@ from inferplane_xpu import plugin
 from inferplane_xpu.intel.backend import IntelBackend
 from inferplane_xpu.kunlun.backend import KunlunBackend
 
-VENDORS = ("torch_xmlir", "torch_npu", "torch_gcu", "triton", "intel_extension_for_pytorch", "kunlun_ops", "cocopod")
+VENDORS = (
+    "torch_xmlir",
+    "torch_npu",
+    "torch_gcu",
+    "triton",
+    "intel_extension_for_pytorch",
+    "kunlun_ops",
+    "cocopod",
+    "xspeedgate_ops",
+)
 GQA, MLA = KVRequest("gqa", 8, 128, 128), KVRequest("mla", 1, 576)
 
 
@@ -58,7 +67,8 @@ def test_probe_is_cheap(variant):
 
 def test_assumed_architectures():
     assert list(IntelBackend.architectures) == ["bmg", "pvc", "dg2"]
-    assert KunlunBackend.architectures == {"p800": ("fp16", "bf16", "int8-dot")}
+    libraries = ("kunlun-ops", "xspeedgate-ops", "group-topk")
+    assert KunlunBackend.architectures == {"p800": ("fp16", "bf16", "int8-dot", *libraries)}
     assert IntelBackend().features()["bf16"].present
     assert IntelBackend().features("pvc")["fp8"].present is None
     assert KunlunBackend().features()["fp8"].present is False

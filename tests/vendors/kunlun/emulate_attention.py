@@ -12,26 +12,16 @@ import torch
 
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.kunlun import chip
+from tests.vendors.semantics import hidden_from, paged, running, softmax_v
 
 IMPLEMENTATIONS = emulates = Implementations()
 BLOCKS = (16, 64, 128)
 """Block sizes that users of the vendor's run with."""
 
 
-def _softmax_v(q, k, v, hidden, scale):
-    """q [S, N, D], k [K, G, D], v [K, G, V]: float32 [S, N, V]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
-    scores = torch.einsum("snd,knd->nsk", q.float(), k) * scale
-    scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
-    return torch.einsum("nsk,knv->snv", scores.softmax(-1), v)
-
-
-def _paged(cache: torch.Tensor, table: torch.Tensor, tokens: int) -> torch.Tensor:
+def _tokens(cache: torch.Tensor, table: torch.Tensor, tokens: int) -> torch.Tensor:
     """A sequence's tokens `[tokens, G, D]`; what its last block holds behind them is not looked at."""
-    blocks = table[: -(-tokens // cache.shape[2])].long()
-    require(bool(((blocks >= 0) & (blocks < cache.shape[0])).all()), "block_table names blocks of the cache")
-    return cache[blocks].transpose(1, 2).flatten(0, 1)[:tokens]
+    return paged(cache.transpose(1, 2), table, 0, tokens)
 
 
 def _caches(k: torch.Tensor, v: torch.Tensor, heads: int, dim: int) -> None:
@@ -64,17 +54,19 @@ def prefill_attention(
     chip.shape("q", q, None, None, None)
     chip.shape("out", out, *q.shape)
     _caches(k, v, q.shape[1], q.shape[2])
-    starts = chip.running("context_qlen_lod", context_qlen_lod_cpu, context_qlen_lod_xpu, q.shape[0])
-    ends = chip.running("context_kvlen_lod", context_kvlen_lod_cpu, context_kvlen_lod_xpu, None)
+    chip.twins("context_qlen_lod", context_qlen_lod_cpu, context_qlen_lod_xpu)
+    chip.twins("context_kvlen_lod", context_kvlen_lod_cpu, context_kvlen_lod_xpu)
+    starts = running("context_qlen_lod", context_qlen_lod_cpu, q.shape[0])
+    ends = running("context_kvlen_lod", context_kvlen_lod_cpu, int(context_kvlen_lod_cpu[-1]))
     require(len(starts) == len(ends), f"{len(starts) - 1} sequences of queries, {len(ends) - 1} of keys")
     _table(block_table, len(starts) - 1)
     for b, ((a, z), (first, last)) in enumerate(zip(pairwise(starts), pairwise(ends))):
         count, n = z - a, last - first
         require(0 < count <= n, f"a sequence brings tokens that it has, got {count} of {n}")
         require(n <= block_table.shape[1] * k.shape[2], f"{n} tokens in {block_table.shape[1]} blocks")
-        keys, values = (_paged(t, block_table[b], n) for t in (k, v))
-        hidden = torch.arange(n)[None] > torch.arange(n - count, n)[:, None]
-        out[a:z] = _softmax_v(q[a:z], keys, values, hidden, alpha * q.shape[2] ** -0.5).to(out.dtype)
+        keys, values = (_tokens(t, block_table[b], n) for t in (k, v))
+        hidden = hidden_from(count, 0, n, -1)
+        out[a:z] = softmax_v(q[a:z], keys, values, hidden, alpha * q.shape[2] ** -0.5).to(out.dtype)
 
 
 @emulates("kunlun_ops::speculative_attention")
@@ -99,8 +91,8 @@ def speculative_attention(
     _table(block_tables, batch_num)
     chip.shape("block_tables", block_tables, batch_num, max_num_blocks_per_seq)
     for b, n in enumerate(lens):
-        keys, values = (_paged(t, block_tables[b], n) for t in (k_cache, v_cache))
-        out[b] = _softmax_v(q[0, b : b + 1], keys, values, None, scale)[0].to(out.dtype)
+        keys, values = (_tokens(t, block_tables[b], n) for t in (k_cache, v_cache))
+        out[b] = softmax_v(q[0, b : b + 1], keys, values, None, scale)[0].to(out.dtype)
 
 
 @emulates("kunlun_ops::paged_attention")
@@ -123,5 +115,5 @@ def paged_attention(
     require(len(lens) == batch and min(lens) > 0, f"{batch} lengths above 0, got {lens}")
     _table(block_tables, batch)
     for b, n in enumerate(lens):
-        keys = _paged(k_cache, block_tables[b], n)
-        out[b] = _softmax_v(x[b], keys, keys[..., :kv_lora_rank], None, softmax_scale).to(out.dtype)
+        keys = _tokens(k_cache, block_tables[b], n)
+        out[b] = softmax_v(x[b], keys, keys[..., :kv_lora_rank], None, softmax_scale).to(out.dtype)

@@ -12,12 +12,9 @@ import torch.nn.functional as F
 
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.kunlun import chip
+from tests.vendors.semantics import normed, turned
 
 IMPLEMENTATIONS = emulates = Implementations()
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def _weight(weight: torch.Tensor, width: int) -> None:
@@ -33,7 +30,7 @@ def rmsnorm(x, weight, output, eps):
     chip.shape("x", x, None, None)
     chip.shape("output", output, *x.shape)
     _weight(weight, x.shape[-1])
-    output.copy_(_norm(x.float(), weight, eps))
+    output.copy_(normed(x.float(), weight, eps))
 
 
 @emulates("kunlun_ops::add_rmsnorm")
@@ -46,7 +43,7 @@ def add_rmsnorm(x, y, residual_output, weight, eps, output):
     _weight(weight, x.shape[-1])
     total = x.float() + y.float()
     residual_output.copy_(total)
-    output.copy_(_norm(total, weight, eps))
+    output.copy_(normed(total, weight, eps))
 
 
 @emulates("kunlun_ops::rotary_embedding")
@@ -57,15 +54,10 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
     chip.contiguous(query=query, key=key, cos_sin_cache=cos_sin_cache)
     chip.shape("cos_sin_cache", cos_sin_cache, None, head_size)
     require(int(positions.min()) >= 0 and int(positions.max()) < len(cos_sin_cache), "positions lie in the table")
-    cos, sin = (part.float()[:, None] for part in cos_sin_cache[positions].chunk(2, -1))
     for name, t in (("query", query), ("key", key)):
         require(t.dim() == 2 and t.shape[0] == positions.shape[0], f"{name} is [T, heads * D], got {list(t.shape)}")
         require(t.shape[1] % head_size == 0, f"{name} holds whole heads of {head_size}, got {t.shape[1]}")
-        h = t.float().view(t.shape[0], -1, head_size)
-        a, b = h.chunk(2, -1) if is_neox else (h[..., 0::2], h[..., 1::2])
-        turned = (a * cos - b * sin, b * cos + a * sin)
-        out = torch.cat(turned, -1) if is_neox else torch.stack(turned, -1).flatten(-2)
-        t.copy_(out.view(t.shape))
+        t.copy_(turned(t, positions, cos_sin_cache, head_size, is_neox))
 
 
 @emulates("kunlun_ops::swiglu")
@@ -89,7 +81,7 @@ def _places(slot_mapping: torch.Tensor, rows: int, slots: int) -> torch.Tensor:
 
 
 @emulates("kunlun_ops::reshape_and_cache_flash")
-def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, BLHD_LAYOUT):  # noqa: N803 - the vendor's
+def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, BLHD_LAYOUT):
     """Caches `[blocks, heads, 16, D]`."""
     require(not BLHD_LAYOUT, "BLHD_LAYOUT is emulated as False, heads before tokens")
     chip.half(key=key, value=value, key_cache=key_cache, value_cache=value_cache)

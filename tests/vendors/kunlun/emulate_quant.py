@@ -18,7 +18,7 @@ LEFT = 55
 
 
 @emulates("kunlun_ops::quant2d")
-def quant2d(x, y, max, force_sdnn):  # noqa: A002 - the vendor's name
+def quant2d(x, y, max, force_sdnn):
     """max <- largest magnitude of each row; y <- round(x / max * 127)."""
     chip.half(x=x)
     chip.dtype(torch.int8, y=y)

@@ -1,4 +1,4 @@
-"""Device "xpu:kunlun" on an emulator: the backend's own declarations and kernels, host tensors, the vendor's call forms.
+"""Device "xpu:kunlun" on an emulator: the backend's own declarations and kernels, host tensors, the vendor's calls.
 
 Plugin module for a process of its own: `INFERPLANE_PLUGINS=only,inferplane_cpu.plugin,tests.vendors.kunlun.emulated`.
 Variables as in tests/vendors/npu/emulated.py. `kunlun_ops` is a module that passes calls on.

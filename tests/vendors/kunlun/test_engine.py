@@ -30,7 +30,9 @@ def test_serves(family):
     assert [len(result.token_ids) for result in results] == [12, 12, 12]
     latents = family.startswith("deepseek")
     assert {layout["layout"] for layout in plan["kv_layouts"]} == {"kunlun_latent_64" if latents else "kunlun_bhld_16"}
-    attention = [s["chosen"]["kernel"] for s in plan["sites"] if s["op"] in ("attention", "mla_absorbed", "mla_expanded")]
+    attention = [
+        s["chosen"]["kernel"] for s in plan["sites"] if s["op"] in ("attention", "mla_absorbed", "mla_expanded")
+    ]
     vendor = [kernel.startswith("kunlun_ops:") for kernel in attention]
     assert attention and not any(vendor) if family == "mistral_window" else all(vendor), attention
 

@@ -59,7 +59,7 @@ def _sequence_a_token(batch: Batch) -> Sequences:
 
 
 class Lods(NamedTuple):
-    """Where sequences start among query tokens and among all tokens: running sums that begin with 0, int32 `[n + 1]`."""
+    """Where sequences start among query tokens, and among all tokens: running sums from 0 on, int32 `[n + 1]`."""
 
     query_cpu: torch.Tensor
     query_xpu: torch.Tensor

@@ -51,9 +51,7 @@ def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batc
         HALF,
         kv_layouts=(LATENT,),
         features=KUNLUN,
-        needs=(
-            ("latents of 512 + 64", lambda op: (op.dims.latent, op.dims.rope) == (LATENT_ENTRIES, ROTATED)),
-        ),
+        needs=(("latents of 512 + 64", lambda op: (op.dims.latent, op.dims.rope) == (LATENT_ENTRIES, ROTATED)),),
     ),
     needs_host_lens=True,
 )
@@ -130,6 +128,6 @@ def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     k_nope, v = F.linear(latent, p.kv_b.weight).unflatten(-1, (d.heads, -1)).split((d.nope, d.value), -1)
     keys = torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, d.heads, -1)), -1)
     values = F.pad(v, (0, d.nope + d.rope - d.value))
-    heads_first = [t.transpose(1, 2).contiguous() for t in (keys, values)]
-    out = prefill(torch.cat((q_nope, q_rope), -1), *heads_first, batch, b.tables, p.scale)
+    keys, values = (t.transpose(1, 2).contiguous() for t in (keys, values))
+    out = prefill(torch.cat((q_nope, q_rope), -1), keys, values, batch, b.tables, p.scale)
     return out[..., : d.value].contiguous()

@@ -78,9 +78,7 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     when=When(
         FLOATS,
         features=KUNLUN,
-        needs=(
-            ("sigmoid scores with a bias, groups judged by two experts, weights renormalized", _sigmoid_groups),
-        ),
+        needs=(("sigmoid scores with a bias, groups judged by two experts, weights renormalized", _sigmoid_groups),),
     ),
     packs={"bias": FLOAT32},
     capture_safe=True,
@@ -114,9 +112,7 @@ def moe_route_best_groups(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, t
     """kunlun_ops.moe_group_topk chooses by scores that it is given, and returns them as they are."""
     scores = logits.sigmoid() if p.score == "sigmoid" else logits.softmax(-1)
     weights, ids = _results(logits, p.top_k)
-    kunlun.moe_group_topk(
-        scores, p.groups, p.top_groups, weights, ids, _statistic(logits.shape[1], logits.device)
-    )
+    kunlun.moe_group_topk(scores, p.groups, p.top_groups, weights, ids, _statistic(logits.shape[1], logits.device))
     return (weights / weights.sum(-1, keepdim=True) if p.renormalize else weights) * p.factor, ids
 
 
@@ -136,7 +132,9 @@ def _sorted(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Ten
     return places, starts, rows
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, places: torch.Tensor, y: torch.Tensor) -> None:
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, places: torch.Tensor, y: torch.Tensor
+) -> None:
     kunlun.moe_fc(
         x=x,
         weight=weight,

@@ -127,7 +127,9 @@ class Words:
     def __init__(self, weight: QTensor) -> None:
         zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
         if bool((zero != zero.round()).any()) or bool((zero.abs() > OFFSET - 1).any()):
-            raise UsageError("Zero points of an int4 weight are no integers from -7 to 7, which the vendor's words hold.")
+            raise UsageError(
+                "Zero points of an int4 weight are no integers from -7 to 7, which the vendor's words hold."
+            )
         self.data, self.zeros = words(weight.data.t() + OFFSET), words(zero.t() + OFFSET)
         self.scale, self.group = weight.scale.t().to(torch.float16).contiguous(), weight.block[1]
 
