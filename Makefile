@@ -63,7 +63,7 @@ test: $(VENV)/.installed-test
 	$(MOCK) $(PYTEST) -m "not slow" --pyargs inferplane.conformance --device mock:layer $(PYTEST_ARGS)
 
 test-serving: $(SERVING)/.installed
-	$(ONE_THREAD) $(SERVING)/bin/python -m pytest -n $(WORKERS) tests/serving $(PYTEST_ARGS)
+	$(ONE_THREAD) $(SERVING)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/serving $(PYTEST_ARGS)
 
 test-vendors: $(VENDORS:%=test-vendor-%)
 

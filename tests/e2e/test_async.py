@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from inferplane import LLM, AsyncLLM, Delta, SamplingParams
+from inferplane.engine import local
 from inferplane.engine.client import Order, RequestId
 from inferplane.engine.local import LocalEngine
 from inferplane.errors import CapacityError, UsageError
@@ -229,5 +231,21 @@ def test_a_constrained_request_that_was_given_up_leaves_no_mark(monkeypatch: pyt
         while not any(p.finish_reason for _, p in told.pieces) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert [p.finish_reason for _, p in told.pieces][-1] == "length"
+    finally:
+        engine.close()
+
+
+def test_an_engine_comes_to_rest_once_after_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "REST_S", 0.01)
+    rests: queue.SimpleQueue[int] = queue.SimpleQueue()
+    engine = LocalEngine(LLM(CONFIG, **OPTIONS), rest=lambda: rests.put(1))
+    try:
+        for name in ("a", "b"):
+            engine.submit(order(name, max_tokens=3), Told()).result(10)
+            assert rests.get(timeout=10)
+            for _ in range(3):  # numbers that are asked for are no work
+                turn(engine)
+                time.sleep(0.03)
+            assert rests.empty()
     finally:
         engine.close()

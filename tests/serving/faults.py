@@ -15,21 +15,24 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 import inferplane
-from inferplane.engine import AsyncLLM
+from inferplane.engine import AsyncLLM, llm
+from inferplane.engine.constrain import Grammars
 from inferplane.engine.process import messages, remote
 from inferplane.engine.process import server as process
 from inferplane.errors import EngineError
-from inferplane.serving import logs, service
+from inferplane.serving import logs, model, service
 from inferplane.serving.http.app import gated, whole_app
 from inferplane.serving.http.gate import App, Keys
 from inferplane.serving.service import Service
 from inferplane.serving.settings import Settings
+from inferplane.serving.templates import ChatTemplate
 from tests.serving.soak import CHAT, COMPLETIONS, SCHEMA, terminals
 
 DEMO = Path(inferplane.__file__).parent / "models" / "demo"
@@ -120,6 +123,47 @@ def over_a_socket(model: str, options: dict[str, Any], folder: Path) -> AsyncLLM
     engine = AsyncLLM.__new__(AsyncLLM)
     engine._begin(client)
     return engine
+
+
+class _Grammars(Grammars):
+    """Kept from one engine to the next, with the process in which it tries constraints out: that takes longest."""
+
+    def close(self) -> None: ...
+
+
+class _Template(ChatTemplate):
+    """Kept from one server to the next, with its process; `end` ends it."""
+
+    end = ChatTemplate.close
+
+    async def close(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def kept_helpers() -> AsyncIterator[None]:
+    """Servers that are started inside share the processes beside them; a server's own life is tested elsewhere."""
+    grammars: list[_Grammars] = []
+    template: list[_Template] = []
+
+    def one_grammars(*args: Any) -> _Grammars:
+        grammars[:] = grammars or [_Grammars(*args)]
+        return grammars[0]
+
+    def one_template(tokenizer: Any) -> _Template:
+        template[:] = template or [of(tokenizer)]
+        return template[0]
+
+    of: Any = _Template.of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "Grammars", one_grammars)
+        patch.setattr(model, "ChatTemplate", SimpleNamespace(of=one_template))
+        try:
+            yield
+        finally:
+            for found in grammars:
+                Grammars.close(found)
+            for kept in template:
+                await kept.end()
 
 
 class Small:
@@ -298,11 +342,12 @@ async def small(folder: Path, *, by_messages: bool = False) -> AsyncIterator[Sma
         patch.setattr(logger, "handlers", [server.lines])
         patch.setattr(logger, "propagate", False)
         patch.setattr(logger, "level", logging.INFO)
-        await server.start()
-        try:
-            yield server
-        finally:
-            await server.stop()
+        async with kept_helpers():
+            await server.start()
+            try:
+                yield server
+            finally:
+                await server.stop()
 
 
 Work = Callable[[Small], Any]

@@ -83,10 +83,9 @@ class Live:
         limit = time.monotonic() + timeout_s
         with self._news:
             while (line := found()) is None:
-                if not self._news.wait(max(0.0, limit - time.monotonic())) or (
-                    self.process.poll() is not None and not self._reader.is_alive()
-                ):
-                    raise AssertionError(f"no {name!r} {facts} in the log:\n{self.text[-3000:]}")
+                over = self.process.poll() is not None and not self._reader.is_alive()
+                assert not over and time.monotonic() < limit, f"no {name!r} {facts} in the log:\n{self.text[-3000:]}"
+                self._news.wait(0.1)
             return line
 
     def client(self, **more: Any) -> httpx.Client:

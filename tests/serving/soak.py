@@ -1,6 +1,6 @@
 """A server under mixed requests for a long time: each ends exactly once, and nothing grows.
 
-    python -m tests.serving.soak 5000      # that many after a warm-up, more than CI sends
+    python -m tests.serving.soak 5000      # that many after a warm-up of 200, more than CI sends
 
 Completions, chat and the native dialect, whole and streamed, with schemas, log-probabilities and several sequences, and
 gRPC; a fifth of them is broken off at some point, a twentieth is wrong in some way. After each round, at rest, blocks,
@@ -29,11 +29,13 @@ from tests.serving.live import Live, engine_pids
 
 CANCELLED, INVALID = 0.20, 0.05
 AT_ONCE = 24
+WARM_UP = 200
+"""Requests before the first look: libraries are loaded and caches made at the first of each kind."""
 ARGS = (
     *("--max-batch", "16", "--max-waiting", "64", "--max-step-tokens", "256", "--kv-cache-bytes", str(24 * 2**20)),
     *("--grpc-port", "0"),
 )
-"""Cache and steps are small, so that the warm-up meets all of both: memory that is touched first counts as growth."""
+"""Cache and steps are small, so that both are soon met whole: memory that is touched first counts as growth."""
 MOST_GROWTH_BYTES = 2**20
 """Of resident memory, for a thousand requests, of the server and of the engine's process."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
@@ -259,7 +261,7 @@ def at_rest(server: Live) -> dict[str, Held]:
         if flat == last or time.monotonic() > limit:
             return now
         last = flat
-        time.sleep(0.3)
+        time.sleep(0.5)  # longer than REST_S, after which an engine returns what it freed
 
 
 def growth(points: list[tuple[int, int]]) -> float:
@@ -275,7 +277,8 @@ def main() -> int:
     step, seen = max(100, count // 10), []
     with Live(*ARGS) as server:
         soak = Soak(server)
-        asyncio.run(soak.send(max(500, count // 5)))
+        asyncio.run(soak.send(WARM_UP))
+        print(f"after {WARM_UP} requests for a warm-up:", flush=True)
         for done in range(0, count + 1, step):
             seen.append((done, at_rest(server)))
             shown = "   ".join(

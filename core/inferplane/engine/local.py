@@ -19,6 +19,8 @@ from inferplane.engine.results import Delta, FinishReason
 from inferplane.errors import EngineError, UsageError
 
 _Key = tuple[Sink, RequestId]
+REST_S = 0.2
+"""Seconds without work after which an engine counts as at rest."""
 
 
 @dataclass
@@ -36,10 +38,12 @@ class LocalEngine:
 
     Args:
         llm: the model; owned from here on.
+        rest: called in the engine's thread when it has come to rest after some steps.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, rest: Callable[[], object] | None = None) -> None:
         self.llm = llm
+        self._rest, self._rested = rest, 0
         self.info = model_info(llm)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[_Key, _Stream] = {}
@@ -236,12 +240,23 @@ class LocalEngine:
         self._streams.pop((stream.sink, stream.order.request_id), None)
         self._of.pop(stream.request, None)
 
+    def _next(self) -> Callable[[], None] | None:
+        """What comes next through the queue; None is its end."""
+        steps = self.llm.engine.metrics.counters["steps_total"]
+        if self._rest is not None and steps != self._rested:
+            try:
+                return self._inbox.get(timeout=REST_S)
+            except queue.Empty:
+                self._rested = steps
+                self._rest()
+        return self._inbox.get()
+
     def _loop(self) -> None:
         engine = self.llm.engine
         try:
             while True:
                 while not engine.busy or not self._inbox.empty():
-                    work = self._inbox.get()
+                    work = self._next()
                     self._turned = time.monotonic()
                     if work is None:
                         return

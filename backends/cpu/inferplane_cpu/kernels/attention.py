@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.composed.attention import expand_and_attend
 from inferplane.plugin import RANK_COMPOSED, RANK_PORTABLE, Batch, Kernels, LayerKV, When
+from inferplane_cpu.kernels.linear import many_rows
 from inferplane_cpu.kvcache import BLOCK_TOKENS
 from inferplane_cpu.native import Cache, Steps, library
 
 KERNELS = Kernels()
 LAYOUT = f"paged_{BLOCK_TOKENS}"
 """Entries in the plan's dtype, which these kernels read in place."""
+RANK_TILES = RANK_COMPOSED + 10
+"""torch's attention behind a native product."""
 RANK_SLOW = RANK_COMPOSED - 4
 """For many query tokens torch's attention is faster; it is not invariant to how a prompt is cut into chunks."""
 
@@ -50,6 +54,7 @@ LATENT = When(
     features=("native",),
     needs=(("a bfloat16 kv_b without bias", _latent_bf16),),
 )
+EXPANDED = When(dtypes=(torch.bfloat16,), features=("native", "amx"), needs=LATENT.needs)
 
 
 def steps(batch: Batch) -> Steps:
@@ -146,3 +151,9 @@ def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
 def mla_expanded_fixed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The absorbed form for many query tokens too, so that a chunk's size does not choose the arithmetic."""
     return _mla(p, p.kv_b.weight, q_nope, q_rope, batch, kv)
+
+
+@KERNELS("mla_expanded", "native", when=EXPANDED, rank=RANK_TILES, needs_host_lens=True)
+def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """Latents expanded on AMX, for which nothing is compiled, padded or kept; then torch's attention."""
+    return expand_and_attend(p, q_nope, q_rope, batch, kv, lambda latent: many_rows(p.kv_b, latent, None))

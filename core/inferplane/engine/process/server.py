@@ -24,6 +24,7 @@ from inferplane.engine.garbage import let_be
 from inferplane.engine.llm import LLM
 from inferplane.engine.local import LocalEngine
 from inferplane.engine.process import messages
+from inferplane.engine.process.memory import trimmer
 from inferplane.engine.process.messages import Fault, FromCaller, FromEngine, Piece
 from inferplane.engine.results import Delta
 
@@ -131,7 +132,7 @@ def _load(message: messages.Load, owner: Connection) -> LocalEngine:
         if llm.files.has_tokenizer:
             _ = llm.tokenizer  # now, not at the first request
     let_be()
-    return LocalEngine(llm)
+    return LocalEngine(llm, rest=trimmer())
 
 
 async def _run(sock: socket.socket) -> None:

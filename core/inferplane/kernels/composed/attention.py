@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.composed.shapes import rounded
+from inferplane.kernels.composed.shapes import padded, rounded
 from inferplane.ops import hidden_pairs
 from inferplane.types import Batch, Kernels, LayerKV, When
 
@@ -81,17 +82,29 @@ def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tenso
     return out
 
 
-@KERNELS("mla_expanded", "torch_sdpa", when=ANY, needs_host_lens=True)
-def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """Expand K and V of each sequence, pad V to K's width (one fused call serves equal widths only), attend."""
+def expand_and_attend(
+    p: Any,
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    batch: Batch,
+    kv: LayerKV,
+    expand: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Expand K and V of each sequence, pad V to K's width (one fused call serves equal widths only), attend.
+
+    Args:
+        p: a view of `mla_expanded`; the others: as its call.
+        expand: `kv_b` of latents `[n, R]`, rows strided; `[n or more, H (N + V)]`, where further rows are padding.
+    """
     d = p.dims
     q = torch.cat((q_nope, q_rope), -1)
     out = q.new_empty(q.shape[0], d.heads, d.value)
     for a, b, n, table in batch.rows():
-        entries = kv.read(table, n)[0].to(q.dtype)
-        count = n if q.dtype is torch.float32 else rounded(n)
-        latent, k_rope = F.pad(entries, (0, 0, 0, count - n)).split((d.latent, d.rope), -1)
-        k_nope, v = F.linear(latent, p.kv_b.weight).view(count, d.heads, -1).split((d.nope, d.value), -1)
+        latent, k_rope = kv.read(table, n)[0].to(q.dtype).split((d.latent, d.rope), -1)
+        expanded = expand(latent)
+        count = expanded.shape[0]
+        k_nope, v = expanded.view(count, d.heads, -1).split((d.nope, d.value), -1)
+        k_rope = F.pad(k_rope, (0, 0, 0, count - n))
         k = torch.cat((k_nope, k_rope[:, None].expand(count, d.heads, d.rope)), -1)
         width = d.nope + d.rope
         v = F.pad(v, (0, width - d.value)) if d.value < width else v
@@ -100,6 +113,16 @@ def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
         o = attend(q[a:b].transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), seen, causal=whole, scale=p.scale)
         out[a:b] = o.transpose(0, 1)[..., : d.value]
     return out
+
+
+@KERNELS("mla_expanded", "torch_sdpa", when=ANY, needs_host_lens=True)
+def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """See `expand_and_attend`; in 16 bits latents are expanded in a shape of few."""
+
+    def expand(latent: torch.Tensor) -> torch.Tensor:
+        return F.linear(latent if latent.dtype is torch.float32 else padded(latent), p.kv_b.weight)
+
+    return expand_and_attend(p, q_nope, q_rope, batch, kv, expand)
 
 
 @KERNELS("mla_absorbed", "torch_sdpa", when=ANY, needs_host_lens=True)
