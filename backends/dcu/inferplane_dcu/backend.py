@@ -2,7 +2,8 @@
 
 AMD's GPUs run the same HIP builds, so the build alone decides nothing. The kernel driver lists gfx names in sysfs, and
 Hygon's installations have paths of their own; both can be read without starting HIP. `open()` asks HIP for the gfx
-name. gfx906 is a name that both vendors use: there the installation decides.
+name. gfx906 is a name that both vendors use: there the installation decides. Wheels of two releases crash when they are
+imported, so their versions are compared first (`inferplane_dcu.versions`).
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from glob import glob
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from inferplane.plugin import (
     Backend,
+    Batch,
     DeviceError,
     DeviceState,
-    Feature,
     Features,
     Kernel,
     KVLayout,
@@ -30,6 +31,9 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
+from inferplane_dcu import versions
+from inferplane_dcu.chips import GFX, SHARED_NAME, features_here, features_of
+from inferplane_dcu.graphs import Graph, Graphs
 from inferplane_dcu.kernels import kernels
 from inferplane_dcu.kvcache import layouts
 
@@ -39,69 +43,11 @@ TOPOLOGY = "/sys/class/kfd/kfd/topology/nodes/*/properties"
 VENDOR_PATHS = ("/dev/mkfd", "/opt/dtk", "/opt/hyhal")
 """What only Hygon's driver and toolkit bring: a device node, the toolkit (DTK), the libraries below it."""
 VENDOR_TOOL = "hy-smi"
-SHARED_NAME = "gfx906"
-"""Hygon's Z100 and AMD's MI50 both go by it."""
 
 INSTALL = (
     "start from one of Hygon's images, or install DTK and the torch wheel made for it (https://das.sourcefind.cn); "
     "in a container, pass /dev/kfd, /dev/mkfd and /dev/dri and mount /opt/hyhal"
 )
-
-_UNREAD = "no source that we read says so or denies it"
-_FP8_ONLY = "the vendor's FP8 kernels are built for gfx938 alone (HYGON-AI/vllm-plugin-das)"
-_DEPLOYED = "the vendor publishes deployments of this kind for this DCU (DAS cookbook)"
-
-GFX: dict[str, tuple[str, dict[str, Feature]]] = {
-    "gfx936": (
-        "BW1000",
-        {
-            "bf16": Feature(True, _DEPLOYED),
-            "int8-dot": Feature(True, _DEPLOYED),
-            "fp8": Feature(False, _FP8_ONLY),
-        },
-    ),
-    "gfx928": (
-        "K100_AI",
-        {
-            "bf16": Feature(True, _DEPLOYED),
-            "int8-dot": Feature(True, _DEPLOYED),
-            "fp8": Feature(False, _FP8_ONLY),
-        },
-    ),
-    "gfx938": (
-        "BW1100",
-        {
-            "bf16": Feature(True, _DEPLOYED),
-            "int8-dot": Feature(True, _DEPLOYED),
-            "fp8": Feature(True, "the vendor's FP8 kernels are built for it (HYGON-AI/vllm-plugin-das)"),
-        },
-    ),
-    "gfx906": (
-        "Z100",
-        {
-            "bf16": Feature(None, _UNREAD),
-            "int8-dot": Feature(None, _UNREAD),
-            "fp8": Feature(False, _FP8_ONLY),
-        },
-    ),
-    "gfx926": (
-        "K100",
-        {
-            "bf16": Feature(None, _UNREAD),
-            "int8-dot": Feature(None, _UNREAD),
-            "fp8": Feature(False, _FP8_ONLY),
-        },
-    ),
-    "gfx946": ("gfx946", {}),
-    "gfx92a": ("gfx92a", {}),
-}
-"""Hygon's gfx names: product and features. Some pairs of name and product were inferred from the vendor's code."""
-
-
-def features_of(gfx: str) -> Features:
-    """What an architecture can do; what is not known of it is left out, which means unknown."""
-    known = {"fp16": Feature(True, "every DCU computes in it")} if gfx in GFX else {}
-    return Features({**known, **GFX.get(gfx, ("", {}))[1]})
 
 
 class DcuBackend(Backend):
@@ -114,36 +60,46 @@ class DcuBackend(Backend):
         gfx: tuple(name for name, feature in features_of(gfx).items() if feature.present) for gfx in GFX
     }
 
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index)
+        self._graphs = Graphs()
+
     @classmethod
     def probe(cls) -> Probe:
-        """From torch's build, sysfs and the vendor's paths; HIP is not started, so a fork afterwards is safe."""
-        versions = {"torch": str(torch.__version__)}
+        """From torch's build, packages' metadata, sysfs and the vendor's paths. HIP is not started: a fork is safe."""
+        versions_here = {"torch": str(torch.__version__)}
         if not torch.version.hip:
             build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without HIP"
-            return Probe(Presence.ABSENT, f"torch {torch.__version__} is {build}", INSTALL, versions)
-        versions["hip"] = torch.version.hip
+            return Probe(Presence.ABSENT, f"torch {torch.__version__} is {build}", INSTALL, versions_here)
+        versions_here["hip"] = torch.version.hip
         signs = [path for path in VENDOR_PATHS if os.path.exists(path)]
         signs += [VENDOR_TOOL] if shutil.which(VENDOR_TOOL) else []
+        signs += ["a torch built for DTK"] if versions.dtk_of(torch.__version__) else []
         listed = _listed_gfx()
         hygon = [gfx for gfx in listed if gfx in GFX and (gfx != SHARED_NAME or signs)]
         if not hygon and not signs:
             seen = f"; the GPUs here are {', '.join(sorted(set(listed)))}, not Hygon's" if listed else ""
             looked = f"looked for {', '.join((*VENDOR_PATHS, VENDOR_TOOL))} and a Hygon gfx name in sysfs"
             reason = f"torch is built for HIP {torch.version.hip}, but nothing of Hygon's is here ({looked}){seen}"
-            return Probe(Presence.ABSENT, reason, INSTALL, versions)
+            return Probe(Presence.ABSENT, reason, INSTALL, versions_here)
+        packages = versions.installed()
+        versions_here = {**versions_here, **packages}
+        if misfits := versions.misfits(str(torch.__version__), packages):
+            remedy = "install torch and the vendor's packages of one DAS release, for the DTK that is here"
+            return Probe(Presence.BROKEN, "; ".join(misfits), remedy, versions_here)
         if not os.path.exists(COMPUTE_NODE):
             found = ", ".join((*signs, *sorted(set(hygon))))
             reason = f"Hygon's software is here ({found}), but no DCU is: {COMPUTE_NODE} is missing"
             remedy = "load the driver; in a container, pass /dev/kfd, /dev/mkfd and /dev/dri"
-            return Probe(Presence.ABSENT, reason, remedy, versions)
+            return Probe(Presence.ABSENT, reason, remedy, versions_here)
         for variable in VISIBLE:
             if os.environ.get(variable, "all").strip() in ("", "-1"):
                 reason = f"{variable}={os.environ[variable]!r} hides every DCU"
-                return Probe(Presence.ABSENT, reason, f"unset {variable}, or list the DCUs to use", versions)
+                return Probe(Presence.ABSENT, reason, f"unset {variable}, or list the DCUs to use", versions_here)
         what = ", ".join(f"{gfx} ({GFX[gfx][0]})" for gfx in sorted(set(hygon))) or "a gfx name that opening will tell"
         reason = f"torch {torch.__version__} with HIP {torch.version.hip}, {what}"
         devices = len(hygon) if hygon and not any(variable in os.environ for variable in VISIBLE) else None
-        return Probe(Presence.AVAILABLE, reason, versions=versions, devices=devices)
+        return Probe(Presence.AVAILABLE, reason, versions=versions_here, devices=devices)
 
     def open(self) -> DeviceState:
         """Make DCU `index` torch's current device, ask for its gfx name and allocate one element on it.
@@ -170,7 +126,7 @@ class DcuBackend(Backend):
                 raise DeviceError(
                     f"{self.torch_device_indexed} is {properties.name!r} ({gfx}), which is not a Hygon DCU known here.",
                     there_is=f"support for {', '.join(GFX)}",
-                    remedy="use the backend of its vendor, or add it to inferplane_dcu.backend.GFX if it is Hygon's",
+                    remedy="use the backend of its vendor, or add it to inferplane_dcu.chips.GFX if it is Hygon's",
                 )
             torch.cuda.set_device(self.index)
             _touch(self.torch_device_indexed)
@@ -183,7 +139,7 @@ class DcuBackend(Backend):
                 there_is=probe.reason,
                 remedy=f"see what `{VENDOR_TOOL}` says; DTK, driver and torch wheel must be of one release",
             ) from error
-        return DeviceState(self.torch_device_indexed, properties.name, gfx, features_of(gfx), memory)
+        return DeviceState(self.torch_device_indexed, properties.name, gfx, features_here(gfx), memory)
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_dcu.kernels`."""
@@ -195,7 +151,7 @@ class DcuBackend(Backend):
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_dcu.kvcache`."""
-        return layouts()
+        return layouts(request)
 
     def memory(self) -> Memory:
         """Bytes of this DCU, other processes' use counted."""
@@ -205,6 +161,10 @@ class DcuBackend(Backend):
     def comm(self) -> str:
         """RCCL, which torch calls by NCCL's name."""
         return "nccl"
+
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph:
+        """As a HIP graph."""
+        return self._graphs.record(step, bucket)
 
     def synchronize(self) -> None:
         """Wait for everything launched on this DCU."""

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from inferplane.plugin import Backend, DeviceError, KVRequest, Presence
-from inferplane_dcu import backend, plugin
+from inferplane_dcu import backend, plugin, versions
 from inferplane_dcu.backend import DcuBackend, features_of
 
 VENDORS = ("torch_npu", "torch_gcu", "torch_xmlir", "triton", "flash_attn", "flash_mla", "lightop", "lmslim", "amdsmi")
@@ -28,6 +30,8 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(backend, "TOPOLOGY", str(tmp_path / "nodes/*/properties"))
     monkeypatch.setattr(backend, "VENDOR_PATHS", (str(tmp_path / "dev/mkfd"), str(tmp_path / "opt/dtk")))
     monkeypatch.setattr(torch, "__version__", "2.9.0")
+    monkeypatch.setattr(versions, "TOOLKIT", str(tmp_path / "opt/dtk/.info/rocm_version"))
+    monkeypatch.setattr(versions, "installed", dict)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "6.3.26093")
     for variable in backend.VISIBLE:
@@ -113,6 +117,53 @@ def test_an_amd_machine_is_not_a_dcu(machine, version, name):
     probe = DcuBackend.probe()
     assert probe.presence is Presence.ABSENT
     assert f"the GPUs here are {name}, not Hygon's" in probe.reason
+
+
+def test_a_torch_of_hygons_is_a_sign(machine, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.0+das.opt1.dtk2604")
+    probe = DcuBackend.probe()
+    assert probe.presence is Presence.ABSENT
+    assert "a torch built for DTK" in probe.reason and "no DCU is" in probe.reason
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "packages", "toolkit", "words"),
+    [
+        ("2.11.0+das.opt1.dtk2604", {"lightop": "0.6.0+das.dtk2604.torch271"}, "26.04", ("torch 2.7", "2.11.0+das")),
+        ("2.7.1+das.opt1.dtk2504", {"flash_attn": "2.8.3+das.opt1.dtk2604"}, "25.04.4", ("DTK 26.04", "DTK 25.04")),
+        ("2.7.1+das.opt1.dtk25041", {}, "26.04", ("built for DTK 25.04", "here is DTK 26.04")),
+    ],
+    ids=["torch", "toolkits of wheels", "toolkit here"],
+)
+def test_wheels_of_two_releases_are_refused(dcus, machine, monkeypatch, torch_version, packages, toolkit, words):
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(versions, "installed", lambda: packages)
+    (machine / "opt/dtk/.info").mkdir()
+    (machine / "opt/dtk/.info/rocm_version").write_text(toolkit + "\n")
+    probe = DcuBackend.probe()
+    assert probe.presence is Presence.BROKEN
+    assert all(word in probe.reason for word in words), probe.reason
+    assert "of one DAS release" in probe.remedy
+    assert packages.items() <= probe.versions.items()
+    with pytest.raises(DeviceError, match="built for"):
+        DcuBackend().open()
+    assert not dcus.done, "the device was touched"
+
+
+def test_wheels_of_one_release_fit(dcus, machine, monkeypatch):
+    packages = {
+        "lightop": "0.6.0+das.dtk2604.torch2110.2608171227.g8c835c",
+        "flash_attn": "2.8.4+dtk2604.torch2110.2609241509.g624d7b",
+        "lmslim": "0.3.1",
+        "triton": "3.3.0+das.opt1.dtk2604",
+    }
+    monkeypatch.setattr(torch, "__version__", "2.11.0+das.opt1.dtk2604.202604021232.g1175f0")
+    monkeypatch.setattr(versions, "installed", lambda: packages)
+    (machine / "opt/dtk/.info").mkdir()
+    (machine / "opt/dtk/.info/rocm_version").write_text("26.04.1")
+    probe = DcuBackend.probe()
+    assert probe.presence is Presence.AVAILABLE
+    assert probe.versions["lightop"] == packages["lightop"]
 
 
 def test_toolkit_without_a_device(machine):
@@ -224,16 +275,28 @@ def test_assumed_architectures():
 
 
 def test_blocks_of_64_tokens_for_every_kind_of_layer():
-    for request in (KVRequest("gqa", 8, 128, 128), KVRequest("mla", 1, 576)):
+    for request, kv_dtypes in (
+        (KVRequest("gqa", 8, 128, 128), ["auto", "auto", "int8"]),
+        (KVRequest("gqa", 8, 80, 80), ["auto", "int8"]),
+        (KVRequest("gqa", 2, 320, 320), ["auto", "int8"]),
+        (KVRequest("mla", 1, 576), ["auto", "int8"]),
+    ):
         layouts = DcuBackend().kv_layouts(request, torch.bfloat16)
         assert {layout.block_tokens for layout in layouts} == {64}
-        assert [layout.kv_dtype for layout in layouts] == ["auto", "int8"]
+        assert [layout.kv_dtype for layout in layouts] == kv_dtypes
+        assert (layouts[0].name == "dcu_heads_64") == (len(layouts) == 3), "the vendor's own layout first"
 
 
 def test_every_declared_kernel_exists():
+    """Functions behind dotted names are looked for in the source: importing them takes what only a DCU machine has."""
     kernels = DcuBackend().kernels()
-    assert kernels
-    assert all(callable(kernel.function()) for kernel in kernels)
+    assert {kernel.provider for kernel in kernels} >= {"lightop", "hcu_ops", "flash_attn", "flash_mla", "triton"}
+    for kernel in kernels:
+        if callable(kernel.target):
+            continue
+        module, _, name = kernel.target.partition(":")
+        source = Path(find_spec(module).origin).read_text(encoding="utf-8")
+        assert f"def {name}(" in source, kernel.target
 
 
 def test_collectives():

@@ -1,11 +1,20 @@
-"""Kernels for Hygon DCUs: for now those composed from torch's own operators."""
+"""Kernels for Hygon DCUs: the vendor's fused functions, portable Triton, and torch's own operators for the rest."""
 
 from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
+from inferplane.kernels.triton import Launch, Tiles, triton_kernels
 from inferplane.plugin import Kernel
+from inferplane_dcu.kernels import attention, basic, mla, moe
+from inferplane_dcu.kvcache import PAGED
+
+TILES = Tiles(prefill=Launch(64, 16, 4, 1), decode=Launch(16, 16, 4, 1), mla=Launch(16, 16, 4, 1))
+"""A program may have 64 KiB of shared memory and waves have 64 lanes; Hygon's build of Triton takes 16 keys a turn in
+attention and no more (FlagGems issue 3819). One stage: there is no room for a second.
+"""
 
 
 def kernels() -> list[Kernel]:
-    """Every kernel this backend declares."""
-    return composed_kernels()
+    """Every kernel this backend declares. The vendor's functions are looked up when a kernel is linked."""
+    own = [*basic.KERNELS, *attention.KERNELS, *mla.KERNELS, *moe.KERNELS]
+    return [*own, *triton_kernels((PAGED, f"{PAGED}_int8"), TILES.prepare), *composed_kernels()]

@@ -1,0 +1,168 @@
+"""Cache writes and attention over K and V, in the vendor's layout of heads and in plain blocks.
+
+Blocks of heads (`dcu_heads_64`): the vendor's paged attention for single tokens, which knows no window and gives no
+mass of the softmax (LSE), and its flash attention over the same blocks for everything else. Plain blocks (`paged_64`):
+the vendor's other flash attention, one call a step.
+
+Three paths of the fork are kept off, each behind the same name: vllm_flash_attn_with_kvcache ignores a window and
+`causal`, and for several tokens a sequence knows one KV head only; vllm_flash_attn_varlen_func goes the same way where
+every sequence brings the same 1 to 4 tokens and there is no window. So single tokens are all that the first gets, and
+the second is called for more than 8 tokens or with a window.
+
+Sources: the DCU fork's flash_attn_interface.py; HYGON-AI/vllm-plugin-das, v1/attention/backends/flash_attn.py and
+csrc/torch_bindings.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Batch, Kernels, LayerKV
+from inferplane_dcu import vendor
+from inferplane_dcu.chips import PAGED_PROMPTS
+from inferplane_dcu.kernels.basic import TABLE, plan_dtype
+from inferplane_dcu.kernels.when import RANK_FUSED, each_token_alone, one, only, with_
+from inferplane_dcu.kvcache import HEADS, PAGED
+
+hcu = torch.ops.hcu_ops
+KERNELS = Kernels()
+VERSION = 2
+"""Value of `fa_version`: the fork asserts it."""
+OPERATORS = (vendor.CACHE_OPERATORS,)
+
+
+def _window(p: Any) -> list[int] | None:
+    """A window of w tokens is the token and w - 1 before it."""
+    return None if p.kv.window is None else [p.kv.window - 1, 0]
+
+
+def _write(k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: Any) -> None:
+    scale = one(k.device)
+    if kv.layout == HEADS:
+        hcu.reshape_and_cache(k.contiguous(), v.contiguous(), kv.keys, kv.values, batch.slots, "auto", scale, scale)
+    else:
+        keys, values = kv.blocked()
+        hcu.reshape_and_cache_flash(k.contiguous(), v.contiguous(), keys, values, batch.slots, "auto", scale, scale)
+
+
+@KERNELS(
+    "kv_write",
+    "hcu_ops",
+    rank=RANK_FUSED,
+    when=with_(features=OPERATORS, kv_layouts=(HEADS, PAGED)),
+    capture_safe=True,
+)
+def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """hcu_ops::reshape_and_cache for blocks of heads, reshape_and_cache_flash for plain ones; slot -1 is skipped."""
+    _write(k, v, batch, kv)
+
+
+def _both_norms(op: Any) -> bool:
+    norms = (op.q_norm, op.k_norm)
+    return all(n is not None and plan_dtype(n.weight) for n in norms) and op.q_norm.eps == op.k_norm.eps
+
+
+@KERNELS(
+    "norm_rope_write",
+    "lightop",
+    rank=RANK_FUSED,
+    when=with_(
+        vendor.NORM_ROPE,
+        features=OPERATORS,
+        kv_layouts=(HEADS, PAGED),
+        needs=(("norms of queries and keys with one epsilon, weights in the plan's dtype", _both_norms),),
+    ),
+    packs={"rope.table": TABLE},
+    prepare=vendor.found_once(vendor.NORM_ROPE),
+    capture_safe=True,
+)
+def norm_rope_write(
+    p: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV
+) -> torch.Tensor:
+    """rms_rotary_embedding_fuse, in place on copies, and the cache's write."""
+    tokens, heads, dim = q.shape
+    q, k = (t.clone(memory_format=torch.contiguous_format) for t in (q, k))
+    p.prepared(
+        batch.positions, q.view(tokens, -1), k.view(tokens, -1), dim, p.rope.table.in_dtype(q.dtype),
+        not p.rope.interleaved, p.q_norm.weight, p.k_norm.weight, None, None, p.q_norm.eps,
+    )  # fmt: skip
+    _write(k, v, batch, kv)
+    return q.view(tokens, heads, dim)
+
+
+def _single_tokens(op: Any) -> bool:
+    return op.queries == "few" and op.kv.window is None
+
+
+@KERNELS(
+    "attention",
+    "flash_attn",
+    rank=RANK_FUSED,
+    when=with_(
+        vendor.FLASH_TOKENS, kv_layouts=(HEADS,), needs=(("at most 8 tokens a sequence, no window", _single_tokens),)
+    ),
+    prepare=vendor.found_once(vendor.FLASH_TOKENS),
+    capture_safe=True,
+)
+def attention_tokens(p: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
+    """Paged attention with each token as a sequence of its own."""
+    lens, tables = each_token_alone(batch, q.shape[0])
+    out = p.prepared(
+        q.contiguous()[:, None], kv.keys, kv.values, cache_seqlens=lens, block_table=tables, softmax_scale=p.scale,
+        causal=True,
+    )  # fmt: skip
+    return only(out)[:, 0]
+
+
+def _ragged(op: Any) -> bool:
+    return not _single_tokens(op)
+
+
+@KERNELS(
+    "attention",
+    "flash_attn",
+    rank=RANK_FUSED,
+    when=with_(
+        vendor.FLASH_PROMPTS,
+        features=(PAGED_PROMPTS,),
+        kv_layouts=(HEADS,),
+        needs=(("more than 8 tokens of a sequence, or a window", _ragged),),
+    ),
+    prepare=vendor.found_once(vendor.FLASH_PROMPTS),
+    capture_safe=True,
+)
+def attention_prompts(p: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
+    """All sequences in one call, over blocks of heads."""
+    out = p.prepared(
+        q.contiguous(), kv.keys, kv.values, max_seqlen_q=batch.max_query_tokens, cu_seqlens_q=batch.query_start,
+        max_seqlen_k=batch.max_seq_tokens, seqused_k=batch.seq_lens, softmax_scale=p.scale, causal=True,
+        window_size=_window(p), block_table=batch.block_tables, is_prefix_cache=True, fa_version=VERSION,
+    )  # fmt: skip
+    return only(out)
+
+
+def _flash_dims(op: Any) -> bool:
+    return op.kv.dim == op.kv.v_dim and op.kv.dim % 8 == 0 and op.kv.dim <= 256
+
+
+@KERNELS(
+    "attention",
+    "flash_attn",
+    rank=RANK_FUSED,
+    when=with_(
+        vendor.FLASH_PAGED, kv_layouts=(PAGED,), needs=(("K and V of one width, in eights up to 256", _flash_dims),)
+    ),
+    prepare=vendor.found_once(vendor.FLASH_PAGED),
+    capture_safe=True,
+)
+def attention_paged(p: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
+    """All sequences in one call, over plain blocks."""
+    keys, values = kv.blocked()
+    out = p.prepared(
+        q=q.contiguous(), k=keys, v=values, cu_seqlens_q=batch.query_start, max_seqlen_q=batch.max_query_tokens,
+        max_seqlen_k=batch.max_seq_tokens, seqused_k=batch.seq_lens, softmax_scale=p.scale, causal=True,
+        window_size=tuple(_window(p) or (-1, -1)), block_table=batch.block_tables,
+    )  # fmt: skip
+    return only(out)

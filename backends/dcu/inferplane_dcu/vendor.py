@@ -1,0 +1,149 @@
+"""The vendor's functions that kernels call, and where each release keeps them.
+
+Hygon moves functions between modules from release to release (`lightop.op`, then categories such as `lightop.norm`;
+lmslim into lightop), so a function is a name and the modules that have had it, newest first. Whether it is here is a
+feature, found out when the device is opened; the kernel gets the function itself when it is linked.
+
+Sources: HYGON-AI/vllm-plugin-das (its calls, and its notes on lightop 0.6 and what moved there from lmslim), the DCU
+fork's flash_attn_interface.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from glob import glob
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Context, Feature, KernelError
+from inferplane_dcu import versions
+
+CACHE_OPERATORS = "hcu-ops"
+"""Feature: the operators `torch.ops.hcu_ops` of the vendor's vLLM plugin."""
+_PLUGIN, _LIBRARY = "vllm_hcu", "hcu_ops*.so"
+
+
+@dataclass(frozen=True)
+class VendorFunction:
+    """A function of the vendor's.
+
+    Args:
+        name: its name, the same in every release.
+        modules: those that have had it, newest first.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+
+    @property
+    def feature(self) -> str:
+        """The feature that says whether it is here: "lightop.silu_and_mul_opt"."""
+        return f"{self.modules[0].partition('.')[0]}.{self.name}"
+
+    def find(self) -> Callable[..., Any]:
+        """The function, from the newest of its modules that is here.
+
+        Raises:
+            KernelError: none of them has it; says what each answered.
+        """
+        answers = []
+        for module in self.modules:
+            try:
+                return getattr(importlib.import_module(module), self.name)
+            except (ImportError, AttributeError, OSError, RuntimeError) as error:
+                answers.append(f"{module}: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
+        raise KernelError(
+            f"{self.name} of Hygon's {self.modules[0].partition('.')[0]} is not here.",
+            there_is="; ".join(answers),
+            remedy="install the DAS wheel of the release that torch is of (https://das.sourcefind.cn)",
+        )
+
+
+RMS_NORM = VendorFunction("rmsnorm_forward_autograd", ("lightop.norm", "lightop.op", "lightop"))
+ADD_RMS_NORM = VendorFunction("fused_add_rms_norm", ("lightop.norm", "lightop.op", "lightop"))
+SILU_MUL = VendorFunction("silu_and_mul_opt", ("lightop.activation", "lightop.op"))
+ROPE = VendorFunction("rotary_embedding_fuse", ("lightop.op",))
+NORM_ROPE = VendorFunction("rms_rotary_embedding_fuse", ("lightop.attention", "lightop.op", "lightop"))
+QUANTIZE = VendorFunction("per_token_quant_int8", ("lightop.quant", "lmslim.layers.gemm.int8_utils"))
+W8A8 = VendorFunction("hipblaslt_w8a8_gemm", ("lightop.gemm_ops", "lmslim.quant_ops", "lmslim.quantize.quant_ops"))
+GATE = VendorFunction("moe_fused_gate", ("lightop.moe",))
+FLASH = VendorFunction("flash_attn_varlen_func", ("flash_attn",))
+FLASH_PAGED = VendorFunction("hg_flash_attn_varlen_func", ("flash_attn", "flash_attn.flash_attn_interface"))
+FLASH_PROMPTS = VendorFunction("vllm_flash_attn_varlen_func", ("flash_attn", "flash_attn.flash_attn_interface"))
+FLASH_TOKENS = VendorFunction("vllm_flash_attn_with_kvcache", ("flash_attn", "flash_attn.flash_attn_interface"))
+MLA_PLAN = VendorFunction("get_mla_metadata", ("flash_mla", "flash_mla.flash_mla_interface"))
+MLA = VendorFunction("flash_mla_with_kvcache", ("flash_mla", "flash_mla.flash_mla_interface"))
+
+FUNCTIONS = tuple(value for value in list(globals().values()) if isinstance(value, VendorFunction))
+
+
+def found_once(*functions: VendorFunction) -> Callable[[Any, Context], Any]:
+    """`Kernel.prepare` that looks functions up when the kernel is linked: one as itself, several as a tuple."""
+
+    def prepare(op: Any, ctx: Context) -> Any:
+        found = tuple(function.find() for function in functions)
+        return found[0] if len(found) == 1 else found
+
+    return prepare
+
+
+def assumed() -> dict[str, Feature]:
+    """Every function and operator, as on a machine that has the vendor's current release."""
+    return {
+        **{f.feature: Feature(True, f"assumed: {f.modules[0]} has it") for f in FUNCTIONS},
+        CACHE_OPERATORS: Feature(True, f"assumed: {_PLUGIN} is installed"),
+    }
+
+
+def found() -> dict[str, Feature]:
+    """Which of them are here; their modules are imported, which may start the device."""
+    return {**{f.feature: _looked_for(f) for f in FUNCTIONS}, CACHE_OPERATORS: _load_operators()}
+
+
+def _looked_for(function: VendorFunction) -> Feature:
+    packages = sorted({module.partition(".")[0] for module in function.modules})
+    if not any(is_installed(package) for package in packages):
+        return Feature(False, f"{' and '.join(packages)}: not installed; DAS has wheels")
+    try:
+        return Feature(True, f"found in {function.find().__module__}")
+    except KernelError as error:
+        return Feature(False, f"not found ({error.there_is})")
+
+
+def _load_operators() -> Feature:
+    """The shared library alone: importing the plugin would import vLLM."""
+    spec = find_spec(_PLUGIN) if is_installed(_PLUGIN) else None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    libraries = sorted(path for folder in folders for path in glob(os.path.join(folder, _LIBRARY)))
+    if not libraries:
+        return Feature(False, f"{_PLUGIN}, which has {_LIBRARY}, is not installed; DAS has wheels")
+    try:
+        torch.ops.load_library(libraries[0])
+    except OSError as error:
+        return Feature(False, f"{os.path.basename(libraries[0])} does not load: {' '.join(str(error).split())}")
+    return Feature(True, f"loaded from {libraries[0]}")
+
+
+def triton(gfx: str) -> Feature:
+    """Whether a Triton is here that compiles for a DCU: upstream's LLVM does not know Hygon's gfx names."""
+    if not is_installed("triton"):
+        return Feature(False, "Triton is not installed; DAS has wheels of Hygon's build")
+    here = versions.installed()
+    told = [f"{name} {here[name]}" for name in ("triton", "flagtree") if name in here]
+    if not any(versions.dtk_of(name) or "+hcu" in name for name in told):
+        what = " and ".join(told) or "triton (version unknown)"
+        return Feature(False, f"{what} is not Hygon's build, which alone knows {gfx}")
+    return Feature(True, ", ".join(told))
+
+
+def is_installed(module: str) -> bool:
+    """Whether a top-level module can be imported; it is not."""
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # put into sys.modules by hand, without a spec
+        return True

@@ -1,0 +1,98 @@
+"""What the ops' samples do not reach: zero points and biases, a status, results with an LSE beside them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inferplane.ops import OPS, Attention
+from inferplane.ops.draw import Draw
+from inferplane.ops.quantize import Quantize, dequantize_rows, encode
+from inferplane.plugin import KVRequest
+from inferplane_dcu import vendor
+from inferplane_dcu.kernels import attention, basic
+from inferplane_dcu.kvcache import HeadsKV
+from tests.vendors.dcu import chip
+from tests.vendors.emulator import Violation
+
+pytestmark = pytest.mark.skipif(
+    chip.LIFTED or chip.ARCH != "gfx936", reason="in the vendor's dtypes, on gfx936: without INFERPLANE_EMULATED_..."
+)
+BF16 = torch.bfloat16
+
+
+def product(weight, bias, x):
+    found = vendor.found_once(vendor.QUANTIZE, vendor.W8A8)(None, None)
+    return basic.linear_w8a8(SimpleNamespace(weight=basic.Rows(weight), bias=bias, prepared=found), x)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+def test_w8a8_with_zero_points(bias):
+    draw = Draw(7, BF16)
+    x = draw.normal(6, 256)
+    x[2] = 0
+    weight = encode(draw.normal(96, 256) / 16, "int8_row")
+    weight = replace(weight, zero=draw.ints(*weight.scale.shape, below=5).float() - 2)
+    b = draw.normal(96) if bias else None
+    got = product(weight, b, x).float()
+    rounded = dequantize_rows(*Quantize("int8", 0)(x), 0)
+    want = rounded @ weight.dequantize().t() + (0 if b is None else b.float())
+    assert ((got - want).norm() / want.norm()).item() <= OPS["linear"].tolerance[BF16]
+    assert torch.allclose(got[2], torch.zeros(96) if b is None else b.float(), atol=1e-6)
+
+
+@pytest.mark.parametrize("status", [False, None], ids=str)
+def test_a_product_that_says_no_is_an_error(status, monkeypatch):
+    """What stands in the result is then nothing that anybody computed."""
+    monkeypatch.setattr(sys.modules["lightop.gemm_ops"], "hipblaslt_w8a8_gemm", lambda *a: (status, torch.ones(6, 96)))
+    draw = Draw(7, BF16)
+    with pytest.raises(RuntimeError, match="did not multiply 6 x 256 by 256 x 96"):
+        product(encode(draw.normal(96, 256), "int8_row"), None, draw.normal(6, 256))
+
+
+def step(sequences, queries="few"):
+    """An attention op over blocks of heads, its inputs, and what its body gives."""
+    request = KVRequest("gqa", 2, 64, 64)
+    draw = Draw(3, BF16, build_kv=lambda r, blocks: HeadsKV(r, blocks, BF16, torch.device("cpu")))
+    batch, kv = draw.step(request, sequences, written=True)
+    op = Attention(4, 0.125, request, queries)
+    q = draw.normal(batch.tokens, 4, 64)
+    return op, q, batch, kv, op(q, batch, kv)
+
+
+@pytest.mark.parametrize("several", [1, 2, 4], ids="{}_tokens".format)
+def test_sequences_of_the_same_few_tokens(several):
+    """Asked as one batch the fork would answer for one KV head only; each token alone it answers for all."""
+    op, q, batch, kv, want = step([(several, 70), (several, 9)])
+    view = SimpleNamespace(scale=op.scale, kv=op.kv, prepared=vendor.FLASH_TOKENS.find())
+    got = attention.attention_tokens(view, q, batch, kv)
+    assert ((got - want).float().norm() / want.float().norm()).item() <= OPS["attention"].tolerance[BF16]
+    prompts = vendor.FLASH_PROMPTS.find()
+    if several > 1:
+        view = SimpleNamespace(scale=op.scale, kv=op.kv, prepared=prompts)
+        with pytest.raises(Violation, match="one KV head"):
+            attention.attention_prompts(view, q, batch, kv)
+
+
+@pytest.mark.parametrize("form", [lambda out: out, lambda out: (out, out.new_zeros(4)), lambda out: [out, None, None]])
+def test_an_lse_beside_the_output_or_none(form):
+    """Releases and paths of the fork give the output alone, or with the LSE and more behind it."""
+    op, q, batch, kv, want = step([(1, 5), (1, 90)])
+    real = vendor.FLASH_TOKENS.find()
+    view = SimpleNamespace(scale=op.scale, kv=op.kv, prepared=lambda *args, **kwargs: form(real(*args, **kwargs)))
+    got = attention.attention_tokens(view, q, batch, kv)
+    assert ((got - want).float().norm() / want.float().norm()).item() <= OPS["attention"].tolerance[BF16]
+
+
+def test_paged_attention_gives_no_lse():
+    """As the fork does: asked for an LSE it gives the output alone, of which a batch of two unpacks without a word."""
+    _, q, batch, kv, _ = step([(1, 5), (1, 90)])
+    asked = {"cache_seqlens": batch.seq_lens, "block_table": batch.block_tables, "softmax_scale": 0.125}
+    result = vendor.FLASH_TOKENS.find()(q[:, None], kv.keys, kv.values, causal=True, return_softmax_lse=True, **asked)
+    assert isinstance(result, torch.Tensor)
+    out, _mass = result
+    assert out.shape == (1, 4, 64), "a sequence's output, taken for the batch's"
