@@ -77,6 +77,7 @@ def _places(slot_mapping: torch.Tensor, rows: int, slots: int) -> torch.Tensor:
     chip.shape("slot_mapping", slot_mapping, rows)
     inside = bool(((slot_mapping >= 0) & (slot_mapping < slots)).all())
     require(inside, f"slots lie in [0, {slots}), got {slot_mapping.tolist()}")
+    require(len(set(slot_mapping.tolist())) == rows, "no slot is written twice")
     return slot_mapping
 
 

@@ -20,12 +20,14 @@ Made = TypeVar("Made")
 
 def once_a_batch(make: Callable[[Batch], Made]) -> Callable[[Batch], Made]:
     """`make`, called again only for another batch than the last one."""
-    last: list[tuple[weakref.ref[Batch], Made]] = []
+    last: tuple[weakref.ref[Batch], Made] | None = None
 
     def made(batch: Batch) -> Made:
-        if not last or last[0][0]() is not batch:
-            last[:] = [(weakref.ref(batch), make(batch))]
-        return last[0][1]
+        nonlocal last
+        known = last  # another thread may put its own there at any time
+        if known is None or known[0]() is not batch:
+            known = last = weakref.ref(batch), make(batch)
+        return known[1]
 
     return made
 

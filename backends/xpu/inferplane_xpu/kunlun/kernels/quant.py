@@ -116,9 +116,10 @@ def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def words(entries: torch.Tensor) -> torch.Tensor:
     """int4 entries, unsigned, `[K, N]` as words `[K, N / 8]`; in each byte the higher half is the column before."""
-    pairs = entries.to(torch.int64).unflatten(-1, (-1, COLUMNS // 2, 2)).flip(-1).flatten(-2)
-    packed = (pairs << (torch.arange(COLUMNS, device=entries.device) * BITS)).sum(-1)
-    return torch.where(packed < 1 << 31, packed, packed - (1 << 32)).to(torch.int32).contiguous()
+    packed = torch.zeros(entries.shape[0], entries.shape[1] // COLUMNS, dtype=torch.int32, device=entries.device)
+    for place in range(COLUMNS):
+        packed |= entries[:, place ^ 1 :: COLUMNS].to(torch.int32) << (place * BITS)
+    return packed
 
 
 class Words:
