@@ -18,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 SERVING := .venv-serving
 
 # Vendors with a folder in tests/vendors; what each needs beside Inferplane lies in an environment of its own, .venv-NAME.
-VENDORS := npu gcu kunlun dcu
+VENDORS := npu gcu kunlun dcu intel
 # What `make conformance` tests, and where its evidence goes.
 DEVICE ?= cpu
 EVIDENCE ?= backends/$(firstword $(subst :, ,$(DEVICE)))/evidence/$(shell date -u +%Y-%m-%d)-$(subst :,-,$(DEVICE)).json

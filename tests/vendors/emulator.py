@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from inferplane.plugin import Kernel
-from tests.vendors.schemas import Restated, full_name
+from tests.vendors.schemas import Restated, differences, full_name, registered
 
+TORCH = "aten"
 Implementation = Callable[..., Any]
 Listener = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
 
@@ -36,11 +37,13 @@ class Emulator:
     """One vendor's operators.
 
     Args:
-        restated: their schemas. The namespaces must be free: the vendor's own library is not in this process.
+        restated: their schemas. The namespaces must be free: the vendor's own library is not in this process. Of
+            torch's own namespace, `aten`, the operator is there, and gets the implementation for the host.
         implementations: full name -> function with the schema's parameters, on host tensors; one for each schema.
 
     Raises:
-        ValueError: an operator has no implementation, or there is one for an operator that is not restated.
+        ValueError: an operator has no implementation, there is one for an operator that is not restated, or one of
+            torch's has another schema.
     """
 
     def __init__(self, restated: Restated, implementations: Mapping[str, Implementation]) -> None:
@@ -51,11 +54,18 @@ class Emulator:
         self.libraries: dict[str, torch.library.Library] = {}
         for name, schema in restated.schemas.items():
             namespace = name.partition("::")[0]
+            own = namespace != TORCH
             if namespace not in self.libraries:
-                self.libraries[namespace] = torch.library.Library(namespace, "DEF")
+                self.libraries[namespace] = torch.library.Library(namespace, "DEF" if own else "IMPL")
             library = self.libraries[namespace]
-            library.define(str(schema).partition("::")[2])
-            library.impl(name.partition("::")[2], self._heard(name, schema, implementations[name]), "CPU")
+            if own:
+                library.define(str(schema).partition("::")[2])
+            elif changed := differences(schema, registered(name)):
+                raise ValueError(f"torch {torch.__version__}: {'; '.join(changed)}")
+            tensors = any("Tensor" in str(a.type) for a in schema.arguments)
+            key = "CPU" if tensors else "CompositeExplicitAutograd"
+            heard = self._heard(name, schema, implementations[name])
+            library.impl(name.partition("::")[2], heard, key, allow_override=not own)
 
     def _heard(self, name: str, schema: Any, function: Implementation) -> Implementation:
         by_keyword = {a.name for a in schema.arguments if a.kwarg_only}

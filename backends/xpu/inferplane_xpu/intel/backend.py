@@ -1,17 +1,16 @@
-"""Intel GPUs: torch's own "xpu" device, on a build of torch with XPU. No extension package is needed.
+"""Intel GPUs: torch's own "xpu" device, on a build of torch with XPU; vllm-xpu-kernels makes it fast.
 
 Where Kunlun's torch_xmlir is installed, `torch.xpu` is a stub that finds nothing and "xpu" means Kunlun's cards, so
-this backend gives way. `open()` does the real check; the probe looks at torch's build and at render nodes.
+this backend gives way. `open()` does the real check; the probe looks at torch's build, package metadata and render
+nodes.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from glob import glob
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ import torch
 
 from inferplane.plugin import (
     Backend,
+    Batch,
     DeviceError,
     DeviceState,
     Feature,
@@ -30,10 +30,13 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
+from inferplane_xpu.intel import chips, extension
+from inferplane_xpu.intel.graphs import Graph, Graphs
 from inferplane_xpu.intel.kernels import kernels
 from inferplane_xpu.intel.kvcache import layouts
 
-VISIBLE = "ZE_AFFINITY_MASK"
+cache_ops = torch.ops._C_cache_ops
+VISIBLE = ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR")
 RENDER_NODES = "/dev/dri/renderD*"
 RENDER_VENDORS = "/sys/class/drm/{node}/device/vendor"
 INTEL = "0x8086"
@@ -45,37 +48,6 @@ INSTALL_DRIVER = (
     "and join the group `render`"
 )
 
-_XMX = "every Xe GPU with XMX engines multiplies matrices in it"
-_FP8 = "torch does not report it, and no source that we read says so or denies it"
-_NAMES: tuple[tuple[str, str], ...] = (
-    (r"Data Center GPU Max", "pvc"),
-    (r"Arc.*\bB\d{2,3}\b", "bmg"),
-    (r"Arc.*\bA\d{2,3}M?\b|Data Center GPU Flex", "dg2"),
-)
-"""Pattern of a device's name -> architecture. Source: names printed by torch.xpu.get_device_name in public reports."""
-
-
-def arch_of(name: str) -> str:
-    """The architecture of a device by its name; "xe" when the name is of none that is known here."""
-    return next((arch for pattern, arch in _NAMES if re.search(pattern, name)), "xe")
-
-
-def features_of(properties: Any) -> Features:
-    """What torch reports of a device; what an older torch does not report stays unknown."""
-    return Features(
-        {
-            "fp16": _reported(properties, "has_fp16"),
-            "bf16": _reported(properties, "has_bfloat16_conversions"),
-            "int8-dot": _reported(properties, "has_subgroup_matrix_multiply_accumulate"),
-            "fp8": Feature(None, _FP8),
-        }
-    )
-
-
-def _reported(properties: Any, attribute: str) -> Feature:
-    value = getattr(properties, attribute, None)
-    return Feature(None if value is None else bool(value), f"torch reports {attribute}={value}")
-
 
 class IntelBackend(Backend):
     """One Intel GPU."""
@@ -84,19 +56,24 @@ class IntelBackend(Backend):
     torch_device = "xpu"
     auto_rank: ClassVar[int] = 100
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
-        "bmg": ("fp16", "bf16", "int8-dot"),
-        "pvc": ("fp16", "bf16", "int8-dot"),
-        "dg2": ("fp16", "bf16", "int8-dot"),
+        arch: tuple(name for name, feature in chips.assumed(arch).items() if feature.present) for arch in chips.ARCHS
     }
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index)
+        self._graphs = Graphs()
+        self._extension = False
 
     @classmethod
     def probe(cls) -> Probe:
         """From torch's build and render nodes; no XPU call is made, so a fork afterwards is safe."""
         version = getattr(torch.version, "xpu", None)
         versions = {"torch": str(torch.__version__), **({"xpu": str(version)} if version else {})}
-        if _installed("torch_xmlir"):
+        if extension.installed("torch_xmlir"):
             reason = "torch_xmlir is installed, so xpu means Kunlun's cards here and torch.xpu is a stub"
             return Probe(Presence.ABSENT, reason, "use device='xpu:kunlun', or uninstall torch_xmlir", versions)
+        if release := extension.version():
+            versions[extension.DISTRIBUTION] = release
         nodes, others = _render_nodes()
         if not torch.xpu._is_compiled():
             seen = "; an Intel GPU is there" if nodes else ", and no Intel GPU is visible"
@@ -106,8 +83,12 @@ class IntelBackend(Backend):
             seen = f"; {', '.join(others)} belong to other vendors" if others else ""
             reason = f"torch {torch.__version__} is built with XPU, but no Intel GPU is at {RENDER_NODES}{seen}"
             return Probe(Presence.ABSENT, reason, INSTALL_DRIVER, versions)
+        if misfit := extension.misfit():
+            return Probe(Presence.BROKEN, *misfit, versions)
         where = ", ".join(nodes) or WSL_NODE
-        return Probe(Presence.AVAILABLE, f"torch {torch.__version__} with XPU, Intel GPU at {where}", versions=versions)
+        kernels = f"{extension.DISTRIBUTION} {release}" if release else f"no {extension.DISTRIBUTION}"
+        reason = f"torch {torch.__version__} with XPU and {kernels}, Intel GPU at {where}"
+        return Probe(Presence.AVAILABLE, reason, versions=versions)
 
     def open(self) -> DeviceState:
         """Make GPU `index` torch's current XPU device and allocate one element on it.
@@ -123,12 +104,13 @@ class IntelBackend(Backend):
             if self.index >= count:
                 raise DeviceError(
                     f"{self.torch_device_indexed} was asked for.",
-                    there_is=f"{count} GPUs that Level Zero can use, {VISIBLE}={os.environ.get(VISIBLE, 'not set')}",
+                    there_is=f"{count} GPUs that Level Zero can use, {_chosen()}",
                     remedy=f"choose an index below {count}" if count else f"see what `sycl-ls` says; {INSTALL_DRIVER}",
                 )
             properties = torch.xpu.get_device_properties(self.index)
             torch.xpu.set_device(self.index)
             _touch(self.torch_device_indexed)
+            features = self._features_here(properties)
             memory = self.memory()
         except DeviceError:
             raise
@@ -138,8 +120,8 @@ class IntelBackend(Backend):
                 there_is=probe.reason,
                 remedy=f"see what `sycl-ls` says; {INSTALL_DRIVER}",
             ) from error
-        arch = arch_of(properties.name)
-        return DeviceState(self.torch_device_indexed, properties.name, arch, features_of(properties), memory)
+        arch = chips.arch_of(properties.name)
+        return DeviceState(self.torch_device_indexed, properties.name, arch, features, memory)
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_xpu.intel.kernels`."""
@@ -147,21 +129,31 @@ class IntelBackend(Backend):
 
     def features(self, arch: str | None = None) -> Features:
         """Of an architecture by public specification; what an opened device reports takes its place."""
-        known = {name: Feature(True, _XMX) for name in super().features(arch)}
-        return Features({**known, "fp8": Feature(None, _FP8)})
+        return chips.assumed(arch or chips.ARCHS[0]) if arch in (None, *chips.ARCHS) else super().features(arch)
+
+    def _features_here(self, properties: Any) -> Features:
+        """What torch reports, and what the extension says once it is loaded."""
+        found = extension.load()
+        self._extension = bool(found.present)
+        matrix = chips.matrix_kernels(self.index) if found.present else Feature(False, found.reason)
+        return Features({**chips.features_of(properties), "vllm-xpu-kernels": found, "xe2-kernels": matrix})
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_xpu.intel.kvcache`."""
         return layouts()
 
     def memory(self) -> Memory:
-        """Bytes of this GPU. Where the driver does not tell what is free, all that torch has not taken counts as free.
+        """Bytes of this GPU. Where torch does not tell what is free the extension does, and where that is not here all
+        that torch has not taken counts as free.
 
         Source: vllm-project/vllm#20743: `mem_get_info` raises on some integrated GPUs.
         """
         try:
             free, total = torch.xpu.mem_get_info(self.index)
         except (AttributeError, RuntimeError):
+            if self._extension:
+                free, total = cache_ops.getMemoryInfo(self.index)
+                return Memory(total, free)
             total = torch.xpu.get_device_properties(self.index).total_memory
             free = total - torch.xpu.memory_reserved(self.index)
         return Memory(total, free)
@@ -169,6 +161,10 @@ class IntelBackend(Backend):
     def comm(self) -> str:
         """XCCL, oneCCL inside torch."""
         return "xccl"
+
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
+        """As an XPU graph."""
+        return self._graphs.record(torch.xpu, step, bucket)
 
     def synchronize(self) -> None:
         """Wait for everything launched on this GPU."""
@@ -184,11 +180,8 @@ class IntelBackend(Backend):
         return now
 
 
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # imported by hand, without a spec
-        return True
+def _chosen() -> str:
+    return ", ".join(f"{variable}={os.environ.get(variable, 'not set')}" for variable in VISIBLE)
 
 
 def _render_nodes() -> tuple[list[str], list[str]]:

@@ -1,11 +1,21 @@
-"""Kernels for Intel GPUs: for now those composed from torch's own operators."""
+"""Kernels for Intel GPUs: the operators of vllm-xpu-kernels, torch's own on packed weights, and for the rest what is
+composed from torch's operators on the GPU.
+"""
 
 from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
+from inferplane_xpu.intel.kernels import attention, basic, mla, moe, products
 
 
 def kernels() -> list[Kernel]:
-    """Every kernel this backend declares."""
-    return composed_kernels()
+    """Every kernel this backend declares. torch.ops looks the vendor's operators up when they are called."""
+    return [
+        *basic.KERNELS,
+        *attention.KERNELS,
+        *mla.KERNELS,
+        *moe.KERNELS,
+        *products.KERNELS,
+        *composed_kernels(),
+    ]

@@ -1,0 +1,154 @@
+"""Cache writes and attention over blocks of K and V.
+
+One operator, `varlen_fwd`, holds two families of kernels: one for single tokens, which shares a sequence's keys among
+work groups, and one for many query tokens. Few query tokens go to the first, each as a sequence of its own that ends
+with it, as the vendor does for drafts.
+
+Source: vllm-project/vllm-xpu-kernels, csrc/flash_attn/flash_api.cpp and csrc/cache.cpp at 4543b580, and
+flash_attn_interface.py of its wheel 0.1.16.2.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane_xpu.intel.kernels.when import (
+    FLOATS,
+    HALF,
+    MATRIX,
+    OPERATORS,
+    RANK_FUSED,
+    decode_compiled,
+    one,
+    prefill_compiled,
+)
+from inferplane_xpu.intel.kvcache import PAGED
+
+cache_ops, flash = torch.ops._C_cache_ops, torch.ops._vllm_fa2_C
+KERNELS = Kernels()
+NO_WINDOW = (-1, -1)
+
+
+class Sequences(NamedTuple):
+    """What attention reads of a batch: int32 offsets `[B + 1]`, lengths `[B]`, tables `[B, blocks]`, largest sizes."""
+
+    query_start: torch.Tensor
+    lens: torch.Tensor
+    tables: torch.Tensor
+    most_queries: int
+    longest: int
+
+
+def single_tokens(batch: Batch) -> Sequences:
+    """Each token as a sequence of its own that ends with it."""
+    longest, device = batch.max_seq_tokens, batch.seq_lens.device
+    if batch.max_query_tokens == 1:
+        return Sequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, longest)
+    order = torch.arange(batch.tokens + 1, dtype=torch.int32, device=device)
+    owner = torch.repeat_interleave(batch.query_start.diff().long(), output_size=batch.tokens)
+    behind = batch.query_start[1:][owner] - 1 - order[:-1]
+    return Sequences(order, batch.seq_lens[owner] - behind, batch.block_tables[owner], 1, longest)
+
+
+@functools.cache
+def _scales() -> tuple[None, ...]:
+    """No scales, as many as the operator has places for: releases before 0.1.14 know none of queries."""
+    names = {argument.name for argument in flash.varlen_fwd.default._schema.arguments}
+    return (None, None, None) if "q_scale" in names else (None, None)
+
+
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    at: Sequences,
+    scale: float,
+    *,
+    paged: bool = True,
+    window: int | None = None,
+) -> torch.Tensor:
+    """_vllm_fa2_C::varlen_fwd: causal, no dropout, sinks, slopes, caps or scales, splits as the vendor chooses them.
+
+    Args:
+        q: `[T, H, D]`. k, v: blocks `[blocks, 64, G, D]`, or `[keys, G, D]` where not `paged`; `at.lens` then holds
+            running sums.
+        at: the sequences. scale: of the scores. window: how many last tokens a query sees, itself included.
+    """
+    left, right = NO_WINDOW if window is None else (window - 1, 0)
+    causal = at.most_queries > 1
+    # The offsets of keys are read only without blocks; with them any int32 tensor will do.
+    keys, lens, tables = (at.query_start, at.lens, at.tables) if paged else (at.lens, None, None)
+    out: torch.Tensor = flash.varlen_fwd(
+        q, k, v, None, at.query_start, keys, lens, None, tables, None, at.most_queries, at.longest, 0.0,
+        *_scales(), scale, None, False, causal, left, right, 0.0, False, None, None, False, None, None,
+    )[0]  # fmt: skip
+    return out
+
+
+@KERNELS(
+    "kv_write",
+    "vllm_xpu",
+    rank=RANK_FUSED,
+    when=When(FLOATS, kv_layouts=(PAGED,), features=OPERATORS),
+    capture_safe=True,
+)
+def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """_C_cache_ops::reshape_and_cache_flash; it skips slot -1."""
+    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    scale = one(k.device)
+    cache_ops.reshape_and_cache_flash(k.contiguous(), v.contiguous(), keys, values, batch.slots, "auto", scale, scale)
+
+
+def _one_width(op: Any) -> bool:
+    return op.kv.dim == op.kv.v_dim
+
+
+def _few(op: Any) -> bool:
+    group = op.heads // op.kv.heads
+    return op.queries == "few" and _one_width(op) and decode_compiled(op.kv.dim, group, op.kv.window)
+
+
+def _many(op: Any) -> bool:
+    return op.queries == "many" and _one_width(op) and prefill_compiled(op.kv.dim, op.kv.window)
+
+
+@KERNELS(
+    "attention",
+    "vllm_xpu",
+    rank=RANK_FUSED,
+    when=When(
+        HALF,
+        kv_layouts=(PAGED,),
+        features=MATRIX,
+        needs=(("few query tokens, and a head size, group and window that were compiled for them", _few),),
+    ),
+    capture_safe=True,
+)
+def attention_few(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """The kernels for single tokens."""
+    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    return varlen(q.contiguous(), keys, values, single_tokens(batch), p.scale, window=p.kv.window)
+
+
+@KERNELS(
+    "attention",
+    "vllm_xpu",
+    rank=RANK_FUSED,
+    when=When(
+        HALF,
+        kv_layouts=(PAGED,),
+        features=MATRIX,
+        needs=(("many query tokens, and a head size and window that were compiled for them", _many),),
+    ),
+    capture_safe=True,
+)
+def attention_many(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """The kernels for many query tokens; a largest size of 1 would send the call to the others."""
+    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    most = max(2, batch.max_query_tokens)
+    at = Sequences(batch.query_start, batch.seq_lens, batch.block_tables, most, batch.max_seq_tokens)
+    return varlen(q.contiguous(), keys, values, at, p.scale, window=p.kv.window)

@@ -1,0 +1,98 @@
+"""Norms, rotary positions and activation: vLLM's operators as vllm-xpu-kernels has them.
+
+They write into tensors that they are given, some into their inputs, which are copied here: an op leaves its inputs as
+they are.
+
+Source: vllm-project/vllm-xpu-kernels at 4543b580, csrc/layernorm.cpp, pos_encoding_kernels.cpp and activation.cpp;
+schemas as in its wheel 0.1.16.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Kernels, Packing, When
+from inferplane_xpu.intel.kernels.when import FLOATS, OPERATORS, RANK_FUSED
+
+vllm = torch.ops._C
+KERNELS = Kernels()
+
+
+class Table:
+    """Cosines and sines `[positions, D]`, kept in each dtype that is asked for: the operator wants the queries' own."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.whole = table.flatten(1).contiguous()
+        self._cast: dict[torch.dtype, torch.Tensor] = {}
+
+    def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
+        """The table in a dtype; cast once."""
+        if dtype not in self._cast:
+            self._cast[dtype] = self.whole.to(dtype)
+        return self._cast[dtype]
+
+
+TABLE = Packing("vllm_xpu.rope_table", Table)
+
+
+def _plan_dtype(weight: Any) -> bool:
+    return weight.dtype is None
+
+
+@KERNELS(
+    "rms_norm",
+    "vllm_xpu",
+    rank=RANK_FUSED,
+    when=When(FLOATS, features=OPERATORS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.weight)),)),
+    capture_safe=True,
+)
+def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """_C::rms_norm of contiguous rows."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    vllm.rms_norm(out, x, p.weight, p.eps)
+    return out
+
+
+@KERNELS(
+    "add_rms_norm",
+    "vllm_xpu",
+    rank=RANK_FUSED,
+    when=When(
+        FLOATS, features=OPERATORS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.norm.weight)),)
+    ),
+    capture_safe=True,
+)
+def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """_C::fused_add_rms_norm, whose first argument becomes the norm and second the sum; the first layer has no sum."""
+    if residual is None:
+        return rms_norm(p.norm, x), x
+    y, total = x.clone(memory_format=torch.contiguous_format), residual.clone(memory_format=torch.contiguous_format)
+    vllm.fused_add_rms_norm(y, total, p.norm.weight, p.norm.eps)
+    return y, total
+
+
+@KERNELS(
+    "rope",
+    "vllm_xpu",
+    rank=RANK_FUSED,
+    when=When(FLOATS, features=OPERATORS),
+    packs={"table": TABLE},
+    capture_safe=True,
+)
+def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """_C::rotary_embedding, in place and without a key: queries and keys come here alike."""
+    tokens, _, dim = x.shape
+    out = x.clone(memory_format=torch.contiguous_format)
+    vllm.rotary_embedding(positions, out.view(tokens, -1), None, dim, p.table.in_dtype(x.dtype), not p.interleaved)
+    return out
+
+
+@KERNELS("silu_mul", "vllm_xpu", rank=RANK_FUSED, when=When(FLOATS, features=OPERATORS), capture_safe=True)
+def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """_C::silu_and_mul: SiLU of the first half times the second."""
+    out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    vllm.silu_and_mul(out, x.contiguous())
+    return out

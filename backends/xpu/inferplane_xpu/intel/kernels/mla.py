@@ -1,0 +1,126 @@
+"""Latent attention: the kernel for single tokens over latents, and attention over expanded latents for many.
+
+Source: vllm-project/vllm-xpu-kernels at 4543b580, tests/flash_attn/test_mla_decode.py for the call over latents,
+csrc/flash_attn/flash_api.cpp for its limit of query heads, csrc/cache.cpp for write and gather.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane_xpu.intel.kernels.attention import Sequences, cache_ops, single_tokens, varlen
+from inferplane_xpu.intel.kernels.when import FLOATS, HALF, LATENT_HEADS, MATRIX, OPERATORS, RANK_FUSED, one
+from inferplane_xpu.intel.kvcache import PAGED, latents
+
+KERNELS = Kernels()
+LATENT, ROTATED = 512, 64
+"""Entries of a latent and of its rotated part, for which the kernel was compiled."""
+
+
+@KERNELS(
+    "mla_kv_write",
+    "vllm_xpu",
+    rank=RANK_FUSED,
+    when=When(FLOATS, kv_layouts=(PAGED,), features=OPERATORS),
+    capture_safe=True,
+)
+def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """_C_cache_ops::concat_and_cache_mla; it skips slot -1."""
+    cache_ops.concat_and_cache_mla(
+        latent.contiguous(), k_rope.contiguous(), latents(kv), batch.slots, "auto", one(latent.device)
+    )
+
+
+def _sizes(op: Any) -> bool:
+    return (op.dims.latent, op.dims.rope) == (LATENT, ROTATED)
+
+
+def _whole_groups(op: Any) -> bool:
+    return op.dims.heads <= LATENT_HEADS or op.dims.heads % LATENT_HEADS == 0
+
+
+def _in_groups(q: torch.Tensor, at: Sequences) -> tuple[torch.Tensor, Sequences]:
+    """Eight query heads a sequence, which is all that the kernel takes: more become further sequences."""
+    tokens, heads, dim = q.shape
+    if heads <= LATENT_HEADS:
+        return q, at
+    groups = heads // LATENT_HEADS
+    starts = torch.arange(tokens * groups + 1, dtype=torch.int32, device=q.device)
+    lens, tables = at.lens.repeat_interleave(groups), at.tables.repeat_interleave(groups, 0)
+    return q.view(tokens * groups, LATENT_HEADS, dim), at._replace(query_start=starts, lens=lens, tables=tables)
+
+
+@KERNELS(
+    "mla_absorbed",
+    "vllm_xpu",
+    rank=RANK_FUSED,
+    when=When(
+        HALF,
+        kv_layouts=(PAGED,),
+        features=MATRIX,
+        needs=(("latents of 512 + 64 entries", _sizes), ("query heads in eights, or fewer", _whole_groups)),
+    ),
+    capture_safe=True,
+)
+def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """varlen_fwd with the latents as keys and their first 512 entries as values."""
+    d, tokens = p.dims, q_nope.shape[0]
+    w_k, w_v = p.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
+    q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1), q_rope), -1)
+    cache = latents(kv)[:, :, None]
+    grouped, at = _in_groups(q, single_tokens(batch))
+    mid = varlen(grouped, cache, cache[..., : d.latent], at, p.scale).view(tokens, d.heads, d.latent)
+    return torch.bmm(mid.transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1).contiguous()
+
+
+EXPANDED_WIDTHS = (64, 128, 192, 256)
+"""Head sizes for which causal attention without blocks was compiled (symbols of the wheel, as in `when`)."""
+
+
+def _expanded_width(op: Any) -> bool:
+    width = op.dims.nope + op.dims.rope
+    return op.dims.value <= width and width in EXPANDED_WIDTHS
+
+
+def _plain_kv_b(op: Any) -> bool:
+    return op.kv_b.act is None and op.kv_b.out_dtype is None and op.kv_b.bias is None
+
+
+@KERNELS(
+    "mla_expanded",
+    "vllm_xpu",
+    rank=RANK_FUSED,
+    when=When(
+        HALF,
+        kv_layouts=(PAGED,),
+        features=MATRIX,
+        needs=(
+            ("heads of 64, 128, 192 or 256 entries, and no wider values", _expanded_width),
+            ("a plain kv_b without bias", _plain_kv_b),
+        ),
+    ),
+    needs_host_lens=True,
+)
+def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """Gather the latents, expand them, attend; values are padded to the keys' width, in which the result comes."""
+    d, lens, cache = p.dims, batch.lens().seq_lens, latents(kv)
+    ends = torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(q_nope.device)
+    dense = q_nope.new_empty(sum(lens), d.latent + d.rope)
+    cache_ops.gather_cache(cache, dense, batch.block_tables, ends, len(lens), None)
+    latent, k_rope = dense.split((d.latent, d.rope), -1)
+    k_nope, v = F.linear(latent, p.kv_b.weight).view(-1, d.heads, d.nope + d.value).split((d.nope, d.value), -1)
+    most = max(2, batch.max_query_tokens)
+    out = varlen(
+        torch.cat((q_nope, q_rope), -1),
+        torch.cat((k_nope, k_rope[:, None].expand(-1, d.heads, -1)), -1),
+        F.pad(v, (0, d.nope + d.rope - d.value)),
+        Sequences(batch.query_start, ends, batch.block_tables, most, batch.max_seq_tokens),
+        p.scale,
+        paged=False,
+    )
+    return out[..., : d.value].contiguous()

@@ -1,0 +1,50 @@
+"""Where the vendor's kernels rank, what they want of the device, and which attention kernels were compiled."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+RANK_FUSED = 70
+"""A fused operator of the vendor's: below the band of kernels that somebody has measured, because we have not."""
+RANK_TORCH_PACKED = 60
+"""torch's own operators on packed weights: behind the extension's, which do the same with more kinds of zero points."""
+RANK_LEGACY = 55
+"""Operators of an extension that its maker has archived."""
+
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *HALF)
+
+OPERATORS = ("vllm-xpu-kernels",)
+"""Features: the operators of vllm-xpu-kernels."""
+MATRIX = (*OPERATORS, "xe2-kernels")
+"""The same on a GPU for which its attention and its grouped products were compiled."""
+
+PREFILL_HEADS, PREFILL_WINDOW_HEADS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
+DECODE_HEADS = {8: (64, 96, 128, 192, 256), 16: (64, 128, 256)}
+DECODE_WINDOW_HEADS = {8: (64, 96, 128, 256), 16: (128,)}
+"""Head sizes for which attention over blocks of 64 tokens was compiled into vllm-xpu-kernels 0.1.16.2, without and with
+a window; for single tokens by the kernel's tile of query heads a KV head. Other calls raise "not compiled".
+
+Source: symbols of libattn_kernels_xe_2.so in that wheel, policy_dispatch_impl and decode_policy_dispatch_impl with
+their template arguments. The kernels take each size up to the next of these; we take none between them.
+"""
+LATENT_HEADS = 8
+"""Query heads that one sequence of latents may bring: the only tile compiled for entries of 512 + 64."""
+
+
+def prefill_compiled(dim: int, window: int | None) -> bool:
+    """Whether the kernel for many query tokens exists."""
+    return dim in (PREFILL_HEADS if window is None else PREFILL_WINDOW_HEADS)
+
+
+def decode_compiled(dim: int, group: int, window: int | None) -> bool:
+    """Whether the kernel for single tokens exists, for `group` query heads a KV head."""
+    return dim in (DECODE_HEADS if window is None else DECODE_WINDOW_HEADS)[8 if group <= 8 else 16]
+
+
+@functools.cache
+def one(device: torch.device) -> torch.Tensor:
+    """A scale of 1, which cache writes want even where nothing is scaled."""
+    return torch.ones(1, dtype=torch.float32, device=device)
