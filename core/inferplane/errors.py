@@ -2,7 +2,7 @@
 there is, and what to do.
 
 `InferplaneError` carries the three parts separately so that front ends (command line, HTTP) can show them as they
-like; `str()` joins them into one sentence each.
+like; `str()` joins them into one sentence each, on lines of their own where the first part has several.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class InferplaneError(Exception):
             parts.append(f"There is: {self.there_is}.")
         if self.remedy:
             parts.append(f"To do: {self.remedy}.")
-        return " ".join(parts)
+        return ("\n" if "\n" in self.what else " ").join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.what, self.there_is, self.remedy)

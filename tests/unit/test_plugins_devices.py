@@ -125,8 +125,10 @@ def test_family_with_none_available(wheels, caplog):
     with pytest.raises(DeviceError) as caught:
         host.backend("fam")
     told = str(caught.value)
-    assert "fam:one is absent: no driver found (to do: install the driver)" in told
-    assert "fam:two is broken: driver 1 is older than runtime 2 (to do: upgrade the driver)" in told
+    lines = told.splitlines()
+    assert lines[0] == "Device 'fam' has no available variant."
+    assert lines[1:3] == ["- fam:one is absent: no driver found.", "  To do: install the driver."]
+    assert lines[3:5] == ["- fam:two is broken: driver 1 is older than runtime 2.", "  To do: upgrade the driver."]
     assert "surely_not_installed" in told
     assert "There is: homely" in told
     with caplog.at_level(logging.WARNING, "inferplane"):
@@ -162,7 +164,7 @@ def test_auto_prefers_the_in_tree_one_of_equals(wheels):
 
 def test_auto_with_nothing_available(wheels):
     wheels.module("fake_homely", plugin(homely=(ABSENT, 0)))
-    with pytest.raises(DeviceError, match=r"homely is absent: no driver found \(to do: install the driver\)"):
+    with pytest.raises(DeviceError, match=r"\n- homely is absent: no driver found\.\n  To do: install the driver\."):
         wheels.discover().backend("auto")
     with pytest.raises(DeviceError, match="No plugin serves one"):
         wheels.discover("only").backend("auto")

@@ -8,6 +8,7 @@ Two vendors may use one namespace with different schemas, so each vendor's emula
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -65,7 +66,9 @@ class Emulator:
             tensors = any("Tensor" in str(a.type) for a in schema.arguments)
             key = "CPU" if tensors else "CompositeExplicitAutograd"
             heard = self._heard(name, schema, implementations[name])
-            library.impl(name.partition("::")[2], heard, key, allow_override=not own)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Warning only once for all operators")  # that one is overridden
+                library.impl(name.partition("::")[2], heard, key, allow_override=not own)
 
     def _heard(self, name: str, schema: Any, function: Implementation) -> Implementation:
         by_keyword = {a.name for a in schema.arguments if a.kwarg_only}

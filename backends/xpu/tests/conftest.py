@@ -36,7 +36,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "xpu", None, raising=False)
     monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: False)
-    for variable in (intel.VISIBLE, *kunlun.VISIBLE):
+    for variable in (*intel.VISIBLE, *kunlun.VISIBLE):
         monkeypatch.delenv(variable, raising=False)
     for vendor in VENDORS:
         monkeypatch.delitem(sys.modules, vendor, raising=False)
@@ -50,6 +50,24 @@ def install_torch_xmlir(machine):
     (machine / "site/torch_xmlir/__init__.py").write_text("raise ImportError('libxpurt.so: cannot open shared object')")
     (machine / "site/torch_xmlir-1.0.0.dist-info").mkdir()
     (machine / "site/torch_xmlir-1.0.0.dist-info/METADATA").write_text("Name: torch_xmlir\nVersion: 1.0.0\n")
+
+
+@pytest.fixture
+def xpu_kernels(machine):
+    """`(version, torch)` -> vllm-xpu-kernels as pip installs it, made for a torch; its libraries are no libraries."""
+
+    def install(version, built_with):
+        site = machine / "site"
+        (site / "vllm_xpu_kernels").mkdir()
+        (site / "vllm_xpu_kernels/__init__.py").write_text("raise SystemExit('vllm_xpu_kernels was imported')")
+        for name in ("_C", "_moe_C", "_xpu_C", "_vllm_fa2_C"):
+            (site / f"vllm_xpu_kernels/{name}.abi3.so").write_text("no library")
+        folder = site / f"vllm_xpu_kernels-{version}.dist-info"
+        folder.mkdir()
+        page = f"- **Python**: 3.12\n- **PyTorch**: {built_with}\n" if built_with else "A page.\n"
+        (folder / "METADATA").write_text(f"Name: vllm-xpu-kernels\nVersion: {version}\n\n{page}")
+
+    return install
 
 
 @pytest.fixture

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from inferplane.plugin import DeviceError, Presence
 from inferplane_xpu.intel import backend as intel
+from inferplane_xpu.intel import chips
 from inferplane_xpu.intel.backend import IntelBackend
+from inferplane_xpu.intel.graphs import WARM_UPS, Graphs
 from inferplane_xpu.kunlun.backend import KunlunBackend
 
 
@@ -103,10 +109,10 @@ def test_intel_memory_where_the_driver_does_not_tell(intel_gpus, monkeypatch):
 
 
 def test_intel_open_of_an_index_too_far(intel_gpus, monkeypatch):
-    monkeypatch.setenv(intel.VISIBLE, "0,1")
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "0,1")
     with pytest.raises(DeviceError, match="xpu:2 was asked for") as caught:
         IntelBackend(2).open()
-    assert "ZE_AFFINITY_MASK=0,1" in caught.value.there_is
+    assert "ZE_AFFINITY_MASK=0,1, ONEAPI_DEVICE_SELECTOR=not set" in caught.value.there_is
 
 
 def test_intel_open_without_xpu_gives_the_probes_reason(machine):
@@ -132,8 +138,98 @@ def test_intel_open_when_the_allocation_fails(intel_gpus, monkeypatch):
         ("Intel(R) Data Center GPU Max 1550", "pvc"),
         ("Intel(R) Arc(TM) A770 Graphics", "dg2"),
         ("Intel(R) Data Center GPU Flex 170", "dg2"),
-        ("Intel(R) Arc(TM) 140V GPU (16GB)", "xe"),
+        ("Intel(R) Arc(TM) 140V GPU (16GB)", "lnl"),
+        ("Intel(R) Graphics", "xe"),
     ],
 )
 def test_intel_architecture_of_a_name(name, arch):
-    assert intel.arch_of(name) == arch
+    assert chips.arch_of(name) == arch
+
+
+def test_intel_kernels_made_for_this_torch(intel_gpus, xpu_kernels):
+    xpu_kernels("0.1.13", "2.13.0+xpu")
+    probe = IntelBackend.probe()
+    assert probe.presence is Presence.AVAILABLE
+    assert probe.versions["vllm-xpu-kernels"] == "0.1.13"
+    assert "vllm-xpu-kernels 0.1.13" in probe.reason
+    assert "vllm_xpu_kernels" not in sys.modules
+
+
+def test_intel_kernels_made_for_another_torch_are_refused(intel_gpus, xpu_kernels):
+    """Both versions are named, and both ways out."""
+    xpu_kernels("0.1.16.2", "2.14.0+xpu")
+    probe = IntelBackend.probe()
+    assert probe.presence is Presence.BROKEN
+    assert "vllm-xpu-kernels 0.1.16.2 is made for torch 2.14.0+xpu, this is torch 2.13.0" in probe.reason
+    assert "install torch 2.14" in probe.remedy and "pip uninstall vllm-xpu-kernels" in probe.remedy
+    with pytest.raises(DeviceError, match=r"is made for torch 2\.14"):
+        IntelBackend().open()
+
+
+def test_intel_kernels_that_are_too_old_are_refused(intel_gpus, xpu_kernels):
+    xpu_kernels("0.1.8", "2.13.0+xpu")
+    probe = IntelBackend.probe()
+    assert probe.presence is Presence.BROKEN
+    assert "vllm-xpu-kernels 0.1.8 is here, and the oldest whose operators are known is 0.1.12" in probe.reason
+
+
+def test_intel_kernels_that_do_not_say_are_tried(intel_gpus, xpu_kernels):
+    """Their libraries do not load, so their kernels are refused with the reason and torch's own serve."""
+    xpu_kernels("0.1.20", None)
+    assert IntelBackend.probe().presence is Presence.AVAILABLE
+    features = IntelBackend().open().features
+    assert features["vllm-xpu-kernels"].present is False
+    assert "_C.abi3.so does not load" in features["vllm-xpu-kernels"].reason
+    assert features["xe2-kernels"].present is False
+
+
+def test_intel_without_the_extension(intel_gpus):
+    features = IntelBackend().open().features
+    assert "vllm-xpu-kernels is not installed (pip install" in features["vllm-xpu-kernels"].reason
+    assert features["int4-product"].present is False, "a build of torch without XPU has no such product"
+    assert "no _weight_int4pack_mm_with_scales_and_zeros for XPU" in features["int4-product"].reason
+
+
+def test_intel_half_an_extension(intel_gpus, xpu_kernels, machine):
+    xpu_kernels("0.1.20", None)
+    (machine / "site/vllm_xpu_kernels/_C.abi3.so").unlink()
+    assert "vllm-xpu-kernels 0.1.20 has no library _C" in IntelBackend().open().features["vllm-xpu-kernels"].reason
+
+
+def test_intel_assumed_features():
+    assert IntelBackend().features("dg2")["xe2-kernels"].present is False
+    assert all(IntelBackend().features(arch)["xe2-kernels"].present for arch in ("bmg", "lnl", "pvc"))
+
+
+def test_intel_records_nothing_without_graphs():
+    assert Graphs().record(SimpleNamespace(), lambda batch: pytest.fail("nothing is run"), "bucket") is None
+
+
+def test_intel_steps_are_warmed_up_aside_and_recorded_once():
+    log, results = [], object()
+    main, side = (SimpleNamespace(wait_stream=lambda other, n=n: log.append(f"{n} waits")) for n in ("main", "side"))
+
+    @contextmanager
+    def noted(*words):
+        log.append(" ".join(map(str, words)))
+        yield
+
+    runtime = SimpleNamespace(
+        Stream=lambda: side,
+        current_stream=lambda: main,
+        stream=lambda stream: noted("aside"),
+        XPUGraph=lambda: SimpleNamespace(pool=lambda: "pool", replay=lambda: log.append("replayed")),
+        graph=lambda graph, pool: noted("records into", pool),
+    )
+    graphs = Graphs()
+
+    def step(batch):
+        log.append(batch)
+        return results
+
+    graph = graphs.record(runtime, step, "bucket")
+    waits = ["side waits", "aside", *["bucket"] * WARM_UPS, "main waits"]
+    assert log == [*waits, "records into None", "bucket"]
+    assert graph.replay() is results and log[-1] == "replayed"
+    graphs.record(runtime, step, "larger")
+    assert log[-2:] == ["records into pool", "larger"], "one pool for all sizes"

@@ -66,7 +66,7 @@ def test_probe_is_cheap(variant):
 
 
 def test_assumed_architectures():
-    assert list(IntelBackend.architectures) == ["bmg", "pvc", "dg2"]
+    assert list(IntelBackend.architectures) == ["bmg", "lnl", "pvc", "dg2"]
     libraries = ("kunlun-ops", "xspeedgate-ops", "group-topk")
     assert KunlunBackend.architectures == {"p800": ("fp16", "bf16", "int8-dot", *libraries)}
     assert IntelBackend().features()["bf16"].present

@@ -108,8 +108,7 @@ class Screen:
             return
         parts = [("error", error.what, "bold red"), ("there is", error.there_is, "bold")]
         parts.append(("to do", error.remedy, "bold green"))
-        lines = [(label, " ".join(words.split()), style) for label, words, style in parts if words]
-        self._labelled(lines)
+        self._labelled([(label, _tidy(words), style) for label, words, style in parts if words])
 
     def crash(self, error: Exception) -> None:
         """An error that nobody foresaw; its traceback has been printed, or goes into the JSON."""
@@ -227,6 +226,12 @@ class _Notes(logging.Handler):
             self._screen.warning(record.getMessage())
         else:
             self._screen.note(record.getMessage())
+
+
+def _tidy(words: str) -> str:
+    """Blanks in a line made one, those before it kept; empty lines left out."""
+    lines = [(line[: len(line) - len(line.lstrip())], line.split()) for line in words.splitlines()]
+    return "\n".join(indent + " ".join(line) for indent, line in lines if line)
 
 
 def visible(text: str) -> str:

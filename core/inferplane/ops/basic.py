@@ -190,6 +190,7 @@ class Linear(Op, name="linear", hot=True):
             Sample("m64_k1024", plain(256, 1024), rows(64, 1024)),
             Sample("float32_out", plain(16, 128, out_dtype=torch.float32), rows(6, 128)),
             *quantized,
+            Sample("fp8_blocks", Linear(placeholder(256, 384, format="fp8_block")), rows(9, 384)),
             Sample("fp8_ragged", Linear(placeholder(200, 320, format="fp8_block")), rows(3, 320)),
             Sample(
                 "fp8_act",

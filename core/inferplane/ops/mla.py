@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -190,8 +190,9 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Single tokens and drafts; V3's own dims with few heads."""
+        """Single tokens and drafts; V3's own dims with few and with more heads."""
         small, real = MLADims(2, 32, 16, 24, 48), MLADims(4, 128, 64, 128, 512)
+        wide = replace(real, heads=16)
         make = lambda d: MLAAbsorbed(  # noqa: E731
             placeholder(d.heads * (d.nope + d.value), d.latent), d, (d.nope + d.rope) ** -0.5, d.request
         )
@@ -199,6 +200,7 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
             Sample("decode", make(small), _queries(small, [(1, 5), (1, 90)]), "decode"),
             Sample("drafts", make(small), _queries(small, [(1, 0), (3, 64), (8, 127)]), "decode"),
             Sample("v3_dims", make(real), _queries(real, [(1, 100), (2, 30)]), "decode"),
+            Sample("v3_heads", make(wide), _queries(wide, [(1, 100), (2, 30)]), "decode"),
         ]
 
 

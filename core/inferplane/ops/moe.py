@@ -147,6 +147,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
 
         plain = MoEExperts(placeholder(6, 96, 64), placeholder(6, 64, 48))
         fp8 = MoEExperts(placeholder(6, 256, 64, format="fp8_block"), placeholder(6, 64, 128, format="fp8_block"))
+        blocks = lambda *shape: placeholder(*shape, format="fp8_block")  # noqa: E731
         stacked = lambda f: MoEExperts(placeholder(6, 96, 64, format=f), placeholder(6, 64, 48, format=f))  # noqa: E731
         return [
             Sample("t1", plain, inputs(1, 2), "decode"),
@@ -155,6 +156,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
                 "one_expert", plain, lambda d: (d.normal(9, 64), d.uniform(9, 1, low=0.1), d.ints(9, 1, below=1) + 4)
             ),
             Sample("fp8_block", fp8, inputs(7, 2)),
+            Sample("fp8_blocks", MoEExperts(blocks(6, 256, 256), blocks(6, 256, 128)), inputs(7, 2, 256)),
             *(
                 Sample(
                     f,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -204,14 +204,14 @@ class Devices:
             log.warning("device %r has no available variant; explaining %r (others: %s)", device, first.name, others)
             return first
         records = [r for r in self._kept_out if r.stage != "probe" and device in map(family, r.devices)]
-        what = "; ".join([*map(_state, entries), *map(str, records)])
-        raise DeviceError(f"Device {device!r} has no available variant. {what}.", there_is=self._available())
+        told = _told([*map(_state, entries), *map(str, records)])
+        raise DeviceError(f"Device {device!r} has no available variant.{told}", there_is=self._available())
 
     def _choose_auto(self) -> DeviceEntry:
         available = [entry for entry in self.entries() if entry.probe.available]
         if not available:
-            what = "; ".join(map(_state, self.entries())) or "No plugin serves one"
-            raise DeviceError(f"No device is available. {what}.", remedy="run `inferplane doctor`")
+            told = _told(map(_state, self.entries())) or " No plugin serves one."
+            raise DeviceError(f"No device is available.{told}", remedy="run `inferplane doctor`")
         best = max((entry.auto_rank, entry.in_tree) for entry in available)
         first = [entry for entry in available if (entry.auto_rank, entry.in_tree) == best]
         if len(first) > 1:
@@ -256,5 +256,10 @@ class Devices:
 
 
 def _state(entry: DeviceEntry) -> str:
-    told = f"{entry.name} is {entry.probe.presence.value}: {entry.probe.reason.rstrip('.')}"
-    return f"{told} (to do: {entry.probe.remedy})" if entry.probe.remedy else told
+    told = f"{entry.name} is {entry.probe.presence.value}: {entry.probe.reason.rstrip('.')}."
+    return f"{told}\n  To do: {entry.probe.remedy}." if entry.probe.remedy else told
+
+
+def _told(states: Iterable[str]) -> str:
+    """A line for each, behind what they explain."""
+    return "".join(f"\n- {state}" for state in states)

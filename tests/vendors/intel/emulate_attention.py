@@ -73,16 +73,18 @@ def _compiled_decode(dim: int, group: int, block: int, local: bool) -> None:
     require(found, f"not compiled: single queries, heads of {dim}, groups of {group}, {block=}, window={local}")
 
 
-def _read(cache: torch.Tensor, table: torch.Tensor, n: int) -> torch.Tensor:
+def _read(cache: torch.Tensor, table: torch.Tensor, first: int, n: int) -> torch.Tensor:
+    """Tokens first to n of a sequence; blocks before the first are not looked at."""
     tokens = cache.shape[1]
-    blocks = table[: -(-n // tokens)].long()
+    blocks = table[first // tokens : -(-n // tokens)].long()
     require(bool(((blocks >= 0) & (blocks < cache.shape[0])).all()), "block_table names blocks of the cache")
-    return cache[blocks].flatten(0, 1)[:n]
+    start = first // tokens * tokens
+    return cache[blocks].flatten(0, 1)[first - start : n - start]
 
 
-def _hidden(count: int, n: int, causal: bool, left: int) -> torch.Tensor | None:
-    i, j = torch.arange(count)[:, None] + n - count, torch.arange(n)[None]
-    hidden = (j > i) if causal else torch.zeros(count, n, dtype=torch.bool)
+def _hidden(count: int, first: int, n: int, causal: bool, left: int) -> torch.Tensor:
+    i, j = torch.arange(count)[:, None] + n - count, torch.arange(first, n)[None]
+    hidden = (j > i) if causal else torch.zeros(count, n - first, dtype=torch.bool)
     return hidden if left < 0 else hidden | (j < i - left) | (j > i)
 
 
@@ -134,8 +136,12 @@ def varlen_fwd(
         require(v.shape[-1] == dim, f"q, k and v have one width, got {dim} and {v.shape[-1]}")
     result = torch.zeros(rows, heads, v.shape[-1], dtype=q.dtype)
     for b, (count, n) in enumerate(zip(counts, lens)):
-        keys, values = (_read(t, block_table[b], n) if paged else t[ends[b] : ends[b] + n] for t in (k, v))
-        hidden = _hidden(count, n, is_causal and not single, window_size_left)
+        first = max(0, n - count - window_size_left) if local else 0
+        if paged:
+            keys, values = (_read(t, block_table[b], first, n) for t in (k, v))
+        else:
+            keys, values = (t[ends[b] + first : ends[b] + n] for t in (k, v))
+        hidden = _hidden(count, first, n, is_causal and not single, window_size_left)
         a = starts[b]
         result[a : a + count] = _softmax_v(q[a : a + count], keys, values, hidden, softmax_scale).to(result.dtype)
     return [result, left_open()]

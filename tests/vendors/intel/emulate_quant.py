@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.vendors.calls import Open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.intel import chip
 
@@ -135,11 +136,11 @@ def per_token_group_fp8_quant(
 
 @emulates("aten::_convert_weight_to_int4pack")
 def _convert_weight_to_int4pack(self, innerKTiles):
-    """Bytes of two columns to words of eight, in their order."""
+    """Bytes of two columns to words of eight, in their order. Torch's own shape function tells of another device's."""
     chip.dtype(torch.uint8, self=self)
     chip.contiguous(self=self)
     require(self.dim() == 2 and self.shape[1] % 4 == 0, f"rows of whole words, got {list(self.shape)}")
-    return self.view(torch.int32)
+    return self.view(torch.int32).as_subclass(Open)
 
 
 @emulates("aten::_weight_int4pack_mm_with_scales_and_zeros")
@@ -154,7 +155,7 @@ def _weight_int4pack_mm_with_scales_and_zeros(self, mat2, qGroupSize, qScale, qZ
     chip.shape("mat2", mat2, n, k // 8)
     chip.shape("qScale", qScale, k // qGroupSize, n)
     chip.shape("qZeros", qZeros, k // qGroupSize, n)
-    values = _nibbles(mat2).flatten(1).float()
+    values = _nibbles(mat2.as_subclass(torch.Tensor)).flatten(1).float()
     zero, scale = (t.float().t().repeat_interleave(qGroupSize, 1) for t in (qZeros, qScale))
     return (self.float() @ ((values - zero) * scale).t()).to(self.dtype)
 

@@ -23,9 +23,8 @@ def test_serves(family):
     """Every kernel passes its canary, no hot op is left on a reference; chunks, tokens and drafts share steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", InferplaneWarning)
-        with LLM(
-            FAMILIES[family], device="xpu:intel", dtype="bfloat16", strict=True, speculative=DRAFTS, **OPTIONS
-        ) as llm:
+        options = {**OPTIONS, "dtype": "bfloat16", "strict": True, "speculative": DRAFTS}
+        with LLM(FAMILIES[family], device="xpu:intel", **options) as llm:
             results = llm.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0.0))
             plan = llm.explain()
     assert [len(result.token_ids) for result in results] == [12, 12, 12]

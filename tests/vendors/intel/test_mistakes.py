@@ -1,0 +1,134 @@
+"""Mistakes that are easily made with vllm-xpu-kernels' operators, made on purpose: each is caught by the emulator, as
+the call breaks a limit, or by the op's oracle, as the numbers are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from inferplane_xpu.intel.kernels import attention, basic, mla, moe, products
+from tests.vendors.emulator import Meddled
+from tests.vendors.intel import chip
+from tests.vendors.intel.emulated import EMULATOR
+from tests.vendors.mistakes import judged, swapped
+
+pytestmark = pytest.mark.skipif(chip.LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake.
+
+    Args:
+        words: what is done wrong.
+        where: the module and the name in it that is meddled with.
+        operator: the operator that is called wrongly.
+        change: `(real, *args, **kwargs)` -> result of the wrong call.
+        kernel: the kernel that makes the call. sample: of its op.
+        caught: a part of what is said of it.
+    """
+
+    words: str
+    where: tuple[Any, str]
+    operator: str
+    change: Callable[..., Any]
+    kernel: str
+    sample: str
+    caught: str
+
+
+def at(i: int, value: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The call with a positional argument changed."""
+    return lambda real, *args: real(*args[:i], value(args[i]), *args[i + 1 :])
+
+
+ROWS, WRITE, FLASH = (basic, "vllm"), (attention, "cache_ops"), (attention, "flash")
+MISTAKES = [
+    Mistake("K and V exchanged", WRITE, "reshape_and_cache_flash", swapped(0, 1), "vllm_xpu:kv_write", "decode", ""),
+    Mistake("slots in int32", WRITE, "reshape_and_cache_flash", at(4, lambda s: s.int()),
+            "vllm_xpu:kv_write", "decode", "slot_mapping is torch.int64"),
+    Mistake("heads before tokens in blocks", WRITE, "reshape_and_cache_flash", at(2, lambda c: c.transpose(1, 2)),
+            "vllm_xpu:kv_write", "decode", "key_cache has shape"),
+    Mistake("a cache in FP8 asked for", WRITE, "reshape_and_cache_flash", at(5, lambda s: "fp8"),
+            "vllm_xpu:kv_write", "decode", "kv_cache_dtype"),
+    Mistake("norm and sum exchanged", ROWS, "fused_add_rms_norm", swapped(0, 1), "vllm_xpu:add_rms_norm", "t3_d64", ""),
+    Mistake("result behind the input", ROWS, "rms_norm", swapped(0, 1), "vllm_xpu:rms_norm", "t3_d64", ""),
+    Mistake("sines before cosines", ROWS, "rotary_embedding", at(4, lambda t: torch.cat(t.chunk(2, -1)[::-1], -1)),
+            "vllm_xpu:rope", "half", ""),
+    Mistake("the other pairs", ROWS, "rotary_embedding", at(5, lambda neox: not neox), "vllm_xpu:rope", "half", ""),
+    Mistake("a table in float32", ROWS, "rotary_embedding", at(4, lambda t: t.float()),
+            "vllm_xpu:rope", "half", "have one dtype"),
+    Mistake("lengths without the step's own tokens", FLASH, "varlen_fwd", at(6, lambda n: n - 1),
+            "vllm_xpu:attention_few", "decode", ""),
+    Mistake("lengths of queries, not their sums", FLASH, "varlen_fwd", at(4, lambda s: s.diff(prepend=s[:1])),
+            "vllm_xpu:attention_many", "prefill_d128", "running sum"),
+    Mistake("a scale of 1", FLASH, "varlen_fwd", at(16, lambda s: 1.0), "vllm_xpu:attention_many", "prefill_d128", ""),
+    Mistake("no mask", FLASH, "varlen_fwd", at(19, lambda c: False), "vllm_xpu:attention_many", "prefill_d128", ""),
+    Mistake("a window of one token more", FLASH, "varlen_fwd", at(20, lambda n: n + 1),
+            "vllm_xpu:attention_few", "window_decode", ""),
+    Mistake("the longest sequence too short", FLASH, "varlen_fwd", at(11, lambda n: 1),
+            "vllm_xpu:attention_many", "prefill_d128", "max_seqlen_k is at least"),
+    Mistake("experts' weights turned", (moe, "xpu"), "cutlass_grouped_gemm_interface",
+            at(2, lambda b: b.transpose(1, 2).contiguous()), "vllm_xpu:moe_experts", "t13", "ptr_B is"),
+    Mistake("counts that begin anywhere", (moe, "moe"), "remap_hidden_states", at(5, lambda n: n + 1),
+            "vllm_xpu:moe_experts", "t13", "begins with zeros"),
+    Mistake("rows summed without their weights", (moe, "moe"), "moe_gather", at(2, torch.ones_like),
+            "vllm_xpu:moe_experts", "t13", ""),
+    Mistake("halves of int4 bytes exchanged", (moe, "xpu"), "cutlass_grouped_gemm_interface",
+            at(2, lambda b: ((b & 15) << 4) | ((b >> 4) & 15)), "vllm_xpu:moe_experts_int4", "int4_group", ""),
+    Mistake("scores by another function", (moe, "moe"), "grouped_topk", at(7, lambda f: 1 - f),
+            "vllm_xpu:moe_route_grouped", "v3", ""),
+    Mistake("int4 words with N the fastest", (products, "xpu"), "int4_gemm_w4a16", at(1, lambda b: b.contiguous()),
+            "vllm_xpu:linear_int4", "int4_group", "NT format"),
+    Mistake("scales a row of outputs", (products, "xpu"), "int4_gemm_w4a16", at(3, lambda s: s.t().contiguous()),
+            "vllm_xpu:linear_int4", "int4_group", "B_scale has shape"),
+    Mistake("zero points of 0", (products, "xpu"), "int4_gemm_w4a16", at(4, lambda z: z * 0),
+            "vllm_xpu:linear_int4", "int4_group", ""),
+    Mistake("zero points of torch's in bytes without sign", (products, "aten"),
+            "_weight_int4pack_mm_with_scales_and_zeros", at(4, lambda z: z.view(torch.uint8)),
+            "torch_xpu:linear_int4pack", "int4_group", "qZeros is torch.int8"),
+    Mistake("blocks of an FP8 weight turned", (products, "xpu"), "fp8_gemm_w8a16", at(2, lambda s: s.t().contiguous()),
+            "vllm_xpu:linear_fp8", "fp8_blocks", ""),
+    Mistake("activations quantized by rows under blocks", (products, "xpu"), "fp8_gemm",
+            at(3, lambda s: s[:, :1].contiguous()), "vllm_xpu:linear_fp8_act", "fp8_act", "of the weight"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.words.replace(" ", "_"))
+def test_is_caught(mistake, monkeypatch):
+    said = lambda: judged("xpu:intel", torch.bfloat16, mistake.kernel, mistake.sample)  # noqa: E731
+    assert not said(), "the kernel itself is right"
+    monkeypatch.setattr(EMULATOR, "listeners", [])  # a mistake is no call of the backend's
+    monkeypatch.setattr(*mistake.where, Meddled(getattr(*mistake.where), {mistake.operator: mistake.change}))
+    found = said()
+    assert found, "nothing was said"
+    assert mistake.caught in found, found
+
+
+def whole(batch):
+    """Sequences as they are, told to be single tokens."""
+    return attention.Sequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, batch.max_seq_tokens)
+
+
+MORE = [
+    ("drafts left together", (attention, "single_tokens"), whole,
+     "vllm_xpu:attention_few", "drafts", "max_seqlen_q is at least"),
+    ("all heads of a token as one sequence of latents", (mla, "_in_groups"), lambda q, at: (q, at),
+     "vllm_xpu:mla_absorbed", "v3_heads", "not compiled"),
+    ("as many experts a token as there are", (moe, "_to_compiled"), lambda weights, ids: (weights, ids),
+     "vllm_xpu:moe_experts", "t13", "Unsupported TopK value 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "where", "instead", "kernel", "sample", "caught"), MORE, ids=lambda v: str(v)[:40])
+def test_is_caught_without(words, where, instead, kernel, sample, caught, monkeypatch):
+    """What a kernel does before its call, left out."""
+    monkeypatch.setattr(EMULATOR, "listeners", [])
+    assert not judged("xpu:intel", torch.bfloat16, kernel, sample), "the kernel itself is right"
+    monkeypatch.setattr(*where, instead)
+    assert caught in judged("xpu:intel", torch.bfloat16, kernel, sample), words
