@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from tests.vendors import semantics
 from tests.vendors.calls import left_open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.intel import chip
@@ -21,25 +22,11 @@ VALUES_OF_LATENTS = 512
 ALIGNED_BYTES = 16
 
 
-def _softmax_v(q, k, v, hidden, scale):
-    """q [S, N, D], k [K, G, D], v [K, G, V]: float32 [S, N, V]; a sequence without keys, which the vendor's code keeps
-    from happening, gives what is no number."""
+def _attended(q, k, v, hidden, scale):
+    """A sequence without keys, which the vendor's code keeps from happening, gives what is no number."""
     if not k.shape[0]:
         return torch.full((*q.shape[:2], v.shape[-1]), torch.nan)
-    group = q.shape[1] // k.shape[1]
-    k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
-    scores = torch.einsum("snd,knd->nsk", q.float(), k) * scale
-    scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
-    return torch.einsum("nsk,knv->snv", scores.softmax(-1), v)
-
-
-def _offsets(name: str, sums: torch.Tensor, last: int) -> list[int]:
-    chip.dtype(chip.INT32, **{name: sums})
-    chip.contiguous(**{name: sums})
-    values = sums.tolist()
-    require(values[0] == 0 and values == sorted(values), f"{name} is a running sum that begins with 0, got {values}")
-    require(values[-1] == last, f"{name} ends with {last} rows, got {values[-1]}")
-    return values
+    return semantics.softmax_v(q, k, v, hidden, scale)
 
 
 def _aligned(**tensors: torch.Tensor) -> None:
@@ -73,21 +60,6 @@ def _compiled_decode(dim: int, group: int, block: int, local: bool) -> None:
     require(found, f"not compiled: single queries, heads of {dim}, groups of {group}, {block=}, window={local}")
 
 
-def _read(cache: torch.Tensor, table: torch.Tensor, first: int, n: int) -> torch.Tensor:
-    """Tokens first to n of a sequence; blocks before the first are not looked at."""
-    tokens = cache.shape[1]
-    blocks = table[first // tokens : -(-n // tokens)].long()
-    require(bool(((blocks >= 0) & (blocks < cache.shape[0])).all()), "block_table names blocks of the cache")
-    start = first // tokens * tokens
-    return cache[blocks].flatten(0, 1)[first - start : n - start]
-
-
-def _hidden(count: int, first: int, n: int, causal: bool, left: int) -> torch.Tensor:
-    i, j = torch.arange(count)[:, None] + n - count, torch.arange(first, n)[None]
-    hidden = (j > i) if causal else torch.zeros(count, n - first, dtype=torch.bool)
-    return hidden if left < 0 else hidden | (j < i - left) | (j > i)
-
-
 @emulates("_vllm_fa2_C::varlen_fwd")
 def varlen_fwd(
     q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q,
@@ -106,7 +78,8 @@ def varlen_fwd(
     require(q.dim() == 3, f"queries are ragged, [T, heads, D], got {list(q.shape)}")
     (rows, heads, dim), kv_heads = q.shape, k.shape[-2]
     require(k.shape[-1] == dim and heads % kv_heads == 0, f"keys {list(k.shape)} do not fit queries {list(q.shape)}")
-    starts = _offsets("cu_seqlens_q", cu_seqlens_q, rows)
+    chip.contiguous(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    starts = semantics.running("cu_seqlens_q", cu_seqlens_q, rows)
     counts = [b - a for a, b in pairwise(starts)]
     require(max(counts) <= max_seqlen_q, f"max_seqlen_q is at least {max(counts)}, got {max_seqlen_q}")
     paged = block_table is not None
@@ -122,7 +95,7 @@ def varlen_fwd(
         lens, ends = seqused_k.tolist(), []
     else:
         chip.absent(seqused_k=seqused_k)
-        ends = _offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        ends = semantics.running("cu_seqlens_k", cu_seqlens_k, k.shape[0])
         lens = [b - a for a, b in pairwise(ends)]
     require(len(lens) == len(counts), f"{len(counts)} sequences of queries, {len(lens)} of keys")
     require(max(lens) <= max_seqlen_k, f"max_seqlen_k is at least {max(lens)}, got {max_seqlen_k}")
@@ -138,10 +111,11 @@ def varlen_fwd(
     for b, (count, n) in enumerate(zip(counts, lens)):
         first = max(0, n - count - window_size_left) if local else 0
         if paged:
-            keys, values = (_read(t, block_table[b], first, n) for t in (k, v))
+            keys, values = (semantics.paged(t, block_table[b], first, n) for t in (k, v))
         else:
             keys, values = (t[ends[b] + first : ends[b] + n] for t in (k, v))
-        hidden = _hidden(count, first, n, is_causal and not single, window_size_left)
+        masked = local or (is_causal and not single)
+        hidden = semantics.hidden_from(count, first, n, window_size_left) if masked else None
         a = starts[b]
-        result[a : a + count] = _softmax_v(q[a : a + count], keys, values, hidden, softmax_scale).to(result.dtype)
+        result[a : a + count] = _attended(q[a : a + count], keys, values, hidden, softmax_scale)
     return [result, left_open()]

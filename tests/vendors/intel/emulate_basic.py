@@ -9,16 +9,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tests.vendors import semantics
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.intel import chip
 
 IMPLEMENTATIONS = emulates = Implementations()
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    h = x.float()
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + epsilon)
-    return (h if weight is None else h * weight.float()).to(x.dtype)
 
 
 @emulates("_C::rms_norm")
@@ -29,7 +24,7 @@ def rms_norm(result, input, weight, epsilon):
     require(2 <= input.dim() <= 4, f"two to four dimensions, got {input.dim()}")
     chip.shape("result", result, *input.shape)
     chip.shape("weight", weight, input.shape[-1])
-    result.copy_(_norm(input, weight, epsilon))
+    result.copy_(semantics.normed(input, weight, epsilon))
 
 
 @emulates("_C::fused_add_rms_norm")
@@ -41,7 +36,7 @@ def fused_add_rms_norm(input, residual, weight, epsilon):
     chip.shape("weight", weight, input.shape[-1])
     total = residual.float() + input.float()
     residual.copy_(total.to(residual.dtype))
-    input.copy_(_norm(total, weight, epsilon).to(input.dtype))
+    input.copy_(semantics.normed(total, weight, epsilon).to(input.dtype))
 
 
 @emulates("_C::rotary_embedding")
@@ -53,15 +48,10 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
     chip.contiguous(cos_sin_cache=cos_sin_cache, **given)
     chip.shape("cos_sin_cache", cos_sin_cache, None, head_size)
     require(int(positions.min()) >= 0 and int(positions.max()) < len(cos_sin_cache), "positions lie in the table")
-    cos, sin = (part.float()[:, None] for part in cos_sin_cache[positions].chunk(2, -1))
     for name, t in given.items():
         require(t.dim() == 2 and t.shape[0] == positions.shape[0], f"{name} is [T, heads * D], got {list(t.shape)}")
         require(t.shape[1] % head_size == 0, f"{name} holds whole heads of {head_size}, got {t.shape[1]}")
-        h = t.float().view(t.shape[0], -1, head_size)
-        a, b = h.chunk(2, -1) if is_neox else (h[..., 0::2], h[..., 1::2])
-        turned = (a * cos - b * sin, b * cos + a * sin)
-        out = torch.cat(turned, -1) if is_neox else torch.stack(turned, -1).flatten(-2)
-        t.copy_(out.view(t.shape).to(t.dtype))
+        t.copy_(semantics.turned(t, positions, cos_sin_cache, head_size, is_neox))
 
 
 @emulates("_C::silu_and_mul")
@@ -75,27 +65,11 @@ def silu_and_mul(result, input):
     result.copy_((F.silu(a) * b).to(result.dtype))
 
 
-def _slots(slot_mapping: torch.Tensor, rows: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that are written, and where; a negative slot is padding and skipped."""
-    chip.dtype(torch.int64, slot_mapping=slot_mapping)
-    chip.shape("slot_mapping", slot_mapping, rows)
-    real = torch.nonzero(slot_mapping >= 0).flatten()
-    places = slot_mapping[real]
-    require(places.numel() == 0 or int(places.max()) < slots, f"slots lie below {slots}")
-    require(len(set(places.tolist())) == places.numel(), "no slot is written twice")
-    return real, places
-
-
-def _scale(**scales: torch.Tensor) -> None:
-    for name, scale in scales.items():
-        require(scale.numel() == 1 and scale.dtype is torch.float32, f"{name} is one float32")
-
-
 @emulates("_C_cache_ops::reshape_and_cache_flash")
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
     """Caches `[blocks, tokens, heads, D]`; heads apart from each other mean another layout, which is not emulated."""
     require(kv_cache_dtype == "auto", f"kv_cache_dtype {kv_cache_dtype!r} is not emulated")
-    _scale(k_scale=k_scale, v_scale=v_scale)
+    semantics.one_scale(k_scale=k_scale, v_scale=v_scale)
     chip.floats(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     chip.contiguous(key=key, value=value)
     for name, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
@@ -103,7 +77,7 @@ def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv
         require(cache.stride(2) == rows.shape[2], f"heads of {name} follow one another")
     require(key_cache.stride(0) == value_cache.stride(0), "K and V have one stride of blocks")
     tokens = key_cache.shape[1]
-    real, places = _slots(slot_mapping, key.shape[0], key_cache.shape[0] * tokens)
+    real, places = semantics.written(slot_mapping, key.shape[0], key_cache.shape[0] * tokens)
     key_cache[places // tokens, places % tokens] = key[real]
     value_cache[places // tokens, places % tokens] = value[real]
 
@@ -112,13 +86,13 @@ def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv
 def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
     """The cache is `[blocks, tokens, latent + rotated]`."""
     require(kv_cache_dtype == "auto", f"kv_cache_dtype {kv_cache_dtype!r} is not emulated")
-    _scale(scale=scale)
+    semantics.one_scale(scale=scale)
     chip.floats(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
     chip.contiguous(kv_c=kv_c, k_pe=k_pe)
     chip.shape("k_pe", k_pe, kv_c.shape[0], None)
     chip.shape("kv_cache", kv_cache, None, None, kv_c.shape[1] + k_pe.shape[1])
     tokens = kv_cache.shape[1]
-    real, places = _slots(slot_mapping, kv_c.shape[0], kv_cache.shape[0] * tokens)
+    real, places = semantics.written(slot_mapping, kv_c.shape[0], kv_cache.shape[0] * tokens)
     kv_cache[places // tokens, places % tokens] = torch.cat((kv_c, k_pe), -1)[real]
 
 

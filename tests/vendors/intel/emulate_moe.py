@@ -121,7 +121,7 @@ def remap_hidden_states(
 def _int4(ptr_B, scale, a):
     """Bytes `[E, N, K / 2]` of two signed nibbles, the even column low; scales `[E, N, groups]` in A's dtype."""
     require(scale is not None, "int4 needs scales")
-    chip.same((a.dtype,), "in the dtype of A", ptr_B_scale=scale)
+    chip.dtype(a.dtype, ptr_B_scale=scale)
     columns = ptr_B.shape[2] * 2
     chip.shape("ptr_B_scale", scale, ptr_B.shape[0], ptr_B.shape[1], None)
     require(columns % scale.shape[2] == 0, f"{columns} columns in {scale.shape[2]} groups")
