@@ -125,7 +125,9 @@ MORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "where", "instead", "kernel", "sample", "caught"), MORE, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(
+    ("words", "where", "instead", "kernel", "sample", "caught"), MORE, ids=[more[0].replace(" ", "_") for more in MORE]
+)
 def test_is_caught_without(words, where, instead, kernel, sample, caught, monkeypatch):
     """What a kernel does before its call, left out."""
     monkeypatch.setattr(EMULATOR, "listeners", [])
