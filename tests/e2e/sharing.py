@@ -15,11 +15,12 @@ LENGTHS = (70, 9, 1, 33)
 
 
 def answers(llm: LLM) -> dict[str, object]:
-    """Logits of whole and cut prompts, and 64 greedy tokens of each."""
+    """Logits of whole and cut prompts, 64 greedy tokens of each, and their embeddings."""
     many = prompts(llm.engine.vocab, LENGTHS)
     logits = [*llm.logits(many), *llm.logits(many[:2], chunk_tokens=7)]
     results = llm.generate(many, SamplingParams(max_tokens=64, temperature=0))
-    return {"logits": logits, "tokens": [r.token_ids for r in results]}
+    vectors = torch.tensor([llm.embed(many, pooling, normalize=False) for pooling in ("last", "mean")])
+    return {"logits": logits, "tokens": [r.token_ids for r in results], "vectors": vectors}
 
 
 def main(model: str, out: str, options: str = "{}") -> None:

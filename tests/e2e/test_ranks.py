@@ -61,6 +61,7 @@ def same(got, want):
     assert got["tokens"] == want["tokens"] == got["again"] and all(len(t) == 64 for t in got["tokens"])
     for g, w in zip(got["logits"], want["logits"], strict=True):
         assert g.shape == w.shape and (g - w).abs().max() <= FLOAT32 * w.abs().max()
+    assert (got["vectors"] - want["vectors"]).abs().max() <= FLOAT32 * want["vectors"].abs().max()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -45,7 +45,9 @@ def test_numbers_too_large_for_their_field_are_refused():
         (CompletionRequest, {}, "prompt"),
         (CompletionRequest, {"prompt": []}, "prompt"),
         (CompletionRequest, {"prompt": ""}, "prompt"),
-        (CompletionRequest, {"prompt": [1, "x"]}, "prompt[0]"),
+        (CompletionRequest, {"prompt": [1, "x"]}, "prompt[1]"),
+        (CompletionRequest, {"prompt": ["x", 1]}, "prompt[1]"),
+        (CompletionRequest, {"prompt": [[1], [2, -1]]}, "prompt[1][1]"),
         (CompletionRequest, {"prompt": [[1], [True]]}, "prompt[1][0]"),
         (CompletionRequest, {"prompt": {"a": 1}}, "prompt"),
         (CompletionRequest, {"prompt": "x", "max_tokens": "5"}, "max_tokens"),
@@ -75,6 +77,20 @@ def test_the_field_that_is_wrong_is_named(model, data, param):
     assert refused.value.status == 400
     assert refused.value.param == param
     assert param.split("[")[0].split(".")[0] in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "said"),
+    [
+        (CompletionRequest, {"prompt": "x", "suffix": "y"}, "suffix: Insertion is not supported."),
+        (ChatRequest, {"messages": [{"role": "user"}], "functions": []}, "functions: Not supported: use tools."),
+        (ChatRequest, {"messages": [{"role": "user"}], "audio": {}}, "audio: Not supported."),
+    ],
+)
+def test_what_is_not_supported_is_said_to_be(model, data, said):
+    with pytest.raises(ApiError) as refused:
+        validate(model, data)
+    assert refused.value.message == said
 
 
 def test_falsy_values_are_values():

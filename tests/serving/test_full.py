@@ -54,9 +54,11 @@ def test_refusals_speak_the_dialect_and_are_counted(small):
             assert "connection" not in refused.headers  # it was read whole: the next request may follow
             native = client.post(path, json={"text": "x", "req_id": "a7"})
             assert (native.status_code, native.json()["error_code"], native.json()["req_id"]) == (429, 429, "a7")
+        refused = client.post("/v1/embeddings", json={"input": "x", "text": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}).is_error
         assert client.post("/tokenize", json={"prompt": "x"}).status_code == 200  # takes no place
-        assert small.metrics()[REJECTED] - before == 5
+        assert small.metrics()[REJECTED] - before == 6
     small.at_rest()
     with small.client() as client:
         assert client.post("/v1/completions", json=SHORT).status_code == 200

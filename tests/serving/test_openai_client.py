@@ -54,11 +54,6 @@ def test_models(api):
     assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
 
 
-def test_embeddings_are_refused_clearly(api):
-    with pytest.raises(openai.NotFoundError, match="no embeddings"):
-        api.embeddings.create(model="default", input="x")
-
-
 # ---------------------------------------------------------------- completions
 
 

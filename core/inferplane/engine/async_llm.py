@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from inferplane.engine import arguments
 from inferplane.engine.arguments import Prompt
 from inferplane.engine.client import EngineClient, Health, ModelInfo, Order, Question, RequestId
+from inferplane.engine.embedding import check_dimensions, embedding_params, finished
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.results import Delta
 from inferplane.engine.text import Tokenizer
@@ -190,6 +191,29 @@ class AsyncLLM:
                 yield piece
         finally:
             self._leave(order, box, ended)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        request_id: RequestId | None = None,
+        *,
+        pooling: str = "last",
+        dimensions: int | None = None,
+        normalize: bool = True,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> list[float]:
+        """A vector for a prompt; see `LLM.embed`. Cancelling it ends the request.
+
+        Raises:
+            As `generate`. UsageError: no such pooling, or fewer dimensions. GenerationError: it failed while it ran.
+        """
+        check_dimensions(dimensions, self.info.width)
+        more: dict[str, Any] = {"priority": priority, "tenant": tenant}
+        vector, error = None, ""
+        async for piece in self.generate(prompt, embedding_params(pooling), request_id, **more):
+            vector, error = piece.embedding, piece.error
+        return finished(vector, dimensions, normalize=normalize, error=error)
 
     async def feed(
         self,

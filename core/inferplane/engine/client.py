@@ -47,6 +47,7 @@ class ModelInfo:
         dtype: of activations, such as "bfloat16".
         kv_dtype: how the cache stores entries.
         vocab: token ids are below this.
+        width: D, entries of a hidden state, and of an embedding.
         max_model_len: most tokens of a sequence.
         max_batch: sequences in a step.
         kv_blocks: blocks of the cache.
@@ -63,6 +64,7 @@ class ModelInfo:
     dtype: str
     kv_dtype: str
     vocab: int
+    width: int
     max_model_len: int
     max_batch: int
     kv_blocks: int

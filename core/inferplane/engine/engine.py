@@ -16,6 +16,7 @@ from inferplane.engine.arguments import check_ids
 from inferplane.engine.logprobs import score
 from inferplane.engine.metrics import Metrics
 from inferplane.engine.params import SamplingParams
+from inferplane.engine.pooling import parts
 from inferplane.engine.request import Request
 from inferplane.engine.results import FinishReason, TokenLogprob
 from inferplane.engine.rows import SampleRow
@@ -204,15 +205,15 @@ class Engine:
         logits, hidden = self.runner.run(batch)
         with torch.inference_mode():
             tokens, scores, prompts = self._decide(chosen, queries, logits)
+            pooled = parts(chosen, hidden)
         decided = time.monotonic()
-        ran, row = [], 0
-        touched = []
-        for s, new, scored, prompt_scores in zip(chosen, tokens, scores, prompts):
+        ran, touched, row = [], [], 0
+        for s, new, scored, prompt_scores, vector in zip(chosen, tokens, scores, prompts, pooled):
             r, first, stood = s.request, s.request.computed, max(0, len(new) - 1)
             blocks = r.blocks
             if prompt_scores and r.prompt_logprobs is not None:
                 r.prompt_logprobs[first + 1 : first + 1 + len(prompt_scores)] = prompt_scores
-            before, accepted = len(r.generated), 0
+            r.pooled, before, accepted = vector, len(r.generated), 0
             try:
                 reason = self._accept(s, new, scored)
                 accepted = max(0, len(r.generated) - before - 1)

@@ -17,6 +17,7 @@ from inferplane.binding import explain, explain_text
 from inferplane.engine import arguments
 from inferplane.engine.arguments import Prompt as Prompt
 from inferplane.engine.constrain import Constraint, Grammars
+from inferplane.engine.embedding import check_dimensions, embedding_params, finished
 from inferplane.engine.engine import DEFAULT_STEP_TOKENS, Engine
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.ranks import ranks_for
@@ -164,9 +165,7 @@ class LLM:
         if self.files.folder is None:
             value = self.files.config.get("eos_token_id")
             return frozenset([value] if isinstance(value, int) else value or ())
-        if self._tokenizer is not None:
-            return self._tokenizer.end_ids
-        return end_ids(self.files.folder)
+        return end_ids(self.files.folder) if self._tokenizer is None else self._tokenizer.end_ids
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -312,6 +311,27 @@ class LLM:
         """
         return [self.engine.logits(self._encode(p), chunk_tokens) for p in arguments.prompt_list(prompts)]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: str = "last",
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> list[list[float]]:
+        """A vector for each prompt: its hidden states after the final norm, pooled.
+
+        Args:
+            prompts: as for `generate`; of at most `max_model_len` - 1 tokens.
+            pooling: "last" (the last token's) or "mean" (of all).
+            dimensions: keep so many of the first entries; None: all. normalize: make the vectors of length 1.
+
+        Raises:
+            As `generate`; UsageError also for another pooling, or dimensions there are not.
+        """
+        check_dimensions(dimensions, self.runner.model.embed.weight.shape[1])
+        results = self.generate(prompts, embedding_params(pooling))
+        return [finished(r.embedding, dimensions, normalize=normalize, error=r.error) for r in results]
+
     # -- looking inside
 
     def explain(self) -> dict[str, Any]:
@@ -375,4 +395,5 @@ def _result(request: Request) -> Result:
         request.error,
         request.logprobs,
         request.prompt_logprobs,
+        embedding=request.embedding,
     )

@@ -218,7 +218,7 @@ class LocalEngine:
         timings = request.timings() if reason is not None else None
         if reason is not None:
             self._forget(stream)
-        return Delta(text, new, reason, timings, request.error, scored, prompt)
+        return Delta(text, new, reason, timings, request.error, scored, prompt, request.embedding)
 
     def _step(self) -> None:
         """One step of the engine; each caller hears once of all that is new."""
@@ -298,6 +298,7 @@ def model_info(llm: LLM) -> ModelInfo:
         dtype=str(runner.dtype).removeprefix("torch."),
         kv_dtype=runner.options.kv_dtype,
         vocab=engine.vocab,
+        width=runner.model.embed.weight.shape[1],
         max_model_len=runner.max_model_len,
         max_batch=engine.scheduler.limits.max_batch,
         kv_blocks=engine.cache.blocks,

@@ -15,6 +15,7 @@ MOST_STOP_TOKEN_IDS = 1024
 MOST_BIASES = 1024
 MOST_SEQUENCES = 128
 MOST_LOGPROBS = 20
+POOLINGS = ("last", "mean")
 MOST_GRAMMAR_BYTES = {"json_schema": 64 * 1024, "regex": 4 * 1024, "grammar": 64 * 1024}
 
 
@@ -47,6 +48,8 @@ class SamplingParams:
         logprobs: also return the log-probability of each generated token and of this many likeliest ones, 0 to 20;
             None returns none. They are the model's own, before anything above has changed its logits.
         prompt_logprobs: the same for the tokens of the prompt.
+        pooling: also return the prompt's hidden states after the final norm, pooled to one vector: "last" takes the
+            last token's, "mean" the mean of all; None returns none.
         n: sequences to generate for the prompt, 1 to 128; each draws its own random numbers.
         json_schema: the text is JSON that this schema accepts: a schema as a mapping or as JSON text. Kept as JSON text
             of at most 64 KiB.
@@ -74,6 +77,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: str | None = None
     n: int = 1
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
@@ -215,6 +219,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("logit_bias", lambda p: _are_biases(p.logit_bias), f"of at most {MOST_BIASES} entries, token id -> -100 to 100"),
     ("logprobs", lambda p: _is_count(p.logprobs), f"None, or 0 to {MOST_LOGPROBS}"),
     ("prompt_logprobs", lambda p: _is_count(p.prompt_logprobs), f"None, or 0 to {MOST_LOGPROBS}"),
+    ("pooling", lambda p: p.pooling in (None, *POOLINGS), f"of None, {', '.join(POOLINGS)}"),
     ("n", lambda p: _is_int(p.n, 1, MOST_SEQUENCES), f"from 1 to {MOST_SEQUENCES}"),
     *(
         (name, lambda p, name=name, most=most: _is_text(getattr(p, name), most), f"of 1 to {most} bytes of text")

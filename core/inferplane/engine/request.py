@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from inferplane.engine import rng
 from inferplane.engine.constrain import Constraint
@@ -12,6 +13,9 @@ from inferplane.engine.params import SamplingParams
 from inferplane.engine.results import FinishReason, Timings, TokenLogprob
 from inferplane.engine.rows import History
 from inferplane.engine.text import Detokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(eq=False)
@@ -35,6 +39,7 @@ class Request:
         computed: tokens whose KV entries are in the cache.
         hashes: of its full blocks, as far as they were needed.
         drafts: tokens to verify in the next step.
+        pooled: what `pooling` has gathered of its prompt so far, float32 `[D]` on the host.
         finish_reason: None while it lives.
     """
 
@@ -54,6 +59,7 @@ class Request:
     computed: int = 0
     hashes: list[bytes] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
+    pooled: torch.Tensor | None = None
     cached_tokens: int = 0
     preemptions: int = 0
     finish_reason: FinishReason | None = None
@@ -75,6 +81,18 @@ class Request:
         self.history = History(self.prompt) if self.params.penalizes else None
         self.logprobs: list[TokenLogprob] | None = None if self.params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if self.params.prompt_logprobs is None else [None]
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether every row of its prompt has to be computed for it: none may be taken from the prefix cache."""
+        return self.params.prompt_logprobs is not None or self.params.pooling == "mean"
+
+    @property
+    def embedding(self) -> list[float] | None:
+        """Its prompt's pooled hidden state; None where none was asked for, or until it has ended well."""
+        if self.pooled is None or self.finish_reason not in ("stop", "length"):
+            return None
+        return list(self.pooled.tolist())
 
     @property
     def tokens(self) -> int:

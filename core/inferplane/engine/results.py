@@ -68,6 +68,7 @@ class Result:
         logprobs: of the generated tokens, when they were asked for.
         prompt_logprobs: of the prompt's tokens, when they were asked for; the first token has none.
         samples: with `n` above 1 all n results, this one first.
+        embedding: the prompt's pooled hidden state, when `pooling` asked for it.
     """
 
     text: str
@@ -79,6 +80,7 @@ class Result:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     samples: tuple[Result, ...] = ()
+    embedding: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Delta:
     """What streams yield: new text (possibly empty), its tokens, and at the end why it ended.
 
     The last delta is the request's one terminal event: it alone has a `finish_reason`. `prompt_logprobs` come with the
-    first one, when they were asked for.
+    first one, the embedding with the last one, when they were asked for.
     """
 
     text: str
@@ -96,3 +98,4 @@ class Delta:
     error: str = ""
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    embedding: list[float] | None = None

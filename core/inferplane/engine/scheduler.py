@@ -198,7 +198,7 @@ class Scheduler:
         With a window, new ones for the first step alone: blocks before it come back in time for the next.
         """
         found: list[int] = []
-        if self.root is not None and request.params.prompt_logprobs is None:
+        if self.root is not None and not request.needs_every_row:
             self._hash(request, request.tokens)
             # At least one token must be computed, for its logits.
             usable = request.hashes[: (request.tokens - 1) // self.block_tokens]

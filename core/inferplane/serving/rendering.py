@@ -59,6 +59,7 @@ class Choice:
     finish_reason: str | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    embedding: list[float] | None = None
 
     def add(self, delta: Delta) -> None:
         """Take in a piece."""
@@ -68,6 +69,7 @@ class Choice:
         if delta.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.embedding = self.embedding or delta.embedding
 
     def delta(self) -> Delta:
         """All of it as one piece."""

@@ -57,6 +57,7 @@ class Settings:
         metavar="Q",
     )
     load_format: str = _model("auto", "dummy: random weights", choices=("auto", "dummy"), metavar="F")
+    pooling: str = _model("last", "how embeddings are made of a prompt's tokens", choices=("last", "mean"), metavar="P")
     op: tuple[str, ...] = _model((), "pin an op or a site to a provider; repeatable", metavar="WHAT=PROVIDER")
     lock: str | None = _model(None, "take kernel choices from a lock file", metavar="FILE")
     strict: bool = _model(False, "refuse to leave a hot op on its slow reference")

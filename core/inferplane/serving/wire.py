@@ -148,16 +148,29 @@ def validate(model: type[Model], data: Mapping[str, Any]) -> Model:
         first, param = _most_telling(errors, data)
         code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
         said = "it is required" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
+        field = model.model_fields.get(str(first["loc"][0])) if first["loc"] else None
+        if field is not None and "not supported" in (field.description or "").lower():  # says more than its type
+            said = str(field.description).rstrip(".")
         raise invalid(f"{param or 'The body'}: {said}.", param, code) from errors
 
 
 def _most_telling(errors: ValidationError, data: Any) -> tuple[Any, str | None]:
-    """Of the alternatives for the first wrong field the one that comes furthest, and its path."""
+    """Of the alternatives for the first wrong field the one that comes furthest into it, and its path."""
     found = errors.errors(include_url=False, include_context=False, include_input=False)
     same = [e for e in found if e["loc"][:1] == found[0]["loc"][:1]]
     paths = [path_of(e["loc"], data, missing=e["type"] == "missing") for e in same]
-    best = max(range(len(same)), key=lambda i: (len(re.findall(r"[.[]", paths[i] or "")), -i))
+    deepest = max(range(len(same)), key=lambda i: (len(re.findall(r"[.[]", paths[i] or "")), -i))
+    firsts: dict[tuple[str, ...], int] = {}  # of each alternative, the first thing that is wrong
+    for i, e in enumerate(same):
+        if _form(paths[i]) == _form(paths[deepest]):
+            firsts.setdefault(tuple(s for s in e["loc"] if isinstance(s, str)), i)
+    best = max(firsts.values(), key=lambda i: ([int(s) for s in re.findall(r"\[(\d+)\]", paths[i] or "")], -i))
     return same[best], paths[best]
+
+
+def _form(path: str | None) -> str:
+    """A path without the numbers in it."""
+    return re.sub(r"\[\d+\]", "[]", path or "")
 
 
 def path_of(loc: tuple[int | str, ...], data: Any, *, missing: bool = False) -> str | None:

@@ -54,11 +54,13 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    embedding: list[float] | None = None
 
     @classmethod
     def of(cls, request_id: RequestId, d: Delta) -> Piece:
         """What to send for a delta."""
-        return cls(request_id, d.text, d.token_ids, d.finish_reason, d.timings, d.error, d.logprobs, d.prompt_logprobs)
+        own = d.text, d.token_ids, d.finish_reason, d.timings, d.error, d.logprobs, d.prompt_logprobs, d.embedding
+        return cls(request_id, *own)
 
     def delta(self) -> Delta:
         """The delta again."""
@@ -70,6 +72,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
             self.error,
             self.logprobs,
             self.prompt_logprobs,
+            self.embedding,
         )
 
 

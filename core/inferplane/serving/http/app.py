@@ -46,7 +46,7 @@ def metrics_app(service: Service) -> FastAPI:
 
 def gated(app: FastAPI, service: Service, keys: Keys) -> tuple[App, Gate]:
     """An application behind its gate, and the gate. With origins named, browsers' questions are answered before it."""
-    gate = Gate(app, service.settings, keys, Door(service, generate.PATHS))
+    gate = Gate(app, service.settings, keys, Door(service, generate.PATHS, generate.NATIVE))
     origins = service.settings.cors_origins
     if not origins:
         return gate, gate

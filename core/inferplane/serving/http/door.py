@@ -23,10 +23,11 @@ class Door:
     Args:
         service: has the places.
         paths: of the routes that generate.
+        native: those among them that also speak the native dialect.
     """
 
-    def __init__(self, service: Service, paths: Collection[str]) -> None:
-        self._service, self._paths = service, frozenset(paths)
+    def __init__(self, service: Service, paths: Collection[str], native: Collection[str]) -> None:
+        self._service, self._paths, self._native = service, frozenset(paths), frozenset(native)
 
     def leads(self, method: str, path: str) -> bool:
         """Whether a request generates."""
@@ -41,9 +42,10 @@ class Door:
             self._service.refused(error)
             raise
 
-    @staticmethod
-    def words(error: ApiError, body: bytes) -> dict[str, Any]:
+    def words(self, error: ApiError, path: str, body: bytes) -> dict[str, Any]:
         """An error in the dialect of a body."""
+        if path not in self._native:
+            return error.body()
         try:
             data = parse(body)
         except ApiError:

@@ -168,7 +168,7 @@ class _Passage:
             self._scope[RESERVED] = self._reserved = door.enter()
         except ApiError as error:
             self._scope[FACTS]["error"] = error.code
-            await self._refuse(error, door.words(error, body), close=False)
+            await self._refuse(error, door.words(error, self._scope["path"], body), close=False)
             return False
         return True
 

@@ -14,14 +14,18 @@ from inferplane.serving.http import chat
 from inferplane.serving.http.answer import Generation, refuse
 from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRendering, CompletionRequest
+from inferplane.serving.http.embeddings import EmbeddingRendering, EmbeddingRequest
 from inferplane.serving.http.gate import REQUEST_ID
 from inferplane.serving.service import Service
 from inferplane.serving.wire import parse, unknown_fields, validate
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 ALIASES = {f"{CHAT}/completions": COMPLETIONS, f"{CHAT}/chat/completions": CHAT}
 """What OpenAI's client asks for when its base URL is `.../v1/chat/completions`, as in the source system's example."""
-PATHS = (COMPLETIONS, CHAT, *ALIASES)
+NATIVE = (COMPLETIONS, CHAT, *ALIASES)
+"""Routes that also speak the native dialect."""
+PATHS = (*NATIVE, EMBEDDINGS)
+"""Routes that take a place."""
 
 Answer = Callable[[dict[str, Any], str], Awaitable[Generation]]
 
@@ -37,6 +41,11 @@ def routes(service: Service) -> APIRouter:
         router.add_api_route(
             path, _endpoint(service, answers[route]), methods=["POST"], include_in_schema=path == route
         )
+
+    @router.post(EMBEDDINGS)
+    async def embeddings(request: Request) -> Response:
+        return _embeddings(service, parse(await request.body()))
+
     return router
 
 
@@ -71,6 +80,14 @@ async def _chat(service: Service, data: dict[str, Any], request_id: str) -> Gene
     ask = await chat.ask_of(request, model, plan)
     rendering = chat.ChatRendering(request, plan, model, name, request_id)
     return Generation(service, ask, rendering, stream=bool(request.stream), ignored=unknown_fields(request))
+
+
+def _embeddings(service: Service, data: dict[str, Any]) -> Generation:
+    request = validate(EmbeddingRequest, data)
+    model = service.served
+    rendering = EmbeddingRendering(request, model.check_name(request.model), model.info.width)
+    ask = request.ask(service.settings.pooling)
+    return Generation(service, ask, rendering, stream=False, ignored=unknown_fields(request))
 
 
 async def _native(service: Service, data: dict[str, Any], request_id: str) -> Generation:

@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from inferplane.serving.http import operation, text
 from inferplane.serving.http.chat_wire import ChatRequest, ChatResponse
 from inferplane.serving.http.completions import CompletionRequest, CompletionResponse
+from inferplane.serving.http.embeddings import EmbeddingRequest, EmbeddingResponse
 from inferplane.serving.native import NativeError, NativeRequest, NativeResponse
 from inferplane.serving.wire import ErrorBody
 
@@ -21,13 +22,14 @@ Models = tuple[type[BaseModel], ...]
 REQUESTS: dict[str, Models] = {
     "/v1/completions": (CompletionRequest, NativeRequest),
     "/v1/chat/completions": (ChatRequest, NativeRequest),
-    "/v1/embeddings": (text.EmbeddingRequest,),
+    "/v1/embeddings": (EmbeddingRequest,),
     "/tokenize": (text.TokenizeRequest,),
     "/detokenize": (text.DetokenizeRequest,),
 }
 ANSWERS: dict[str, Models] = {
     "/v1/completions": (CompletionResponse, NativeResponse),
     "/v1/chat/completions": (ChatResponse, NativeResponse),
+    "/v1/embeddings": (EmbeddingResponse,),
     "/v1/models": (text.ModelList,),
     "/v1/models/{model}": (text.ModelCard,),
     "/tokenize": (text.TokenizeResponse,),

@@ -1,4 +1,4 @@
-"""Routes about text and models that generate nothing: tokenize, detokenize, models, embeddings.
+"""Routes about text and models that generate nothing: tokenize, detokenize, models.
 
 `/tokenize` and `/detokenize` have the form that other servers have.
 """
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from inferplane.errors import UsageError
 from inferplane.serving import native
-from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.errors import invalid
 from inferplane.serving.http.answer import ignored_header
 from inferplane.serving.http.chat_wire import Message
 from inferplane.serving.model import DEFAULT_NAME
@@ -51,13 +51,6 @@ class DetokenizeResponse(Part):
     """A text."""
 
     prompt: str
-
-
-class EmbeddingRequest(Body):
-    """Texts of which vectors are asked for."""
-
-    model: str | None = Field(None, max_length=4096)
-    input: str | list[str] | list[TokenId] | list[list[TokenId]]
 
 
 class ModelCard(Part):
@@ -108,17 +101,6 @@ def routes(service: Service) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         return _detokenize(service, parse(await request.body()))
-
-    @router.post("/v1/embeddings")
-    async def embeddings(request: Request) -> Response:
-        asked = validate(EmbeddingRequest, parse(await request.body()))
-        name = service.served.check_name(asked.model)
-        raise ApiError(
-            404,
-            f"{name} generates text; it makes no embeddings.",
-            param="model",
-            code="embeddings_not_supported",
-        )
 
     return router
 
