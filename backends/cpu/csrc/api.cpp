@@ -8,6 +8,8 @@
 #include "pack.h"
 #include "table.h"
 
+int64_t *ip_phase_ns = nullptr;
+
 namespace {
 
 // A program must ask the kernel for the tiles' state before it uses them (Linux: arch_prctl, ARCH_REQ_XCOMP_PERM).
@@ -86,6 +88,11 @@ int ip_select(const char *name) {
   return -1;
 }
 
+const char *ip_phases(int64_t *ns) {
+  ip_phase_ns = ns;
+  return "begin attn_norm project enter attend out mlp_norm mlp down";
+}
+
 int64_t ip_packed_bytes(const ip_matrix *w) { return packed_bytes(*w); }
 void ip_pack(const ip_matrix *w, const int8_t *values, uint8_t *out) { pack(*w, values, out); }
 
@@ -131,6 +138,11 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
 void ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_bf16 *x, int64_t ldx, int64_t m,
             const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out) {
   now().moe(gate_up, down, experts, x, ldx, m, ids, weights, top, out);
+}
+
+int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
+                      const ip_bf16 *x, const ip_bf16 *residual, ip_bf16 *out, ip_bf16 *out_residual) {
+  return now().decoder_layers(layers, caches, count, step, x, residual, out, out_residual);
 }
 
 void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 *x, const ip_bf16 *residual,

@@ -33,12 +33,13 @@ struct AttendPlan {
   int64_t count = 0, parts = 0;
   float *partial = nullptr;  // [parts, heads, 2 + v_dim], when spans are shared out
   bool shared = false;
+  bool whole = false;        // each sequence is one task: nobody looks at keys that another task of the step writes
 };
 
 inline int64_t part_size(const Attend &a) { return 2 + round_up(a.v_dim, kLanes); }
 
 inline AttendPlan plan_attention(const Attend &a, const ip_batch &b, int threads, Scratch s[2]) {
-  int64_t group = a.heads / a.kv_heads, tile = max64(1, 16 / group), most = 0, units = 0, longest = 0;
+  int64_t group = a.heads / a.kv_heads, tile = max64(1, 16 / group), most = 0, units = 0, longest = 0, sequences = 0;
   auto spans_of = [&](int64_t position, int64_t tokens, int64_t *first) {
     int64_t low = a.window ? max64(0, position + 1 - a.window) : 0;
     *first = low / kSpan;
@@ -47,7 +48,7 @@ inline AttendPlan plan_attention(const Attend &a, const ip_batch &b, int threads
   for (int64_t i = 0; i < b.sequences; i++) {
     if (!b.lens[i]) continue;
     int64_t n = b.start[i + 1] - b.start[i], first;
-    units += (n + tile - 1) / tile;
+    sequences++, units += (n + tile - 1) / tile;
     longest = max64(longest, spans_of(b.lens[i] - n, n, &first));
     most += (n + tile - 1) / tile * (spans_of(b.lens[i] - n, n, &first) + 1);
   }
@@ -66,14 +67,16 @@ inline AttendPlan plan_attention(const Attend &a, const ip_batch &b, int threads
       plan.parts += task.tokens * task.all_spans;
     }
   }
+  plan.whole = !plan.shared && plan.count == units && units == sequences;
   if (plan.shared) plan.partial = s[1].get<float>(plan.parts * a.heads * part_size(a));
   return plan;
 }
 
-// part = {maximum, sum, values[v_dim]} of R heads of one token over keys low .. high of a span that begins at `begin`.
+// part = {maximum, sum, values[v_dim]} of R heads of one token over keys low .. high of a span that begins at `begin`;
+// values[j] points to those of key `begin + j`.
 template <int R>
-inline void weigh(const Attend &a, const int32_t *table, int64_t begin, int64_t low, int64_t high, float *scores,
-                  int64_t g, float *part, int64_t stride) {
+inline void weigh(const Attend &a, const bf16 *const *values, int64_t begin, int64_t low, int64_t high, float *scores,
+                  float *part, int64_t stride) {
   for (int r = 0; r < R; r++) {
     float *s = scores + r * kSpan, *to = part + r * stride, top = -__builtin_inff();
     for (int64_t j = low; j < high; j++) {
@@ -102,8 +105,7 @@ inline void weigh(const Attend &a, const int32_t *table, int64_t begin, int64_t 
       for (int d = 0; d < D; d++) acc[r][d] = F{};
     bool whole = c + D * kLanes <= a.v_dim;
     for (int64_t j = low; j < high; j++) {
-      int64_t slot = (int64_t)table[j / a.block] * a.block + j % a.block;
-      const bf16 *v = a.v + slot * a.v_stride + g * a.v_dim + c;
+      const bf16 *v = values[j - begin] + c;
       F value[D];
 #pragma GCC unroll 4
       for (int d = 0; d < D; d++)
@@ -121,6 +123,12 @@ inline void weigh(const Attend &a, const int32_t *table, int64_t begin, int64_t 
   }
 }
 
+// Has n rows of `dim` entries brought near: they lie apart, so the processor does not foresee them.
+inline void fetch_rows(const bf16 *at, int64_t stride, int64_t n, int64_t dim) {
+  for (int64_t i = 0; i < n; i++)
+    for (int64_t c = 0; c < dim; c += 32) _mm_prefetch((const char *)(at + i * stride + c), _MM_HINT_T0);
+}
+
 // The partial results of a task's tokens, for one KV head and one span: part[token * token_stride + head * stride].
 inline void attend_span(const Attend &a, const AttendTask &t, int64_t g, int64_t span, const Rows &q, float *part,
                         int64_t token_stride, int64_t stride) {
@@ -128,11 +136,22 @@ inline void attend_span(const Attend &a, const AttendTask &t, int64_t g, int64_t
   int64_t end = min64(begin + kSpan, t.position + t.tokens);
   int64_t from = a.window ? max64(begin, t.position + 1 - a.window) : begin;
   float *scores = scratch(8)->get<float>(q.m * kSpan);
+  const bf16 *values[kSpan];
+  // A decision by the model's sizes alone: a score must not depend on how many ask.
+  bool tiles = group >= 8;
   // Whole blocks, also where the sequence ends within one: a key's score must not depend on what stands behind it.
-  for (int64_t j = from / a.block * a.block; j < end; j += a.block) {
-    const bf16 *k = a.k + (int64_t)t.table[j / a.block] * a.block * a.k_stride + g * a.dim;
+  int64_t first_block = from / a.block, last_block = (end - 1) / a.block;
+  for (int64_t b = first_block; b <= last_block; b++) {
+    const int64_t block = (int64_t)t.table[b] * a.block, j = b * a.block;
     int64_t skip = max64(0, begin - j), n = min64(a.block, begin + kSpan - j) - skip;
-    dot(k + skip * a.k_stride, a.k_stride, n, a.dim, q, 0, scores + j + skip - begin, kSpan);
+    const bf16 *k = a.k + (block + skip) * a.k_stride + g * a.dim, *v = a.v + (block + skip) * a.v_stride + g * a.v_dim;
+    if (b < last_block) fetch_rows(a.k + (int64_t)t.table[b + 1] * a.block * a.k_stride + g * a.dim, a.k_stride, n, a.dim);
+    if (a.v != a.k) fetch_rows(v, a.v_stride, min64(n, end - j - skip), a.v_dim);
+    for (int64_t i = 0; i < n; i++) values[j + skip - begin + i] = v + i * a.v_stride;
+    if (tiles)
+      dot(k, a.k_stride, n, a.dim, q, 0, scores + j + skip - begin, kSpan);
+    else
+      dot_few(k, a.k_stride, n, a.dim, q, 0, scores + j + skip - begin, kSpan);
   }
   for (int64_t i = 0; i < t.tokens; i++) {
     int64_t high = min64(end, t.position + i + 1);
@@ -144,11 +163,11 @@ inline void attend_span(const Attend &a, const AttendTask &t, int64_t g, int64_t
         memset(p + 2, 0, (size_t)(stride - 2) * sizeof(float));
         h += 1;
       } else if (h + 4 <= group) {
-        weigh<4>(a, t.table, begin, low, high, s, g, p, stride), h += 4;
+        weigh<4>(a, values, begin, low, high, s, p, stride), h += 4;
       } else if (h + 2 <= group) {
-        weigh<2>(a, t.table, begin, low, high, s, g, p, stride), h += 2;
+        weigh<2>(a, values, begin, low, high, s, p, stride), h += 2;
       } else {
-        weigh<1>(a, t.table, begin, low, high, s, g, p, stride), h += 1;
+        weigh<1>(a, values, begin, low, high, s, p, stride), h += 1;
       }
     }
   }
@@ -173,12 +192,15 @@ inline void merge_spans(const float *part, int64_t step, int64_t count, int64_t 
   }
 }
 
-inline void attend(Team &team, const Attend &a, const AttendPlan &plan) {
+// `before(task, g)` is called by whoever takes a KV head of a task, before anything is read for it.
+template <class Before>
+inline void attend(Team &team, const Attend &a, const AttendPlan &plan, Before before) {
   int64_t group = a.heads / a.kv_heads, size = part_size(a);
   team.each(plan.count * a.kv_heads, 1, [&](int64_t first, int64_t last) {
     for (int64_t u = first; u < last; u++) {
       const AttendTask &t = plan.tasks[u / a.kv_heads];
       int64_t g = u % a.kv_heads;
+      before(t, g);
       Rows q = rows_of(scratch(0), t.tokens * group, a.dim, [&](int64_t r) {
         return a.q + ((t.first + r / group) * a.heads + g * group + r % group) * a.dim;
       });
@@ -207,6 +229,10 @@ inline void attend(Team &team, const Attend &a, const AttendPlan &plan) {
                     a.v_dim, a.out + ((t.first + i) * a.heads + h) * a.v_dim);
     }
   });
+}
+
+inline void attend(Team &team, const Attend &a, const AttendPlan &plan) {
+  attend(team, a, plan, [](const AttendTask &, int64_t) {});
 }
 
 }  // namespace

@@ -146,6 +146,15 @@ inline void dot_rows(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, i
   for (; i < x.m; i++) dot_tile<NR, 1>(w, ldw, width, x, i, first, out, ldo);
 }
 
+// As `dot`, without tiles: for few rows of w at a time and few of x, where setting up tiles costs more than it saves.
+inline void dot_few(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows &x, int64_t first, float *out,
+                    int64_t ldo) {
+  constexpr int NR = 4;
+  int64_t j = 0;
+  for (; j + NR <= n; j += NR) dot_rows<NR>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+  for (; j < n; j++) dot_rows<1>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+}
+
 // out[i * ldo + j] for n rows w[j] and all rows x[i], over `width` columns of x that begin at `first` (a multiple of
 // kStep); w begins at its own column 0.
 inline void dot(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows &x, int64_t first, float *out,
@@ -154,9 +163,7 @@ inline void dot(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows
 #if defined(INFERPLANE_AMX)
   j = amx_dot(w, ldw, n, width, x.pairs, x.m, x.padded, first, out, ldo);
 #endif
-  constexpr int NR = 4;
-  for (; j + NR <= n; j += NR) dot_rows<NR>(w + j * ldw, ldw, width, x, first, out + j, ldo);
-  for (; j < n; j++) dot_rows<1>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+  if (j < n) dot_few(w + j * ldw, ldw, n - j, width, x, first, out + j, ldo);
 }
 
 }  // namespace

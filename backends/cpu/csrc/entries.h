@@ -118,37 +118,94 @@ void moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts,
   }
 }
 
+// Buffers for `count` layers of few tokens in one call, or for one layer.
+LayerBuffers layer_buffers(const ip_layer &l, int64_t m, int64_t count, bf16 **outs) {
+  int64_t width = l.qkv.k, wide = l.heads * l.head_dim, inner = l.down.k;
+  int64_t rows[] = {width, width, width, l.qkv.n, wide, wide, inner}, all = 0;
+  for (int64_t n : rows) all += round_up(m * n, kLanes);
+  bf16 *at = scratch(20)->get<bf16>(all + count * 2 * round_up(m * width, kLanes));
+  LayerBuffers b;
+  bf16 **each[] = {&b.h, &b.h2, &b.s, &b.qkv, &b.q, &b.mixed, &b.act};
+  for (int i = 0; i < 7; i++) {
+    *each[i] = at;
+    at += round_up(m * rows[i], kLanes);
+  }
+  b.y = *outs = at;
+  return b;
+}
+
+Attend attend_of(const ip_layer &l, const ip_cache &cache, const LayerBuffers &b) {
+  return {b.q,        cache.k,    cache.v,     cache.k_stride, cache.v_stride, l.heads,
+          l.kv_heads, l.head_dim, l.head_dim, cache.block,    l.window,       l.scale, b.mixed};
+}
+
+int64_t layer_work(const ip_layer &l, int64_t m) {
+  return m * (l.qkv.k * l.qkv.n + l.o.k * l.o.n + 3 * l.down.k * l.down.n) / 4;
+}
+
 void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, const bf16 *residual, bf16 *out,
                          bf16 *out_residual) {
-  int64_t m = step->tokens, width = l->qkv.k, wide = l->heads * l->head_dim, inner = l->down.k;
-  bf16 *all = scratch(20)->get<bf16>(m * (4 * width + l->qkv.n + 2 * wide + inner) + 8 * kLanes);
-  LayerBuffers b;
-  bf16 **each[] = {&b.h, &b.h2, &b.s, &b.y, &b.qkv, &b.q, &b.mixed, &b.act};
-  int64_t sizes[] = {width, width, width, width, l->qkv.n, wide, wide, inner};
-  for (int i = 0; i < 8; i++) {
-    *each[i] = all;
-    all += round_up(m * sizes[i], kLanes);
-  }
-  Attend a = {b.q, step->cache.k, step->cache.v, step->cache.k_stride, step->cache.v_stride, l->heads, l->kv_heads,
-              l->head_dim, l->head_dim, step->cache.block, l->window, l->scale, b.mixed};
+  Phases phases(true);
+  int64_t m = step->tokens;
+  bf16 *outs;
+  LayerBuffers b = layer_buffers(*l, m, 1, &outs);
+  Attend a = attend_of(*l, step->cache, b);
   // Padded rows are not attended to: nothing must be read of them that was never written.
-  memset(b.mixed, 0, (size_t)(m * wide) * sizeof(bf16));
-  int64_t work = m * (width * l->qkv.n + wide * width + 3 * inner * width) / 4;
+  memset(b.mixed, 0, (size_t)(m * l->o.k) * sizeof(bf16));
 #if defined(INFERPLANE_AMX)
   if (l->rounded && m > kRowTile && attends_many(a)) {
-    ManyBuffers many = {panels_in(scratch(16), m, width), panels_in(scratch(21), m, wide),
-                        panels_in(scratch(22), m, inner), plan_many(step->batch, scratch(17))};
+    ManyBuffers many = {panels_in(scratch(16), m, l->qkv.k), panels_in(scratch(21), m, l->o.k),
+                        panels_in(scratch(22), m, l->down.k), plan_many(step->batch, scratch(17))};
     ip_batch few = step->batch;
     few.sequences = many.plan.few;
     AttendPlan plan = plan_attention(a, few, omp_get_max_threads(), scratch(10));
-    in_parallel(work, [&](Team &team) {
+    in_parallel(layer_work(*l, m), [&](Team &team) {
       layer_many(team, *l, *step, x, residual, out, out_residual, b, a, plan, many);
     });
     return;
   }
 #endif
   AttendPlan plan = plan_attention(a, step->batch, omp_get_max_threads(), scratch(10));
-  in_parallel(work, [&](Team &team) { layer(team, *l, *step, x, residual, out, out_residual, b, a, plan); });
+  in_parallel(layer_work(*l, m), [&](Team &team) {
+    Phases counted = team.id == 0 ? phases : Phases(false);
+    counted.end(kBegin);
+    layer(team, *l, *step, step->cache, x, residual, out, out_residual, b, a, plan, counted);
+  });
+}
+
+// Whether one plan of attention and one set of buffers serve both.
+bool alike(const ip_layer &a, const ip_layer &b) {
+  return a.qkv.k == b.qkv.k && a.qkv.n == b.qkv.n && a.down.k == b.down.k && a.heads == b.heads &&
+         a.kv_heads == b.kv_heads && a.head_dim == b.head_dim && a.window == b.window;
+}
+
+int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
+                         const bf16 *x, const bf16 *residual, bf16 *out, bf16 *out_residual) {
+  int64_t m = step->tokens, rows = m * layers[0]->qkv.k;
+  if (m > kOwnRows) return 0;
+  for (int64_t i = 1; i < count; i++)
+    if (!alike(*layers[0], *layers[i]) || caches[i].block != caches[0].block) return 0;
+  Phases phases(true);
+  bf16 *outs;
+  LayerBuffers shared = layer_buffers(*layers[0], m, count, &outs);
+  memset(shared.mixed, 0, (size_t)(m * layers[0]->o.k) * sizeof(bf16));
+  AttendPlan plan =
+      plan_attention(attend_of(*layers[0], caches[0], shared), step->batch, omp_get_max_threads(), scratch(10));
+  in_parallel(count * layer_work(*layers[0], m), [&](Team &team) {
+    Phases counted = team.id == 0 ? phases : Phases(false);
+    counted.end(kBegin);
+    const bf16 *in = x, *r = residual;
+    for (int64_t i = 0; i < count; i++) {
+      bool last = i + 1 == count;
+      LayerBuffers b = shared;
+      b.y = outs + 2 * i * round_up(rows, kLanes);
+      bf16 *to = last ? out : b.y + round_up(rows, kLanes);
+      r = layer(team, *layers[i], *step, caches[i], in, r, to, last ? out_residual : nullptr, b,
+                attend_of(*layers[i], caches[i], shared), plan, counted);
+      in = to;
+    }
+  });
+  return 1;
 }
 
 void sample_entry(const ip_sampling *asked, int64_t *tokens) {
@@ -181,5 +238,5 @@ int64_t read_entry(const void *data, int64_t bytes) {
 
 extern const Table TABLE = {NAME,           linear_entry,   linear_many_entry, expand_entry,
                             rms_norm_entry, silu_mul_entry, rope_entry,        attention_entry,
-                            attention_many_entry, mla_entry, moe_entry,        decoder_layer_entry,
+                            attention_many_entry, mla_entry, moe_entry,        decoder_layer_entry, decoder_layers_entry,
                             sample_entry,   read_entry};

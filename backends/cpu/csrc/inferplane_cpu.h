@@ -141,12 +141,19 @@ void ip_sample(const ip_sampling *asked, int64_t *tokens);
 
 // Reads every byte of `bytes` (a multiple of 64) at `data`, 64-byte aligned, and returns what says that it did.
 int64_t ip_read(const void *data, int64_t bytes);
+// Names of a layer's parts, separated by spaces. From now on each call with few tokens adds to ns[part] the nanoseconds that
+// its calling thread spent on it, waiting included; null: no longer.
+const char *ip_phases(int64_t *ns);
 
 // -- layers
 
 // x and residual [tokens, width] (residual may be null) to out and out_residual, which may not overlap them.
 void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 *x, const ip_bf16 *residual,
                       ip_bf16 *out, ip_bf16 *out_residual);
+// As ip_decoder_layer of each in turn, each with its own cache (that of `step` is not read) and the results of the one
+// before, for few tokens and layers of one size; 1 when it was done, 0 where it is not for them.
+int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
+                      const ip_bf16 *x, const ip_bf16 *residual, ip_bf16 *out, ip_bf16 *out_residual);
 
 #ifdef __cplusplus
 }

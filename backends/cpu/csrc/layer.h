@@ -4,6 +4,7 @@
 // composed of them, to the last bit.
 #pragma once
 #include "attend.h"
+#include "phases.h"
 #include "rowwise.h"
 
 namespace {
@@ -36,28 +37,53 @@ inline void gated(Team &team, const ip_matrix &w, const bf16 *x, int64_t m, bf16
   }
 }
 
-// Norms on q and k where there are, rotation, and the step's K and V to the cache.
-inline void rotate_and_write(Team &team, const ip_layer &l, const ip_step &step, const bf16 *qkv, bf16 *q) {
-  int64_t all = l.heads + 2 * l.kv_heads, d = l.head_dim;
+// Head h of token t, of q, then k, then v: its norm where there is one, rotation, and K and V to the cache.
+inline void enter_head(const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *qkv, int64_t t, int64_t h,
+                       bf16 *q) {
+  int64_t d = l.head_dim, slot = step.slots[t];
+  const bf16 *from = qkv + (t * (l.heads + 2 * l.kv_heads) + h) * d;
+  const float *table = l.rope + step.positions[t] * d;
+  if (h < l.heads + l.kv_heads) {
+    const bf16 *norm = h < l.heads ? l.q_norm : l.k_norm;
+    bf16 *normed = scratch(4)->get<bf16>(d);
+    if (norm) rms_norm_row(from, nullptr, norm, h < l.heads ? l.q_eps : l.k_eps, d, nullptr, normed), from = normed;
+  }
+  if (h < l.heads) {
+    rope_head(from, table, d, l.interleaved, q + (t * l.heads + h) * d);
+  } else if (slot >= 0 && h < l.heads + l.kv_heads) {
+    rope_head(from, table, d, l.interleaved, cache.k + slot * cache.k_stride + (h - l.heads) * d);
+  } else if (slot >= 0) {
+    memcpy(cache.v + slot * cache.v_stride + (h - l.heads - l.kv_heads) * d, from, (size_t)d * sizeof(bf16));
+  }
+}
+
+inline void enter(Team &team, const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *qkv, bf16 *q) {
+  int64_t all = l.heads + 2 * l.kv_heads;
   team.each(step.tokens * all, 8, [&](int64_t first, int64_t last) {
-    bf16 *normed = scratch(9)->get<bf16>(d);
-    for (int64_t u = first; u < last; u++) {
-      int64_t t = u / all, h = u % all, slot = step.slots[t];
-      const bf16 *from = qkv + u * d;
-      const float *table = l.rope + step.positions[t] * d;
-      if (h < l.heads + l.kv_heads) {
-        const bf16 *norm = h < l.heads ? l.q_norm : l.k_norm;
-        if (norm) rms_norm_row(from, nullptr, norm, h < l.heads ? l.q_eps : l.k_eps, d, nullptr, normed), from = normed;
-      }
-      if (h < l.heads) {
-        rope_head(from, table, d, l.interleaved, q + (t * l.heads + h) * d);
-      } else if (slot >= 0 && h < l.heads + l.kv_heads) {
-        rope_head(from, table, d, l.interleaved, step.cache.k + slot * step.cache.k_stride + (h - l.heads) * d);
-      } else if (slot >= 0) {
-        memcpy(step.cache.v + slot * step.cache.v_stride + (h - l.heads - l.kv_heads) * d, from, (size_t)d * sizeof(bf16));
-      }
-    }
+    for (int64_t u = first; u < last; u++) enter_head(l, step, cache, qkv, u / all, u % all, q);
   });
+}
+
+// What `enter` does, and attention: head by head by one thread where that can be, which saves a barrier.
+inline void enter_and_attend(Team &team, const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *qkv,
+                             bf16 *q, const Attend &a, const AttendPlan &plan, Phases &phases) {
+  if (plan.whole) {
+    int64_t group = l.heads / l.kv_heads;
+    attend(team, a, plan, [&](const AttendTask &task, int64_t g) {
+      for (int64_t t = task.first; t < task.first + task.tokens; t++) {
+        for (int64_t h = g * group; h < (g + 1) * group; h++) enter_head(l, step, cache, qkv, t, h, q);
+        enter_head(l, step, cache, qkv, t, l.heads + g, q);
+        enter_head(l, step, cache, qkv, t, l.heads + l.kv_heads + g, q);
+      }
+    });
+  } else {
+    enter(team, l, step, cache, qkv, q);
+    team.barrier();
+    phases.end(kEnter);
+    attend(team, a, plan);
+  }
+  team.barrier();
+  phases.end(kAttend);
 }
 
 // s = x + r, y = norm(s): by each thread for itself when there are few rows, else shared out, with a barrier.
@@ -77,23 +103,32 @@ inline Normed add_norm(Team &team, const bf16 *x, const bf16 *r, const bf16 *wei
   return {mine, r ? mine + m * d : x};
 }
 
-inline void layer(Team &team, const ip_layer &l, const ip_step &step, const bf16 *x, const bf16 *residual, bf16 *out,
-                  bf16 *out_residual, const LayerBuffers &b, const Attend &a, const AttendPlan &plan) {
+// Returns the residual as this thread has it, for the layer that follows. Layers that follow each other in one call need x
+// and `out` that are no other layer's: a thread that was held up goes on from them. All else may be used again, since who
+// finds work to do in a part knows that nobody has left it. `out_residual` may be null where rows are few.
+inline const bf16 *layer(Team &team, const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *x,
+                         const bf16 *residual, bf16 *out, bf16 *out_residual, const LayerBuffers &b, const Attend &a,
+                         const AttendPlan &plan, Phases &phases) {
   int64_t m = step.tokens, width = l.qkv.k;
   Normed first = add_norm(team, x, residual, l.attn_norm, l.attn_eps, m, width, b.s, b.h, 18);
+  phases.end(kAttnNorm);
   linear(team, l.qkv, first.y, width, m, b.qkv, l.qkv.n, 0);
   team.barrier();
-  rotate_and_write(team, l, step, b.qkv, b.q);
-  team.barrier();
-  attend(team, a, plan);
-  team.barrier();
+  phases.end(kProject);
+  enter_and_attend(team, l, step, cache, b.qkv, b.q, a, plan, phases);
   linear(team, l.o, b.mixed, l.o.k, m, b.y, width, 0);
   team.barrier();
+  phases.end(kOut);
   Normed second = add_norm(team, b.y, first.s, l.mlp_norm, l.mlp_eps, m, width, out_residual, b.h2, 19);
-  if (m <= kOwnRows && team.id == 0) memcpy(out_residual, second.s, (size_t)(m * width) * sizeof(bf16));
+  if (m <= kOwnRows && out_residual && team.id == 0) memcpy(out_residual, second.s, (size_t)(m * width) * sizeof(bf16));
+  phases.end(kMlpNorm);
   gated(team, l.gate_up, second.y, m, b.act);
   team.barrier();
+  phases.end(kMlp);
   linear(team, l.down, b.act, l.down.k, m, out, width, 0);
+  team.barrier();
+  phases.end(kDown);
+  return second.s;
 }
 
 }  // namespace

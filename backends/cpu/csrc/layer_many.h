@@ -56,7 +56,7 @@ inline void layer_many(Team &team, const ip_layer &l, const ip_step &step, const
   team.barrier();
   gemm_rows(team, l.qkv, many.in, b.qkv, l.qkv.n, 0);
   team.barrier();
-  rotate_and_write(team, l, step, b.qkv, b.q);
+  enter(team, l, step, step.cache, b.qkv, b.q);
   team.barrier();
   attend(team, a, plan);
   attend_many(team, a, many.plan);

@@ -15,6 +15,7 @@ struct Table {
   decltype(&ip_mla) mla;
   decltype(&ip_moe) moe;
   decltype(&ip_decoder_layer) decoder_layer;
+  decltype(&ip_decoder_layers) decoder_layers;
   decltype(&ip_sample) sample;
   decltype(&ip_read) read;
 };

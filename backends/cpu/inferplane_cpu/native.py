@@ -118,7 +118,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_moe": (None, POINTER(Matrix), POINTER(Matrix), _I, _P, _I, _I, _P, _P, _I, _P),
     "ip_sample": (None, POINTER(Sampling), _P),
     "ip_read": (_I, _P, _I),
+    "ip_phases": (c_char_p, _P),
     "ip_decoder_layer": (None, POINTER(Layer), POINTER(Step), _P, _P, _P, _P),
+    "ip_decoder_layers": (c_int, _P, POINTER(Cache), _I, POINTER(Step), _P, _P, _P, _P),
 }
 
 

@@ -22,6 +22,12 @@ Packed = Mapping[tuple[int, str], Any]
 """`(id of a weight, packing name)` -> what the kernel reads."""
 
 
+class Chained(tuple):  # type: ignore[type-arg]
+    """Bound layers that one function runs in turn; `chain(x, residual, batch, caches)` calls it."""
+
+    chain: Callable[..., Any]
+
+
 class View:
     """What a kernel or a body sees as its first argument: the op's fields by name, and `prepared`."""
 
@@ -59,6 +65,8 @@ class _Linker:
             elif isinstance(value, Op):
                 value = self.bind(value, choice.children[path])
             _put(view, path, value)
+        for name in {path.partition(".")[0] for path in choice.children if "." in path}:
+            _chain(view, name, [c.kernel for path, c in choice.children.items() if path.startswith(f"{name}.")])
         body = op.variants[choice.variant] if choice.variant else type(op).__call__
         return types.MethodType(body, view)
 
@@ -95,6 +103,18 @@ class _Linker:
                     remedy=f"pin another provider for {kernel.op!r}",
                 ) from error
         return self.prepared[id(choice)]
+
+
+def _chain(view: View, name: str, kernels: list[Kernel | None]) -> None:
+    """Mark a tuple of bound ops whose kernels share a chain."""
+    chains = {None if kernel is None else kernel.chain for kernel in kernels}
+    chain = chains.pop()
+    if chains or chain is None:
+        return
+    bound = Chained(getattr(view, name))
+    views = tuple(layer.__self__ for layer in bound)
+    bound.chain = types.MethodType(chain, views)
+    setattr(view, name, bound)
 
 
 def _put(view: View, path: str, value: Any) -> None:

@@ -89,6 +89,25 @@ class DecoderLayer(Op, name="decoder_layer"):
         return out
 
 
+def in_turn(
+    layers: tuple[DecoderLayer, ...], x: torch.Tensor, batch: Batch, caches: tuple[LayerKV, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Layer after layer, or all by the one call that their kernels offer (`Kernel.chain`).
+
+    Args:
+        layers: the layers, bound or not. x: `[T, D]`. batch: the step.
+        caches: one a layer at least; further ones are not used. They are changed.
+    """
+    chain = getattr(layers, "chain", None)
+    if chain is not None:
+        chained: tuple[torch.Tensor, torch.Tensor] = chain(x, None, batch, caches)
+        return chained
+    residual = None
+    for layer, kv in zip(layers, caches):
+        x, residual = layer(x, residual, batch, kv)
+    return x, residual
+
+
 class MTPLayer(Op, name="mtp_layer"):
     """Multi-token prediction: from the hidden state at i and token i+1, the hidden state that predicts token i+2.
 
@@ -178,9 +197,7 @@ class CausalLM(Op, name="causal_lm"):
         return self.embed.weight.shape[0] * (1 if self.embed.reduce is None else self.embed.reduce.ranks)
 
     def __call__(self, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.embed(batch.ids), None
-        for layer, kv in zip(self.layers, cache.layers):
-            x, residual = layer(x, residual, batch, kv)
+        x, residual = in_turn(self.layers, self.embed(batch.ids), batch, cache.layers)
         x, _ = self.norm(x, residual)
         logits = self.head(x, batch)
         return logits if self.gather is None else self.gather(logits), x

@@ -11,7 +11,7 @@ import torch
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
 from inferplane_cpu.kernels.attention import LAYOUT, cache, steps, tiled
 from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
-from inferplane_cpu.native import Layer, Step, library
+from inferplane_cpu.native import Cache, Layer, Step, library
 
 KERNELS = Kernels()
 LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
@@ -108,15 +108,24 @@ def _step(batch: Batch) -> Step:
     return step
 
 
+def _native_layer(p: Any, rounded: bool) -> Layer:
+    found: Layer | None = p.__dict__.get("layer")
+    if found is None:
+        found = p.layer = _describe(p, rounded)
+    return found
+
+
+def _native_step(batch: Batch) -> Step:
+    found: Step | None = batch.__dict__.get("native")
+    if found is None:
+        found = batch.__dict__["native"] = _step(batch)
+    return found
+
+
 def _run(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layer = p.__dict__.get("layer")
-    if layer is None:
-        layer = p.layer = _describe(p, rounded)
-    step = batch.__dict__.get("native")
-    if step is None:
-        step = batch.__dict__["native"] = _step(batch)
+    layer, step = _native_layer(p, rounded), _native_step(batch)
     step.cache = cache(kv)
     x = x.contiguous()
     out, summed = torch.empty_like(x), torch.empty_like(x)
@@ -127,7 +136,50 @@ def _run(
     return out, summed
 
 
-@KERNELS("decoder_layer", "native", when=_when(("fp8_block",), "decode"), rank=RANK_PORTABLE, batch_invariant=True)
+class Described:
+    """All layers of a model and their caches as the library reads them."""
+
+    def __init__(self, views: tuple[Any, ...], caches: tuple[LayerKV, ...]) -> None:
+        self.of = caches
+        self.layers = (ctypes.c_void_p * len(views))(*(ctypes.addressof(_native_layer(p, False)) for p in views))
+        self.caches = (Cache * len(views))(*(cache(kv) for kv in caches[: len(views)]))
+
+
+def chain(
+    views: tuple[Any, ...], x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, caches: tuple[LayerKV, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All layers in one call, so that nothing but barriers lies between them; one after the other where it takes none."""
+    found: Described | None = views[0].__dict__.get("chained")
+    if found is None or found.of is not caches:
+        found = views[0].chained = Described(views, caches)
+    x = x.contiguous()
+    out, summed = torch.empty_like(x), torch.empty_like(x)
+    other = None if residual is None else (residual := residual.contiguous()).data_ptr()
+    if library().ip_decoder_layers(
+        found.layers,
+        found.caches,
+        len(views),
+        ctypes.byref(_native_step(batch)),
+        x.data_ptr(),
+        other,
+        out.data_ptr(),
+        summed.data_ptr(),
+    ):
+        return out, summed
+    for p, kv in zip(views, caches, strict=False):
+        x, residual = _run(p, x, residual, batch, kv, False)
+    assert residual is not None
+    return x, residual
+
+
+@KERNELS(
+    "decoder_layer",
+    "native",
+    when=_when(("fp8_block",), "decode"),
+    rank=RANK_PORTABLE,
+    chain=chain,
+    batch_invariant=True,
+)
 def decoder_layer(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,6 +193,7 @@ def decoder_layer(
     when=_when(PANELS, "decode", ALL_PACKED),
     rank=RANK_PORTABLE,
     packs=PACKS,
+    chain=chain,
     batch_invariant=True,
 )
 def decoder_layer_panels(
