@@ -5,8 +5,8 @@
     python benchmarks/cpu/phases.py --shape qwen3-0.6b --ours int8 --folder models
 
 The checkpoint is that of `turns.py`. Times are medians over single steps, in microseconds a step. `roof` is what the
-weights' bytes take at the probe's bandwidth, the mean of before and after. The calling thread counts, so a part includes
-waiting for the other threads.
+weights' bytes take at the probe's bandwidth, the mean of before and after. The calling thread counts, so a part
+includes waiting for the other threads.
 """
 
 from __future__ import annotations

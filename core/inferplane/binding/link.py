@@ -22,7 +22,7 @@ Packed = Mapping[tuple[int, str], Any]
 """`(id of a weight, packing name)` -> what the kernel reads."""
 
 
-class Chained(tuple):  # type: ignore[type-arg]
+class Chained(tuple[Any, ...]):
     """Bound layers that one function runs in turn; `chain(x, residual, batch, caches)` calls it."""
 
     chain: Callable[..., Any]

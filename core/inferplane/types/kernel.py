@@ -103,9 +103,9 @@ class Kernel:
         rank: 90 tuned and measured, 50 portable, 10 composed from torch; higher wins.
         packs: weight path below the op ("weight", "gate_up.weight") -> packing.
         prepare: `(op, ctx) -> object`, run once at link for winners; found on the view as `prepared`.
-        chain: of a "decoder_layer" kernel: `(views, x, residual, batch, caches) -> (x, residual)`, all layers of a model in
-            one call, each with its view and cache and the results of the one before. It is used where every layer is
-            bound to a kernel with this same function, and must give what the kernels give in turn.
+        chain: of a "decoder_layer" kernel: `(views, x, residual, batch, caches) -> (x, residual)`, all layers of a
+            model in one call, each with its view and cache and the results of the one before. It is used where every
+            layer is bound to a kernel with this same function, and must give what the kernels give in turn.
         capture_safe: it may run under graph capture.
         batch_invariant: a row's result does not depend on the other rows.
         needs_host_lens: it reads `batch.host_lens`.

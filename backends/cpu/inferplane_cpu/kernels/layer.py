@@ -148,7 +148,7 @@ class Described:
 def chain(
     views: tuple[Any, ...], x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, caches: tuple[LayerKV, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All layers in one call, so that nothing but barriers lies between them; one after the other where it takes none."""
+    """All layers in one call, with nothing but barriers between them; one after the other where it takes none."""
     found: Described | None = views[0].__dict__.get("chained")
     if found is None or found.of is not caches:
         found = views[0].chained = Described(views, caches)

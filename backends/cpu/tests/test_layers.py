@@ -1,0 +1,63 @@
+"""Whole layers as native calls, alone and all of a model in one, against the same layers made of smaller kernels."""
+
+import pytest
+import torch
+
+from inferplane.conformance import stepping
+from inferplane.conformance.subject import Subject
+from inferplane.plugin import PLAIN
+from inferplane.plugins import host
+from inferplane_cpu.native import forced, instruction_sets, native
+from tests.unit.small import tiny_llama
+
+SETS = instruction_sets()
+needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
+pytestmark = needs_library
+
+LENGTHS = {"one": (250,), "ragged": (40, 37, 29)}
+SCHEDULES = {
+    "tokens": lambda sequence, done, total: 1 if done else total - 12,
+    "drafts": lambda sequence, done, total: (1, 4, 2)[sequence] if done else total - 12,
+}
+"""The last twelve tokens singly, or as up to seven rows a step; at nine and more rows the chain gives its turn back."""
+
+
+def bound_model(tree, weights, tokens, chained):
+    bound = stepping.on_device(Subject.of(host(), "cpu", "bfloat16"), tree, torch.bfloat16, weights, tokens)
+    view = bound.steps["decode"].__self__
+    assert hasattr(view.layers, "chain")
+    if not chained:
+        view.layers = tuple(view.layers)
+    return bound
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("format", [PLAIN, "int8_group", "int4_group32"])
+@pytest.mark.parametrize(("lengths", "schedule"), [("one", "tokens"), ("ragged", "tokens"), ("ragged", "drafts")])
+def test_a_chain_gives_what_its_layers_give_in_turn(name, format, lengths, schedule):
+    tree = tiny_llama(format=format)
+    weights = stepping.draw_weights(tree, torch.bfloat16)
+    draw = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS[lengths]]
+    found = []
+    with forced(name):
+        for chained in (True, False):
+            bound = bound_model(tree, weights, max(LENGTHS[lengths]), chained)
+            found.append(stepping.run(bound, prompts, SCHEDULES[schedule]))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_layers_of_two_windows_go_in_turn():
+    """One plan of attention serves one window; a chain over two gives its turn back, and the results stay."""
+    tree = tiny_llama()
+    weights = stepping.draw_weights(tree, torch.bfloat16)
+    bound = bound_model(tree, weights, 40, True)
+    first, second, _ = (layer.__self__ for layer in bound.steps["decode"].__self__.layers)
+    prompt = [list(range(2, 38))]
+    whole = stepping.run(bound, prompt, SCHEDULES["tokens"])[0]
+    first.layer.window, second.layer.window = 0, 5
+    windowed = stepping.run(bound, prompt, SCHEDULES["tokens"])[0]
+    assert not torch.equal(whole, windowed)
+    bound.steps["decode"].__self__.layers = tuple(bound.steps["decode"].__self__.layers)
+    assert torch.equal(windowed, stepping.run(bound, prompt, SCHEDULES["tokens"])[0])
