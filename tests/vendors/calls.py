@@ -108,6 +108,8 @@ def encode(value: Any) -> Any:
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, (list, tuple)):
         return [encode(v) for v in value]
+    if isinstance(value, dict):
+        return {"entries": {key: encode(v) for key, v in value.items()}}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"{type(value).__name__} is no argument of a schema")
@@ -115,6 +117,8 @@ def encode(value: Any) -> Any:
 
 def decode(value: Any, make: Callable[..., torch.Tensor]) -> Any:
     """The argument again; `make(shape, strides, dtype)` builds its tensors."""
+    if isinstance(value, dict) and "entries" in value:
+        return {key: decode(v, make) for key, v in value["entries"].items()}
     if isinstance(value, dict):
         dtype = getattr(torch, value["dtype"])
         return make(value["tensor"], value["strides"], dtype) if "tensor" in value else dtype

@@ -129,6 +129,20 @@ def test_an_emulator_is_called_through_its_schema(restated, tmp_path):
     assert calls.decode(again[1].kwargs["dtype"], torch.empty) in (torch.float16, 5)
 
 
+def test_dictionaries_and_operators_without_tensors(tmp_path):
+    path = tmp_path / "schemas.txt"
+    path.write_text(FILE.splitlines()[1] + "\n# version: 1\nvendor_of_dicts::f(int n) -> (Dict(str, int), bool)\n")
+    emulator = Emulator(schemas.read(path), {"vendor_of_dicts::f": lambda n: ({"BLOCK": n}, n > 1)})
+    noted = calls.Calls()
+    with emulator.heard_by(noted.note):
+        assert torch.ops.vendor_of_dicts.f(3) == ({"BLOCK": 3}, True)
+    assert next(iter(noted.noted.values())).results == ["dict", "bool"]
+    assert calls.decode(calls.encode({"BLOCK": 3, "dtype": torch.int8}), torch.empty) == {
+        "BLOCK": 3,
+        "dtype": torch.int8,
+    }
+
+
 def test_results_are_told():
     assert calls.results((True, torch.zeros(2, dtype=torch.int8), calls.left_open())) == ["bool", [[2], "int8"], None]
     assert calls.results(None) == []

@@ -72,6 +72,13 @@ NORM_ROPE = VendorFunction("rms_rotary_embedding_fuse", ("lightop.attention", "l
 QUANTIZE = VendorFunction("per_token_quant_int8", ("lightop.quant", "lmslim.layers.gemm.int8_utils"))
 W8A8 = VendorFunction("hipblaslt_w8a8_gemm", ("lightop.gemm_ops", "lmslim.quant_ops", "lmslim.quantize.quant_ops"))
 GATE = VendorFunction("moe_fused_gate", ("lightop.moe",))
+EXPERTS_CONFIG = VendorFunction("get_moe_cuda_marlin_config_w16a16", ("lightop.moe",))
+EXPERTS_ALIGN = VendorFunction("moe_align_block_size_out", ("lightop.moe",))
+EXPERTS_PRODUCT = VendorFunction("moe_gemm_marlin_w16a16", ("lightop.moe",))
+EXPERTS_ACT = VendorFunction("fuse_silu_and_mul", ("lightop.activation",))
+EXPERTS_SUM = VendorFunction("moe_sum", ("lightop.moe",))
+EXPERTS = (EXPERTS_CONFIG, EXPERTS_ALIGN, EXPERTS_PRODUCT, EXPERTS_ACT, EXPERTS_SUM)
+"""Of lightop 0.6; before it the product took a mode instead of a configuration."""
 FLASH = VendorFunction("flash_attn_varlen_func", ("flash_attn",))
 FLASH_PAGED = VendorFunction("hg_flash_attn_varlen_func", ("flash_attn", "flash_attn.flash_attn_interface"))
 FLASH_PROMPTS = VendorFunction("vllm_flash_attn_varlen_func", ("flash_attn", "flash_attn.flash_attn_interface"))
@@ -90,6 +97,11 @@ def found_once(*functions: VendorFunction) -> Callable[[Any, Context], Any]:
         return found[0] if len(found) == 1 else found
 
     return prepare
+
+
+def device() -> tuple[str, int]:
+    """Name and number of compute units of the current DCU, by which lightop's tables of configurations go."""
+    return torch.cuda.get_device_name(), torch.cuda.get_device_properties().multi_processor_count
 
 
 def assumed() -> dict[str, Feature]:

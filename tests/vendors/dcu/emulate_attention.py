@@ -53,6 +53,7 @@ def _tables(block_table, seqused_k, batch):
     chip.dtype(chip.INT32, seqused_k=seqused_k, block_table=block_table)
     chip.shape("seqused_k", seqused_k, batch)
     chip.shape("block_table", block_table, batch, None)
+    require(int(seqused_k.min()) >= 0, "lengths are not negative")
     require(block_table.stride(-1) == 1, "block_table has contiguous rows")
 
 

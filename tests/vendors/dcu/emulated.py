@@ -29,16 +29,20 @@ from inferplane.plugin import (
     hookimpl,
     host_memory,
 )
+from inferplane_dcu import vendor
 from inferplane_dcu.backend import DcuBackend
 from inferplane_dcu.chips import GFX, features_of
 from tests.vendors import schemas
 from tests.vendors.calls import note_until_exit
-from tests.vendors.dcu import chip, emulate_attention, emulate_basic
+from tests.vendors.dcu import chip, emulate_attention, emulate_basic, emulate_moe
 from tests.vendors.emulator import Emulator, lifted
 
 INFERPLANE_API = (1, 0)
 RESTATED = schemas.read(Path(__file__).with_name("schemas.txt"))
-EMULATOR = Emulator(RESTATED, {**emulate_basic.IMPLEMENTATIONS, **emulate_attention.IMPLEMENTATIONS})
+EMULATOR = Emulator(
+    RESTATED,
+    {**emulate_basic.IMPLEMENTATIONS, **emulate_attention.IMPLEMENTATIONS, **emulate_moe.IMPLEMENTATIONS},
+)
 WHAT = f"Hygon's functions as published ({RESTATED.version}) on the host"
 
 
@@ -55,6 +59,7 @@ def _make_modules() -> None:
 
 
 _make_modules()
+vendor.device = lambda: (GFX[chip.ARCH][0], 80)  # what torch.cuda would say
 
 if os.environ.get("INFERPLANE_EMULATED_CALLS") and not chip.LIFTED:  # calls in float32 are not the backend's
     note_until_exit(EMULATOR, Path(os.environ["INFERPLANE_EMULATED_CALLS"]))

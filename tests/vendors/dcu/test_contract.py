@@ -43,8 +43,13 @@ def used() -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "vendor"
     }
-    functions = [value for name in names if isinstance(value := getattr(vendor, name), vendor.VendorFunction)]
+    values = [value for name in names for value in flattened(getattr(vendor, name))]
+    functions = [value for value in values if isinstance(value, vendor.VendorFunction)]
     return {f"{f.modules[0].replace('.', '__')}::{f.name}" for f in functions} | contract.written(SOURCES)
+
+
+def flattened(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def test_every_function_in_the_source_is_restated_and_called(restated):

@@ -61,6 +61,7 @@ def with_mass(real: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 TOKENS, PROMPTS, PAGED = "flash_attn:attention_tokens", "flash_attn:attention_prompts", "flash_attn:attention_paged"
+EXPERTS = "lightop:moe_experts"
 MISTAKES = [
     Mistake("K and V exchanged", "reshape_and_cache", swapped(0, 1), "hcu_ops:kv_write", "decode", ""),
     Mistake("slots in int32", "reshape_and_cache", at(4, lambda s: s.int()), "hcu_ops:kv_write", "decode",
@@ -84,6 +85,16 @@ MISTAKES = [
             "scale_b has shape"),
     Mistake("the factor left to others", vendor.GATE, at(7, lambda flag: False), "lightop:moe_route", "v3", ""),
     Mistake("groups and those that stay exchanged", vendor.GATE, swapped(2, 3), "lightop:moe_route", "v3", ""),
+    Mistake("ids in int64", vendor.EXPERTS_ALIGN, at(0, lambda ids: ids.long()), EXPERTS, "t13",
+            "topk_ids is torch.int32"),
+    Mistake("places not filled", vendor.EXPERTS_ALIGN, at(3, torch.zeros_like), EXPERTS, "t13", "is filled with"),
+    Mistake("other blocks than the product's", vendor.EXPERTS_ALIGN, at(2, lambda n: n // 2), EXPERTS, "t13", ""),
+    Mistake("experts not in Marlin's order", vendor.EXPERTS_PRODUCT, at(1, lambda w: w.roll(1, -1)), EXPERTS,
+            "t13", ""),
+    Mistake("pairs as tokens", vendor.EXPERTS_PRODUCT, at(7, lambda k: 1), EXPERTS, "t13", "output has shape"),
+    Mistake("weights left out", vendor.EXPERTS_PRODUCT, at(3, lambda w: None), EXPERTS, "t13", ""),
+    Mistake("half of the sum", vendor.EXPERTS_SUM, with_(factor=0.5), EXPERTS, "t13", ""),
+    Mistake("input behind the result", vendor.EXPERTS_ACT, swapped(0, 1), EXPERTS, "t13", "output has shape"),
     Mistake("all tokens of a draft as one sequence", vendor.FLASH_TOKENS, at(0, lambda q: q.transpose(0, 1)), TOKENS,
             "decode", "q has shape"),
     Mistake("lengths counted without the token", vendor.FLASH_TOKENS, as_if("cache_seqlens", lambda n: n - 1), TOKENS,

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane.ops import OPS, Attention
+from inferplane.ops import OPS, Attention, MoEExperts
 from inferplane.ops.draw import Draw
 from inferplane.ops.quantize import Quantize, dequantize_rows, encode
 from inferplane.plugin import KVRequest
 from inferplane_dcu import vendor
-from inferplane_dcu.kernels import attention, basic
+from inferplane_dcu.kernels import attention, basic, moe
 from inferplane_dcu.kvcache import HeadsKV
-from tests.vendors.dcu import chip
+from tests.vendors.dcu import chip, emulate_moe
 from tests.vendors.emulator import Violation
 
 pytestmark = pytest.mark.skipif(
@@ -52,6 +52,35 @@ def test_a_product_that_says_no_is_an_error(status, monkeypatch):
     draw = Draw(7, BF16)
     with pytest.raises(RuntimeError, match="did not multiply 6 x 256 by 256 x 96"):
         product(encode(draw.normal(96, 256), "int8_row"), None, draw.normal(6, 256))
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 16), (1, 96, 64), (3, 64, 48)], ids=str)
+def test_marlins_order_and_back(shape):
+    weight = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    packed = moe.Marlin(weight)
+    for e in range(shape[0]):
+        assert torch.equal(emulate_moe.plain(packed.data[e], shape[2]), weight[e].t()), "as the vendor reads it"
+        assert torch.equal(packed[e], weight[e])
+
+
+@pytest.mark.parametrize("tokens", [1, emulate_moe.MOST_TOKENS, emulate_moe.MOST_TOKENS + 1])
+def test_experts_with_a_configuration_and_without(tokens, monkeypatch):
+    """Where lightop has none, torch multiplies by the same packed weights; each size is asked for once."""
+    draw = Draw(5, BF16)
+    x, gate_up, down = draw.normal(tokens, 64), draw.normal(5, 96, 64) / 8, draw.normal(5, 64, 48) / 7
+    weights = draw.uniform(tokens, 2, low=0.1)
+    ids = torch.stack([torch.tensor(draw.permutation(5)[:2]) for _ in range(tokens)])
+    view = SimpleNamespace(gate_up=moe.Marlin(gate_up), down=moe.Marlin(down), prepared=moe.Experts())
+    products, asked = [], []
+    product, config = view.prepared.product, view.prepared.config
+    monkeypatch.setattr(view.prepared, "product", lambda *args: (products.append(args), product(*args)))
+    monkeypatch.setattr(view.prepared, "config", lambda *args: (asked.append(args), config(*args))[1])
+    want = MoEExperts.__call__(SimpleNamespace(gate_up=gate_up, down=down), x, weights, ids).float()
+    for _ in range(2):
+        got = moe.moe_experts(view, x, weights, ids.int()).float()
+        assert ((got - want).norm() / want.norm()).item() <= OPS["moe_experts"].tolerance[BF16]
+    assert len(products) == (4 if tokens <= emulate_moe.MOST_TOKENS else 0)
+    assert len(asked) == 1
 
 
 def step(sequences, queries="few"):

@@ -1,7 +1,7 @@
-"""Routing as DeepSeek-V3 does it: lightop's fused gate.
+"""Mixture of experts: lightop's gate for DeepSeek-V3's routing, and its products over experts in Marlin's order.
 
-Source: HYGON-AI/vllm-plugin-das, ops/fuse_moe_gate.py and its routers: sigmoid scores, renormalized; the factor is
-multiplied in where the last argument says so.
+Source: HYGON-AI/vllm-plugin-das, its routers (sigmoid scores, renormalized; the factor is multiplied in where the last
+argument says so) and lightop_w16a16.py (the order of weights, the calls, bfloat16 only).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from inferplane.plugin import Kernels, Packing, When
+from inferplane.kernels.composed.moe import moe_experts as by_expert
+from inferplane.plugin import Context, Kernels, Packing, When
 from inferplane_dcu import vendor
 from inferplane_dcu.kernels.when import HALF, RANK_FUSED
 
@@ -18,6 +19,8 @@ KERNELS = Kernels()
 FLOAT32 = Packing("float32", lambda w: w.float())
 LARGEST_GROUP = 32
 """Experts a group: of SGLang's kernel of this name, from which lightop's is derived."""
+TILE = (16, 32)
+"""Columns and rows of a weight that lie together."""
 
 
 def _gate(op: Any) -> bool:
@@ -53,3 +56,107 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         logits.float().contiguous(), p.bias, p.groups, p.top_groups, p.top_k, 0, p.factor, p.factor != 1.0
     )
     return weights, ids
+
+
+class Marlin:
+    """Experts' weights in Marlin's order, `data` `[E, K / 16, 16 N]`: by tiles of 16 columns and 32 rows, in each the
+    eight entries of a lane side by side, two rows of four columns. An index gives an expert's plain `[N, K]`.
+
+    Args:
+        weight: `[E, N, K]`.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.shape = weight.shape
+        experts, rows, columns = weight.shape
+        self.data = weight.new_empty(experts, columns // TILE[0], rows * TILE[0])
+        for packed, plain in zip(self.data, weight):
+            lanes = plain.t().reshape(columns // TILE[0], 4, 4, rows // TILE[1], 16, 2)
+            packed.copy_(lanes.permute(0, 3, 1, 4, 5, 2).reshape(packed.shape))
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        _, rows, columns = self.shape
+        lanes = self.data[expert].view(columns // TILE[0], rows // TILE[1], 4, 16, 2, 4)
+        return lanes.permute(0, 2, 5, 1, 3, 4).reshape(columns, rows).t()
+
+
+MARLIN = Packing("lightop.marlin_w16a16", Marlin)
+
+
+class Experts:
+    """What a layer of experts holds on to: the functions, and the configurations that lightop has for a step's size."""
+
+    def __init__(self) -> None:
+        self.config, self.align, self.product, self.act, self.sum = (f.find() for f in vendor.EXPERTS)
+        self.device = vendor.device()
+        self._known: dict[tuple[int, int], tuple[dict[str, int], dict[str, int]] | None] = {}
+
+    def configurations(self, p: Any, x: torch.Tensor, k: int) -> tuple[dict[str, int], dict[str, int]] | None:
+        """Of both products for as many tokens; None where lightop has none."""
+        key = x.shape[0], k
+        if key not in self._known:
+            experts, both, width = p.gate_up.shape
+            first, second, status = self.config(
+                experts, x.shape[0], both, width, width, both // 2, k, *self.device, x.dtype
+            )
+            self._known[key] = (first, second) if status else None
+        return self._known[key]
+
+
+def _prepared(op: Any, ctx: Context) -> Experts:
+    return Experts()
+
+
+def _tiles(op: Any) -> bool:
+    _, both, width = op.gate_up.shape
+    return both % TILE[1] == 0 and width % TILE[1] == 0
+
+
+@KERNELS(
+    "moe_experts",
+    "lightop",
+    rank=RANK_FUSED,
+    when=When(
+        (torch.bfloat16,),
+        features=tuple(f.feature for f in vendor.EXPERTS),
+        needs=(
+            ("every expert on this rank", lambda op: not op.partial),
+            ("widths in 32s, and in 16s inside", _tiles),
+        ),
+    ),
+    packs={"gate_up": MARLIN, "down": MARLIN},
+    prepare=_prepared,
+    capture_safe=True,
+)
+def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Five calls where lightop has a configuration for as many tokens; else expert by expert, with torch's products on
+    weights that are put back into rows one expert at a time (which cannot be recorded).
+    """
+    calls: Experts = p.prepared
+    tokens, k = ids.shape
+    found = calls.configurations(p, x, k)
+    if found is None:
+        return by_expert(p, x, weights, ids.long())
+    first, second = found
+    experts, both, width = p.gate_up.shape
+    aligned = _aligned(calls, ids.int().contiguous(), experts, first["BLOCK_SIZE_M"])
+    h, act, y = (x.new_empty(tokens * k, n) for n in (both, both // 2, width))
+    calls.product(x.contiguous(), p.gate_up.data, h, None, *aligned, k, first)
+    calls.act(h, act)
+    calls.product(act, p.down.data, y, weights.float().contiguous(), *aligned, 1, second)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    calls.sum(
+        input=y.view(tokens, k, width), output=out, bias=None, expert_mask=None, num_local_tokens=None, factor=1.0
+    )
+    return out
+
+
+def _aligned(
+    calls: Experts, ids: torch.Tensor, experts: int, block: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs by expert in whole blocks, each block's expert, and how many places are used; all int32."""
+    blocks = -(-(ids.numel() + experts * (block - 1)) // block)
+    pairs = ids.new_full((blocks * block,), ids.numel())
+    owners, used = ids.new_empty(blocks), ids.new_empty(1)
+    calls.align(ids, experts, block, pairs, owners, used, None, None, None, is_ep=False, is_fuse_fill=False)
+    return pairs, owners, used

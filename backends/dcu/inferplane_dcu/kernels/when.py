@@ -36,11 +36,11 @@ def each_token_alone(batch: Batch, tokens: int) -> tuple[torch.Tensor, torch.Ten
     """Lengths `[T]` and block tables `[T, blocks]`, int32, with every token as a sequence of its own that ends with it.
 
     The vendor's kernels for single tokens take one number of tokens for all sequences; a decode step may bring several
-    for some.
+    for some. Sequences that are padding have length 0.
     """
     lens, tables = batch.seq_lens, batch.block_tables
     if batch.max_query_tokens == 1:
         return lens, tables
     sequence = torch.repeat_interleave(batch.query_start.diff().long(), output_size=tokens)
     behind = batch.query_start[1:][sequence] - 1 - torch.arange(tokens, dtype=torch.int32, device=lens.device)
-    return lens[sequence] - behind, tables[sequence]
+    return (lens[sequence] - behind).clamp_min(0), tables[sequence]
