@@ -73,6 +73,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded():
         (("--max-bach", "5"), 2, "perhaps --max-batch was meant"),
         (("--host", "no.such.host.invalid"), 2, "is no address"),
         (("--api-key-file", "/no/such/file"), 2, "cannot be read"),
+        (("--otlp-endpoint", "localhost"), 2, "OTLP over HTTP"),
         (("--tls-cert", "/no/such", "--tls-key", "/no/such"), 2, "certificate"),
     ],
 )

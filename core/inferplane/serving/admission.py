@@ -26,6 +26,9 @@ class Ask:
         special: whether texts get the special tokens that the model expects around them; a rendered conversation has
             them already.
         tenant: cached prefixes are shared within one only.
+        operation: what it is, in OpenTelemetry's words: "text_completion", "chat" or "embeddings".
+        model: the name that it asks for; "" for whatever is served.
+        trace: headers that say under which span it belongs.
         words: the engine's name of a parameter -> the wire format's, for error messages.
     """
 
@@ -37,6 +40,9 @@ class Ask:
     timeout_s: float | None = None
     special: bool = True
     tenant: str = ""
+    operation: str = "text_completion"
+    model: str = ""
+    trace: Mapping[str, str] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
 
     def word(self, name: str) -> str:

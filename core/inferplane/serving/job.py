@@ -52,6 +52,7 @@ class Job:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.finished: list[str] = []
+        self.first_token_s: float | None = None
         self._engine = engine
         self._pieces: deque[Piece | ApiError] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -139,6 +140,8 @@ class Job:
             self.finished.append(reason)
             if delta.timings is not None:
                 self.cached_tokens += delta.timings.cached_tokens
+                if self.first_token_s is None or delta.timings.first_token_s < self.first_token_s:
+                    self.first_token_s = delta.timings.first_token_s
         self._put(Piece(choice, delta) if reason in (None, "stop", "length") else _failure(delta))
 
     def _put(self, piece: Piece | ApiError) -> None:

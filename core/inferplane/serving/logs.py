@@ -19,7 +19,8 @@ MOST_CHARACTERS = 300
 """Of a value in the log."""
 MOST_LINES = 10_000
 """Lines that may wait for a slow reader."""
-NAMES = ("inferplane", "uvicorn.error")
+NAMES = {"inferplane": "", "uvicorn.error": "CRITICAL", "opentelemetry": "WARNING"}
+"""Loggers whose lines are ours to write, and from what level on; "": as the settings say."""
 
 
 def safe(value: Any) -> Any:
@@ -91,7 +92,7 @@ class Writer(logging.Handler):
 
 def finish() -> None:
     """Write what is left of the log."""
-    for handler in logging.getLogger(NAMES[0]).handlers:
+    for handler in logging.getLogger("inferplane").handlers:
         if isinstance(handler, Writer):
             handler.finish()
 
@@ -106,7 +107,7 @@ def set_up(form: str, level: str) -> None:
     text = form == "text" or (form == "auto" and sys.stderr.isatty())
     handler = Writer(sys.stderr)
     handler.setFormatter(TextLines() if text else JsonLines())
-    for name in NAMES:
+    for name, least in NAMES.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper() if name == "inferplane" else "CRITICAL")
+        logger.setLevel(least or level.upper())

@@ -112,6 +112,7 @@ async def ask_of(request: NativeRequest, model: ServedModel, native_text: str) -
         request_id=request.req_id,
         timeout_s=request.timeout,
         special=special,
+        operation="text_completion" if special else "chat",
         words={**WORDS, "prompt": word, "max_tokens": asked or "max_dec_len"},
     )
 

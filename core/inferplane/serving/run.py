@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from inferplane.errors import UsageError
-from inferplane.serving import logs
+from inferplane.serving import logs, tracing
 from inferplane.serving.http.app import gated, health_app, metrics_app, whole_app
 from inferplane.serving.http.gate import Gate, Keys
 from inferplane.serving.http.protocol import MOST_HEADER_BYTES, connection_class
@@ -74,7 +74,8 @@ class Life:
     ) -> None:
         self._settings, self._keys, self._sockets, self._began = settings, keys, sockets, began
         self._opener, self._workers = opener, workers
-        self._service = Service(settings, places)
+        self._tracer = tracing.start(settings)
+        self._service = Service(settings, places, self._tracer)
         if workers is not None:
             self._service.others_end = workers.end
         self._stop = asyncio.Event()
@@ -108,6 +109,8 @@ class Life:
             await asyncio.wait(serving, timeout=FLUSH_S)
             for task in (*serving, *sweeping, *waiting):
                 task.cancel()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
         if loading.done():
             loading.result()  # raises what the model raised
         log.info("ended", extra={"facts": {"why": failed or "signal"}})

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +27,7 @@ from inferplane.serving.settings import Settings
 
 if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
+    from inferplane.serving.tracing import Tracer
 
 State = Literal["loading", "serving", "draining", "ended", "failed"]
 HEALTH_EVERY_S = 0.5
@@ -59,10 +60,11 @@ class Service:
     Args:
         settings: limits and names.
         places: for sequences that run or wait; None: its own, as many as the settings say.
+        tracer: makes spans of requests; None: nobody wants them.
     """
 
-    def __init__(self, settings: Settings, places: Places | None = None) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, places: Places | None = None, tracer: Tracer | None = None) -> None:
+        self.settings, self.tracer = settings, tracer
         self.state: State = "loading"
         self.model: ServedModel | None = None
         self.engine: AsyncLLM | None = None
@@ -168,8 +170,7 @@ class Service:
             raise ApiError(503, "The server is shutting down.", code="shutting_down", retry_after_s=5)
         return self.model
 
-    @asynccontextmanager
-    async def admit(self, ask: Ask, reserved: Reserved | None = None) -> AsyncIterator[Job]:
+    def admit(self, ask: Ask, reserved: Reserved | None = None) -> AbstractAsyncContextManager[Job]:
         """Accept a request and start it; leaving the context ends what still runs of it.
 
         Args:
@@ -179,6 +180,13 @@ class Service:
         Raises:
             ApiError: it is refused, and nothing of it remains.
         """
+        admitted = self._admit(ask, reserved)
+        if self.tracer is None or self.model is None:
+            return admitted
+        return self.tracer.follow(ask, self.model.names[0], admitted)
+
+    @asynccontextmanager
+    async def _admit(self, ask: Ask, reserved: Reserved | None) -> AsyncIterator[Job]:
         try:
             model = self.served
             places = check_fan_out(ask, self.settings, self.places.most)

@@ -117,6 +117,9 @@ class Settings:
         "chat", "native `text`: chat (by the chat template) or raw", choices=("chat", "raw"), metavar="F"
     )
     disable_streaming: bool = _operation(False, "send the text of a stream as one piece at its end")
+    otlp_endpoint: str | None = _operation(
+        None, "send OpenTelemetry spans of requests to this collector (OTLP over HTTP)", metavar="URL"
+    )
     log_format: str = _operation(
         "auto", "json, text; auto: text on a terminal", choices=("auto", "json", "text"), metavar="F"
     )

@@ -60,6 +60,10 @@ def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
 
         if launched()[0]:
             return _follow(settings, pins)
+    if settings.otlp_endpoint is not None:
+        from inferplane.serving.tracing import wanted
+
+        wanted(settings, os.environ)  # before anything is loaded
     keys = read_keys(settings)
     ports = {"http": settings.port, "health": settings.health_port, "metrics": settings.metrics_port}
     with contextlib.ExitStack() as opened:

@@ -17,6 +17,7 @@ from inferplane.serving.grpc import requests, schema, tensors
 from inferplane.serving.http.gate import Keys
 from inferplane.serving.rendering import Choice
 from inferplane.serving.service import Service
+from inferplane.serving.tracing import carried
 
 log = logging.getLogger("inferplane.serving.grpc")
 VERSION = "1"
@@ -141,7 +142,7 @@ class Servicer:
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         self._name(request.model_name, request.model_version)
         wanted = await requests.wanted(request, self._service)
-        async with self._service.admit(replace(wanted.ask, tenant=self._tenant(context))) as job:
+        async with self._service.admit(replace(wanted.ask, **self._caller(context))) as job:
             choices = [Choice() for _ in range(job.choices)]
             async for piece in job.pieces():
                 choices[piece.choice].add(piece.delta)
@@ -150,7 +151,7 @@ class Servicer:
     async def ModelStreamInfer(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answers come as they are made, each with its request's id; a request's error ends that one alone."""
         answers: asyncio.Queue[Any] = asyncio.Queue(MOST_AT_ONCE)
-        reader = asyncio.create_task(self._read(stream, answers, self._tenant(context)))
+        reader = asyncio.create_task(self._read(stream, answers, self._caller(context)))
         try:
             while (answer := await answers.get()) is not None:
                 yield answer
@@ -159,16 +160,18 @@ class Servicer:
             with suppress(asyncio.CancelledError):
                 await reader
 
-    def _tenant(self, context: Any) -> str:
-        return self._keys.tenant(headers(context.invocation_metadata()))
+    def _caller(self, context: Any) -> dict[str, Any]:
+        """What an `Ask` tells of who asks."""
+        found = headers(context.invocation_metadata())
+        return {"tenant": self._keys.tenant(found), "trace": carried(found)}
 
-    async def _read(self, stream: AsyncIterator[Any], answers: asyncio.Queue[Any], tenant: str) -> None:
+    async def _read(self, stream: AsyncIterator[Any], answers: asyncio.Queue[Any], caller: dict[str, Any]) -> None:
         tasks: set[asyncio.Task[None]] = set()
         try:
             async for request in stream:
                 while len(tasks) >= MOST_AT_ONCE:
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                task = asyncio.create_task(self._answer(request, answers, tenant))
+                task = asyncio.create_task(self._answer(request, answers, caller))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             while tasks:
@@ -179,10 +182,10 @@ class Servicer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, request: Any, answers: asyncio.Queue[Any], tenant: str) -> None:
+    async def _answer(self, request: Any, answers: asyncio.Queue[Any], caller: dict[str, Any]) -> None:
         """One request of a stream, from its admission to its last answer."""
         try:
-            async for response in self._pieces(request, tenant):
+            async for response in self._pieces(request, caller):
                 await answers.put(_new("ModelStreamInferResponse", infer_response=response))
         except ApiError as error:
             await answers.put(_failure(request, error))
@@ -191,11 +194,11 @@ class Servicer:
             failure = ApiError(500, "The request failed inside the server.", code="internal_error")
             await answers.put(_failure(request, failure))
 
-    async def _pieces(self, request: Any, tenant: str) -> AsyncIterator[Any]:
+    async def _pieces(self, request: Any, caller: dict[str, Any]) -> AsyncIterator[Any]:
         self._name(request.model_name, request.model_version)
         wanted = await requests.wanted(request, self._service)
         empty_final = tensors.parameters(request).get(_EMPTY_FINAL) is True
-        async with self._service.admit(replace(wanted.ask, tenant=tenant)) as job:
+        async with self._service.admit(replace(wanted.ask, **caller)) as job:
             choices = [Choice() for _ in range(job.choices)]
             left = job.choices
             async for piece in job.pieces():

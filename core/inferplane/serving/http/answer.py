@@ -17,6 +17,7 @@ from inferplane.serving.http.gate import FACTS, RESERVED, TENANT, WRITE, Receive
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import Choice, Rendering, compact
 from inferplane.serving.service import Service
+from inferplane.serving.tracing import carried
 
 PATIENCE_S = 3.0
 """Seconds to wait for a stream's first piece before its status goes out: what is refused meanwhile gets its own."""
@@ -49,7 +50,7 @@ class Generation(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         facts = scope[FACTS]
         try:
-            async with self._service.admit(replace(self._ask, tenant=scope[TENANT]), scope.get(RESERVED)) as job:
+            async with self._service.admit(self._of(scope), scope.get(RESERVED)) as job:
                 try:
                     if self._streams:
                         await self._stream(job, scope, send)
@@ -65,6 +66,11 @@ class Generation(Response):
                 raise
             log.exception("a request failed in the server")
             await self._refuse(internal(), scope, receive, send)
+
+    def _of(self, scope: Scope) -> Ask:
+        """What is asked, by whom."""
+        trace = carried(scope["headers"]) if self._service.tracer is not None else {}
+        return replace(self._ask, tenant=scope[TENANT], trace=trace)
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         self._begun = True

@@ -70,6 +70,8 @@ async def ask_of(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> As
         max_tokens=request.max_completion_tokens or request.max_tokens,
         n=request.n or 1,
         special=False,
+        operation="chat",
+        model=request.model or "",
         words=words,
     )
 

@@ -62,7 +62,7 @@ class CompletionRequest(Sampling):
         if asked == 0 and sampling.get("min_tokens"):
             raise invalid("min_tokens exceeds max_tokens = 0.", "min_tokens")
         # One token has to be generated to have the prompt run; it is not shown.
-        return Ask(prompts=self.prompts(), sampling=sampling, max_tokens=max(asked, 1), n=n)
+        return Ask(prompts=self.prompts(), sampling=sampling, max_tokens=max(asked, 1), n=n, model=self.model or "")
 
 
 class CompletionLogprobs(Part):

@@ -50,7 +50,8 @@ class EmbeddingRequest(Body):
         given: Any = self.input
         prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         sampling = {"temperature": 0.0, "ignore_eos": True, "pooling": self.pooling or pooling}
-        return Ask(prompts, sampling, max_tokens=1, words=WORDS)
+        model = self.model or ""
+        return Ask(prompts, sampling, max_tokens=1, operation="embeddings", model=model, words=WORDS)
 
 
 class Embedding(Part):
