@@ -29,6 +29,10 @@ def launch(request, monkeypatch):
         monkeypatch.setattr(module, "programs", lambda device: 5)
         raised = lambda bits: bits.to(torch.int16).view(torch.bfloat16) * 2.0**120  # noqa: E731 - torch has no bitcast
         monkeypatch.setattr(module.mla_fp8, "raised", raised)
+        monkeypatch.setattr(module.mla_fp8_mma, "exponent", lambda x: (x.view(torch.int32) >> 23) - 127)
+        monkeypatch.setattr(
+            module.mla_fp8_mma, "power", lambda n: ((n + 127) << 23).to(torch.int32).view(torch.float32)
+        )
         yield module
 
 

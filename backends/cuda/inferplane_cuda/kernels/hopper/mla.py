@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from inferplane_cuda.kernels.hopper.plan import blocks_of, part_of, share_of
 from inferplane_cuda.kernels.hopper.ring import barriers, limits
 from inferplane_cuda.kernels.hopper.softmax import UNSEEN, weigh, wipe
-from inferplane_cuda.kernels.hopper.tma import barrier, load_tile
-from inferplane_cuda.kernels.hopper.units import finish, settle
+from inferplane_cuda.kernels.hopper.tma import anew, barrier, load_tile, only
+from inferplane_cuda.kernels.hopper.units import BEGIN, BEHIND, FIRST_UNIT, finish, note, noted, settle, share
 
 LATENT, ROPE = 512, 64
 
@@ -39,7 +39,7 @@ def load(
     for unit in range(first_unit, behind):
         sequence, tile = unit // tiles, unit % tiles
         blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
-        lo, hi, _owner, _sharers = share_of(begin, blocks, size, 1, OVER)
+        lo, hi, _owner, _sharers = share_of(gl.program_id(0), begin, blocks, size, 1, OVER)
         if lo < hi:
             mbarrier.wait(q_free, (used & 1) ^ 1)
             mbarrier.expect(q_ready, Q_BYTES)
@@ -59,16 +59,31 @@ def load(
 
 
 @gluon.jit
-def seen_scores(s, key, limit, scale, SCORES: gl.constexpr):
-    """Scores in powers of two, and `UNSEEN` where a row must not see a key."""
-    return gl.where(key[None, :] < limit[:, None], s * scale, UNSEEN)
+def scored(q_tiles, rope_tile, latent, rope, turn, keys, limit, scale, SCORES: gl.constexpr):
+    """Scores of a block, in powers of two, and `UNSEEN` where a row must not see a key."""
+    s = gl.zeros([64, 64], gl.float32, SCORES)
+    s = warpgroup_mma(rope_tile, rope.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma(only(q_tiles, turn), latent.permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    return gl.where(keys[None, :] < limit[:, None], s * scale, UNSEEN)
+
+
+@gluon.jit
+def added(acc, p, shrink, p_tile, latent, RESULT: gl.constexpr):
+    """The result so far, shrunk, and the block's values weighed by `p`."""
+    p_tile.store(p.to(gl.bfloat16))
+    fence_async_shared()
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
+    barrier()
+    acc = warpgroup_mma(p_tile, latent, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=(acc,))
 
 
 @gluon.jit
 def compute(
     scale, out, parts, masses, starts, lengths, tiles,
-    q_tile, rope_tile, p_tile, latents, ropes, q_ready, q_free, ready, free,
-    first_unit, behind, begin, size,
+    q_tiles, rope_tile, p_tile, latents, ropes, q_ready, q_free, ready, free,
+    notes,
     HEADS: gl.constexpr, STAGES: gl.constexpr, OVER: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -77,12 +92,13 @@ def compute(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     within = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
     row = gl.arange(0, 64, ROW)
-    turn = first_unit * 0
-    used = first_unit * 0
-    for unit in range(first_unit, behind):
-        sequence, tile = unit // tiles, unit % tiles
-        blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
-        lo, hi, _owner, _sharers = share_of(begin, blocks, size, 1, OVER)
+    unit, begin = noted(notes, FIRST_UNIT, num_warps), noted(notes, BEGIN, num_warps)
+    turn = unit * 0
+    used = unit * 0
+    while unit < noted(notes, BEHIND, num_warps):
+        sequence, tile, blocks, lo, hi = share(
+            notes, unit, begin, starts, lengths, tiles, HEADS, OVER, num_warps
+        )  # fmt: skip
         if lo < hi:
             limit, length = limits(starts, lengths, sequence, tile, row, HEADS)
             mbarrier.wait(q_ready, used & 1)
@@ -94,28 +110,21 @@ def compute(
                 place = turn % STAGES
                 latent = latents.index(place)
                 mbarrier.wait(ready.index(place), (turn // STAGES) & 1)
-                s = gl.zeros([64, 64], gl.float32, SCORES)
-                s = warpgroup_mma(rope_tile, ropes.index(place).permute((1, 0)), s, use_acc=False, is_async=True)
-                s = warpgroup_mma(q_tile, latent.permute((1, 0)), s, is_async=True)
-                s = warpgroup_mma_wait(0, deps=(s,))
-                s = seen_scores(s, i * 64 + within, limit, scale, SCORES)
+                keys = anew(i) * 64 + within
+                s = scored(q_tiles, rope_tile, latent, ropes.index(place), turn, keys, limit, scale, SCORES)
                 p, shrink, highest, total = weigh(s, highest, total)
                 if (i + 1) * 64 > length:
                     wipe(latent, length - i * 64, WIPE, 64, 512)
-                p_tile.store(p.to(gl.bfloat16))
-                fence_async_shared()
-                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
-                barrier()
-                acc = warpgroup_mma(p_tile, latent, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
+                acc = added(acc, p, shrink, p_tile, latent, RESULT)
                 mbarrier.arrive(free.index(place), count=1)
                 turn += 1
             mbarrier.arrive(q_free, count=1)
             finish(
-                acc, highest, total, out, parts, masses, starts, sequence, tile, lo, hi, blocks,
-                HEADS, 0, 512, SCORES, RESULT,
+                (acc,), highest, total, out, parts, masses, starts, lengths, tiles, notes, unit,
+                begin, HEADS, OVER, 512, SCORES, RESULT, num_warps,
             )  # fmt: skip
         begin += gl.where(blocks > 0, blocks + OVER, 0)
+        unit += 1
 
 
 @gluon.jit
@@ -131,28 +140,30 @@ def mla_decode(
     latents = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 512], TILE)
     ropes = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], TILE)
     rope_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    q_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 512], TILE)
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 512], TILE)
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
     ready, free = barriers(STAGES, 1), barriers(STAGES, 1)
     q_ready, q_free = barriers(1, 1).index(0), barriers(1, 1).index(0)
     first_unit, behind, begin, last_begin, size = part_of(
         starts, lengths, units, tiles, HEADS, 1, BLOCK_UNITS, OVER, num_warps
     )  # fmt: skip
+    notes = gl.allocate_shared_memory(gl.int32, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    note(notes, first_unit, begin, behind, last_begin, size, num_warps)
     gl.warp_specialize(
         [
             (
                 compute,
                 (
                     scale, out, parts, masses, starts, lengths, tiles,
-                    q_tile, rope_tile, p_tile, latents, ropes, q_ready, q_free, ready, free,
-                    first_unit, behind, begin, size, HEADS, STAGES, OVER, SCORES, RESULT, num_warps,
+                    q_tiles, rope_tile, p_tile, latents, ropes, q_ready, q_free, ready, free,
+                    notes, HEADS, STAGES, OVER, SCORES, RESULT, num_warps,
                 ),
             ),
             (
                 load,
                 (
                     q, q_rope, kv, kv_rope, tables, table_outer, starts, lengths, tiles,
-                    q_tile, rope_tile, latents, ropes, q_ready, q_free, ready, free,
+                    q_tiles.index(0), rope_tile, latents, ropes, q_ready, q_free, ready, free,
                     first_unit, behind, begin, size, HEADS, STAGES, OVER, 64 * 576 * 2, 64 * 576 * 2, 512,
                 ),
             ),
@@ -160,7 +171,4 @@ def mla_decode(
         [1],
         [40],
     )  # fmt: skip
-    settle(
-        out, parts, masses, arrived, starts, lengths, tiles, first_unit, begin, behind - 1, last_begin, size,
-        HEADS, OVER, num_warps,
-    )  # fmt: skip
+    settle(out, parts, masses, arrived, starts, lengths, tiles, notes, HEADS, OVER, num_warps)

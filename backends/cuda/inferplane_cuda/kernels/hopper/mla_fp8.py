@@ -13,16 +13,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from inferplane_cuda.kernels.hopper.mla import load, seen_scores
-from inferplane_cuda.kernels.hopper.plan import blocks_of, part_of, share_of
+from inferplane_cuda.kernels.hopper.mla import added, load, scored
+from inferplane_cuda.kernels.hopper.plan import part_of
 from inferplane_cuda.kernels.hopper.ring import barriers, limits
 from inferplane_cuda.kernels.hopper.softmax import UNSEEN, weigh
-from inferplane_cuda.kernels.hopper.tma import barrier, raised
-from inferplane_cuda.kernels.hopper.units import finish, settle
+from inferplane_cuda.kernels.hopper.tma import anew, barrier, only, raised
+from inferplane_cuda.kernels.hopper.units import BEGIN, BEHIND, FIRST_UNIT, finish, note, noted, settle, share
 
 
 @gluon.jit
@@ -39,26 +37,27 @@ def widen(raw, scale, FP8: gl.constexpr):
 @gluon.jit
 def compute(
     scales, scale, out, parts, masses, tables, table_outer, starts, lengths, tiles,
-    q_tile, rope_tile, p_tile, latent, rope, raws, raw_ropes, q_ready, q_free, ready, free,
-    first_unit, behind, begin, size,
+    q_tiles, rope_tile, p_tile, latents, rope, raws, raw_ropes, q_ready, q_free, ready, free,
+    notes,
     HEADS: gl.constexpr, STAGES: gl.constexpr, OVER: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
     FP8: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The eight computing warps: widen a block, then as over a bfloat16 cache."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [num_warps, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     within = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
     row = gl.arange(0, 64, ROW)
     token = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
     low = gl.arange(0, 128, gl.SliceLayout(0, WIDE)) < 64
     rope_token = gl.arange(0, 64, gl.SliceLayout(1, NARROW))
-    turn = first_unit * 0
-    used = first_unit * 0
-    for unit in range(first_unit, behind):
-        sequence, tile = unit // tiles, unit % tiles
-        blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
-        lo, hi, _owner, _sharers = share_of(begin, blocks, size, 1, OVER)
+    unit, begin = noted(notes, FIRST_UNIT, num_warps), noted(notes, BEGIN, num_warps)
+    turn = unit * 0
+    used = unit * 0
+    while unit < noted(notes, BEHIND, num_warps):
+        sequence, tile, blocks, lo, hi = share(
+            notes, unit, begin, starts, lengths, tiles, HEADS, OVER, num_warps
+        )  # fmt: skip
         if lo < hi:
             limit, length = limits(starts, lengths, sequence, tile, row, HEADS)
             mbarrier.wait(q_ready, used & 1)
@@ -68,6 +67,7 @@ def compute(
             acc = gl.zeros([64, 512], gl.float32, RESULT)
             for i in range(lo, hi):
                 place = turn % STAGES
+                latent = only(latents, turn)
                 first_scale = scales + gl.load(tables + sequence * table_outer + i).to(gl.int64) * (64 * 9)
                 known = length - i * 64
                 rope_scale = gl.load(first_scale + rope_token * 9 + 8, mask=rope_token < known, other=0.0)
@@ -83,25 +83,18 @@ def compute(
                 fence_async_shared()
                 barrier()
                 mbarrier.arrive(free.index(place), count=1)
-                s = gl.zeros([64, 64], gl.float32, SCORES)
-                s = warpgroup_mma(rope_tile, rope.permute((1, 0)), s, use_acc=False, is_async=True)
-                s = warpgroup_mma(q_tile, latent.permute((1, 0)), s, is_async=True)
-                s = warpgroup_mma_wait(0, deps=(s,))
-                s = seen_scores(s, i * 64 + within, limit, scale, SCORES)
+                keys = anew(i) * 64 + within
+                s = scored(q_tiles, rope_tile, latent, rope, turn, keys, limit, scale, SCORES)
                 p, shrink, highest, total = weigh(s, highest, total)
-                p_tile.store(p.to(gl.bfloat16))
-                fence_async_shared()
-                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
-                barrier()
-                acc = warpgroup_mma(p_tile, latent, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
+                acc = added(acc, p, shrink, p_tile, latent, RESULT)
                 turn += 1
             mbarrier.arrive(q_free, count=1)
             finish(
-                acc, highest, total, out, parts, masses, starts, sequence, tile, lo, hi, blocks,
-                HEADS, 0, 512, SCORES, RESULT,
+                (acc,), highest, total, out, parts, masses, starts, lengths, tiles, notes, unit,
+                begin, HEADS, OVER, 512, SCORES, RESULT, num_warps,
             )  # fmt: skip
         begin += gl.where(blocks > 0, blocks + OVER, 0)
+        unit += 1
 
 
 @gluon.jit
@@ -119,31 +112,33 @@ def mla_decode_fp8(
     RAW_ROPE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
     raws = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, 512], RAW)
     raw_ropes = gl.allocate_shared_memory(gl.uint8, [STAGES, 64, 64], RAW_ROPE)
-    latent = gl.allocate_shared_memory(gl.bfloat16, [64, 512], TILE)
+    latents = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 512], TILE)
     rope = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
     rope_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    q_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 512], TILE)
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 512], TILE)
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
     ready, free = barriers(STAGES, 1), barriers(STAGES, 1)
     q_ready, q_free = barriers(1, 1).index(0), barriers(1, 1).index(0)
     first_unit, behind, begin, last_begin, size = part_of(
         starts, lengths, units, tiles, HEADS, 1, BLOCK_UNITS, OVER, num_warps
     )  # fmt: skip
+    notes = gl.allocate_shared_memory(gl.int32, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    note(notes, first_unit, begin, behind, last_begin, size, num_warps)
     gl.warp_specialize(
         [
             (
                 compute,
                 (
                     scales, scale, out, parts, masses, tables, table_outer, starts, lengths, tiles,
-                    q_tile, rope_tile, p_tile, latent, rope, raws, raw_ropes, q_ready, q_free, ready, free,
-                    first_unit, behind, begin, size, HEADS, STAGES, OVER, SCORES, RESULT, FP8, num_warps,
+                    q_tiles, rope_tile, p_tile, latents, rope, raws, raw_ropes, q_ready, q_free, ready, free,
+                    notes, HEADS, STAGES, OVER, SCORES, RESULT, FP8, num_warps,
                 ),
             ),
             (
                 load,
                 (
                     q, q_rope, kv, kv_rope, tables, table_outer, starts, lengths, tiles,
-                    q_tile, rope_tile, raws, raw_ropes, q_ready, q_free, ready, free,
+                    q_tiles.index(0), rope_tile, raws, raw_ropes, q_ready, q_free, ready, free,
                     first_unit, behind, begin, size, HEADS, STAGES, OVER, 64 * 576 * 2, 64 * 576, 512,
                 ),
             ),
@@ -151,7 +146,4 @@ def mla_decode_fp8(
         [1],
         [40],
     )  # fmt: skip
-    settle(
-        out, parts, masses, arrived, starts, lengths, tiles, first_unit, begin, behind - 1, last_begin, size,
-        HEADS, OVER, num_warps,
-    )  # fmt: skip
+    settle(out, parts, masses, arrived, starts, lengths, tiles, notes, HEADS, OVER, num_warps)

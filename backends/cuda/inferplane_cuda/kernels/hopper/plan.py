@@ -64,12 +64,12 @@ def part_of(
 
 
 @gluon.jit
-def share_of(begin, blocks, size, STEP: gl.constexpr, OVER: gl.constexpr):
-    """Of a unit that begins at `begin`: the blocks `first` to `last` that fall to this program, the first program that
+def share_of(me, begin, blocks, size, STEP: gl.constexpr, OVER: gl.constexpr):
+    """Of a unit that begins at `begin`: the blocks `first` to `last` that fall to program `me`, the first program that
     has some of it, and how many have.
     """
     at = begin + OVER
-    low = gl.program_id(0) * size - at
+    low = me * size - at
     first = gl.minimum(gl.maximum(gl.cdiv(low, STEP) * STEP, 0), blocks)
     last = gl.minimum(gl.maximum(gl.cdiv(low + size, STEP) * STEP, 0), blocks)
     owner = at // size

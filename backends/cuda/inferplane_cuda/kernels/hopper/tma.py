@@ -29,10 +29,36 @@ def as_fp8(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constex
 
 
 @gluon.jit
+def anew(x):
+    """`x`, of which the compiler is told nothing: what follows from it is computed again instead of kept."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def only(tiles, turn):
+    """`tiles.index(0)`, by a number that is 0 in every turn, which the compiler cannot know: it computes the addresses
+    of a product's operands, one for each instruction, where they are used, and does not keep them across the loop.
+    """
+    return tiles.index(turn >> 31)
+
+
+@gluon.jit
 def raised(bits):
     """bfloat16 of these bits (int16) times 2^120: bfloat16's exponent has a bias of 127, FP8's one of 7."""
     number = bits.to(gl.bfloat16, bitcast=True)
     return number * gl.full_like(number, 2.0**120)
+
+
+@gluon.jit
+def exponent(x):
+    """n, of powers of two 2^n in float32."""
+    return (x.to(gl.int32, bitcast=True) >> 23) - 127
+
+
+@gluon.jit
+def power(n):
+    """2^n in float32, n from -126 to 127."""
+    return ((n + 127) << 23).to(gl.float32, bitcast=True)
 
 
 __all__ = ["TensorDescriptor", "as_fp8", "barrier", "gl", "load_tile", "raised", "triton"]

@@ -11,10 +11,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from inferplane_cuda.kernels.hopper.plan import blocks_of, share_of
-from inferplane_cuda.kernels.hopper.tma import barrier
+from inferplane_cuda.kernels.hopper.tma import anew, barrier
 
 COLUMNS = gl.constexpr(64)
 """Columns that are put together at a time: few, so that the registers suffice."""
+FIRST_UNIT, BEGIN, BEHIND = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+LAST_BEGIN, SIZE, PROGRAM = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5)
 
 
 @gluon.jit
@@ -42,42 +44,82 @@ def join(parts, masses, out, place, real, owner, sharers, num_warps: gl.constexp
 
 
 @gluon.jit
-def finish(
-    acc, highest, total, out, parts, masses, starts, sequence, tile, lo, hi, blocks,
-    HEADS: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
-):  # fmt: skip
-    """The end of this program's share, blocks `lo` to `hi`, of a unit: columns FIRST to FIRST + WIDTH of its result are
-    written to `out`, or to this program's part of it.
+def note(notes, first_unit, begin, behind, last_begin, size, num_warps: gl.constexpr):
+    """Put this program's share of the step, as `part_of` found it, into shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
+    at = gl.arange(0, 8, layout)
+    low = gl.where(at == 0, first_unit, gl.where(at == 1, begin, behind))
+    high = gl.where(at == 3, last_begin, gl.where(at == 4, size, gl.program_id(0)))
+    notes.store(gl.where(at < 3, low, high))
+
+
+@gluon.jit
+def noted(notes, WHICH: gl.constexpr, num_warps: gl.constexpr):
+    """One of what was noted: FIRST_UNIT, BEGIN, BEHIND, LAST_BEGIN, SIZE or PROGRAM. Read where it is used, since what
+    lives in registers across the loop over blocks is paid for there.
     """
-    begin = gl.load(starts + sequence)
-    count = gl.load(starts + sequence + 1) - begin
-    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, RESULT))
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
+    return gl.sum(gl.where(gl.arange(0, 8, layout) == WHICH, notes.load(layout), 0), 0)
+
+
+@gluon.jit
+def share(
+    notes, unit, begin, starts, lengths, tiles, HEADS: gl.constexpr, OVER: gl.constexpr, num_warps: gl.constexpr
+):  # fmt: skip
+    """Of a unit that begins at `begin`: sequence, tile, blocks, and this program's first and last of them."""
+    sequence, tile = unit // tiles, unit % tiles
+    blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
+    me, size = noted(notes, PROGRAM, num_warps), noted(notes, SIZE, num_warps)
+    lo, hi, _owner, _sharers = share_of(me, begin, blocks, size, 1, OVER)
+    return sequence, tile, blocks, lo, hi
+
+
+@gluon.jit
+def finish(
+    accs, highest, total, out, parts, masses, starts, lengths, tiles, notes, unit, begin,
+    HEADS: gl.constexpr, OVER: gl.constexpr, WIDTH: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """The end of this program's share of a unit: its result, WIDTH columns in each of `accs`, is written to `out`, or
+    to this program's part of it.
+    """
+    sequence, tile, blocks, lo, hi = share(
+        notes, anew(unit), anew(begin), starts, lengths, tiles, HEADS, OVER, num_warps
+    )  # fmt: skip
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, RESULT))
     row = gl.arange(0, 64, gl.SliceLayout(1, RESULT))
-    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, RESULT))[:, None]
+    inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, RESULT))[:, None]
     if (lo == 0) & (hi == blocks):
+        begin = gl.load(starts + sequence)
+        count = gl.load(starts + sequence + 1) - begin
         place = begin * HEADS + tile * 64 + row
         real = (tile * 64 + row) // HEADS < count
         target = out + place.to(gl.int64)[:, None] * 512 + column[None, :]
-        gl.store(target, acc.to(gl.bfloat16), mask=real[:, None])
+        for i in gl.static_range(512 // WIDTH):
+            gl.store(target + i * WIDTH, (accs[i] * inverse).to(gl.bfloat16), mask=real[:, None])
     else:
-        part = 2 * gl.program_id(0) + gl.where(lo == 0, 1, 0)
-        gl.store(parts + (part * 64 + row).to(gl.int64)[:, None] * 512 + column[None, :], acc)
-        if FIRST == 0:
-            gl.store(masses + part * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES)), highest + gl.log2(total))
+        part = 2 * noted(notes, PROGRAM, num_warps) + gl.where(lo == 0, 1, 0)
+        unfinished = parts + (part * 64 + row).to(gl.int64)[:, None] * 512 + column[None, :]
+        for i in gl.static_range(512 // WIDTH):
+            gl.store(unfinished + i * WIDTH, accs[i] * inverse)
+        gl.store(masses + part * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES)), highest + gl.log2(total))
 
 
 @gluon.jit
 def settle(
-    out, parts, masses, arrived, starts, lengths, tiles, first_unit, first_begin, last_unit, last_begin, size,
+    out, parts, masses, arrived, starts, lengths, tiles, notes,
     HEADS: gl.constexpr, OVER: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Tell that this program's parts are there, and put together what it is the last to tell of."""
+    first_unit, last_unit = noted(notes, FIRST_UNIT, num_warps), noted(notes, BEHIND, num_warps) - 1
+    first_begin, last_begin = noted(notes, BEGIN, num_warps), noted(notes, LAST_BEGIN, num_warps)
+    size, me = noted(notes, SIZE, num_warps), noted(notes, PROGRAM, num_warps)
     barrier()  # every thread's parts are written before one thread says so
     for unit in range(first_unit, last_unit + 1, gl.maximum(last_unit - first_unit, 1)):
         begin = gl.where(unit == first_unit, first_begin, last_begin)
         sequence, tile = unit // tiles, unit % tiles
         blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
-        lo, hi, owner, sharers = share_of(begin, blocks, size, 1, OVER)
+        lo, hi, owner, sharers = share_of(me, begin, blocks, size, 1, OVER)
         before = lo * 0 - 1
         if (lo < hi) & (hi - lo < blocks):
             before = gl.atomic_add(arrived + owner, 1, sem="acq_rel")
