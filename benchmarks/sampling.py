@@ -30,6 +30,7 @@ ASKED = {
     "greedy": {"temperature": 0},
     "temperature": {"temperature": 0.8},
     "top-k 50": {"top_k": 50},
+    "top-k 5000": {"top_k": 5000},
     "top-p 0.95": {"top_p": 0.95},
     "min-p 0.05": {"min_p": 0.05},
     "top-k 50, top-p 0.95": {"top_k": 50, "top_p": 0.95},
@@ -40,7 +41,7 @@ def best_kernel(device):
     """The highest-ranked kernel of the op, as a function of its arguments."""
     backend = host().backend(device)
     offered = [k for k in host().kernels(backend) if k.op == "sample"]
-    op, context = SampleTokens(), Context(torch.float32, "decode")
+    op, context = SampleTokens(), Context(torch.float32, "decode", features=backend.features())
     serving = [k for k in offered if not k.refusals(op, context, op.formats())]
     chosen = max(serving, key=lambda k: k.rank)
     function = chosen.function()

@@ -150,9 +150,9 @@ inline void dot_rows(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, i
 inline void dot_few(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows &x, int64_t first, float *out,
                     int64_t ldo) {
   constexpr int NR = 4;
-  int64_t j = 0;
-  for (; j + NR <= n; j += NR) dot_rows<NR>(w + j * ldw, ldw, width, x, first, out + j, ldo);
-  for (; j < n; j++) dot_rows<1>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+  int64_t j = 0, whole = n / NR * NR;
+  for (; j < whole; j += NR) dot_rows<NR>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+  for (j = whole; j < n; j++) dot_rows<1>(w + j * ldw, ldw, width, x, first, out + j, ldo);
 }
 
 // out[i * ldo + j] for n rows w[j] and all rows x[i], over `width` columns of x that begin at `first` (a multiple of

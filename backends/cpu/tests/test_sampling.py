@@ -175,3 +175,125 @@ def test_masked_tokens_are_never_drawn_however_hot(heat):
         got = sampling.sample_native(None, x, one * heat, *cuts, u)
         assert got.max() < 17 and x.gather(1, got[:, None]).isfinite().all()
         assert torch.equal(got, BODY(x, one * heat, *cuts, u))
+
+
+EDGES = [
+    "flat",
+    "narrow",
+    "all equal",
+    "one dominates",
+    "ties",
+    "rising",
+    "falling",
+    "unlike its sample",
+    "banned",
+    "far apart",
+]
+CUTS = [
+    (0, 1e-6, 0.0),
+    (0, 1 - 1e-7, 0.0),
+    (0, 0.5, 0.0),
+    (0, 0.95, 0.0),
+    (0, 0.95, 0.05),
+    (0, 1.0, 0.3),
+    (0, 1.0, 1e-4),
+    (1, 1.0, 0.0),
+    (7, 0.9, 0.0),
+    (2400, 1.0, 0.0),
+    (5000, 0.9, 0.0),
+    (70_000, 1.0, 0.01),
+    (10**9, 0.999, 0.0),
+]
+"""top_k, top_p, min_p of a row each."""
+
+
+def edge(kind: str, vocab: int, g: torch.Generator) -> torch.Tensor:
+    """Rows that are as far as can be from what a kernel which guesses from a sample would like."""
+    x, ids = torch.randn(len(CUTS), vocab, generator=g), torch.arange(vocab)
+    if kind == "narrow":
+        return x * 1e-3 + 1000
+    if kind == "all equal":
+        return torch.full_like(x, -3.25)
+    if kind == "one dominates":
+        x[:, vocab // 3] = 30
+    if kind == "ties":
+        return (x * 2).round() / 2
+    if kind in ("rising", "falling"):
+        return ((ids if kind == "rising" else -ids) * (20.0 / vocab)).expand_as(x).contiguous()
+    if kind == "unlike its sample":  # of each 1024 tokens, those of some registers are likelier than all others
+        return x + 9 * (ids // 16 % 64 == (ids // 1024 * 5 + 1) % 16) + 4 * (ids // 8 % 16 == 3)
+    if kind == "banned":
+        return x.masked_fill(torch.rand(x.shape, generator=g) < 0.999, -torch.inf).index_fill_(1, ids[vocab // 2], 0.0)
+    if kind == "far apart":
+        return torch.where(x > 2, 3e38, -3e38).index_fill_(1, ids[vocab // 2], 3e38)
+    return x
+
+
+@needs_library
+@pytest.mark.parametrize("vocab", [1, 7, 151_936, 152_065])
+@pytest.mark.parametrize("kind", EDGES)
+def test_native_tokens_of_rows_that_are_unlike_any_sample(kind, vocab):
+    g = torch.Generator().manual_seed(vocab)
+    x, u = edge(kind, vocab, g), (torch.rand(len(CUTS), generator=g) * 2**24).floor() / 2**24
+    top_k, top_p, min_p = (torch.tensor(c) for c in zip(*CUTS))
+    for heat in (torch.ones(len(CUTS)), torch.rand(len(CUTS), generator=g) + 0.4):
+        arguments = heat, top_k, top_p, min_p, u
+        want, got = BODY(x, *arguments), sampling.sample_native(None, x, *arguments)
+        for i in (got != want).nonzero()[:, 0].tolist():
+            assert decided_by_rounding(x[i], got[i], *(a[i] for a in arguments)), CUTS[i]
+        for name in SETS:
+            with forced(name):
+                assert torch.equal(sampling.sample_native(None, x, *arguments), got), name
+
+
+@needs_library
+@pytest.mark.parametrize("vocab", [7, 1024, 152_064])
+def test_native_tokens_of_equal_logits_are_kept_by_id(vocab):
+    """All weights are 2^40, so that nothing is rounded: the tokens are the body's to the last one."""
+    g = torch.Generator().manual_seed(vocab)
+    u = uniforms(g)[:8]
+    x = torch.zeros(8, vocab)
+    x[:, ::2] = -0.0
+    one = torch.ones(8)
+    top_p = torch.tensor([1e-6, 0.3, 0.5, 0.75, 0.9, 0.999, 1 - 1e-7, 1.0])
+    for top_k in (0, vocab // 2, vocab - 1):
+        for min_p in (0.0, 1.0):
+            arguments = one, one.long() * top_k, top_p, one * min_p, u
+            want = BODY(x, *arguments)
+            for name in SETS:
+                with forced(name):
+                    assert torch.equal(sampling.sample_native(None, x, *arguments), want), (name, top_k, min_p)
+
+
+@needs_library
+def test_native_tokens_at_a_boundary_of_ties_are_the_first_ones_by_id():
+    """Of the tokens 5, 15, 25, ..., which share the second largest logit, the cuts leave the first few."""
+    vocab, kept = 151_936, 40
+    x = torch.full((1, vocab), -20.0)
+    x[0, 5::10], x[0, 77] = 1.0, 1.5
+    one = torch.ones(1)
+    weights = [2.0**40, *[2.0**40 * torch.tensor(-0.5).exp().item()] * len(range(5, vocab, 10))]
+    share = sum(weights[: kept + 1]) / (sum(weights) + vocab * 0.9 * 2.0**40 * torch.tensor(-21.5).exp().item())
+    for name in SETS:
+        with forced(name):
+            drawn = set()
+            for u in torch.linspace(0, 1 - 2.0**-24, 120):
+                by_number = sampling.sample_native(None, x, one, one.long() * (kept + 1), one, one * 0, one * u)
+                by_weight = sampling.sample_native(None, x, one, one.long() * 0, one * (share - 1e-5), one * 0, one * u)
+                assert torch.equal(by_number, by_weight)
+                drawn.add(int(by_number))
+        assert drawn == {77, *range(5, 5 + 10 * kept, 10)}, name
+
+
+@needs_library
+@pytest.mark.parametrize("vocab", [1, 7, 151_936, 152_064])
+def test_native_rows_of_any_size_that_are_broken_get_the_token_that_shows_it(vocab):
+    x = torch.randn(4, vocab, generator=torch.Generator().manual_seed(1))
+    last = vocab - 1
+    x[0, last], x[1, last], x[2], x[3] = torch.nan, torch.inf, -torch.inf, torch.nan
+    one = torch.ones(4)
+    for top_k, top_p, min_p in CUTS:
+        for name in SETS:
+            with forced(name):
+                got = sampling.sample_native(None, x, one, one.long() * top_k, one * top_p, one * min_p, one * 0.7)
+            assert got.tolist() == [last, last, 0, 0], name
