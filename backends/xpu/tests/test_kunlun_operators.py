@@ -13,7 +13,7 @@ import torch
 from inferplane.plugin import DeviceError, Presence
 from inferplane_xpu.kunlun import graphs, operators
 from inferplane_xpu.kunlun.backend import KunlunBackend
-from inferplane_xpu.kunlun.library import Library
+from inferplane_xpu.library import Library
 
 
 def install(machine, name, version, source=""):

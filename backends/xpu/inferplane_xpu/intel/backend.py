@@ -30,7 +30,7 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_xpu.intel import chips, extension
+from inferplane_xpu.intel import chips, extension, ipex
 from inferplane_xpu.intel.graphs import Graph, Graphs
 from inferplane_xpu.intel.kernels import kernels
 from inferplane_xpu.intel.kvcache import layouts
@@ -136,7 +136,9 @@ class IntelBackend(Backend):
         found = extension.load()
         self._extension = bool(found.present)
         matrix = chips.matrix_kernels(self.index) if found.present else Feature(False, found.reason)
-        return Features({**chips.features_of(properties), "vllm-xpu-kernels": found, "xe2-kernels": matrix})
+        legacy = ipex.usable(ipex.LAST_FOR_GPUS)
+        known = chips.features_of(properties)
+        return Features({**known, "vllm-xpu-kernels": found, "xe2-kernels": matrix, "ipex": legacy})
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_xpu.intel.kvcache`."""

@@ -47,6 +47,7 @@ def assumed(arch: str) -> Features:
             "vllm-xpu-kernels": Feature(True, _ASSUMED),
             "xe2-kernels": Feature(arch in MATRIX_ARCHS, _COMPILED),
             **{name: Feature(True, _TORCH) for name in PRODUCTS},
+            "ipex": Feature(False, "intel_extension_for_pytorch is archived: it is not assumed"),
         }
     )
 

@@ -1,12 +1,12 @@
-"""Kernels for Intel GPUs: the operators of vllm-xpu-kernels, torch's own on packed weights, and for the rest what is
-composed from torch's operators on the GPU.
+"""Kernels for Intel GPUs: the operators of vllm-xpu-kernels, torch's own on packed weights, what Intel's archived
+extension still serves, and for the rest what is composed from torch's operators on the GPU.
 """
 
 from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
-from inferplane_xpu.intel.kernels import attention, basic, mla, moe, products
+from inferplane_xpu.intel.kernels import attention, basic, legacy, mla, moe, products
 
 
 def kernels() -> list[Kernel]:
@@ -17,5 +17,6 @@ def kernels() -> list[Kernel]:
         *mla.KERNELS,
         *moe.KERNELS,
         *products.KERNELS,
+        *legacy.KERNELS,
         *composed_kernels(),
     ]

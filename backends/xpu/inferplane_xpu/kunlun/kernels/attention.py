@@ -15,7 +15,7 @@ from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.kunlun.kernels.lengths import lods, sequence_a_token
 from inferplane_xpu.kunlun.kernels.when import HALF, KUNLUN, RANK_FUSED
 from inferplane_xpu.kunlun.kvcache import BHLD
-from inferplane_xpu.kunlun.library import Library
+from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()

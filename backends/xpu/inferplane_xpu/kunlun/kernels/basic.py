@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from inferplane.plugin import Batch, Kernels, Packing, When
 from inferplane_xpu.kunlun.kernels.when import FLOAT32, HALF, KUNLUN, RANK_FUSED, RANK_IN_PARTS
-from inferplane_xpu.kunlun.library import Library
+from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()

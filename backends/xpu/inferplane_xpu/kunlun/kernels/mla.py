@@ -16,7 +16,7 @@ from inferplane_xpu.kunlun.kernels.attention import HEAD_SIZES, prefill
 from inferplane_xpu.kunlun.kernels.lengths import once_a_batch, sequence_a_token
 from inferplane_xpu.kunlun.kernels.when import HALF, KUNLUN, RANK_FUSED
 from inferplane_xpu.kunlun.kvcache import LATENT, LATENT_BLOCK_TOKENS
-from inferplane_xpu.kunlun.library import Library
+from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()

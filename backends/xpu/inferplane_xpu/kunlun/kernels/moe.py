@@ -12,7 +12,7 @@ import torch
 
 from inferplane.plugin import Kernels, When
 from inferplane_xpu.kunlun.kernels.when import FLOAT32, FLOATS, GROUP_TOPK, HALF, KUNLUN, RANK_FUSED, SPEEDGATE
-from inferplane_xpu.kunlun.library import Library
+from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 speedgate = torch.ops.xspeedgate_ops

@@ -14,7 +14,7 @@ import torch
 
 from inferplane.plugin import Kernels, Packing, QTensor, UsageError, When
 from inferplane_xpu.kunlun.kernels.when import HALF, KUNLUN, RANK_FUSED
-from inferplane_xpu.kunlun.library import Library
+from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()

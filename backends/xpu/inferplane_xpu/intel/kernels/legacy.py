@@ -1,0 +1,94 @@
+"""Functions of intel_extension_for_pytorch's last release for GPUs, behind everything else that is fused.
+
+It is archived, and its calls are known from others' use alone: norms, activation, and attention over blocks.
+
+Source: vllm-project/vllm, vllm/_ipex_ops.py as of its last release with that extension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane_xpu.intel.kernels.when import HALF, RANK_LEGACY
+from inferplane_xpu.intel.kvcache import PAGED
+from inferplane_xpu.library import Library
+
+functional = Library("intel_extension_for_pytorch.llm.functional")
+paged = Library("intel_extension_for_pytorch.llm.modules.PagedAttention")
+KERNELS = Kernels()
+FEATURES = ("ipex",)
+
+
+def _plan_dtype(weight: Any) -> bool:
+    return weight.dtype is None
+
+
+@KERNELS(
+    "rms_norm",
+    "ipex",
+    rank=RANK_LEGACY,
+    when=When(HALF, features=FEATURES, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.weight)),)),
+)
+def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """llm.functional.rms_norm."""
+    out: torch.Tensor = functional.rms_norm(x.contiguous(), p.weight, p.eps)
+    return out
+
+
+@KERNELS(
+    "add_rms_norm",
+    "ipex",
+    rank=RANK_LEGACY,
+    when=When(
+        HALF, features=FEATURES, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.norm.weight)),)
+    ),
+)
+def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """llm.functional.add_rms_norm, whose first argument becomes the sum; the first layer has no sum."""
+    if residual is None:
+        return rms_norm(p.norm, x), x
+    total = residual.clone(memory_format=torch.contiguous_format)
+    return functional.add_rms_norm(total, x.contiguous(), p.norm.weight, None, p.norm.eps, True), total
+
+
+@KERNELS("silu_mul", "ipex", rank=RANK_LEGACY, when=When(HALF, features=FEATURES))
+def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """llm.functional.silu_mul of the two halves."""
+    gate, up = (half.contiguous() for half in x.chunk(2, -1))
+    out: torch.Tensor = functional.silu_mul(gate, up)
+    return out
+
+
+@KERNELS("kv_write", "ipex", rank=RANK_LEGACY, when=When(HALF, kv_layouts=(PAGED,), features=FEATURES))
+def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """llm.modules.PagedAttention.reshape_and_cache_flash."""
+    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    paged.reshape_and_cache_flash(k.contiguous(), v.contiguous(), keys, values, batch.slots, "auto", 1.0, 1.0)
+
+
+def _one_width(op: Any) -> bool:
+    return op.kv.dim == op.kv.v_dim and op.kv.dim in (64, 96, 128, 192, 256)
+
+
+@KERNELS(
+    "attention",
+    "ipex",
+    rank=RANK_LEGACY,
+    when=When(
+        HALF, kv_layouts=(PAGED,), features=FEATURES, needs=(("heads of 64, 96, 128, 192 or 256 entries", _one_width),)
+    ),
+)
+def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """llm.modules.PagedAttention.flash_attn_varlen_func, causal, all sequences in one call."""
+    keys, values = kv.blocked()  # type: ignore[attr-defined]
+    left, right = (-1, -1) if p.kv.window is None else (p.kv.window - 1, 0)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    paged.flash_attn_varlen_func(
+        out, q.contiguous(), keys, values, batch.query_start, batch.seq_lens, batch.max_query_tokens,
+        batch.max_seq_tokens, p.scale, True, batch.block_tables, None, softcap=0.0, window_size_left=left,
+        window_size_right=right, k_scale=1.0, v_scale=1.0,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,59 @@
+"""intel_extension_for_pytorch's norms on processors, where its last release for them and torch 2.8 are installed.
+
+They rank behind the kernels that device has of its own: they are there to be pinned and compared.
+
+Source: schemas of torch_ipex::rmsnorm and add_rmsnorm as the dispatcher states them with the wheel 2.8.0 on torch
+2.8.0, where both were run against a reference.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from inferplane.plugin import Kernel, Kernels, When
+from inferplane_xpu.intel import ipex
+from inferplane_xpu.intel.kernels.when import FLOATS, RANK_LEGACY
+
+torch_ipex = torch.ops.torch_ipex
+KERNELS = Kernels()
+
+
+def kernels() -> list[Kernel]:
+    """Both, when the extension can be used; else none, and nothing is imported."""
+    if not ipex.usable(ipex.LAST_FOR_PROCESSORS).present:
+        return []
+    importlib.import_module(ipex.MODULE)
+    return list(KERNELS)
+
+
+def _plan_dtype(weight: Any) -> bool:
+    return weight.dtype is None
+
+
+@KERNELS(
+    "rms_norm",
+    "ipex",
+    rank=RANK_LEGACY,
+    when=When(FLOATS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.weight)),)),
+)
+def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """torch_ipex::rmsnorm."""
+    out: torch.Tensor = torch_ipex.rmsnorm(x.contiguous(), p.weight, p.eps)
+    return out
+
+
+@KERNELS(
+    "add_rms_norm",
+    "ipex",
+    rank=RANK_LEGACY,
+    when=When(FLOATS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.norm.weight)),)),
+)
+def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch_ipex::add_rmsnorm, whose second argument becomes the sum; the first layer has no sum."""
+    if residual is None:
+        return rms_norm(p.norm, x), x
+    total = residual.clone(memory_format=torch.contiguous_format)
+    return torch_ipex.add_rmsnorm(x.contiguous(), total, p.norm.weight, p.norm.eps, True), total
