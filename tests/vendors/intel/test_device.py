@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from inferplane.ops.draw import Draw
+from inferplane.types.batch import Query, make_batch
 from inferplane_xpu.intel import chips, processors
 from inferplane_xpu.intel.backend import IntelBackend
-from inferplane_xpu.intel.kernels import attention
+from inferplane_xpu.intel.kernels import attention, lengths, mla, when
+from inferplane_xpu.intel.kvcache import BLOCK_TOKENS
+from tests.vendors.intel import chip
 from tests.vendors.intel.emulated import EMULATOR
 
 assert EMULATOR.libraries, "the operators are there"
@@ -71,3 +74,37 @@ def test_what_is_left_for_processors(residual):
     want = x if add is None else x + add
     assert torch.allclose(total, want)
     assert torch.allclose(y, torch.nn.functional.rms_norm(want, (64,), weight, 1e-6), atol=1e-5)
+
+
+def test_sequences_are_made_once_a_step_and_anew_for_a_graph(monkeypatch):
+    """What was made while a bucket was warmed up is no part of the graph that is recorded from it."""
+    queries = [Query([1, 2, 3], 4, [0], 1), Query([1], 70, [1, 2], 1)]
+    batch, other = (make_batch(queries, block_tokens=64, device="cpu") for _ in range(2))
+    made = lengths.single_tokens(batch, 2)
+    assert made.lens.tolist() == [5, 5, 6, 6, 7, 7, 71, 71]
+    assert made.tables[:, 0].tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert made.query_start.tolist() == list(range(9)) and made.most_queries == 1
+    assert lengths.single_tokens(batch, 2) is made
+    assert lengths.single_tokens(batch).lens.tolist() == [5, 6, 7, 71], "other kernels take other groups"
+    again = lengths.single_tokens(batch, 2)
+    monkeypatch.setattr(lengths, "_recording", lambda: True)
+    recorded = lengths.single_tokens(batch, 2)
+    assert recorded is not again and lengths.single_tokens(batch, 2) is recorded
+    monkeypatch.undo()
+    assert lengths.single_tokens(batch, 2) is not recorded
+    assert lengths.single_tokens(other, 2) is not lengths.single_tokens(batch, 2)
+
+
+@pytest.mark.parametrize("window", [None, 20], ids=["whole", "window"])
+def test_what_is_said_to_be_compiled_is_what_the_wheel_holds(window):
+    """At the sizes themselves; heads of more than 256 entries are latents."""
+    local, sizes = window is not None, range(8, 257, 8)
+    prefill = {size for size in sizes if (size, True, not local, local) in chip.PREFILL}
+    assert {size for size in sizes if when.prefill_compiled(size, window)} == prefill
+    for group, tile in ((1, 8), (8, 8), (9, 16), (64, 16)):
+        decode = {size for size in sizes if (tile, size, BLOCK_TOKENS, local) in chip.DECODE}
+        assert {size for size in sizes if when.decode_compiled(size, group, window)} == decode
+    assert (when.LATENT_HEADS, mla.LATENT + mla.ROTATED, BLOCK_TOKENS, False) in chip.DECODE
+    assert not any(tile > when.LATENT_HEADS and size > 512 for tile, size, _, _ in chip.DECODE)
+    dense = {size for size in sizes if (size, False, True, False) in chip.PREFILL}
+    assert set(mla.EXPANDED_WIDTHS) == dense

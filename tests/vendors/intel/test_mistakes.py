@@ -110,7 +110,7 @@ def test_is_caught(mistake, monkeypatch):
     assert mistake.caught in found, found
 
 
-def whole(batch):
+def whole(batch, groups=1):
     """Sequences as they are, told to be single tokens."""
     return attention.Sequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, batch.max_seq_tokens)
 
@@ -118,7 +118,7 @@ def whole(batch):
 MORE = [
     ("drafts left together", (attention, "single_tokens"), whole,
      "vllm_xpu:attention_few", "drafts", "max_seqlen_q is at least"),
-    ("all heads of a token as one sequence of latents", (mla, "_in_groups"), lambda q, at: (q, at),
+    ("all heads of a token as one sequence of latents", (mla, "LATENT_HEADS"), 16,
      "vllm_xpu:mla_absorbed", "v3_heads", "not compiled"),
     ("as many experts a token as there are", (moe, "_to_compiled"), lambda weights, ids: (weights, ids),
      "vllm_xpu:moe_experts", "t13", "Unsupported TopK value 3"),

@@ -28,7 +28,7 @@ def cases():
     for family in ("llama", "llama_head_64", "mistral_window", "deepseek_v3"):
         yield from ((family, "plain", schedule) for schedule in ("ragged", "token_by_token"))
     for family in ("llama", "qwen3_moe", "deepseek_v3"):
-        yield from ((family, weights, "ragged") for weights in ("int8_row", "int4_group"))
+        yield from ((family, weights, "ragged") for weights in ("int8_row", "int4_group", "fp8_block"))
 
 
 @narrow
@@ -42,7 +42,7 @@ def wide_cases():
         yield family, "plain", 1000
     yield from (("llama", "plain", 7), ("deepseek_v3", "plain", 40), ("mistral_window", "plain", 33))
     for family in ("llama", "qwen3_moe", "deepseek_v3"):
-        yield from ((family, weights, 1000) for weights in ("int8_row", "int4_group"))
+        yield from ((family, weights, 1000) for weights in ("int8_row", "int4_group", "fp8_block"))
 
 
 @wide

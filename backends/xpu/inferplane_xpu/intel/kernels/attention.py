@@ -11,11 +11,12 @@ flash_attn_interface.py of its wheel 0.1.16.2.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
 from inferplane_xpu.intel.kernels.when import (
     FLOATS,
     HALF,
@@ -31,27 +32,6 @@ from inferplane_xpu.intel.kvcache import PAGED
 cache_ops, flash = torch.ops._C_cache_ops, torch.ops._vllm_fa2_C
 KERNELS = Kernels()
 NO_WINDOW = (-1, -1)
-
-
-class Sequences(NamedTuple):
-    """What attention reads of a batch: int32 offsets `[B + 1]`, lengths `[B]`, tables `[B, blocks]`, largest sizes."""
-
-    query_start: torch.Tensor
-    lens: torch.Tensor
-    tables: torch.Tensor
-    most_queries: int
-    longest: int
-
-
-def single_tokens(batch: Batch) -> Sequences:
-    """Each token as a sequence of its own that ends with it."""
-    longest, device = batch.max_seq_tokens, batch.seq_lens.device
-    if batch.max_query_tokens == 1:
-        return Sequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, longest)
-    order = torch.arange(batch.tokens + 1, dtype=torch.int32, device=device)
-    owner = torch.repeat_interleave(batch.query_start.diff().long(), output_size=batch.tokens)
-    behind = batch.query_start[1:][owner] - 1 - order[:-1]
-    return Sequences(order, batch.seq_lens[owner] - behind, batch.block_tables[owner], 1, longest)
 
 
 @functools.cache

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.plugin import Batch, Kernels, LayerKV, When
-from inferplane_xpu.intel.kernels.attention import Sequences, cache_ops, single_tokens, varlen
+from inferplane_xpu.intel.kernels.attention import cache_ops, varlen
+from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
 from inferplane_xpu.intel.kernels.when import FLOATS, HALF, LATENT_HEADS, MATRIX, OPERATORS, RANK_FUSED, one
 from inferplane_xpu.intel.kvcache import PAGED, latents
 
@@ -44,17 +45,6 @@ def _whole_groups(op: Any) -> bool:
     return op.dims.heads <= LATENT_HEADS or op.dims.heads % LATENT_HEADS == 0
 
 
-def _in_groups(q: torch.Tensor, at: Sequences) -> tuple[torch.Tensor, Sequences]:
-    """Eight query heads a sequence, which is all that the kernel takes: more become further sequences."""
-    tokens, heads, dim = q.shape
-    if heads <= LATENT_HEADS:
-        return q, at
-    groups = heads // LATENT_HEADS
-    starts = torch.arange(tokens * groups + 1, dtype=torch.int32, device=q.device)
-    lens, tables = at.lens.repeat_interleave(groups), at.tables.repeat_interleave(groups, 0)
-    return q.view(tokens * groups, LATENT_HEADS, dim), at._replace(query_start=starts, lens=lens, tables=tables)
-
-
 @KERNELS(
     "mla_absorbed",
     "vllm_xpu",
@@ -68,13 +58,16 @@ def _in_groups(q: torch.Tensor, at: Sequences) -> tuple[torch.Tensor, Sequences]
     capture_safe=True,
 )
 def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """varlen_fwd with the latents as keys and their first 512 entries as values."""
+    """varlen_fwd with the latents as keys and their first 512 entries as values. It takes eight query heads a sequence:
+    more become further sequences.
+    """
     d, tokens = p.dims, q_nope.shape[0]
     w_k, w_v = p.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
     q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1), q_rope), -1)
-    cache = latents(kv)[:, :, None]
-    grouped, at = _in_groups(q, single_tokens(batch))
-    mid = varlen(grouped, cache, cache[..., : d.latent], at, p.scale).view(tokens, d.heads, d.latent)
+    cache, groups = latents(kv)[:, :, None], max(1, d.heads // LATENT_HEADS)
+    grouped = q.view(tokens * groups, d.heads // groups, -1)
+    mid = varlen(grouped, cache, cache[..., : d.latent], single_tokens(batch, groups), p.scale)
+    mid = mid.view(tokens, d.heads, d.latent)
     return torch.bmm(mid.transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1).contiguous()
 
 
