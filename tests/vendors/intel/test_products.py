@@ -8,12 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane.ops import OPS
+from inferplane.ops import OPS, Linear, MoERoute, RMSNorm
 from inferplane.ops.draw import Draw
-from inferplane.ops.moe import MoERoute
-from inferplane.ops.quantize import encode
-from inferplane_xpu.intel.kernels import moe, products
+from inferplane.ops.op import placeholder
+from inferplane.ops.quantize import Quantize, encode
+from inferplane.plugin import Context, KVRequest
+from inferplane.types import Weight
+from inferplane.types.batch import Query, make_batch
+from inferplane_xpu.intel import chips
+from inferplane_xpu.intel.kernels import attention, kernels, moe, products
+from inferplane_xpu.intel.kernels.when import decode_compiled
+from tests.vendors.emulator import Violation
 from tests.vendors.intel import chip
+from tests.vendors.mistakes import judged
 from tests.vendors.quantized import check_product
 
 pytestmark = pytest.mark.skipif(chip.LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")
@@ -82,8 +89,10 @@ def test_experts_in_int4(zero):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
-@pytest.mark.parametrize(("score", "groups"), [("sigmoid", 1), ("sigmoid", 4), ("softmax", 4)])
+@pytest.mark.parametrize(("score", "groups"), [("sigmoid", 1), ("softmax", 1), ("sigmoid", 4), ("softmax", 4)])
 def test_scores(score, groups, bias):
+    """A bias to softmax scores without groups is not taken."""
+    bias = bias and (score, groups) != ("softmax", 1)
     draw = Draw(4, torch.float32)
     values = draw.normal(16) / 10 if bias else None
     op = MoERoute(values, 3, score, groups, 2, "top2", renormalize=not bias, factor=2.5)
@@ -94,3 +103,52 @@ def test_scores(score, groups, bias):
     order, order0 = found.long().argsort(-1), ids.argsort(-1)
     assert torch.equal(found.long().gather(1, order), ids.gather(1, order0))
     assert torch.allclose(weights.gather(1, order), want.gather(1, order0), atol=1e-6)
+
+
+@pytest.mark.parametrize("sample", ["fp8_act", "fp8_row_act"])
+def test_activations_in_fp8(sample):
+    """By groups and by rows, each as the weight is."""
+    assert not judged("xpu:intel", torch.bfloat16, "vllm_xpu:linear_fp8_act", sample)
+
+
+REFUSED = [
+    ("linear_fp8", Linear(placeholder(256, 128, format="fp8_block")), "more than one of them along a row"),
+    ("linear_fp8", Linear(placeholder(200, 256, format="fp8_block")), "whole blocks of 128"),
+    ("linear_fp8_act", Linear(placeholder(256, 256, format="fp8_row"), act=Quantize("fp8", 128)), "as the weight is"),
+    ("linear_int4", Linear(placeholder(256, 192, format="int4_group64")), "columns in groups of 128"),
+    ("moe_route_grouped", MoERoute(None, 33, "sigmoid", 4, 4, "top2"), "at most 32 groups"),
+    ("moe_route_grouped", MoERoute(None, 2, "softmax", 4, 2, "max"), "judged by its best two"),
+    ("moe_route", MoERoute(placeholder(16), 2, "softmax"), "a bias to sigmoid scores only"),
+    ("rms_norm", RMSNorm(placeholder(64, dtype=torch.float32), 1e-6), "a weight in the plan's dtype"),
+]
+
+
+@pytest.mark.parametrize(("name", "op", "words"), REFUSED, ids=[f"{name}_{i}" for i, (name, *_) in enumerate(REFUSED)])
+def test_what_the_operators_cannot_do_is_refused(name, op, words):
+    (kernel,) = [k for k in kernels() if k.name == f"vllm_xpu:{name}"]
+    context = Context(torch.bfloat16, "decode", features=chips.assumed("bmg"))
+    formats = {w.format for w in vars(op).values() if isinstance(w, Weight)}
+    assert words in " ".join(kernel.refusals(op, context, formats))
+
+
+def test_one_block_along_a_row_would_be_read_as_rows():
+    """Why it is refused: the operator tells blocks from rows by the number of scales."""
+    draw = Draw(6, torch.bfloat16)
+    weight = products.FP8_WEIGHT.fn(encode(draw.normal(256, 128), "fp8_block"))
+    with pytest.raises(Violation, match="one scale or 256 of the weight"):
+        products.linear_fp8(SimpleNamespace(weight=weight, bias=None), draw.normal(3, 128))
+
+
+def test_single_tokens_among_many_stay_with_the_kernels_for_many():
+    """A head size and a group for which the kernels for single tokens were not compiled."""
+    request = KVRequest("gqa", 1, 96, 96)
+    op = SimpleNamespace(heads=9, kv=request, queries="many", scale=96**-0.5)
+    assert attention._many(op) and not decode_compiled(96, 9, None)
+    draw = Draw(9, torch.bfloat16)
+    cache = draw.normal(2, 64, 1, 96), draw.normal(2, 64, 1, 96)
+    batch = make_batch([Query([1], 70, [0, 1], 1)], block_tokens=64, device="cpu", few_tokens=0)
+    q = draw.normal(1, 9, 96)
+    got = attention.attention_many(op, q, batch, SimpleNamespace(blocked=lambda: cache))
+    k, v = (t.flatten(0, 1)[:71, 0].float() for t in cache)
+    want = (q[0].float() @ k.t() * op.scale).softmax(-1) @ v
+    assert torch.allclose(got[0].float(), want, atol=2e-2)

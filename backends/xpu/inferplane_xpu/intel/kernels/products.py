@@ -73,16 +73,12 @@ def _zero_points(q: QTensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return None, (q.scale.t() * zero).contiguous()
 
 
-def _columns(q: QTensor) -> int:
-    return min(q.block[1], q.shape[1])
-
-
 def _onednn(q: QTensor) -> Int4:
     """Words of eight columns, `[K / 8, N]` with K the fastest; zero points in words of eight rows, or one 8 for all."""
     zero, shift = _zero_points(q)
     one = torch.tensor([OFFSET], dtype=torch.int8, device=q.data.device)
     words = _in_words(q.data.int() + OFFSET).t()
-    return Int4(words, one if zero is None else _in_words(zero), q.scale.t().contiguous(), _columns(q), shift)
+    return Int4(words, one if zero is None else _in_words(zero), q.scale.t().contiguous(), q.block[1], shift)
 
 
 def _torch_xpu(q: QTensor) -> Int4:
@@ -92,7 +88,7 @@ def _torch_xpu(q: QTensor) -> Int4:
     data = aten._convert_weight_to_int4pack(unsigned[:, 0::2] | (unsigned[:, 1::2] << 4), TILES)
     scale = q.scale.t().contiguous()
     zero = torch.full_like(scale, OFFSET, dtype=torch.int8) if zero is None else zero.contiguous()
-    return Int4(data, zero, scale, _columns(q), shift)
+    return Int4(data, zero, scale, q.block[1], shift)
 
 
 class Rows:
