@@ -9,7 +9,7 @@
 - `conformance`: `{"label", "dtypes", "variables"}` of each run of the conformance suite on it;
 - `contract`: `{"environment", "tests", "prepare", "variables"}`: the folder of an environment with the vendor's own
   library, the test files that run there on the calls that the other runs have noted, a script that prepares it. Where
-  no library can be had, environment and script are left out.
+  no library can be had or loaded, the environment is left out, and the script where there is nothing to prepare.
 
 With `--evidence` the runs write dated files to the backend's folder. `{build}` stands for build/vendors/NAME.
 """

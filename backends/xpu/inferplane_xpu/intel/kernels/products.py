@@ -23,15 +23,16 @@ OFFSET = 8
 """What is added to an int4 so that it is stored without a sign."""
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 BLOCK = 128
-NIBBLES = tuple(range(0, 32, 4))
 TILES = 8
 """`innerKTiles`, which the device's packing does not look at."""
 
 
 def _in_words(nibbles: torch.Tensor) -> torch.Tensor:
     """Eight numbers from 0 to 15 along the last dimension to an int32, the first in the lowest bits."""
-    shifts = torch.tensor(NIBBLES, dtype=torch.int32, device=nibbles.device)
-    return (nibbles.int().unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.int32)
+    words = nibbles[..., 0::8].int().contiguous()
+    for i in range(1, 8):
+        words |= nibbles[..., i::8].int() << (4 * i)
+    return words
 
 
 class Int4:
@@ -77,14 +78,14 @@ def _onednn(q: QTensor) -> Int4:
     """Words of eight columns, `[K / 8, N]` with K the fastest; zero points in words of eight rows, or one 8 for all."""
     zero, shift = _zero_points(q)
     one = torch.tensor([OFFSET], dtype=torch.int8, device=q.data.device)
-    words = _in_words(q.data.int() + OFFSET).t()
+    words = _in_words(q.data + OFFSET).t()
     return Int4(words, one if zero is None else _in_words(zero), q.scale.t().contiguous(), q.block[1], shift)
 
 
 def _torch_xpu(q: QTensor) -> Int4:
     """Bytes of two columns, the even one low, which torch packs for the device; zero points a group."""
     zero, shift = _zero_points(q)
-    unsigned = (q.data.int() + OFFSET).to(torch.uint8)
+    unsigned = (q.data + OFFSET).to(torch.uint8)
     data = aten._convert_weight_to_int4pack(unsigned[:, 0::2] | (unsigned[:, 1::2] << 4), TILES)
     scale = q.scale.t().contiguous()
     zero = torch.full_like(scale, OFFSET, dtype=torch.int8) if zero is None else zero.contiguous()
