@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import ssl
 from datetime import datetime, timedelta, timezone
 
@@ -16,6 +19,7 @@ from inferplane.serving.settings import Settings
 from inferplane.serving.start import read_keys
 from tests.serving.live import Live
 from tests.serving.test_raw_socket import status, talk
+from tests.serving.test_workers import all_ready, workers
 
 KEY = "s3cret-é"
 WRONG = {
@@ -120,6 +124,71 @@ def test_a_large_body_needs_a_key_first(locked):
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 4000000\r\n\r\n"
     )
     assert status(talk(locked, head)) == 401  # before a byte of the body was read
+
+
+# ---------------------------------------------------------------- other ports, other processes
+
+
+class Port:
+    """A port of a live server, for `talk`."""
+
+    def __init__(self, server: Live, number: int) -> None:
+        self._address = server.host, number
+
+    def connect(self) -> socket.socket:
+        sock = socket.create_connection(self._address, timeout=30)
+        sock.settimeout(30)
+        return sock
+
+
+@pytest.fixture(scope="module")
+def apart():
+    ports = ("--health-port", "0", "--metrics-port", "0", "--http-workers", "2")
+    with Live(*ports, "--api-key", KEY, "--max-batch", "4") as server:
+        all_ready(server, 2)
+        yield server
+        assert server.stop() == 0
+        assert "s3cret" not in server.text
+
+
+def matrix(port: Port, paths: list[str], there: set[str]) -> None:
+    """Every route x no, a wrong and the right key x spellings: without the right one only health is open.
+
+    Args:
+        port: where to ask.
+        paths: of all routes of the server.
+        there: those that this port has.
+    """
+    for path in paths:
+        for spelled in spellings(path):
+            plain = spelled.split("?")[0]
+            for method, header in (("GET", b""), ("POST", b""), ("GET", WRONG["another key"])):
+                found = status(talk(port, request(method, spelled, header)))
+                if plain in OPEN:
+                    assert found == (200 if method == "GET" else 405), (method, spelled, header)
+                else:
+                    assert found in (401, 400, 0), (method, spelled, header)
+        found = status(talk(port, request("GET", path, RIGHT)))
+        assert found in ((200, 405) if path in there else (404,)), path
+
+
+def test_ports_of_their_own(apart, paths):
+    for name, there in (("health", {*OPEN}), ("metrics", {*OPEN, "/metrics"})):
+        port = Port(apart, apart.ports[name])
+        matrix(port, paths, {*there, "/openapi.json"})
+        for wrong in WRONG.values():
+            assert status(talk(port, request("GET", "/metrics", wrong))) == 401
+
+
+@pytest.mark.parametrize("who", ["first", "worker"])
+def test_each_process(apart, paths, who):
+    """While one of them is stopped, the other takes every connection."""
+    pid = workers(apart)[0] if who == "first" else apart.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        matrix(Port(apart, apart.port), paths, set(paths))
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 # ---------------------------------------------------------------- other ways in
