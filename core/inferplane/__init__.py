@@ -5,9 +5,12 @@ The names below are imported when they are first used, so that `import inferplan
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False
+"""As type checkers take it. Importing `typing` would be half the time until a command can answer Ctrl-C."""
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from inferplane.engine import LLM, AsyncLLM, Delta, Result, SamplingParams
     from inferplane.errors import InferplaneError
 

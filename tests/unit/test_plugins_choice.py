@@ -38,6 +38,12 @@ def test_refuses(item):
     assert "INFERPLANE_PLUGINS" in str(caught.value)
 
 
+@pytest.mark.parametrize("spec", ["onlyy", "Only,mine", "onyl,mine", "onl"])
+def test_a_slip_of_only_does_not_load_everything(spec):
+    with pytest.raises(UsageError, match="perhaps 'only' was meant"):
+        parse(spec)
+
+
 def test_one_error_names_all_that_is_wrong():
     with pytest.raises(UsageError) as caught:
         parse("a b,fine,only,toy@acme,toy@other")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.util import find_spec
 
 from inferplane.errors import UsageError
 from inferplane.plugins.records import family, normalized
@@ -52,6 +54,8 @@ def parse(spec: str | None) -> Choice:
     claims: dict[str, str] = {}
     wrong: list[str] = []
     only = bool(items) and items[0] == "only"
+    if items and not only and _like_only(items[0]):
+        wrong.append(f"{items[0]!r} (no such module; perhaps 'only' was meant)")  # else everything would be loaded
     for item in items[1:] if only else items:
         if item == "only":
             wrong.append("'only' (it must come first)")
@@ -73,3 +77,9 @@ def parse(spec: str | None) -> Choice:
             remedy="separate such items by commas",
         )
     return Choice(tuple(modules), frozenset(excluded), claims, only)
+
+
+def _like_only(item: str) -> bool:
+    """Whether it is a slip of the word, and no module's name."""
+    close = item.isidentifier() and get_close_matches(item.lower(), ["only"], cutoff=0.7)
+    return bool(close) and find_spec(item) is None
