@@ -20,7 +20,7 @@ def bench(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(main, "prepare", lambda environment: None)
 
     def run(kind: str, *words: str) -> tuple[str, dict, str]:
-        files = ("--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"))
+        files = ("--save", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"))
         code = main.main(["bench", kind, *SMALL, *words, *files])
         out, err = capsys.readouterr()
         assert code == 0, err
@@ -73,9 +73,21 @@ def test_startup(bench):
     assert "canary" in out and "canary" in page
 
 
+def test_json_prints_the_figures_as_every_verb_does(capsys, monkeypatch):
+    monkeypatch.setattr(main, "prepare", lambda environment: None)
+    assert main.main(["bench", "latency", "demo", *SMALL, "--output-len", "2", "--repeats", "1", "--json"]) == 0
+    out, err = capsys.readouterr()
+    (line,) = out.splitlines()
+    jsonschema.Draft202012Validator(SCHEMA).validate(facts := json.loads(line))
+    assert facts["benchmark"] == "latency" and "wrote" not in err
+    assert main.main(["bench", "latency", "--repeats", "0", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and json.loads(err)["error"]["what"] == "--repeats 0."
+
+
 def test_what_cannot_run_writes_nothing(capsys, tmp_path):
     path = tmp_path / "a.json"
-    words = ["bench", "throughput", *SMALL, "--output-len", "500", "--requests", "2", "--json", str(path)]
+    words = ["bench", "throughput", *SMALL, "--output-len", "500", "--requests", "2", "--save", str(path)]
     assert main.main(words) == 1
     out, err = capsys.readouterr()
     assert not out and "error: " in err and "to do: " in err and not path.exists()

@@ -20,7 +20,7 @@ TIMEOUT_S = 120
 ON = ("--device", "cpu")
 LONG = ("--max-tokens", "1500", "--temperature", "1.5")
 GENERATE = ("generate", *ON, "-p", "def f(", *LONG)
-BENCH = ("bench", "latency", *ON, "--output-len", "8", "--repeats", "2", "--json", "out.json", "--html", "out.html")
+BENCH = ("bench", "latency", *ON, "--output-len", "8", "--repeats", "2", "--save", "out.json", "--html", "out.html")
 CONFORM = ("conform", *ON, "-k", "rms_norm", "-p", "no:cacheprovider", "--evidence", "out.json")
 SERVE = ("serve", *ON, "--port", "0")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,10 @@ from inferplane.serving.errors import ApiError
 from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.tools import ToolPlan, ToolReader, calls_in
+from inferplane.serving.model import ServedModel
 from inferplane.serving.native import NativeRequest, is_native
 from inferplane.serving.rendering import Frame, event
+from inferplane.serving.settings import Settings
 from inferplane.serving.wire import parse, unknown_fields, validate
 
 # ---------------------------------------------------------------- JSON
@@ -191,3 +195,19 @@ def test_a_frame_is_the_whole_piece_with_another_text(text):
 
     assert Frame(make)(text) == make(text)
     assert json.loads(Frame(make)(text).removeprefix(b"data: "))["choices"][0]["text"] == text
+
+
+def test_names_that_are_given_replace_the_model_s_own():
+    info = SimpleNamespace(name="/models/qwen", folder=None, dtype="bfloat16", kv_dtype="auto", device="cpu")
+    engine: Any = SimpleNamespace(info=info, tokenizer=None)
+    own = ServedModel(engine, Settings())
+    assert own.names == ("qwen",)
+    for asked, name in (("qwen", "qwen"), ("/models/qwen", "/models/qwen"), ("default", "qwen"), (None, "qwen")):
+        assert own.check_name(asked) == name
+    given = ServedModel(engine, Settings(served_model_name=("chat", "best")))
+    for asked, name in (("chat", "chat"), ("best", "best"), ("default", "chat"), (None, "chat")):
+        assert given.check_name(asked) == name
+    for gone in ("qwen", "/models/qwen"):
+        with pytest.raises(ApiError, match=r"There is: chat, best, default\.") as refused:
+            given.check_name(gone)
+        assert (refused.value.status, refused.value.code) == (404, "model_not_found")

@@ -356,7 +356,7 @@ def parsed(*words):
         ("latency", "--input-len", "3-5"),
         ("latency", "--output-len", "x"),
         ("latency", "--speculate-max-draft-token-num", "2"),
-        ("latency", "--json", "/none/such/a.json"),
+        ("latency", "--save", "/none/such/a.json"),
         ("latency", "--html", "/"),
     ],
 )

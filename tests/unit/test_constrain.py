@@ -12,6 +12,7 @@ import pytest
 from inferplane.engine.constrain import Grammars
 from inferplane.engine.params import SamplingParams
 from inferplane.errors import UsageError
+from inferplane.serving.errors import from_engine
 from tests.unit.constrained import END, V, allowed, grammars, ids_of, text_of, tokenizer, write
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -175,6 +176,27 @@ def test_refused(compiled, wrong):
     with pytest.raises(UsageError, match="is refused") as caught:
         start(compiled, **wrong)
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around, including look-ahead and look-behind, is not supported"),
+        ({"regex": "a" * 3000 + "(b"}, "unclosed group"),
+        ({"grammar": "start: /a(b/"}, "unclosed group"),
+        ({"grammar": "start: missing"}, 'unknown name: "missing"'),
+        ({"json_schema": {"type": "string", "pattern": "a("}}, "unclosed group"),
+        ({"json_schema": {"type": "no such type"}}, "Invalid type: no such type"),
+    ],
+)
+def test_the_reason_of_a_refusal_reaches_the_client(compiled, wrong, reason):
+    (name,) = wrong
+    with pytest.raises(UsageError) as caught:
+        start(compiled, **wrong)
+    answer = from_engine(caught.value, {}, wrong)
+    assert (answer.status, answer.param) == (400, name)
+    assert answer.message.startswith(f"The {name} is refused: ") and answer.message.endswith(f"{reason}.")
 
 
 @pytest.mark.parametrize(

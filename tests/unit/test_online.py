@@ -1,14 +1,20 @@
 """Quantizing while reading: which weights, how exactly, one at a time, and what is refused."""
 
+import json
+import warnings
+
 import pytest
 import torch
 
 from inferplane import LLM
 from inferplane.binding import DictSource
+from inferplane.cli import main
+from inferplane.engine.options import InferplaneWarning
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import FORMATS
-from inferplane.quant.online import SCHEMES, online, quantize
+from inferplane.quant.online import SCHEMES, online, quantize, unsaved
 from inferplane.types import QTensor, Shard
+from inferplane_cpu.native import instruction_sets
 from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
 
 
@@ -87,3 +93,28 @@ def test_experts_are_quantized_one_by_one(tmp_path):
         stacks = [w for w in llm.runner.plan.weights.values() if len(w.shape) == 3 and w.parts]
         assert {w.format for w in stacks} == {"int8_group"}
         assert torch.isfinite(llm.logits([[1, 2, 3]])[0]).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_who_quantizes_for_nothing_is_told(scheme, tmp_path, capsys, monkeypatch):
+    """No kernel here takes integers beside float32 activations: such weights are rounded, and as large as before."""
+    random_model(llama_config(), seed=3).save_pretrained(tmp_path)
+    with LLM(tmp_path, device="cpu", dtype="float32") as llm:
+        plain = llm.runner.plan.weight_bytes
+    with pytest.warns(InferplaneWarning, match=f"{scheme}' saves nothing for 9 of 9 weights: .* linear.* in float32"):
+        llm = LLM(tmp_path, device="cpu", dtype="float32", quantization=scheme)
+    with llm:
+        assert llm.runner.plan.weight_bytes == plain
+    if not instruction_sets():
+        pytest.skip("without the native library no kernel takes them in bfloat16 either")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
+            assert llm.runner.plan.weight_bytes < plain / 2 and not unsaved(llm.runner.plan, scheme)
+
+    monkeypatch.setattr(main, "prepare", lambda environment: None)
+    words = ("estimate", str(tmp_path), "--device", "cpu", "--quantization", scheme, "--dtype")
+    for dtype, told in (("float32", 1), ("bfloat16", 0)):
+        assert main.main([*words, dtype, "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["weight_bytes"] and err.count("saves nothing for 9 of 9 weights") == told

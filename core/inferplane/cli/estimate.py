@@ -42,6 +42,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     from inferplane.engine.arguments import whole
     from inferplane.engine.estimate import estimate
     from inferplane.plugins import host
+    from inferplane.quant import unsaved
 
     options = RunnerOptions(
         dtype=args.dtype,
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     if memory is None:
         memory = _free(host(), runner.backend.name)
     found = estimate(runner, memory, whole("max_step_tokens", args.max_step_tokens, 1))
+    for what in unsaved(runner.plan, options.quantization):
+        screen.warning(what)
     if args.json:
         screen.facts({"model": files.name, "device": runner.backend.name, **found.data()})
         return 0

@@ -107,7 +107,6 @@ def _run(words: list[str], screen: Screen) -> int:
     if verb not in VERBS:
         raise _unknown(verb)
     parser, module = verb_parser(verb)
-    screen.json = screen.json and not getattr(module, "JSON_IS_A_FILE", False)
     try:
         args = parser.parse_all(rest, pass_on=getattr(module, "PASS_ON", None))
     except SystemExit as end:  # --help has printed

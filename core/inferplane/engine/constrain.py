@@ -115,7 +115,7 @@ class Constraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise UsageError(
-                f"The constraint cannot be followed any further: {_first_line(self._matcher.get_error())}.",
+                f"The constraint cannot be followed any further: {_reason(self._matcher.get_error())}.",
                 remedy="simplify the schema, regular expression or grammar",
             )
 
@@ -209,7 +209,7 @@ class Grammars:
             else:
                 grammar = (make.grammar_from_regex if kind == "regex" else make.grammar_from_lark)(text)
         except ValueError as problem:
-            return _first_line(str(problem)), math.inf
+            return _reason(str(problem)), math.inf
         if self._trial is None:
             setup = {"path": sys.path, "tokenizer": self._text, "vocab": self._vocab, "ends": sorted(self._ends)}
             self._trial = Trial(setup)
@@ -218,9 +218,9 @@ class Grammars:
             self._trial = None
             return error, time.monotonic() + SLOW_KEPT_S
         if error:
-            return _first_line(error), math.inf
+            return _reason(error), math.inf
         matcher = _on_large_stack(lambda: make(self._tokenizer, grammar, log_level=0, limits=self._limits))
-        return (_first_line(matcher.get_error()), math.inf) if matcher.is_error() else matcher
+        return (_reason(matcher.get_error()), math.inf) if matcher.is_error() else matcher
 
 
 def _tokenizer_text(tokenizer: Any) -> str:
@@ -259,5 +259,9 @@ def _on_large_stack(work: Any) -> Any:
     return result[0]
 
 
-def _first_line(error: str) -> str:
-    return error.strip().split("\n", 1)[0].rstrip(".")[:200]
+def _reason(error: str) -> str:
+    """The first line of an error; and what is wrong with a regular expression, which stands in a line of its own."""
+    first, *rest = error.strip().split("\n") or [""]
+    wrong = next((line for line in rest if line.startswith("error: ")), "")
+    shown = first.rstrip(":. ")[: 100 if wrong else 200]
+    return f"{shown}: {wrong[7:].rstrip('.')[:100]}" if wrong else shown

@@ -36,7 +36,7 @@ from inferplane.models import Build, SafetensorsFolder, build
 from inferplane.models.eagle import WithEagle, with_eagle
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import READERS, format_of, online
+from inferplane.quant import READERS, format_of, online, unsaved
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 from inferplane.types.batch import make_batch
 
@@ -305,7 +305,8 @@ class Runner:
             )
 
     def _warn_loaded(self) -> None:
-        for what in (*self.files.complaints(), *self.loaded.complaints(self.files.name)):
+        told = unsaved(self.plan, self.options.quantization)
+        for what in (*told, *self.files.complaints(), *self.loaded.complaints(self.files.name)):
             warnings.warn(what, InferplaneWarning, stacklevel=4)
 
     def _readers(self) -> dict[str, Any]:

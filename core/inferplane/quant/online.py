@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from inferplane.binding import FormatReader, TensorSource
+from inferplane.binding import FormatReader, Plan, TensorSource
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops.quantize import FORMATS, limit, scales
 from inferplane.types import PLAIN, QTensor, Shard
@@ -55,6 +55,29 @@ def online(scheme: str, config: Mapping[str, Any]) -> tuple[Callable[[str], str]
         return _read(source, name, shard, format)
 
     return format_of, {format: read}
+
+
+def unsaved(plan: Plan, scheme: str | None) -> list[str]:
+    """What to tell whoever asked for `scheme` and gets weights that are as large as before.
+
+    Args:
+        plan: of the model, whose linear weights have the scheme's format.
+        scheme: a name of `SCHEMES`; None: nobody asked.
+
+    Returns:
+        One sentence for a person, with what to do; none when every such weight stays quantized.
+    """
+    format = SCHEMES.get(scheme or "")
+    found = {op: ids for (op, expanded), ids in plan.expanded.items() if expanded == format}
+    if not found:
+        return []
+    count, every = len(set().union(*found.values())), sum(w.format == format for w in plan.weights.values())
+    dtype = str(plan.settings.dtype).removeprefix("torch.")
+    return [
+        f"quantization = {scheme!r} saves nothing for {count} of {every} weights: on device {plan.settings.device!r} "
+        f"no kernel of {', '.join(sorted(found))} takes them quantized in {dtype}: they are rounded, then expanded. "
+        "Ask for another dtype (bfloat16), or leave quantization out; explain has each kernel's reason."
+    ]
 
 
 def quantize(weight: torch.Tensor, format: str) -> QTensor:

@@ -38,6 +38,7 @@ class ServedModel:
         self.created = int(time.time())
         own = Path(self.info.name).name or self.info.name
         self.names = settings.served_model_name or (own,)
+        self._also = () if settings.served_model_name else (self.info.name,)
         self._tokenizer = engine.tokenizer if self.info.folder is not None else None
         self.token_text = TokenText(self._tokenizer.fast) if self._tokenizer is not None else None
         self.template = ChatTemplate.of(self._tokenizer.fast) if self._tokenizer is not None else None
@@ -48,7 +49,7 @@ class ServedModel:
         """The name to answer with; ApiError 404 for another model's."""
         if asked is None or asked in (DEFAULT_NAME, ""):
             return self.names[0]
-        if asked not in self.names and asked != self.info.name:
+        if asked not in (*self.names, *self._also):
             there = ", ".join((*self.names, DEFAULT_NAME))
             raise ApiError(
                 404,

@@ -45,7 +45,9 @@ class Settings:
     `metavar`, `secret`."""
 
     model: str = _model("demo", "a folder in the Hugging Face layout, or demo", metavar="MODEL")
-    served_model_name: tuple[str, ...] = _model((), "names clients may ask for; left out: the folder's", metavar="NAME")
+    served_model_name: tuple[str, ...] = _model(
+        (), "names clients may ask for, instead of the folder's; the first one answers", metavar="NAME"
+    )
     device: str = _model("auto", "a device; auto: the best one here", metavar="X")
     index: int = _model(0, "which of several devices of that kind", range=(0, None), metavar="I")
     dtype: str = _model("auto", "float32, bfloat16, float16; auto: the checkpoint's", metavar="D")

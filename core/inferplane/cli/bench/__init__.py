@@ -1,7 +1,8 @@
 """Measure a model on a device: latency of a batch, throughput of many requests, or start-up.
 
 Prompts are random tokens of drawn lengths, or a dataset. Requests run on the engine itself, without a server between.
-A table goes to standard output; --json and --html write files. docs/benchmarks.md defines every metric.
+A table goes to standard output, or the figures with --json; --save and --html write files. docs/benchmarks.md defines
+every metric.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from inferplane.cli.arguments import Parser, add_examples, add_model, add_running, speculation
+from inferplane.cli.arguments import Parser, add_examples, add_json, add_model, add_running, speculation
 from inferplane.cli.bench.lengths import FORMS, lengths
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
 
-JSON_IS_A_FILE = True
 KINDS = {
     "latency": "one batch of equal prompts, all at once",
     "throughput": "many requests, at once or as they arrive",
@@ -35,8 +35,9 @@ def add_arguments(parser: Parser) -> None:
     _add_work(parser)
     _add_engine(parser)
     files = parser.add_argument_group("reports")
-    files.add_argument("--json", metavar="FILE", type=Path, help="write figures as JSON (docs/schemas/bench.json)")
+    files.add_argument("--save", metavar="FILE", type=Path, help="write figures as JSON (docs/schemas/bench.json)")
     files.add_argument("--html", metavar="FILE", type=Path, help="write one page with plots that needs no other file")
+    add_json(parser)
     add_running(parser)
     add_examples(
         parser,
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
     measured = kinds.startup(args, screen) if args.kind == "startup" else kinds.served(args, screen)
     report.show(measured, screen)
-    report.write(measured, args.json, args.html, screen)
+    report.write(measured, args.save, args.html, screen)
     return 0
 
 
@@ -115,7 +116,7 @@ def check(args: argparse.Namespace) -> None:
     args.input_lengths, args.output_lengths = lengths(args.input_len), lengths(args.output_len)
     if args.kind != "throughput" and {args.input_lengths.kind, args.output_lengths.kind} != {"fixed"}:
         raise UsageError(f"bench {args.kind} takes fixed lengths only.", remedy="use bench throughput")
-    for option in ("json", "html"):
+    for option in ("save", "html"):
         path = getattr(args, option)
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise UsageError(f"--{option} {path} cannot be written.", remedy="name a file in a folder that exists")

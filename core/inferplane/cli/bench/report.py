@@ -66,7 +66,10 @@ def _run(trace: Trace) -> dict[str, Any]:
 
 
 def show(measured: Measured, screen: Screen) -> None:
-    """The tables."""
+    """The tables, or one JSON object."""
+    if screen.json:
+        screen.facts(data(measured))
+        return
     from rich.table import Table
     from rich.text import Text
 
