@@ -55,7 +55,7 @@ class VendorFunction:
         for module in self.modules:
             try:
                 return getattr(importlib.import_module(module), self.name)
-            except (ImportError, AttributeError, OSError, RuntimeError) as error:
+            except Exception as error:  # importing a closed wheel on the wrong machine may raise anything
                 answers.append(f"{module}: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
         raise KernelError(
             f"{self.name} of Hygon's {self.modules[0].partition('.')[0]} is not here.",
@@ -101,7 +101,8 @@ def found_once(*functions: VendorFunction) -> Callable[[Any, Context], Any]:
 
 def device() -> tuple[str, int]:
     """Name and number of compute units of the current DCU, by which lightop's tables of configurations go."""
-    return torch.cuda.get_device_name(), torch.cuda.get_device_properties().multi_processor_count
+    index = torch.cuda.current_device()
+    return torch.cuda.get_device_name(index), torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def assumed() -> dict[str, Feature]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +64,24 @@ def test_what_is_nowhere_is_told(installed):
         vendor.found_once(vendor.SILU_MUL, vendor.RMS_NORM)(None, None)
     assert "lightop.activation: ModuleNotFoundError" in caught.value.there_is
     assert "lightop.op: AttributeError" in caught.value.there_is
+
+
+def test_a_wheel_that_breaks_when_imported_is_a_feature_that_is_absent(tmp_path, monkeypatch):
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "lightop":
+            monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "lightop").mkdir()
+    (tmp_path / "lightop/__init__.py").write_text("raise ValueError('unknown DTK\\nat line 3')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    feature = features_here("gfx936")["lightop.silu_and_mul_opt"]
+    assert feature.present is False and "ValueError: unknown DTK at line 3" in feature.reason
+
+
+def test_lightops_tables_go_by_the_current_dcu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"BW1000 {i}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(multi_processor_count=80))
+    assert vendor.device() == ("BW1000 1", 80)
 
 
 def test_features_of_a_machine(installed, monkeypatch):
