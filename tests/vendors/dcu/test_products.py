@@ -16,13 +16,19 @@ from inferplane.plugin import KVRequest
 from inferplane_dcu import vendor
 from inferplane_dcu.kernels import attention, basic, moe
 from inferplane_dcu.kvcache import HeadsKV
-from tests.vendors.dcu import chip, emulate_moe
+from tests.vendors.dcu import chip, emulate_moe, emulated
 from tests.vendors.emulator import Violation
 
 pytestmark = pytest.mark.skipif(
     chip.LIFTED or chip.ARCH != "gfx936", reason="in the vendor's dtypes, on gfx936: without INFERPLANE_EMULATED_..."
 )
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def unheard(monkeypatch):
+    """What is called here is not what the backend calls."""
+    monkeypatch.setattr(emulated.EMULATOR, "listeners", [])
 
 
 def product(weight, bias, x):
