@@ -11,6 +11,9 @@ import torch
 
 L2_TIMES = 4
 REPEATS = 7
+DEVICE = "cuda"
+COPY_BYTES, MATRIX = 1 << 30, 8192
+"""What the roofs are measured on: bytes that are copied, rows of square matrices."""
 
 
 def copies_for(nbytes: float) -> int:
@@ -47,6 +50,28 @@ def microseconds(calls: Sequence[Callable[[], Any]], least_us: float = 2000.0) -
         rounds = min(64, max(rounds + 1, math.ceil(rounds * least_us / max(times[0], 1.0))))
 
 
+def timed(calls: Sequence[Callable[[], Any]]) -> tuple[float, str]:
+    """Median time of a call in us, and how the calls were launched: "graph", or "eager" for those that cannot be
+    recorded because they plan on the host.
+    """
+    try:
+        return microseconds(calls), "graph"
+    except RuntimeError as error:
+        if "captur" not in str(error):
+            raise
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(REPEATS):
+        begin.record()
+        for call in calls:
+            call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000)
+    return statistics.median(times) / len(calls), "eager"
+
+
 def _replays(graph: Any) -> list[float]:
     graph.replay()
     times = []
@@ -62,14 +87,14 @@ def _replays(graph: Any) -> list[float]:
 
 def roofs() -> dict[str, float]:
     """Of this GPU, now: copy bandwidth in GB/s (read and write counted), bf16 and FP8 products in TFLOPS."""
-    size = 1 << 30
-    source, target = torch.randn(size // 4, device="cuda"), torch.empty(size // 4, device="cuda")
+    size = COPY_BYTES
+    source, target = torch.randn(size // 4, device=DEVICE), torch.empty(size // 4, device=DEVICE)
     copy = 2 * size / microseconds([lambda: target.copy_(source)]) / 1e3
-    n = 8192
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    n = MATRIX
+    a, b = (torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     bf16 = 2 * n**3 / microseconds([lambda: a @ b]) / 1e6
     found = {"copy_gbps": copy, "bf16_tflops": bf16}
-    one = torch.ones((), device="cuda")
+    one = torch.ones((), device=DEVICE)
     x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
     try:
         call = lambda: torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)  # noqa: E731

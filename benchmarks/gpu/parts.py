@@ -6,51 +6,71 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu import cases, peers
-from benchmarks.gpu.measure import copies_for, microseconds, roofs
+from benchmarks.gpu.measure import copies_for, roofs, timed
+from benchmarks.shapes import SMALL, config
 
 Row = dict[str, Any]
 
 
-def correct() -> list[Row]:
-    """Fresh inputs, lengths from 1 to 20,000, scattered blocks: every kernel against the op's body in float32."""
-    generator = torch.Generator().manual_seed(int(time.time()))
-    rows = []
-    for _ in range(3):
+ROUNDS = 3
+
+
+def correct(piece: str) -> Iterator[Row]:
+    """Fresh inputs, lengths from 1 to 20,000, scattered blocks: every kernel that takes the ops of a piece, against the
+    ops' bodies in float32.
+    """
+    seed = int(time.time())
+    generator = torch.Generator().manual_seed(seed)
+    yield {"seed": seed}
+    for _ in range(ROUNDS):
         lens = torch.randint(1, 20_000, (6,), generator=generator).tolist()
         few = [(1 + n % 4, n) for n in [0, 1, 62, 63, 64, *lens]]
         many = [(9 + n % 300, n % 3000) for n in lens[:4]]
-        for heads in (16, 128):
-            rows += _judge(cases.absorbed(heads), few, generator)
-        rows += _judge(cases.expanded(16), many, generator)
-        for window in (None, 1000):
-            rows += _judge(cases.attention(32, 8, 128, "few", window), few, generator)
-            rows += _judge(cases.attention(32, 8, 128, "many", window), many, generator)
-    return rows
+        for op in PIECES[piece]():
+            yield from _judge(op, few if few_tokens(op) else many, generator)
 
 
-def _judge(op: Any, sequences: list[tuple[int, int]], generator: torch.Generator) -> list[Row]:
-    rows = []
+PIECES: dict[str, Callable[[], list[Any]]] = {
+    "latent_16": lambda: [cases.absorbed(16)],
+    "latent_128": lambda: [cases.absorbed(128)],
+    "expanded": lambda: [cases.expanded(16)],
+    "dense": lambda: [cases.attention(32, 8, 128, queries) for queries in ("few", "many")],
+    "window": lambda: [cases.attention(32, 8, 128, queries, 1000) for queries in ("few", "many")],
+}
+"""What is tried for correctness: a process each, side by side, since most of the time goes into compiling."""
+
+
+def few_tokens(op: Any) -> bool:
+    return op.name == "mla_absorbed" or getattr(op, "queries", "many") == "few"
+
+
+def _judge(op: Any, sequences: list[tuple[int, int]], generator: torch.Generator) -> Iterator[Row]:
     for kv_dtype in cases.kinds(op):
         batch, blocks = cases.step(sequences, generator)
         kv = cases.filled(op.kv_requests()[0], blocks, kv_dtype)
         q, weight = _queries(op, batch.tokens)
         want = cases.reference(op, q, batch, kv, weight)
-        for kernel, ctx in cases.kernels(op, kv_dtype, few=sequences[0][0] <= 8):
-            with torch.inference_mode():
-                got = kernel.function()(cases.view(op, kernel, ctx, weight), *q, batch, kv).float()
-            error = ((got - want).norm() / want.norm()).item()
-            worst = ((got - want).abs().max() / want.abs().max()).item()
-            rows.append({
-                "op": op.name, "kernel": kernel.name, "kv": kv_dtype, "relative_l2": error, "worst": worst,
-                "passed": worst <= op.tolerance[torch.bfloat16] + kernel.extra_error,
-            })  # fmt: skip
-    return rows
+        for kernel, ctx in cases.kernels(op, kv_dtype, few=few_tokens(op)):
+            row: Row = {"op": op.name, "kernel": kernel.name, "kv": kv_dtype}
+            try:
+                with torch.inference_mode():
+                    got = kernel.function()(cases.view(op, kernel, ctx, weight), *q, batch, kv).float()
+                error = ((got - want).norm() / want.norm()).item()
+                worst = ((got - want).abs().max() / want.abs().max()).item()
+            except Exception as error:
+                traceback.print_exc()
+                yield {**row, "passed": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+                continue
+            allowed = op.tolerance[torch.bfloat16] + kernel.extra_error
+            yield {**row, "relative_l2": error, "worst": worst, "passed": worst <= allowed}
 
 
 def _queries(op: Any, tokens: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
@@ -78,9 +98,10 @@ MLA_SHAPES = {
 }
 
 
-def mla() -> list[Row]:
+def mla() -> Iterator[Row]:
     """Latent attention alone (queries folded beforehand), and the whole op, on the shapes of the bars."""
-    roof, rows = roofs(), []
+    roof = roofs()
+    yield {"roofs": roof}
     for label, (heads, new, lens) in MLA_SHAPES.items():
         for kv_dtype, token_bytes in (("auto", 1152), ("fp8", 612), (cases.LATENT_KV, 644)):
             op = cases.absorbed(heads)
@@ -91,9 +112,9 @@ def mla() -> list[Row]:
             floor = max(nbytes / roof["copy_gbps"] / 1e3, flops / rate / 1e6)
             calls = _mla_calls(op, new, lens, kv_dtype, nbytes)
             for name, made in calls.items():
-                rows.append(_timed(f"mla {label}", name, kv_dtype, made, nbytes, flops, floor))
+                yield _timed(f"mla {label}", name, kv_dtype, made, nbytes, flops, floor)
+            del calls
             torch.cuda.empty_cache()
-    return [{"roofs": roof}, *rows]
 
 
 def _mla_calls(op: Any, new: int, lens: list[int], kv_dtype: str, nbytes: float) -> dict[str, list[Any]]:
@@ -106,38 +127,45 @@ def _mla_calls(op: Any, new: int, lens: list[int], kv_dtype: str, nbytes: float)
         for kernel, ctx in cases.kernels(op, kv_dtype, few=True):
             if kernel.provider.startswith("torch"):
                 continue  # reads lengths on the host, sequence by sequence: no decode kernel to compare with
-            function, view = kernel.function(), cases.view(op, kernel, ctx, weight)
-            made.setdefault(f"{kernel.name} whole op", []).append(
-                lambda f=function, v=view, q=q, b=batch, kv=kv: f(v, *q, b, kv)
-            )
+            made.setdefault(f"{kernel.name} whole op", []).append(_call(op, kernel, ctx, weight, q, batch, kv))
         for name, call in peers.latent(op, q, weight, batch, kv).items():
             made.setdefault(name, []).append(call)
     return made
 
 
-def gqa() -> list[Row]:
+def _call(op: Any, kernel: Any, ctx: Any, weight: Any, q: Any, batch: Any, kv: Any) -> Callable[[], Any]:
+    """A kernel on its inputs; one that cannot be linked says so when it is timed."""
+
+    def make() -> Callable[[], Any]:
+        function, view = kernel.function(), cases.view(op, kernel, ctx, weight)
+        return lambda: function(view, *q, batch, kv)
+
+    return peers.offered({"": make})[""]
+
+
+def gqa() -> Iterator[Row]:
     """Paged attention of few tokens, 32 query heads on 8 KV heads of 128."""
-    roof, rows = roofs(), []
+    roof = roofs()
+    yield {"roofs": roof}
     for label, lens in {"e 64 x 4k": [4096] * 64, "e 16 x 16k": [16384] * 16, "  1 x 8k": [8192]}.items():
         for kv_dtype in ("auto", "fp8", "int8"):
             op = cases.attention(32, 8, 128, "few")
             size = 2 if kv_dtype == "auto" else 1
             nbytes = sum(lens) * 8 * (256 * size + (0 if kv_dtype == "auto" else 8))
-            rows += _attention_rows(f"gqa decode {label}", op, [(1, n - 1) for n in lens], kv_dtype, nbytes, roof)
-    return [{"roofs": roof}, *rows]
+            yield from _attention_rows(f"gqa decode {label}", op, [(1, n - 1) for n in lens], kv_dtype, nbytes, roof)
 
 
-def prefill() -> list[Row]:
+def prefill() -> Iterator[Row]:
     """Whole prompts: head dim 128 over a paged cache, and 192/128 of latent attention with its expansion."""
-    roof, rows = roofs(), []
+    roof = roofs()
+    yield {"roofs": roof}
     for label, sequences in {"e 4 x 4k": [(4096, 0)] * 4, "e 1 x 16k": [(16384, 0)]}.items():
         op = cases.attention(32, 8, 128, "many")
-        rows += _attention_rows(f"prefill 128 {label}", op, sequences, "auto", 1 << 30, roof)
-        rows += _attention_rows(f"prefill 192/128 {label}", cases.expanded(16), sequences, "auto", 1 << 30, roof)
-    return [{"roofs": roof}, *rows]
+        yield from _attention_rows(f"prefill 128 {label}", op, sequences, "auto", 1 << 30, roof)
+        yield from _attention_rows(f"prefill 192/128 {label}", cases.expanded(16), sequences, "auto", 1 << 30, roof)
 
 
-def _attention_rows(label: str, op: Any, sequences: Any, kv_dtype: str, nbytes: float, roof: Any) -> list[Row]:
+def _attention_rows(label: str, op: Any, sequences: Any, kv_dtype: str, nbytes: float, roof: Any) -> Iterator[Row]:
     few, generator = sequences[0][0] <= 8, torch.Generator().manual_seed(1)
     calls: dict[str, list[Any]] = {}
     for _ in range(copies_for(nbytes)):
@@ -147,8 +175,7 @@ def _attention_rows(label: str, op: Any, sequences: Any, kv_dtype: str, nbytes: 
         for kernel, ctx in cases.kernels(op, kv_dtype, few=few):
             if kernel.provider.startswith("torch"):
                 continue
-            function, view = kernel.function(), cases.view(op, kernel, ctx, weight)
-            calls.setdefault(kernel.name, []).append(lambda f=function, v=view, q=q, b=batch, kv=kv: f(v, *q, b, kv))
+            calls.setdefault(kernel.name, []).append(_call(op, kernel, ctx, weight, q, batch, kv))
         for name, call in peers.dense(op, sequences, few=few).items():
             calls.setdefault(name, []).append(call)
     pairs = sum(n * before + n * (n + 1) / 2 for n, before in sequences)
@@ -156,47 +183,94 @@ def _attention_rows(label: str, op: Any, sequences: Any, kv_dtype: str, nbytes: 
     flops = 2 * pairs * widths * (op.heads if op.name == "attention" else op.dims.heads)
     moved = nbytes if few else 0
     floor = max(moved / roof["copy_gbps"] / 1e3, flops / roof["bf16_tflops"] / 1e6)
-    return [_timed(label, name, kv_dtype, made, moved, flops, floor) for name, made in calls.items()]
+    for name, made in calls.items():
+        yield _timed(label, name, kv_dtype, made, moved, flops, floor)
 
 
 def _timed(shape: str, name: str, kv: str, calls: list[Any], nbytes: float, flops: float, floor: float) -> Row:
     row: Row = {"shape": shape, "kernel": name, "kv": kv, "floor_us": round(floor, 2)}
+    row["peer"] = ":" not in name
     try:
         with torch.inference_mode():
-            us = microseconds(calls)
+            us, launched = timed(calls)
     except Exception as error:
         traceback.print_exc()
         return {**row, "error": f"{type(error).__name__}: {str(error)[:300]}"}
     rates = {"gbps": round(nbytes / us / 1e3, 1), "tflops": round(flops / us / 1e6, 1)}
-    return {**row, "us": round(us, 2), **rates, "share_of_roof": round(floor / us, 3)}
+    return {**row, "us": round(us, 2), "launched": launched, **rates, "share_of_roof": round(floor / us, 3)}
 
 
-def engine() -> list[Row]:
-    """The demo model through `LLM`, its decode steps replayed and eager: the same tokens, and how fast."""
+LLAMA = config({**SMALL, "num_hidden_layers": 2}, 512)
+LATENT: dict[str, Any] = {
+    **LLAMA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 16,
+    "q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+LATENT.pop("head_dim")
+GLUON = {"mla_absorbed": "gluon"}
+MODELS: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "demo": ("demo", {}, False),
+    "dense": (LLAMA, {"load_format": "dummy"}, True),
+    "latent": (LATENT, {"load_format": "dummy"}, True),
+    "latent, Gluon": (LATENT, {"load_format": "dummy", "ops": GLUON}, True),
+}
+"""By name: a model, options of `LLM`, and whether its decode steps must be recorded."""
+
+
+def engine() -> Iterator[Row]:
+    """Models through `LLM`, their decode steps replayed and eager: the same tokens, and how fast."""
+    for name, (model, options, recorded) in MODELS.items():
+        try:
+            yield from _replayed_and_eager(name, model, options, recorded)
+        except Exception as error:
+            traceback.print_exc()
+            yield {"model": name, "passed": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def _replayed_and_eager(name: str, model: Any, options: dict[str, Any], recorded: bool) -> Iterator[Row]:
     from inferplane import LLM, SamplingParams
 
-    texts, rows = {}, []
-    prompts = ["def f(", "class Stack:", "import ", "for i in range("]
+    tokens: dict[bool, Any] = {}
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(5, 90, (n,), generator=generator).tolist() for n in (5, 17, 40, 9)]
+    replayed = 0
     for capture in (False, True):
-        llm = LLM("demo", device="cuda", dtype="bfloat16", max_batch=8, capture=capture)
-        params = [
-            SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((64, 0.0), (30, 0.8), (64, 0), (9, 0))
-        ]
-        texts[capture] = [r.token_ids for r in llm.generate(prompts, params)]
+        llm = LLM(model, device=cases.DEVICE, dtype="bfloat16", max_batch=8, capture=capture, **options)
+        wanted = ((64, 0.0), (30, 0.8), (64, 0.0), (9, 0.0))
+        params = [SamplingParams(max_tokens=n, temperature=t, seed=n, ignore_eos=True) for n, t in wanted]
+        tokens[capture] = [r.token_ids for r in llm.generate(prompts, params)]
         begun = time.perf_counter()
         llm.generate(prompts, params)
-        decode = llm.runner.decode
-        rows.append({
-            "capture": capture, "seconds": round(time.perf_counter() - begun, 3), "replayed": decode.replayed,
+        decode, seconds = llm.runner.decode, time.perf_counter() - begun
+        assert decode is not None, "the runner takes no decode steps"
+        replayed = decode.replayed
+        yield {
+            "model": name, "capture": capture, "seconds": round(seconds, 3), "replayed": replayed,
             "eager": decode.eager, "off": decode.off,
-        })  # fmt: skip
+        }  # fmt: skip
         llm.close()
-    rows.append({"passed": texts[True] == texts[False], "what": "replayed and eager steps give the same tokens"})
-    return rows
+    same = tokens[True] == tokens[False]
+    yield {"model": name, "what": "replayed and eager steps give the same tokens", "passed": same}
+    if recorded:
+        yield {"model": name, "what": "decode steps were recorded and replayed", "passed": replayed > 0}
 
 
-PARTS = {f.__name__: f for f in (correct, engine, mla, gqa, prefill)}
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    **{f.__name__: f for f in (engine, mla, gqa, prefill)},
+    **{f"correct.{piece}": partial(correct, piece) for piece in PIECES},
+}
+
+
+def main(name: str, path: str) -> None:
+    """Rows go to `path` with `.part` behind it as they come, and to `path` when all are there."""
+    rows, target = [], Path(path)
+    unfinished = target.with_name(target.name + ".part")
+    for row in PARTS[name]():
+        rows.append(row)
+        unfinished.write_text(json.dumps(rows, indent=1))
+    unfinished.replace(target)
+
 
 if __name__ == "__main__":
-    name, path = sys.argv[1:]
-    Path(path).write_text(json.dumps(PARTS[name](), indent=1))
+    main(*sys.argv[1:])
