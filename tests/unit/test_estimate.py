@@ -14,7 +14,9 @@ from inferplane.cli.estimate import amount, size_of
 from inferplane.cli.main import DONE, WRONG_USAGE
 from inferplane.engine import ModelFiles, Runner, RunnerOptions
 from inferplane.engine.estimate import Estimate, estimate
+from inferplane.engine.scheduler import Limits, Scheduler
 from inferplane.errors import UsageError
+from inferplane.kvcache import BlockAllocator
 from inferplane.plugins import host
 from tests.e2e.test_async import CONFIG, OPTIONS
 from tests.house.rules import REPOSITORY
@@ -38,6 +40,21 @@ def test_what_fits_with_windows():
     assert [windowed.sequences(n, 2900) for n in (16, 17, 33, 100)] == [45, 22, 15, 15]
     assert [replace(windowed, step_tokens=99).sequences(100, n * 64) for n in (3, 4, 7, 45)] == [1, 1, 1, 6]
     assert windowed.longest(3 * 64) == 48 and windowed.longest(4 * 64) == 100 and windowed.longest(63) == 0
+
+
+@pytest.mark.parametrize("window", [None, 1, 15, 16, 17, 33])
+@pytest.mark.parametrize("step", [1, 12, 99])
+def test_where_one_fits_at_least_one_is_counted(window, step):
+    """As far as the scheduler admits it: what is told to fit is neither refused nor counted as none."""
+    estimated = replace(SMALL, window=window, step_tokens=step)
+    for blocks in range(1, 12):
+        longest = estimated.longest(blocks * SMALL.block)
+        limits = Limits(max_batch=2, max_step_tokens=step, max_model_len=longest)
+        scheduler = Scheduler(BlockAllocator(blocks), SMALL.block_tokens, limits, window=window)
+        for tokens in range(2, longest + 1):
+            scheduler.check(1, tokens - 1)
+            scheduler.check(tokens - 1, 1)
+            assert estimated.sequences(tokens, blocks * SMALL.block) >= 1, (blocks, tokens)
 
 
 WINDOWED = {
