@@ -1,6 +1,6 @@
 """Level L2 as a dated file, from what pytest wrote of the runs: `python -m tests.gates.evidence FILE REPORT.xml...`.
 
-Tests say what they are about by properties: `op` or `feature`, `error`, `tolerance`.
+Tests say what they are about by properties: `op` or `feature`, `error`, `tolerance`; `backend`, where it is not cuda.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+BACKEND = "cuda"
 COMMAND = "make test-gates; python -m pytest backends/cuda/tests/test_hopper_emulated.py"
 
 
@@ -22,7 +23,7 @@ def results(report: Path) -> list[dict[str, Any]]:
     found = []
     for case in ElementTree.parse(report).iter("testcase"):
         told = {p.get("name"): p.get("value") for p in case.iter("property")}
-        if not {"op", "feature"} & told.keys():
+        if not {"op", "feature"} & told.keys() or told.get("backend", BACKEND) != BACKEND:
             continue
         about = {"op": told["op"]} if "op" in told else {"feature": told["feature"]}
         failed = case.find("failure") is not None or case.find("error") is not None
@@ -44,7 +45,7 @@ def main(path: str, *reports: str) -> None:
     assert found, "no test told what it is about"
     content = {
         "schema": 1,
-        "backend": "cuda",
+        "backend": BACKEND,
         "level": "L2" if all(row["status"] == "passed" for row in found) else "none",
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit + ("+" if changed else ""),

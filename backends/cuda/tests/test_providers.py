@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
+import importlib.util
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,6 +26,8 @@ from inferplane_cuda.kvcache import layouts
 from inferplane_cuda.tuning import VARIABLE, fastest, measured, ranked
 
 SIGNATURES = json.loads((Path(__file__).parent / "provider_signatures.json").read_text())
+SOURCES = "INFERPLANE_PROVIDER_SOURCES"
+"""Folders, as in PATH, with the libraries' own source; an installed library is found without."""
 FEATURES = Features(["sm90", *providers.LIBRARIES])
 
 
@@ -32,6 +36,52 @@ def published(name: str, body: Any, which: str = "parameters") -> Any:
     space = {"body": body}
     exec(f"def made({SIGNATURES[name][which]}):\n    return body(locals())", space)
     return space["made"]
+
+
+def source_of(file: str) -> Path | None:
+    """Where a library's file lies, without importing it."""
+    top = file.partition("/")[0].removesuffix(".py")
+    spec = importlib.util.find_spec(top) if top not in sys.modules else None
+    installed = [Path(spec.origin).parents["/" in file]] if spec and spec.origin else []
+    folders = [Path(p) for p in os.environ.get(SOURCES, "").split(os.pathsep) if p] + installed
+    return next((folder / file for folder in folders if (folder / file).is_file()), None)
+
+
+def signatures_in(file: Path, name: str) -> dict[str, str]:
+    """Parameters of a function, or of a class's methods that are called, as its source has them."""
+    made = next(n for n in ast.parse(file.read_text()).body if getattr(n, "name", "") == name)
+    if isinstance(made, ast.FunctionDef):
+        return {"parameters": bare(made.args)}
+    methods = {m.name: m for m in made.body if isinstance(m, ast.FunctionDef)}  # type: ignore[attr-defined]
+    keys = {"parameters": "__init__", "plan": "plan", "run": "run"}  # of overloads the last one is the function
+    return {key: bare(methods[method].args) for key, method in keys.items()}
+
+
+def bare(arguments: ast.arguments) -> str:
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return ast.unparse(arguments)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_recorded_signatures_are_those_of_the_source(name):
+    recorded = SIGNATURES[name]
+    file = source_of(recorded["file"])
+    if file is None:
+        pytest.skip(f"not run: {recorded['file']} is not here (set {SOURCES})")
+    found = signatures_in(file, name.rpartition(".")[2])
+    assert {key: bare(parsed(recorded[key])) for key in found} == found
+
+
+def parsed(parameters: str) -> ast.arguments:
+    return ast.parse(f"def made({parameters}): pass").body[0].args  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_signature_that_changed_is_found(tmp_path):
+    (tmp_path / "there.py").write_text("class A:\n def __init__(self, a: int = 1): ...\n"
+                                       " def plan(self, *b): ...\n def run(self): ...\n")  # fmt: skip
+    assert signatures_in(tmp_path / "there.py", "A") == {"parameters": "self, a=1", "plan": "self, *b", "run": "self"}
 
 
 def attended(q: Any, k: Any, v: Any, lens: Any, starts: Any, tables: Any, scale: float, left: int = -1) -> Any:

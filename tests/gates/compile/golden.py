@@ -59,8 +59,8 @@ def write(where: Path, found: dict[str, Any]) -> None:
 
 
 def faults(found: dict[str, Any], golden: dict[str, Any], shared_bytes: int, registers: int) -> list[str]:
-    """What is wrong with a run, a line each: failures, spills, limits, and drift from what was recorded. No kernel may
-    spill, on any architecture: what does not fit is loaded or computed again where it is used.
+    """What is wrong with a run, a line each: failures, spills, limits, and drift from what was recorded. No recorded
+    kernel may spill: what does not fit is loaded or computed again where it is used.
     """
     wrong = [f"{name}: recorded, but not compiled" for name in sorted(golden.keys() - found.keys())]
     for name, now in found.items():

@@ -62,6 +62,7 @@ def faults(gfx: str, kernels: dict[str, dict]) -> list[str]:
 
 @pytest.mark.parametrize("gfx", REGISTERS)
 def test_compiles_within_the_limits(gfx, record_property):
+    record_property("backend", "dcu")
     record_property("feature", "offline compile, a proxy for Hygon's architectures")
     kernels = found(gfx)
     assert SPILLS.keys() <= kernels.keys()
