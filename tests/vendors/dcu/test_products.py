@@ -89,6 +89,14 @@ def test_experts_with_a_configuration_and_without(tokens, monkeypatch):
     assert len(asked) == 1
 
 
+def test_a_configuration_is_of_a_number_of_tokens_and_experts():
+    view = SimpleNamespace(gate_up=moe.Marlin(torch.ones(5, 96, 64)))
+    known, x = moe.Experts(), torch.ones(emulate_moe.MOST_TOKENS + 1, 64, dtype=BF16)
+    assert known.configurations(view, x[:1], 2) and known.configurations(view, x[:1], 3)
+    assert known.configurations(view, x, 2) is None
+    assert len(known._known) == 3
+
+
 def step(sequences, queries="few"):
     """An attention op over blocks of heads, its inputs, and what its body gives."""
     request = KVRequest("gqa", 2, 64, 64)
