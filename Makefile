@@ -62,8 +62,9 @@ test: $(VENV)/.installed-test
 	$(PYTEST) --pyargs inferplane.conformance --device cpu $(PYTEST_ARGS)
 	$(MOCK) $(PYTEST) -m "not slow" --pyargs inferplane.conformance --device mock:layer $(PYTEST_ARGS)
 
+# Three dozen servers are started: they must not compile what they import each time, whatever the shell says of bytecode.
 test-serving: $(SERVING)/.installed
-	$(ONE_THREAD) $(SERVING)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/serving $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(ONE_THREAD) $(SERVING)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/serving $(PYTEST_ARGS)
 
 test-vendors: $(VENDORS:%=test-vendor-%)
 
