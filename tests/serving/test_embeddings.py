@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import struct
+from dataclasses import replace
 
 import openai
 import pytest
 
 from inferplane import LLM
-from tests.serving.live import Live
+from tests.serving.faults import Small, run
 
 TEXTS = ["def main():", "import os\n" * 30, "x"]
 PATH = "/v1/embeddings"
@@ -123,8 +125,17 @@ def test_many_at_once_beside_streams_keep_to_their_own(server, ours):
     server.at_rest()
 
 
-def test_the_server_has_a_pooling_of_its_own(ours):
-    with Live("--pooling", "mean") as server, server.client() as client:
-        found = client.post(PATH, json={"input": TEXTS[0]}).raise_for_status().json()["data"][0]["embedding"]
-        assert likeness(found, ours["mean"][0]) > 0.999
-        assert server.stop() == 0
+def test_the_server_has_a_pooling_of_its_own(tmp_path):
+    async def work(server: Small) -> None:
+        assert server.service is not None
+        server.service.settings = replace(server.service.settings, pooling="mean")
+
+        async def vector(**more: str) -> list[float]:
+            status, text, _ = await server.send(PATH, {"input": TEXTS[0], **more})
+            assert status == 200
+            return json.loads(text)["data"][0]["embedding"]
+
+        last = await vector(pooling="last")
+        assert await vector() == await vector(pooling="mean") != last
+
+    run(tmp_path, work)
