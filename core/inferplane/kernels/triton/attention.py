@@ -53,6 +53,26 @@ def each_slot(tables, keys, inside, BLOCK_TOKENS: tl.constexpr):
 
 
 @triton.jit
+def extent_of(starts, lengths, sequence):
+    """A sequence's tokens in all, where its query tokens begin, and how many they are."""
+    length = tl.load(lengths + sequence)
+    begin = tl.load(starts + sequence)
+    return length, begin, tl.load(starts + sequence + 1) - begin
+
+
+@triton.jit
+def weighed(s, highest, total, BLIND: tl.constexpr):
+    """Weights of scores `s` (in powers of two), by what the results so far shrink, and the new maxima and sums. BLIND:
+    a row may have seen no key yet.
+    """
+    higher = tl.maximum(highest, tl.max(s, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher) if BLIND else higher
+    shrink = tl.exp2(highest - base)
+    p = tl.exp2(s - base[:, None])
+    return p, shrink, higher, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit
 def span_of(length, count, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """The first key that any of a sequence's queries may see, rounded down to a block."""
     if WINDOW > 0:
@@ -77,9 +97,7 @@ def _attend(
 ):  # fmt: skip
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     sequence = tl.program_id(2)
-    length = tl.load(lengths + sequence)
-    begin = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - begin
+    length, begin, count = extent_of(starts, lengths, sequence)
     first_token = tile * ROWS // TILE_HEADS
     if (length == 0) | (first_token >= count):
         return
@@ -130,13 +148,8 @@ def _attend(
         if WINDOW > 0:
             seen &= key[None, :] > position[:, None] - WINDOW
         s = tl.where(seen, s, float("-inf"))
-        higher = tl.maximum(highest, tl.max(s, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(highest - base)
-        p = tl.exp2(s - base[:, None])
-        total = total * shrink + tl.sum(p, 1)
+        p, shrink, highest, total = weighed(s, highest, total, True)
         acc = acc * shrink[:, None]
-        highest = higher
         values = tl.load(
             v + place[:, None] * V_DIM + value_dim[None, :],
             mask=inside[:, None] & (value_dim < V_DIM)[None, :], other=0,
@@ -164,9 +177,7 @@ def _combine(
 ):  # fmt: skip
     sequence = tl.program_id(1)
     token, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    length = tl.load(lengths + sequence)
-    begin = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - begin
+    length, begin, count = extent_of(starts, lengths, sequence)
     if (length == 0) | (token >= count):
         return
     keys = length - span_of(length, count, WINDOW, BLOCK_TOKENS)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.attention import LOG2_E
+from inferplane.kernels.triton.attention import LOG2_E, extent_of, weighed
 from inferplane.kernels.triton.cache import side_by_side
 from inferplane.kernels.triton.mla import EXPANDED_BYTES, gathered
 from inferplane.kernels.triton.rows import encoded, round_half_even, scale_of
@@ -105,8 +105,7 @@ def _attend_8(
     KEYS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(2), tl.program_id(1)
-    length, begin = tl.load(lengths + sequence), tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - begin
+    length, begin, count = extent_of(starts, lengths, sequence)
     first_token = tl.program_id(0) * ROWS
     if first_token >= count:
         return
@@ -144,11 +143,7 @@ def _attend_8(
         key_scale = tl.load(key_scales + place * tiles + start // TILE)
         s = s.to(tl.float32) * (query_scale * key_scale)[:, None]
         s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
-        higher = tl.maximum(highest, tl.max(s, 1))
-        shrink = tl.exp2(highest - higher)  # the first key is seen by every row, so the highest is finite
-        p = tl.exp2(s - higher[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        highest = higher
+        p, shrink, highest, total = weighed(s, highest, total, False)  # every row sees the first key
         source = values + (head * VALUE + channel).to(tl.int64)[None, :] * tokens + (first + key)[:, None]
         value = tl.load(source, mask=inside[:, None] & (channel < VALUE)[None, :], other=0)
         weight = (p * 448.0).to(tl.float8e4nv)

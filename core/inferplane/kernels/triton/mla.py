@@ -21,8 +21,10 @@ from inferplane.kernels.triton.attention import (
     chunk_of,
     combine,
     each_slot,
+    extent_of,
     first_slot,
     splits_for,
+    weighed,
     widened,
 )
 from inferplane.kernels.triton.cache import side_by_side, stored
@@ -67,9 +69,7 @@ def _absorbed(
 ):  # fmt: skip
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     sequence = tl.program_id(1)
-    length = tl.load(lengths + sequence)
-    begin = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - begin
+    length, begin, count = extent_of(starts, lengths, sequence)
     if (length == 0) | (tile * ROWS // HEADS >= count):
         return
     first = length * 0
@@ -110,13 +110,8 @@ def _absorbed(
         s = tl.dot(query, tl.trans(latent), input_precision="ieee")
         s = tl.dot(query_rope, tl.trans(rope), s, input_precision="ieee") * scale
         s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
-        higher = tl.maximum(highest, tl.max(s, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(highest - base)
-        p = tl.exp2(s - base[:, None])
-        total = total * shrink + tl.sum(p, 1)
+        p, shrink, highest, total = weighed(s, highest, total, True)
         acc = acc * shrink[:, None]
-        highest = higher
         acc = tl.dot(p.to(query.dtype), latent, acc, input_precision="ieee")
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if alone:
@@ -196,9 +191,7 @@ def _expanded(
     KEYS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(2)
-    length = tl.load(lengths + sequence)
-    begin = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - begin
+    length, begin, count = extent_of(starts, lengths, sequence)
     first_token = tl.program_id(0) * ROWS
     if first_token >= count:
         return
@@ -233,12 +226,8 @@ def _expanded(
         s = tl.dot(query, keys, input_precision="ieee")
         s = tl.dot(query_rope, rope, s, input_precision="ieee") * scale
         s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
-        higher = tl.maximum(highest, tl.max(s, 1))
-        shrink = tl.exp2(highest - higher)  # the first key is seen by every row, so the highest is finite
-        p = tl.exp2(s - higher[:, None])
-        total = total * shrink + tl.sum(p, 1)
+        p, shrink, highest, total = weighed(s, highest, total, False)  # every row sees the first key
         acc = acc * shrink[:, None]
-        highest = higher
         values = tl.load(
             place[:, None] + NOPE + value_dim[None, :],
             mask=inside[:, None] & (value_dim < VALUE)[None, :], other=0.0,
