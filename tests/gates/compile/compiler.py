@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.gates.compile.matrices import PRODUCTS
 from tests.gates.compile.recorder import Launch, Recorder
 from tests.gates.compile.specimens import CALLS
 from tests.gates.compile.targets import TARGETS, Target
@@ -117,11 +118,12 @@ def limited(launch: Launch, target: Target) -> dict[str, Any]:
 def launches(target: Target) -> dict[str, Launch]:
     """Every kernel that the specimens of a target launch, by specimen and function."""
     found = {}
-    for name, call in CALLS.items():
+    given = {**dict.fromkeys(CALLS, target.tiles), **dict.fromkeys(PRODUCTS, target.products)}
+    for name, call in {**CALLS, **PRODUCTS}.items():
         if not target.takes(name):
             continue
         with Recorder() as recorder:
-            call(target.tiles)
+            call(given[name])
         for launch in recorder.launches:
             found[f"{name}/{launch.function.__name__.lstrip('_')}"] = launch
     return found

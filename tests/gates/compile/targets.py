@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from inferplane.kernels.triton import Launch, Tiles
-from inferplane_cuda.kernels import AMPERE, HOPPER
+from inferplane.kernels.triton import Launch, Product, Products, Tiles
+from inferplane_cuda.kernels import AMPERE, AMPERE_PRODUCTS, HOPPER, HOPPER_PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,21 @@ class Target:
         tiles: tile sizes of the portable kernels.
         shared_bytes: shared memory that a program may have.
         registers: most registers a thread may have.
+        products: tile sizes of matrix products.
     """
 
     triton: tuple[str, int | str, int]
     tiles: Tiles
     shared_bytes: int
     registers: int
+    products: Products = AMPERE_PRODUCTS
 
     def takes(self, specimen: str) -> bool:
         """Whether a specimen is compiled for it: those of Hopper's own instructions for nothing else, those that
         multiply FP8 numbers for NVIDIA's architectures that do.
         """
+        if "_fp8_fp8" in specimen or "experts_fp8" in specimen or "_int8_int8" in specimen:
+            return self.triton[0] == "cuda"
         if specimen.endswith("_8bit"):
             return self.triton[1] in (90, 100)
         return not specimen.startswith("hopper_") or self.triton[1] == 90
@@ -35,11 +39,13 @@ class Target:
 
 AMD = Tiles(prefill=Launch(64, 32, 4, 1), mla=Launch(16, 16, 4, 1), decode=Launch(16, 64, 4, 1))
 """Nobody's own yet: what fits 64 KiB of shared memory. A gfx90a compile stands in for the DCUs that upstream lacks."""
+AMD_PRODUCTS = Products(Product(16, 32, 4, 2), Product(64, 64, 4, 1), Product(64, 64, 4, 1), Product(64, 64, 8, 1), 104)
+LARGE = replace(HOPPER_PRODUCTS, fp8=True)
 TARGETS = {
     "sm_80": Target(("cuda", 80, 32), AMPERE, 101376, 255),
-    "sm_90": Target(("cuda", 90, 32), HOPPER, 232448, 255),
-    "sm_100": Target(("cuda", 100, 32), HOPPER, 232448, 255),
-    "gfx90a": Target(("hip", "gfx90a", 64), AMD, 65536, 512),
-    "gfx942": Target(("hip", "gfx942", 64), AMD, 65536, 512),
-    "gfx950": Target(("hip", "gfx950", 64), AMD, 163840, 512),
+    "sm_90": Target(("cuda", 90, 32), HOPPER, 232448, 255, LARGE),
+    "sm_100": Target(("cuda", 100, 32), HOPPER, 232448, 255, LARGE),
+    "gfx90a": Target(("hip", "gfx90a", 64), AMD, 65536, 512, AMD_PRODUCTS),
+    "gfx942": Target(("hip", "gfx942", 64), AMD, 65536, 512, AMD_PRODUCTS),
+    "gfx950": Target(("hip", "gfx950", 64), AMD, 163840, 512, AMD_PRODUCTS),
 }

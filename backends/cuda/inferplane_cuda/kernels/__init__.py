@@ -8,10 +8,21 @@ from typing import Any
 import torch
 
 from inferplane.kernels.composed import composed_kernels
-from inferplane.kernels.triton import Launch, Tiles, triton_kernels
+from inferplane.kernels.triton import Launch, Product, Products, Tiles, matrix_kernels, triton_kernels
+from inferplane.kernels.triton.packed import PACKING
 from inferplane.plugin import Context, Kernel, When
 from inferplane_cuda.kernels import providers
-from inferplane_cuda.kernels.needs import HEADS_128, MANY, NO_WINDOW, RANK_UNPROVED, V3_HEADS, V3_LATENTS
+from inferplane_cuda.kernels.needs import (
+    CODED_128,
+    HEADS_128,
+    MANY,
+    NO_WINDOW,
+    RANK_UNPROVED,
+    UNCODED,
+    V3_HEADS,
+    V3_LATENTS,
+    WHOLE_PRODUCT,
+)
 from inferplane_cuda.kvcache import NAMES, TOKEN_SCALED
 from inferplane_cuda.tuning import measured, ranked
 
@@ -26,6 +37,21 @@ def tiles(op: Any, ctx: Context) -> Tiles:
     """Tile sizes for what the context says of the GPU."""
     large = any(name in ctx.features and ctx.features[name].present for name in ("sm90a", "sm100a"))
     return HOPPER if large else AMPERE
+
+
+AMPERE_PRODUCTS = Products(
+    Product(16, 32, 4, 3), Product(64, 64, 4, 2), Product(64, 128, 8, 2), Product(64, 64, 8, 2), 108
+)
+HOPPER_PRODUCTS = Products(
+    Product(16, 64, 4, 4), Product(64, 64, 4, 3), Product(128, 128, 8, 3), Product(64, 128, 8, 3), 132
+)
+
+
+def products(op: Any, ctx: Context) -> Products:
+    """Tile sizes of matrix products, and whether FP8 numbers are multiplied as they are."""
+    large = any(name in ctx.features and ctx.features[name].present for name in ("sm90a", "sm100a"))
+    fp8 = "fp8" in ctx.features and bool(ctx.features["fp8"].present)
+    return replace(HOPPER_PRODUCTS if large else AMPERE_PRODUCTS, fp8=fp8)
 
 
 FP8_ERROR = 0.06
@@ -52,10 +78,29 @@ def hopper_kernels() -> list[Kernel]:
         ),
         kernel("mla_expanded", "prompts:mla_expanded", NAMES, V3_LATENTS, V3_HEADS, needs_host_lens=True),
         kernel("attention", "prompts:attention", NAMES[:1], MANY, HEADS_128, NO_WINDOW, batch_invariant=True),
+        *hopper_products(),
+    ]
+
+
+def hopper_products() -> list[Kernel]:
+    """FP8 blocks: where the op has its activations coded so, and, by a pin, where it does not."""
+
+    def kernel(provider: str, note: str, *needs: Any, **options: Any) -> Kernel:
+        when = When((torch.bfloat16,), ("plain", "fp8_block"), features=FEATURES, needs=(*needs, *WHOLE_PRODUCT))
+        where = f"{HOPPER_FOLDER}.linear:linear"
+        packs = {"weight": PACKING}
+        return Kernel(
+            "linear", provider, where, when, RANK_UNPROVED, packs, products, capture_safe=True, note=note, **options
+        )
+
+    return [
+        kernel("gluon", "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest", CODED_128),
+        kernel("gluon_fp8", "codes activations in FP8; not run on a GPU yet", UNCODED, extra_error=FP8_ERROR),
     ]
 
 
 def kernels() -> list[Kernel]:
     """Every kernel this backend declares."""
-    declared = [*composed_kernels(), *triton_kernels(NAMES, tiles), *hopper_kernels(), *providers.kernels()]
+    portable = [*triton_kernels(NAMES, tiles), *matrix_kernels(products)]
+    declared = [*composed_kernels(), *portable, *hopper_kernels(), *providers.kernels()]
     return ranked(declared, measured())

@@ -11,3 +11,14 @@ V3_HEADS = ("heads of 128 + 64 entries and values of 128", lambda op: (op.dims.n
 MANY = ("many query tokens", lambda op: op.queries == "many")
 HEADS_128 = ("heads of 128 entries", lambda op: (op.kv.dim, op.kv.v_dim) == (128, 128))
 NO_WINDOW = ("no sliding window", lambda op: op.kv.window is None)
+
+UNCODED = ("activations that the op leaves as they are", lambda op: op.act is None)
+CODED_128 = (
+    "activations coded in FP8 by 128 columns",
+    lambda op: op.act is not None and (op.act.format, op.act.group, op.act_group) == ("fp8", 128, 128),
+)
+WHOLE_PRODUCT = (
+    ("a weight in FP8 blocks", lambda op: op.weight.format == "fp8_block"),
+    ("rows of a multiple of 16 bytes", lambda op: op.weight.shape[-1] % 16 == 0),
+    ("a result in the plan's dtype", lambda op: op.out_dtype is None),
+)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.triton.tiles import Launch, Tiles
+from inferplane.kernels.triton.matrices import matrix_kernels
+from inferplane.kernels.triton.tiles import Launch, Product, Products, Tiles
 from inferplane.types import RANK_PORTABLE, Context, Kernel, When
 
 FEATURE = "triton"
@@ -66,4 +67,4 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
     ]  # fmt: skip
 
 
-__all__ = ["FEATURE", "Launch", "Tiles", "triton_kernels"]
+__all__ = ["FEATURE", "Launch", "Product", "Products", "Tiles", "matrix_kernels", "triton_kernels"]

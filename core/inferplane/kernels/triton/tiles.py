@@ -51,3 +51,55 @@ class Tiles:
     def prepare(self, op: Any, ctx: Any) -> Tiles:
         """`Kernel.prepare` of every kernel that takes tiles."""
         return self
+
+
+LEAST_COLUMNS = 512
+"""Columns that a part of a split product has at least."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One way to cut a product into programs: rows and columns of the result a program, its warps, its pipeline."""
+
+    rows: int
+    columns: int
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class Products:
+    """What a backend may set.
+
+    Args:
+        few: at most 16 rows.
+        some: at most 64 rows.
+        many: more.
+        experts: more than 16 rows an expert, in programs that hold two results.
+        programs: programs that fill the device; smaller products are split along K.
+        fp8: the device multiplies FP8 numbers.
+    """
+
+    few: Product = Product(16, 32, 4, 3)
+    some: Product = Product(64, 64, 4, 2)
+    many: Product = Product(64, 128, 4, 2)
+    experts: Product = Product(64, 64, 8, 2)
+    programs: int = 128
+    fp8: bool = False
+
+    def choose(self, rows: int) -> Product:
+        """For so many rows."""
+        return self.few if rows <= 16 else self.some if rows <= 64 else self.many
+
+    def of_experts(self, rows: int) -> Product:
+        """For so many rows an expert."""
+        return self.few if rows <= 16 else self.experts
+
+    def splits(self, product: Product, rows: int, columns: int, depth: int) -> int:
+        """Parts of K: 1 where the tiles alone fill the device."""
+        tiles = -(-rows // product.rows) * -(-columns // product.columns)
+        return max(1, min(self.programs // tiles, depth // LEAST_COLUMNS))
+
+    def prepare(self, op: Any, ctx: Any) -> Products:
+        """`Kernel.prepare` of every kernel that multiplies."""
+        return self

@@ -1,0 +1,91 @@
+"""Which kernel multiplies what: every weight format on every architecture has a compiled kernel, or a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inferplane.ops import FORMATS, GatedMLP, Linear, LMHead, MoEExperts, MoERoute, Quantize, placeholder
+from inferplane.plugin import Context, Features
+from inferplane_cuda.backend import features_of
+from inferplane_cuda.kernels import kernels, products
+
+BF16 = torch.bfloat16
+
+
+def answers(op, capability=(9, 0)):
+    """Kernels that a plan may take for an op, the best first, and why it does not take the others."""
+    ctx = Context(BF16, "decode", {}, Features(dict(features_of(capability))))
+    offered = [k for k in kernels() if k.op == op.name]
+    why = {k.name: k.refusals(op, ctx, op.formats()) for k in offered}
+    best = sorted((k for k in offered if not why[k.name]), key=lambda k: -k.rank)
+    return [k.name for k in best if not k.extra_error], {name: reasons for name, reasons in why.items() if reasons}
+
+
+def layers(format: str):
+    weight = placeholder(512, 256, format=format)
+    yield Linear(weight)
+    yield Linear(weight, bias=placeholder(512))
+    yield MoEExperts(placeholder(4, 512, 256, format=format), placeholder(4, 256, 256, format=format))
+    yield GatedMLP(Linear(weight), Linear(placeholder(256, 256, format=format)))
+    if not format.startswith("fp8_row"):
+        yield LMHead(weight)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_is_multiplied_as_it_is_stored(format, capability):
+    for op in layers(format):
+        served, refused = answers(op, capability)
+        assert served and served[0].startswith("triton:"), (op, refused)
+        assert all(len(reason) > 10 for reasons in refused.values() for reason in reasons)
+
+
+def test_before_ampere_the_reason_is_the_compiler():
+    served, refused = answers(Linear(placeholder(512, 256, format="int4_group")), (7, 5))
+    assert served == []
+    assert any("support by Triton's compiler came with 8.0" in reason for reason in refused["triton:linear"])
+
+
+def test_plain_weights_go_to_the_library():
+    served, refused = answers(Linear(placeholder(512, 256)))
+    assert served[0] == "torch:linear" and refused["triton:linear"] == ["needs a quantized weight"]
+
+
+@pytest.mark.parametrize(
+    ("act", "group", "served"),
+    [
+        (Quantize("fp8", 128), 128, True),
+        (Quantize("fp8", 0), 0, True),
+        (Quantize("int8", 0), 0, True),
+        (Quantize("fp8", 96), 96, False),
+    ],
+)
+def test_coded_activations(act, group, served):
+    op = Linear(placeholder(512, 384, format="fp8_block"), act=act, act_group=group)
+    found, refused = answers(op)
+    assert (found == ["triton:linear"]) == served
+    if not served:
+        assert refused["triton:linear"] == ["needs activations coded by whole rows or by 128 columns"]
+
+
+def test_routing_and_experts_of_plain_weights_may_be_recorded():
+    route = MoERoute(placeholder(256), 8, "sigmoid", 8, 4, "top2", True, 2.5)
+    experts = MoEExperts(placeholder(8, 512, 256), placeholder(8, 256, 256))
+    by_name = {k.name: k for k in kernels() if k.op in ("moe_route", "moe_experts")}
+    for op in (route, experts):
+        served, _ = answers(op)
+        assert served[0].startswith("triton:") and by_name[served[0]].capture_safe
+
+
+def test_kernels_that_code_activations_unasked_are_taken_by_a_pin_alone():
+    op = Linear(placeholder(512, 256, format="fp8_block"))
+    ctx = Context(BF16, "decode", {}, Features(dict(features_of((9, 0)))))
+    (pinned,) = [k for k in kernels() if k.name == "triton_fp8:linear_fp8"]
+    assert pinned.extra_error and not pinned.refusals(op, ctx, op.formats())
+
+
+def test_fp8_numbers_are_multiplied_as_they_are_from_ada_on():
+    for capability, native in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        ctx = Context(BF16, "decode", {}, Features(dict(features_of(capability))))
+        assert products(None, ctx).fp8 is native

@@ -1,0 +1,51 @@
+"""Linear layers with quantized weights, and with quantized activations; the output head; the gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane.kernels.triton.product import Activations, coded, plain, product
+from inferplane.kernels.triton.rows import gated as gate
+from inferplane.kernels.triton.rows import quantize as quantized
+from inferplane.types import Batch
+
+FP8_GROUP = 128
+
+
+def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """One product; activations are quantized before it where the op says so."""
+    rows = plain(x) if p.act is None else coded(*quantized(p.act, x), p.act_group, x.dtype)
+    return product(rows, p.weight, p.prepared, p.bias, p.out_dtype)
+
+
+def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """The same with activations in FP8, which the op does not ask for."""
+    return product(fp8_rows(x, p.weight.group), p.weight, p.prepared, p.bias, p.out_dtype)
+
+
+def fp8_rows(x: torch.Tensor, group: int) -> Activations:
+    """Activations in FP8: a scale for as many columns as share one in the weight, or for the row."""
+    how = type("Rows", (), {"format": "fp8", "group": group})
+    return coded(*quantized(how, x), group, x.dtype)
+
+
+def lm_head(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Select rows, multiply, in float32 from the sums on."""
+    rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
+    return product(plain(rows), p.weight, p.prepared, None, torch.float32)
+
+
+def gated_mlp(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Two products; the first one's program has both halves of a column, and ends with their activation."""
+    middle = product(plain(x), p.gate_up.weight, p.prepared, gated=True)
+    return product(plain(middle), p.down.weight, p.prepared)
+
+
+def gated_mlp_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """With activations in FP8; what lies between the two products is one kernel."""
+    weight = p.gate_up.weight
+    both = product(fp8_rows(x, weight.group), weight, p.prepared)
+    data, scale = gate(both, "fp8", FP8_GROUP)
+    return product(coded(data, scale, FP8_GROUP, x.dtype), p.down.weight, p.prepared)

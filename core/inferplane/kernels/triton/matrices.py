@@ -1,0 +1,93 @@
+"""Which matrix kernels there are: quantized linear layers, gated MLPs, experts and their routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from inferplane.kernels.triton.packed import DEPTH, PACKING
+from inferplane.kernels.triton.tiles import Products
+from inferplane.types import RANK_PORTABLE, Context, Kernel, When
+
+FOLDER = "inferplane.kernels.triton"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
+INTEGERS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group64", "int4_group32")
+FP8 = ("fp8_block", "fp8_row")
+INT4 = tuple(name for name in INTEGERS if name.startswith("int4"))
+QUANTIZED = (*FP8, *INTEGERS)
+FP8_ERROR = 0.06
+"""Of activations in FP8 where the op does not ask for them: each number may be off by 1/16."""
+
+
+def _quantized(op: Any) -> bool:
+    return bool(op.weight.format in QUANTIZED)
+
+
+def _coded_alike(op: Any) -> bool:
+    if op.act is None:
+        return True
+    group = op.act.group if op.act.group < op.weight.shape[-1] else 0
+    return bool(group == op.act_group and group in (0, DEPTH))
+
+
+def _no_act(op: Any) -> bool:
+    return op.act is None
+
+
+def _two_products(op: Any) -> bool:
+    layers = (op.gate_up, op.down)
+    plain = all(x.bias is None and x.act is None and x.out_dtype is None for x in layers)
+    return op.reduce is None and plain and all(_quantized(x) for x in layers)
+
+
+def _whole_groups(op: Any) -> bool:
+    return op.down.weight.shape[-1] % DEPTH == 0
+
+
+ONE = ("a quantized weight", _quantized)
+ALIKE = ("activations coded by whole rows or by 128 columns", _coded_alike)
+UNCODED = ("activations that the op leaves as they are", _no_act)
+MLP = ("one rank, quantized weights, no bias, activations in the plan's dtype", _two_products)
+WHOLE = ("an inner size that is a multiple of 128", _whole_groups)
+
+
+ANYWHERE = Products()
+
+
+def matrix_kernels(products: Callable[[Any, Context], Products] = ANYWHERE.prepare) -> list[Kernel]:
+    """All of them, rank 50. Pure: nothing is imported beyond torch, nothing is allocated.
+
+    Those whose provider is "triton_fp8" code activations in FP8 where the op says nothing of it: by a pin only.
+
+    Args:
+        products: `(op, context)` -> tile sizes, asked when a kernel is linked.
+    """
+
+    def kernel(op: str, provider: str, where: str, when: When, *weights: str, **options: Any) -> Kernel:
+        packs = dict.fromkeys(weights, PACKING)
+        return Kernel(
+            op, provider, f"{FOLDER}.{where}", when, RANK_PORTABLE, packs, products, capture_safe=True, **options
+        )
+
+    def when(dtypes: tuple[torch.dtype, ...], formats: tuple[str, ...], *needs: Any) -> When:
+        return When(dtypes, formats, features=("triton",), needs=needs)
+
+    every = ("plain", *QUANTIZED)
+    fp8: dict[str, Any] = {"extra_error": FP8_ERROR, "note": "activations coded in FP8"}
+    mlp, both = ("gate_up.weight", "down.weight"), ("gate_up", "down")
+    return [
+        kernel("linear", "triton", "linear:linear", when(FLOATS, every, ONE, ALIKE), "weight"),
+        kernel("linear", "triton_fp8", "linear:linear_fp8", when(HALF, ("plain", *FP8), ONE, UNCODED), "weight", **fp8),
+        kernel("lm_head", "triton", "linear:lm_head", when(FLOATS, QUANTIZED), "weight"),
+        kernel("gated_mlp", "triton", "linear:gated_mlp", when(FLOATS, QUANTIZED, MLP), *mlp),
+        kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", when(HALF, FP8[:1], MLP, WHOLE), *mlp, **fp8),
+        kernel("moe_experts", "triton", "moe:moe_experts", when(FLOATS, every), *both),
+        kernel("moe_experts", "triton_fp8", "moe:moe_experts_fp8", when(HALF, (*FP8[:1], *INT4), ), *both, **fp8),
+        Kernel(
+            "moe_route", "triton", f"{FOLDER}.route:moe_route", When(FLOATS, features=("triton",)), RANK_PORTABLE,
+            capture_safe=True, batch_invariant=True,
+        ),
+    ]  # fmt: skip

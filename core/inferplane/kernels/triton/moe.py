@@ -1,0 +1,227 @@
+"""Experts: pairs of token and expert dealt into blocks of one expert's rows, two grouped products, a sum a token.
+
+What the blocks hold is found on the device, from ids alone, and their number is bounded by shapes: a recorded step
+stays right when other experts are chosen. Rows are gathered by the first product, whose end is `silu(gate) * up`, coded
+in FP8 if asked for; the second one's end is the routing weight. Sums are in the order of a token's experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inferplane.kernels.triton.linear import fp8_rows
+from inferplane.kernels.triton.packed import DEPTH, Packed
+from inferplane.kernels.triton.product import Activations, coded, form, plain, silu, tile
+from inferplane.kernels.triton.rows import encoded, scale_of
+from inferplane.kernels.triton.tiles import Product, Products
+
+
+@triton.jit
+def _deal(
+    ids, slots, owners, pairs, blocks,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program e places the pairs of expert e, the one behind the last marks the blocks that nobody needs."""
+    me, bin, within = tl.program_id(0), tl.arange(0, BINS), tl.arange(0, CHUNK)
+    count = tl.zeros([BINS], tl.int32)
+    for start in range(0, pairs, CHUNK):
+        expert = tl.load(ids + start + within, mask=start + within < pairs, other=-1).to(tl.int32)
+        count += tl.histogram(tl.where(expert < 0, EXPERTS, expert), BINS)
+    need = tl.where(bin < EXPERTS, tl.cdiv(count, ROWS), 0)
+    first = tl.sum(tl.where(bin < me, need, 0), 0)
+    mine = tl.sum(tl.where(bin == me, need, 0), 0)
+    seen = 0
+    if me < EXPERTS:
+        for start in range(0, pairs, CHUNK):
+            expert = tl.load(ids + start + within, mask=start + within < pairs, other=-1).to(tl.int32)
+            here = (expert == me).to(tl.int32)
+            tl.store(slots + first * ROWS + seen + tl.cumsum(here, 0) - 1, start + within, mask=here > 0)
+            seen += tl.sum(here, 0)
+        row = seen + tl.arange(0, ROWS)
+        tl.store(slots + first * ROWS + row, tl.full([ROWS], 0, tl.int32) + pairs, mask=row < mine * ROWS)
+        last = first + mine
+    else:
+        last = blocks
+    for start in range(first, last, CHUNK):
+        owner = tl.where(me < EXPERTS, me, -1)
+        tl.store(owners + start + within, tl.full([CHUNK], 0, tl.int32) + owner, mask=start + within < last)
+
+
+@triton.jit
+def _grouped(
+    x, x_scale, w, w_scale, w_zero, out, out_scale, weights, slots, owners, pairs, outputs, w_step, scale_step,
+    K: tl.constexpr, W_ROW: tl.constexpr, X_ROW_SCALES: tl.constexpr, GROUPS: tl.constexpr,
+    A_KIND: tl.constexpr, X_GROUP: tl.constexpr, B_KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    dtype: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, CODED: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Program `(block, columns)`. TOP_K: rows are of tokens, which so many pairs share; 0: of slots. GATED as in
+    `product`, CODED in FP8 with a scale a row and program. WEIGHTED: results go to their pairs, times their weights.
+    """
+    block = tl.program_id(0)
+    expert = tl.load(owners + block).to(tl.int64)
+    if expert < 0:
+        return
+    slot = block.to(tl.int64) * BM + tl.arange(0, BM)
+    pair = tl.load(slots + slot)
+    real = pair < pairs
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    n_inside = n < outputs
+    if TOP_K > 0:
+        x_row = (pair // TOP_K).to(tl.int64)
+    else:
+        x_row = slot
+    w += expert * w_step
+    w_scale += expert * scale_step
+    w_zero += expert * scale_step
+    acc = tile(
+        x, x_scale, x_row, real, w, w_scale, w_zero, n, n_inside, 0, K, K, W_ROW, X_ROW_SCALES, GROUPS,
+        A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
+    )  # fmt: skip
+    if GATED:
+        up = tile(
+            x, x_scale, x_row, real, w, w_scale, w_zero, n + outputs, n_inside, 0, K, K, W_ROW, X_ROW_SCALES, GROUPS,
+            A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
+        )  # fmt: skip
+        acc = silu(acc) * up
+    target, inside = slot, real[:, None] & n_inside[None, :]
+    if WEIGHTED:
+        target = pair.to(tl.int64)
+        acc *= tl.load(weights + pair, mask=real, other=0.0).to(tl.float32)[:, None]
+    if CODED:
+        scale = scale_of(tl.max(tl.abs(acc), 1), 448.0, False)
+        tl.store(out_scale + target * tl.num_programs(1) + tl.program_id(1), scale, mask=real)
+        tl.store(out + target[:, None] * outputs + n[None, :], encoded(acc, scale[:, None], True), mask=inside)
+    else:
+        tl.store(out + target[:, None] * outputs + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum(parts, ids, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """A token's pairs added up; those of experts elsewhere (id -1) have no part."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    acc = tl.zeros([BLOCK], tl.float32)
+    for j in range(TOP_K):
+        here = tl.where(tl.load(ids + token * TOP_K + j) < 0, 0, width)
+        acc += tl.load(parts + (token * TOP_K + j) * width + column, mask=column < here, other=0.0)
+    tl.store(out + token * width + column, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def dealt(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs by expert, each expert's rows filled up to whole blocks: the contiguous form.
+
+    Args:
+        ids: `[T, k]`, -1 for an expert elsewhere.
+        experts: how many there are.
+        rows: of a block.
+
+    Returns:
+        int32 slots `[blocks * rows]`, the pair `t k + j` in each or `T k` where there is none, and owners `[blocks]`,
+        each block's expert or -1. Slots of blocks without an owner are not written.
+    """
+    pairs = ids.numel()
+    blocks = triton.cdiv(pairs + min(experts, pairs) * (rows - 1), rows)
+    slots = torch.empty(blocks * rows, device=ids.device, dtype=torch.int32)
+    owners = torch.empty(blocks, device=ids.device, dtype=torch.int32)
+    _deal[(experts + 1,)](
+        ids.contiguous(), slots, owners, pairs, blocks,
+        EXPERTS=experts, BINS=triton.next_power_of_2(experts + 1), ROWS=rows,
+        CHUNK=max(64, min(1024, triton.next_power_of_2(pairs))), num_warps=4,
+    )  # fmt: skip
+    return slots, owners
+
+
+def masked(counts: torch.Tensor, capacity: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and owners of the masked form: `capacity` rows an expert, of which the first `counts` are taken.
+
+    Args:
+        counts: int32 `[E]`, on the device.
+        capacity: a multiple of `rows`.
+        rows: of a block.
+    """
+    place = torch.arange(capacity, device=counts.device, dtype=torch.int32)
+    expert = torch.arange(len(counts), device=counts.device, dtype=torch.int32)[:, None]
+    size = len(counts) * capacity
+    slots = torch.where(place < counts[:, None], expert * capacity + place, size).int().flatten()
+    owners = torch.where(place[::rows] < counts[:, None], expert, -1).int().flatten()
+    return slots, owners
+
+
+def grouped(
+    x: Activations,
+    weight: Packed,
+    dealing: tuple[torch.Tensor, torch.Tensor],
+    how: Product,
+    *,
+    pairs: int,
+    top_k: int = 0,
+    gated: bool = False,
+    code: bool = False,
+    weights: torch.Tensor | None = None,
+    fp8: bool = False,
+) -> Activations:
+    """Each block's rows times its expert's matrix.
+
+    Args:
+        x: of tokens with `top_k`, of slots without.
+        weight: `[E, N, K]`.
+        dealing: slots and owners, in blocks of `how.rows`.
+        how: tile sizes; coding takes 128 columns.
+        pairs: how many there are; slots that hold this number are empty.
+        top_k: pairs a token.
+        gated: `silu` of the first half of the columns times the second.
+        code: the result in FP8, a scale for 128 columns.
+        weights: float32 `[pairs]`; results are multiplied and lie by pairs, float32.
+        fp8: the device multiplies FP8 numbers.
+    """
+    slots, owners = dealing
+    outputs = weight.outputs // 2 if gated else weight.outputs
+    columns = DEPTH if code else how.columns
+    device, tiles = x.data.device, triton.cdiv(outputs, columns)
+    kind = torch.uint8 if code else x.dtype if weights is None else torch.float32
+    out = torch.empty(len(slots) if weights is None else pairs, outputs, device=device, dtype=kind)
+    scale = torch.empty(len(slots), tiles, device=device) if code else None
+    other = lambda t: out if t is None else t  # noqa: E731 - what is not there is not read
+    _grouped[(len(owners), tiles)](
+        x.data, other(x.scale), weight.data, other(weight.scale), other(weight.zero), out, other(scale), other(weights),
+        slots, owners, pairs, outputs, weight.data.stride(0), 0 if weight.scale is None else weight.scale.stride(0),
+        **form(x, weight, fp8), BM=how.rows, BN=columns, TOP_K=top_k, GATED=gated, CODED=code,
+        WEIGHTED=weights is not None, num_warps=how.warps, num_stages=how.stages,
+    )  # fmt: skip
+    return plain(out) if scale is None else coded(out, scale, DEPTH, x.dtype)
+
+
+def experts(p: Any, x: Activations, weights: torch.Tensor, ids: torch.Tensor, code: bool) -> torch.Tensor:
+    """The op, from activations plain or coded, with a coded middle if asked for."""
+    products: Products = p.prepared
+    tokens, top_k = ids.shape
+    out = torch.empty(tokens, p.down.outputs, device=ids.device, dtype=x.dtype)
+    if not tokens:
+        return out
+    pairs, count = tokens * top_k, p.gate_up.data.shape[0]
+    how = products.of_experts(triton.cdiv(pairs, count))
+    dealing = dealt(ids, count, how.rows)
+    common: dict[str, Any] = {"pairs": pairs, "fp8": products.fp8}
+    middle = grouped(x, p.gate_up, dealing, how, top_k=top_k, gated=True, code=code, **common)
+    parts = grouped(middle, p.down, dealing, how, weights=weights.contiguous(), **common)
+    width = out.shape[1]
+    _sum[(tokens, triton.cdiv(width, 1024))](
+        parts.data, ids.contiguous(), out, width, TOP_K=top_k, BLOCK=1024, num_warps=4
+    )
+    return out
+
+
+def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Activations as they are."""
+    return experts(p, plain(x), weights, ids, False)
+
+
+def moe_experts_fp8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Activations in FP8, a scale for 128 columns, before both products."""
+    return experts(p, fp8_rows(x, DEPTH), weights, ids, True)

@@ -1,0 +1,119 @@
+"""Calls of matrix kernels, by name: few and many rows, each pair of forms, experts dealt and weighted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from inferplane.kernels.triton import Products
+
+PRODUCTS: dict[str, Callable[[Products], Any]] = {}
+
+
+def specimen(name: str) -> Callable[[Any], Any]:
+    def add(call: Any) -> Any:
+        PRODUCTS[name] = call
+        return call
+
+    return add
+
+
+DEPTH = 2048
+COLUMNS = 512
+
+
+def _packed(format: str, *shape: int) -> Any:
+    from inferplane.kernels.triton.packed import pack
+    from inferplane.ops.quantize import encode
+
+    weight = torch.zeros(*shape, dtype=torch.bfloat16)
+    return pack(weight if format == "plain" else encode(weight, format))
+
+
+def _linear(products: Products, rows: int, format: str, act: str = "") -> None:
+    from inferplane.kernels.triton.linear import linear, linear_fp8
+
+    how = SimpleNamespace(format="int8", group=0) if act == "int8" else None
+    weight = _packed(format, COLUMNS, DEPTH)
+    op = SimpleNamespace(weight=weight, bias=None, act=how, act_group=0, out_dtype=None, prepared=products)
+    (linear_fp8 if act == "fp8" else linear)(op, torch.empty(rows, DEPTH, dtype=torch.bfloat16))
+
+
+FORMS = {"fp8_fp8": ("fp8_block", "fp8"), "int8_int8": ("int8_row", "int8"), "bf16_fp8": ("fp8_block", ""),
+         "bf16_int8": ("int8_group", ""), "bf16_int4": ("int4_group", "")}  # fmt: skip
+
+
+def _specimen(form: str, rows: int, programs: int = 1) -> None:
+    name = f"product_{form}_{rows}" + ("_split" if programs > 1 else "")
+    PRODUCTS[name] = lambda products: _linear(replace(products, programs=programs), rows, *FORMS[form])
+
+
+for _form, _rows in (("fp8_fp8", 256), ("int8_int8", 256), ("bf16_fp8", 256), ("bf16_int8", 1), ("bf16_int4", 256)):
+    _specimen(_form, _rows)
+_specimen("fp8_fp8", 1, 64)
+_specimen("bf16_int4", 1, 64)
+
+
+def _grouped(products: Products, rows: int, format: str, *, code: bool = False, last: bool = False) -> None:
+    """The first product over experts, or with `last` the second one."""
+    from inferplane.kernels.triton.moe import grouped
+    from inferplane.kernels.triton.product import coded, plain
+
+    how, weight = products.of_experts(rows), _packed(format, 8, 512, DEPTH)
+    x = torch.empty(64, DEPTH, dtype=torch.bfloat16)
+    slots = torch.empty(8 * how.rows, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
+    codes = torch.empty(64, DEPTH, dtype=torch.uint8), torch.empty(64, DEPTH // 128)
+    with_codes = coded(*codes, 128, torch.bfloat16) if format == "fp8_block" else plain(x)
+    weights = torch.empty(256) if last else None
+    top_k = 0 if last else 4
+    grouped(
+        with_codes, weight, slots, how, pairs=256, top_k=top_k, gated=not last, code=code, weights=weights,
+        fp8=products.fp8,
+    )  # fmt: skip
+
+
+PRODUCTS["experts_bf16"] = lambda products: _grouped(products, 1, "plain")
+PRODUCTS["experts_bf16_int4"] = lambda products: _grouped(products, 1, "int4_group64")
+PRODUCTS["experts_fp8_few"] = lambda products: _grouped(products, 1, "fp8_block", code=True)
+PRODUCTS["experts_fp8_many"] = lambda products: _grouped(products, 256, "fp8_block", code=True)
+PRODUCTS["experts_fp8_down"] = lambda products: _grouped(products, 1, "fp8_block", last=True)
+
+
+@specimen("experts_dealt")
+def _(products: Products) -> None:
+    from inferplane.kernels.triton.moe import dealt
+
+    dealt(torch.zeros(2, 8, dtype=torch.int64), 256, 16)
+
+
+@specimen("moe_route")
+def _(products: Products) -> None:
+    from inferplane.kernels.triton.route import moe_route
+
+    op = SimpleNamespace(
+        bias=torch.zeros(256), top_k=8, score="sigmoid", groups=8, top_groups=4, group_score="top2", renormalize=True,
+        factor=2.5,
+    )  # fmt: skip
+    moe_route(op, torch.zeros(2, 256))
+
+
+@specimen("hopper_product")
+def _(products: Products) -> None:
+    _hopper_product(8192)
+
+
+@specimen("hopper_product_narrow")
+def _(products: Products) -> None:
+    _hopper_product(1024)
+
+
+def _hopper_product(rows: int) -> None:
+    from inferplane.kernels.triton.product import coded
+    from inferplane_cuda.kernels.hopper.linear import blocks
+
+    x = coded(torch.empty(rows, DEPTH, dtype=torch.uint8), torch.empty(rows, DEPTH // 128), 128, torch.bfloat16)
+    blocks(x, _packed("fp8_block", COLUMNS, DEPTH), None)

@@ -1,0 +1,162 @@
+"""Matrix kernels in Triton's interpreter: the ops' samples, shapes that fill no tile, outliers, uneven experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from inferplane.binding import Bench, run_case
+from inferplane.kernels.triton import Product, Products, matrix_kernels
+from inferplane.ops import OPS, GatedMLP, Linear, MoEExperts, Quantize, Sample, placeholder
+from inferplane.plugin import HOST, Features
+from tests.gates.interpreter.benches import DTYPES
+
+PRODUCTS = Products(Product(16, 32), Product(32, 32), Product(64, 32), programs=12, fp8=True)
+KERNELS = {f"{k.op} {k.provider}": k for k in matrix_kernels(PRODUCTS.prepare)}
+BENCH = Bench("interpreter", HOST, torch.bfloat16, Features(["triton", "fp8"]), lambda request: ())
+WIDE_ROWS = (1, 17, 130)
+
+
+def judge(kernel: Any, sample: Sample, dtype: torch.dtype, record: Any) -> None:
+    outcome = run_case(kernel, sample, replace(BENCH, dtype=dtype), seed=3, poisoned=True)
+    assert outcome.served, outcome.detail
+    record("op", kernel.op)
+    record("error", outcome.error)
+    record("tolerance", outcome.tolerance)
+    assert outcome.passed, f"{outcome.error} > {outcome.tolerance} {outcome.detail}\n{outcome.traceback}"
+
+
+def served(kernel: Any, sample: Sample, dtype: torch.dtype) -> bool:
+    from inferplane.types import Context
+
+    context = Context(dtype, "mixed", {}, BENCH.features)
+    return not kernel.refusals(sample.op, context, sample.op.formats())
+
+
+SMALL = ("int4_group32", "int8_act", "fp8_act", "fp8_ragged", "t13", "v3", "mixtral")
+"""Samples that are run in every dtype, the others in bfloat16."""
+CASES = [
+    pytest.param(name, sample, dtype, id=f"{name.replace(' ', '-')}-{sample.label}-{dtype}")
+    for name, kernel in KERNELS.items()
+    for sample in OPS[kernel.op].samples()
+    for dtype in (DTYPES if sample.label in SMALL else ("bfloat16",))
+    if served(kernel, sample, DTYPES[dtype])
+]
+
+
+@pytest.mark.parametrize(("name", "sample", "dtype"), CASES)
+def test_agrees_with_the_oracle(name, sample, dtype, record_property):
+    judge(KERNELS[name], sample, DTYPES[dtype], record_property)
+
+
+def test_every_kernel_has_samples_or_cases_of_its_own():
+    names = {case.values[0] for case in CASES}
+    assert names >= KERNELS.keys() - {"gated_mlp triton", "gated_mlp triton_fp8"}
+
+
+def rows(count: int, width: int, outliers: bool) -> Any:
+    """Activations; with outliers, every 53rd column 30 times as large as the others."""
+
+    def draw(d: Any) -> tuple[torch.Tensor]:
+        x = d.normal(count, width)
+        if outliers:
+            x[:, ::53] *= 30
+        return (x,)
+
+    return draw
+
+
+LINEARS = {
+    "fp8_block": ({}, "linear triton"),
+    "fp8_block_act": ({"act": Quantize("fp8", 128), "act_group": 128}, "linear triton"),
+    "fp8_row_act": ({"act": Quantize("fp8", 0)}, "linear triton"),
+    "fp8_block_pinned": ({}, "linear triton_fp8"),
+    "int8_row_act": ({"act": Quantize("int8", 0)}, "linear triton"),
+    "int8_group": ({}, "linear triton"),
+    "int4_group": ({}, "linear triton"),
+    "int4_group64": ({}, "linear triton"),
+    "int4_row": ({}, "linear triton"),
+}
+
+
+@pytest.mark.parametrize("outliers", [False, True], ids=["random", "outliers"])
+@pytest.mark.parametrize("count", WIDE_ROWS)
+@pytest.mark.parametrize("form", LINEARS)
+def test_linear_of_odd_sizes(form, count, outliers, record_property):
+    options, name = LINEARS[form]
+    format = form.removesuffix("_act").removesuffix("_pinned")
+    weight = placeholder(40, 648, format=format)
+    op = Linear(weight, bias=placeholder(40), **options)
+    sample = Sample(form, op, rows(count, 648, outliers))
+    judge(KERNELS[name], sample, torch.bfloat16, record_property)
+
+
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("format", ["fp8_block", "int8_group", "int4_group64"])
+def test_gated_mlp(format, count, record_property):
+    op = GatedMLP(Linear(placeholder(256, 192, format=format)), Linear(placeholder(72, 128, format=format)))
+    judge(KERNELS["gated_mlp triton"], Sample(format, op, rows(count, 192, False)), torch.bfloat16, record_property)
+    if format == "fp8_block":
+        fp8 = KERNELS["gated_mlp triton_fp8"]
+        judge(fp8, Sample(format, op, rows(count, 192, True)), torch.bfloat16, record_property)
+
+
+def chosen(kind: str, tokens: int, experts: int, k: int) -> Any:
+    def draw(d: Any) -> tuple[Any, ...]:
+        ids = torch.stack([torch.tensor(d.permutation(experts)[:k]) for _ in range(tokens)])
+        if kind == "one_for_all":
+            ids = torch.full((tokens, 1), experts - 1)
+        elif kind == "nobody":
+            ids = torch.full((tokens, k), -1)
+        elif kind == "half_elsewhere":
+            ids = torch.where(ids < experts // 2, ids, -1)
+        (x,) = rows(tokens, 136, kind == "outliers")(d)
+        return x, d.uniform(tokens, ids.shape[1], low=0.1), ids.to(d.device)
+
+    return draw
+
+
+EXPERTS = [("plain", "triton"), ("fp8_block", "triton"), ("int4_group64", "triton"),
+           ("fp8_block", "triton_fp8"), ("int4_group64", "triton_fp8")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "provider"), EXPERTS)
+@pytest.mark.parametrize("kind", ["even", "outliers", "one_for_all", "half_elsewhere", "nobody"])
+@pytest.mark.parametrize("tokens", [1, 130])
+def test_experts(tokens, kind, format, provider, record_property):
+    op = MoEExperts(placeholder(9, 2 * 72, 136, format=format), placeholder(9, 136, 72, format=format), True)
+    sample = Sample(kind, op, chosen(kind, tokens, 9, 3))
+    judge(KERNELS[f"moe_experts {provider}"], sample, torch.bfloat16, record_property)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 5), (7, 4), (90, 33)])
+def test_pairs_are_dealt_once(tokens, experts):
+    from inferplane.kernels.triton.moe import dealt
+
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(-1, experts, (tokens, 3), generator=generator)
+    slots, owners = dealt(ids, experts, 16)
+    used = owners >= 0
+    held = slots.view(-1, 16)[used]
+    flat = ids.flatten()
+    real = held < flat.numel()
+    assert sorted(held[real].tolist()) == torch.where(flat >= 0)[0].tolist()
+    assert bool((flat[held[real].long()] == owners[used][:, None].expand_as(held)[real]).all())
+    assert owners[used].tolist() == sorted(owners[used].tolist())
+
+
+def test_masked_groups():
+    from inferplane.kernels.triton.moe import grouped, masked
+    from inferplane.kernels.triton.packed import pack
+    from inferplane.kernels.triton.product import plain
+
+    generator = torch.Generator().manual_seed(4)
+    x, w = torch.randn(3 * 32, 64, generator=generator), torch.randn(3, 40, 64, generator=generator)
+    counts = torch.tensor([0, 32, 5], dtype=torch.int32)
+    got = grouped(plain(x), pack(w), masked(counts, 32, 16), Product(16, 32), pairs=96).data.view(3, 32, 40)
+    for e, count in enumerate(counts.tolist()):
+        want = x.view(3, 32, 64)[e, :count] @ w[e].t()
+        torch.testing.assert_close(got[e, :count], want)
