@@ -64,7 +64,7 @@ def test_plain_weights_go_to_the_library():
 def test_coded_activations(act, group, served):
     op = Linear(placeholder(512, 384, format="fp8_block"), act=act, act_group=group)
     found, refused = answers(op)
-    assert (found == ["triton:linear"]) == served
+    assert (found[:1] == ["triton:linear"]) == served
     if not served:
         assert refused["triton:linear"] == ["needs activations coded by whole rows or by 128 columns"]
 

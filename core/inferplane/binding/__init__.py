@@ -9,6 +9,7 @@ from inferplane.binding.load import DictSource, DummySource, FormatReader, Loade
 from inferplane.binding.lock import read_lock, signature, write_lock
 from inferplane.binding.plan import COPY_BUDGET, Plan, Settings, bind
 from inferplane.binding.resolver import Resolver
+from inferplane.binding.tune import Trial, Tuned, tune
 
 __all__ = [
     "COPY_BUDGET",
@@ -25,6 +26,8 @@ __all__ = [
     "Resolver",
     "Settings",
     "TensorSource",
+    "Trial",
+    "Tuned",
     "Verdict",
     "View",
     "bind",
@@ -36,5 +39,6 @@ __all__ = [
     "run_canary",
     "run_case",
     "signature",
+    "tune",
     "write_lock",
 ]

@@ -26,6 +26,7 @@ from inferplane.binding.choice import Choice, Options
 from inferplane.binding.link import link
 from inferplane.binding.plan import Plan, Settings
 from inferplane.binding.resolver import Resolver
+from inferplane.errors import UsageError
 from inferplane.ops import Draw, Op, Sample
 from inferplane.ops.oracle import OracleKV, oracle_arguments, to_host
 from inferplane.types import (
@@ -188,6 +189,27 @@ def run_case(
     if written > error:
         error, detail = written, "in the cache"
     return Outcome(True, error, tolerance, detail, described)
+
+
+def bound_case(
+    kernel: Kernel, sample: Sample, bench: Bench, *, seed: int = 0
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A kernel bound to a sample's op with random weights, and arguments for it: what `run_case` would judge.
+
+    Args:
+        kernel: serves the sample.
+        sample: a case of its op.
+        bench: where it runs.
+        seed: of inputs and weights.
+    """
+    chosen = _choose_layouts(kernel, sample.op, bench)
+    if isinstance(chosen, str):
+        raise UsageError(f"{kernel.name} on {sample.label!r}: {chosen}.")
+    caches = Caches(chosen, bench.dtype, bench.torch_device, seed)
+    draw = Draw(seed, bench.dtype, bench.torch_device, caches.build)
+    weights = {id(w): draw.weight(w) for _, w in sample.op.weights()}
+    packed = _packed(sample.op, kernel, weights, bench, bench.torch_device)
+    return _bound(sample.op, kernel, packed, bench, sample.step_kind), sample.inputs(draw)
 
 
 def _stored_error(layout: KVLayout, dtype: torch.dtype) -> float:

@@ -55,11 +55,28 @@ def read_lock(path: str | Path, fingerprint: Mapping[str, Any]) -> dict[str, str
     return {str(k): str(v) for k, v in choices.items()}
 
 
-def write_lock(path: str | Path, fingerprint: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+def write_lock(
+    path: str | Path,
+    fingerprint: Mapping[str, Any],
+    choices: Mapping[str, str],
+    measured: Mapping[str, Any] | None = None,
+) -> None:
     """Write a lock file whole or not at all.
+
+    Args:
+        path: the file.
+        fingerprint: of this machine.
+        choices: `{"op|step_kind|signature": kernel}`.
+        measured: what led to each choice, by the same keys, for whoever reviews the file; nothing reads it.
 
     Raises:
         UsageError: it cannot be written.
     """
-    content = {"schema": SCHEMA, "fingerprint": dict(fingerprint), "choices": dict(sorted(choices.items()))}
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "fingerprint": dict(fingerprint),
+        "choices": dict(sorted(choices.items())),
+    }
+    if measured is not None:
+        content["measured"] = dict(sorted(measured.items()))
     write_whole(Path(path), json.dumps(content, indent=1) + "\n")

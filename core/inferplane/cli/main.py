@@ -33,6 +33,7 @@ VERBS = {
     "estimate": "how much memory a model takes, and how many sequences fit beside it",
     "ops": "the operations models are made of, and who has kernels for them",
     "conform": "run the conformance suite on a device",
+    "tune": "measure which kernels are the fastest here, and write a lock file",
     "bench": "measure latency, throughput and start-up",
 }
 """Verb -> what it does; each is a module of this package with `add_arguments(parser)` and `run(args, screen)`."""

@@ -34,13 +34,16 @@ def _packed(format: str, *shape: int) -> Any:
     return pack(weight if format == "plain" else encode(weight, format))
 
 
-def _linear(products: Products, rows: int, format: str, act: str = "") -> None:
-    from inferplane.kernels.triton.linear import linear, linear_fp8
+def _product(products: Products, rows: int, format: str, act: str) -> None:
+    from inferplane.kernels.triton.product import coded, plain, product
 
-    how = SimpleNamespace(format="int8", group=0) if act == "int8" else None
-    weight = _packed(format, COLUMNS, DEPTH)
-    op = SimpleNamespace(weight=weight, bias=None, act=how, act_group=0, out_dtype=None, prepared=products)
-    (linear_fp8 if act == "fp8" else linear)(op, torch.empty(rows, DEPTH, dtype=torch.bfloat16))
+    x = plain(torch.empty(rows, DEPTH, dtype=torch.bfloat16))
+    if act:
+        group = 128 if act == "fp8" else 0
+        scales = torch.empty(rows, DEPTH // 128 if group else 1)
+        kind = torch.uint8 if act == "fp8" else torch.int8
+        x = coded(torch.empty(rows, DEPTH, dtype=kind), scales, group, torch.bfloat16)
+    product(x, _packed(format, COLUMNS, DEPTH), products)
 
 
 FORMS = {"fp8_fp8": ("fp8_block", "fp8"), "int8_int8": ("int8_row", "int8"), "bf16_fp8": ("fp8_block", ""),
@@ -49,12 +52,12 @@ FORMS = {"fp8_fp8": ("fp8_block", "fp8"), "int8_int8": ("int8_row", "int8"), "bf
 
 def _specimen(form: str, rows: int, programs: int = 1) -> None:
     name = f"product_{form}_{rows}" + ("_split" if programs > 1 else "")
-    PRODUCTS[name] = lambda products: _linear(replace(products, programs=programs), rows, *FORMS[form])
+    PRODUCTS[name] = lambda products: _product(replace(products, programs=programs), rows, *FORMS[form])
 
 
-for _form, _rows in (("fp8_fp8", 256), ("int8_int8", 256), ("bf16_fp8", 256), ("bf16_int8", 1), ("bf16_int4", 256)):
+for _form, _rows in (("fp8_fp8", 256), ("int8_int8", 256), ("bf16_fp8", 256), ("bf16_int8", 1), ("bf16_int4", 256),
+                     ("fp8_fp8", 1)):  # fmt: skip
     _specimen(_form, _rows)
-_specimen("fp8_fp8", 1, 64)
 _specimen("bf16_int4", 1, 64)
 
 
@@ -81,6 +84,14 @@ PRODUCTS["experts_bf16_int4"] = lambda products: _grouped(products, 1, "int4_gro
 PRODUCTS["experts_fp8_few"] = lambda products: _grouped(products, 1, "fp8_block", code=True)
 PRODUCTS["experts_fp8_many"] = lambda products: _grouped(products, 256, "fp8_block", code=True)
 PRODUCTS["experts_fp8_down"] = lambda products: _grouped(products, 1, "fp8_block", last=True)
+
+
+@specimen("product_bf16_fp8_gated")
+def _(products: Products) -> None:
+    from inferplane.kernels.triton.product import plain, product
+
+    product(plain(torch.empty(256, DEPTH, dtype=torch.bfloat16)), _packed("fp8_block", 1024, DEPTH), products,
+            gated=True)  # fmt: skip
 
 
 @specimen("experts_dealt")

@@ -40,18 +40,20 @@ def tiles(op: Any, ctx: Context) -> Tiles:
 
 
 AMPERE_PRODUCTS = Products(
-    Product(16, 32, 4, 3), Product(64, 64, 4, 2), Product(64, 128, 8, 2), Product(64, 64, 8, 2), 108
+    Product(16, 32, 4, 3), Product(64, 64, 4, 2), Product(64, 128, 8, 2), Product(32, 64, 4, 2), 108
 )
 HOPPER_PRODUCTS = Products(
     Product(16, 64, 4, 4), Product(64, 64, 4, 3), Product(128, 128, 8, 3), Product(64, 128, 8, 3), 132
 )
+BLACKWELL_PRODUCTS = replace(HOPPER_PRODUCTS, many=Product(64, 128, 8, 3))
 
 
 def products(op: Any, ctx: Context) -> Products:
     """Tile sizes of matrix products, and whether FP8 numbers are multiplied as they are."""
-    large = any(name in ctx.features and ctx.features[name].present for name in ("sm90a", "sm100a"))
+    large = {"sm90a": HOPPER_PRODUCTS, "sm100a": BLACKWELL_PRODUCTS}
+    found = [p for name, p in large.items() if name in ctx.features and ctx.features[name].present]
     fp8 = "fp8" in ctx.features and bool(ctx.features["fp8"].present)
-    return replace(HOPPER_PRODUCTS if large else AMPERE_PRODUCTS, fp8=fp8)
+    return replace(found[0] if found else AMPERE_PRODUCTS, fp8=fp8)
 
 
 FP8_ERROR = 0.06

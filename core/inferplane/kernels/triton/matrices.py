@@ -73,7 +73,8 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = ANYWHERE.prepa
         )
 
     def when(dtypes: tuple[torch.dtype, ...], formats: tuple[str, ...], *needs: Any) -> When:
-        return When(dtypes, formats, features=("triton",), needs=needs)
+        features = ("triton",) if dtypes is FLOATS else ("triton", "fp8")
+        return When(dtypes, formats, features=features, needs=needs)
 
     every = ("plain", *QUANTIZED)
     fp8: dict[str, Any] = {"extra_error": FP8_ERROR, "note": "activations coded in FP8"}

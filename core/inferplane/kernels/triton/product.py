@@ -235,7 +235,8 @@ def product(
     out = torch.empty(rows, outputs, device=x.data.device, dtype=out_dtype or x.dtype)
     if not rows:
         return out
-    chosen, constants = products.choose(rows), form(x, weight, products.fp8)
+    chosen = products.of_experts(rows) if gated else products.choose(rows)
+    constants = form(x, weight, products.fp8)
     depth = weight.depth
     splits = 1 if gated else products.splits(chosen, rows, outputs, weight.columns)
     part = triton.cdiv(triton.cdiv(weight.columns, splits), depth) * depth
