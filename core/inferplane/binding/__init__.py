@@ -9,7 +9,7 @@ from inferplane.binding.load import DictSource, DummySource, FormatReader, Loade
 from inferplane.binding.lock import read_lock, signature, write_lock
 from inferplane.binding.plan import COPY_BUDGET, Plan, Settings, bind
 from inferplane.binding.resolver import Resolver
-from inferplane.binding.tune import Trial, Tuned, tune
+from inferplane.binding.tuning import Trial, Tuned, tune
 
 __all__ = [
     "COPY_BUDGET",
