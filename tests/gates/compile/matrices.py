@@ -55,9 +55,9 @@ def _specimen(form: str, rows: int, programs: int = 1) -> None:
     PRODUCTS[name] = lambda products: _product(replace(products, programs=programs), rows, *FORMS[form])
 
 
-for _form, _rows in (("fp8_fp8", 256), ("int8_int8", 256), ("bf16_fp8", 256), ("bf16_int8", 1), ("bf16_int4", 256),
-                     ("fp8_fp8", 1)):  # fmt: skip
+for _form, _rows in (("fp8_fp8", 256), ("int8_int8", 256), ("bf16_fp8", 256), ("bf16_int8", 1), ("bf16_int4", 256)):
     _specimen(_form, _rows)
+_specimen("fp8_fp8", 1, 64)
 _specimen("bf16_int4", 1, 64)
 
 
