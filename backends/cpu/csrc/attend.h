@@ -126,7 +126,7 @@ inline void weigh(const Attend &a, const bf16 *const *values, int64_t begin, int
 // Has n rows of `dim` entries brought near: they lie apart, so the processor does not foresee them.
 inline void fetch_rows(const bf16 *at, int64_t stride, int64_t n, int64_t dim) {
   for (int64_t i = 0; i < n; i++)
-    for (int64_t c = 0; c < dim; c += 32) _mm_prefetch((const char *)(at + i * stride + c), _MM_HINT_T0);
+    for (int64_t c = 0; c < dim; c += 32) _mm_prefetch((const char *)(at + i * stride + c), _MM_HINT_T1);
 }
 
 // The partial results of a task's tokens, for one KV head and one span: part[token * token_stride + head * stride].

@@ -113,47 +113,83 @@ void moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts,
   for (int64_t t = 0; t < m; t += kMoeTokens) {
     Moe part = {gate_up, down, experts, min64(kMoeTokens, m - t), top, inner, width, x + t * ldx, ldx, ids + t * top,
                 weights + t * top, out + t * width, nullptr, nullptr, 0, nullptr, nullptr};
-    plan_moe(part, scratch(14));
+    reserve_moe(part, scratch(24));
+    plan_moe(part);
     in_parallel(part.tokens * top * inner * width / 2, [&](Team &team) { moe(team, part); });
   }
 }
 
-// Buffers for `count` layers of few tokens in one call, or for one layer.
-LayerBuffers layer_buffers(const ip_layer &l, int64_t m, int64_t count, bf16 **outs) {
-  int64_t width = l.qkv.k, wide = l.heads * l.head_dim, inner = l.down.k;
-  int64_t rows[] = {width, width, width, l.qkv.n, wide, wide, inner}, all = 0;
-  for (int64_t n : rows) all += round_up(m * n, kLanes);
-  bf16 *at = scratch(20)->get<bf16>(all + count * 2 * round_up(m * width, kLanes));
-  LayerBuffers b;
-  bf16 **each[] = {&b.h, &b.h2, &b.s, &b.qkv, &b.q, &b.mixed, &b.act};
-  for (int i = 0; i < 7; i++) {
+int64_t inner_of(const ip_layer &l) { return l.gate_up.n / 2; }
+
+// Buffers for `count` layers of few tokens in one call, or for one layer, each as large as the largest of them wants it.
+LayerBuffers layer_buffers(const ip_layer *const *layers, int64_t count, int64_t m) {
+  int64_t width = layers[0]->o.n, heads = layers[0]->heads;
+  int64_t first = 0, q = 0, wide = 0, inner = 0, low = 0, all = 0, latent = 0;
+  LayerBuffers b = {};
+  b.moe.tokens = m, b.moe.width = width;
+  for (int64_t i = 0; i < count; i++) {
+    const ip_layer &l = *layers[i];
+    wide = max64(wide, l.o.k), inner = max64(inner, inner_of(l));
+    if (l.latent) {
+      low = max64(low, l.latent->q_a.n), latent = l.latent->latent, all = latent + l.latent->rope;
+      first = max64(first, all), q = max64(q, l.latent->q_b.n);
+    } else {
+      first = max64(first, l.qkv.n), q = max64(q, l.heads * l.head_dim);
+    }
+    if (!l.routed) continue;
+    b.moe.experts = max64(b.moe.experts, l.routed->experts), b.moe.top = max64(b.moe.top, l.routed->top);
+    b.moe.inner = max64(b.moe.inner, l.routed->down->k);
+  }
+  bf16 **each[] = {&b.h, &b.h2, &b.s, &b.qkv, &b.q, &b.mixed, &b.act, &b.low, &b.folded, &b.latents, &b.shared, &b.y};
+  int64_t rows[] = {width,       max64(width, low), width, first, q, wide, inner, low, heads * all, heads * latent,
+                    b.moe.experts ? width : 0, 0};
+  int64_t size = 0;
+  for (int64_t n : rows) size += round_up(m * n, kLanes);
+  bf16 *at = scratch(20)->get<bf16>(size + count * 2 * round_up(m * width, kLanes));
+  for (int i = 0; i < 12; i++) {
     *each[i] = at;
     at += round_up(m * rows[i], kLanes);
   }
-  b.y = *outs = at;
+  if (!b.moe.experts) return b;
+  b.logits = scratch(28)->get<float>(m * (b.moe.experts + b.moe.top));
+  b.weights = b.logits + m * b.moe.experts;
+  b.ids = scratch(29)->get<int64_t>(m * b.moe.top + count);
+  b.tasks = b.ids + m * b.moe.top;
+  reserve_moe(b.moe, scratch(24));
   return b;
 }
 
 Attend attend_of(const ip_layer &l, const ip_cache &cache, const LayerBuffers &b) {
+  if (l.latent) {
+    int64_t latent = l.latent->latent, dim = latent + l.latent->rope;
+    return {b.folded, cache.k, cache.k, cache.k_stride, cache.k_stride, l.heads, 1, dim, latent, cache.block, 0, l.scale,
+            b.latents};
+  }
   return {b.q,        cache.k,    cache.v,     cache.k_stride, cache.v_stride, l.heads,
           l.kv_heads, l.head_dim, l.head_dim, cache.block,    l.window,       l.scale, b.mixed};
 }
 
+// Padded rows are not attended to: nothing must be read of them that was never written.
+void clear_attended(const ip_layer &l, int64_t m, const LayerBuffers &b) {
+  int64_t wide = l.latent ? l.heads * l.latent->latent : l.o.k;
+  memset(l.latent ? b.latents : b.mixed, 0, (size_t)(m * wide) * sizeof(bf16));
+}
+
 int64_t layer_work(const ip_layer &l, int64_t m) {
-  return m * (l.qkv.k * l.qkv.n + l.o.k * l.o.n + 3 * l.down.k * l.down.n) / 4;
+  int64_t enter = l.latent ? l.latent->q_b.n * l.latent->q_b.k : l.qkv.n * l.qkv.k;
+  int64_t moe = l.routed ? l.routed->top * l.routed->down->k * l.o.n : 0;
+  return m * (enter + l.o.k * l.o.n + 3 * (inner_of(l) * l.o.n + moe)) / 4;
 }
 
 void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, const bf16 *residual, bf16 *out,
                          bf16 *out_residual) {
   Phases phases(true);
   int64_t m = step->tokens;
-  bf16 *outs;
-  LayerBuffers b = layer_buffers(*l, m, 1, &outs);
+  LayerBuffers b = layer_buffers(&l, 1, m);
   Attend a = attend_of(*l, step->cache, b);
-  // Padded rows are not attended to: nothing must be read of them that was never written.
-  memset(b.mixed, 0, (size_t)(m * l->o.k) * sizeof(bf16));
+  clear_attended(*l, m, b);
 #if defined(INFERPLANE_AMX)
-  if (l->rounded && m > kRowTile && attends_many(a)) {
+  if (l->rounded && !l->latent && !l->routed && m > kRowTile && attends_many(a)) {
     ManyBuffers many = {panels_in(scratch(16), m, l->qkv.k), panels_in(scratch(21), m, l->o.k),
                         panels_in(scratch(22), m, l->down.k), plan_many(step->batch, scratch(17))};
     ip_batch few = step->batch;
@@ -173,22 +209,22 @@ void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, 
   });
 }
 
-// Whether one plan of attention and one set of buffers serve both.
+// Whether one plan of attention serves both, and one width.
 bool alike(const ip_layer &a, const ip_layer &b) {
-  return a.qkv.k == b.qkv.k && a.qkv.n == b.qkv.n && a.down.k == b.down.k && a.heads == b.heads &&
-         a.kv_heads == b.kv_heads && a.head_dim == b.head_dim && a.window == b.window;
+  if (a.o.n != b.o.n || a.heads != b.heads || a.kv_heads != b.kv_heads || a.window != b.window) return false;
+  if (!a.latent || !b.latent) return !a.latent && !b.latent && a.head_dim == b.head_dim;
+  return a.latent->latent == b.latent->latent && a.latent->rope == b.latent->rope;
 }
 
 int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
                          const bf16 *x, const bf16 *residual, bf16 *out, bf16 *out_residual) {
-  int64_t m = step->tokens, rows = m * layers[0]->qkv.k;
+  int64_t m = step->tokens, rows = round_up(m * layers[0]->o.n, kLanes);
   if (m > kOwnRows) return 0;
   for (int64_t i = 1; i < count; i++)
     if (!alike(*layers[0], *layers[i]) || caches[i].block != caches[0].block) return 0;
   Phases phases(true);
-  bf16 *outs;
-  LayerBuffers shared = layer_buffers(*layers[0], m, count, &outs);
-  memset(shared.mixed, 0, (size_t)(m * layers[0]->o.k) * sizeof(bf16));
+  LayerBuffers shared = layer_buffers(layers, count, m);
+  clear_attended(*layers[0], m, shared);
   AttendPlan plan =
       plan_attention(attend_of(*layers[0], caches[0], shared), step->batch, omp_get_max_threads(), scratch(10));
   in_parallel(count * layer_work(*layers[0], m), [&](Team &team) {
@@ -198,8 +234,9 @@ int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, 
     for (int64_t i = 0; i < count; i++) {
       bool last = i + 1 == count;
       LayerBuffers b = shared;
-      b.y = outs + 2 * i * round_up(rows, kLanes);
-      bf16 *to = last ? out : b.y + round_up(rows, kLanes);
+      b.y += 2 * i * rows;
+      if (b.tasks) b.tasks += i;
+      bf16 *to = last ? out : b.y + rows;
       r = layer(team, *layers[i], *step, caches[i], in, r, to, last ? out_residual : nullptr, b,
                 attend_of(*layers[i], caches[i], shared), plan, counted);
       in = to;

@@ -44,7 +44,27 @@ typedef struct {
   int64_t sequences, table_width;
 } ip_batch;
 
-// A decoder layer: pre-norm, grouped-query attention, gated MLP. Rows of qkv: q then k then v; of gate_up: gate then up.
+// Latent attention, as in DeepSeek-V2: c = q_a x where q_a.n is not 0, and q = q_b norm(c), else q = q_b x; a head of q is
+// [nope | rope], of kv_b [nope | value] rows; the cache keeps [norm(latent) | rotated rope].
+typedef struct {
+  ip_matrix q_a, q_b, kv_a;
+  const ip_bf16 *q_a_norm, *kv_a_norm, *kv_b;
+  int64_t nope, rope, value, latent;
+  float q_a_eps, kv_a_eps;
+} ip_latent;
+
+// Routed experts: which `top` of them by scores of the router's logits, and their matrices.
+typedef struct {
+  ip_matrix router;
+  const float *bias;  // [experts], added to the scores where experts are chosen; or null
+  const ip_matrix *gate_up, *down;
+  int64_t experts, top, groups, top_groups;
+  float factor;
+  int32_t sigmoid, best_two, renormalize;  // scores; how groups are ranked; whether weights are divided by their sum
+} ip_experts;
+
+// A decoder layer: pre-norm; grouped-query or latent attention; a gated MLP, experts, or both, whose results are added.
+// Rows of qkv: q then k then v; of gate_up: gate then up.
 typedef struct {
   ip_matrix qkv, o, gate_up, down;
   const ip_bf16 *attn_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
@@ -55,6 +75,8 @@ typedef struct {
   // Quantized weights and attention's weights may be rounded to bf16 where many tokens come: faster, and then a row's
   // result depends on how many come with it.
   int32_t rounded;
+  const ip_latent *latent;    // null: grouped queries; else qkv and the norms of q and k are not read, kv_heads is 1
+  const ip_experts *routed;   // null: none; else gate_up and down are of the shared experts, none where gate_up.n is 0
 } ip_layer;
 
 // Rows of logits whose next tokens are wanted, and what each row asks for. Null where no row asks: `uniform` when all take

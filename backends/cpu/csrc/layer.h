@@ -1,10 +1,12 @@
-// A whole decoder layer with grouped-query attention and a gated MLP: one team, a barrier where results are shared.
+// A whole decoder layer of any kind: one team, a barrier where results are shared.
 //
 // Each step rounds to bf16 where the smaller kernels do, and uses their functions: a row's result is that of the layer
 // composed of them, to the last bit.
 #pragma once
-#include "attend.h"
+#include "mla.h"
+#include "moe.h"
 #include "phases.h"
+#include "route.h"
 #include "rowwise.h"
 
 namespace {
@@ -13,6 +15,11 @@ constexpr int64_t kOwnRows = 8;  // so few rows are normed by every thread for i
 
 struct LayerBuffers {
   bf16 *h, *h2, *s, *qkv, *q, *mixed, *y, *act;  // [m, ...], shared by the team, each written once
+  bf16 *low, *folded, *latents;                  // latent attention: c; queries and results in latents
+  bf16 *shared;                                  // experts: the shared ones' result
+  float *logits, *weights;
+  int64_t *ids, *tasks;                          // `tasks`: how many, an entry of its own for every layer of a call
+  Moe moe;                                       // its buffers
 };
 
 // out[i, j] = silu(gate) * up, both rounded to bf16 first; `inner` is a multiple of 16.
@@ -103,29 +110,104 @@ inline Normed add_norm(Team &team, const bf16 *x, const bf16 *r, const bf16 *wei
   return {mine, r ? mine + m * d : x};
 }
 
+// Latent attention, from the normed x to `mixed`.
+inline void attend_latents(Team &team, const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *x,
+                           const LayerBuffers &b, const Attend &a, const AttendPlan &plan, Phases &phases) {
+  const ip_latent &t = *l.latent;
+  int64_t m = step.tokens, width = l.o.n, low = t.q_a.n, all = t.latent + t.rope;
+  linear(team, low ? t.q_a : t.q_b, x, width, m, low ? b.low : b.q, low ? low : t.q_b.n, 0);
+  linear(team, t.kv_a, x, width, m, b.qkv, all, 0);
+  team.barrier();
+  phases.end(kProject);
+  team.each(m, 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      if (low) rms_norm_row(b.low + i * low, nullptr, t.q_a_norm, t.q_a_eps, low, nullptr, b.h2 + i * low);
+      if (step.slots[i] < 0) continue;
+      bf16 *to = cache.k + step.slots[i] * cache.k_stride;
+      rms_norm_row(b.qkv + i * all, nullptr, t.kv_a_norm, t.kv_a_eps, t.latent, nullptr, to);
+      rope_head(b.qkv + i * all + t.latent, l.rope + step.positions[i] * t.rope, t.rope, l.interleaved, to + t.latent);
+    }
+  });
+  if (low) {
+    team.barrier();
+    linear(team, t.q_b, b.h2, low, m, b.q, t.q_b.n, 0);
+    team.barrier();
+  }
+  phases.end(kEnter);
+  int64_t head = t.nope + t.rope;
+  Mla mla = {b.q,      b.q + t.nope, l.heads * head, head,     l.heads * head, head,      t.kv_b, l.heads, t.nope,
+             t.rope,   t.value,      t.latent,       m,        b.folded,       b.latents, b.mixed};
+  mla_fold(team, mla, [&](int64_t i, const bf16 *from, bf16 *to) {
+    rope_head(from, l.rope + step.positions[i] * t.rope, t.rope, l.interleaved, to);
+  });
+  team.barrier();
+  attend(team, a, plan);
+  team.barrier();
+  mla_unfold(team, mla);
+  team.barrier();
+  phases.end(kAttend);
+}
+
+// Experts and what all tokens share, from the normed x to `out`.
+inline void experts(Team &team, const ip_layer &l, int64_t m, const bf16 *x, const LayerBuffers &b, bf16 *out,
+                    Phases &phases) {
+  const ip_experts &r = *l.routed;
+  int64_t width = l.o.n;
+  bool shared = l.gate_up.n > 0;
+  linear(team, r.router, x, width, m, b.logits, r.experts, 1);
+  if (shared) gated(team, l.gate_up, x, m, b.act);
+  team.barrier();
+  Moe moe = b.moe;
+  moe.gate_up = r.gate_up, moe.down = r.down, moe.experts = r.experts, moe.tokens = m, moe.top = r.top;
+  moe.inner = r.down->k, moe.width = width, moe.x = x, moe.ldx = width;
+  moe.ids = b.ids, moe.weights = b.weights, moe.out = out;
+  team.each(1, 1, [&](int64_t, int64_t) {
+    for (int64_t i = 0; i < m; i++) route(r, b.logits + i * r.experts, b.ids + i * r.top, b.weights + i * r.top);
+    plan_moe(moe);
+    *b.tasks = moe.count;
+  });
+  team.barrier();
+  moe.count = *b.tasks;
+  moe_gate_up(team, moe);
+  if (shared) linear(team, l.down, b.act, l.down.k, m, b.shared, width, 0);
+  team.barrier();
+  phases.end(kMlp);
+  moe_down(team, moe);
+  team.barrier();
+  moe_sum(team, moe, shared ? b.shared : nullptr);
+}
+
 // Returns the residual as this thread has it, for the layer that follows. Layers that follow each other in one call need x
 // and `out` that are no other layer's: a thread that was held up goes on from them. All else may be used again, since who
 // finds work to do in a part knows that nobody has left it. `out_residual` may be null where rows are few.
 inline const bf16 *layer(Team &team, const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *x,
                          const bf16 *residual, bf16 *out, bf16 *out_residual, const LayerBuffers &b, const Attend &a,
                          const AttendPlan &plan, Phases &phases) {
-  int64_t m = step.tokens, width = l.qkv.k;
+  int64_t m = step.tokens, width = l.o.n;
   Normed first = add_norm(team, x, residual, l.attn_norm, l.attn_eps, m, width, b.s, b.h, 18);
   phases.end(kAttnNorm);
-  linear(team, l.qkv, first.y, width, m, b.qkv, l.qkv.n, 0);
-  team.barrier();
-  phases.end(kProject);
-  enter_and_attend(team, l, step, cache, b.qkv, b.q, a, plan, phases);
+  if (l.latent) {
+    attend_latents(team, l, step, cache, first.y, b, a, plan, phases);
+  } else {
+    linear(team, l.qkv, first.y, width, m, b.qkv, l.qkv.n, 0);
+    team.barrier();
+    phases.end(kProject);
+    enter_and_attend(team, l, step, cache, b.qkv, b.q, a, plan, phases);
+  }
   linear(team, l.o, b.mixed, l.o.k, m, b.y, width, 0);
   team.barrier();
   phases.end(kOut);
   Normed second = add_norm(team, b.y, first.s, l.mlp_norm, l.mlp_eps, m, width, out_residual, b.h2, 19);
   if (m <= kOwnRows && out_residual && team.id == 0) memcpy(out_residual, second.s, (size_t)(m * width) * sizeof(bf16));
   phases.end(kMlpNorm);
-  gated(team, l.gate_up, second.y, m, b.act);
-  team.barrier();
-  phases.end(kMlp);
-  linear(team, l.down, b.act, l.down.k, m, out, width, 0);
+  if (l.routed) {
+    experts(team, l, m, second.y, b, out, phases);
+  } else {
+    gated(team, l.gate_up, second.y, m, b.act);
+    team.barrier();
+    phases.end(kMlp);
+    linear(team, l.down, b.act, l.down.k, m, out, width, 0);
+  }
   team.barrier();
   phases.end(kDown);
   return second.s;

@@ -9,7 +9,7 @@ constexpr int64_t kRowTile = 64;       // rows of activations at a time
 constexpr int64_t kChunkBytes = 65536; // weights a thread takes at a time
 
 inline Scratch *scratch(int which) {
-  static thread_local Scratch all[24];
+  static thread_local Scratch all[32];
   return &all[which];
 }
 

@@ -14,8 +14,9 @@ struct Mla {
   bf16 *out;     // [tokens, heads, value]
 };
 
-// folded[t, h] = [q_nope[t, h] W_k[h] | q_rope[t, h]]
-inline void mla_fold(Team &team, const Mla &m) {
+// folded[t, h] = [q_nope[t, h] W_k[h] | q_rope[t, h]]; put(t, from, to) writes the latter.
+template <class Put>
+inline void mla_fold(Team &team, const Mla &m, Put put) {
   constexpr int D = 4;
   team.each(m.heads, 1, [&](int64_t first, int64_t last) {
     for (int64_t h = first; h < last; h++) {
@@ -40,7 +41,7 @@ inline void mla_fold(Team &team, const Mla &m) {
           for (int d = 0; d < D && c + d * kLanes < m.latent; d++)
             store16(to + c + d * kLanes, acc[d], m.latent - c - d * kLanes);
         }
-        memcpy(to + m.latent, m.q_rope + t * m.rope_row + h * m.rope_head, (size_t)m.rope * sizeof(bf16));
+        put(t, m.q_rope + t * m.rope_row + h * m.rope_head, to + m.latent);
       }
     }
   });
@@ -63,7 +64,7 @@ inline void mla_unfold(Team &team, const Mla &m) {
 }
 
 inline void mla(Team &team, const Mla &m, const Attend &a, const AttendPlan &plan) {
-  mla_fold(team, m);
+  mla_fold(team, m, [&](int64_t, const bf16 *from, bf16 *to) { memcpy(to, from, (size_t)m.rope * sizeof(bf16)); });
   team.barrier();
   attend(team, a, plan);
   team.barrier();

@@ -28,24 +28,28 @@ struct Moe {
   float *results;  // [pairs, width]
 };
 
-inline void plan_moe(Moe &m, Scratch s[4]) {
+inline void reserve_moe(Moe &m, Scratch s[4]) {
   int64_t pairs = m.tokens * m.top;
   m.order = s[0].get<int64_t>(pairs + m.experts + 1);
-  int64_t *starts = m.order + pairs;
+  m.tasks = s[1].get<MoeTask>(pairs + 1);
+  m.hidden = s[2].get<bf16>(pairs * m.inner);
+  m.results = s[3].get<float>(pairs * m.width);
+}
+
+inline void plan_moe(Moe &m) {
+  int64_t pairs = m.tokens * m.top, *starts = m.order + pairs;
   memset(starts, 0, (size_t)(m.experts + 1) * sizeof(int64_t));
   for (int64_t p = 0; p < pairs; p++) starts[m.ids[p] + 1]++;
   for (int64_t e = 0; e < m.experts; e++) starts[e + 1] += starts[e];
-  m.tasks = s[1].get<MoeTask>(pairs + 1);
   m.count = 0;
   for (int64_t e = 0; e < m.experts; e++)
     for (int64_t p = starts[e]; p < starts[e + 1]; p += kRowTile)
       m.tasks[m.count++] = {e, p, min64(kRowTile, starts[e + 1] - p)};
   for (int64_t p = 0; p < pairs; p++) m.order[starts[m.ids[p]]++] = p;
-  m.hidden = s[2].get<bf16>(pairs * m.inner);
-  m.results = s[3].get<float>(pairs * m.width);
 }
 
-inline void moe(Team &team, const Moe &m) {
+// The hidden entries of every pair.
+inline void moe_gate_up(Team &team, const Moe &m) {
   int64_t laid_task = -1;
   Laid laid = {};
   int64_t chunk = chunk_rows(m.gate_up[0], team.count);
@@ -79,8 +83,11 @@ inline void moe(Team &team, const Moe &m) {
       }
     }
   });
-  team.barrier();
-  laid_task = -1;
+}
+
+inline void moe_down(Team &team, const Moe &m) {
+  int64_t laid_task = -1;
+  Laid laid = {};
   int64_t down_chunk = chunk_rows(m.down[0], team.count), down_chunks = (m.width + down_chunk - 1) / down_chunk;
   team.each(m.count * down_chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t u = first; u < last; u++) {
@@ -97,16 +104,28 @@ inline void moe(Team &team, const Moe &m) {
         memcpy(m.results + m.order[t.first + i] * m.width + j, sums + i * down_chunk, (size_t)n * sizeof(float));
     }
   });
-  team.barrier();
+}
+
+// The tokens' sums, rounded; `more` [tokens, width] is added to them, or null.
+inline void moe_sum(Team &team, const Moe &m, const bf16 *more) {
   team.each(m.tokens, 1, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++)
       for (int64_t c = 0; c < m.width; c += kLanes) {
         F acc = F{};
         for (int64_t j = 0; j < m.top; j++)
           acc = fma(splat(m.weights[t * m.top + j]), load_f(m.results + (t * m.top + j) * m.width + c, m.width - c), acc);
+        if (more) acc = widen(narrow(acc)) + load16(more + t * m.width + c, m.width - c);
         store16(m.out + t * m.width + c, acc, m.width - c);
       }
   });
+}
+
+inline void moe(Team &team, const Moe &m) {
+  moe_gate_up(team, m);
+  team.barrier();
+  moe_down(team, m);
+  team.barrier();
+  moe_sum(team, m, nullptr);
 }
 
 }  // namespace

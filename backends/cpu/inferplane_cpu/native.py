@@ -62,8 +62,31 @@ class Steps(Structure):
     ]
 
 
+class Latent(Structure):
+    """`ip_latent`: latent attention."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("q_a", "q_b", "kv_a")),
+        *((name, c_void_p) for name in ("q_a_norm", "kv_a_norm", "kv_b")),
+        *((name, c_int64) for name in ("nope", "rope", "value", "latent")),
+        *((name, c_float) for name in ("q_a_eps", "kv_a_eps")),
+    ]
+
+
+class Experts(Structure):
+    """`ip_experts`: routed experts."""
+
+    _fields_ = [
+        ("router", Matrix),
+        *((name, c_void_p) for name in ("bias", "gate_up", "down")),
+        *((name, c_int64) for name in ("experts", "top", "groups", "top_groups")),
+        ("factor", c_float),
+        *((name, c_int32) for name in ("sigmoid", "best_two", "renormalize")),
+    ]
+
+
 class Layer(Structure):
-    """`ip_layer`: a decoder layer with grouped-query attention and a gated MLP."""
+    """`ip_layer`: a decoder layer."""
 
     _fields_ = [
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
@@ -72,6 +95,8 @@ class Layer(Structure):
         *((name, c_float) for name in ("attn_eps", "mlp_eps", "q_eps", "k_eps", "scale")),
         ("interleaved", c_int32),
         ("rounded", c_int32),
+        ("latent", c_void_p),
+        ("routed", c_void_p),
     ]
 
 

@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from inferplane.conformance import stepping
+from inferplane.conformance.configs import TINY, model
 from inferplane.conformance.subject import Subject
+from inferplane.models import Build, Config, deepseek_v3
+from inferplane.ops import CausalLM
 from inferplane.plugin import PLAIN
 from inferplane.plugins import host
 from inferplane_cpu.native import forced, instruction_sets, native
-from tests.unit.small import tiny_llama
+from tests.unit.small import V3, WHOLE_MODEL, tiny_llama
 
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -22,8 +25,13 @@ SCHEDULES = {
 """The last twelve tokens singly, or as up to seven rows a step; at nine and more rows the chain gives its turn back."""
 
 
-def bound_model(tree, weights, tokens, chained):
-    bound = stepping.on_device(Subject.of(host(), "cpu", "bfloat16"), tree, torch.bfloat16, weights, tokens)
+def bound_model(tree, weights, tokens, chained, whole=True):
+    subject = Subject.of(host(), "cpu", "bfloat16")
+    if not whole:
+        subject.kernels = [k for k in subject.kernels if k.op != "decoder_layer"]
+    bound = stepping.on_device(subject, tree, torch.bfloat16, weights, tokens)
+    if not whole:
+        return bound
     view = bound.steps["decode"].__self__
     assert hasattr(view.layers, "chain")
     if not chained:
@@ -61,3 +69,41 @@ def test_layers_of_two_windows_go_in_turn():
     assert not torch.equal(whole, windowed)
     bound.steps["decode"].__self__.layers = tuple(bound.steps["decode"].__self__.layers)
     assert torch.equal(windowed, stepping.run(bound, prompt, SCHEDULES["tokens"])[0])
+
+
+def latents_and_experts(format):
+    """DeepSeek-V3 in small, with kv_b, the router and norms in bfloat16."""
+
+    def of(name):
+        return format if name.endswith(("_proj.weight", "_mqa.weight")) and "kv_b" not in name else PLAIN
+
+    return deepseek_v3(Build(Config(V3), WHOLE_MODEL, of, positions=256))
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("format", [PLAIN, "int8_group", "int4_group32", "fp8_block"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_latents_and_experts_in_one_call(name, format, schedule):
+    """The chain gives what its layers give in turn, and these what smaller kernels give."""
+    tree = latents_and_experts(format)
+    weights = stepping.draw_weights(tree, torch.bfloat16, steady_routes=True)
+    draw = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS["ragged"]]
+    with forced(name):
+        chained, single, parts = (
+            stepping.run(bound_model(tree, weights, 40, chain, whole), prompts, SCHEDULES[schedule])
+            for chain, whole in ((True, True), (False, True), (False, False))
+        )
+    for one, other, small in zip(chained, single, parts, strict=True):
+        assert torch.equal(one, other)
+        assert (one - small).abs().max() <= CausalLM.tolerance[torch.bfloat16] * small.abs().max()
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_every_family_decodes_in_one_call(family):
+    subject = Subject.of(host(), "cpu", "bfloat16")
+    tree = model(TINY[family])
+    plan = stepping.plan_for(subject, tree, torch.bfloat16)
+    bound = [choice.label for site, op, choice in plan.sites("decode") if op.name == "decoder_layer"]
+    fp8_latents = any(op.name == "mla_absorbed" and op.kv_b.format != PLAIN for _, op in tree.sites())
+    assert set(bound) == ({"decomposition"} if fp8_latents else {"native:decoder_layer"})

@@ -11,63 +11,110 @@ import torch
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
 from inferplane_cpu.kernels.attention import LAYOUT, cache, steps, tiled
 from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
-from inferplane_cpu.native import Cache, Layer, Step, library
+from inferplane_cpu.native import Cache, Experts, Latent, Layer, Step, library
 
 KERNELS = Kernels()
-LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
+MOST_EXPERTS = 1024
+"""csrc/route.h."""
 
 
-def _children(op: Any) -> list[Any]:
-    return [getattr(getattr(op, a), b) for a, _, b in (path.partition(".") for path in LINEARS)]
+def _latent(op: Any) -> bool:
+    return bool(op.attn.name == "mla_block")
 
 
-def _grouped(op: Any) -> bool:
+def _served(op: Any) -> bool:
     attn, mlp = op.attn, op.mlp
-    if attn.name != "gqa_block" or mlp.name != "gated_mlp" or attn.reduce is not None or mlp.reduce is not None:
+    if attn.name not in ("gqa_block", "mla_block") or mlp.name not in ("gated_mlp", "moe"):
         return False
-    return bool(attn.few.kv.dim == attn.few.kv.v_dim == attn.head_dim)
+    if attn.reduce is not None or mlp.reduce is not None or (mlp.name == "moe" and mlp.here is not None):
+        return False
+    return _latent(op) or bool(attn.few.kv.dim == attn.few.kv.v_dim == attn.head_dim)
+
+
+def _dense(op: Any) -> Any:
+    """The gated MLP that all tokens take, or None."""
+    return op.mlp if op.mlp.name == "gated_mlp" else op.mlp.shared
+
+
+def _linears(op: Any) -> list[Any]:
+    """Linear children, the router left out."""
+    attn, mlp = op.attn, _dense(op)
+    own = [attn.q_a, attn.q_b, attn.kv_a] if _latent(op) else [attn.qkv]
+    return [x for x in (*own, attn.o, *((mlp.gate_up, mlp.down) if mlp is not None else ())) if x is not None]
+
+
+def _stacks(op: Any) -> list[Any]:
+    """The experts' weights."""
+    return [op.mlp.experts.gate_up, op.mlp.experts.down] if op.mlp.name == "moe" else []
 
 
 def _usual(op: Any) -> bool:
-    linears = _children(op)
-    return all(x.act is None and x.out_dtype is None for x in linears) and linears[2].bias is None
+    mlp = _dense(op)
+    plain = all(x.act is None and x.out_dtype is None for x in _linears(op))
+    router = op.mlp.router if op.mlp.name == "moe" else None
+    if router is not None:
+        plain = plain and router.bias is None and router.act is None and router.out_dtype is torch.float32
+    return plain and (mlp is None or mlp.gate_up.bias is None)
+
+
+def _stored(path: str) -> bool:
+    """Whether a weight is one that the library reads in bfloat16: all but rotary tables and a router's bias."""
+    return not (path.endswith("rope.table") or path == "mlp.route.bias")
 
 
 def _bf16(op: Any) -> bool:
-    weights = [w for path, w in op.weights() if not path.endswith("rope.table")]
-    return all(w.dtype in (None, torch.bfloat16) for w in weights) and op.attn.enter.rope.table.dtype is torch.float32
+    if any(w.dtype not in (None, torch.bfloat16) for path, w in op.weights() if _stored(path)):
+        return False
+    route = op.mlp.route if op.mlp.name == "moe" else None
+    return op.attn.enter.rope.table.dtype is torch.float32 and (
+        route is None or route.bias is None or route.bias.dtype is torch.float32
+    )
 
 
 def _sixteens(op: Any) -> bool:
-    return bool(op.mlp.down.weight.shape[1] % 16 == 0)
+    mlp = _dense(op)
+    return mlp is None or bool(mlp.down.weight.shape[1] % 16 == 0)
+
+
+def _bounded(op: Any) -> bool:
+    return not _stacks(op) or (op.mlp.experts.gate_up.shape[0] <= MOST_EXPERTS and not op.mlp.experts.partial)
+
+
+def _plain_kv_b(op: Any) -> bool:
+    return not _latent(op) or bool(op.attn.absorbed.kv_b.format == PLAIN and op.attn.expanded.kv_b.bias is None)
 
 
 def _all_packed(op: Any) -> bool:
-    return all(x.weight.format in PANELS for x in _children(op))
+    return all(w.format in PANELS for w in (*(x.weight for x in _linears(op)), *_stacks(op)))
 
 
-def _if_grouped(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _if_served(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """A predicate that has nothing to say of other layers."""
-    return lambda op: not _grouped(op) or holds(op)
+    return lambda op: not _served(op) or holds(op)
 
 
 NEEDS = (
-    ("grouped-query attention and a gated MLP on one rank", _grouped),
-    ("plain activations, and an MLP without bias", _if_grouped(_usual)),
-    ("bfloat16 weights and a float32 rotary table", _if_grouped(_bf16)),
-    ("an inner width that is a multiple of 16", _if_grouped(_sixteens)),
+    ("grouped-query or latent attention and a gated MLP or experts, on one rank", _served),
+    ("plain activations, and an MLP without bias", _if_served(_usual)),
+    ("bfloat16 weights, a float32 rotary table and a float32 bias of the router", _if_served(_bf16)),
+    ("an inner width that is a multiple of 16", _if_served(_sixteens)),
+    (f"all experts here, at most {MOST_EXPERTS}", _if_served(_bounded)),
+    ("a bfloat16 kv_b without bias", _if_served(_plain_kv_b)),
 )
 
 
 def _tiled(op: Any) -> bool:
-    return tiled(op.attn.head_dim)
+    return op.attn.name == "gqa_block" and op.mlp.name == "gated_mlp" and tiled(op.attn.head_dim)
 
 
 def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any) -> When:
     features: tuple[str, ...] = ("native",)
     if step_kind == "mixed":
         features = ("native", "amx")
-        needs = (("heads of a multiple of 32 up to 256", _if_grouped(_tiled)), *needs)
+        needs = (
+            ("grouped-query attention, a gated MLP and heads of a multiple of 32 up to 256", _if_served(_tiled)),
+            *needs,
+        )
     return When(
         (torch.bfloat16,),
         (PLAIN, *formats),
@@ -78,26 +125,68 @@ def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any) -> When:
     )
 
 
-ALL_PACKED = ("8 or 4 bits in all its linear layers", _if_grouped(_all_packed))
-PACKS = {f"{path}.weight": PACKING for path in LINEARS}
+ALL_PACKED = ("8 or 4 bits in all its linear layers and experts", _if_served(_all_packed))
+LINEARS = ("attn.qkv", "attn.q_a", "attn.q_b", "attn.kv_a", "attn.o", "mlp.gate_up", "mlp.down")
+PACKS = {f"{path}.weight": PACKING for path in (*LINEARS, "mlp.shared.gate_up", "mlp.shared.down")}
+PACKS |= {"mlp.experts.gate_up": PACKING, "mlp.experts.down": PACKING}
+
+
+def _matrix(child: Any) -> Any:
+    """A linear layer's matrix; the view holds what the copy of it points to."""
+    child.described = matrices(child.weight, child.bias)
+    return child.described[0]
 
 
 def _describe(p: Any, rounded: bool) -> Layer:
     """The layer as the library reads it, described once and kept on its view; the view keeps the tensors."""
     attn, layer = p.attn, Layer(rounded=rounded)
-    for path, child in zip(("qkv", "o", "gate_up", "down"), (attn.qkv, attn.o, p.mlp.gate_up, p.mlp.down), strict=True):
-        child.described = matrices(child.weight, child.bias)  # holds what the copy below points to
-        setattr(layer, path, child.described[0])
     layer.attn_norm, layer.attn_eps = p.attn_norm.norm.weight.data_ptr(), p.attn_norm.norm.eps
     layer.mlp_norm, layer.mlp_eps = p.mlp_norm.norm.weight.data_ptr(), p.mlp_norm.norm.eps
+    layer.o = _matrix(attn.o)
     enter = attn.enter
-    if enter.q_norm is not None:
-        layer.q_norm, layer.q_eps = enter.q_norm.weight.data_ptr(), enter.q_norm.eps
-        layer.k_norm, layer.k_eps = enter.k_norm.weight.data_ptr(), enter.k_norm.eps
     layer.rope, layer.interleaved = enter.rope.table.data_ptr(), enter.rope.interleaved
-    layer.heads, layer.kv_heads = attn.heads
-    layer.head_dim, layer.window, layer.scale = attn.head_dim, attn.few.kv.window or 0, attn.few.scale
+    if hasattr(attn, "qkv"):
+        layer.qkv = _matrix(attn.qkv)
+        if enter.q_norm is not None:
+            layer.q_norm, layer.q_eps = enter.q_norm.weight.data_ptr(), enter.q_norm.eps
+            layer.k_norm, layer.k_eps = enter.k_norm.weight.data_ptr(), enter.k_norm.eps
+        layer.heads, layer.kv_heads = attn.heads
+        layer.head_dim, layer.window, layer.scale = attn.head_dim, attn.few.kv.window or 0, attn.few.scale
+    else:
+        p.latent = _describe_latent(attn)
+        layer.latent = ctypes.addressof(p.latent)
+        layer.heads, layer.kv_heads, layer.scale = attn.dims.heads, 1, attn.absorbed.scale
+    mlp = p.mlp
+    if hasattr(mlp, "experts"):
+        p.routed = _describe_experts(mlp)
+        layer.routed = ctypes.addressof(p.routed)
+        mlp = mlp.shared
+    if mlp is not None:
+        layer.gate_up, layer.down = _matrix(mlp.gate_up), _matrix(mlp.down)
     return layer
+
+
+def _describe_latent(attn: Any) -> Latent:
+    d, enter = attn.dims, attn.enter
+    made = Latent(nope=d.nope, rope=d.rope, value=d.value, latent=d.latent, kv_b=attn.absorbed.kv_b.data_ptr())
+    made.q_b, made.kv_a = _matrix(attn.q_b), _matrix(attn.kv_a)
+    made.kv_a_norm, made.kv_a_eps = enter.kv_a_norm.weight.data_ptr(), enter.kv_a_norm.eps
+    if attn.q_a is not None:
+        made.q_a = _matrix(attn.q_a)
+        made.q_a_norm, made.q_a_eps = enter.q_a_norm.weight.data_ptr(), enter.q_a_norm.eps
+    return made
+
+
+def _describe_experts(mlp: Any) -> Experts:
+    route, experts = mlp.route, mlp.experts
+    experts.described = gate_up, down = matrices(experts.gate_up), matrices(experts.down)
+    made = Experts(experts=len(gate_up), top=route.top_k, groups=route.groups, top_groups=route.top_groups)
+    made.router = _matrix(mlp.router)
+    made.bias = None if route.bias is None else route.bias.data_ptr()
+    made.gate_up, made.down = ctypes.addressof(gate_up), ctypes.addressof(down)
+    made.factor, made.sigmoid = route.factor, route.score == "sigmoid"
+    made.best_two, made.renormalize = route.group_score == "top2", route.renormalize
+    return made
 
 
 def _step(batch: Batch) -> Step:
