@@ -129,7 +129,7 @@ int ip_attention_many(const ip_bf16 *q, const ip_batch *batch, const ip_cache *c
 }
 
 void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q_rope, const int64_t *rope_strides,
-            const ip_bf16 *kv_b, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t nope, int64_t rope,
+            const ip_matrix *kv_b, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t nope, int64_t rope,
             int64_t value, int64_t latent, float scale, ip_bf16 *out) {
   now().mla(q_nope, nope_strides, q_rope, rope_strides, kv_b, batch, cache, heads, nope, rope, value, latent, scale,
             out);

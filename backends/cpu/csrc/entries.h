@@ -92,11 +92,11 @@ int attention_many_entry(const bf16 *q, const ip_batch *batch, const ip_cache *c
 }
 
 void mla_entry(const bf16 *q_nope, const int64_t *nope_strides, const bf16 *q_rope, const int64_t *rope_strides,
-               const bf16 *kv_b, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t nope,
+               const ip_matrix *kv_b, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t nope,
                int64_t rope, int64_t value, int64_t latent, float scale, bf16 *out) {
   int64_t tokens = batch->start[batch->sequences], dim = latent + rope;
   bf16 *folded = scratch(12)->get<bf16>(tokens * heads * dim), *mixed = scratch(13)->get<bf16>(tokens * heads * latent);
-  Mla m = {q_nope, q_rope, nope_strides[0], nope_strides[1], rope_strides[0], rope_strides[1], kv_b, heads,
+  Mla m = {q_nope, q_rope, nope_strides[0], nope_strides[1], rope_strides[0], rope_strides[1], *kv_b, heads,
            nope,   rope,   value,           latent,          tokens,          folded,          mixed, out};
   Attend a = {folded, cache->k, cache->k, cache->k_stride, cache->k_stride, heads, 1, dim, latent, cache->block, 0,
               scale,  mixed};

@@ -97,7 +97,8 @@ inline void expand_row(const ip_matrix &w, int64_t row, bf16 *out) {
   } else if (w.kind == IP_FP8) {
     int64_t blocks = (w.k + kBlock - 1) / kBlock;
     fp8_widen((const uint8_t *)w.data + row * w.ld, w.k, out);
-    for (int64_t c = 0; c < w.k; c++) out[c] = narrow1(widen1(out[c]) * w.scale[row / w.group * blocks + c / kBlock]);
+    for (int64_t c = 0; c < w.k; c += kLanes)
+      store16(out + c, load16(out + c, w.k - c) * w.scale[row / w.group * blocks + c / kBlock], w.k - c);
   } else {
     for (int64_t g = 0; g * group_of(w) < w.k; g++) {
       float scale = scale_of(w, row / kLanes, g)[row % kLanes];

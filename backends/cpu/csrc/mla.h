@@ -7,12 +7,20 @@ namespace {
 struct Mla {
   const bf16 *q_nope, *q_rope;
   int64_t nope_row, nope_head, rope_row, rope_head;  // strides
-  const bf16 *kv_b;
+  ip_matrix kv_b;
   int64_t heads, nope, rope, value, latent, tokens;
   bf16 *folded;  // [tokens, heads, latent + rope]
   bf16 *mixed;   // [tokens, heads, latent]
   bf16 *out;     // [tokens, heads, value]
 };
+
+// Rows first .. first + n of kv_b in bf16: where they lie, or expanded.
+inline const bf16 *kv_b_rows(const Mla &m, int64_t first, int64_t n) {
+  if (m.kv_b.kind == IP_BF16) return (const bf16 *)m.kv_b.data + first * m.kv_b.ld;
+  bf16 *rows = scratch(5)->get<bf16>(n * m.latent);
+  for (int64_t r = 0; r < n; r++) expand_row(m.kv_b, first + r, rows + r * m.latent);
+  return rows;
+}
 
 // folded[t, h] = [q_nope[t, h] W_k[h] | q_rope[t, h]]; put(t, from, to) writes the latter.
 template <class Put>
@@ -20,7 +28,7 @@ inline void mla_fold(Team &team, const Mla &m, Put put) {
   constexpr int D = 4;
   team.each(m.heads, 1, [&](int64_t first, int64_t last) {
     for (int64_t h = first; h < last; h++) {
-      const bf16 *w = m.kv_b + h * (m.nope + m.value) * m.latent;
+      const bf16 *w = kv_b_rows(m, h * (m.nope + m.value), m.nope);
       for (int64_t t = 0; t < m.tokens; t++) {
         const bf16 *q = m.q_nope + t * m.nope_row + h * m.nope_head;
         bf16 *to = m.folded + (t * m.heads + h) * (m.latent + m.rope);
@@ -56,7 +64,7 @@ inline void mla_unfold(Team &team, const Mla &m) {
         Rows x = rows_of(scratch(0), n, m.latent,
                          [&](int64_t t) { return m.mixed + ((t0 + t) * m.heads + h) * m.latent; });
         float *sums = scratch(7)->get<float>(n * m.value + kLanes);
-        dot(m.kv_b + (h * (m.nope + m.value) + m.nope) * m.latent, m.latent, m.value, m.latent, x, 0, sums, m.value);
+        dot(kv_b_rows(m, h * (m.nope + m.value) + m.nope, m.value), m.latent, m.value, m.latent, x, 0, sums, m.value);
         for (int64_t t = 0; t < n; t++)
           put_bf16(m.out + ((t0 + t) * m.heads + h) * m.value, sums + t * m.value, m.value);
       }

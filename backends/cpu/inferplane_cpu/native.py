@@ -66,8 +66,8 @@ class Latent(Structure):
     """`ip_latent`: latent attention."""
 
     _fields_ = [
-        *((name, Matrix) for name in ("q_a", "q_b", "kv_a")),
-        *((name, c_void_p) for name in ("q_a_norm", "kv_a_norm", "kv_b")),
+        *((name, Matrix) for name in ("q_a", "q_b", "kv_a", "kv_b")),
+        *((name, c_void_p) for name in ("q_a_norm", "kv_a_norm")),
         *((name, c_int64) for name in ("nope", "rope", "value", "latent")),
         *((name, c_float) for name in ("q_a_eps", "kv_a_eps")),
     ]
@@ -139,7 +139,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_rope": (None, _P, _I, _I, _P, _P, _I, _I, _I, c_int, _P),
     "ip_attention": (None, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
     "ip_attention_many": (c_int, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
-    "ip_mla": (None, _P, _P, _P, _P, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, _I, c_float, _P),
+    "ip_mla": (None, _P, _P, _P, _P, POINTER(Matrix), POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, _I, c_float, _P),
     "ip_moe": (None, POINTER(Matrix), POINTER(Matrix), _I, _P, _I, _I, _P, _P, _I, _P),
     "ip_sample": (None, POINTER(Sampling), _P),
     "ip_read": (_I, _P, _I),

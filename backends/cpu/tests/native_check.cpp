@@ -194,7 +194,8 @@ void attention() {
       Bf16 c(slots * (latent + rope)), mixed(step.tokens * 3 * value);
       ip_cache latents = {c, c, latent + rope, latent + rope, 16};
       int64_t ns[] = {3 * nope, nope}, rs[] = {3 * rope, rope};
-      ip_mla(a, ns, b, rs, w, &step.batch, &latents, 3, nope, rope, value, latent, 0.2f, mixed);
+      ip_matrix kv_b = {IP_BF16, 0, 3 * (nope + value), latent, latent, (ip_bf16 *)w, nullptr, nullptr, nullptr};
+      ip_mla(a, ns, b, rs, &kv_b, &step.batch, &latents, 3, nope, rope, value, latent, 0.2f, mixed);
       expect(isfinite(widen(mixed[0])), "latent attention");
     }
 }
@@ -235,6 +236,50 @@ void layers() {
       Bf16 x(s.tokens * width), r(s.tokens * width), y(s.tokens * width), sum(s.tokens * width);
       ip_decoder_layer(&layer, &step, x, nullptr, y, sum);
       ip_decoder_layer(&layer, &step, x, r, y, sum);
+    }
+}
+
+// Latent attention, a dense layer and one with experts, alone and in one call.
+void latent_layers() {
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 64}, {IP_INT4, 32}};
+  const int64_t width = 70, heads = 3, nope = 12, rope = 8, value = 20, latent = 40, low = 90, inner = 48, slots = 120 * 16;
+  for (auto &kind : kinds)
+    for (int32_t many : {1, 6, 20}) {
+      auto made = [&](int64_t n, int64_t k) { return weight(kind[0], kind[1], n, k); };
+      bool panels = kind[0] == IP_INT8 || kind[0] == IP_INT4;
+      Stored q_a = made(low, width), q_b = made(heads * (nope + rope), low), kv_a = made(latent + rope, width);
+      Stored kv_b = weight(panels ? IP_BF16 : kind[0], kind[1], heads * (nope + value), latent), o = made(width, heads * value);
+      Stored gate_up = made(2 * inner, width), down = made(width, inner), router = weight(IP_BF16, 0, 8, width);
+      std::vector<Stored> up, back;
+      std::vector<ip_matrix> ups, backs;
+      for (int e = 0; e < 8; e++) {
+        up.push_back(made(2 * 37, width)), back.push_back(made(width, 37));
+        ups.push_back(up.back().m), backs.push_back(back.back().m);
+      }
+      Bf16 n1(width), n2(width), n3(low), n4(latent), cached(slots * (latent + rope)), more(slots * (latent + rope));
+      Array<float> table(700 * rope), bias(8);
+      ip_latent lower = {q_a.m, q_b.m, kv_a.m, kv_b.m, n3, n4, nope, rope, value, latent, 1e-6f, 1e-6f};
+      ip_experts routed = {router.m, bias, ups.data(), backs.data(), 8, 3, 4, 2, 2.5f, 1, 1, 1};
+      ip_layer dense = {{}, o.m, gate_up.m, down.m, n1, n2, nullptr, nullptr, table, heads, 1, 0, 0, 1e-6f, 1e-6f, 0, 0,
+                        0.2f, 1, 0, &lower, nullptr};
+      ip_layer sparse = dense, alone;
+      sparse.routed = &routed;
+      alone = sparse;
+      alone.gate_up = alone.down = {};
+      Step s(many, 300);
+      ip_cache caches[] = {{cached, cached, latent + rope, latent + rope, 16}, {more, more, latent + rope, latent + rope, 16}};
+      ip_step step = {s.batch, caches[0], s.positions, s.slots, s.tokens};
+      Bf16 x(s.tokens * width), y(s.tokens * width), sum(s.tokens * width), y2(s.tokens * width), sum2(s.tokens * width);
+      ip_decoder_layer(&alone, &step, x, nullptr, y, sum);
+      ip_decoder_layer(&dense, &step, x, nullptr, y, sum);
+      step.cache = caches[1];
+      ip_decoder_layer(&sparse, &step, y, sum, y2, sum2);
+      expect(isfinite(widen(y2[0])), "layers with latents and experts");
+      const ip_layer *both[] = {&dense, &sparse};
+      Bf16 y3(s.tokens * width), sum3(s.tokens * width);
+      bool done = ip_decoder_layers(both, caches, 2, &step, x, nullptr, y3, sum3);
+      expect(done == (s.tokens <= 8), "who takes a chain");
+      if (done) expect(!memcmp(y2, y3, s.tokens * width * 2) && !memcmp(sum2, sum3, s.tokens * width * 2), "a chain");
     }
 }
 
@@ -313,6 +358,7 @@ int main() {
     attention();
     experts();
     layers();
+    latent_layers();
     sampling();
     printf("%s: done\n", name);
   }

@@ -131,13 +131,14 @@ class MLAExpanded(Op, name="mla_expanded", hot=True):
     def samples(cls) -> Sequence[Sample]:
         """Prefill, chunks; V3's own dims with few heads."""
         small, real = MLADims(2, 32, 16, 24, 48), MLADims(2, 128, 64, 128, 512)
-        make = lambda d: MLAExpanded(  # noqa: E731
-            Linear(placeholder(d.heads * (d.nope + d.value), d.latent)), d, (d.nope + d.rope) ** -0.5, d.request
+        make = lambda d, **kw: MLAExpanded(  # noqa: E731
+            Linear(placeholder(d.heads * (d.nope + d.value), d.latent, **kw)), d, (d.nope + d.rope) ** -0.5, d.request
         )
         return [
             Sample("prefill", make(small), _queries(small, [(20, 0), (13, 0)])),
             Sample("chunks", make(small), _queries(small, [(9, 70), (33, 128)])),
             Sample("v3_dims", make(real), _queries(real, [(17, 60)])),
+            Sample("fp8", make(real, format="fp8_block"), _queries(real, [(19, 33)])),
         ]
 
 
@@ -193,13 +194,14 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
         """Single tokens and drafts; V3's own dims with few and with more heads."""
         small, real = MLADims(2, 32, 16, 24, 48), MLADims(4, 128, 64, 128, 512)
         wide = replace(real, heads=16)
-        make = lambda d: MLAAbsorbed(  # noqa: E731
-            placeholder(d.heads * (d.nope + d.value), d.latent), d, (d.nope + d.rope) ** -0.5, d.request
+        make = lambda d, **kw: MLAAbsorbed(  # noqa: E731
+            placeholder(d.heads * (d.nope + d.value), d.latent, **kw), d, (d.nope + d.rope) ** -0.5, d.request
         )
         return [
             Sample("decode", make(small), _queries(small, [(1, 5), (1, 90)]), "decode"),
             Sample("drafts", make(small), _queries(small, [(1, 0), (3, 64), (8, 127)]), "decode"),
             Sample("v3_dims", make(real), _queries(real, [(1, 100), (2, 30)]), "decode"),
+            Sample("fp8", make(real, format="fp8_block"), _queries(real, [(1, 90), (3, 20)]), "decode"),
             Sample("v3_heads", make(wide), _queries(wide, [(1, 100), (2, 30)]), "decode"),
         ]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from inferplane.kernels.composed.attention import expand_and_attend
-from inferplane.plugin import RANK_COMPOSED, RANK_PORTABLE, Batch, Kernels, LayerKV, When
+from inferplane.plugin import PLAIN, RANK_COMPOSED, RANK_PORTABLE, Batch, Kernels, LayerKV, When
 from inferplane_cpu.kernels.linear import many_rows
+from inferplane_cpu.kernels.packed import matrices
 from inferplane_cpu.kvcache import BLOCK_TOKENS
-from inferplane_cpu.native import Cache, Steps, library
+from inferplane_cpu.native import Cache, Matrix, Steps, library
 
 KERNELS = Kernels()
 LAYOUT = f"paged_{BLOCK_TOKENS}"
@@ -50,11 +52,13 @@ MANY = When(
 )
 LATENT = When(
     dtypes=(torch.bfloat16,),
+    formats=(PLAIN, "fp8_block"),
     kv_layouts=(LAYOUT,),
     features=("native",),
-    needs=(("a bfloat16 kv_b without bias", _latent_bf16),),
+    needs=(("a kv_b in bfloat16 or FP8 without bias", _latent_bf16),),
 )
-EXPANDED = When(dtypes=(torch.bfloat16,), features=("native", "amx"), needs=LATENT.needs)
+EXPANDED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native", "amx"), needs=LATENT.needs)
+LATENT_FP8 = replace(LATENT, formats=("fp8_block",))
 
 
 def steps(batch: Batch) -> Steps:
@@ -117,7 +121,16 @@ def attention_many(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.
     return out if _attend(library().ip_attention_many, p, q, batch, kv, out) else attention(p, q, batch, kv)
 
 
-def _mla(p: Any, kv_b: torch.Tensor, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> Any:
+def kv_b_of(p: Any, weight: Any) -> Matrix:
+    """A site's kv_b as the library reads it, described once and kept on its view."""
+    found: Any = p.__dict__.get("described")
+    if found is None:
+        found = p.described = matrices(weight)
+    matrix: Matrix = found[0]
+    return matrix
+
+
+def _mla(p: Any, kv_b: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> Any:
     d = p.dims
     q_nope = q_nope if q_nope.stride(-1) == 1 else q_nope.contiguous()
     q_rope = q_rope if q_rope.stride(-1) == 1 else q_rope.contiguous()
@@ -127,7 +140,7 @@ def _mla(p: Any, kv_b: torch.Tensor, q_nope: torch.Tensor, q_rope: torch.Tensor,
         (ctypes.c_int64 * 2)(*q_nope.stride()[:2]),
         q_rope.data_ptr(),
         (ctypes.c_int64 * 2)(*q_rope.stride()[:2]),
-        kv_b.data_ptr(),
+        kv_b_of(p, kv_b),
         steps(batch),
         cache(kv),
         d.heads,
@@ -145,6 +158,12 @@ def _mla(p: Any, kv_b: torch.Tensor, q_nope: torch.Tensor, q_rope: torch.Tensor,
 def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """All heads are rows over one read of the latents."""
     return _mla(p, p.kv_b, q_nope, q_rope, batch, kv)
+
+
+@KERNELS("mla_expanded", "native", when=LATENT_FP8, rank=RANK_COMPOSED, needs_host_lens=True)
+def mla_expanded_fp8(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """As torch's, with an FP8 `kv_b` that is expanded in passing, so that it is kept once, as few tokens read it."""
+    return expand_and_attend(p, q_nope, q_rope, batch, kv, lambda latent: many_rows(p.kv_b, latent, None))
 
 
 @KERNELS("mla_expanded", "native", when=LATENT, rank=RANK_SLOW, batch_invariant=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
-from inferplane_cpu.kernels.attention import LAYOUT, cache, steps, tiled
+from inferplane_cpu.kernels.attention import LAYOUT, cache, kv_b_of, steps, tiled
 from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
 from inferplane_cpu.native import Cache, Experts, Latent, Layer, Step, library
 
@@ -80,8 +80,9 @@ def _bounded(op: Any) -> bool:
     return not _stacks(op) or (op.mlp.experts.gate_up.shape[0] <= MOST_EXPERTS and not op.mlp.experts.partial)
 
 
-def _plain_kv_b(op: Any) -> bool:
-    return not _latent(op) or bool(op.attn.absorbed.kv_b.format == PLAIN and op.attn.expanded.kv_b.bias is None)
+def _kv_b(op: Any) -> bool:
+    kept = not _latent(op) or op.attn.absorbed.kv_b.format in (PLAIN, "fp8_block")
+    return kept and (not _latent(op) or op.attn.expanded.kv_b.bias is None)
 
 
 def _all_packed(op: Any) -> bool:
@@ -99,7 +100,7 @@ NEEDS = (
     ("bfloat16 weights, a float32 rotary table and a float32 bias of the router", _if_served(_bf16)),
     ("an inner width that is a multiple of 16", _if_served(_sixteens)),
     (f"all experts here, at most {MOST_EXPERTS}", _if_served(_bounded)),
-    ("a bfloat16 kv_b without bias", _if_served(_plain_kv_b)),
+    ("a kv_b in bfloat16 or FP8 without bias", _if_served(_kv_b)),
 )
 
 
@@ -168,8 +169,8 @@ def _describe(p: Any, rounded: bool) -> Layer:
 
 def _describe_latent(attn: Any) -> Latent:
     d, enter = attn.dims, attn.enter
-    made = Latent(nope=d.nope, rope=d.rope, value=d.value, latent=d.latent, kv_b=attn.absorbed.kv_b.data_ptr())
-    made.q_b, made.kv_a = _matrix(attn.q_b), _matrix(attn.kv_a)
+    made = Latent(nope=d.nope, rope=d.rope, value=d.value, latent=d.latent)
+    made.q_b, made.kv_a, made.kv_b = _matrix(attn.q_b), _matrix(attn.kv_a), kv_b_of(attn.absorbed, attn.absorbed.kv_b)
     made.kv_a_norm, made.kv_a_eps = enter.kv_a_norm.weight.data_ptr(), enter.kv_a_norm.eps
     if attn.q_a is not None:
         made.q_a = _matrix(attn.q_a)
