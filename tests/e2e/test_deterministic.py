@@ -25,6 +25,7 @@ MODELS = {
 }
 TORCH = {op: "torch_fixed" for op in ("linear", "lm_head", "attention")} | {"decoder_layer": "decomposition"}
 TORCH_MLA = {op: "torch_fixed" for op in ("linear", "lm_head", "mla_absorbed", "mla_expanded", "moe_experts")}
+TORCH_MLA |= {"decoder_layer": "decomposition"}
 
 
 def small(kind, **changes):

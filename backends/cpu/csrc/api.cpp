@@ -150,6 +150,10 @@ void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 
   now().decoder_layer(layer, step, x, residual, out, out_residual);
 }
 
+void ip_route(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights) {
+  now().route(x, logits, m, ids, weights);
+}
+
 void ip_sample(const ip_sampling *asked, int64_t *tokens) { now().sample(asked, tokens); }
 
 int64_t ip_read(const void *data, int64_t bytes) { return now().read(data, bytes); }

@@ -119,6 +119,14 @@ void moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts,
   }
 }
 
+void route_entry(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights) {
+  in_parallel(m * x->experts * x->top, [&](Team &team) {
+    team.each(m, 4, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) route(*x, logits + i * x->experts, ids + i * x->top, weights + i * x->top);
+    });
+  });
+}
+
 int64_t inner_of(const ip_layer &l) { return l.gate_up.n / 2; }
 
 // Buffers for `count` layers of few tokens in one call, or for one layer, each as large as the largest of them wants it.
@@ -275,5 +283,5 @@ int64_t read_entry(const void *data, int64_t bytes) {
 
 extern const Table TABLE = {NAME,           linear_entry,   linear_many_entry, expand_entry,
                             rms_norm_entry, silu_mul_entry, rope_entry,        attention_entry,
-                            attention_many_entry, mla_entry, moe_entry,        decoder_layer_entry, decoder_layers_entry,
+                            attention_many_entry, mla_entry, moe_entry, route_entry,        decoder_layer_entry, decoder_layers_entry,
                             sample_entry,   read_entry};

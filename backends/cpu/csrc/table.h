@@ -14,6 +14,7 @@ struct Table {
   decltype(&ip_attention_many) attention_many;
   decltype(&ip_mla) mla;
   decltype(&ip_moe) moe;
+  decltype(&ip_route) route;
   decltype(&ip_decoder_layer) decoder_layer;
   decltype(&ip_decoder_layers) decoder_layers;
   decltype(&ip_sample) sample;

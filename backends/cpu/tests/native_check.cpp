@@ -260,6 +260,9 @@ void latent_layers() {
       Array<float> table(700 * rope), bias(8);
       ip_latent lower = {q_a.m, q_b.m, kv_a.m, kv_b.m, n3, n4, nope, rope, value, latent, 1e-6f, 1e-6f};
       ip_experts routed = {router.m, bias, ups.data(), backs.data(), 8, 3, 4, 2, 2.5f, 1, 1, 1};
+      Array<float> logits(5 * 8), shares(5 * 3);
+      Array<int64_t> ids(5 * 3);
+      ip_route(&routed, logits, 5, ids, shares);
       ip_layer dense = {{}, o.m, gate_up.m, down.m, n1, n2, nullptr, nullptr, table, heads, 1, 0, 0, 1e-6f, 1e-6f, 0, 0,
                         0.2f, 1, 0, &lower, nullptr};
       ip_layer sparse = dense, alone;

@@ -10,12 +10,11 @@ import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
 from inferplane_cpu.kernels.attention import LAYOUT, cache, kv_b_of, steps, tiled
+from inferplane_cpu.kernels.moe import MOST_EXPERTS, routing
 from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
 from inferplane_cpu.native import Cache, Experts, Latent, Layer, Step, library
 
 KERNELS = Kernels()
-MOST_EXPERTS = 1024
-"""csrc/route.h."""
 
 
 def _latent(op: Any) -> bool:
@@ -181,12 +180,9 @@ def _describe_latent(attn: Any) -> Latent:
 def _describe_experts(mlp: Any) -> Experts:
     route, experts = mlp.route, mlp.experts
     experts.described = gate_up, down = matrices(experts.gate_up), matrices(experts.down)
-    made = Experts(experts=len(gate_up), top=route.top_k, groups=route.groups, top_groups=route.top_groups)
+    made = routing(route, len(gate_up))
     made.router = _matrix(mlp.router)
-    made.bias = None if route.bias is None else route.bias.data_ptr()
     made.gate_up, made.down = ctypes.addressof(gate_up), ctypes.addressof(down)
-    made.factor, made.sigmoid = route.factor, route.score == "sigmoid"
-    made.best_two, made.renormalize = route.group_score == "top2", route.renormalize
     return made
 
 

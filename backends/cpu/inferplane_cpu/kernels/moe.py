@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from inferplane.kernels.composed.moe import moe_experts as moe_experts_torch
+from inferplane.kernels.composed.moe import moe_route as moe_route_torch
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Kernels, When
 from inferplane_cpu.kernels.linear import RANK_FIXED
 from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
-from inferplane_cpu.native import library
+from inferplane_cpu.native import Experts, library
 
 KERNELS = Kernels()
 FEW_ROWS = 256
@@ -25,6 +26,16 @@ def _all_here(op: Any) -> bool:
     return not op.partial
 
 
+MOST_EXPERTS = 1024
+"""csrc/route.h."""
+
+
+def _routable(op: Any) -> bool:
+    experts = MOST_EXPERTS if op.bias is None else op.bias.shape[0]
+    return experts <= MOST_EXPERTS and (op.bias is None or op.bias.dtype is torch.float32)
+
+
+ROUTE = When((torch.bfloat16,), features=("native",), needs=(("a float32 bias of at most 1,024 experts", _routable),))
 NEEDS = (("bfloat16 weights", _in_bf16), ("every expert on this rank", _all_here))
 STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
 PACKED = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS)
@@ -71,3 +82,27 @@ def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
 def moe_experts_panels(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """As `moe_experts_fixed`, for weights of 8 and 4 bits."""
     return moe_experts_fixed(p, x, weights, ids)
+
+
+def routing(p: Any, experts: int) -> Experts:
+    """What `ip_route` reads of a site's `moe_route`."""
+    made = Experts(experts=experts, top=p.top_k, groups=p.groups, top_groups=p.top_groups, factor=p.factor)
+    made.bias = None if p.bias is None else p.bias.data_ptr()
+    made.sigmoid, made.best_two = p.score == "sigmoid", p.group_score == "top2"
+    made.renormalize = p.renormalize
+    return made
+
+
+@KERNELS("moe_route", "native", when=ROUTE, rank=RANK_PORTABLE, batch_invariant=True)
+def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the native layers choose, the first among equals; torch's operators for more experts than they take."""
+    rows, experts = logits.shape
+    if experts > MOST_EXPERTS:
+        return moe_route_torch(p, logits)
+    found = p.__dict__.get("routing")
+    if found is None:
+        found = p.routing = routing(p, experts)
+    logits = logits.float().contiguous()
+    weights, ids = torch.empty(rows, p.top_k), torch.empty(rows, p.top_k, dtype=torch.int64)
+    library().ip_route(found, logits.data_ptr(), rows, ids.data_ptr(), weights.data_ptr())
+    return weights, ids
