@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda"
 PIECES = ("latent_16", "latent_128", "expanded", "dense", "window")
 """Of the part "correct"; see `benchmarks.gpu.parts.PIECES`."""
-LIMITS_S = {"correct": 110, "engine": 80, "mla": 110, "conformance": 200, "gqa": 60, "prefill": 60}
+LIMITS_S = {"correct": 110, "engine": 80, "mla": 110, "conformance": 200, "gqa": 60, "prefill": 60,
+            "gemm": 90, "experts": 60}  # fmt: skip
 """Most seconds of each part, in the order in which they run: what tells most comes first."""
 BUDGET_S = 460
 LEAST_S = 15
@@ -148,7 +149,7 @@ def faults(part: str, content: Any) -> list[str]:
 
 def table(parts: dict[str, Any]) -> str:
     lines = ["| shape | KV | kernel | us | GB/s | TFLOPS | share of roof |", "|---|---|---|---|---|---|---|"]
-    for part in ("mla", "gqa", "prefill"):
+    for part in ("mla", "gqa", "prefill", "gemm", "experts"):
         rows = [row for row in parts.get(part, []) if "shape" in row]
         for row in sorted(rows, key=lambda r: (r["shape"], r["kv"], r.get("us", 1e12))):
             told = row.get("error") or ""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import cases, peers
+from benchmarks.gpu import cases, peers, products
 from benchmarks.gpu.measure import copies_for, roofs, timed
 from benchmarks.shapes import SMALL, config
 
@@ -200,6 +200,20 @@ def _timed(shape: str, name: str, kv: str, calls: list[Any], nbytes: float, flop
     return {**row, "us": round(us, 2), "launched": launched, **rates, "share_of_roof": round(floor / us, 3)}
 
 
+def gemm() -> Iterator[Row]:
+    """Dense products of quantized weights, few rows and many."""
+    roof = roofs()
+    yield {"roofs": roof}
+    yield from products.gemm(_timed, copies_for, roof)
+
+
+def experts() -> Iterator[Row]:
+    """Products over experts, few rows each and many."""
+    roof = roofs()
+    yield {"roofs": roof}
+    yield from products.experts(_timed, copies_for, roof)
+
+
 LLAMA = config({**SMALL, "num_hidden_layers": 2}, 512)
 LATENT: dict[str, Any] = {
     **LLAMA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 16,
@@ -257,7 +271,7 @@ def _replayed_and_eager(name: str, model: Any, options: dict[str, Any], recorded
 
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
-    **{f.__name__: f for f in (engine, mla, gqa, prefill)},
+    **{f.__name__: f for f in (engine, mla, gqa, prefill, gemm, experts)},
     **{f"correct.{piece}": partial(correct, piece) for piece in PIECES},
 }
 

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inferplane.errors import KernelError
 from inferplane.kernels.triton.linear import fp8_rows
 from inferplane.kernels.triton.packed import DEPTH, Packed
 from inferplane.kernels.triton.product import Activations, coded, form, plain, silu, tile
@@ -144,7 +145,12 @@ def masked(counts: torch.Tensor, capacity: int, rows: int) -> tuple[torch.Tensor
         counts: int32 `[E]`, on the device.
         capacity: a multiple of `rows`.
         rows: of a block.
+
+    Raises:
+        KernelError: a block would have rows of two experts.
     """
+    if capacity % rows:
+        raise KernelError(f"{capacity} rows an expert in blocks of {rows}.", remedy="make it a multiple of a block")
     place = torch.arange(capacity, device=counts.device, dtype=torch.int32)
     expert = torch.arange(len(counts), device=counts.device, dtype=torch.int32)[:, None]
     size = len(counts) * capacity
