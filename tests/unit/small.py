@@ -125,7 +125,7 @@ def tensors_for(op, seed=0, dtype=F32):
         if not weight.parts:
             continue
         rows = math.prod(weight.shape[:-1] or weight.shape)
-        sizes = heads.get(id(weight)) or [rows // len(weight.parts)] * len(weight.parts)
+        sizes = weight.rows or heads.get(id(weight)) or [rows // len(weight.parts)] * len(weight.parts)
         for part, n in zip(weight.parts, sizes):
             shape = (n, *weight.shape[1:][-1:]) if len(weight.parts) > 1 else weight.shape
             t = torch.randn(shape, generator=generator)

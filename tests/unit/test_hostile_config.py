@@ -14,6 +14,7 @@ from inferplane.engine.sources import DEMO_FOLDER
 from inferplane.engine.text import Tokenizer, end_ids
 from inferplane.errors import InferplaneError, UnsupportedModelError
 from inferplane.models import Build, Config, build
+from inferplane.quant.formats import format_of
 from tests.unit.hostile import MOST_BYTES, refused, within_bounds
 from tests.unit.small import LLAMA, V3
 
@@ -50,6 +51,12 @@ KINDS = {
     "nowhere": lambda path: path.symlink_to("nothing-here"),
     "device": lambda path: path.symlink_to("/dev/zero"),
 }
+
+
+def rope(kind, **settings):
+    return {"rope_scaling": {"rope_type": kind, **settings}}
+
+
 ENTRIES = {
     "no width": (LLAMA, {"hidden_size": 0}, "hidden_size is 0, not a positive integer"),
     "negative width": (LLAMA, {"hidden_size": -64}, "hidden_size is -64"),
@@ -72,6 +79,25 @@ ENTRIES = {
     "plain layers a number": (QWEN3_MOE, {"mlp_only_layers": 3}, "mlp_only_layers is 3"),
     "more experts a token than there are": (QWEN3_MOE, {"num_experts_per_tok": 9}, "exceeds num_experts = 8"),
     "window 0": ({**LLAMA, "architectures": ["MistralForCausalLM"]}, {"sliding_window": 0}, "sliding_window is 0"),
+    "epsilon of 400 digits": (LLAMA, {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*not a number above 0"),
+    "base of 400 digits": (LLAMA, {"rope_theta": 10**400}, "rope_theta"),
+    "base that overflows": (
+        LLAMA,
+        {"rope_theta": 1e300},
+        r"rope_theta = 1e\+300; it must be a number from 1e-06 to 1e",
+    ),
+    "linear stretch of nothing": (LLAMA, rope("linear", factor=5e-324), "factor = 5e-324"),
+    "yarn turns too few": (LLAMA, rope("yarn", factor=4.0, beta_fast=5e-324), "beta_fast = 5e-324"),
+    "yarn context too small": (
+        LLAMA,
+        rope("yarn", factor=4.0, original_max_position_embeddings=5e-324),
+        "original_max_position_embeddings",
+    ),
+    "yarn temperature overflows": (LLAMA, rope("yarn", factor=4.0, attention_factor=1e308), "attention_factor"),
+    "yarn weight overflows": (LLAMA, rope("yarn", factor=4.0, mscale_all_dim=1e308), "mscale_all_dim"),
+    "tied by a string": (LLAMA, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', neither true nor false"),
+    "bias a number": (LLAMA, {"attention_bias": 1}, "attention_bias is 1, neither"),
+    "window by a string": (QWEN3_MOE, {"use_sliding_window": "x", "sliding_window": 8}, "use_sliding_window is 'x'"),
 }
 
 
@@ -98,6 +124,22 @@ def test_what_is_no_file(kind, name, tmp_path):
 def test_entries_that_cannot_be_meant(case):
     config, changes, says = ENTRIES[case]
     assert re.search(says, refused(lambda: build(Build(Config({**config, **changes})))))
+
+
+def test_a_stretch_without_end_is_the_most_that_is_tabulated():
+    config = {**LLAMA, **rope("dynamic", factor=1e308)}
+    assert Config(config).positions == 2**24
+
+
+@pytest.mark.parametrize("settings", ["fp8", 5, True, False, [1], ""])
+def test_quantization_settings_that_are_none(settings):
+    assert "quantization_config is" in refused(lambda: format_of(settings, None))
+
+
+@pytest.mark.parametrize("block", [5, "128", [128], {"a": 1}])
+def test_blocks_that_no_format_has(block):
+    with pytest.raises(UnsupportedModelError, match="blocks"):
+        format_of({"quant_method": "fp8", "weight_block_size": block}, None)
 
 
 def test_an_unknown_architecture_lists_what_is_known(tmp_path):

@@ -297,6 +297,30 @@ def test_experts_that_only_add_up():
     failing(op, lambda t: t.update(e0=torch.ones(5, 6), e1=torch.ones(3, 6)), words)
 
 
+@pytest.mark.parametrize("case", ["exchanged", "empty", "gate and up", "biases", "experts"])
+def test_parts_that_only_add_up(case):
+    """Each part of a fused weight has its own size; else another matrix would be cut from the same numbers."""
+    qkv, mlp = "model.layers.0.self_attn.{}_proj.{}", "model.layers.1.mlp.{}_proj.weight"
+
+    def spoil(t):
+        q, k, v = (qkv.format(part, "bias" if case == "biases" else "weight") for part in "qkv")
+        if case in ("exchanged", "biases"):
+            t[q], t[k] = t[k], t[q]
+        elif case == "empty":
+            t[k], t[v] = t[k][:0], torch.cat((t[v], t[v]))
+        else:
+            gate, up = (mlp.format(part) for part in ("gate", "up"))
+            both = torch.cat((t[gate], t[up]))
+            t[gate], t[up] = both[:3].clone(), both[3:].clone()
+
+    if case == "experts":
+        op = MoEExperts(Weight(("g", "u"), (1, 8, 6), rows=(4, 4)), w("d", 1, 6, 4))
+        words = r"g \(3, 6\), u \(5, 6\) for \(1, 8, 6\) of 4 \+ 4 rows"
+        return failing(op, lambda t: t.update(g=torch.ones(3, 6), u=torch.ones(5, 6)), words)
+    bias = {"attention_bias": True} if case == "biases" else {}
+    return failing(tiny_llama(**bias), spoil, r"1 tensor\(s\) have other shapes than the model's config says: .* rows")
+
+
 def test_dummy_weights_need_no_checkpoint():
     p = plan(tiny_v3(format="fp8_block"), kernel("linear", when=When(formats=("plain", "fp8_block"))))
     one, same, other = (load(p, DummySource(seed)).packed for seed in (1, 1, 2))

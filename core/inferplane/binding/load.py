@@ -169,7 +169,7 @@ def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
     """
     missing, wrong, strange, asked = [], [], [], set()
     for weight in weights:
-        rows, columns, present = [0] * _groups(weight), set(), 0
+        rows, columns, present, right = [0] * _groups(weight), set(), 0, True
         for i, part in enumerate(weight.parts):
             asked.add(part)
             shape = source.shape(part)
@@ -183,14 +183,19 @@ def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
                 strange.append(f"{part} {str(dtype).removeprefix('torch.')}")
             if len(shape) in (len(weight.shape), min(2, len(weight.shape))):  # else it is misshapen and counts no rows
                 shape = _sharded(part, shape, weight.shard_of(i))
-                rows[i * len(rows) // len(weight.parts)] += _rows(weight, shape)
+                mine = _rows(weight, shape)
+                rows[i * len(rows) // len(weight.parts)] += mine
+                right = right and (not weight.rows or mine == weight.rows[i])
                 columns.add(shape[-1])
         if not present:
             continue
         want = _rows(weight, weight.shape) // len(rows)
-        if any(n != want for n in rows) or (len(weight.shape) > 1 and columns != {weight.shape[-1]}):
+        right = right and all(n == want for n in rows)
+        if not right or (len(weight.shape) > 1 and columns != {weight.shape[-1]}):
             found = ", ".join(f"{p} {source.shape(p)}" for p in weight.parts[:3])
-            wrong.append(f"{found}{', ...' if len(weight.parts) > 3 else ''} for {weight.shape}")
+            each = f" of {' + '.join(map(str, weight.rows[:3]))} rows" if len(weight.parts) > 1 and weight.rows else ""
+            more = (", ...", " + ...") if len(weight.parts) > 3 else ("", "")
+            wrong.append(f"{found}{more[0]} for {weight.shape}{each}{more[1] if each else ''}")
     if missing:
         raise CheckpointError(
             f"The checkpoint lacks {len(missing)} tensor(s) the model needs: {', '.join(missing[:5])}"

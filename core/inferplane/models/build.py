@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,10 +67,11 @@ class Build:
         shape: tuple[int, ...],
         axis: int | None = None,
         shards: tuple[Shard, ...] | None = None,
+        rows: tuple[int, ...] = (),
         **options: Any,
     ) -> Weight:
         """A weight made of the tensors `name.weight`; `axis` is divided over the tensor-parallel ranks, unless `shards`
-        says what is read of each part.
+        says what is read of each part. `rows` are those of each part on this rank; left out, all have equally many.
 
         Raises:
             CheckpointError: the parts are stored in different formats.
@@ -81,7 +83,8 @@ class Build:
                 f"{parts[0]} and {len(parts) - 1} more are fused, but stored in formats {', '.join(sorted(formats))}.",
                 remedy="quantize all parts of a fused weight alike",
             )
-        return Weight(parts, shape, format=formats.pop(), shard=shards or self.shard(axis), **options)
+        rows = rows or (math.prod(shape[:-1]) // len(parts),) * len(parts)
+        return Weight(parts, shape, format=formats.pop(), shard=shards or self.shard(axis), rows=rows, **options)
 
     def shard(self, axis: int | None) -> Shard:
         """The slice of a divided weight that this rank reads."""
@@ -95,23 +98,25 @@ class Build:
     def linear(
         self,
         *names: str,
-        rows: int,
+        rows: int | tuple[int, ...],
         columns: int,
         axis: int | None = None,
         bias: bool = False,
         shards: tuple[Shard, ...] | None = None,
         **options: Any,
     ) -> Linear:
-        """A linear whose parts are stacked by rows; `rows` and `columns` are this rank's.
+        """A linear whose parts are stacked by rows; `rows` and `columns` are this rank's, `rows` of all parts together
+        where they are equal, else of each.
 
         `axis` 0 divides the outputs, 1 the inputs (the results are then summed over ranks by the op's `reduce`, so that
         only the first rank may add the bias). `shards` says what is read of each part, where that differs.
         """
+        total, each = (rows, (rows // len(names),) * len(names)) if isinstance(rows, int) else (sum(rows), rows)
         biases = None
         if bias and not (axis == 1 and self.placement.tp_rank):
             cut = shards or self.shard(0 if axis == 0 else None)
-            biases = Weight(tuple(f"{n}.bias" for n in names), (rows,), shard=cut)
-        return Linear(self.weight(names, (rows, columns), axis, shards), biases, **options)
+            biases = Weight(tuple(f"{n}.bias" for n in names), (total,), shard=cut, rows=each)
+        return Linear(self.weight(names, (total, columns), axis, shards, each), biases, **options)
 
     def router(self, name: str, experts: int, width: int) -> Linear:
         """A router: its product is taken in float32."""
@@ -148,7 +153,7 @@ class Build:
 
     def head(self, embed: Embedding, vocab: int, width: int, name: str = "lm_head") -> LMHead:
         """The output head: the embedding's own weight when the config ties them."""
-        if self.config.get("tie_word_embeddings", False):
+        if self.config.flag("tie_word_embeddings"):
             self.ignore(f"{name}.weight")  # some exports write it all the same
             format = self.format_of(f"{name}.weight")
             if format == embed.weight.format or self.format_of(embed.weight.parts[0]) == format:

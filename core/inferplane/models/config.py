@@ -129,6 +129,19 @@ class Config(dict[str, Any]):
             raise self._wrong(key, "not a number above 0")
         return float(value)
 
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false; `default` when it is missing or null.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(key, "neither true nor false")
+        return value
+
     def _wrong(self, key: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self.name}: {key} is {self.get(key)!r}, {why}.", remedy=_MEND)
 
@@ -204,7 +217,9 @@ class Config(dict[str, Any]):
             return most
         context = self.rope.get("original_max_position_embeddings") if kind == "yarn" else None
         context = most if context is None else context
-        return max(most, int(context * factor)) if is_number(context) else most
+        if context is None or not is_number(context):
+            return most
+        return max(most, int(min(context * factor, MOST["max_position_embeddings"])))
 
 
 def as_config(source: Any) -> Config:
@@ -229,5 +244,7 @@ def as_config(source: Any) -> Config:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a config's entry is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a config's entry is a finite number; integers of more than 64 bits are none to torch."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return isinstance(value, float) and math.isfinite(value)

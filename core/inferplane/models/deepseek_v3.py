@@ -83,5 +83,5 @@ def _routing(b: Build) -> MoERoute:
             "two.",
             remedy="correct the entries, or fetch the file again",
         )
-    renormalize, factor = bool(c.get("norm_topk_prob", True)), c.number("routed_scaling_factor", 1.0)
+    renormalize, factor = c.flag("norm_topk_prob", True), c.number("routed_scaling_factor", 1.0)
     return MoERoute(None, chosen, "sigmoid", groups, kept, "top2", renormalize, factor)

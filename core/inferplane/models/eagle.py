@@ -39,7 +39,7 @@ def with_eagle(
     """
     b = Build(config, format_of=format_of(config.get("quantization_config"), names), positions=positions)
     # Published heads have a bias or none, and their configs do not say so reliably.
-    bias = "fc.bias" in names if names is not None else bool(config.get("bias", True))
+    bias = "fc.bias" in names if names is not None else config.flag("bias", True)
     head = eagle(b, target, bias=bias)
     return replace(target, mtp=(*target.mtp, head)), [PREFIX + pattern for pattern in b.ignored]
 

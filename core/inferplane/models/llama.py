@@ -26,7 +26,7 @@ def llama(b: Build) -> CausalLM:
     """
     c = b.config
     c.refuse(hidden_act=("silu",), mlp_bias=(False,))
-    bias = bool(c.get("attention_bias", False))
+    bias = c.flag("attention_bias")
     attention = grouped_query(b, bias=bias, out_bias=bias)
     b.ignore("model.layers.*.self_attn.rotary_emb.inv_freq")  # older exports wrote this table, which the config implies
     return decoder(b, lambda i, name: attention(name, None), dense(b))

@@ -81,7 +81,7 @@ def grouped_query(
         q_norm, k_norm = (b.rms(f"{name}.{part}_norm", dim) if norms else None for part in "qk")
         qkv = [f"{name}.{part}_proj" for part in "qkv"]
         return GQABlock(
-            qkv=b.linear(*qkv, rows=(h + 2 * g) * dim, columns=width, axis=0, bias=bias, shards=shards),
+            qkv=b.linear(*qkv, rows=(h * dim, g * dim, g * dim), columns=width, axis=0, bias=bias, shards=shards),
             o=b.linear(f"{name}.o_proj", rows=width, columns=h * dim, axis=1, bias=out_bias),
             enter=NormRopeWrite(rope, KVWrite(request), q_norm, k_norm),
             few=Attention(h, dim**-0.5, request, "few"),
@@ -110,7 +110,7 @@ def latent(b: Build) -> Callable[[str], MLABlock]:
         value=c.size("v_head_dim"),
         latent=c.size("kv_lora_rank"),
     )
-    rope = Rope(b.rope(d.rope), bool(c.get("rope_interleave", True)))  # checks the settings
+    rope = Rope(b.rope(d.rope), c.flag("rope_interleave", True))  # checks the settings
     settings, scale = c.rope, (d.nope + d.rope) ** -0.5
     if settings["rope_type"] != "default" and settings.get("mscale_all_dim"):
         scale *= mscale(settings["factor"], settings["mscale_all_dim"]) ** 2
@@ -255,7 +255,7 @@ def layer_windows(c: Config) -> list[Window]:
         UnsupportedModelError: layers of another type.
     """
     layers = c.size("num_hidden_layers")
-    if not c.get("use_sliding_window") or c.get("sliding_window") is None:
+    if not c.flag("use_sliding_window") or c.get("sliding_window") is None:
         return [None] * layers
     window, first = c.size("sliding_window"), c.get("max_window_layers")
     kinds = c.get("layer_types")

@@ -26,6 +26,6 @@ def qwen3(b: Build) -> CausalLM:
     """
     b.config.refuse(hidden_act=("silu",))
     b.config.need("head_dim")  # heads are wider than hidden_size / heads in the published models: never guess
-    bias = bool(b.config.get("attention_bias", False))
+    bias = b.config.flag("attention_bias")
     attention, windows = grouped_query(b, bias=bias, out_bias=bias, norms=True), layer_windows(b.config)
     return decoder(b, lambda i, name: attention(name, windows[i]), dense(b))

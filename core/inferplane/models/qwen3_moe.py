@@ -27,14 +27,14 @@ def qwen3_moe(b: Build) -> CausalLM:
     """
     c = b.config
     c.refuse(hidden_act=("silu",))
-    bias, step = bool(c.get("attention_bias", False)), c.size("decoder_sparse_step", 1)
-    window = c.size("sliding_window") if c.get("use_sliding_window") and c.get("sliding_window") else None
+    bias, step = c.flag("attention_bias"), c.size("decoder_sparse_step", 1)
+    window = c.size("sliding_window") if c.flag("use_sliding_window") and c.get("sliding_window") else None
     entry = "num_local_experts" if c.get("num_experts") is None else "num_experts"
     total, chosen = routing(c, entry)
     plain = c.get("mlp_only_layers") or []
     if not isinstance(plain, list):
         raise CheckpointError(f"{c.name}: mlp_only_layers is {plain!r}, not a list.", remedy="fetch the file again")
-    route = MoERoute(None, chosen, "softmax", renormalize=bool(c.get("norm_topk_prob", False)))
+    route = MoERoute(None, chosen, "softmax", renormalize=c.flag("norm_topk_prob"))
     attention, mlp = grouped_query(b, bias=bias, out_bias=bias, norms=True), dense(b)
     inner = ("moe_intermediate_size", c.size("moe_intermediate_size"))
 

@@ -25,6 +25,9 @@ _NEEDED = {
 _KNOWN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
 """Further ones that a scaled type may have: numbers above 0."""
 
+LEAST, MOST = 1e-6, 1e12
+"""Between which numbers above 0 lie: with others the table, or the softmax's scale, would overflow."""
+
 
 def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
     """Cosines and sines as a weight that is computed at load: float32 `[positions, 2, dim / 2]`.
@@ -83,11 +86,11 @@ def _check(rope: dict[str, Any], dim: int) -> None:
         needed += ("max_position_embeddings",)
     known = [key for key in _KNOWN if kind != "default" and rope.get(key) is not None]
     for key in (*needed, *known):
-        if not is_number(rope.get(key)) or rope[key] <= 0:
-            raise _wrong(rope, key, "a number above 0")
+        if not is_number(rope.get(key)) or not LEAST <= rope[key] <= MOST:
+            raise _wrong(rope, key, f"a number from {LEAST:g} to {MOST:g}")
     for key in ("mscale", "mscale_all_dim"):
-        if kind != "default" and rope.get(key) is not None and not (is_number(rope[key]) and rope[key] >= 0):
-            raise _wrong(rope, key, "a number from 0")
+        if kind != "default" and rope.get(key) is not None and not (is_number(rope[key]) and 0 <= rope[key] <= MOST):
+            raise _wrong(rope, key, f"a number from 0 to {MOST:g}")
     if kind == "dynamic" and dim < 4:
         raise CheckpointError(f"Rotary scaling of type 'dynamic' needs more than {dim} rotated entries a head.")
     if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:

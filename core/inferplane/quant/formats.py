@@ -65,12 +65,20 @@ def format_of(settings: Mapping[str, Any] | None, names: Collection[str] | None)
         names: the checkpoint's tensors; None when there is no checkpoint (dummy weights), and the config alone decides.
 
     Raises:
+        CheckpointError: the settings are no settings.
         UnsupportedModelError: a method that is not implemented.
     """
+    if settings is None:
+        return lambda name: PLAIN
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(
+            f"The config's quantization_config is {settings!r}, not an object with entries.",
+            remedy="correct the entry, or fetch the file again",
+        )
     if not settings:
         return lambda name: PLAIN
-    method = settings.get("quant_method")
-    block = list(settings.get("weight_block_size") or ())
+    method, block = settings.get("quant_method"), settings.get("weight_block_size") or []
+    block = list(block) if isinstance(block, tuple) else block
     if method != "fp8" or block != [128, 128]:
         raise UnsupportedModelError(
             f"Quantization method {method!r} with blocks {block or None} is not implemented.",

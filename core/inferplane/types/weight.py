@@ -31,6 +31,7 @@ class Weight:
         shard: the slice of each part that this rank reads; a tuple where parts are cut differently.
         optional: the checkpoint may lack it; `default` is then used.
         default: builds the value when an optional weight is missing.
+        rows: of each part on this rank; empty: only their sum is held against the shape.
     """
 
     parts: tuple[str, ...]
@@ -41,6 +42,7 @@ class Weight:
     shard: Shard | tuple[Shard, ...] = WHOLE
     optional: bool = False
     default: Callable[[], torch.Tensor] | None = None
+    rows: tuple[int, ...] = ()
 
     def shard_of(self, part: int) -> Shard:
         """The slice of one part."""
