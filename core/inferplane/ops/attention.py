@@ -15,6 +15,9 @@ from inferplane.types import Batch, KVRequest, LayerKV, Weight
 
 Queries = Literal["few", "many"]
 
+OTHER_SCALE = 0.7
+"""Samples whose `scale` is this times what attention takes by itself tell kernels that take no other."""
+
 
 def hidden_pairs(query_tokens: int, tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Which keys each query must not see: True above the causal diagonal and before the window.
@@ -150,21 +153,27 @@ class Attention(Op, name="attention", hot=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Single tokens, drafts, prefill, chunks and mixtures; head counts and dims of real models; a window."""
+        """Single tokens, drafts, prefill, chunks and mixtures; dims of real models; a window; a scale."""
         g2 = KVRequest("gqa", 2, 64, 64)
         g1 = KVRequest("gqa", 1, 128, 128)
         g4 = KVRequest("gqa", 4, 32, 32)
         window = KVRequest("gqa", 2, 64, 64, window=20)
 
         def sample(
-            label: str, request: KVRequest, heads: int, sequences: list[tuple[int, int]], queries: Queries
+            label: str,
+            request: KVRequest,
+            heads: int,
+            sequences: list[tuple[int, int]],
+            queries: Queries,
+            factor: float = 1.0,
         ) -> Sample:
             def inputs(d: Draw) -> tuple[Any, ...]:
                 batch, kv = d.step(request, sequences, written=True)
                 return d.normal(batch.tokens, heads, request.dim), batch, kv
 
             kind = "decode" if queries == "few" else "mixed"
-            return Sample(label, Attention(heads, request.dim**-0.5, request, queries), inputs, kind)  # type: ignore[arg-type]
+            op = Attention(heads, factor * request.dim**-0.5, request, queries)
+            return Sample(label, op, inputs, kind)  # type: ignore[arg-type]
 
         return [
             sample("decode", g2, 4, [(1, 5), (1, 90)], "few"),
@@ -177,6 +186,8 @@ class Attention(Op, name="attention", hot=True):
             sample("mha_d32", g4, 4, [(40, 3)], "many"),
             sample("prefill_d128", g1, 4, [(65, 0), (12, 130)], "many"),
             sample("window_prefill", window, 2, [(60, 0), (15, 40)], "many"),
+            sample("scaled_decode", g2, 4, [(1, 5), (3, 90)], "few", OTHER_SCALE),
+            sample("scaled_prefill", g2, 4, [(20, 0), (13, 40)], "many", OTHER_SCALE),
         ]
 
 

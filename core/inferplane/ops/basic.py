@@ -87,7 +87,7 @@ class RMSNorm(Op, name="rms_norm"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Rows of usual and odd widths, large values, strided rows, heads as a middle dimension."""
+        """Rows of usual and odd widths, large and small values, strided rows, heads as a middle dimension."""
         at = lambda d: RMSNorm(placeholder(d), 1e-6)  # noqa: E731
         return [
             Sample("t3_d64", at(64), lambda d: (d.normal(3, 64),)),
@@ -95,6 +95,7 @@ class RMSNorm(Op, name="rms_norm"):
             Sample("t17_d576", at(576), lambda d: (d.normal(17, 576),)),
             Sample("strided", at(96), lambda d: (d.normal(5, 160)[:, 32:128],)),
             Sample("heads", at(128), lambda d: (d.normal(5, 3, 128),)),
+            Sample("small", at(64), lambda d: (d.normal(4, 64, scale=1e-3),)),  # `eps` is half of what is summed
         ]
 
 
@@ -126,12 +127,13 @@ class AddRMSNorm(Op, name="add_rms_norm"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """With and without a residual."""
+        """With and without a residual; values so small that `eps` shows."""
         at = lambda d: AddRMSNorm(RMSNorm(placeholder(d), 1e-5))  # noqa: E731
         return [
             Sample("t3_d64", at(64), lambda d: (d.normal(3, 64), d.normal(3, 64))),
             Sample("first", at(64), lambda d: (d.normal(2, 64), None)),
             Sample("t9_d1024", at(1024), lambda d: (d.normal(9, 1024), d.normal(9, 1024, scale=20.0))),
+            Sample("small", at(64), lambda d: (d.normal(4, 64, scale=1e-3), d.normal(4, 64, scale=1e-3))),
         ]
 
 

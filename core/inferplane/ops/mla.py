@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inferplane.ops.attention import _rope_table, each_range, hidden_pairs
+from inferplane.ops.attention import OTHER_SCALE, _rope_table, each_range, hidden_pairs
 from inferplane.ops.basic import Linear, RMSNorm, Rope
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
@@ -129,16 +129,18 @@ class MLAExpanded(Op, name="mla_expanded", hot=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Prefill, chunks; V3's own dims with few heads."""
+        """Prefill, chunks; V3's own dims with few heads; a scale of its own."""
         small, real = MLADims(2, 32, 16, 24, 48), MLADims(2, 128, 64, 128, 512)
         make = lambda d, **kw: MLAExpanded(  # noqa: E731
             Linear(placeholder(d.heads * (d.nope + d.value), d.latent, **kw)), d, (d.nope + d.rope) ** -0.5, d.request
         )
+        scaled = replace(make(real), scale=OTHER_SCALE * make(real).scale)
         return [
             Sample("prefill", make(small), _queries(small, [(20, 0), (13, 0)])),
             Sample("chunks", make(small), _queries(small, [(9, 70), (33, 128)])),
             Sample("v3_dims", make(real), _queries(real, [(17, 60)])),
             Sample("fp8", make(real, format="fp8_block"), _queries(real, [(19, 33)])),
+            Sample("scaled", scaled, _queries(real, [(17, 30), (12, 0)])),
         ]
 
 
@@ -191,18 +193,20 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Single tokens and drafts; V3's own dims with few and with more heads."""
+        """Single tokens and drafts; V3's own dims with few and with more heads; a scale of its own."""
         small, real = MLADims(2, 32, 16, 24, 48), MLADims(4, 128, 64, 128, 512)
         wide = replace(real, heads=16)
         make = lambda d, **kw: MLAAbsorbed(  # noqa: E731
             placeholder(d.heads * (d.nope + d.value), d.latent, **kw), d, (d.nope + d.rope) ** -0.5, d.request
         )
+        scaled = replace(make(real), scale=OTHER_SCALE * make(real).scale)
         return [
             Sample("decode", make(small), _queries(small, [(1, 5), (1, 90)]), "decode"),
             Sample("drafts", make(small), _queries(small, [(1, 0), (3, 64), (8, 127)]), "decode"),
             Sample("v3_dims", make(real), _queries(real, [(1, 100), (2, 30)]), "decode"),
             Sample("fp8", make(real, format="fp8_block"), _queries(real, [(1, 90), (3, 20)]), "decode"),
             Sample("v3_heads", make(wide), _queries(wide, [(1, 100), (2, 30)]), "decode"),
+            Sample("scaled", scaled, _queries(real, [(1, 90), (3, 20)]), "decode"),
         ]
 
 

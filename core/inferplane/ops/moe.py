@@ -79,7 +79,7 @@ class MoERoute(Op, name="moe_route"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """The three routings of the families, V3, V2, Mixtral, and V2's with weights that are divided by their sum."""
+        """Routings of the families, V3, V2, Mixtral; V2's with weights divided by their sum; what else fields allow."""
         v3 = MoERoute(placeholder(16), 4, "sigmoid", 4, 2, "top2", True, 2.5)
         v2 = MoERoute(None, 3, "softmax", 4, 2, "max", False, 16.0)
         mixtral = MoERoute(None, 2, "softmax")
@@ -92,6 +92,8 @@ class MoERoute(Op, name="moe_route"):
                 replace(v2, top_k=5, renormalize=True),
                 lambda d: (d.normal(4, 16, dtype=torch.float32),),
             ),
+            Sample("softmax_factor", replace(mixtral, factor=2.5), lambda d: (d.normal(6, 8, dtype=torch.float32),)),
+            Sample("softmax_top2", replace(v2, group_score="top2"), lambda d: (d.normal(33, 16, dtype=torch.float32),)),
         ]
 
 
