@@ -15,7 +15,7 @@ from inferplane.ops.op import as_tuple
 from inferplane.ops.oracle import to_host
 from inferplane.types import Batch, HostLens, KVCache, KVLayout, KVRequest, LayerKV, QTensor
 
-PADDED_ROWS = 2
+PADDED_SEQUENCES = 2
 STALE_SCALE = 4.0
 """Stale entries are drawn larger than fresh ones, so that a kernel that attends to one of them is clearly wrong."""
 
@@ -89,7 +89,8 @@ def batch_in(args: Iterable[Any]) -> Batch | None:
 
 
 def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ...]:
-    """The same step with two padded sequences of one row each behind it, as a captured step has them.
+    """The same step with two padded sequences behind it, as a captured step has them: each with as many rows as the
+    step's longest, and no tokens.
 
     Args:
         args: arguments of an op; one is a batch of kind "decode".
@@ -98,17 +99,18 @@ def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ..
     """
     batch = batch_in(args)
     assert batch is not None and batch.kind == "decode", "only captured steps are padded, and they are decode steps"
-    tokens, lens, extra = batch.tokens, batch.lens(), range(1, PADDED_ROWS + 1)
-    starts = (*lens.query_start, *(tokens + i for i in extra))
+    tokens, lens, rows = batch.tokens, batch.lens(), padded_rows(batch)
+    extra = range(1, PADDED_SEQUENCES + 1)
+    starts = (*lens.query_start, *(tokens + i * batch.max_query_tokens for i in extra))
     block_tokens = next((kv.block_tokens for kv in caches_in(args)), 1)
     padded = replace(
         batch,
-        ids=_append(batch.ids, 0),
-        positions=_append(batch.positions, 0),
-        slots=_append(batch.slots, -1),
+        ids=_append(batch.ids, 0, rows),
+        positions=_append(batch.positions, 0, rows),
+        slots=_append(batch.slots, -1, rows),
         query_start=torch.tensor(starts, dtype=torch.int32).to(batch.query_start.device),
-        seq_lens=_append(batch.seq_lens, 0),
-        block_tables=_append(batch.block_tables, 0),
+        seq_lens=_append(batch.seq_lens, 0, PADDED_SEQUENCES),
+        block_tables=_append(batch.block_tables, 0, PADDED_SEQUENCES),
         max_seq_tokens=max(batch.max_seq_tokens, batch.block_tables.shape[1] * block_tokens),
         host_lens=HostLens(starts, (*lens.seq_lens, *(0 for _ in extra))) if lens_known else None,
     )
@@ -118,15 +120,20 @@ def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ..
             return padded
         if isinstance(arg, torch.Tensor) and arg.dim() and arg.shape[0] == tokens:
             if not arg.is_floating_point():
-                return _append(arg, 0)
-            return torch.cat((arg, draw.normal(PADDED_ROWS, *arg.shape[1:], dtype=arg.dtype)))
+                return _append(arg, 0, rows)
+            return torch.cat((arg, draw.normal(rows, *arg.shape[1:], dtype=arg.dtype)))
         return arg
 
     return tuple(grow(arg) for arg in args)
 
 
-def _append(tensor: torch.Tensor, value: int) -> torch.Tensor:
-    return torch.cat((tensor, tensor.new_full((PADDED_ROWS, *tensor.shape[1:]), value)))
+def padded_rows(batch: Batch) -> int:
+    """How many token rows `pad` adds to a step."""
+    return PADDED_SEQUENCES * batch.max_query_tokens
+
+
+def _append(tensor: torch.Tensor, value: int, rows: int) -> torch.Tensor:
+    return torch.cat((tensor, tensor.new_full((rows, *tensor.shape[1:]), value)))
 
 
 class Untouched:
@@ -187,14 +194,14 @@ def stray_write(
     return ""
 
 
-def real_rows(got: Any, usual: Any, tokens: int) -> Any:
+def real_rows(got: Any, usual: Any, tokens: int, padded: int) -> Any:
     """Results without their padded rows; results of another height are left as they are, to be found wrong."""
 
     def cut(g: Any, u: torch.Tensor) -> Any:
         if u.shape[:1] != (tokens,):
             return g
-        high = isinstance(g, torch.Tensor) and g.shape[:1] == (tokens + PADDED_ROWS,)
-        return g[:tokens] if high else f"{list(getattr(g, 'shape', ()))} with {tokens + PADDED_ROWS} token rows given"
+        high = isinstance(g, torch.Tensor) and g.shape[:1] == (tokens + padded,)
+        return g[:tokens] if high else f"{list(getattr(g, 'shape', ()))} with {tokens + padded} token rows given"
 
     gots, usuals = as_tuple(got), as_tuple(usual)
     if len(gots) != len(usuals):

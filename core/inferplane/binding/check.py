@@ -17,6 +17,7 @@ from inferplane.binding.case import (
     caches_in,
     describe,
     pad,
+    padded_rows,
     poisoned_memory,
     real_rows,
     shape_error,
@@ -171,7 +172,7 @@ def run_case(
     except Exception as raised:
         return wrong(f"raised {type(raised).__name__}: {raised}", traceback.format_exc())
     if padded and batch is not None and usual is not None:
-        got = real_rows(got, usual, batch.tokens)
+        got = real_rows(got, usual, batch.tokens, padded_rows(batch))
     if misshapen := shape_error(got, usual):
         return wrong(misshapen)
     if op.name != "all_reduce" and (change := untouched.changed()):

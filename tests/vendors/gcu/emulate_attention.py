@@ -50,6 +50,7 @@ def flash_attn_varlen_func(
         chip.shape("seqused_k", seqused_k, len(counts))
         chip.shape("block_table", block_table, len(counts), None)
         lens, ends = seqused_k.tolist(), []
+    require(min(lens) >= 0, f"lengths are not negative, got {lens}")
     require(len(lens) == len(counts), f"{len(counts)} sequences of queries, {len(lens)} of keys")
     require(max(lens) <= max_seqlen_k, f"max_seqlen_k is at least {max(lens)}, got {max_seqlen_k}")
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
@@ -88,6 +89,7 @@ def fwd_kvcache_mla(
     chip.dtype(chip.INT32, seqlens_k=seqlens_k, block_table=block_table)
     chip.shape("seqlens_k", seqlens_k, batch)
     chip.shape("block_table", block_table, batch, None)
+    require(bool((seqlens_k >= 0).all()), f"lengths are not negative, got {seqlens_k.tolist()}")
     out = torch.zeros(batch, 1, heads, head_size_v, dtype=q.dtype)
     for b, n in enumerate(seqlens_k.tolist()):
         if n:

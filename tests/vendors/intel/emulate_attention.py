@@ -97,6 +97,7 @@ def varlen_fwd(
         chip.absent(seqused_k=seqused_k)
         ends = semantics.running("cu_seqlens_k", cu_seqlens_k, k.shape[0])
         lens = [b - a for a, b in pairwise(ends)]
+    require(min(lens) >= 0, f"lengths are not negative, got {lens}")
     require(len(lens) == len(counts), f"{len(counts)} sequences of queries, {len(lens)} of keys")
     require(max(lens) <= max_seqlen_k, f"max_seqlen_k is at least {max(lens)}, got {max_seqlen_k}")
     single = paged and max_seqlen_q <= 1

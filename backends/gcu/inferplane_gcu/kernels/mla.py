@@ -60,7 +60,7 @@ def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     if batch.max_query_tokens > 1:
         sequence = torch.repeat_interleave(batch.query_start.diff().long(), output_size=tokens)
         behind = batch.query_start[1:][sequence] - 1 - torch.arange(tokens, dtype=torch.int32, device=q.device)
-        lens, tables = lens[sequence] - behind, tables[sequence]
+        lens, tables = (lens[sequence] - behind).clamp_min(0), tables[sequence]  # padded sequences have no length
     cache = latents(kv)[:, :, None]
     mid = flashmla.fwd_kvcache_mla(q[:, None], cache, d.latent, lens, tables, p.scale, False, None, None, None, None)[0]
     return torch.bmm(mid[:, 0].transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1).contiguous()

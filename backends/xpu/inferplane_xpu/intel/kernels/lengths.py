@@ -53,7 +53,8 @@ def _make(batch: Batch, groups: int) -> Sequences:
     if batch.max_query_tokens > 1:
         owner = torch.repeat_interleave(batch.query_start.diff().long(), output_size=batch.tokens)
         order = torch.arange(batch.tokens, dtype=torch.int32, device=device)
-        lens, tables = lens[owner] - (batch.query_start[1:][owner] - 1 - order), tables[owner]
+        behind = batch.query_start[1:][owner] - 1 - order
+        lens, tables = (lens[owner] - behind).clamp_min(0), tables[owner]  # padded sequences have no length
     if groups > 1:
         lens, tables = lens.repeat_interleave(groups), tables.repeat_interleave(groups, 0)
     starts = torch.arange(batch.tokens * groups + 1, dtype=torch.int32, device=device)
