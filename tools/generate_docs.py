@@ -8,7 +8,6 @@ Nothing on these pages is typed by hand: ops from their classes, kernels from th
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import inspect
 import json
 import re
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from inferplane.cli.evidence import Evidence
 from inferplane.ops import OPS, Op
 from inferplane.plugins import PluginHost, discover
 
@@ -49,20 +49,6 @@ def evidence() -> dict[str, list[dict[str, Any]]]:
     for files in found.values():
         files.sort(key=lambda c: c["date"])
     return found
-
-
-def passed(file: dict[str, Any], name: str) -> bool:
-    """Whether an evidence file holds passed results for an op or feature, and none that failed."""
-    rows = [r for r in file["results"] if fnmatch.fnmatchcase(str(r.get("op") or r.get("feature")), name)]
-    judged = [r for r in rows if r["status"] != "refused"]  # a kernel that says no proves nothing either way
-    return bool(judged) and all(r["status"] == "passed" for r in judged)
-
-
-def level(files: list[dict[str, Any]], name: str) -> str:
-    """The highest level at which an op or feature is proved, "" when it is not."""
-    proved = max((f["level"] for f in files if passed(f, name)), default="")
-    # A run that went end to end proves its ops one by one: that is L3, whatever else the run proved.
-    return min(proved, "L3") if name in OPS and proved == "L4" else proved
 
 
 def ops_page(host: PluginHost) -> str:
@@ -118,6 +104,7 @@ def matrix_page(host: PluginHost) -> str:
     """docs/support-matrix.md: op by device, the level of proof in each cell."""
     found = evidence()
     devices = [d.name for d in host.devices()]
+    proofs = {d: Evidence(found.get(d, [])) for d in devices}
     declared = {d: {k.op for k in host.kernels(host.backend_for_explain(d))} for d in devices}
     out = [
         HEAD + "# Support matrix\n",
@@ -132,7 +119,7 @@ def matrix_page(host: PluginHost) -> str:
     for name in sorted(OPS):
         cells = []
         for device in devices:
-            proved = level(found.get(device, []), name)
+            proved = proofs[device].level(name)
             cells.append(proved or ("*unverified*" if name in declared[device] else "-"))
         out.append(f"| {name} | " + " | ".join(cells) + " |")
     features = sorted(
@@ -141,7 +128,7 @@ def matrix_page(host: PluginHost) -> str:
     if features:
         out += ["", "| feature | " + " | ".join(devices) + " |", "|---|" + "---|" * len(devices)]
         for name in features:
-            out.append(f"| {name} | " + " | ".join(level(found.get(d, []), name) or "-" for d in devices) + " |")
+            out.append(f"| {name} | " + " | ".join(proofs[d].level(name) or "-" for d in devices) + " |")
     out += ["", "## Evidence\n"]
     for device in devices:
         for file in found.get(device, []):

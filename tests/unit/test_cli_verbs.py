@@ -114,6 +114,28 @@ def test_evidence_is_the_highest_level_that_passed():
 
     evidence = Evidence([file("L3", ("rms_norm", "passed"), ("linear", "failed")), file("L2", ("linear", "passed"))])
     assert [evidence.level(op) for op in ("rms_norm", "linear", "rope")] == ["L3", "L2", ""]
+    files = [file("none", ("rope", "passed")), file("L2", ("rope", "passed"), ("rope", "refused"))]
+    assert Evidence(files).level("rope") == "L2" and Evidence(files[:1]).level("rope") == ""
+    assert Evidence([file("L4", ("rope", "passed"))]).level("rope") == "L3", "whole models prove ops one by one"
+
+
+def test_evidence_of_an_op_is_none_of_its_other_kernels():
+    from inferplane.cli.evidence import Evidence
+
+    cases = ["ops/rope/a:rope_wide/t1", "kernels/test_agrees_with_the_oracle[b:rope-t1-float16]"]
+    rows = [{"op": "rope", "case": case, "status": "passed"} for case in cases]
+    evidence = Evidence([{"level": "L2", "results": rows}])
+    levels = {name: evidence.level("rope", name) for name in ("a:rope_wide", "b:rope", "a:rope", "c:rope")}
+    assert levels == {"a:rope_wide": "L2", "b:rope": "L2", "a:rope": "", "c:rope": ""}
+
+
+@pytest.mark.parametrize("device", ["npu", "xpu:intel", "xpu:kunlun", "dcu", "gcu", "cuda", "cpu"])
+def test_each_backend_finds_its_evidence(device):
+    from inferplane.cli.evidence import Evidence
+    from inferplane.plugins import host
+
+    evidence = Evidence.of(host().backend_for_explain(device))
+    assert evidence.files and evidence.level("rms_norm")
 
 
 # ---------------------------------------------------------------- conform

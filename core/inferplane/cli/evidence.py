@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 FOLDER = "evidence"
 SCHEMA = 1
+NONE = "none"
+LEVELS = (NONE, "L0", "L1", "L2", "L3", "L4", "L5")
 
 
 class Evidence:
@@ -27,14 +31,16 @@ class Evidence:
 
     @classmethod
     def of(cls, backend: Backend) -> Evidence:
-        """What lies in `evidence/` in or beside the backend's package; a wheel need not bring any, and a file that
-        cannot be read proves nothing."""
+        """What lies in `evidence/` in or beside the backend's package, however deep the backend lies in it; a wheel
+        need not bring any, and a file that cannot be read proves nothing."""
         try:
-            package = Path(inspect.getfile(type(backend))).parent
+            file = Path(inspect.getfile(type(backend)))
         except (OSError, TypeError):  # a class made at a prompt
             return cls(())
+        package = getattr(sys.modules.get(type(backend).__module__), "__package__", None) or ""
+        folders = list(file.parents)[: len(package.split(".")) + 1]
         found = []
-        for path in sorted(p for folder in (package, package.parent) for p in (folder / FOLDER).glob("*.json")):
+        for path in sorted(p for folder in folders for p in (folder / FOLDER).glob("*.json")):
             try:
                 content = json.loads(path.read_text())
             except (OSError, ValueError):
@@ -43,12 +49,24 @@ class Evidence:
                 found.append(content)
         return cls(found)
 
-    def level(self, op: str) -> str:
-        """The highest level at which an op is proved ("L3"), "" when it is not."""
-        return max((str(file["level"]) for file in self.files if _passed(file, op)), default="")
+    def level(self, name: str, kernel: str = "") -> str:
+        """The highest level at which an op or feature is proved ("L3"), "" when it is not.
+
+        Args:
+            name: the op or feature.
+            kernel: its name in full; only cases that name it count then.
+        """
+        proved = max((str(f["level"]) for f in self.files if _passed(f, name, kernel)), key=LEVELS.index, default=NONE)
+        if any(r.get("op") == name for f in self.files for r in f["results"]):
+            # A run that went end to end proves its ops one by one: that is L3, whatever else the run proved.
+            proved = "L3" if proved == "L4" else proved
+        return "" if proved == NONE else proved
 
 
-def _passed(file: Mapping[str, Any], op: str) -> bool:
-    """Whether a file holds results for an op, and none that failed."""
-    results = [r for r in file.get("results", ()) if r.get("op") == op]
-    return bool(results) and all(r.get("status") == "passed" for r in results)
+def _passed(file: Mapping[str, Any], name: str, kernel: str) -> bool:
+    """Whether a file holds passed results for an op or feature, and none that failed."""
+    named = re.compile(rf"(?<![\w.:]){re.escape(kernel)}(?![\w.:])")
+    rows = [r for r in file.get("results", ()) if (r.get("op") or r.get("feature")) == name]
+    rows = [r for r in rows if not kernel or named.search(str(r.get("case")))]
+    judged = [r for r in rows if r.get("status") != "refused"]  # a kernel that says no proves nothing either way
+    return bool(judged) and all(r.get("status") == "passed" for r in judged) and file.get("level") in LEVELS

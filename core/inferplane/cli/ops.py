@@ -90,7 +90,7 @@ def ops_data(host: PluginHost, device: str | None, names: Sequence[str] | None =
             continue  # it is in quarantine now; the other devices are told
         for kernel in sorted(kernels, key=lambda k: (-k.rank, k.name)):
             if kernel.op in ops:
-                level = evidence.level(kernel.op)
+                level = evidence.level(kernel.op, kernel.name)
                 ops[kernel.op]["kernels"].append({"device": backend.name, **_kernel_data(kernel), "evidence": level})
     return {"schema": SCHEMA, "device": backends[0].name if device is not None else None, "ops": list(ops.values())}
 
