@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
+from packaging.version import InvalidVersion, Version
 
 from inferplane.plugin import (
     Backend,
@@ -114,9 +115,13 @@ class GcuBackend(Backend):
         version = _version(DISTRIBUTION)
         versions[DISTRIBUTION] = version or "(version unknown)"
         package = f"{DISTRIBUTION} {versions[DISTRIBUTION]}"
-        if version and _minor(version) != _minor(torch.__version__):
-            reason = f"{package} is made for torch {_minor(version)}, this is torch {torch.__version__}"
-            remedy = f"install torch_gcu {_minor(torch.__version__)} of TopsRider, or 'torch=={_minor(version)}.*'"
+        wants, here = _minor(version), _minor(torch.__version__)
+        if not wants:
+            reason = f"{package}: nothing says which torch it is made for"
+            return Probe(Presence.BROKEN, reason, f"install torch_gcu {here} of TopsRider as a wheel", versions)
+        if wants != here:
+            reason = f"{package} is made for torch {wants}, this is torch {torch.__version__}"
+            remedy = f"install torch_gcu {here} of TopsRider, or 'torch=={wants}.*'"
             return Probe(Presence.BROKEN, reason, remedy, versions)
         if not nodes:
             return Probe(Presence.ABSENT, f"{package} is here, but no GCU is: no {DEVICE_NODES}", PASS_NODES, versions)
@@ -247,8 +252,13 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _minor(version: str) -> str:
-    return ".".join(version.split("+")[0].split(".")[:2])
+def _minor(version: str | None) -> str:
+    """ "2.13" of "2.13rc1" or "2.13.0+3.8"; empty where there is no version, or none that can be read."""
+    try:
+        parsed = Version(str(version))
+    except InvalidVersion:
+        return ""
+    return f"{parsed.major}.{parsed.minor}"
 
 
 def _touch(device: str) -> None:

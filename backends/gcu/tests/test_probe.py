@@ -107,6 +107,22 @@ def test_versions_that_differ_are_broken_with_both_ways_out(gcus, monkeypatch):
     assert "'torch==2.10.*'" in probe.remedy
 
 
+@pytest.mark.parametrize(("version", "torch_version"), [("2.13rc1", "2.13.0"), ("2.13.0+3.8", "2.13.0a0+git1")])
+def test_versions_of_one_minor_fit(gcus, monkeypatch, version, torch_version):
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(backend, "_version", lambda distribution: version)
+    assert GcuBackend.probe().presence is Presence.AVAILABLE
+
+
+@pytest.mark.parametrize("version", [None, "of today"])
+def test_a_version_that_nobody_can_read_is_broken(gcus, monkeypatch, version):
+    monkeypatch.setattr(backend, "_version", lambda distribution: version)
+    probe = GcuBackend.probe()
+    assert probe.presence is Presence.BROKEN
+    assert "nothing says which torch" in probe.reason
+    assert "torch_gcu 2.10" in probe.remedy
+
+
 def test_no_device_nodes(gcus, machine):
     for name in ("gcu0", "gcu1"):
         (machine / "dev" / name).unlink()
