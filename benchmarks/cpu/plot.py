@@ -26,7 +26,7 @@ def title(test):
     verb, *numbers = test.split()
     if verb == "prefill":
         return f"prefill of {numbers[0]} tokens"
-    batch = f"{numbers[2]} sequences" if numbers[2] != "1" else "one sequence"
+    batch = f"{numbers[2]} sequences" if numbers[2:] not in ([], ["1"]) else "one sequence"
     return f"decoding, {batch}, {numbers[0]} tokens of context"
 
 

@@ -183,7 +183,9 @@ def main() -> int:
         if not done(part, given.out):
             limit_s = min(LIMITS_S[part], left)
             fault = (
-                run(part, given.out / f"{part}.json", limit_s) if left > 15 else "not run: no time left; run it again"
+                run(part, given.out / f"{part}.json", limit_s)
+                if left > LEAST_S
+                else "not run: no time left; run it again"
             )
             wrong += [f"{part}: {fault}"] if fault else []
             print(f"{part}: {fault or 'done'} ({time.monotonic() - begun:.0f} s)", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.server
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -18,9 +19,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from inferplane.errors import UsageError
-from inferplane.serving import tracing
+from inferplane.serving import logs, tracing
 from inferplane.serving.settings import Settings
 from tests.serving.faults import CHAT, COMPLETIONS, Small, run
 from tests.serving.live import Live
@@ -145,7 +147,16 @@ def test_who_asks_for_traces(monkeypatch):
     assert wanted("http://localhost:4318") and wanted(**there)
     assert not wanted() and not wanted(**there, OTEL_SDK_DISABLED="true")
     assert not wanted(**there, OTEL_TRACES_EXPORTER="none")
-    for wrong in ("localhost:4318", "ftp://x", "http://", ""):
+    for wrong in (
+        "localhost:4318",
+        "ftp://x",
+        "http://",
+        "",
+        "http://[::1",
+        "http://h:abc",
+        "http://h:99999",
+        "http://h/?a",
+    ):
         with pytest.raises(UsageError, match="otlp_endpoint"):
             wanted(wrong)
     monkeypatch.setattr(tracing, "find_spec", lambda name: None)
@@ -193,6 +204,30 @@ def test_a_live_server_sends_spans_before_it_ends():
     assert {s.trace_id.hex() for s in found} == {PARENT.split("-")[1]}
     assert {s.parent_span_id.hex() for s in found} == {PARENT.split("-")[2]}
     assert SECRET not in str(told)
+
+
+def test_what_callers_send_as_their_state_is_not_logged(monkeypatch):
+    written: list[str] = []
+    monkeypatch.setattr("inferplane.serving.logs.Writer.emit", lambda self, record: written.append(record.getMessage()))
+    loggers = {name: logging.getLogger(name) for name in logs.NAMES}
+    before = {name: (x.handlers, x.propagate, x.level) for name, x in loggers.items()}
+    try:
+        logs.set_up("json", "info")
+        TraceContextTextMapPropagator().extract({"traceparent": PARENT, "tracestate": f"z0=\xe9{SECRET}"})
+        logging.getLogger("opentelemetry.exporter").warning("heard")
+    finally:
+        for name, (handlers, propagate, level) in before.items():
+            loggers[name].handlers, loggers[name].propagate = handlers, propagate
+            loggers[name].setLevel(level)
+    assert written == ["heard"]
+
+
+def test_another_protocol_is_told(monkeypatch, caplog):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    logging.getLogger("inferplane").propagate = True
+    tracer = tracing.start(Settings(otlp_endpoint="http://127.0.0.1:9"))
+    assert tracer is not None and "http/protobuf, not by grpc" in caplog.text
+    tracer.close()
 
 
 def test_a_collector_that_is_not_there_costs_the_spans_alone():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 
 import pytest
 from hypothesis import given
@@ -33,6 +34,17 @@ def spaces(tmp_path_factory):
     anyway = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"  # what transformers 5 asks for
     save(metaspace(), folder, clean_up_tokenization_spaces=True, **{anyway: True})
     return Tokenizer(folder)
+
+
+def test_long_texts_are_not_warned_of(bytes_, caplog):
+    """What is too long for a model is said at admission; a library's own line would end up in the server's log."""
+    logger = logging.getLogger("transformers")
+    before, logger.propagate = logger.propagate, True
+    try:
+        assert len(bytes_.encode("word " * 20_000)) > 10_000
+    finally:
+        logger.propagate = before
+    assert not caplog.records and bytes_._inner.model_max_length > 2**40
 
 
 def run(tokenizer, ids, stop=(), prompt=(), sizes=(1,)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class Tokenizer:
                 f"{folder} holds no tokenizer that can be loaded ({type(error).__name__}: {error}).",
                 remedy="add its tokenizer.json, or pass prompts as token ids",
             ) from error
+        self._inner.model_max_length = sys.maxsize  # admission says what is too long; transformers would warn on stderr
         self.folder = folder
 
     def encode(self, text: str) -> list[int]:

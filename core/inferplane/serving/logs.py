@@ -19,7 +19,12 @@ MOST_CHARACTERS = 300
 """Of a value in the log."""
 MOST_LINES = 10_000
 """Lines that may wait for a slow reader."""
-NAMES = {"inferplane": "", "uvicorn.error": "CRITICAL", "opentelemetry": "WARNING"}
+NAMES = {
+    "inferplane": "",
+    "uvicorn.error": "CRITICAL",
+    "opentelemetry": "WARNING",
+    "opentelemetry.trace": "CRITICAL",  # warns with what clients send in tracestate
+}
 """Loggers whose lines are ours to write, and from what level on; "": as the settings say."""
 
 

@@ -1,4 +1,5 @@
-"""OpenTelemetry: a span for each admitted request, with the field's names for what generative models do; no texts.
+"""OpenTelemetry: a span for each well-formed request that passes the door, with the field's names for what generative
+models do; no texts.
 
 Asked for by `otlp_endpoint`, or by the variables that every program with OpenTelemetry knows
 (`OTEL_EXPORTER_OTLP_ENDPOINT`; others choose the sampler, the service's name, the batches). Nothing of it is imported
@@ -23,6 +24,7 @@ from inferplane import __version__
 from inferplane.errors import UsageError
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError
+from inferplane.serving.logs import safe
 from inferplane.serving.settings import Settings
 
 if TYPE_CHECKING:
@@ -162,8 +164,7 @@ def wanted(settings: Settings, environment: Mapping[str, str]) -> bool:
             log.warning(f"{named} is set, and OpenTelemetry is not installed: there will be no traces")
             return False
         return True
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not _is_endpoint(endpoint):
         raise UsageError(
             f"otlp_endpoint = {endpoint!r}.",
             there_is="URLs of collectors that take OTLP over HTTP: http://localhost:4318",
@@ -175,6 +176,14 @@ def wanted(settings: Settings, environment: Mapping[str, str]) -> bool:
     return not off
 
 
+def _is_endpoint(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
+    except ValueError:  # a port that is none, half an address
+        return False
+
+
 def start(settings: Settings) -> Tracer | None:
     """A tracer that sends spans to a collector; None when none is wanted."""
     if not wanted(settings, os.environ):
@@ -184,6 +193,9 @@ def start(settings: Settings) -> Tracer | None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    if protocol not in (None, "", "http/protobuf"):
+        log.warning(f"traces are sent by http/protobuf, not by {safe(protocol)} as OTEL_EXPORTER_OTLP_PROTOCOL says")
     base = settings.otlp_endpoint
     endpoint = base if base is None or urlsplit(base).path.endswith("/v1/traces") else f"{base.rstrip('/')}/v1/traces"
     own = {SERVICE_VERSION: __version__}
