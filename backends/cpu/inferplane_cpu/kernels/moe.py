@@ -54,6 +54,8 @@ def _stacks(p: Any) -> tuple[Any, Any]:
 def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Each expert's gate and up, then its down, by all tokens that chose it; a token's sum in its own order."""
     stacks = _stacks(p)
+    if ids.shape != weights.shape or len(ids) != len(x):  # native code would read past their ends
+        raise ValueError(f"Experts {tuple(ids.shape)} with weights {tuple(weights.shape)} for {len(x)} tokens.")
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     out = torch.empty_like(x)
     library().ip_moe(
