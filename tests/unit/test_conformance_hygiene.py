@@ -171,7 +171,7 @@ def test_a_kernel_that_refuses_everything_is_found():
     never = replace(NORM, when=When(needs=(("the moon", lambda op: False),)))
     with pytest.raises(pytest.fail.Exception, match="no sample serves it") as caught:
         ops_suite.test_some_sample_is_served(never, subject([never]), lambda **facts: None)
-    assert "all 5 samples of op rms_norm" in str(caught.value) and "needs the moon" in str(caught.value)
+    assert "all 6 samples of op rms_norm" in str(caught.value) and "needs the moon" in str(caught.value)
     ops_suite.test_some_sample_is_served(NORM, subject([NORM]), lambda **facts: None)
     elsewhere = replace(NORM, when=When(features=("bf16", "another-series")))
     with pytest.raises(pytest.skip.Exception, match="refused: feature 'another-series' is unknown"):
