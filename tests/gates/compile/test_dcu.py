@@ -21,11 +21,14 @@ SPILLS = {
     "decode/attend": 14,
     "decode_int8/attend": 43,
     "decode_window/attend": 14,
+    "experts_bf16/grouped": 697,
     "mla_decode/absorbed": 536,
     "mla_decode_int8/absorbed": 542,
     "mla_prefill/expanded": 296,
     "prefill/attend": 171,
     "prefill_window/attend": 171,
+    "product_bf16_int4_256/product": 1663,
+    "product_bf16_int8_1/product": 293,
 }
 """Registers that are spilled on gfx906, by kernel, with Triton 3.9.0."""
 
