@@ -104,7 +104,8 @@ def main():
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
     shape = config(WIDE, 2 * args.prompt + 64)
-    llm = LLM(shape, device=args.device, dtype="bfloat16", load_format="dummy", max_batch=16, prefix_cache=False)
+    options = {"max_batch": 16, "max_step_tokens": args.prompt + STREAMS, "prefix_cache": False}
+    llm = LLM(shape, device=args.device, dtype="bfloat16", load_format="dummy", **options)
     measure(llm.engine, 2 * args.budget, args.budget, 1, args.clock)  # warm
     found = measure(llm.engine, args.prompt, args.budget, args.turns, args.clock)
     over = {
