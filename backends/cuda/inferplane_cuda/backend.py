@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from glob import glob
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from inferplane.plugin import (
-    Backend,
+    Accelerator,
     Batch,
     DeviceError,
     DeviceState,
@@ -29,7 +28,6 @@ from inferplane.plugin import (
     Kernel,
     KVLayout,
     KVRequest,
-    Memory,
     Presence,
     Probe,
 )
@@ -109,12 +107,11 @@ def _present(capability: tuple[int, int]) -> tuple[str, ...]:
     return tuple(name for name in (*SINCE, *ONLY) if known[name].present)
 
 
-class CudaBackend(Backend):
+class CudaBackend(Accelerator):
     """One NVIDIA GPU."""
 
     name = "cuda"
     torch_device = "cuda"
-    auto_rank: ClassVar[int] = 100
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         arch_of(capability): _present(capability) for capability in ((9, 0), (8, 0), (8, 9), (10, 0), (12, 0))
     }
@@ -160,34 +157,16 @@ class CudaBackend(Backend):
             DeviceError: the probe did not find it available, CUDA does not start, there is no such GPU, or it is not
                 NVIDIA's.
         """
-        probe = self.probe()
-        if not probe.available:
-            raise DeviceError(f"Device {self.name!r} cannot be used: {probe.reason}.", remedy=probe.remedy)
-        try:
-            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            if self.index >= count:
-                raise DeviceError(
-                    f"{self.torch_device_indexed} was asked for.",
-                    there_is=f"{count} GPUs that CUDA can use, {VISIBLE}={os.environ.get(VISIBLE, 'not set')}",
-                    remedy=f"choose an index below {count}" if count else f"see what `{TOOL}` says",
-                )
-            name, capability = torch.cuda.get_device_name(self.index), torch.cuda.get_device_capability(self.index)
+        look, fit = f"see what `{TOOL}` says", "a driver older than torch's CUDA must be updated"
+        with self.opening("GPUs that CUDA can use", (VISIBLE,), look, fit) as cuda:
+            name, capability = cuda.get_device_name(self.index), cuda.get_device_capability(self.index)
             if not any(brand in name for brand in BRANDS) and not Path(DRIVER_FILE).exists():
                 raise DeviceError(
                     f"{self.torch_device_indexed} is {name!r}, which is not an NVIDIA GPU.",
                     remedy="use the backend of that hardware's vendor",
                 )
-            torch.cuda.set_device(self.index)
-            _touch(self.torch_device_indexed)
+            self.select()
             memory = self.memory()
-        except DeviceError:
-            raise
-        except Exception as error:
-            raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
-                there_is=probe.reason,
-                remedy=f"see what `{TOOL}` says; a driver older than torch's CUDA must be updated",
-            ) from error
         features = found_features(capability)
         return DeviceState(self.torch_device_indexed, name, arch_of(capability), features, memory)
 
@@ -204,11 +183,6 @@ class CudaBackend(Backend):
         """See `inferplane_cuda.kvcache`."""
         return layouts_for(request)
 
-    def memory(self) -> Memory:
-        """Bytes of this GPU, other processes' use counted."""
-        free, total = torch.cuda.mem_get_info(self.index)
-        return Memory(total, free)
-
     def comm(self) -> str:
         """NCCL."""
         return "nccl"
@@ -216,19 +190,6 @@ class CudaBackend(Backend):
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph:
         """As a CUDA graph."""
         return self._graphs.record(step, bucket)
-
-    def synchronize(self) -> None:
-        """Wait for everything launched on this GPU."""
-        torch.cuda.synchronize(self.index)
-
-    def timer(self) -> Callable[[], float]:
-        """The host's clock in seconds, read once the GPU has caught up."""
-
-        def now() -> float:
-            self.synchronize()
-            return time.perf_counter()
-
-        return now
 
 
 def _installed(module: str) -> bool:
@@ -246,9 +207,3 @@ def _driver() -> str | None:
     except OSError:
         there = glob(DEVICE_NODES) or any(os.path.exists(node) for node in OTHER_NODES)
         return "unknown" if there else None
-
-
-def _touch(device: str) -> None:
-    """One tiny allocation, written and waited for: what fails now does not fail in the middle of loading."""
-    torch.zeros(1, device=device).add_(1)
-    torch.cuda.synchronize(device)

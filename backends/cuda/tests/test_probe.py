@@ -52,7 +52,8 @@ def gpus(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (100, 140))
     current = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(backend, "_touch", current.append)
+    monkeypatch.setattr(CudaBackend, "touch", lambda self: current.append(self.torch_device_indexed))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: current.append("synchronize"))
     return current
 
 
@@ -178,7 +179,7 @@ def test_open_describes_the_gpu(gpus):
     assert state.arch == "sm90a"
     assert state.features["fp8"].present
     assert (state.memory.total_bytes, state.memory.free_bytes) == (140, 100)
-    assert gpus == [1, "cuda:1"], "current device set, then one allocation on it"
+    assert gpus == [1, "cuda:1", "synchronize"], "current device set, one allocation, waited for"
 
 
 def test_open_without_a_driver_gives_the_probes_reason(machine):
@@ -211,10 +212,10 @@ def test_open_of_another_vendors_gpu(gpus, machine, monkeypatch):
 
 
 def test_open_when_the_allocation_fails(gpus, monkeypatch):
-    def fail(device):
+    def fail(self):
         raise RuntimeError("CUDA error: out of memory\n  at line 1")
 
-    monkeypatch.setattr(backend, "_touch", fail)
+    monkeypatch.setattr(CudaBackend, "touch", fail)
     with pytest.raises(DeviceError, match="RuntimeError: CUDA error: out of memory at line 1") as caught:
         CudaBackend().open()
     assert isinstance(caught.value.__cause__, RuntimeError)

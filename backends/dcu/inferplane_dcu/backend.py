@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from glob import glob
 from typing import Any, ClassVar
@@ -19,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from inferplane.plugin import (
-    Backend,
+    Accelerator,
     Batch,
     DeviceError,
     DeviceState,
@@ -27,7 +26,6 @@ from inferplane.plugin import (
     Kernel,
     KVLayout,
     KVRequest,
-    Memory,
     Presence,
     Probe,
 )
@@ -50,12 +48,11 @@ INSTALL = (
 )
 
 
-class DcuBackend(Backend):
+class DcuBackend(Accelerator):
     """One Hygon DCU."""
 
     name = "dcu"
     torch_device = "cuda"
-    auto_rank: ClassVar[int] = 100
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         gfx: tuple(name for name, feature in features_of(gfx).items() if feature.present) for gfx in GFX
     }
@@ -108,19 +105,9 @@ class DcuBackend(Backend):
             DeviceError: the probe did not find it available, HIP does not start, there is no such device, or it is not
                 Hygon's.
         """
-        probe = self.probe()
-        if not probe.available:
-            raise DeviceError(f"Device {self.name!r} cannot be used: {probe.reason}.", remedy=probe.remedy)
-        try:
-            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            if self.index >= count:
-                setting = ", ".join(f"{variable}={os.environ.get(variable, 'not set')}" for variable in VISIBLE)
-                raise DeviceError(
-                    f"DCU {self.index} was asked for.",
-                    there_is=f"{count} DCUs that HIP can use, {setting}",
-                    remedy=f"choose an index below {count}" if count else f"see what `{VENDOR_TOOL}` says",
-                )
-            properties = torch.cuda.get_device_properties(self.index)
+        look, fit = f"see what `{VENDOR_TOOL}` says", "DTK, driver and torch wheel must be of one release"
+        with self.opening("DCUs that HIP can use", VISIBLE, look, fit, one="DCU") as cuda:
+            properties = cuda.get_device_properties(self.index)
             gfx = str(properties.gcnArchName).split(":")[0]
             if gfx not in GFX:
                 raise DeviceError(
@@ -128,17 +115,8 @@ class DcuBackend(Backend):
                     there_is=f"support for {', '.join(GFX)}",
                     remedy="use the backend of its vendor, or add it to inferplane_dcu.chips.GFX if it is Hygon's",
                 )
-            torch.cuda.set_device(self.index)
-            _touch(self.torch_device_indexed)
+            self.select()
             memory = self.memory()
-        except DeviceError:
-            raise
-        except Exception as error:
-            raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
-                there_is=probe.reason,
-                remedy=f"see what `{VENDOR_TOOL}` says; DTK, driver and torch wheel must be of one release",
-            ) from error
         return DeviceState(self.torch_device_indexed, properties.name, gfx, features_here(gfx), memory)
 
     def kernels(self) -> Sequence[Kernel]:
@@ -153,11 +131,6 @@ class DcuBackend(Backend):
         """See `inferplane_dcu.kvcache`."""
         return layouts(request)
 
-    def memory(self) -> Memory:
-        """Bytes of this DCU, other processes' use counted."""
-        free, total = torch.cuda.mem_get_info(self.index)
-        return Memory(total, free)
-
     def comm(self) -> str:
         """RCCL, which torch calls by NCCL's name."""
         return "nccl"
@@ -165,19 +138,6 @@ class DcuBackend(Backend):
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph:
         """As a HIP graph."""
         return self._graphs.record(step, bucket)
-
-    def synchronize(self) -> None:
-        """Wait for everything launched on this DCU."""
-        torch.cuda.synchronize(self.index)
-
-    def timer(self) -> Callable[[], float]:
-        """The host's clock in seconds, read once the DCU has caught up."""
-
-        def now() -> float:
-            self.synchronize()
-            return time.perf_counter()
-
-        return now
 
 
 def _listed_gfx() -> list[str]:
@@ -197,9 +157,3 @@ def _listed_gfx() -> list[str]:
         if match and (version := int(match[1])):
             names.append(f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}")
     return names
-
-
-def _touch(device: str) -> None:
-    """One tiny allocation, written and waited for: what fails now does not fail in the middle of loading."""
-    torch.zeros(1, device=device).add_(1)
-    torch.cuda.synchronize(device)

@@ -63,7 +63,8 @@ def dcus(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (50, 64))
     done = []
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    monkeypatch.setattr(backend, "_touch", done.append)
+    monkeypatch.setattr(DcuBackend, "touch", lambda self: done.append(self.torch_device_indexed))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: done.append("synchronize"))
     return SimpleNamespace(properties=properties, done=done)
 
 
@@ -230,7 +231,7 @@ def test_open_describes_the_dcu(dcus):
     assert state.features["bf16"].present
     assert state.features["fp8"].present is False
     assert (state.memory.total_bytes, state.memory.free_bytes) == (64, 50)
-    assert dcus.done == [1, "cuda:1"], "current device set, then one allocation on it"
+    assert dcus.done == [1, "cuda:1", "synchronize"], "current device set, one allocation, waited for"
 
 
 def test_open_of_an_amd_gpu(dcus):
@@ -255,10 +256,10 @@ def test_open_of_an_index_too_far(dcus):
 
 
 def test_open_when_the_allocation_fails(dcus, monkeypatch):
-    def fail(device):
+    def fail(self):
         raise RuntimeError("HIP error: no kernel image\n  at line 1")
 
-    monkeypatch.setattr(backend, "_touch", fail)
+    monkeypatch.setattr(DcuBackend, "touch", fail)
     with pytest.raises(DeviceError, match="RuntimeError: HIP error: no kernel image at line 1") as caught:
         DcuBackend().open()
     assert "hy-smi" in caught.value.remedy

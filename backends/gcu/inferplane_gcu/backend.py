@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
-import time
 from collections.abc import Callable, Sequence
 from glob import glob
 from importlib import metadata
@@ -21,16 +19,14 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from inferplane.plugin import (
-    Backend,
+    Accelerator,
     Batch,
-    DeviceError,
     DeviceState,
     Feature,
     Features,
     Kernel,
     KVLayout,
     KVRequest,
-    Memory,
     Presence,
     Probe,
 )
@@ -90,12 +86,11 @@ def generation_of(capability: Sequence[int]) -> int:
     return capability[0] - 10 if capability[0] > 10 else capability[0]
 
 
-class GcuBackend(Backend):
+class GcuBackend(Accelerator):
     """One Enflame GCU."""
 
     name = "gcu"
     torch_device = "gcu"
-    auto_rank: ClassVar[int] = 100
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         "s60": tuple(name for name, feature in features_of(S60_MAJOR).items() if feature.present)
     }
@@ -103,6 +98,10 @@ class GcuBackend(Backend):
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)
         self._graphs = Graphs()
+
+    def runtime(self) -> Any:
+        """The vendor's counterpart of `torch.cuda`; the first call imports the package."""
+        return importlib.import_module(MODULE).gcu
 
     @classmethod
     def probe(cls) -> Probe:
@@ -135,40 +134,13 @@ class GcuBackend(Backend):
             DeviceError: another package holds PrivateUse1, the probe did not find it available, torch_gcu does not
                 start, or there is no such GCU.
         """
-        owner = torch._C._get_privateuse1_backend_name()
-        rivals = [module for module in OTHER_PRIVATEUSE1 if module in sys.modules]
-        if rivals or owner not in ("privateuseone", self.torch_device):
-            raise DeviceError(
-                f"Device {self.name!r} cannot be used: torch has one place for outside devices (PrivateUse1), and "
-                f"{rivals[0] if rivals else owner!r} has taken it in this process.",
-                remedy="start another process, with TORCH_DEVICE_BACKEND_AUTOLOAD=0 if the other package loads itself",
-            )
-        probe = self.probe()
-        if not probe.available:
-            raise DeviceError(f"Device {self.name!r} cannot be used: {probe.reason}.", remedy=probe.remedy)
-        try:
-            gcu = _runtime()
-            count = gcu.device_count() if gcu.is_available() else 0
-            if self.index >= count:
-                raise DeviceError(
-                    f"{self.torch_device_indexed} was asked for.",
-                    there_is=f"{count} GCUs that TopsRider can use, {VISIBLE}={os.environ.get(VISIBLE, 'not set')}",
-                    remedy=f"choose an index below {count}" if count else f"see what `{TOOL}` says",
-                )
-            gcu.set_device(self.index)
+        self.require_free_place(OTHER_PRIVATEUSE1)
+        look, fit = f"see what `{TOOL}` says", "driver, TopsRider and torch_gcu must be of one release"
+        with self.opening("GCUs that TopsRider can use", (VISIBLE,), look, fit) as gcu:
             name = str(gcu.get_device_name(self.index))
             generation = generation_of(gcu.get_device_capability(self.index))
-            _touch(self.torch_device_indexed)
-            gcu.synchronize(self.index)
+            self.select()
             memory = self.memory()
-        except DeviceError:
-            raise
-        except Exception as error:
-            raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
-                there_is=probe.reason,
-                remedy=f"see what `{TOOL}` says; driver, TopsRider and torch_gcu must be of one release",
-            ) from error
         arch = "s60" if generation == S60_MAJOR else f"gcu{generation}00"
         return DeviceState(self.torch_device_indexed, name, arch, features_here(generation), memory)
 
@@ -184,31 +156,13 @@ class GcuBackend(Backend):
         """See `inferplane_gcu.kvcache`."""
         return layouts()
 
-    def memory(self) -> Memory:
-        """Bytes of this GCU, other processes' use counted."""
-        free, total = _runtime().mem_get_info(self.index)
-        return Memory(total, free)
-
     def comm(self) -> str:
         """ECCL."""
         return "eccl"
 
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph:
         """As a GCU graph."""
-        return self._graphs.record(_runtime(), step, bucket)
-
-    def synchronize(self) -> None:
-        """Wait for everything launched on this GCU."""
-        _runtime().synchronize(self.index)
-
-    def timer(self) -> Callable[[], float]:
-        """The host's clock in seconds, read once the GCU has caught up."""
-
-        def now() -> float:
-            self.synchronize()
-            return time.perf_counter()
-
-        return now
+        return self._graphs.record(self.runtime(), step, bucket)
 
 
 def features_here(generation: int) -> Features:
@@ -233,11 +187,6 @@ def _load_operators() -> Feature:
     return Feature(True, f"its operators are loaded from {libraries[0]}")
 
 
-def _runtime() -> Any:
-    """The vendor's counterpart of `torch.cuda`; the first call imports the package."""
-    return importlib.import_module(MODULE).gcu
-
-
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
@@ -259,8 +208,3 @@ def _minor(version: str | None) -> str:
     except InvalidVersion:
         return ""
     return f"{parsed.major}.{parsed.minor}"
-
-
-def _touch(device: str) -> None:
-    """One tiny allocation, written: what fails now does not fail in the middle of loading."""
-    torch.zeros(1, device=device).add_(1)

@@ -17,7 +17,7 @@ from inferplane.plugin import Backend, DeviceError, KVRequest, Presence
 from inferplane_gcu import backend, plugin
 from inferplane_gcu.backend import GcuBackend, features_of, generation_of
 
-REAL_RUNTIME = backend._runtime
+REAL_RUNTIME = GcuBackend.runtime
 VENDORS = ("torch_gcu", "torch_npu", "torch_xmlir", "triton", "tops_extension", "flash_attn", "xformers", "vllm_gcu")
 
 
@@ -61,8 +61,8 @@ def gcus(machine, monkeypatch):
         set_device=done.append,
         synchronize=lambda index: done.append("synchronize"),
     )
-    monkeypatch.setattr(backend, "_runtime", lambda: gcu)
-    monkeypatch.setattr(backend, "_touch", done.append)
+    monkeypatch.setattr(GcuBackend, "runtime", lambda self: gcu)
+    monkeypatch.setattr(GcuBackend, "touch", lambda self: done.append(self.torch_device_indexed))
     return gcu
 
 
@@ -176,17 +176,17 @@ def test_open_of_a_later_generation(gcus, capability):
 
 
 def test_open_when_the_import_fails(gcus, monkeypatch):
-    monkeypatch.setattr(backend, "_runtime", REAL_RUNTIME)
+    monkeypatch.setattr(GcuBackend, "runtime", REAL_RUNTIME)
     with pytest.raises(DeviceError, match=r"ImportError: libtopsrt\.so") as caught:
         GcuBackend().open()
     assert "efsmi" in caught.value.remedy
 
 
 def test_open_when_the_allocation_fails(gcus, monkeypatch):
-    def fail(device):
+    def fail(self):
         raise RuntimeError("topsErrorNoDevice\n  at line 1")
 
-    monkeypatch.setattr(backend, "_touch", fail)
+    monkeypatch.setattr(GcuBackend, "touch", fail)
     with pytest.raises(DeviceError, match="RuntimeError: topsErrorNoDevice at line 1"):
         GcuBackend().open()
 

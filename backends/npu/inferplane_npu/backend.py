@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from glob import glob
 from importlib import metadata
@@ -22,16 +21,14 @@ from typing import Any, ClassVar
 import torch
 
 from inferplane.plugin import (
-    Backend,
+    Accelerator,
     Batch,
-    DeviceError,
     DeviceState,
     Feature,
     Features,
     Kernel,
     KVLayout,
     KVRequest,
-    Memory,
     Presence,
     Probe,
 )
@@ -58,15 +55,18 @@ PASS_NODES = (
 )
 
 
-class NpuBackend(Backend):
+class NpuBackend(Accelerator):
     """One Ascend NPU."""
 
     name = "npu"
     torch_device = "npu"
-    auto_rank: ClassVar[int] = 100
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         arch: tuple(name for name, feature in features_of(arch).items() if feature.present) for arch in SERIES
     }
+
+    def runtime(self) -> Any:
+        """The vendor's counterpart of `torch.cuda`; the first call imports the package."""
+        return importlib.import_module(MODULE).npu
 
     @classmethod
     def probe(cls) -> Probe:
@@ -113,40 +113,13 @@ class NpuBackend(Backend):
             DeviceError: another package holds PrivateUse1, the probe did not find it available, torch_npu or CANN does
                 not start, or there is no such NPU.
         """
-        owner = torch._C._get_privateuse1_backend_name()
-        rivals = [module for module in OTHER_PRIVATEUSE1 if module in sys.modules]
-        if rivals or owner not in ("privateuseone", self.torch_device):
-            raise DeviceError(
-                f"Device {self.name!r} cannot be used: torch has one place for outside devices (PrivateUse1), and "
-                f"{rivals[0] if rivals else owner!r} has taken it in this process.",
-                remedy="start another process, with TORCH_DEVICE_BACKEND_AUTOLOAD=0 if the other package loads itself",
-            )
-        probe = self.probe()
-        if not probe.available:
-            raise DeviceError(f"Device {self.name!r} cannot be used: {probe.reason}.", remedy=probe.remedy)
-        try:
-            npu = _runtime()
-            count = npu.device_count() if npu.is_available() else 0
-            if self.index >= count:
-                raise DeviceError(
-                    f"{self.torch_device_indexed} was asked for.",
-                    there_is=f"{count} NPUs that CANN can use, {VISIBLE}={os.environ.get(VISIBLE, 'not set')}",
-                    remedy=f"choose an index below {count}" if count else "see what `npu-smi info` says",
-                )
-            npu.set_device(self.index)
+        self.require_free_place(OTHER_PRIVATEUSE1)
+        look = "see what `npu-smi info` says"
+        fit = "driver, CANN, torch-npu and torch must be of one release (COMPATIBILITY.md of Ascend/pytorch)"
+        with self.opening("NPUs that CANN can use", (VISIBLE,), look, fit) as npu:
             name = str(npu.get_device_name(self.index))
-            _touch(self.torch_device_indexed)
-            npu.synchronize(self.index)
+            self.select()
             memory = self.memory()
-        except DeviceError:
-            raise
-        except Exception as error:
-            raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
-                there_is=probe.reason,
-                remedy="see what `npu-smi info` says; driver, CANN, torch-npu and torch must be of one release "
-                "(COMPATIBILITY.md of Ascend/pytorch)",
-            ) from error
         arch = arch_of(name)
         return DeviceState(self.torch_device_indexed, name, arch, features_here(arch), memory)
 
@@ -162,31 +135,13 @@ class NpuBackend(Backend):
         """See `inferplane_npu.kvcache`."""
         return layouts(request)
 
-    def memory(self) -> Memory:
-        """Bytes of this NPU, other processes' use counted."""
-        free, total = _runtime().mem_get_info(self.index)
-        return Memory(total, free)
-
     def comm(self) -> str:
         """HCCL."""
         return "hccl"
 
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> CapturedStep:
         """An NPUGraph; attention is given its lengths anew before each replay."""
-        return CapturedStep(_runtime(), step, bucket)
-
-    def synchronize(self) -> None:
-        """Wait for everything launched on this NPU."""
-        _runtime().synchronize(self.index)
-
-    def timer(self) -> Callable[[], float]:
-        """The host's clock in seconds, read once the NPU has caught up."""
-
-        def now() -> float:
-            self.synchronize()
-            return time.perf_counter()
-
-        return now
+        return CapturedStep(self.runtime(), step, bucket)
 
 
 def features_here(arch: str) -> Features:
@@ -196,11 +151,6 @@ def features_here(arch: str) -> Features:
         return found
     why = f"{ATB_LIBRARY} of NNAL is not on the loader's path; source its set_env.sh"
     return Features({**found, "atb": Feature(False, why)})
-
-
-def _runtime() -> Any:
-    """The vendor's counterpart of `torch.cuda`; the first call imports the package."""
-    return importlib.import_module(MODULE).npu
 
 
 def _installed(module: str) -> bool:
@@ -242,8 +192,3 @@ def _on_loader_path(library: str) -> bool:
         return library.encode() in Path(LOADER_CACHE).read_bytes()
     except OSError:
         return False
-
-
-def _touch(device: str) -> None:
-    """One tiny allocation, written: what fails now does not fail in the middle of loading."""
-    torch.zeros(1, device=device).add_(1)

@@ -18,7 +18,7 @@ from inferplane.plugin import Backend, DeviceError, KVRequest, Presence
 from inferplane_npu import backend, plugin
 from inferplane_npu.backend import NpuBackend, arch_of, features_of
 
-REAL_RUNTIME = backend._runtime
+REAL_RUNTIME = NpuBackend.runtime
 VENDORS = ("torch_npu", "torch_gcu", "torch_xmlir", "triton", "acl", "torchair", "mindie")
 
 
@@ -67,8 +67,8 @@ def npus(machine, monkeypatch):
         set_device=done.append,
         synchronize=lambda index: done.append("synchronize"),
     )
-    monkeypatch.setattr(backend, "_runtime", lambda: npu)
-    monkeypatch.setattr(backend, "_touch", done.append)
+    monkeypatch.setattr(NpuBackend, "runtime", lambda self: npu)
+    monkeypatch.setattr(NpuBackend, "touch", lambda self: done.append(self.torch_device_indexed))
     return npu
 
 
@@ -219,7 +219,7 @@ def test_open_describes_the_npu(npus):
 
 
 def test_open_when_the_import_fails(npus, monkeypatch):
-    monkeypatch.setattr(backend, "_runtime", REAL_RUNTIME)
+    monkeypatch.setattr(NpuBackend, "runtime", REAL_RUNTIME)
     with pytest.raises(DeviceError, match=r"ImportError: libhccl\.so") as caught:
         NpuBackend().open()
     assert "npu-smi info" in caught.value.remedy
@@ -229,10 +229,10 @@ def test_open_when_the_import_fails(npus, monkeypatch):
 def test_open_when_the_allocation_fails(npus, monkeypatch):
     """Stub libraries answer every question and can do nothing."""
 
-    def fail(device):
+    def fail(self):
         raise RuntimeError("aclrtMalloc failed\n  at line 1")
 
-    monkeypatch.setattr(backend, "_touch", fail)
+    monkeypatch.setattr(NpuBackend, "touch", fail)
     with pytest.raises(DeviceError, match="RuntimeError: aclrtMalloc failed at line 1"):
         NpuBackend().open()
 

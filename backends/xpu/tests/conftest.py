@@ -70,6 +70,13 @@ def xpu_kernels(machine):
     return install
 
 
+def note_selection(monkeypatch, backend, runtime, done):
+    """What opening does to the device goes to `done`, not to a device."""
+    monkeypatch.setattr(runtime, "set_device", done.append)
+    monkeypatch.setattr(runtime, "synchronize", lambda index: done.append("synchronize"))
+    monkeypatch.setattr(backend, "touch", lambda self: done.append(self.torch_device_indexed))
+
+
 @pytest.fixture
 def intel_gpus(machine, monkeypatch):
     """The same with an XPU build of torch and two Arc B580s; returns what torch reports and what was done."""
@@ -91,8 +98,7 @@ def intel_gpus(machine, monkeypatch):
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.xpu, "mem_get_info", lambda index: (11, 12), raising=False)
     monkeypatch.setattr(torch.xpu, "memory_reserved", lambda index: 2)
-    monkeypatch.setattr(torch.xpu, "set_device", done.append)
-    monkeypatch.setattr(intel, "_touch", done.append)
+    note_selection(monkeypatch, intel.IntelBackend, torch.xpu, done)
     return SimpleNamespace(properties=properties, done=done)
 
 
@@ -109,7 +115,6 @@ def kunlun_cards(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "KUNLUN P800")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (90, 96))
-    monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    monkeypatch.setattr(kunlun, "_touch", done.append)
-    monkeypatch.setattr(kunlun, "import_module", lambda name: done.append(name))
+    note_selection(monkeypatch, kunlun.KunlunBackend, torch.cuda, done)
+    monkeypatch.setattr(kunlun, "import_module", lambda name: name in done or done.append(name))
     return done

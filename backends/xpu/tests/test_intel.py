@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from inferplane.plugin import DeviceError, Presence
-from inferplane_xpu.intel import backend as intel
 from inferplane_xpu.intel import chips
 from inferplane_xpu.intel.backend import IntelBackend
 from inferplane_xpu.intel.graphs import WARM_UPS, Graphs
@@ -87,7 +86,7 @@ def test_intel_open_describes_the_gpu(intel_gpus):
     assert state.features["int8-dot"].present
     assert state.features["fp8"].present is None
     assert (state.memory.total_bytes, state.memory.free_bytes) == (12, 11)
-    assert intel_gpus.done == [1, "xpu:1"], "current device set, then one allocation on it"
+    assert intel_gpus.done == [1, "xpu:1", "synchronize"], "current device set, one allocation, waited for"
 
 
 def test_intel_features_are_what_torch_reports(intel_gpus):
@@ -122,10 +121,10 @@ def test_intel_open_without_xpu_gives_the_probes_reason(machine):
 
 
 def test_intel_open_when_the_allocation_fails(intel_gpus, monkeypatch):
-    def fail(device):
+    def fail(self):
         raise RuntimeError("UR_RESULT_ERROR_DEVICE_LOST\n  at line 1")
 
-    monkeypatch.setattr(intel, "_touch", fail)
+    monkeypatch.setattr(IntelBackend, "touch", fail)
     with pytest.raises(DeviceError, match="RuntimeError: UR_RESULT_ERROR_DEVICE_LOST at line 1"):
         IntelBackend().open()
 

@@ -65,7 +65,8 @@ def test_kunlun_open_describes_the_card(kunlun_cards):
     assert state.features["bf16"].present
     assert state.features["fp8"].present is False
     assert (state.memory.total_bytes, state.memory.free_bytes) == (96, 90)
-    assert kunlun_cards == ["torch_xmlir", 1, "cuda:1"], "imported, current device set, then one allocation on it"
+    done = ["torch_xmlir", 1, "cuda:1", "synchronize"]
+    assert kunlun_cards == done, "imported, current device set, one allocation, waited for"
 
 
 def test_kunlun_open_when_the_import_fails(kunlun_cards, monkeypatch):

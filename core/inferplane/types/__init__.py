@@ -1,5 +1,6 @@
 """Plain data that every floor speaks: tensors, weights, batches, caches, kernels, devices. Nothing here computes."""
 
+from inferplane.types.accelerator import Accelerator
 from inferplane.types.backend import Backend
 from inferplane.types.batch import FEW_TOKENS, STEP_KINDS, Batch, HostLens, Row, StepKind
 from inferplane.types.device import HOST, DeviceState, Feature, Features, Memory, Presence, Probe
@@ -27,6 +28,7 @@ __all__ = [
     "RANK_TUNED",
     "STEP_KINDS",
     "WHOLE",
+    "Accelerator",
     "Backend",
     "Batch",
     "Context",

@@ -108,8 +108,14 @@ class Backend(ABC):
         """(optional) Wait until everything launched is done. Default: nothing is asynchronous."""
 
     def timer(self) -> Callable[[], float]:
-        """(optional) A clock in seconds that accounts for asynchronous work. Default: the host's monotonic clock."""
-        return time.perf_counter
+        """(optional) A clock in seconds that accounts for asynchronous work. Default: the host's monotonic clock, read
+        once `synchronize()` returns."""
+
+        def now() -> float:
+            self.synchronize()
+            return time.perf_counter()
+
+        return now
 
     # -- for core
 

@@ -8,7 +8,6 @@ nodes.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from glob import glob
 from pathlib import Path
@@ -17,9 +16,8 @@ from typing import Any, ClassVar
 import torch
 
 from inferplane.plugin import (
-    Backend,
+    Accelerator,
     Batch,
-    DeviceError,
     DeviceState,
     Feature,
     Features,
@@ -49,12 +47,11 @@ INSTALL_DRIVER = (
 )
 
 
-class IntelBackend(Backend):
+class IntelBackend(Accelerator):
     """One Intel GPU."""
 
     name = "xpu:intel"
     torch_device = "xpu"
-    auto_rank: ClassVar[int] = 100
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         arch: tuple(name for name, feature in chips.assumed(arch).items() if feature.present) for arch in chips.ARCHS
     }
@@ -96,30 +93,12 @@ class IntelBackend(Backend):
         Raises:
             DeviceError: the probe did not find it available, Level Zero does not start, or there is no such GPU.
         """
-        probe = self.probe()
-        if not probe.available:
-            raise DeviceError(f"Device {self.name!r} cannot be used: {probe.reason}.", remedy=probe.remedy)
-        try:
-            count = torch.xpu.device_count() if torch.xpu.is_available() else 0
-            if self.index >= count:
-                raise DeviceError(
-                    f"{self.torch_device_indexed} was asked for.",
-                    there_is=f"{count} GPUs that Level Zero can use, {_chosen()}",
-                    remedy=f"choose an index below {count}" if count else f"see what `sycl-ls` says; {INSTALL_DRIVER}",
-                )
-            properties = torch.xpu.get_device_properties(self.index)
-            torch.xpu.set_device(self.index)
-            _touch(self.torch_device_indexed)
+        look = f"see what `sycl-ls` says; {INSTALL_DRIVER}"
+        with self.opening("GPUs that Level Zero can use", VISIBLE, look) as xpu:
+            properties = xpu.get_device_properties(self.index)
+            self.select()
             features = self._features_here(properties)
             memory = self.memory()
-        except DeviceError:
-            raise
-        except Exception as error:
-            raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
-                there_is=probe.reason,
-                remedy=f"see what `sycl-ls` says; {INSTALL_DRIVER}",
-            ) from error
         arch = chips.arch_of(properties.name)
         return DeviceState(self.torch_device_indexed, properties.name, arch, features, memory)
 
@@ -168,23 +147,6 @@ class IntelBackend(Backend):
         """As an XPU graph."""
         return self._graphs.record(torch.xpu, step, bucket)
 
-    def synchronize(self) -> None:
-        """Wait for everything launched on this GPU."""
-        torch.xpu.synchronize(self.index)
-
-    def timer(self) -> Callable[[], float]:
-        """The host's clock in seconds, read once the GPU has caught up."""
-
-        def now() -> float:
-            self.synchronize()
-            return time.perf_counter()
-
-        return now
-
-
-def _chosen() -> str:
-    return ", ".join(f"{variable}={os.environ.get(variable, 'not set')}" for variable in VISIBLE)
-
 
 def _render_nodes() -> tuple[list[str], list[str]]:
     """Render nodes of Intel GPUs, and those of other vendors. One whose vendor cannot be read counts as Intel's."""
@@ -197,9 +159,3 @@ def _render_nodes() -> tuple[list[str], list[str]]:
             vendor = INTEL
         (nodes if vendor == INTEL else others).append(node)
     return nodes, others
-
-
-def _touch(device: str) -> None:
-    """One tiny allocation, written and waited for: what fails now does not fail in the middle of loading."""
-    torch.zeros(1, device=device).add_(1)
-    torch.xpu.synchronize(device)

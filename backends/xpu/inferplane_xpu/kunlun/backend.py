@@ -8,7 +8,6 @@ finds nothing.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from glob import glob
 from importlib import import_module, metadata
@@ -17,16 +16,14 @@ from typing import Any, ClassVar
 import torch
 
 from inferplane.plugin import (
-    Backend,
+    Accelerator,
     Batch,
-    DeviceError,
     DeviceState,
     Feature,
     Features,
     Kernel,
     KVLayout,
     KVRequest,
-    Memory,
     Presence,
     Probe,
 )
@@ -60,12 +57,11 @@ P800: dict[str, Feature] = {
 """What a P800 can do."""
 
 
-class KunlunBackend(Backend):
+class KunlunBackend(Accelerator):
     """One Kunlun card."""
 
     name = "xpu:kunlun"
     torch_device = "cuda"
-    auto_rank: ClassVar[int] = 100
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         "p800": tuple(name for name, feature in {**P800, **assumed()}.items() if feature.present)
     }
@@ -73,6 +69,11 @@ class KunlunBackend(Backend):
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)
         self._graphs = Graphs()
+
+    def runtime(self) -> Any:
+        """torch.cuda, which means cards once torch_xmlir is imported."""
+        import_module(MODULE)
+        return torch.cuda
 
     @classmethod
     def probe(cls) -> Probe:
@@ -102,31 +103,11 @@ class KunlunBackend(Backend):
         Raises:
             DeviceError: the probe did not find it available, torch_xmlir does not start, or there is no such card.
         """
-        probe = self.probe()
-        if not probe.available:
-            raise DeviceError(f"Device {self.name!r} cannot be used: {probe.reason}.", remedy=probe.remedy)
-        try:
-            import_module(MODULE)
-            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            if self.index >= count:
-                setting = ", ".join(f"{variable}={os.environ.get(variable, 'not set')}" for variable in VISIBLE)
-                raise DeviceError(
-                    f"Kunlun card {self.index} was asked for.",
-                    there_is=f"{count} cards that {MODULE} can use, {setting}",
-                    remedy=f"choose an index below {count}" if count else f"see what `{TOOL}` says",
-                )
-            name = torch.cuda.get_device_name(self.index)
-            torch.cuda.set_device(self.index)
-            _touch(self.torch_device_indexed)
+        look, fit = f"see what `{TOOL}` says", f"driver, XRE and {MODULE} must be of one release"
+        with self.opening(f"cards that {MODULE} can use", VISIBLE, look, fit, one="Kunlun card") as cuda:
+            name = cuda.get_device_name(self.index)
+            self.select()
             memory = self.memory()
-        except DeviceError:
-            raise
-        except Exception as error:
-            raise DeviceError(
-                f"Device {self.name!r} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}.",
-                there_is=probe.reason,
-                remedy=f"see what `{TOOL}` says; driver, XRE and {MODULE} must be of one release",
-            ) from error
         return DeviceState(self.torch_device_indexed, name, "p800", Features({**P800, **found()}), memory)
 
     def kernels(self) -> Sequence[Kernel]:
@@ -141,11 +122,6 @@ class KunlunBackend(Backend):
         """See `inferplane_xpu.kunlun.kvcache`."""
         return layouts(request)
 
-    def memory(self) -> Memory:
-        """Bytes of this card, other processes' use counted."""
-        free, total = torch.cuda.mem_get_info(self.index)
-        return Memory(total, free)
-
     def comm(self) -> str:
         """BKCL, which torch_xmlir puts under NCCL's name."""
         return "nccl"
@@ -153,19 +129,6 @@ class KunlunBackend(Backend):
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
         """As a graph of the card, where the vendor's variable asks for that; else steps run as they are."""
         return self._graphs.record(step, bucket) if os.environ.get(SWITCH) == "1" else None
-
-    def synchronize(self) -> None:
-        """Wait for everything launched on this card."""
-        torch.cuda.synchronize(self.index)
-
-    def timer(self) -> Callable[[], float]:
-        """The host's clock in seconds, read once the card has caught up."""
-
-        def now() -> float:
-            self.synchronize()
-            return time.perf_counter()
-
-        return now
 
 
 def _version(distribution: str) -> str | None:
@@ -188,9 +151,3 @@ def _misfit() -> tuple[str, str] | None:
         reason = f"{one} {first} does not go with {other} {second}: they are released as pairs of one number"
         return reason, f"install {one} and {other} of one number, as the installation page of baidu/vLLM-Kunlun says"
     return None
-
-
-def _touch(device: str) -> None:
-    """One tiny allocation, written and waited for: what fails now does not fail in the middle of loading."""
-    torch.zeros(1, device=device).add_(1)
-    torch.cuda.synchronize(device)
