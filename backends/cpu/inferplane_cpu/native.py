@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from inferplane.plugin import Feature, UsageError
+from inferplane.plugin import Feature, InferplaneWarning, UsageError
 
 VARIABLE = "INFERPLANE_CPU_ISA"
 """Names the instruction set to use ("avx2", "avx512", "avx512_bf16", "amx"), or "none" for torch's operators alone."""
@@ -169,7 +170,10 @@ class Native(NamedTuple):
 
 @cache
 def native() -> Native:
-    """Load the library once. Never raises: what is wrong is a reason."""
+    """Load the library once. Never raises: what is wrong is a reason.
+
+    Warns of a library that is there and does not load, since all else then works, only slowly.
+    """
     folder = Path(__file__).parent
     found = sorted(folder.glob("_native*.so"))
     if not found:
@@ -187,7 +191,10 @@ def native() -> Native:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        return Native(None, f"the native kernels cannot be loaded: {error}")
+        reason = f"the native kernels cannot be loaded: {error}"
+        remedy = "Install inferplane again, from a source tree with `pip install -e .`, to build them anew."
+        warnings.warn(f"{reason}; torch's kernels work in their place, and slower. {remedy}", InferplaneWarning, 2)
+        return Native(None, reason)
     return _chosen(library)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from inferplane.binding import run_case
 from inferplane.binding.check import Bench
-from inferplane.errors import KernelError
+from inferplane.errors import InferplaneWarning, KernelError
 from inferplane.ops import OPS, encode
 from inferplane.quant.online import quantize
 from inferplane.types import Context
@@ -18,7 +18,7 @@ from inferplane_cpu.kernels import kernels
 from inferplane_cpu.kernels.linear import multiply
 from inferplane_cpu.kernels.packed import PANELS, Panels, expanded, matrices
 from inferplane_cpu.kvcache import layouts
-from inferplane_cpu.native import forced, instruction_sets, native
+from inferplane_cpu.native import _SIGNATURES, forced, instruction_sets, native
 
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -173,3 +173,16 @@ def test_without_native_kernels(value, reason, monkeypatch):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(reason) >= 2
+
+
+@needs_library
+def test_a_library_of_other_sources_is_warned_of(monkeypatch):
+    monkeypatch.setitem(_SIGNATURES, "ip_of_tomorrow", (None,))
+    native.cache_clear()
+    try:
+        with pytest.warns(InferplaneWarning, match=r"cannot be loaded: .*ip_of_tomorrow.*pip install"):
+            assert native().library is None
+    finally:
+        monkeypatch.undo()
+        native.cache_clear()
+    assert native().library is not None

@@ -24,7 +24,7 @@ from inferplane.engine.garbage import let_be
 from inferplane.engine.llm import LLM
 from inferplane.engine.local import LocalEngine
 from inferplane.engine.process import messages
-from inferplane.engine.process.memory import trimmer
+from inferplane.engine.process.memory import one_heap, trimmer
 from inferplane.engine.process.messages import Fault, FromCaller, FromEngine, Piece
 from inferplane.engine.results import Delta
 
@@ -213,4 +213,5 @@ def main() -> None:
     # have requests to finish, and this one ends when it is gone.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    one_heap()
     asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1]))))
