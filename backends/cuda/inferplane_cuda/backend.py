@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from inferplane.kernels.graphs import Graph, Graphs
 from inferplane.plugin import (
     Accelerator,
     Batch,
@@ -31,7 +32,6 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_cuda.graphs import Graph, Graphs
 from inferplane_cuda.kernels import kernels, providers
 from inferplane_cuda.kvcache import layouts_for
 
@@ -118,7 +118,7 @@ class CudaBackend(Accelerator):
 
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)
-        self._graphs = Graphs()
+        self._graphs = Graphs("CUDAGraph")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -187,9 +187,9 @@ class CudaBackend(Accelerator):
         """NCCL."""
         return "nccl"
 
-    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph:
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
         """As a CUDA graph."""
-        return self._graphs.record(step, bucket)
+        return self._graphs.record(self.runtime(), step, bucket)
 
 
 def _installed(module: str) -> bool:

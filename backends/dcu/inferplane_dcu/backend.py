@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from inferplane.kernels.graphs import Graph, Graphs
 from inferplane.plugin import (
     Accelerator,
     Batch,
@@ -31,7 +32,6 @@ from inferplane.plugin import (
 )
 from inferplane_dcu import versions
 from inferplane_dcu.chips import GFX, SHARED_NAME, features_here, features_of
-from inferplane_dcu.graphs import Graph, Graphs
 from inferplane_dcu.kernels import kernels
 from inferplane_dcu.kvcache import layouts
 
@@ -59,7 +59,7 @@ class DcuBackend(Accelerator):
 
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)
-        self._graphs = Graphs()
+        self._graphs = Graphs("CUDAGraph")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -135,9 +135,12 @@ class DcuBackend(Accelerator):
         """RCCL, which torch calls by NCCL's name."""
         return "nccl"
 
-    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph:
-        """As a HIP graph."""
-        return self._graphs.record(step, bucket)
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
+        """As a HIP graph, which a HIP build of torch calls a CUDA graph.
+
+        Source: HYGON-AI/vllm-plugin-das, tests/accuracy: its cache write is recorded and replayed this way.
+        """
+        return self._graphs.record(self.runtime(), step, bucket)
 
 
 def _listed_gfx() -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from packaging.version import InvalidVersion, Version
 
+from inferplane.kernels.graphs import Graph, Graphs
 from inferplane.plugin import (
     Accelerator,
     Batch,
@@ -30,7 +31,6 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_gcu.graphs import Graph, Graphs
 from inferplane_gcu.kernels import kernels
 from inferplane_gcu.kvcache import layouts
 
@@ -97,7 +97,7 @@ class GcuBackend(Accelerator):
 
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)
-        self._graphs = Graphs()
+        self._graphs = Graphs("GCUGraph")
 
     def runtime(self) -> Any:
         """The vendor's counterpart of `torch.cuda`; the first call imports the package."""
@@ -160,8 +160,11 @@ class GcuBackend(Accelerator):
         """ECCL."""
         return "eccl"
 
-    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph:
-        """As a GCU graph."""
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
+        """As a GCU graph.
+
+        Source: EnflameTechnology/vllm-gcu at 7b5aaca9, vllm_gcu/worker/model_runner.py (GCUGraphRunner).
+        """
         return self._graphs.record(self.runtime(), step, bucket)
 
 

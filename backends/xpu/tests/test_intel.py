@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import torch
 from inferplane.plugin import DeviceError, Presence
 from inferplane_xpu.intel import chips
 from inferplane_xpu.intel.backend import IntelBackend
-from inferplane_xpu.intel.graphs import WARM_UPS, Graphs
 from inferplane_xpu.kunlun.backend import KunlunBackend
 
 
@@ -198,37 +195,3 @@ def test_intel_half_an_extension(intel_gpus, xpu_kernels, machine):
 def test_intel_assumed_features():
     assert IntelBackend().features("dg2")["xe2-kernels"].present is False
     assert all(IntelBackend().features(arch)["xe2-kernels"].present for arch in ("bmg", "lnl", "pvc"))
-
-
-def test_intel_records_nothing_without_graphs():
-    assert Graphs().record(SimpleNamespace(), lambda batch: pytest.fail("nothing is run"), "bucket") is None
-
-
-def test_intel_steps_are_warmed_up_aside_and_recorded_once():
-    log, results = [], object()
-    main, side = (SimpleNamespace(wait_stream=lambda other, n=n: log.append(f"{n} waits")) for n in ("main", "side"))
-
-    @contextmanager
-    def noted(*words):
-        log.append(" ".join(map(str, words)))
-        yield
-
-    runtime = SimpleNamespace(
-        Stream=lambda: side,
-        current_stream=lambda: main,
-        stream=lambda stream: noted("aside"),
-        XPUGraph=lambda: SimpleNamespace(pool=lambda: "pool", replay=lambda: log.append("replayed")),
-        graph=lambda graph, pool: noted("records into", pool),
-    )
-    graphs = Graphs()
-
-    def step(batch):
-        log.append(batch)
-        return results
-
-    graph = graphs.record(runtime, step, "bucket")
-    waits = ["side waits", "aside", *["bucket"] * WARM_UPS, "main waits"]
-    assert log == [*waits, "records into None", "bucket"]
-    assert graph.replay() is results and log[-1] == "replayed"
-    graphs.record(runtime, step, "larger")
-    assert log[-2:] == ["records into pool", "larger"], "one pool for all sizes"

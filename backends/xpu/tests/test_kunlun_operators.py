@@ -1,17 +1,16 @@
-"""Versions that fit each other, the vendor's libraries by name, and capture. No card is needed."""
+"""Versions that fit each other, and the vendor's libraries by name. No card is needed."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from inferplane.plugin import DeviceError, Presence
-from inferplane_xpu.kunlun import graphs, operators
+from inferplane_xpu.kunlun import operators
 from inferplane_xpu.kunlun.backend import KunlunBackend
 from inferplane_xpu.library import Library
 
@@ -96,49 +95,3 @@ def test_a_library_is_imported_when_something_of_it_is_called(monkeypatch):
     monkeypatch.delitem(sys.modules, "inferplane_test_library")
     assert library.f() == 7, "found once"
     assert not hasattr(library, "__wrapped__")
-
-
-class Cuda:
-    """What of torch.cuda a capture uses; notes what is asked of it."""
-
-    def __init__(self):
-        self.log = []
-        self.Stream = lambda: SimpleNamespace(wait_stream=lambda s: self.log.append(f"side waits for {s.name}"))
-        self.main = SimpleNamespace(name="main", wait_stream=lambda s: self.log.append("main waits"))
-        self.CUDAGraph = lambda: SimpleNamespace(pool=lambda: "pool", replay=lambda: self.log.append("replayed"))
-
-    def current_stream(self):
-        return self.main
-
-    @contextmanager
-    def stream(self, stream):
-        self.log.append("aside")
-        yield
-
-    @contextmanager
-    def graph(self, graph, pool):
-        self.log.append(f"records into {pool}")
-        yield
-        self.log.append("recorded")
-
-
-def test_steps_are_recorded_where_the_vendors_switch_says_so(monkeypatch):
-    cuda, results, backend = Cuda(), object(), KunlunBackend()
-    for name in ("Stream", "CUDAGraph", "current_stream", "stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-
-    def step(batch):
-        cuda.log.append(batch)
-        return results
-
-    monkeypatch.delenv(graphs.SWITCH, raising=False)
-    assert backend.capture(step, "bucket") is None and not cuda.log
-    monkeypatch.setenv(graphs.SWITCH, "1")
-    graph = backend.capture(step, "bucket")
-    assert cuda.log == [
-        "side waits for main", "aside", *["bucket"] * graphs.WARM_UPS, "main waits", "records into None", "bucket",
-        "recorded",
-    ]  # fmt: skip
-    assert graph.replay() is results and cuda.log[-1] == "replayed"
-    backend.capture(step, "larger")
-    assert cuda.log[-3:] == ["records into pool", "larger", "recorded"], "one pool for all sizes"

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from inferplane.kernels.graphs import Graph, Graphs
 from inferplane.plugin import (
     Accelerator,
     Batch,
@@ -29,7 +30,6 @@ from inferplane.plugin import (
     Probe,
 )
 from inferplane_xpu.intel import chips, extension, ipex
-from inferplane_xpu.intel.graphs import Graph, Graphs
 from inferplane_xpu.intel.kernels import kernels
 from inferplane_xpu.intel.kvcache import layouts
 
@@ -58,7 +58,7 @@ class IntelBackend(Accelerator):
 
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)
-        self._graphs = Graphs()
+        self._graphs = Graphs("XPUGraph")
         self._extension = False
 
     @classmethod
@@ -94,8 +94,8 @@ class IntelBackend(Accelerator):
             DeviceError: the probe did not find it available, Level Zero does not start, or there is no such GPU.
         """
         look = f"see what `sycl-ls` says; {INSTALL_DRIVER}"
-        with self.opening("GPUs that Level Zero can use", VISIBLE, look) as xpu:
-            properties = xpu.get_device_properties(self.index)
+        with self.opening("GPUs that Level Zero can use", VISIBLE, look) as runtime:
+            properties = runtime.get_device_properties(self.index)
             self.select()
             features = self._features_here(properties)
             memory = self.memory()
@@ -144,8 +144,8 @@ class IntelBackend(Accelerator):
         return "xccl"
 
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
-        """As an XPU graph."""
-        return self._graphs.record(torch.xpu, step, bucket)
+        """As an XPU graph, which torch 2.13 has and older ones may not."""
+        return self._graphs.record(self.runtime(), step, bucket)
 
 
 def _render_nodes() -> tuple[list[str], list[str]]:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from inferplane.kernels.graphs import Graph, Graphs
 from inferplane.plugin import (
     Accelerator,
     Batch,
@@ -27,7 +28,6 @@ from inferplane.plugin import (
     Presence,
     Probe,
 )
-from inferplane_xpu.kunlun.graphs import SWITCH, Graph, Graphs
 from inferplane_xpu.kunlun.kernels import kernels
 from inferplane_xpu.kunlun.kvcache import layouts
 from inferplane_xpu.kunlun.operators import assumed, found, installed
@@ -36,6 +36,8 @@ MODULE = "torch_xmlir"
 VISIBLE = ("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 DEVICE_NODES = "/dev/xpu[0-9]*"
 TOOL = "xpu-smi"
+GRAPHS_SWITCH = "XMLIR_FORCE_USE_XPU_GRAPH"
+"""The environment variable that makes torch_xmlir record; at "1" it does."""
 OLDEST_TORCH = (2, 5)
 """The vendor's torch is 2.5.1 (xpytorch-cp310-torch251); no older one is known to have been made."""
 TWINS = ("xspeedgate_ops", "cocopod")
@@ -68,7 +70,7 @@ class KunlunBackend(Accelerator):
 
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)
-        self._graphs = Graphs()
+        self._graphs = Graphs("CUDAGraph")
 
     def runtime(self) -> Any:
         """torch.cuda, which means cards once torch_xmlir is imported."""
@@ -127,8 +129,15 @@ class KunlunBackend(Accelerator):
         return "nccl"
 
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
-        """As a graph of the card, where the vendor's variable asks for that; else steps run as they are."""
-        return self._graphs.record(step, bucket) if os.environ.get(SWITCH) == "1" else None
+        """As a CUDA graph, which torch_xmlir makes one of the card, where the vendor's variable asks for that; where it
+        does not, steps run as they are.
+
+        Source: baidu/vLLM-Kunlun at 09869ee7, docs/source/user_guide/configuration/env_vars.md, and
+        vllm_kunlun/platforms/kunlun.py, which leaves capture to vLLM's own code for CUDA.
+        """
+        if os.environ.get(GRAPHS_SWITCH) != "1":
+            return None
+        return self._graphs.record(self.runtime(), step, bucket)
 
 
 def _version(distribution: str) -> str | None:
