@@ -58,7 +58,8 @@ from inferplane.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from inferplane.kvcache.paged import paged_layout
+from inferplane.kvcache.blocked import BlockedKV
+from inferplane.kvcache.paged import latents, paged_layout
 from inferplane.plugins.hookspecs import API_VERSION, Event, hookimpl
 from inferplane.types import (
     CANONICAL,
@@ -108,6 +109,7 @@ __all__ = [
     "Backend",
     "Batch",
     "BindError",
+    "BlockedKV",
     "CapacityError",
     "CheckpointError",
     "Context",
@@ -143,5 +145,6 @@ __all__ = [
     "When",
     "hookimpl",
     "host_memory",
+    "latents",
     "paged_layout",
 ]

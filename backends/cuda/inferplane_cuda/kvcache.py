@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inferplane.plugin import HOST, KVLayout, KVRequest, LayerKV, UsageError, paged_layout
+from inferplane.plugin import BlockedKV, KVLayout, KVRequest, paged_layout
 
 BLOCK_TOKENS = 64
 """FlashMLA takes no other block size, and FlashAttention-3 and FlashInfer take this one too."""
@@ -26,7 +26,7 @@ TOKEN_SCALED = "latent_64_fp8"
 """Latents in FP8 with one scale a token, the rotated part in bfloat16: what FP8 products can take as it lies there."""
 
 
-class TokenScaledLatents(LayerKV):
+class TokenScaledLatents(BlockedKV):
     """Codes `[slots, 512]` float8_e4m3fn, a scale a slot (a power of two), rotated entries `[slots, 64]` bfloat16.
 
     As in core's storage, one slot more than the blocks hold takes what slot -1 writes.
@@ -51,37 +51,16 @@ class TokenScaledLatents(LayerKV):
         self.scales[slots] = scale
         self.ropes[slots] = turned.to(torch.bfloat16)
 
-    def _blocked(self) -> tuple[torch.Tensor, ...]:
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """See `BlockedKV.stored`: codes, scales, rotated entries."""
         stored = (self.codes, self.scales, self.ropes)
         return tuple(t[:-1].unflatten(0, (self.blocks, BLOCK_TOKENS)) for t in stored)
 
     def read(self, table: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
         """See `LayerKV.read`."""
         blocks = table[: -(-tokens // BLOCK_TOKENS)].long()
-        codes, scales, ropes = (t[blocks].flatten(0, 1)[:tokens] for t in self._blocked())
+        codes, scales, ropes = (t[blocks].flatten(0, 1)[:tokens] for t in self.stored())
         return (torch.cat(((codes.float() * scales[:, None]).to(self.dtype), ropes.to(self.dtype)), -1),)
-
-    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See `LayerKV.copy_blocks`."""
-        for t in self._blocked():
-            t[target.long()] = t[source.long()]
-
-    def export(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See `LayerKV.export`: codes, scales, rotated entries."""
-        return tuple(t[blocks.long()].to(HOST) for t in self._blocked())
-
-    def load(self, blocks: torch.Tensor, stored: tuple[torch.Tensor, ...]) -> None:
-        """See `LayerKV.load`."""
-        own = self._blocked()
-        want = [(len(blocks), *t.shape[1:]) for t in own]
-        if (have := [tuple(t.shape) for t in stored]) != want:
-            raise UsageError(
-                f"KV layout {self.layout} cannot load tensors of shapes {have}.",
-                there_is=f"room for {want}",
-                remedy="load only what the same layout exported",
-            )
-        for t, s in zip(own, stored, strict=True):
-            t[blocks.long()] = s.to(t.device)
 
 
 def token_scaled() -> KVLayout:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from inferplane.plugin import HOST, KVLayout, KVRequest, LayerKV, UsageError, paged_layout
+from inferplane.plugin import BlockedKV, KVLayout, KVRequest, paged_layout
 
 BLOCK_TOKENS = 64
 PAGED, HEADS = "paged_64", "dcu_heads_64"
@@ -27,7 +27,7 @@ LARGEST_HEAD = 256
 """Entries of a head, which come in 64s: asserted by the fork's vllm_flash_attn_with_kvcache."""
 
 
-class HeadsKV(LayerKV):
+class HeadsKV(BlockedKV):
     """Blocks of heads: K `[blocks + 1, G, 64, D]`, V turned, `[blocks + 1, G, D, 64]`; the last block is spare.
 
     Args:
@@ -60,27 +60,9 @@ class HeadsKV(LayerKV):
         v = self.values[blocks].permute(0, 3, 1, 2).flatten(0, 1)
         return k[:tokens], v[:tokens]
 
-    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See `LayerKV.copy_blocks`."""
-        for part in (self.keys, self.values):
-            part[target.long()] = part[source.long()]
-
-    def export(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See `LayerKV.export`; both tensors as they lie."""
-        return tuple(part[blocks.long()].to(HOST) for part in (self.keys, self.values))
-
-    def load(self, blocks: torch.Tensor, stored: tuple[torch.Tensor, ...]) -> None:
-        """See `LayerKV.load`."""
-        want = [(len(blocks), *part.shape[1:]) for part in (self.keys, self.values)]
-        have = [tuple(t.shape) for t in stored]
-        if have != want:
-            raise UsageError(
-                f"KV layout {self.layout} cannot load tensors of shapes {have}.",
-                there_is=f"room for {want}",
-                remedy="load only what the same layout exported",
-            )
-        for part, t in zip((self.keys, self.values), stored, strict=True):
-            part[blocks.long()] = t.to(part.device)
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """See `BlockedKV.stored`; the spare block is behind the others."""
+        return self.keys, self.values
 
 
 def by_heads(request: KVRequest) -> bool:
@@ -93,8 +75,3 @@ def layouts(request: KVRequest) -> tuple[KVLayout, ...]:
     paged = tuple(paged_layout(BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "int8"))
     own = KVLayout(HEADS, BLOCK_TOKENS, HeadsKV, lambda r, dtype: BLOCK_TOKENS * r.entries * dtype.itemsize)
     return (own, *paged) if by_heads(request) else paged
-
-
-def latents(kv: LayerKV) -> torch.Tensor:
-    """A view `[blocks, 64, latent + rotated]` of a cache of latents in core's storage."""
-    return kv.blocked()[0].flatten(2)  # type: ignore[attr-defined]

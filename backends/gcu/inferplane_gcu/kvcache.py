@@ -8,9 +8,7 @@ Source: EnflameTechnology/vllm-gcu at 7b5aaca9, vllm_gcu/gcu.py and attention/ba
 
 from __future__ import annotations
 
-import torch
-
-from inferplane.plugin import KVLayout, LayerKV, paged_layout
+from inferplane.plugin import KVLayout, paged_layout
 
 BLOCK_TOKENS = 64
 """What vllm-gcu chooses when nothing is asked for (vllm_gcu/gcu.py, check_and_update_config)."""
@@ -21,8 +19,3 @@ PAGED = "paged_64"
 def layouts() -> tuple[KVLayout, ...]:
     """Every layout on offer, the plan's own dtype first."""
     return tuple(paged_layout(BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "int8"))
-
-
-def latents(kv: LayerKV) -> torch.Tensor:
-    """A view `[blocks, 64, latent + rotated]` of a cache of latents."""
-    return kv.blocked()[0].flatten(2)  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import torch
 
-from inferplane.plugin import HOST, KVLayout, KVRequest, LayerKV, UsageError, paged_layout
+from inferplane.plugin import BlockedKV, KVLayout, KVRequest, LayerKV, paged_layout
 
 npu = torch.ops.npu
 
@@ -51,7 +51,7 @@ def interleaved(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
-class NpuKV(LayerKV):
+class NpuKV(BlockedKV):
     """One layer's blocks in one of the vendor's layouts: two tensors, `first` and `second`.
 
     Args:
@@ -110,27 +110,9 @@ class NpuKV(LayerKV):
             return tuple(out)
         return (torch.cat((out[0], interleaved(out[1])), -1)[:, 0],)
 
-    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See `LayerKV.copy_blocks`."""
-        for part in (self.first, self.second):
-            part[target.long()] = part[source.long()]
-
-    def export(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See `LayerKV.export`; both tensors as they lie."""
-        return tuple(part[blocks.long()].to(HOST) for part in (self.first, self.second))
-
-    def load(self, blocks: torch.Tensor, stored: tuple[torch.Tensor, ...]) -> None:
-        """See `LayerKV.load`."""
-        want = [(len(blocks), *part.shape[1:]) for part in (self.first, self.second)]
-        have = [tuple(t.shape) for t in stored]
-        if have != want:
-            raise UsageError(
-                f"KV layout {self.layout} cannot load tensors of shapes {have}.",
-                there_is=f"room for {want}",
-                remedy="load only what the same layout exported",
-            )
-        for part, t in zip((self.first, self.second), stored, strict=True):
-            part[blocks.long()] = t.to(part.device)
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """See `BlockedKV.stored`; the spare block is behind the others."""
+        return self.first, self.second
 
 
 def _layout(name: str) -> KVLayout:

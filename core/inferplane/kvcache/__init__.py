@@ -1,6 +1,7 @@
 """The default KV storages, and the allocator of their blocks."""
 
 from inferplane.kvcache.allocator import BlockAllocator, block_hashes, root_hash
+from inferplane.kvcache.blocked import BlockedKV
 from inferplane.kvcache.paged import KV_DTYPES, PagedKV, paged_layout
 
-__all__ = ["KV_DTYPES", "BlockAllocator", "PagedKV", "block_hashes", "paged_layout", "root_hash"]
+__all__ = ["KV_DTYPES", "BlockAllocator", "BlockedKV", "PagedKV", "block_hashes", "paged_layout", "root_hash"]

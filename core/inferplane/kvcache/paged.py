@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from inferplane.errors import UsageError
+from inferplane.kvcache.blocked import BlockedKV
 from inferplane.types import HOST, KVLayout, KVRequest, LayerKV
 
 
@@ -61,7 +62,7 @@ def _parts(request: KVRequest) -> tuple[_Part, ...]:
     return _Part(request.heads, request.dim), _Part(request.heads, request.v_dim)
 
 
-class PagedKV(LayerKV):
+class PagedKV(BlockedKV):
     """Entries `[slots, heads, dim]`, block after block, with scales `[slots, heads]` beside them when quantized.
 
     One slot more than the blocks hold is kept at the end: slot -1, which marks padding, falls there and is never read.
@@ -133,33 +134,15 @@ class PagedKV(LayerKV):
             return (out[0].flatten(1),)
         return tuple(out)
 
-    def _stored(self) -> list[torch.Tensor]:
-        return [*self.entries, *self.scales]
-
-    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See `LayerKV.copy_blocks`."""
-        for t in self._stored():
-            view = t[:-1].unflatten(0, (self.blocks, self.block_tokens))
-            view[target.long()] = view[source.long()]
-
-    def export(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See `LayerKV.export`; entries first, then scales, each `[n, block_tokens, ...]`."""
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """See `BlockedKV.stored`; entries first, then scales, each `[blocks, block_tokens, ...]`."""
         n = (self.blocks, self.block_tokens)
-        return tuple(t[:-1].unflatten(0, n)[blocks.long()].to(HOST) for t in self._stored())
+        return tuple(t[:-1].unflatten(0, n) for t in (*self.entries, *self.scales))
 
-    def load(self, blocks: torch.Tensor, stored: tuple[torch.Tensor, ...]) -> None:
-        """See `LayerKV.load`."""
-        own = self._stored()
-        want = [(len(blocks), self.block_tokens, *t.shape[1:]) for t in own]
-        have = [tuple(t.shape) for t in stored]
-        if have != want:
-            raise UsageError(
-                f"KV layout {self.layout} cannot load tensors of shapes {have}.",
-                there_is=f"room for {want}",
-                remedy="load only what the same layout exported",
-            )
-        for t, s in zip(own, stored):
-            t[:-1].unflatten(0, (self.blocks, self.block_tokens))[blocks.long()] = s.to(t.device)
+
+def latents(kv: LayerKV) -> torch.Tensor:
+    """A view `[blocks, block_tokens, latent + rotated]` of a cache of latents in core's storage, not quantized."""
+    return cast(PagedKV, kv).blocked()[0].flatten(2)
 
 
 def paged_layout(block_tokens: int, kv_dtype: str = "auto", *, power_of_two: bool = False) -> KVLayout:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.plugin import Batch, Kernels, LayerKV
+from inferplane.plugin import Batch, Kernels, LayerKV, latents
 from inferplane_dcu import vendor
 from inferplane_dcu.kernels.attention import OPERATORS, hcu
 from inferplane_dcu.kernels.when import RANK_FUSED, each_token_alone, one, only, with_
-from inferplane_dcu.kvcache import BLOCK_TOKENS, PAGED, latents
+from inferplane_dcu.kvcache import BLOCK_TOKENS, PAGED
 
 KERNELS = Kernels()
 LATENT, ROTARY = 512, 64

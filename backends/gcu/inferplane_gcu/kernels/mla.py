@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane.plugin import Batch, Kernels, LayerKV, When, latents
 from inferplane_gcu.kernels.attention import cache_ops, flash_attention
 from inferplane_gcu.kernels.when import FLASH, HALF, OPERATORS, RANK_FUSED, one
-from inferplane_gcu.kvcache import PAGED, latents
+from inferplane_gcu.kvcache import PAGED
 
 flashmla = torch.ops._flashmla_C
 KERNELS = Kernels()

@@ -8,9 +8,7 @@ Source: vllm-project/vllm-xpu-kernels at 4543b580, csrc/cache.cpp and csrc/xpu/a
 
 from __future__ import annotations
 
-import torch
-
-from inferplane.plugin import KVLayout, LayerKV, paged_layout
+from inferplane.plugin import KVLayout, paged_layout
 
 BLOCK_TOKENS = 64
 """The size of blocks for which the most attention kernels were compiled; 16 and 32 have fewer."""
@@ -21,8 +19,3 @@ PAGED = "paged_64"
 def layouts() -> tuple[KVLayout, ...]:
     """Every layout on offer, the plan's own dtype first."""
     return tuple(paged_layout(BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "int8"))
-
-
-def latents(kv: LayerKV) -> torch.Tensor:
-    """A view `[blocks, 64, latent + rotated]` of a cache of latents."""
-    return kv.blocked()[0].flatten(2)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from inferplane.plugin import HOST, KVLayout, KVRequest, LayerKV, UsageError, paged_layout
+from inferplane.plugin import BlockedKV, KVLayout, KVRequest, LayerKV, paged_layout
 
 BLOCK_TOKENS = 16
 LATENT_BLOCK_TOKENS = 64
@@ -24,7 +24,7 @@ LATENT_BLOCK_TOKENS = 64
 BHLD, LATENT = "kunlun_bhld_16", "kunlun_latent_64"
 
 
-class KunlunKV(LayerKV):
+class KunlunKV(BlockedKV):
     """One layer's blocks: tensors `[blocks + 1, heads, block tokens, dim]`, two for K and V, one for latents.
 
     Args:
@@ -68,27 +68,9 @@ class KunlunKV(LayerKV):
         out = tuple(part[blocks].transpose(1, 2).flatten(0, 1)[:tokens] for part in self.parts)
         return (out[0][:, 0],) if self.request.kind == "mla" else out
 
-    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See `LayerKV.copy_blocks`."""
-        for part in self.parts:
-            part[target.long()] = part[source.long()]
-
-    def export(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See `LayerKV.export`; the tensors as they lie."""
-        return tuple(part[blocks.long()].to(HOST) for part in self.parts)
-
-    def load(self, blocks: torch.Tensor, stored: tuple[torch.Tensor, ...]) -> None:
-        """See `LayerKV.load`."""
-        want = [(len(blocks), *part.shape[1:]) for part in self.parts]
-        have = [tuple(t.shape) for t in stored]
-        if have != want:
-            raise UsageError(
-                f"KV layout {self.layout} cannot load tensors of shapes {have}.",
-                there_is=f"room for {want}",
-                remedy="load only what the same layout exported",
-            )
-        for part, t in zip(self.parts, stored, strict=True):
-            part[blocks.long()] = t.to(part.device)
+    def stored(self) -> list[torch.Tensor]:
+        """See `BlockedKV.stored`; the spare block is behind the others."""
+        return self.parts
 
 
 def _layout(name: str, block_tokens: int) -> KVLayout:

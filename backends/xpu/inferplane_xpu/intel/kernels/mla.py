@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane.plugin import Batch, Kernels, LayerKV, When, latents
 from inferplane_xpu.intel.kernels.attention import cache_ops, varlen
 from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
 from inferplane_xpu.intel.kernels.when import FLOATS, HALF, LATENT_HEADS, MATRIX, OPERATORS, RANK_FUSED, one
-from inferplane_xpu.intel.kvcache import PAGED, latents
+from inferplane_xpu.intel.kvcache import PAGED
 
 KERNELS = Kernels()
 LATENT, ROTATED = 512, 64
