@@ -24,7 +24,7 @@ class BlockedKV(LayerKV):
         """
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See `LayerKV.copy_blocks`."""
+        """See `LayerKV.copy_blocks`: `[n]` block numbers to `[n]`."""
         for part in self.stored():
             part[target.long()] = part[source.long()]
 
