@@ -17,11 +17,10 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from models import SHAPES, save
+from models import add_arguments, checkpoint
 
 BAR = 1.5
 CHUNK = 8 * 2**20
@@ -89,14 +88,9 @@ def load(folder, modules, before):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where checkpoints are kept; left out: a temporary folder")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
+    add_arguments(parser, "llama-3.2-1b", turns=5)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = (args.folder or Path(made)) / args.shape
-        save(args.shape, folder)
+    with checkpoint(args) as folder:
         files = sorted(folder.glob("*.safetensors"))
         size = sum(f.stat().st_size for f in files)
         modules = load(folder, [], lambda: None)["modules"]

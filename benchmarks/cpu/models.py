@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,24 @@ SHAPES = {
 }
 BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.5}
 """Bits a weight with its scales: groups of 128 columns for int8, of 32 for int4, scales of 16 bits."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, shape: str, turns: int | None = None) -> None:
+    """`--shape`, `--folder`, and where turns are taken `--turns` and `--json`; with their defaults."""
+    parser.add_argument("--shape", choices=SHAPES, default=shape)
+    parser.add_argument("--folder", type=Path, help="where checkpoints are kept; left out: a temporary folder")
+    if turns is not None:
+        parser.add_argument("--turns", type=int, default=turns)
+        parser.add_argument("--json", metavar="FILE", help="also write the results here")
+
+
+@contextmanager
+def checkpoint(args: argparse.Namespace) -> Iterator[Path]:
+    """The folder of the checkpoint that `add_arguments` names, written if it was not; a temporary one is removed."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = (args.folder or Path(made)) / args.shape
+        save(args.shape, folder)
+        yield folder
 
 
 def save(shape: str, folder: Path) -> None:

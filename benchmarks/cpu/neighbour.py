@@ -16,11 +16,10 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from models import SHAPES, save
+from models import add_arguments, checkpoint
 from turns import Process
 
 CONTEXT, TOKENS = 128, 12
@@ -40,18 +39,13 @@ def neighbour():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--folder", type=Path, help="where checkpoints are kept; left out: a temporary folder")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
+    add_arguments(parser, "small", turns=7)
     args = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("This needs two cores.")
     os.environ["OMP_NUM_THREADS"] = "2"
     ask = f"decode {CONTEXT} {TOKENS} 1"
-    with tempfile.TemporaryDirectory() as made:
-        folder = (args.folder or Path(made)) / args.shape
-        save(args.shape, folder)
+    with checkpoint(args) as folder:
         limits = (str(CONTEXT + TOKENS + 1), "1")
         peers = [Process(sys.executable, name, folder, limits) for name in ("inferplane:bf16", "transformers:sdpa")]
         found = {peer.name: [] for peer in peers}

@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import ctypes
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
 import torch
-from models import BITS, SHAPES, decode_bytes, save
-from turns import PROBE_BYTES, probe
+from models import BITS, add_arguments, checkpoint, decode_bytes
+from turns import Probe
 
 from inferplane import LLM, SamplingParams
 from inferplane_cpu.native import library
@@ -69,7 +67,7 @@ class Parts:
         return {name: statistics.median(s[name] for s in self.steps) for name in self.steps[-1]}
 
 
-def measure(args, precision, folder, buffer):
+def measure(args, precision, folder, probe):
     """Medians of the parts of a step, and the roof's microseconds."""
     scheme = None if precision == "bf16" else f"weight_only_{precision}"
     llm = LLM(folder, device="cpu", dtype="bfloat16", max_model_len=4096, max_batch=1, quantization=scheme)
@@ -80,9 +78,9 @@ def measure(args, precision, folder, buffer):
     engine_step = engine.step
     parts = Parts(engine.runner.steps["decode"].__self__)
     engine.step = lambda: parts.step(engine_step)
-    before = probe(buffer)
+    before = probe()
     llm.generate([[*ids[1:], 5]], params)
-    after = probe(buffer)
+    after = probe()
     parts.steps = parts.steps[1:]
     llm.close()
     bandwidth = (before + after) / 2
@@ -91,18 +89,15 @@ def measure(args, precision, folder, buffer):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="small")
+    add_arguments(parser, "small")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--ours", nargs="*", default=list(BITS), choices=BITS)
-    parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = (args.folder or Path(made)) / args.shape
-        save(args.shape, folder)
-        buffer = torch.randint(0, 255, (PROBE_BYTES,), dtype=torch.uint8)
+    with checkpoint(args) as folder:
+        probe = Probe()
         for precision in args.ours:
-            medians, roof, bandwidth = measure(args, precision, folder, buffer)
+            medians, roof, bandwidth = measure(args, precision, folder, probe)
             print(f"{args.shape} {precision}, {bandwidth:.1f} GB/s, roof {roof:.0f} us, {roof / medians['step']:.2f}")
             for name, us in medians.items():
                 print(f"  {name:16} {us:9.0f}")

@@ -25,12 +25,11 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
-from models import BITS, SHAPES, decode_bytes, save
+from models import BITS, add_arguments, checkpoint, decode_bytes
 
 from inferplane_cpu.native import library, native
 
@@ -162,8 +161,7 @@ def context_and_batch(text):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--turns", type=int, default=7)
+    add_arguments(parser, "small", turns=7)
     parser.add_argument("--tokens", type=int, default=16, help="tokens decoded a turn")
     parser.add_argument(
         "--decode", type=context_and_batch, nargs="*", default=[(128, 1)], metavar="CONTEXT[xSEQUENCES]"
@@ -177,12 +175,8 @@ def main():
     parser.add_argument("--openvino-python", default=sys.executable, help="a Python with openvino")
     parser.add_argument("--openvino", nargs="*", default=[], metavar="PRECISION=FOLDER", help="exported models")
     parser.add_argument("--ours", nargs="*", default=list(BITS), choices=BITS, help="precisions of ours")
-    parser.add_argument("--folder", type=Path, help="where checkpoints are kept; left out: a temporary folder")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = (args.folder or Path(made)) / args.shape
-        save(args.shape, folder)
+    with checkpoint(args) as folder:
         probe = Probe()
         peers = start(args, folder)
         load = os.getloadavg()

@@ -8,9 +8,12 @@ import os
 import shutil
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from inferplane.errors import UsageError
+
+if TYPE_CHECKING:
+    from inferplane.engine import RunnerOptions
 
 PROGRAM = "inferplane"
 AUTO = "auto"
@@ -134,6 +137,21 @@ def add_binding(parser: Parser) -> argparse._ArgumentGroup:
     )
     group.add_argument("--strict", action="store_true", help="refuse to leave a hot op on its slow reference")
     return group
+
+
+def binding_options(args: argparse.Namespace, **more: Any) -> RunnerOptions:
+    """The words of `add_binding` for a plan without weights; `more` are further fields."""
+    from inferplane.engine import RunnerOptions
+
+    return RunnerOptions(
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        quantization=args.quantization,
+        max_model_len=args.max_model_len,
+        strict=args.strict,
+        ops=pins(args.ops),
+        **more,
+    )
 
 
 def add_running(parser: Parser) -> None:

@@ -9,7 +9,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, pins
+from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, binding_options
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
 
@@ -38,22 +38,13 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Plan, add up, show."""
     from inferplane.cli.explain import check_arch, model_files
-    from inferplane.engine import Runner, RunnerOptions
+    from inferplane.engine import Runner
     from inferplane.engine.arguments import whole
     from inferplane.engine.estimate import estimate
     from inferplane.plugins import host
     from inferplane.quant import unsaved
 
-    options = RunnerOptions(
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        quantization=args.quantization,
-        max_model_len=args.max_model_len,
-        max_batch=whole("max_batch", args.max_batch, 1),
-        strict=args.strict,
-        ops=pins(args.ops),
-        arch=args.arch,
-    )
+    options = binding_options(args, arch=args.arch, max_batch=whole("max_batch", args.max_batch, 1))
     memory = size_of(args.memory) if args.memory is not None else None
     files = model_files(args.model)
     check_arch(host(), args.device, args.arch)

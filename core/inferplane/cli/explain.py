@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, pins
+from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, binding_options
 from inferplane.cli.screen import Screen
 from inferplane.errors import CheckpointError, UsageError
 
@@ -39,18 +39,10 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     """Plan and show."""
     from inferplane.binding import explain
     from inferplane.cli.plan_text import show
-    from inferplane.engine import Runner, RunnerOptions
+    from inferplane.engine import Runner
     from inferplane.plugins import host
 
-    options = RunnerOptions(
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        quantization=args.quantization,
-        max_model_len=args.max_model_len,
-        strict=args.strict,
-        ops=pins(args.ops),
-        arch=args.arch,
-    )
+    options = binding_options(args, arch=args.arch)
     files = model_files(args.model)
     check_arch(host(), args.device, args.arch)
     runner = Runner.plan_only(files, host(), args.device, options)

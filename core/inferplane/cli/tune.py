@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, pins
+from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, binding_options
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
 
@@ -32,21 +32,13 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Measure, tell, write."""
     from inferplane.cli.explain import model_files
-    from inferplane.engine import RunnerOptions
     from inferplane.engine.tuning import facts, lock, tuned
     from inferplane.plugins import host
 
     path = Path(args.out)
     if not path.parent.is_dir() or path.is_dir():
         raise UsageError(f"--out {path} cannot be written.", remedy="name a file in a folder that exists")
-    options = RunnerOptions(
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        quantization=args.quantization,
-        max_model_len=args.max_model_len,
-        strict=args.strict,
-        ops=pins(args.ops),
-    )
+    options = binding_options(args)
     told = (lambda outcome: None) if args.json else (lambda outcome: screen.said(told_of(outcome)))
     runner, outcomes = tuned(model_files(args.model), host(), args.device, options, told)
     if not outcomes:
