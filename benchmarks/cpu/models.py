@@ -94,8 +94,12 @@ def save(shape: str, folder: Path) -> None:
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = getattr(transformers, f"{kind}Config")(**sizes, **ids, max_position_embeddings=4096)
     torch.manual_seed(0)
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+    try:
+        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def decode_bytes(shape: str, precision: str) -> float:
