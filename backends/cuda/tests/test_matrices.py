@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from inferplane.ops import FORMATS, GatedMLP, Linear, LMHead, MoEExperts, MoERoute, Quantize, placeholder
+from inferplane.ops import (
+    FORMATS,
+    AllReduce,
+    GatedMLP,
+    Linear,
+    LMHead,
+    MoE,
+    MoEExperts,
+    MoERoute,
+    Quantize,
+    placeholder,
+)
 from inferplane.plugin import Context, Features
 from inferplane_cuda.backend import features_of
 from inferplane_cuda.kernels import kernels, products
@@ -49,7 +62,29 @@ def test_before_ampere_the_reason_is_the_compiler():
 
 def test_plain_weights_go_to_the_library():
     served, refused = answers(Linear(placeholder(512, 256)))
-    assert served[0] == "torch:linear" and refused["triton:linear"] == ["needs a quantized weight"]
+    reason = "needs a quantized weight, or a float32 result of one in the plan's dtype"
+    assert served[0] == "torch:linear" and refused["triton:linear"] == [reason]
+
+
+def test_routers_are_one_launch_without_a_copy_in_float32():
+    assert answers(Linear(placeholder(64, 256), out_dtype=torch.float32))[0][0] == "triton:linear"
+    router = Linear(placeholder(64, 256, dtype=torch.float32), out_dtype=torch.float32)
+    assert answers(router)[0][0] == "torch:linear_float32", "its entries would be rounded"
+
+
+def test_a_mixture_is_served_whole_or_says_why():
+    def layer(**options):
+        route = MoERoute(None, 2)
+        experts = MoEExperts(placeholder(4, 64, 32), placeholder(4, 32, 32))
+        op = MoE(Linear(placeholder(4, 32), out_dtype=torch.float32), route, experts)
+        return answers(replace(op, **options))
+
+    assert layer()[0] == ["triton:moe"]
+    for change in ({"here": (0, 2)}, {"reduce": AllReduce(2)}):
+        served, refused = layer(**change)
+        assert served == [] and refused["triton:moe"] == ["needs all experts on one rank"]
+    served, refused = layer(shared=GatedMLP(Linear(placeholder(64, 32), placeholder(64)), Linear(placeholder(32, 32))))
+    assert served == [] and "a shared MLP without bias" in refused["triton:moe"][0]
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ _specimen("bf16_int4", 1, 64)
 
 
 def _grouped(products: Products, rows: int, format: str, *, code: bool = False, last: bool = False) -> None:
-    """The first product over experts, or with `last` the second one."""
-    from inferplane.kernels.triton.moe import grouped
+    """The first product over experts, which deals, or with `last` the second one, which sums up."""
+    from inferplane.kernels.triton.moe import Sum, grouped
     from inferplane.kernels.triton.product import coded, plain
 
     how, weight = products.of_experts(rows), _packed(format, 8, 512, DEPTH)
@@ -73,9 +73,11 @@ def _grouped(products: Products, rows: int, format: str, *, code: bool = False, 
     with_codes = coded(*codes, 128, torch.bfloat16) if format == "fp8_block" else plain(x)
     weights = torch.empty(256) if last else None
     top_k = 0 if last else 4
+    few = rows == 1 and not last
     grouped(
         with_codes, weight, slots, how, pairs=256, top_k=top_k, gated=not last, code=code, weights=weights,
-        fp8=products.fp8,
+        fp8=products.fp8, deal=torch.zeros(64, 4, dtype=torch.int64) if few else None,
+        join=Sum(products.counters, 4, x) if last else None,
     )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ import torch
 
 from inferplane.binding import Bench, run_case
 from inferplane.kernels.triton import Product, Products, matrix_kernels
-from inferplane.ops import OPS, GatedMLP, Linear, MoEExperts, Quantize, Sample, placeholder
-from inferplane.plugin import HOST, Features
+from inferplane.ops import OPS, GatedMLP, Linear, MoE, MoEExperts, MoERoute, Quantize, Sample, placeholder
+from inferplane.plugin import HOST, Features, Weight
 from tests.gates.interpreter.benches import DTYPES
 
 PRODUCTS = Products(Product(16, 32), Product(32, 32), Product(64, 32), programs=12, fp8=True)
@@ -127,18 +127,45 @@ EXPERTS = [("plain", "triton"), ("fp8_block", "triton"), ("int4_group64", "trito
 @pytest.mark.parametrize("kind", ["even", "outliers", "one_for_all", "half_elsewhere", "nobody"])
 @pytest.mark.parametrize("tokens", [1, 130])
 def test_experts(tokens, kind, format, provider, record_property):
-    op = MoEExperts(placeholder(9, 2 * 72, 136, format=format), placeholder(9, 136, 72, format=format), True)
+    partial = kind in ("half_elsewhere", "nobody")
+    op = MoEExperts(placeholder(9, 2 * 72, 136, format=format), placeholder(9, 136, 72, format=format), partial)
     sample = Sample(kind, op, chosen(kind, tokens, 9, 3))
     judge(KERNELS[f"moe_experts {provider}"], sample, torch.bfloat16, record_property)
 
 
+MIXTURES = {"plain": ("plain", "plain"), "fp8": ("fp8_block", "fp8_block"), "int4_experts": ("fp8_block", "int4_group")}
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("form", MIXTURES)
+def test_mixture(form, tokens, record_property):
+    """A whole layer, whose routing is decided by its bias: no rounding may choose other experts."""
+    shared, format = MIXTURES[form]
+    decided = Weight((), (6,), torch.float32, make=lambda: torch.arange(6.0) * 10)
+    op = MoE(
+        Linear(placeholder(6, 128), out_dtype=torch.float32),
+        MoERoute(decided, 2, "sigmoid"),
+        MoEExperts(placeholder(6, 256, 128, format=format), placeholder(6, 128, 128, format=format)),
+        GatedMLP(Linear(placeholder(256, 128, format=shared)), Linear(placeholder(128, 128, format=shared))),
+    )
+    for provider in ("triton", *(["triton_fp8"] if form != "plain" else [])):
+        sample = Sample(form, op, rows(tokens, 128, provider == "triton"))
+        judge(KERNELS[f"moe {provider}"], sample, torch.bfloat16, record_property)
+
+
+@pytest.mark.parametrize("here", [False, True], ids=["kernel", "in the product"])
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 5), (7, 4), (90, 33)])
-def test_pairs_are_dealt_once(tokens, experts):
-    from inferplane.kernels.triton.moe import dealt
+def test_pairs_are_dealt_once(tokens, experts, here):
+    from inferplane.kernels.triton.moe import dealt, grouped, undealt
+    from inferplane.kernels.triton.packed import pack
+    from inferplane.kernels.triton.product import plain
 
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(-1, experts, (tokens, 3), generator=generator)
-    slots, owners = dealt(ids, experts, 16)
+    slots, owners = (undealt if here else dealt)(ids, experts, 16)
+    if here:
+        x, w = torch.zeros(tokens, 16), torch.zeros(experts, 16, 16)
+        grouped(plain(x), pack(w), (slots, owners), Product(16, 16), pairs=ids.numel(), top_k=3, deal=ids)
     used = owners >= 0
     held = slots.view(-1, 16)[used]
     flat = ids.flatten()

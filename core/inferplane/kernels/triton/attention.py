@@ -1,4 +1,4 @@
-"""Attention of ragged queries over paged K and V: one kernel for few and for many query tokens, and its combine.
+"""Attention of ragged queries over paged K and V: one kernel for few and for many query tokens.
 
 A program takes a tile of query rows: tokens times the query heads that share a KV head when tokens are few, tokens of
 one head when they are many. With few tokens the cache of a sequence is split among programs; how, follows from that
@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inferplane.kernels.triton.arrivals import kept, last_of
 from inferplane.kernels.triton.cache import stored
 from inferplane.kernels.triton.tiles import Launch, Tiles
 from inferplane.types import Batch, LayerKV
@@ -88,8 +89,28 @@ def chunk_of(keys, KEYS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr
 
 
 @triton.jit
+def combined(parts, lse, place, splits, used, entry, real, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Rows put together from the results of their splits, each normed by its own sum; float32 `[ROWS, BLOCK]`.
+
+    `place` are the rows' first splits in `lse` (base 2) and `parts`, of which `used` count, one after another.
+    """
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    for i in range(0, used):
+        highest = tl.maximum(highest, tl.where(real, kept(lse + place + i, real), float("-inf")))
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, entry.shape[0]], tl.float32)
+    for i in range(0, used):
+        weight = tl.where(real, tl.exp2(kept(lse + place + i, real) - base), 0.0)
+        total += weight
+        mask = real[:, None] & (entry < WIDTH)[None, :]
+        acc += weight[:, None] * kept(parts + (place + i)[:, None] * WIDTH + entry[None, :], mask)
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
 def _attend(
-    q, k, v, k_scales, v_scales, out, parts, lse, tables, starts, lengths,
+    q, k, v, k_scales, v_scales, out, parts, lse, counters, tables, starts, lengths,
     scale, table_outer, q_outer, q_inner, splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -103,10 +124,10 @@ def _attend(
         return
     first = span_of(length, count, WINDOW, BLOCK_TOKENS)
     last = length - count + tl.minimum((tile * ROWS + ROWS - 1) // TILE_HEADS + 1, count)
-    alone = True
+    alone, span, chunk = True, length - first, length
     if SPLIT:
-        chunk = chunk_of(length - first, KEYS, CHUNK, SPLITS)
-        alone = chunk >= length - first
+        chunk = chunk_of(span, KEYS, CHUNK, SPLITS)
+        alone = chunk >= span
         first += split * chunk
         if first >= length:
             return
@@ -160,43 +181,17 @@ def _attend(
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     place = rows * HEADS + head
     wanted = real[:, None] & (value_dim < V_DIM)[None, :]
-    if alone:
-        tl.store(out + place[:, None] * V_DIM + value_dim[None, :], acc.to(out.dtype.element_ty), mask=wanted)
-    else:
-        place = place * splits + split
-        tl.store(parts + place[:, None] * V_DIM + value_dim[None, :], acc, mask=wanted)
+    if not alone:
+        mine = place * splits + split
+        tl.store(parts + mine[:, None] * V_DIM + value_dim[None, :], acc, mask=wanted)
         seen_mass = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
-        tl.store(lse + place, seen_mass, mask=real)
-
-
-@triton.jit
-def _combine(
-    parts, lse, out, starts, lengths, splits, out_token, out_head,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
-    KEYS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-):  # fmt: skip
-    sequence = tl.program_id(1)
-    token, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    length, begin, count = extent_of(starts, lengths, sequence)
-    if (length == 0) | (token >= count):
-        return
-    keys = length - span_of(length, count, WINDOW, BLOCK_TOKENS)
-    used = tl.cdiv(keys, chunk_of(keys, KEYS, CHUNK, SPLITS))
-    if used == 1:
-        return
-    row = (begin + token).to(tl.int64) * HEADS + head
-    split = tl.arange(0, BLOCK_SPLITS)
-    mass = tl.load(lse + row * splits + split, mask=split < used, other=float("-inf"))
-    highest = tl.max(mass, 0)
-    column = tl.arange(0, BLOCK)
-    acc = tl.zeros([BLOCK], tl.float32)
-    total = 0.0
-    for i in range(0, used):
-        weight = tl.exp2(tl.load(lse + row * splits + i) - highest)
-        total += weight
-        acc += weight * tl.load(parts + (row * splits + i) * WIDTH + column, mask=column < WIDTH, other=0.0)
-    target = out + (begin + token).to(tl.int64) * out_token + head * out_head + column
-    tl.store(target, (acc / total).to(out.dtype.element_ty), mask=column < WIDTH)
+        tl.store(lse + mine, seen_mass, mask=real)
+        used = tl.cdiv(span, chunk)
+        group = (sequence * tl.num_programs(1) + tl.program_id(1)) * (tl.num_programs(0) // splits) + tile
+        if not last_of(counters + group, used):
+            return
+        acc = combined(parts, lse, place * splits, splits, used, value_dim, real, V_DIM, ROWS)
+    tl.store(out + place[:, None] * V_DIM + value_dim[None, :], acc.to(out.dtype.element_ty), mask=wanted)
 
 
 def block(dim: int) -> int:
@@ -210,30 +205,9 @@ def splits_for(batch: Batch, launch: Launch, tiles: Tiles) -> int:
     return min(tiles.splits, max(1, math.ceil(batch.max_seq_tokens / chunk)))
 
 
-def combine(
-    parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, batch: Batch, launch: Launch, tiles: Tiles,
-    block_tokens: int, window: int | None = None,
-) -> None:  # fmt: skip
-    """Put the splits of each sequence together; sequences of one split are in `out` already.
-
-    Args:
-        parts: float32 `[T, H, splits, D]`, each normed by its own sum. lse: float32 `[T, H, splits]`, base 2.
-        out: `[T, H, D]`, strided as it likes but for its last dimension.
-        batch: the step. launch, tiles, block_tokens, window: as the splits were made with.
-    """
-    _, heads, splits, width = parts.shape
-    sequences = batch.seq_lens.shape[0]
-    _combine[(batch.max_query_tokens * heads, sequences)](
-        parts, lse, out, batch.query_start, batch.seq_lens, splits, out.stride(0), out.stride(1),
-        HEADS=heads, WIDTH=width, BLOCK=block(width), BLOCK_TOKENS=block_tokens, WINDOW=window or 0,
-        KEYS=launch.keys, CHUNK=max(tiles.chunk_tokens, launch.keys), SPLITS=tiles.splits,
-        BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=min(4, max(1, block(width) // 128)),
-    )  # fmt: skip
-
-
 def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """Few query tokens: split over the cache, then combined where there was more than one split. Many: a tile of
-    tokens and a head a program.
+    """Few query tokens: split over the cache, and put together by the last split to come. Many: a tile of tokens and a
+    head a program.
     """
     tiles: Tiles = p.prepared
     few = p.queries == "few"
@@ -246,13 +220,15 @@ def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tenso
     tile_heads = group if few else 1
     rows = max(launch.rows, triton.next_power_of_2(tile_heads)) if few else launch.rows
     splits = splits_for(batch, launch, tiles) if few else 1
-    parts = lse = out
+    parts = lse = counters = out
+    across = triton.cdiv(batch.max_query_tokens * tile_heads, rows)
+    grid = (across * splits, heads // tile_heads, len(batch.seq_lens))
     if splits > 1:
         parts = q.new_empty(tokens, heads, splits, v_dim, dtype=torch.float32)
         lse = q.new_empty(tokens, heads, splits, dtype=torch.float32)
-    grid = (triton.cdiv(batch.max_query_tokens * tile_heads, rows) * splits, heads // tile_heads, len(batch.seq_lens))
+        counters = tiles.counters.of(q.device, across * grid[1] * grid[2])
     _attend[grid](
-        q, entries[0], entries[1], scales[0], scales[1], out, parts, lse,
+        q, entries[0], entries[1], scales[0], scales[1], out, parts, lse, counters,
         batch.block_tables, batch.query_start, batch.seq_lens,
         p.scale * LOG2_E, batch.block_tables.stride(0), q.stride(0), q.stride(1), splits,
         HEADS=heads, GROUP=group, TILE_HEADS=tile_heads, DIM=dim, V_DIM=v_dim, BLOCK_TOKENS=kv.block_tokens,
@@ -260,6 +236,4 @@ def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tenso
         CHUNK=max(tiles.chunk_tokens, launch.keys), SPLITS=tiles.splits, SPLIT=splits > 1,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-    if splits > 1:
-        combine(parts, lse, out, batch, launch, tiles, kv.block_tokens, p.kv.window)
     return out

@@ -26,6 +26,14 @@ def _quantized(op: Any) -> bool:
     return bool(op.weight.format in QUANTIZED)
 
 
+def _routes(op: Any) -> bool:
+    return op.out_dtype is torch.float32 and op.weight.dtype is None
+
+
+def _quantized_or_routes(op: Any) -> bool:
+    return _quantized(op) or _routes(op)
+
+
 def _coded_alike(op: Any) -> bool:
     if op.act is None:
         return True
@@ -37,10 +45,27 @@ def _no_act(op: Any) -> bool:
     return op.act is None
 
 
+def _bare(op: Any) -> bool:
+    return all(x.bias is None and x.act is None and x.out_dtype is None for x in (op.gate_up, op.down))
+
+
 def _two_products(op: Any) -> bool:
-    layers = (op.gate_up, op.down)
-    plain = all(x.bias is None and x.act is None and x.out_dtype is None for x in layers)
-    return op.reduce is None and plain and all(_quantized(x) for x in layers)
+    return op.reduce is None and _bare(op) and _quantized(op.gate_up) and _quantized(op.down)
+
+
+def _one_rank(op: Any) -> bool:
+    return op.reduce is None and op.here is None and not op.experts.partial
+
+
+def _ordinary(op: Any) -> bool:
+    return _routes(op.router) and op.router.act is None and (op.shared is None or _bare(op.shared))
+
+
+def _shared_in_fp8(op: Any) -> bool:
+    shared = op.shared
+    if shared is None:
+        return True
+    return bool(shared.gate_up.weight.format == shared.down.weight.format == FP8[0]) and _whole_groups(shared)
 
 
 def _whole_groups(op: Any) -> bool:
@@ -48,6 +73,10 @@ def _whole_groups(op: Any) -> bool:
 
 
 ONE = ("a quantized weight", _quantized)
+HERE = ("a quantized weight, or a float32 result of one in the plan's dtype", _quantized_or_routes)
+ALL_HERE = ("all experts on one rank", _one_rank)
+ORDINARY = ("a router with a float32 result, a shared MLP without bias, activations in the plan's dtype", _ordinary)
+SHARED_FP8 = ("a shared MLP in FP8 blocks, with an inner size that is a multiple of 128", _shared_in_fp8)
 ALIKE = ("activations coded by whole rows or by 128 columns", _coded_alike)
 UNCODED = ("activations that the op leaves as they are", _no_act)
 MLP = ("one rank, quantized weights, no bias, activations in the plan's dtype", _two_products)
@@ -79,14 +108,19 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = ANYWHERE.prepa
     every = ("plain", *QUANTIZED)
     fp8: dict[str, Any] = {"extra_error": FP8_ERROR, "note": "activations coded in FP8"}
     mlp, both = ("gate_up.weight", "down.weight"), ("gate_up", "down")
+    layer = ("router.weight", *(f"shared.{w}" for w in mlp), *(f"experts.{w}" for w in both))
+    whole = (ALL_HERE, ORDINARY)
     return [
-        kernel("linear", "triton", "linear:linear", when(FLOATS, every, ONE, ALIKE), "weight"),
+        kernel("linear", "triton", "linear:linear", when(FLOATS, every, HERE, ALIKE), "weight"),
         kernel("linear", "triton_fp8", "linear:linear_fp8", when(HALF, ("plain", *FP8), ONE, UNCODED), "weight", **fp8),
         kernel("lm_head", "triton", "linear:lm_head", when(FLOATS, QUANTIZED), "weight"),
         kernel("gated_mlp", "triton", "linear:gated_mlp", when(FLOATS, QUANTIZED, MLP), *mlp),
         kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", when(HALF, FP8[:1], MLP, WHOLE), *mlp, **fp8),
         kernel("moe_experts", "triton", "moe:moe_experts", when(FLOATS, every), *both),
         kernel("moe_experts", "triton_fp8", "moe:moe_experts_fp8", when(HALF, (*FP8[:1], *INT4), ), *both, **fp8),
+        kernel("moe", "triton", "mixture:moe", when(FLOATS, every, *whole), *layer),
+        kernel("moe", "triton_fp8", "mixture:moe_fp8", when(HALF, ("plain", *FP8[:1], *INT4), *whole, SHARED_FP8),
+               *layer, **fp8),
         Kernel(
             "moe_route", "triton", f"{FOLDER}.route:moe_route", When(FLOATS, features=("triton",)), RANK_PORTABLE,
             capture_safe=True, batch_invariant=True,

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from inferplane.kernels.triton.arrivals import last_of
 from inferplane.kernels.triton.attention import (
     FACTOR,
     LOG2_E,
     block,
     chunk_of,
-    combine,
+    combined,
     each_slot,
     extent_of,
     first_slot,
@@ -61,7 +62,7 @@ def _latents(
 
 @triton.jit
 def _absorbed(
-    q, q_rope, entries, scales, out, parts, lse, tables, starts, lengths,
+    q, q_rope, entries, scales, out, parts, lse, counters, tables, starts, lengths,
     scale, table_outer, q_token, q_head, rope_token, rope_head, out_token, out_head, splits,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -74,7 +75,7 @@ def _absorbed(
         return
     first = length * 0
     last = length - count + tl.minimum((tile * ROWS + ROWS - 1) // HEADS + 1, count)
-    alone = True
+    alone, chunk = True, length
     if SPLIT:
         chunk = chunk_of(length, KEYS, CHUNK, SPLITS)
         alone = chunk >= length
@@ -114,14 +115,17 @@ def _absorbed(
         acc = acc * shrink[:, None]
         acc = tl.dot(p.to(query.dtype), latent, acc, input_precision="ieee")
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if alone:
-        place = rows * out_token + head * out_head
-        tl.store(out + place[:, None] + entry[None, :], acc.to(out.dtype.element_ty), mask=low)
-    else:
-        place = (rows * HEADS + head) * splits + split
-        tl.store(parts + place[:, None] * LATENT + entry[None, :], acc, mask=low)
+    if not alone:
+        place = (rows * HEADS + head) * splits
+        tl.store(parts + (place + split)[:, None] * LATENT + entry[None, :], acc, mask=low)
         seen_mass = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
-        tl.store(lse + place, seen_mass, mask=real)
+        tl.store(lse + place + split, seen_mass, mask=real)
+        used = tl.cdiv(length, chunk)
+        if not last_of(counters + sequence * (tl.num_programs(0) // splits) + tile, used):
+            return
+        acc = combined(parts, lse, place, splits, used, entry, real, LATENT, ROWS)
+    target = rows * out_token + head * out_head
+    tl.store(out + target[:, None] + entry[None, :], acc.to(out.dtype.element_ty), mask=low)
 
 
 def absorb(p: Any, q_nope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +136,7 @@ def absorb(p: Any, q_nope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """Fold `kv_b` into the query, attend to the latents split over programs, combine, unfold."""
+    """Fold `kv_b` into the query, attend to the latents split over programs, unfold."""
     tiles: Tiles = p.prepared
     launch, d = tiles.mla.for_dtype(q_nope.dtype), p.dims
     entries, scales, kind = stored(kv)
@@ -143,13 +147,15 @@ def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     mid = torch.empty_like(q)
     out = mid.transpose(0, 1)
     splits = splits_for(batch, launch, tiles)
-    parts = lse = out
+    parts = lse = counters = out
+    across, sequences = triton.cdiv(batch.max_query_tokens * d.heads, launch.rows), len(batch.seq_lens)
     if splits > 1:
         parts = q.new_empty(tokens, d.heads, splits, d.latent, dtype=torch.float32)
         lse = q.new_empty(tokens, d.heads, splits, dtype=torch.float32)
-    grid = (triton.cdiv(batch.max_query_tokens * d.heads, launch.rows) * splits, len(batch.seq_lens))
-    _absorbed[grid](
-        q, q_rope, entries[0], scales[0], out, parts, lse, batch.block_tables, batch.query_start, batch.seq_lens,
+        counters = tiles.counters.of(q.device, across * sequences)
+    _absorbed[(across * splits, sequences)](
+        q, q_rope, entries[0], scales[0], out, parts, lse, counters,
+        batch.block_tables, batch.query_start, batch.seq_lens,
         p.scale * LOG2_E, batch.block_tables.stride(0), q.stride(1), q.stride(0), q_rope.stride(0), q_rope.stride(1),
         out.stride(0), out.stride(1), splits,
         HEADS=d.heads, LATENT=d.latent, ROPE=d.rope, PART=part, PARTS=parts_count, BLOCK_TOKENS=kv.block_tokens,
@@ -157,9 +163,9 @@ def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
         CHUNK=max(tiles.chunk_tokens, launch.keys), SPLITS=tiles.splits, SPLIT=splits > 1,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-    if splits > 1:
-        combine(parts, lse, out, batch, launch, tiles, kv.block_tokens)
-    return torch.bmm(mid, w_v.transpose(1, 2)).transpose(0, 1)
+    result = q.new_empty(tokens, d.heads, d.value)  # tokens outside: the next product reads it as it lies
+    torch.bmm(mid, w_v.transpose(1, 2), out=result.transpose(0, 1))
+    return result
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inferplane.kernels.triton.arrivals import kept, last_of
 from inferplane.kernels.triton.attention import widened
 from inferplane.kernels.triton.packed import FP8, INT8, PLAIN, Packed
 from inferplane.kernels.triton.tiles import Products
@@ -108,7 +109,7 @@ def silu(x):
 
 @triton.jit
 def _product(
-    x, x_scale, w, w_scale, w_zero, bias, out, parts, rows, outputs,
+    x, x_scale, w, w_scale, w_zero, bias, out, parts, counters, rows, outputs,
     K: tl.constexpr, W_ROW: tl.constexpr, X_ROW_SCALES: tl.constexpr, GROUPS: tl.constexpr,
     A_KIND: tl.constexpr, X_GROUP: tl.constexpr, B_KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -137,28 +138,16 @@ def _product(
         acc = silu(acc) * up
     inside = x_inside[:, None] & n_inside[None, :]
     if SPLITS > 1:
-        place = (tl.program_id(1) * rows + x_row)[:, None] * outputs + n[None, :]
-        tl.store(parts + place, acc, mask=inside)
-    else:
-        if BIAS:
-            acc += tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)[None, :]
-        tl.store(out + x_row[:, None] * outputs + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _join(
-    parts, bias, out, rows, outputs, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Add up the parts of a split product, always in the same order."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < outputs
-    acc = tl.zeros([BLOCK], tl.float32)
-    for part in range(SPLITS):
-        acc += tl.load(parts + (part * rows + row) * outputs + n, mask=inside, other=0.0)
+        mine = (tl.program_id(1) * rows + x_row)[:, None] * outputs + n[None, :]
+        tl.store(parts + mine, acc, mask=inside)
+        if not last_of(counters + tl.program_id(0), SPLITS):
+            return
+        acc = tl.zeros([BM, BN], tl.float32)
+        for part in range(SPLITS):
+            acc += kept(parts + (part * rows + x_row)[:, None] * outputs + n[None, :], inside)
     if BIAS:
-        acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * outputs + n, acc.to(out.dtype.element_ty), mask=inside)
+        acc += tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + x_row[:, None] * outputs + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -242,15 +231,12 @@ def product(
     part = triton.cdiv(triton.cdiv(weight.columns, splits), depth) * depth
     splits = triton.cdiv(weight.columns, part)
     parts = out if splits == 1 else torch.empty(splits, rows, outputs, device=out.device)
-    grid = (triton.cdiv(rows, chosen.rows) * triton.cdiv(outputs, chosen.columns), splits)
+    tiles = triton.cdiv(rows, chosen.rows) * triton.cdiv(outputs, chosen.columns)
+    counters = out if splits == 1 else products.counters.of(out.device, tiles)
     scale = lambda s: out if s is None else s  # noqa: E731 - what is not there is not read
-    _product[grid](
-        x.data, scale(x.scale), weight.data, scale(weight.scale), scale(weight.zero), scale(bias), out, parts, rows,
-        outputs, **constants, BM=chosen.rows, BN=chosen.columns, BIAS=bias is not None, SPLITS=splits, PART=part,
+    _product[(tiles, splits)](
+        x.data, scale(x.scale), weight.data, scale(weight.scale), scale(weight.zero), scale(bias), out, parts, counters,
+        rows, outputs, **constants, BM=chosen.rows, BN=chosen.columns, BIAS=bias is not None, SPLITS=splits, PART=part,
         GATED=gated, RASTER=RASTER, num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
-    if splits > 1:
-        _join[(rows, triton.cdiv(outputs, 1024))](
-            parts, scale(bias), out, rows, outputs, SPLITS=splits, BIAS=bias is not None, BLOCK=1024, num_warps=4
-        )
     return out

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
+
+class Counters:
+    """Zeros, by device, in which the programs of a launch are counted (`arrivals.py`) and which they leave as zeros.
+
+    One op's launches share them, so these must follow each other, as those of one model do on its stream.
+    """
+
+    LEAST = 4096
+
+    def __init__(self) -> None:
+        self._held: dict[torch.device, list[torch.Tensor]] = {}
+
+    def of(self, device: torch.device, count: int) -> torch.Tensor:
+        """At least `count` of them, int32. Those handed out before stay alive: recorded steps go on using them."""
+        held = self._held.setdefault(device, [])
+        if not held or held[-1].numel() < count:
+            held.append(torch.zeros(max(count, self.LEAST), dtype=torch.int32, device=device))
+        return held[-1]
 
 
 @dataclass(frozen=True)
@@ -47,10 +66,11 @@ class Tiles:
     mla: Launch = Launch(16, 32, 4, 2)
     chunk_tokens: int = 512
     splits: int = 32
+    counters: Counters = field(default_factory=Counters, init=False, repr=False, compare=False)
 
     def prepare(self, op: Any, ctx: Any) -> Tiles:
-        """`Kernel.prepare` of every kernel that takes tiles."""
-        return self
+        """`Kernel.prepare` of every kernel that takes tiles: a copy, with counters of its own."""
+        return replace(self)
 
 
 LEAST_COLUMNS = 512
@@ -86,6 +106,7 @@ class Products:
     experts: Product = Product(64, 64, 8, 2)
     programs: int = 128
     fp8: bool = False
+    counters: Counters = field(default_factory=Counters, init=False, repr=False, compare=False)
 
     def choose(self, rows: int) -> Product:
         """For so many rows."""
@@ -101,5 +122,5 @@ class Products:
         return max(1, min(self.programs // tiles, depth // LEAST_COLUMNS))
 
     def prepare(self, op: Any, ctx: Any) -> Products:
-        """`Kernel.prepare` of every kernel that multiplies."""
-        return self
+        """`Kernel.prepare` of every kernel that multiplies: a copy, with counters of its own."""
+        return replace(self)

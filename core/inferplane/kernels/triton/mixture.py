@@ -1,0 +1,57 @@
+"""A mixture-of-experts layer whole, on one rank: router, the shared MLP, routing, and experts that end with the sum.
+
+The shared MLP comes before the experts, so that their last product can add it to what it sums up: no kernel stands
+between that product and whatever follows the layer, and only routing between the router's product and the experts'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from inferplane.kernels.triton.linear import FP8_GROUP, fp8_rows
+from inferplane.kernels.triton.moe import experts
+from inferplane.kernels.triton.packed import PLAIN, Packed
+from inferplane.kernels.triton.product import Activations, coded, plain, product
+from inferplane.kernels.triton.route import moe_route
+from inferplane.kernels.triton.rows import gated as gate
+from inferplane.kernels.triton.tiles import Products
+
+
+def _down(x: torch.Tensor, weight: Packed, products: Products) -> torch.Tensor:
+    if weight.kind == PLAIN:
+        return F.linear(x, weight.data)
+    return product(plain(x), weight, products)
+
+
+def shared_mlp(x: torch.Tensor, gate_up: Packed, down: Packed, products: Products) -> torch.Tensor:
+    """A gated MLP; plain weights go to torch's own product."""
+    if gate_up.kind == PLAIN:
+        return _down(gate(F.linear(x, gate_up.data))[0], down, products)
+    return _down(product(plain(x), gate_up, products, gated=True), down, products)
+
+
+def shared_mlp_fp8(x: Activations, gate_up: Packed, down: Packed, products: Products) -> torch.Tensor:
+    """The same with activations in FP8, those between the products too."""
+    data, scale = gate(product(x, gate_up, products), "fp8", FP8_GROUP)
+    return product(coded(data, scale, FP8_GROUP, x.dtype), down, products)
+
+
+def moe(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Activations as they are."""
+    products: Products = p.prepared
+    logits = product(plain(x), p.router.weight, products, p.router.bias, torch.float32)
+    shared = p.shared
+    base = None if shared is None else shared_mlp(x, shared.gate_up.weight, shared.down.weight, products)
+    return experts(p.experts, products, plain(x), *moe_route(p.route, logits), False, base)
+
+
+def moe_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Activations in FP8 but for the router's; those that come in are coded once for all."""
+    products: Products = p.prepared
+    logits = product(plain(x), p.router.weight, products, p.router.bias, torch.float32)
+    rows, shared = fp8_rows(x, FP8_GROUP), p.shared
+    base = None if shared is None else shared_mlp_fp8(rows, shared.gate_up.weight, shared.down.weight, products)
+    return experts(p.experts, products, rows, *moe_route(p.route, logits), True, base)
