@@ -8,10 +8,16 @@ import torch
 from inferplane.binding import DictSource
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.ops import encode
-from inferplane.quant import format_of, read_fp8_block
+from inferplane.quant import format_of, read_fp8_block, read_fp8_row, stored
 from inferplane.types.placement import WHOLE, Shard
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+
+
+def compressed(inputs=NUMBERS, **weights):
+    group = {"targets": ["Linear"], "weights": {**NUMBERS, **weights}, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
 
 
 def test_by_the_scales_in_the_checkpoint():
@@ -49,15 +55,81 @@ def test_by_the_config_alone():
     "settings",
     [
         {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "fp8"},
         {"quant_method": "fp8", "weight_block_size": [64, 128]},
+        {"quant_method": "fp8", "weight_block_size": 128},
         {"weight_block_size": [128, 128]},
-        {"quant_method": "fp8", "weight_block_size": None},
+        {"quant_method": ["fp8"], "weight_block_size": [128, 128]},
+        compressed(num_bits=4),
+        compressed(type="int"),
+        compressed(strategy="group"),
+        compressed(strategy="block"),
+        compressed(strategy="block", block_structure=[64, 64]),
+        compressed({"num_bits": 8, "type": "int"}),
+        {"quant_method": "compressed-tensors", "config_groups": {}},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": 3}},
+        {"quant_method": "compressed-tensors", "config_groups": [compressed()]},
     ],
 )
 def test_other_methods_are_refused(settings):
     with pytest.raises(UnsupportedModelError, match=r"Quantization method .*'fp8' with weight_block_size \[128, 128\]"):
         format_of(settings, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "format", "act"),
+    [
+        (FP8, "fp8_block", ""),
+        ({**FP8, "activation_scheme": "dynamic"}, "fp8_block", "fp8"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8_row", "fp8"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}, "fp8_row", "fp8"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fp8_row", "fp8"),
+        (compressed(), "fp8_row", "fp8"),
+        (compressed(None), "fp8_row", ""),
+        (compressed(strategy="channel"), "fp8_row", "fp8"),
+        (compressed(strategy="block", block_structure=[128, 128]), "fp8_block", "fp8"),
+    ],
+)
+def test_what_a_config_asks_for(settings, format, act):
+    found = stored(settings, {"a.weight", "a.weight_scale", "a.input_scale", "b.weight"})
+    assert (found.format_of("a.weight"), found.format_of("b.weight")) == (format, "plain")
+    assert found.acts.get(format, "") == act and "*.input_scale" in found.unread
+    assert stored(settings, None).format_of("model.layers.0.mlp.up_proj.weight") == format
+    expert = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    assert stored(settings, None).format_of(expert) == format
+
+
+def test_groups_that_differ_are_refused():
+    mixed = compressed()
+    mixed["config_groups"]["group_1"] = compressed(None)["config_groups"]["group_0"]
+    with pytest.raises(UnsupportedModelError, match="compressed-tensors"):
+        stored(mixed, None)
+
+
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+@pytest.mark.parametrize("form", [(), (1,), (1, 1), (300,), (300, 1)])
+def test_a_scale_for_all_or_a_row(form, suffix):
+    q = encode(torch.randn(300, 192), "fp8_row")
+    scale = q.scale if 300 in form else q.scale[:1]
+    tensors = {"w": q.data, f"w{suffix}": scale.reshape(form).bfloat16()}
+    want = q.data.float() * scale.bfloat16().float()
+    for axis, size in ((0, 1), (0, 3), (1, 2)):
+        for rank in range(size):
+            got = read_fp8_row(DictSource(tensors), "w", Shard(axis, rank, size))
+            assert torch.equal(got.dequantize(), want.chunk(size, axis)[rank])
+            assert got.block == (1, got.shape[1]) and got.scale.dtype is torch.float32
+
+
+def test_scales_of_another_shape_are_refused():
+    q = encode(torch.randn(300, 192), "fp8_row")
+    good = {"w": q.data, "w_scale": q.scale}
+    for bad in (
+        {"w_scale": q.scale[:2]},
+        {"w_scale": torch.ones(3, 2)},
+        {"w_scale": q.scale.int()},
+        {"w": q.data.float()},
+    ):
+        with pytest.raises(CheckpointError, match=r"w \(300, 192\).* is no FP8 weight with a scale a row"):
+            read_fp8_row(DictSource({**good, **bad}), "w", WHOLE)
 
 
 @pytest.mark.parametrize("shape", [(300, 384), (64, 100), (129, 128), (1, 1)])

@@ -14,7 +14,7 @@ from inferplane.engine.sources import DEMO_FOLDER
 from inferplane.engine.text import Tokenizer, end_ids
 from inferplane.errors import InferplaneError, UnsupportedModelError
 from inferplane.models import Build, Config, build
-from inferplane.quant.formats import format_of
+from inferplane.quant import format_of
 from tests.unit.hostile import MOST_BYTES, refused, within_bounds
 from tests.unit.small import LLAMA, V3
 

@@ -11,14 +11,16 @@ from inferplane.binding import DictSource
 from inferplane.cli import main
 from inferplane.engine.options import InferplaneWarning
 from inferplane.errors import CheckpointError, UsageError
-from inferplane.ops import FORMATS
-from inferplane.quant.online import SCHEMES, online, quantize, unsaved
+from inferplane.ops import FORMATS, encode
+from inferplane.quant.online import online, quantize, unsaved
 from inferplane.types import QTensor, Shard
 from inferplane_cpu.native import instruction_sets
 from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
 
+WEIGHT_ONLY = {"weight_only_int8": "int8_group", "weight_only_int4": "int4_group32"}
 
-@pytest.mark.parametrize("format", SCHEMES.values())
+
+@pytest.mark.parametrize("format", WEIGHT_ONLY.values())
 @pytest.mark.parametrize("shape", [(5, 7), (33, 256), (3000, 130)])
 def test_rounds_to_the_nearest(format, shape):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -38,21 +40,20 @@ def test_scales_beyond_float16_stay_exact():
     assert torch.allclose(q.dequantize().amax(1), w.amax(1), rtol=1e-3)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
 def test_linear_layers_only(scheme):
-    format_of, _ = online(scheme, {})
+    format_of = online(scheme, {}).format_of
     p = "model.layers.3."
     for name in ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "mlp.experts.7.down_proj"):
-        assert format_of(f"{p}{name}.weight") == SCHEMES[scheme]
-    assert format_of("lm_head.weight") == format_of(f"{p}block_sparse_moe.experts.1.w2.weight") == SCHEMES[scheme]
+        assert format_of(f"{p}{name}.weight") == WEIGHT_ONLY[scheme]
+    assert format_of("lm_head.weight") == format_of(f"{p}block_sparse_moe.experts.1.w2.weight") == WEIGHT_ONLY[scheme]
     for name in ("model.embed_tokens", f"{p}self_attn.kv_b_proj", f"{p}mlp.gate", f"{p}input_layernorm"):
         assert format_of(f"{name}.weight") == "plain"
 
 
 def test_a_rank_reads_its_slice():
     w = torch.randn(8, 256)
-    _, readers = online("weight_only_int8", {})
-    read = readers["int8_group"]
+    read = online("weight_only_int8", {}).readers["int8_group"]
     source = DictSource({"w": w})
     q = read(source, "w", Shard(1, 1, 2))
     assert isinstance(q, QTensor)
@@ -65,12 +66,12 @@ def test_what_is_refused():
         online("int3", {})
     with pytest.raises(UsageError, match="quantized already"):
         online("weight_only_int8", {"quantization_config": {"quant_method": "fp8"}})
-    _, readers = online("weight_only_int8", {})
+    readers = online("weight_only_int8", {}).readers
     with pytest.raises(CheckpointError, match="cannot be quantized"):
         readers["int8_group"](DictSource({"w": torch.ones(4, 4, dtype=torch.int8)}), "w", Shard())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_answers_nearly_the_same(scheme, tied, tmp_path):
     config = llama_config(hidden_size=128, intermediate_size=192, tie_word_embeddings=tied)
@@ -81,9 +82,42 @@ def test_a_model_answers_nearly_the_same(scheme, tied, tmp_path):
     with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
         got = llm.logits(ids)[0]
         formats = {w.format for w in llm.runner.plan.weights.values()}
-    assert formats == {"plain", SCHEMES[scheme]}
+    assert formats == {"plain", WEIGHT_ONLY[scheme]}
     correlation = torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1]
     assert correlation > (0.999 if scheme == "weight_only_int8" else 0.97)
+    assert not torch.equal(got, want)
+
+
+def test_fp8_beside_int4_experts():
+    found = online("a8w8_fp8_wint4", {})
+    p = "model.layers.3."
+    for name in ("self_attn.q_b_proj", "mlp.gate_proj", "mlp.shared_experts.down_proj"):
+        assert found.format_of(f"{p}{name}.weight") == "fp8_block"
+    for name in ("mlp.experts.7.down_proj", "block_sparse_moe.experts.1.w2"):
+        assert found.format_of(f"{p}{name}.weight") == "int4_group64"
+    for name in ("lm_head", "model.embed_tokens", f"{p}self_attn.kv_b_proj", f"{p}mlp.gate"):
+        assert found.format_of(f"{name}.weight") == "plain"
+    assert found.acts == {"fp8_block": "fp8", "int4_group64": "fp8"} and found.readers.keys() == found.acts.keys()
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (300, 200), (3000, 130)])
+def test_fp8_blocks_are_those_of_the_whole(shape):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    got, want = quantize(w, "fp8_block"), encode(w, "fp8_block")
+    assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(got.scale, want.scale)
+    assert got.block == (128, 128)
+
+
+def test_experts_in_int4_and_the_rest_in_fp8_answer_nearly_the_same(tmp_path):
+    random_model(deepseek_config(num_hidden_layers=2), seed=3).save_pretrained(tmp_path)
+    ids = [list(range(1, 40))]
+    with LLM(tmp_path, device="cpu", dtype="bfloat16") as llm:
+        want = llm.logits(ids)[0]
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization="a8w8_fp8_wint4") as llm:
+        got = llm.logits(ids)[0]
+        weights = [w for w in llm.runner.plan.weights.values() if w.format != "plain"]
+    assert {(len(w.shape), w.format, w.act) for w in weights} == {(2, "fp8_block", "fp8"), (3, "int4_group64", "fp8")}
+    assert torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1] > 0.98
     assert not torch.equal(got, want)
 
 
@@ -95,7 +129,7 @@ def test_experts_are_quantized_one_by_one(tmp_path):
         assert torch.isfinite(llm.logits([[1, 2, 3]])[0]).all()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
 def test_who_quantizes_for_nothing_is_told(scheme, tmp_path, capsys, monkeypatch):
     """No kernel here takes integers beside float32 activations: such weights are rounded, and as large as before."""
     random_model(llama_config(), seed=3).save_pretrained(tmp_path)

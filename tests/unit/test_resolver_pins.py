@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from inferplane.binding import signature
+from inferplane.binding import explain, explain_text, signature
 from inferplane.errors import BindError
 from inferplane.ops import GatedMLP, Linear, placeholder
 from inferplane.types import When
@@ -30,6 +30,40 @@ def test_what_computes_in_fewer_bits_is_taken_by_a_pin_only():
     unpinned, pinned = (plan(Linear(placeholder(4, 4)), rough, SLOW, pins=pins) for pins in ({}, {"linear": "rough"}))
     assert chosen(unpinned) == "slow:linear" and chosen(pinned) == "rough:linear"
     assert lost(unpinned, "", "rough:linear") == "computes in fewer bits (error up to 0.1 more): pin it to take it"
+
+
+def asking(act="fp8"):
+    return Linear(replace(placeholder(4, 4, format="fp8_row"), act=act))
+
+
+def test_activations_are_coded_where_the_checkpoint_asks():
+    takes = When(formats=("plain", "fp8_row"))
+    coding = replace(kernel("linear", "coding", 50, when=takes), extra_error=0.06, codes="fp8")
+    exact = kernel("linear", "exact", 50, when=takes)
+    asked = plan(asking(), exact, coding)
+    assert chosen(asked) == "coding:linear" and not choice(asked).ambiguous
+    assert choice(asked).why == "rank 50; codes activations in fp8, as the checkpoint asks"
+    unasked = plan(asking(""), exact, coding)
+    assert chosen(unasked) == "exact:linear" and choice(unasked).why == "rank 50"
+    assert chosen(plan(asking("int8"), exact, coding)) == "exact:linear", "another coding than its own"
+    better = plan(asking(), replace(exact, rank=60), coding)
+    assert chosen(better) == "exact:linear"
+    assert choice(better).uncoded == "coding:linear is not taken: ranks below exact:linear"
+    alone = plan(asking(), exact)
+    (told,) = explain(alone)["uncoded"]
+    assert told == {"op": "linear", "act": "fp8", "sites": 1, "reason": "no kernel of linear codes them"}
+    assert "though the checkpoint asks for fp8: at 1 site(s) of op linear: no kernel" in explain_text(alone)
+    assert explain(asked)["uncoded"] == explain(unasked)["uncoded"] == []
+
+
+def test_what_is_asked_of_one_weight_says_nothing_of_others():
+    takes = When(formats=("plain", "fp8_row"))
+    coding = replace(kernel("gated_mlp", "coding", 50, when=takes), extra_error=0.06, codes="fp8")
+    exact = kernel("linear", "exact", 40, when=takes)
+    plain = Linear(placeholder(4, 2, format="fp8_row"))
+    both = GatedMLP(asking(), Linear(replace(plain.weight, act="fp8")))
+    assert chosen(plan(both, coding, exact)) == "coding:gated_mlp"
+    assert chosen(plan(replace(both, down=plain), coding, exact)) == "decomposition"
 
 
 def test_by_full_name():

@@ -43,6 +43,7 @@ class Choice:
         own_hot: the op itself is hot: without a kernel its body is a slow reference, whatever serves its children.
         expand: which quantized weights are expanded under the kernel.
         pin: the pin that decided, by name.
+        uncoded: why activations stay as they are that the checkpoint wants coded; empty where it does not.
     """
 
     op: str
@@ -58,6 +59,7 @@ class Choice:
     own_hot: bool = False
     expand: Expand = "never"
     pin: str | None = None
+    uncoded: str = ""
 
     @property
     def label(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
 
     Returns:
         `{schema, model, device, dtype, arch, assumed, kv_layouts, weight_bytes, sites: [...], copies: [...],
-        expanded: [...]}`. Layers that are bound alike are one entry, "layers.1-60".
+        expanded: [...], uncoded: [...]}`. Layers that are bound alike are one entry, "layers.1-60".
     """
     settings = plan.settings
     sites = []
@@ -72,6 +73,7 @@ def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
         "sites": sites,
         "copies": _copies(plan),
         "expanded": _expanded(plan),
+        "uncoded": _uncoded(plan),
     }
 
 
@@ -102,6 +104,11 @@ def explain_text(plan: Plan, model_name: str = "", *, verbose: bool = False) -> 
         out.append(
             f"expanded at load: {item['weights']} weight(s) of format {item['format']} for op {item['op']}: "
             "no kernel here takes it"
+        )
+    for item in _uncoded(plan):
+        out.append(
+            f"activations as they are, though the checkpoint asks for {item['act']}: at {item['sites']} site(s) of op "
+            f"{item['op']}: {item['reason']}"
         )
     return "\n".join(out)
 
@@ -173,3 +180,12 @@ def _copies(plan: Plan) -> list[dict[str, Any]]:
 
 def _expanded(plan: Plan) -> list[dict[str, Any]]:
     return [{"op": op, "format": f, "weights": len(ids)} for (op, f), ids in sorted(plan.expanded.items())]
+
+
+def _uncoded(plan: Plan) -> list[dict[str, Any]]:
+    found: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for kind in plan.choices:
+        for site, op, choice in plan.sites(kind):
+            if choice.uncoded:
+                found[choice.op, ", ".join(sorted(op.acts() - {""})), choice.uncoded].add(site)
+    return [{"op": o, "act": act, "sites": len(sites), "reason": why} for (o, act, why), sites in sorted(found.items())]

@@ -95,7 +95,20 @@ class Resolver:
         if choice.kernel is not None:
             choice.children, choice.rank, choice.expand = {}, choice.kernel.rank, expand
             choice.dequantized = expand != "never"
+        self._tell_of_coding(op, choice)
         return choice
+
+    def _tell_of_coding(self, op: Op, c: Choice) -> None:
+        """Say what becomes of activations that the checkpoint wants coded."""
+        asked = op.acts() - {""}
+        if not asked or (c.kernel is None and not c.own_hot):
+            return
+        if c.kernel is not None and c.kernel.codes in asked:
+            c.why += f"; codes activations in {c.kernel.codes}, as the checkpoint asks"
+            return
+        coders = {k.name for k in self.by_op[op.name] if k.codes in asked}
+        lost = next((f"{r.kernel} is not taken: {r.reason}" for r in c.rejected if r.kernel in coders), "")
+        c.uncoded = lost or f"no kernel of {op.name} codes them"
 
     def _accepted(
         self, op: Op, against: list[str], rejected: list[Rejection], pinned: str
@@ -108,7 +121,7 @@ class Resolver:
         left = []
         for kernel in self.by_op[op.name]:
             reasons = against + self.refused.get((op.key(), kernel), [])
-            if kernel.extra_error and pinned not in (kernel.provider, kernel.name):
+            if kernel.coarser(op) and pinned not in (kernel.provider, kernel.name):
                 reasons = [
                     *reasons,
                     f"computes in fewer bits (error up to {kernel.extra_error:g} more): pin it to take it",
@@ -126,7 +139,7 @@ class Resolver:
             accepted = [k for k, reasons in outcome.items() if not reasons]
             if accepted or expand == tiers[-1][0]:
                 rejected += [Rejection(k.name, k.rank, "; ".join(reasons)) for k, reasons in outcome.items() if reasons]
-                return accepted, expand
+                return sorted(accepted, key=lambda k: (-k.rank, not k.codes)), expand
         raise AssertionError("there is always a last tier")
 
     def _decide(self, c: Choice, op: Op, site: str, pin: tuple[str, str] | None, accepted: list[Kernel]) -> bool:
@@ -157,7 +170,7 @@ class Resolver:
         else:
             c.kernel = accepted[0]
             c.why = f"rank {c.kernel.rank}" + (f" over the decomposition's {c.rank}" if parts else "")
-            if len(accepted) > 1 and accepted[1].rank == c.kernel.rank:
+            if len(accepted) > 1 and (accepted[1].rank, accepted[1].codes) == (c.kernel.rank, c.kernel.codes):
                 c.ambiguous = True
                 c.why = f"AMBIGUOUS: {accepted[1].name} has rank {c.kernel.rank} too; pin one, or change a rank"
         if locked is not None:

@@ -101,8 +101,8 @@ def choose(before: str, trials: Sequence[Trial]) -> str:
 def alternatives(plan: Plan) -> Iterator[tuple[StepKind, str, Op, list[Kernel]]]:
     """`(step kind, first site, op, kernels)` wherever a plan could take several kernels, the present one first.
 
-    Left out are kernels that change results (`extra_error`), what a pin decided, and ops whose inputs are not known
-    from their fields.
+    Left out are kernels that compute in fewer bits than is asked for, what a pin decided, and ops whose inputs are not
+    known from their fields.
     """
     for kind, site, op, choice in plan.distinct():
         if choice.kernel is None or choice.pin is not None or choice.expand != "never" or op.name not in INPUTS:
@@ -112,7 +112,7 @@ def alternatives(plan: Plan) -> Iterator[tuple[StepKind, str, Op, list[Kernel]]]
             k
             for k in resolver.by_op[op.name]
             if k is not choice.kernel
-            and not (k.extra_error or k in resolver.options.demoted or resolver.refused.get((op.key(), k)))
+            and not (k.coarser(op) or k in resolver.options.demoted or resolver.refused.get((op.key(), k)))
             and not k.refusals(op, resolver.ctx, op.formats())
         ]
         if others:

@@ -174,6 +174,9 @@ def _foot(data: dict[str, Any], lines: list[Row]) -> Iterator[Text]:
     for item in data["expanded"]:
         words = f"expanded at load: {item['weights']} weights of format {item['format']}"
         yield Text(f"{words}, which no kernel of {item['op']} here takes")
+    for item in data["uncoded"]:
+        words = f"activations not coded in {item['act']}, as the checkpoint asks, at {item['sites']} sites"
+        yield Text(f"{words}: {item['reason']}")
     slow = sorted({row.entry["op"] for row in lines if row.troubled and not row.entry["chosen"]["ambiguous"]})
     tied = sorted({row.entry["op"] for row in lines if row.entry["chosen"]["ambiguous"]})
     if slow:

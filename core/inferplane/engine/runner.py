@@ -36,7 +36,7 @@ from inferplane.models import Build, SafetensorsFolder, build
 from inferplane.models.eagle import WithEagle, with_eagle
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import READERS, format_of, online, unsaved
+from inferplane.quant import READERS, online, stored, unsaved
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 from inferplane.types.batch import make_batch
 
@@ -213,16 +213,17 @@ class Runner:
 
     def _bind(self, *, assumed: bool) -> None:
         names = None if self.options.load_format == "dummy" or not self.files.has_weights else set(self.files.names())
-        formats, self.readers = format_of(self.files.config.get("quantization_config"), names), dict(READERS)
-        if self.options.quantization is not None:
-            formats, quantizing = online(self.options.quantization, self.files.config)
-            self.readers.update(quantizing)
+        scheme, config = self.options.quantization, self.files.config
+        found = stored(config.get("quantization_config"), names) if scheme is None else online(scheme, config)
+        self.readers = {**READERS, **found.readers}
         plans = Build(
             self.files.config,
             Placement() if self.ranks is None else self.ranks.placement,
-            formats,
+            found.format_of,
             self.max_model_len,
             self.options.mtp,
+            list(found.unread),
+            found.acts,
         )
         self.model: CausalLM = build(plans, self.host.models())
         self.ignored = plans.ignored

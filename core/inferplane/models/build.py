@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ class Build:
         positions: positions the rotary tables must cover.
         mtp: also build the multi-token-prediction layers.
         ignored: shell patterns of checkpoint tensors that the family knows and does not read, filled by `ignore`.
+        acts: weight format -> how activations are coded that meet such weights.
 
     Raises:
         UnsupportedModelError: the placement divides experts and layers among different numbers of processes.
@@ -45,6 +46,7 @@ class Build:
     positions: int = 4096
     mtp: bool = False
     ignored: list[str] = field(default_factory=list, compare=False)
+    acts: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.placement
@@ -84,7 +86,8 @@ class Build:
                 remedy="quantize all parts of a fused weight alike",
             )
         rows = rows or (math.prod(shape[:-1]) // len(parts),) * len(parts)
-        return Weight(parts, shape, format=formats.pop(), shard=shards or self.shard(axis), rows=rows, **options)
+        cut, format = shards or self.shard(axis), formats.pop()
+        return Weight(parts, shape, format=format, shard=cut, rows=rows, act=self.acts.get(format, ""), **options)
 
     def shard(self, axis: int | None) -> Shard:
         """The slice of a divided weight that this rank reads."""

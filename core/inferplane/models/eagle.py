@@ -13,7 +13,7 @@ from inferplane.models.build import Build
 from inferplane.models.config import Config
 from inferplane.models.llama import llama
 from inferplane.ops import CausalLM, EagleLayer, LMHead, Op
-from inferplane.quant import format_of
+from inferplane.quant import stored
 from inferplane.types import Shard, Weight
 
 PREFIX = "eagle:"
@@ -37,7 +37,8 @@ def with_eagle(
     Raises:
         As `eagle`.
     """
-    b = Build(config, format_of=format_of(config.get("quantization_config"), names), positions=positions)
+    found = stored(config.get("quantization_config"), names)
+    b = Build(config, format_of=found.format_of, positions=positions, ignored=list(found.unread), acts=found.acts)
     # Published heads have a bias or none, and their configs do not say so reliably.
     bias = "fc.bias" in names if names is not None else config.flag("bias", True)
     head = eagle(b, target, bias=bias)

@@ -183,7 +183,7 @@ class Linear(Op, name="linear", hot=True):
         rows = lambda t, k: lambda d: (d.normal(t, k),)  # noqa: E731
         quantized = [
             Sample(f, Linear(placeholder(160, 256, format=f)), rows(5, 256))
-            for f in ("int8_row", "int8_group", "int4_group", "int4_group32", "fp8_block")
+            for f in ("int8_row", "int8_group", "int4_group", "int4_group32", "fp8_block", "fp8_row")
         ]
         return [
             Sample("m1", plain(96, 64), rows(1, 64)),

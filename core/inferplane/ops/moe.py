@@ -165,7 +165,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
                     MoEExperts(placeholder(6, 96, 128, format=f), placeholder(6, 128, 48, format=f)),
                     inputs(7, 2, 128),
                 )
-                for f in ("int8_row", "int4_row")
+                for f in ("int8_row", "int4_row", "fp8_row")
             ),
             Sample(
                 "int4_group",

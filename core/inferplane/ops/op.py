@@ -17,7 +17,7 @@ import torch
 from typing_extensions import dataclass_transform
 
 from inferplane.errors import UsageError
-from inferplane.types import KVRequest, QTensor, StepKind, Weight
+from inferplane.types import PLAIN, KVRequest, QTensor, StepKind, Weight
 
 if TYPE_CHECKING:
     from inferplane.ops.draw import Draw
@@ -203,6 +203,15 @@ class Op:
         if found is None:
             own = {v.format for _, v in self.items() if isinstance(v, Weight)}
             found = self.__dict__["_formats"] = frozenset(own.union(*(c.formats() for _, c in self.children())))
+        return found
+
+    def acts(self) -> frozenset[str]:
+        """How the checkpoint has activations coded for the quantized weights of this op and below; "" stands for
+        weights that meet them as they are."""
+        found = self.__dict__.get("_acts")
+        if found is None:
+            found = frozenset(w.act for _, w in self.weights() if w.format != PLAIN)
+            self.__dict__["_acts"] = found
         return found
 
     def key(self) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """Quantized checkpoints: their formats, and how they become `QTensor`s."""
 
-from inferplane.quant.formats import READERS, format_of, read_fp8_block
+from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row
 from inferplane.quant.online import SCHEMES, online, unsaved
+from inferplane.quant.stored import Stored, format_of, stored
 
-__all__ = ["READERS", "SCHEMES", "format_of", "online", "read_fp8_block", "unsaved"]
+__all__ = ["READERS", "SCHEMES", "Stored", "format_of", "online", "read_fp8_block", "read_fp8_row", "stored", "unsaved"]

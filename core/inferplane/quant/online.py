@@ -4,20 +4,48 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from inferplane.binding import FormatReader, Plan, TensorSource
+from inferplane.binding import Plan, TensorSource
 from inferplane.errors import CheckpointError, UsageError
-from inferplane.ops.quantize import FORMATS, limit, scales
+from inferplane.ops.quantize import FORMATS, encode, limit, scales
+from inferplane.quant.stored import Stored
 from inferplane.types import PLAIN, QTensor, Shard
 
-SCHEMES = {"weight_only_int8": "int8_group", "weight_only_int4": "int4_group32"}
-"""What a user asks for -> the weight format. Activations are left as they are."""
 
-LINEAR = ("*_proj.weight", "*_proj_with_mqa.weight", "*.experts.*.w[123].weight", "lm_head.weight")
+@dataclass(frozen=True)
+class Scheme:
+    """What a user may ask for.
+
+    Args:
+        dense: weight format of linear layers.
+        experts: of routed experts.
+        head: of the output head.
+        acts: weight format -> how activations are coded that meet such weights; else they stay as they are.
+    """
+
+    dense: str
+    experts: str
+    head: str
+    acts: Mapping[str, str] = field(default_factory=dict)
+
+
+SCHEMES = {
+    "weight_only_int8": Scheme("int8_group", "int8_group", "int8_group"),
+    "weight_only_int4": Scheme("int4_group32", "int4_group32", "int4_group32"),
+    "a8w8_fp8_wint4": Scheme("fp8_block", "int4_group64", PLAIN, {"fp8_block": "fp8", "int4_group64": "fp8"}),
+}
+"""By name. The last one is for models with experts: FP8 in blocks of 128 x 128, experts in int4, activations in FP8
+where a kernel codes them."""
+
+HEAD = "lm_head.weight"
+EXPERTS = ("*.experts.*_proj.weight", "*.experts.*.w[123].weight")
+DENSE = ("*_proj.weight", "*_proj_with_mqa.weight")
 """Names of weights of linear layers. Embeddings, norms and routers are read as they are."""
 KEPT = ("*.kv_b_proj.weight",)
 """Linear layers that attention also reads by itself, folded into the query: kept as they are."""
@@ -26,8 +54,8 @@ ROWS = 2048
 """Rows that are quantized at a time, which bounds what is held in float32."""
 
 
-def online(scheme: str, config: Mapping[str, Any]) -> tuple[Callable[[str], str], dict[str, FormatReader]]:
-    """Weight format by name, and a reader for it that quantizes.
+def online(scheme: str, config: Mapping[str, Any]) -> Stored:
+    """Weight formats by name, and readers for them that quantize.
 
     Args:
         scheme: a name of `SCHEMES`.
@@ -43,18 +71,17 @@ def online(scheme: str, config: Mapping[str, Any]) -> tuple[Callable[[str], str]
             f"quantization = {scheme!r} for a checkpoint that is quantized already.",
             remedy="leave quantization out, or load the unquantized checkpoint",
         )
-    format = SCHEMES[scheme]
+    s = SCHEMES[scheme]
 
     def format_of(name: str) -> str:
-        chosen = any(fnmatch.fnmatchcase(name, p) for p in LINEAR) and not any(
-            fnmatch.fnmatchcase(name, p) for p in KEPT
-        )
-        return format if chosen else PLAIN
+        def like(*patterns: str) -> bool:
+            return any(fnmatch.fnmatchcase(name, p) for p in patterns)
 
-    def read(source: TensorSource, name: str, shard: Shard) -> QTensor:
-        return _read(source, name, shard, format)
+        if like(*KEPT):
+            return PLAIN
+        return s.head if name == HEAD else s.experts if like(*EXPERTS) else s.dense if like(*DENSE) else PLAIN
 
-    return format_of, {format: read}
+    return Stored(format_of, s.acts, {format: partial(_read, format=format) for format in _formats(s)})
 
 
 def unsaved(plan: Plan, scheme: str | None) -> list[str]:
@@ -67,11 +94,11 @@ def unsaved(plan: Plan, scheme: str | None) -> list[str]:
     Returns:
         One sentence for a person, with what to do; none when every such weight stays quantized.
     """
-    format = SCHEMES.get(scheme or "")
-    found = {op: ids for (op, expanded), ids in plan.expanded.items() if expanded == format}
+    formats = _formats(SCHEMES[scheme]) if scheme in SCHEMES else frozenset()
+    found = {op: ids for (op, expanded), ids in plan.expanded.items() if expanded in formats}
     if not found:
         return []
-    count, every = len(set().union(*found.values())), sum(w.format == format for w in plan.weights.values())
+    count, every = len(set().union(*found.values())), sum(w.format in formats for w in plan.weights.values())
     dtype = str(plan.settings.dtype).removeprefix("torch.")
     return [
         f"quantization = {scheme!r} saves nothing for {count} of {every} weights: on device {plan.settings.device!r} "
@@ -80,21 +107,28 @@ def unsaved(plan: Plan, scheme: str | None) -> list[str]:
     ]
 
 
-def quantize(weight: torch.Tensor, format: str) -> QTensor:
-    """A plain weight in symmetric groups of columns, by rounding to nearest.
+def _formats(scheme: Scheme) -> frozenset[str]:
+    return frozenset((scheme.dense, scheme.experts, scheme.head)) - {PLAIN}
 
-    Scales are rounded to float16 first, where they fit, so that a kernel may keep them in two bytes without changing a
-    value.
+
+def quantize(weight: torch.Tensor, format: str) -> QTensor:
+    """A plain weight in symmetric groups of columns, or in FP8 blocks, by rounding to nearest.
+
+    Scales of integers are rounded to float16 first, where they fit, so that a kernel may keep them in two bytes without
+    changing a value.
 
     Args:
         weight: `[N, K]`, any floating dtype.
-        format: one of `FORMATS` with integers.
+        format: one of `FORMATS`.
 
     Returns:
-        A QTensor with a float32 scale a row and group.
+        A QTensor with float32 scales.
     """
-    dtype, bits, (_, columns) = FORMATS[format]
+    dtype, bits, (rows, columns) = FORMATS[format]
     n, k = weight.shape
+    if dtype.is_floating_point:
+        assert ROWS % rows == 0, format
+        return QTensor.cat([encode(part, format) for part in weight.split(ROWS)])
     columns = columns or k
     groups, top = math.ceil(k / columns), limit(dtype, bits)
     data, scale = torch.empty(n, k, dtype=dtype), torch.empty(n, groups)

@@ -110,7 +110,8 @@ class Kernel:
         batch_invariant: a row's result does not depend on the other rows.
         needs_host_lens: it reads `batch.host_lens`.
         extra_error: what its number format adds to the error that the op tolerates. A kernel that has any is taken by
-            a pin only.
+            a pin, or where the weights ask for activations coded as `codes` says.
+        codes: the format in which it codes activations that the op hands it as they are ("fp8").
         note: a sentence for `explain` (source, measured figure).
     """
 
@@ -126,6 +127,7 @@ class Kernel:
     batch_invariant: bool = False
     needs_host_lens: bool = False
     extra_error: float = 0.0
+    codes: str = ""
     note: str = ""
 
     @property
@@ -160,6 +162,10 @@ class Kernel:
                 remedy=f"install the runtime of provider {self.provider!r}, or pin another provider for {self.op!r}",
             ) from error
         return found
+
+    def coarser(self, op: Any) -> bool:
+        """Whether it computes in fewer bits than `op` and its checkpoint ask for."""
+        return self.extra_error > 0 and not (self.codes and op.acts() == {self.codes})
 
     def refusals(self, op: Any, ctx: Context, formats: Iterable[str]) -> list[str]:
         """Reasons why it cannot serve `op` in `ctx`: those of `when`, and those of the plan's options."""

@@ -32,6 +32,8 @@ class Weight:
         optional: the checkpoint may lack it; `default` is then used.
         default: builds the value when an optional weight is missing.
         rows: of each part on this rank; empty: only their sum is held against the shape.
+        act: how the checkpoint has the activations coded that meet this weight ("fp8"); empty: as they are. Kernels
+            may then do so; none has to.
     """
 
     parts: tuple[str, ...]
@@ -43,6 +45,7 @@ class Weight:
     optional: bool = False
     default: Callable[[], torch.Tensor] | None = None
     rows: tuple[int, ...] = ()
+    act: str = ""
 
     def shard_of(self, part: int) -> Shard:
         """The slice of one part."""
@@ -50,7 +53,7 @@ class Weight:
 
     def key(self) -> tuple[Any, ...]:
         """The static signature: equal keys bind to the same kernel, whatever the layer."""
-        return ("weight", self.shape, self.dtype, self.format)
+        return ("weight", self.shape, self.dtype, self.format, *((self.act,) if self.act else ()))
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of the values in one packing, when the plan's dtype is `dtype`; quantized formats count a byte."""

@@ -10,5 +10,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("not run: TRITON_INTERPRET=1 is set by `make test-gates`", allow_module_level=True)
 
 from tests.gates.interpreter.bfloat16 import repair
+from tests.gates.interpreter.patches import quicken
 
 repair()
+quicken()

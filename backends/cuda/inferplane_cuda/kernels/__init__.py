@@ -85,7 +85,7 @@ def hopper_kernels() -> list[Kernel]:
 
 
 def hopper_products() -> list[Kernel]:
-    """FP8 blocks: where the op has its activations coded so, and, by a pin, where it does not."""
+    """FP8 blocks: where the op has its activations coded so, or the checkpoint asks for it; else by a pin."""
 
     def kernel(provider: str, note: str, *needs: Any, **options: Any) -> Kernel:
         when = When((torch.bfloat16,), ("plain", "fp8_block"), features=FEATURES, needs=(*needs, *WHOLE_PRODUCT))
@@ -97,7 +97,7 @@ def hopper_products() -> list[Kernel]:
 
     return [
         kernel("gluon", "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest", CODED_128),
-        kernel("gluon_fp8", "codes activations in FP8; not run on a GPU yet", UNCODED, extra_error=FP8_ERROR),
+        kernel("gluon_fp8", "codes activations in FP8; not run on a GPU yet", UNCODED, extra_error=FP8_ERROR, codes="fp8"),
     ]
 
 

@@ -65,7 +65,7 @@ def _shared_in_fp8(op: Any) -> bool:
     shared = op.shared
     if shared is None:
         return True
-    return bool(shared.gate_up.weight.format == shared.down.weight.format == FP8[0]) and _whole_groups(shared)
+    return all(x.weight.format in FP8 for x in (shared.gate_up, shared.down)) and _whole_groups(shared)
 
 
 def _whole_groups(op: Any) -> bool:
@@ -76,7 +76,7 @@ ONE = ("a quantized weight", _quantized)
 HERE = ("a quantized weight, or a float32 result of one in the plan's dtype", _quantized_or_routes)
 ALL_HERE = ("all experts on one rank", _one_rank)
 ORDINARY = ("a router with a float32 result, a shared MLP without bias, activations in the plan's dtype", _ordinary)
-SHARED_FP8 = ("a shared MLP in FP8 blocks, with an inner size that is a multiple of 128", _shared_in_fp8)
+SHARED_FP8 = ("a shared MLP in FP8, with an inner size that is a multiple of 128", _shared_in_fp8)
 ALIKE = ("activations coded by whole rows or by 128 columns", _coded_alike)
 UNCODED = ("activations that the op leaves as they are", _no_act)
 MLP = ("one rank, quantized weights, no bias, activations in the plan's dtype", _two_products)
@@ -89,7 +89,8 @@ ANYWHERE = Products()
 def matrix_kernels(products: Callable[[Any, Context], Products] = ANYWHERE.prepare) -> list[Kernel]:
     """All of them, rank 50. Pure: nothing is imported beyond torch, nothing is allocated.
 
-    Those whose provider is "triton_fp8" code activations in FP8 where the op says nothing of it: by a pin only.
+    Those whose provider is "triton_fp8" code activations in FP8 where the op says nothing of it: where the checkpoint
+    asks for that, or by a pin.
 
     Args:
         products: `(op, context)` -> tile sizes, asked when a kernel is linked.
@@ -106,7 +107,7 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = ANYWHERE.prepa
         return When(dtypes, formats, features=features, needs=needs)
 
     every = ("plain", *QUANTIZED)
-    fp8: dict[str, Any] = {"extra_error": FP8_ERROR, "note": "activations coded in FP8"}
+    fp8: dict[str, Any] = {"extra_error": FP8_ERROR, "codes": "fp8", "note": "activations coded in FP8"}
     mlp, both = ("gate_up.weight", "down.weight"), ("gate_up", "down")
     layer = ("router.weight", *(f"shared.{w}" for w in mlp), *(f"experts.{w}" for w in both))
     whole = (ALL_HERE, ORDINARY)
@@ -115,11 +116,11 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = ANYWHERE.prepa
         kernel("linear", "triton_fp8", "linear:linear_fp8", when(HALF, ("plain", *FP8), ONE, UNCODED), "weight", **fp8),
         kernel("lm_head", "triton", "linear:lm_head", when(FLOATS, QUANTIZED), "weight"),
         kernel("gated_mlp", "triton", "linear:gated_mlp", when(FLOATS, QUANTIZED, MLP), *mlp),
-        kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", when(HALF, FP8[:1], MLP, WHOLE), *mlp, **fp8),
+        kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", when(HALF, FP8, MLP, WHOLE), *mlp, **fp8),
         kernel("moe_experts", "triton", "moe:moe_experts", when(FLOATS, every), *both),
-        kernel("moe_experts", "triton_fp8", "moe:moe_experts_fp8", when(HALF, (*FP8[:1], *INT4), ), *both, **fp8),
+        kernel("moe_experts", "triton_fp8", "moe:moe_experts_fp8", when(HALF, (*FP8, *INT4)), *both, **fp8),
         kernel("moe", "triton", "mixture:moe", when(FLOATS, every, *whole), *layer),
-        kernel("moe", "triton_fp8", "mixture:moe_fp8", when(HALF, ("plain", *FP8[:1], *INT4), *whole, SHARED_FP8),
+        kernel("moe", "triton_fp8", "mixture:moe_fp8", when(HALF, ("plain", *FP8, *INT4), *whole, SHARED_FP8),
                *layer, **fp8),
         Kernel(
             "moe_route", "triton", f"{FOLDER}.route:moe_route", When(FLOATS, features=("triton",)), RANK_PORTABLE,

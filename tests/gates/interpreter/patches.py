@@ -1,0 +1,56 @@
+"""Triton's interpreter puts its own functions into `triton.language` before each launch, and again before each call of one
+compiled function by another, of which a launch has thousands. This does it once a launch, and looks only once for what
+there is to replace.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def quicken() -> None:
+    """Once a process, before a kernel runs."""
+    patch_lang, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[Any] = set()
+
+    @functools.cache
+    def builtins_of(package: Any) -> list[tuple[str, Any]]:
+        return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+    def patch_builtin(package: Any, *builder_and_scope: Any) -> None:
+        for name, member in builtins_of(package):
+            interpreter._patch_attr(package, name, member, *builder_and_scope)
+
+    @functools.cache
+    def seen_by(function: Callable[..., Any]) -> frozenset[Any]:
+        values = function.__globals__.values()
+        return frozenset(v for v in values if inspect.ismodule(v) and v in (tl, tl.core))
+
+    def patch_once(function: Callable[..., Any]) -> Any:
+        if seen_by(function) <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(seen_by(function))
+        return patch_lang(function)
+
+    def run(self: Any, *args: Any, **named: Any) -> None:
+        patched.clear()
+        launch(self, *args, **named)
+
+    of_element = functools.cache(interpreter._get_np_dtype)
+
+    def numpy_type(of: Any) -> np.dtype[Any]:
+        element = of.element_ty if isinstance(of, tl.block_type) else of
+        return addresses if isinstance(element, tl.pointer_type) else of_element(element)
+
+    addresses = np.dtype(np.uint64)
+    interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = run
+    interpreter._get_np_dtype = numpy_type
