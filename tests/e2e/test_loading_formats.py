@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -143,6 +144,36 @@ def test_fp8_blocks_that_lack_something(fp8, tmp_path, change, says):
     save_file(load_file(fp8[0] / "model.safetensors"), tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="quantization_config"):
         LLM(tmp_path, device="cpu")
+
+
+# ------------------------------------------------------------------ FP8 with a scale a tensor or row
+
+
+@pytest.mark.parametrize("each", ["tensor", "row"])
+def test_fp8_of_one_scale_or_one_a_row(each, copy):
+    """Parts of a fused weight have scales of their own; what calibration found of activations is not asked for."""
+    folder, tensors = copy
+    stored, values = {}, {}
+    for name, t in tensors.items():
+        stored[name] = values[name] = t
+        if name.endswith("_proj.weight"):
+            scale = (t.abs().amax() if each == "tensor" else t.abs().amax(1, keepdim=True)) / 448
+            data = (t / scale).to(torch.float8_e4m3fn)
+            stored |= {name: data, f"{name}_scale": scale, name.replace(".weight", ".input_scale"): torch.tensor(0.1)}
+            values[name] = data.float() * scale
+    save_file(values, folder / "model.safetensors")
+    with LLM(folder, device="cpu", dtype="float32") as llm:
+        want = llm.logits(PROMPT)[0]
+    save_file(stored, folder / "model.safetensors")
+    edit_config(folder, quantization_config={"quant_method": "fp8", "activation_scheme": "static"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with LLM(folder, device="cpu", dtype="float32") as llm:
+            assert torch.equal(llm.logits(PROMPT)[0], want)
+            uncoded = llm.explain()["uncoded"]
+            formats = {(w.format, w.act) for w in llm.runner.plan.weights.values() if w.parts}
+    assert formats == {("plain", ""), ("fp8_row", "fp8")}
+    assert {(u["op"], u["act"]) for u in uncoded} >= {("linear", "fp8")}
 
 
 # ------------------------------------------------------------------ dummy weights

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from inferplane.binding import Options, Resolver
 from inferplane.ops import (
     FORMATS,
     AllReduce,
@@ -124,3 +125,34 @@ def test_fp8_numbers_are_multiplied_as_they_are_from_ada_on():
     for capability, native in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
         ctx = Context(BF16, "decode", {}, Features(dict(features_of(capability))))
         assert products(None, ctx).fp8 is native
+
+
+def bound(op, capability):
+    """How a plan binds one op: the kernel and why; and what it says of activations that stay as they are."""
+    features = Features(dict(features_of(capability)))
+    resolver = Resolver(kernels(), Context(BF16, "decode", {}, features), Options())
+    choice = resolver.resolve(op)
+    return choice.label, choice.why, choice.uncoded
+
+
+def asked(format: str, *shape: int):
+    return replace(placeholder(*shape, format=format), act="fp8")
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_row"])
+def test_a_checkpoint_that_asks_has_its_activations_coded_without_a_pin(format):
+    linear = Linear(asked(format, 512, 256))
+    mlp = GatedMLP(linear, Linear(asked(format, 256, 256)))
+    experts = MoEExperts(asked(format, 4, 512, 256), asked(format, 4, 256, 256))
+    for op, name in ((linear, "linear"), (mlp, "gated_mlp"), (experts, "moe_experts")):
+        label, why, uncoded = bound(op, (9, 0))
+        assert label == f"triton_fp8:{name}_fp8" and not uncoded
+        assert "codes activations in fp8, as the checkpoint asks" in why and "AMBIGUOUS" not in why
+        label, _, uncoded = bound(op, (8, 0))
+        assert label == f"triton:{name}" and "came with 8.9" in uncoded
+    assert bound(Linear(placeholder(512, 256, format=format)), (9, 0))[0] == "triton:linear"
+
+
+def test_int4_experts_beside_fp8():
+    experts = MoEExperts(asked("int4_group64", 4, 512, 256), asked("int4_group64", 4, 256, 256))
+    assert bound(experts, (9, 0))[0] == "triton_fp8:moe_experts_fp8"

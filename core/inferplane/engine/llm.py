@@ -51,8 +51,8 @@ class LLM:
         ops: pins: site or op name -> provider, "reference", "decomposition" or a variant of the op.
         kv_dtype: how the cache stores entries: "auto" (as dtype), "fp8", "int8" where the backend offers them.
         quantization: quantize linear weights while they are read: "weight_only_int8", "weight_only_int4", or
-            "a8w8_fp8_wint4" (experts in int4, the rest in FP8, activations in FP8 where a kernel codes them); None keeps
-            what the checkpoint has.
+            "a8w8_fp8_wint4" (experts in int4, the rest in FP8, activations in FP8 where a kernel codes them); None
+            keeps what the checkpoint has.
         kv_cache_bytes: memory for the cache; None takes 30 % of what is free.
         max_batch: sequences in a step.
         max_step_tokens: tokens in a step; longer prompts are cut into chunks.

@@ -1,6 +1,6 @@
-"""Triton's interpreter puts its own functions into `triton.language` before each launch, and again before each call of one
-compiled function by another, of which a launch has thousands. This does it once a launch, and looks only once for what
-there is to replace.
+"""Triton's interpreter puts its own functions into `triton.language` before each launch, and again before each call of
+one compiled function by another, of which a launch has thousands. This does it once a launch, and looks only once for
+what there is to replace.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ import torch
 
 from inferplane.binding import Bench, run_case
 from inferplane.kernels.triton import Product, Products, matrix_kernels
-from inferplane.ops import OPS, GatedMLP, Linear, MoE, MoEExperts, MoERoute, Quantize, Sample, placeholder
+from inferplane.ops import OPS, GatedMLP, Linear, LMHead, MoE, MoEExperts, MoERoute, Quantize, Sample, placeholder
 from inferplane.plugin import HOST, Features, Weight
+from inferplane.types.batch import Query, make_batch
 from tests.gates.interpreter.benches import DTYPES
 
 PRODUCTS = Products(Product(16, 32), Product(32, 32), Product(64, 32), programs=12, fp8=True)
@@ -72,14 +73,22 @@ def rows(count: int, width: int, outliers: bool) -> Any:
 LINEARS = {
     "fp8_block": ({}, "linear triton"),
     "fp8_block_act": ({"act": Quantize("fp8", 128), "act_group": 128}, "linear triton"),
+    "fp8_row": ({}, "linear triton"),
     "fp8_row_act": ({"act": Quantize("fp8", 0)}, "linear triton"),
-    "fp8_block_pinned": ({}, "linear triton_fp8"),
+    "fp8_block_coded": ({}, "linear triton_fp8"),
+    "fp8_row_coded": ({}, "linear triton_fp8"),
+    "int8_row": ({}, "linear triton"),
     "int8_row_act": ({"act": Quantize("int8", 0)}, "linear triton"),
     "int8_group": ({}, "linear triton"),
     "int4_group": ({}, "linear triton"),
     "int4_group64": ({}, "linear triton"),
+    "int4_group64_act": ({"act": Quantize("fp8", 128), "act_group": 128}, "linear triton"),
+    "int4_group32": ({}, "linear triton"),
     "int4_row": ({}, "linear triton"),
 }
+FORMATS = ("fp8_block", "fp8_row", "int8_row", "int8_group", "int4_row", "int4_group", "int4_group64", "int4_group32")
+DEPTH = 328
+"""No multiple of 128, of 64 or of 32."""
 
 
 @pytest.mark.parametrize("outliers", [False, True], ids=["random", "outliers"])
@@ -87,21 +96,41 @@ LINEARS = {
 @pytest.mark.parametrize("form", LINEARS)
 def test_linear_of_odd_sizes(form, count, outliers, record_property):
     options, name = LINEARS[form]
-    format = form.removesuffix("_act").removesuffix("_pinned")
-    weight = placeholder(40, 648, format=format)
+    format = form.removesuffix("_act").removesuffix("_coded")
+    weight = placeholder(40, DEPTH, format=format)
     op = Linear(weight, bias=placeholder(40), **options)
-    sample = Sample(form, op, rows(count, 648, outliers))
+    sample = Sample(form, op, rows(count, DEPTH, outliers))
     judge(KERNELS[name], sample, torch.bfloat16, record_property)
 
 
-@pytest.mark.parametrize("count", [1, 40])
-@pytest.mark.parametrize("format", ["fp8_block", "int8_group", "int4_group64"])
-def test_gated_mlp(format, count, record_property):
-    op = GatedMLP(Linear(placeholder(256, 192, format=format)), Linear(placeholder(72, 128, format=format)))
-    judge(KERNELS["gated_mlp triton"], Sample(format, op, rows(count, 192, False)), torch.bfloat16, record_property)
-    if format == "fp8_block":
-        fp8 = KERNELS["gated_mlp triton_fp8"]
-        judge(fp8, Sample(format, op, rows(count, 192, True)), torch.bfloat16, record_property)
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_block_act", "int4_group"])
+@pytest.mark.parametrize("count", [3, 80])
+def test_linear_in_parts_of_its_depth(form, count, record_property):
+    options, name = LINEARS[form]
+    op = Linear(placeholder(24, 1160, format=form.removesuffix("_act")), **options)
+    judge(KERNELS[name], Sample(form, op, rows(count, 1160, True)), torch.bfloat16, record_property)
+
+
+@pytest.mark.parametrize("outliers", [False, True], ids=["random", "outliers"])
+@pytest.mark.parametrize("count", [1, 130])
+@pytest.mark.parametrize("form", [*FORMATS, "fp8_block_coded", "fp8_row_coded"])
+def test_gated_mlp(form, count, outliers, record_property):
+    format = form.removesuffix("_coded")
+    op = GatedMLP(Linear(placeholder(256, 200, format=format)), Linear(placeholder(72, 128, format=format)))
+    kernel = KERNELS["gated_mlp triton" + ("" if form == format else "_fp8")]
+    judge(kernel, Sample(form, op, rows(count, 200, outliers)), torch.bfloat16, record_property)
+
+
+@pytest.mark.parametrize("outliers", [False, True], ids=["random", "outliers"])
+@pytest.mark.parametrize("count", [1, 130])
+@pytest.mark.parametrize("format", FORMATS)
+def test_output_head(format, count, outliers, record_property):
+    def draw(d: Any) -> tuple[Any, ...]:
+        batch = make_batch([Query([1] * count, 0, [0], count)], block_tokens=256, device=d.device)
+        return *rows(count, 200, outliers)(d), batch
+
+    op = LMHead(placeholder(73, 200, format=format))
+    judge(KERNELS["lm_head triton"], Sample(format, op, draw), torch.bfloat16, record_property)
 
 
 def chosen(kind: str, tokens: int, experts: int, k: int) -> Any:
@@ -119,13 +148,18 @@ def chosen(kind: str, tokens: int, experts: int, k: int) -> Any:
     return draw
 
 
-EXPERTS = [("plain", "triton"), ("fp8_block", "triton"), ("int4_group64", "triton"),
-           ("fp8_block", "triton_fp8"), ("int4_group64", "triton_fp8")]  # fmt: skip
+CODING = [f for f in FORMATS if not f.startswith("int8")]
+EXPERTS = [*((f, "triton") for f in ("plain", *FORMATS)), *((f, "triton_fp8") for f in CODING)]
+UNEVEN = [("fp8_block", "triton"), ("int4_group64", "triton"), ("fp8_block", "triton_fp8")]
+ROUTINGS = [
+    *((1, kind, *form) for form in EXPERTS for kind in ("even", "one_for_all")),
+    *((50, kind, *form) for form in EXPERTS for kind in ("outliers", "one_for_all")),
+    *((130, kind, *form) for form in UNEVEN for kind in ("even", "half_elsewhere", "nobody")),
+]
+"""Fifty tokens are many for nine experts, and few for one."""
 
 
-@pytest.mark.parametrize(("format", "provider"), EXPERTS)
-@pytest.mark.parametrize("kind", ["even", "outliers", "one_for_all", "half_elsewhere", "nobody"])
-@pytest.mark.parametrize("tokens", [1, 130])
+@pytest.mark.parametrize(("tokens", "kind", "format", "provider"), ROUTINGS)
 def test_experts(tokens, kind, format, provider, record_property):
     partial = kind in ("half_elsewhere", "nobody")
     op = MoEExperts(placeholder(9, 2 * 72, 136, format=format), placeholder(9, 136, 72, format=format), partial)
@@ -133,7 +167,8 @@ def test_experts(tokens, kind, format, provider, record_property):
     judge(KERNELS[f"moe_experts {provider}"], sample, torch.bfloat16, record_property)
 
 
-MIXTURES = {"plain": ("plain", "plain"), "fp8": ("fp8_block", "fp8_block"), "int4_experts": ("fp8_block", "int4_group")}
+MIXTURES = {"plain": ("plain", "plain"), "fp8": ("fp8_block", "fp8_block"), "int4_experts": ("fp8_block", "int4_group"),
+            "fp8_rows": ("fp8_row", "fp8_row")}  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [3, 40])

@@ -58,6 +58,7 @@ def products(op: Any, ctx: Context) -> Products:
 
 FP8_ERROR = 0.06
 """Of queries and of weights in FP8, each number of which may be off by 1/16."""
+CODING: dict[str, Any] = {"extra_error": FP8_ERROR, "codes": "fp8"}
 HOPPER_FOLDER = "inferplane_cuda.kernels.hopper"
 FEATURES = ("triton", "sm90a")
 
@@ -97,7 +98,7 @@ def hopper_products() -> list[Kernel]:
 
     return [
         kernel("gluon", "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest", CODED_128),
-        kernel("gluon_fp8", "codes activations in FP8; not run on a GPU yet", UNCODED, extra_error=FP8_ERROR, codes="fp8"),
+        kernel("gluon_fp8", "codes activations in FP8; not run on a GPU yet", UNCODED, **CODING),
     ]
 
 
