@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from inferplane import LLM, SamplingParams
-from inferplane.engine.capture import DecodeSteps, Size, blank, bucket_size, fill
+from inferplane.engine.buckets import Buckets, Size
+from inferplane.engine.capture import DecodeSteps, blank, fill, places
 from inferplane.kvcache import paged_layout
 from inferplane.ops import Attention
 from inferplane.types import HOST, Backend, KVCache, KVRequest
@@ -67,7 +68,8 @@ def made():
     kv = paged_layout(BLOCK).build(REQUEST, 40, torch.float32, torch.device(HOST))
     kv.write(torch.arange(160), torch.randn(160, 2, 8), torch.randn(160, 2, 8))
     backend = Recording()
-    return backend, DecodeSteps(backend, step_over(kv), KVCache((kv,), 40, BLOCK), 30, 12), kv
+    sizes = Buckets((1, 2, 4, 8, 12), (1, 2, 3))
+    return backend, DecodeSteps(backend, step_over(kv), KVCache((kv,), 40, BLOCK), 30, sizes), kv
 
 
 def batch_of(counts, before=0, **options):
@@ -79,12 +81,7 @@ def batch_of(counts, before=0, **options):
     return make_batch(queries, block_tokens=BLOCK, device=HOST)
 
 
-def test_bucket_sizes():
-    assert [bucket_size(n, 100) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 40]
-    assert bucket_size(30, 31) == 31, "the largest step is no larger than it may be"
-
-
-@pytest.mark.parametrize("counts", [[1], [1, 1, 1], [2, 2], [3] * 5, [1] * 12])
+@pytest.mark.parametrize("counts", [[1], [1, 1, 1], [2, 2], [3] * 5, [1] * 12, [1, 2], [3, 1, 2, 3, 1], [2, 1, 1]])
 def test_a_replay_gives_what_the_step_gives(made, counts):
     _backend, steps, _kv = made
     for before in (5, 9, 2):
@@ -130,12 +127,63 @@ def test_padded_rows_leave_the_cache_alone(made):
     assert all(torch.equal(a[:-1], b[:-1]) for a, b in zip(before, kv.entries))
 
 
-@pytest.mark.parametrize("counts", [[1, 2], [9, 9], [1] * 13])
+def test_rows_of_uneven_sequences_that_want_logits(made):
+    _backend, steps, _kv = made
+    batch = batch_of([3, 1, 2], 4, logits=1)
+    logits, hidden = steps(batch)
+    assert torch.equal(logits, hidden[batch.logit_rows][:, :5]) and steps.replayed == 1
+
+
+def test_rows_stand_last_in_their_sequence(made):
+    batch = batch_of([3, 1, 2], 5)
+    at = places(batch, 3)
+    assert at.tolist() == [0, 1, 2, 5, 7, 8]
+    bucket = blank(Size(4, 3), 8, BLOCK, HOST)
+    fill(bucket, batch_of([3, 3, 3, 3], 5))
+    fill(bucket, batch, at)
+    assert bucket.query_start.tolist() == [0, 3, 6, 9, 12], "every sequence has as many rows"
+    assert bucket.slots[[3, 4, 6, 9, 10, 11]].tolist() == [-1] * 6
+    assert bucket.slots[at].tolist() == batch.slots.tolist() and bucket.positions[at].tolist() == [5, 6, 7, 6, 7, 8]
+    assert places(batch_of([2, 2]), 2) is None
+
+
+def test_further_rows_are_copied_with_the_batch(made):
+    """As the hidden states are that a drafting layer reads: they must not be those of the step that was recorded."""
+    _backend, steps, _kv = made
+    plain = steps.step
+
+    def step(batch, hidden):
+        logits, states = plain(batch)
+        return logits + hidden[:, :5], states + hidden
+
+    steps.step = step
+    for counts in ([2, 1], [1, 1], [2, 2]):
+        batch = batch_of(counts, 6)
+        hidden = torch.randn(sum(counts), 32)
+        for got, want in zip(steps(batch, hidden), step(batch, hidden)):
+            assert torch.equal(got, want)
+    assert (steps.replayed, steps.eager) == (3, 0)
+
+
+@pytest.mark.parametrize("counts", [[1, 9], [9, 9], [1] * 13, [4, 4]])
 def test_what_fits_no_bucket_runs_as_it_is(made, counts):
     backend, steps, _kv = made
     batch = batch_of(counts, 2)
     assert torch.equal(steps(batch)[0], steps.step(batch)[0])
     assert (steps.replayed, backend.recorded) == (0, [])
+
+
+def test_sequences_shorter_than_a_bucket_s_tokens_run_as_they_are(made):
+    """A padded row of theirs would stand before their first token."""
+    _backend, steps, _kv = made
+    batch = batch_of([2, 1], 0)
+    assert batch.lens().seq_lens == (2, 2)
+    assert torch.equal(steps(batch)[0], steps.step(batch)[0]) and steps.replayed == 1
+    batch = batch_of([3, 1], 0)
+    assert torch.equal(steps(batch)[0], steps.step(batch)[0]) and (steps.replayed, steps.eager) == (1, 1)
+    known = batch_of([2, 1], 5)
+    steps(replace(known, host_lens=None))
+    assert steps.eager == 2, "nor where the host does not know"
 
 
 def test_a_device_that_records_nothing(made):
@@ -174,7 +222,37 @@ def test_generation_is_the_same_replayed_and_eager(monkeypatch):
     eager, replayed = texts.values()
     assert replayed == eager
     assert decode.off == "" and decode.replayed > 8
-    assert {size.sequences for size in decode.buckets} == {1, 2, 4}
+    assert len({size.sequences for size in decode.buckets}) > 1
+
+
+SPECULATIVE = {"speculate_max_draft_token_num": 2, "verify_strategy": "target_match"}
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle", "draft_model", "ngram"])
+def test_drafts_and_their_verification_are_the_same_replayed_and_eager(monkeypatch, method):
+    """Sequences bring different numbers of drafts, of which some are refused; networks that draft are recorded too."""
+    safe = [replace(kernel, capture_safe=True) for kernel in CpuBackend().kernels()]
+    monkeypatch.setattr(CpuBackend, "kernels", lambda self: safe)
+    drafter = {"eagle": "demo-eagle", "draft_model": "demo-draft"}.get(method)
+    given = {**SPECULATIVE, "speculate_method": method, "draft_model_name_or_path": drafter}
+    params = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((20, 0.0), (6, 0.8), (24, 0.0))]
+    texts, steps = {}, {}
+    for record in (Backend.capture, lambda self, step, bucket: Record(step, bucket)):
+        monkeypatch.setattr(CpuBackend, "capture", record)
+        llm = LLM("demo", device="cpu", dtype="float32", max_batch=3, max_model_len=96, speculative=given)
+        texts[record] = [r.token_ids for r in llm.generate(["def f(", "class Stack:", "import "], params)]
+        proposer = llm.engine.speculator.proposer
+        steps[record] = [llm.runner.decode]
+        if method == "draft_model":
+            steps[record].append(llm.runner.draft.decode)
+        elif method != "ngram":
+            steps[record].append(proposer.steps)
+        llm.close()
+    eager, replayed = texts.values()
+    assert replayed == eager
+    for decode in steps[record]:
+        assert decode.off == "" and decode.replayed > 5, (decode.off, decode.replayed, decode.eager)
+        assert {size.tokens for size in decode.buckets} - {1}, "no step with several tokens a sequence was recorded"
 
 
 def test_a_kernel_that_cannot_be_recorded_is_named():

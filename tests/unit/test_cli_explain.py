@@ -11,7 +11,7 @@ import pytest
 
 from inferplane.binding import explain
 from inferplane.cli import main
-from inferplane.engine import ModelFiles, Runner, RunnerOptions
+from inferplane.engine import ModelFiles, Runner, RunnerOptions, recorded_steps
 from tests.house.rules import DEVICES, REPOSITORY
 
 FULL_SIZE = {
@@ -78,7 +78,7 @@ def test_every_device_is_explained_without_being_there(cli, in_tree, device):
     assert words.startswith(f"{name} is {status} here: {' '.join(entry.probe.reason.split())}")
     if not entry.probe.available:
         assert f"to do: {' '.join(entry.probe.remedy.split())}" in words, "what is missing, and how to mend it"
-    for site in ("model", "embed", "layers.0", "layers.1-7", "experts", "head", "sample"):
+    for site in ("model", "embed", "layers.0", "layers.1-7", "mlp", "head", "sample"):
         assert re.search(rf"^[! ] +{re.escape(site)} ", out, re.MULTILINE)
     assert "(assumed" in out
 
@@ -113,7 +113,8 @@ def test_options_reach_the_plan(cli, in_tree):
     words = "--device npu --dtype float32 --kv-dtype int8 --arch 310p --op layers.*.mlp=decomposition --json"
     data = json.loads(cli(*words.split())[1])
     del data["probe"]
-    assert data == json.loads(json.dumps(explain(runner.plan, "demo")))
+    told = {**explain(runner.plan, "demo"), "decode_steps": recorded_steps(runner)}
+    assert data == json.loads(json.dumps(told))
 
 
 def test_narrow_terminals_cut_nothing_off(cli, monkeypatch):

@@ -39,17 +39,18 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     """Plan and show."""
     from inferplane.binding import explain
     from inferplane.cli.plan_text import show
-    from inferplane.engine import Runner
+    from inferplane.engine import Runner, recorded_steps
     from inferplane.plugins import host
 
     options = binding_options(args, arch=args.arch)
     files = model_files(args.model)
     check_arch(host(), args.device, args.arch)
     runner = Runner.plan_only(files, host(), args.device, options)
+    steps = recorded_steps(runner)
     if args.step is not None:
         runner.plan.choices = {args.step: runner.plan.choices[args.step]}
     entry = entry_of(host(), runner)
-    data = explain(runner.plan, files.name)
+    data = {**explain(runner.plan, files.name), "decode_steps": steps}
     if args.json:
         from inferplane.cli.devices import probe_data
 

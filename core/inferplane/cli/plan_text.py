@@ -166,6 +166,8 @@ def _style(row: Row) -> str:
 def _foot(data: dict[str, Any], lines: list[Row]) -> Iterator[Text]:
     from rich.text import Text
 
+    from inferplane.engine import recorded_text
+
     for copy in data["copies"]:
         packings = ", ".join(copy["packings"])
         yield Text(
@@ -177,6 +179,8 @@ def _foot(data: dict[str, Any], lines: list[Row]) -> Iterator[Text]:
     for item in data["uncoded"]:
         words = f"activations not coded in {item['act']}, as the checkpoint asks, at {item['sites']} sites"
         yield Text(f"{words}: {item['reason']}")
+    if not data["decode_steps"]["off"]:
+        yield Text(recorded_text(data["decode_steps"]))
     slow = sorted({row.entry["op"] for row in lines if row.troubled and not row.entry["chosen"]["ambiguous"]})
     tied = sorted({row.entry["op"] for row in lines if row.entry["chosen"]["ambiguous"]})
     if slow:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inferplane.engine.async_llm import AsyncLLM
+    from inferplane.engine.capture import recorded_steps, recorded_text
     from inferplane.engine.llm import LLM
     from inferplane.engine.params import SamplingParams
     from inferplane.engine.results import Delta, Result, Timings
@@ -28,6 +29,8 @@ __all__ = [
     "RunnerOptions",
     "SamplingParams",
     "Timings",
+    "recorded_steps",
+    "recorded_text",
 ]
 
 _WHERE = {
@@ -41,6 +44,8 @@ _WHERE = {
     "RunnerOptions": "inferplane.engine.runner",
     "SamplingParams": "inferplane.engine.params",
     "Timings": "inferplane.engine.results",
+    "recorded_steps": "inferplane.engine.capture",
+    "recorded_text": "inferplane.engine.capture",
 }
 
 

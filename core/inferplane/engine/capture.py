@@ -2,39 +2,31 @@
 
 A device that records steps (`Backend.capture`) launches a whole step at the cost of one call. What is recorded reads
 lengths, slots and block tables from device tensors, not from Python: one record serves every batch that fits.
-Sequences that are missing bring padded rows (slot -1, length 0), which all kernels ignore. Steps whose sequences bring
-different numbers of tokens, and steps with prompts, run as they are.
+Sequences that are missing bring padded rows (slot -1, length 0), which all kernels ignore; sequences that bring fewer
+tokens than others, as drafts do that are verified, have padded rows before their own. Layers that draft are recorded in
+the same way. Steps with prompts run as they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from inferplane.binding import Plan
+from inferplane.engine.buckets import Buckets, Size, sizes_for
 from inferplane.engine.options import RunnerOptions
+from inferplane.ops import Op
 from inferplane.types import Backend, Batch, KVCache
-from inferplane.types.batch import FEW_TOKENS
 
-Step = Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
-"""`(batch) -> (logits, hidden)` of the bound model over its cache."""
+if TYPE_CHECKING:
+    from inferplane.engine.runner import Runner
 
-
-class Size(NamedTuple):
-    """Of a bucket: sequences, and query tokens that each of them brings."""
-
-    sequences: int
-    tokens: int
-
-
-def bucket_size(sequences: int, max_batch: int) -> int:
-    """The smallest recorded number of sequences that holds `sequences`: powers of two to 8, then multiples of 8."""
-    size = -(-sequences // 8) * 8 if sequences > 4 else 1 << (sequences - 1).bit_length()
-    return min(size, max_batch)
+Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`(batch, *rows) -> (logits, hidden)` of the bound model, or of a layer that drafts, over its cache."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +35,27 @@ class Bucket:
 
     Args:
         batch: the tensors, as a batch of the bucket's size.
+        rows: what else it reads, a row for each of the batch's.
         recorded: what `Backend.capture` returned.
     """
 
     batch: Batch
+    rows: tuple[torch.Tensor, ...]
     recorded: Any
 
-    def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results for the rows of `batch`, which the next replay does not overwrite."""
-        fill(self.batch, batch)
+    def run(
+        self, batch: Batch, rows: tuple[torch.Tensor, ...], at: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results for the rows of `batch`, which the next replay does not overwrite; `at` are their places."""
+        fill(self.batch, batch, at, list(zip(self.rows, rows)))
         logits, hidden = self.recorded.replay()
-        rows = slice(0, batch.tokens)
-        wanted = logits[rows] if batch.logit_rows is None else logits.index_select(0, batch.logit_rows)
-        return wanted.clone() if batch.logit_rows is None else wanted, hidden[rows].clone()
+        if at is not None:
+            wanted = at if batch.logit_rows is None else at.index_select(0, batch.logit_rows)
+            return logits.index_select(0, wanted), hidden.index_select(0, at)
+        first = slice(0, batch.tokens)
+        if batch.logit_rows is None:
+            return logits[first].clone(), hidden[first].clone()
+        return logits.index_select(0, batch.logit_rows), hidden[first].clone()
 
 
 def blank(size: Size, width: int, block_tokens: int, device: str) -> Batch:
@@ -87,16 +87,47 @@ def blank(size: Size, width: int, block_tokens: int, device: str) -> Batch:
     )
 
 
-def fill(bucket: Batch, batch: Batch) -> None:
-    """Copy a batch into a bucket's tensors; what it does not fill becomes padding. Nothing waits for the device."""
-    rows, sequences = batch.tokens, batch.seq_lens.shape[0]
-    for name, value in (("ids", 0), ("positions", 0), ("slots", -1)):
-        target = getattr(bucket, name)
-        target[:rows].copy_(getattr(batch, name), non_blocking=True)
-        target[rows:].fill_(value)
+def fill(
+    bucket: Batch,
+    batch: Batch,
+    at: torch.Tensor | None = None,
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+) -> None:
+    """Copy a batch into a bucket's tensors; what it does not fill becomes padding. Nothing waits for the device.
+
+    Args:
+        bucket: the tensors.
+        batch: what they are to hold.
+        at: int64 `[T]`, places of the batch's rows among the bucket's; None: the first ones.
+        rows: further tensors, each with what it is to hold of the batch's rows.
+    """
+    sequences = batch.seq_lens.shape[0]
+    of_batch = [(getattr(bucket, name), getattr(batch, name), empty) for name, empty in EMPTY.items()]
+    for target, source, empty in (*of_batch, *((*pair, 0) for pair in rows)):
+        if at is None:
+            target[: batch.tokens].copy_(source, non_blocking=True)
+            target[batch.tokens :].fill_(empty)
+        else:
+            target.fill_(empty).index_copy_(0, at, source)
     bucket.seq_lens[:sequences].copy_(batch.seq_lens, non_blocking=True)
     bucket.seq_lens[sequences:].zero_()
     bucket.block_tables[:sequences, : batch.block_tables.shape[1]].copy_(batch.block_tables, non_blocking=True)
+
+
+EMPTY = {"ids": 0, "positions": 0, "slots": -1}
+"""What a padded row holds of each tensor."""
+
+
+def places(batch: Batch, tokens: int) -> torch.Tensor | None:
+    """Where a batch's rows stand in a bucket whose sequences bring `tokens` each: the last of their sequence, since a
+    row's place in its sequence is counted from the end. int64 `[T]`; None where that is one after another.
+    """
+    if batch.tokens == batch.seq_lens.shape[0] * tokens:
+        return None
+    starts = batch.lens().query_start
+    ends = [((i + 1) * tokens, starts[i + 1] - starts[i]) for i in range(len(starts) - 1)]
+    rows = [row for end, count in ends for row in range(end - count, end)]
+    return torch.tensor(rows, dtype=torch.int64).to(batch.ids.device, non_blocking=True)
 
 
 class DecodeSteps:
@@ -107,72 +138,116 @@ class DecodeSteps:
         step: the bound model.
         cache: its cache.
         max_model_len: tokens of the longest sequence.
-        max_batch: most sequences of a recorded step.
+        sizes: what is recorded.
         off: why nothing is to be recorded, in words; empty to record.
 
     Attributes: `off`; `replayed` and `eager`, how many steps ran in which way.
     """
 
     def __init__(
-        self, backend: Backend, step: Step, cache: KVCache, max_model_len: int, max_batch: int, off: str = ""
+        self, backend: Backend, step: Step, cache: KVCache, max_model_len: int, sizes: Buckets, off: str = ""
     ) -> None:
-        self.backend, self.step, self.max_batch = backend, step, max_batch
+        self.backend, self.step, self.sizes = backend, step, sizes
         self.block_tokens = cache.block_tokens
         self.width = math.ceil(max_model_len / cache.block_tokens)
         self.buckets: dict[Size, Bucket] = {}
         self.off = off
         self.replayed = self.eager = 0
 
-    def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the rows that want them, and hidden states `[T, D]`."""
-        bucket = self.bucket(batch)
+    def __call__(self, batch: Batch, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the rows that want them, and hidden states `[T, D]`.
+
+        Args:
+            batch: the step.
+            rows: what else the step takes, a row for each of the batch's.
+        """
+        size = self.size_for(batch)
+        at = None if size is None or self.off else places(batch, size.tokens)
+        bucket = None if size is None or self.off else self.bucket(size, batch, rows, at)
         if bucket is None:
             self.eager += 1
-            return self.step(batch)
+            return self.step(batch, *rows)
         self.replayed += 1
-        return bucket.run(batch)
+        return bucket.run(batch, rows, at)
 
-    def bucket(self, batch: Batch) -> Bucket | None:
-        """The bucket that serves a batch, recorded if it is new; None when it runs as it is."""
-        size = self.size_for(batch)
-        if size is None or self.off:
-            return None
+    def bucket(
+        self, size: Size, batch: Batch, rows: tuple[torch.Tensor, ...], at: torch.Tensor | None
+    ) -> Bucket | None:
+        """The bucket of a size, recorded if it is new; None when that cannot be done."""
         found = self.buckets.get(size)
         if found is None:
             static = blank(size, self.width, self.block_tokens, self.backend.torch_device_indexed)
-            fill(static, batch)  # the recorder may run the step first: on what it is for, where that does no harm
+            more = tuple(r.new_zeros(size.sequences * size.tokens, *r.shape[1:]) for r in rows)
+            # The recorder may run the step first: on what it is for, where that does no harm.
+            fill(static, batch, at, list(zip(more, rows)))
             try:
-                recorded = self.backend.capture(self.step, static)
+                recorded = self.backend.capture(lambda b: self.step(b, *more), static)
             except Exception as error:
                 recorded = None
                 self.off = f"recording a step of {size.sequences} sequences failed: {type(error).__name__}: {error}"
             if recorded is None:
                 self.off = self.off or "the device records no steps"
                 return None
-            found = self.buckets[size] = Bucket(static, recorded)
+            found = self.buckets[size] = Bucket(static, more, recorded)
         return found
 
     def size_for(self, batch: Batch) -> Size | None:
-        """The bucket's size for a batch; None when its sequences bring different numbers of tokens, or too many."""
-        sequences, tokens = batch.seq_lens.shape[0], batch.max_query_tokens
-        even = batch.tokens == sequences * tokens
-        fits = sequences <= self.max_batch and tokens <= FEW_TOKENS and batch.block_tables.shape[1] <= self.width
-        return (
-            Size(bucket_size(sequences, self.max_batch), tokens) if even and fits and batch.kind == "decode" else None
-        )
+        """The bucket's size for a batch; None when there is none, or not all of its sequences are as long as a bucket's
+        query tokens, where these are padded.
+        """
+        if batch.kind != "decode" or batch.block_tables.shape[1] > self.width:
+            return None
+        size = self.sizes.holding(batch.seq_lens.shape[0], batch.max_query_tokens)
+        if size is None or batch.tokens == batch.seq_lens.shape[0] * size.tokens:
+            return size
+        lens = batch.host_lens
+        return size if lens is not None and min(lens.seq_lens) >= size.tokens else None
 
 
-def why_not(plan: Plan, options: RunnerOptions) -> str:
-    """In words, why a plan's decode steps are not recorded; empty when they can be."""
+def why_not(plan: Plan, options: RunnerOptions, part: str = "") -> str:
+    """In words, why a plan's decode steps, or those of a part ("mtp"), are not recorded; empty when they can be."""
     if not options.capture:
         return "capture=False"
     if options.ranks > 1:
         return "several ranks share the model: they would have to record each step together"
+    variants = {site: choice.variant for site, _, choice in plan.sites("decode")}
     for _kind, site, op, choice in plan.distinct():
-        if _kind != "decode" or site.partition(".")[0] in ("mtp", "sample"):
+        head, (above, _, name) = site.partition(".")[0], site.rpartition(".")
+        if _kind != "decode" or (head != part if part else head in ("mtp", "sample")):
+            continue
+        if _for_many(op) and variants[above] != name:
             continue
         if choice.kernel is None and not choice.children and choice.op != "all_reduce":
             return f"{op.name} at {site} runs on its reference"
         if choice.kernel is not None and not choice.kernel.capture_safe:
             return f"{choice.kernel.name} at {site} cannot be recorded"
     return ""
+
+
+def _for_many(op: Op) -> bool:
+    """Whether it serves sequences with many query tokens, of which decode steps have none: unless the block above runs
+    as its variant of that name.
+    """
+    return op.name == "mla_expanded" or getattr(op, "queries", "few") == "many"
+
+
+def recorded_steps(runner: Runner) -> dict[str, Any]:
+    """For `explain`: the sizes of decode steps that are recorded, and `off`, why none are, in words."""
+    sizes = sizes_for(runner.plan, runner.options, runner.max_model_len)
+    off = why_not(runner.plan, runner.options)
+    if runner.decode is not None:
+        sizes, off = runner.decode.sizes, runner.decode.off
+    if not off and type(runner.backend).capture is Backend.capture:
+        off = "the device records no steps"
+    return {**sizes.data(), "off": off}
+
+
+def recorded_text(data: dict[str, Any]) -> str:
+    """The same as a sentence."""
+    if data["off"]:
+        return f"decode steps are not recorded: {data['off']}"
+    tokens = f", {' or '.join(map(str, data['tokens']))} tokens each" if len(data["tokens"]) > 1 else ""
+    return (
+        f"decode steps are recorded for {', '.join(map(str, data['sequences']))} sequences{tokens}: padding costs at "
+        f"most {data['padding']:.0%} of a step, inputs and results take {data['nbytes'] / 2**20:.1f} MiB"
+    )

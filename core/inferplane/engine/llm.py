@@ -16,6 +16,7 @@ import torch
 from inferplane.binding import explain, explain_text
 from inferplane.engine import arguments
 from inferplane.engine.arguments import Prompt as Prompt
+from inferplane.engine.capture import recorded_steps, recorded_text
 from inferplane.engine.constrain import Constraint, Grammars
 from inferplane.engine.embedding import check_dimensions, embedding_params, finished
 from inferplane.engine.engine import DEFAULT_STEP_TOKENS, Engine
@@ -337,11 +338,13 @@ class LLM:
 
     def explain(self) -> dict[str, Any]:
         """The plan as data: per site the kernel, why, and every loser with its reason (docs/schemas/explain.json)."""
-        return explain(self.runner.plan, self.files.name)
+        return {**explain(self.runner.plan, self.files.name), "decode_steps": recorded_steps(self.runner)}
 
     def explain_text(self, *, verbose: bool = False) -> str:
         """The plan as text; `verbose` adds every loser."""
-        return explain_text(self.runner.plan, self.files.name, verbose=verbose)
+        text = explain_text(self.runner.plan, self.files.name, verbose=verbose)
+        steps = recorded_steps(self.runner)
+        return text if steps["off"] else f"{text}\n{recorded_text(steps)}"
 
     @property
     def device(self) -> str:

@@ -36,6 +36,7 @@ class RunnerOptions:
     eagle: ModelFiles | None = None
     draft: Draft | None = None
     capture: bool = True
+    drafts: int = 0
     ranks: int = 1
 
     def check(self) -> None:

@@ -25,6 +25,7 @@ from inferplane.binding import (
     read_lock,
     run_canary,
 )
+from inferplane.engine.buckets import sizes_for
 from inferplane.engine.capture import DecodeSteps, why_not
 from inferplane.engine.options import DTYPES, Draft, InferplaneWarning, RunnerOptions, pick_dtype
 from inferplane.engine.ranks import Ranks
@@ -350,9 +351,9 @@ class Runner:
                 runner.cache = self.backend.build_kv_cache(
                     runner._kv_requests(), runner.plan.layouts, blocks, runner.dtype
                 )
-                step, off = runner._step, why_not(runner.plan, runner.options)
-                limits = runner.max_model_len, self.options.max_batch
-                runner.decode = DecodeSteps(self.backend, step, runner.cache, *limits, off)
+                limit, off = runner.max_model_len, why_not(runner.plan, runner.options)
+                sizes = sizes_for(runner.plan, runner.options, limit, self.backend.memory().free_bytes)
+                runner.decode = DecodeSteps(self.backend, runner._step, runner.cache, limit, sizes, off)
 
     def _facts(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""

@@ -18,12 +18,12 @@ SHARED_BYTES = 65536
 REGISTERS = {"gfx906": 256, "gfx90a": 512, "gfx942": 512, "gfx950": 512}
 ATTENTION = ("attend", "absorbed", "expanded")
 SPILLS = {
-    "decode/attend": 14,
+    "decode/attend": 15,
     "decode_int8/attend": 43,
     "decode_window/attend": 14,
     "experts_bf16/grouped": 697,
-    "mla_decode/absorbed": 536,
-    "mla_decode_int8/absorbed": 542,
+    "mla_decode/absorbed": 537,
+    "mla_decode_int8/absorbed": 547,
     "mla_prefill/expanded": 296,
     "prefill/attend": 171,
     "prefill_window/attend": 171,
@@ -85,8 +85,8 @@ def test_faults_are_found():
         assert faults("gfx942", {"decode/attend": {**good, **change}}) == [f"decode/attend: {words}"]
     noted = {name: {**good, "spills": most, "mix": {}} for name, most in SPILLS.items()}
     assert faults("gfx906", noted) == []
-    assert faults("gfx906", {**noted, "decode/attend": {**good, "spills": 15, "mix": {}}}) == [
-        "decode/attend: spills 15, at most 14"
+    assert faults("gfx906", {**noted, "decode/attend": {**good, "spills": 16, "mix": {}}}) == [
+        "decode/attend: spills 16, at most 15"
     ]
     del noted["decode/attend"]
     assert faults("gfx906", noted) == ["decode/attend: noted for its spills, but not compiled"]

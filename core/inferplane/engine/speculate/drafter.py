@@ -19,7 +19,10 @@ def with_drafter(options: RunnerOptions, config: SpeculativeConfig | None) -> Ru
     Raises:
         UsageError: no such folder. CheckpointError: it lacks a readable config.
     """
-    if config is None or config.speculate_method == "inference_with_reference":
+    if config is None:
+        return options
+    options = replace(options, drafts=config.speculate_max_draft_token_num)
+    if config.speculate_method == "inference_with_reference":
         return options
     if config.speculate_method == "mtp":
         return replace(options, mtp=True)
@@ -33,6 +36,7 @@ def with_drafter(options: RunnerOptions, config: SpeculativeConfig | None) -> Ru
         ops={},
         lock=None,
         mtp=False,
+        drafts=1,  # it runs on the newest token, and on a draft that stood where it has no entry of it yet
         ranks=1,
     )
     return replace(options, draft=Draft(files, own))

@@ -29,13 +29,21 @@ class HeadProposer(ForwardProposer):
         index: place of the layer's own cache in it.
         device: torch device of batches.
         reserve: see `Reserve`.
+        recording: makes of a step `(batch, hidden) -> (logits, hidden)` what runs it, recorded or not.
     """
 
     def __init__(
-        self, layers: Mapping[str, Callable[..., Any]], cache: KVCache, index: int, device: str, reserve: Reserve
+        self,
+        layers: Mapping[str, Callable[..., Any]],
+        cache: KVCache,
+        index: int,
+        device: str,
+        reserve: Reserve,
+        recording: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
     ) -> None:
         super().__init__(cache.block_tokens, device, reserve)
-        self.layers, self.kv = layers, cache.layers[index]
+        kv = cache.layers[index]
+        self.steps = recording(lambda batch, hidden: layers[batch.kind](hidden, batch, kv))
 
     def first(self, index: int, ran: Ran, want: int) -> First:
         """All rows that stand: their entries were made from guessed hidden states, or not at all."""
@@ -45,5 +53,5 @@ class HeadProposer(ForwardProposer):
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ForwardProposer.forward`."""
-        logits, states = self.layers[batch.kind](hidden, batch, self.kv)
+        logits, states = self.steps(batch, hidden)
         return logits, states

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from inferplane.engine.capture import DecodeSteps, Step, why_not
 from inferplane.engine.request import Request
 from inferplane.engine.runner import Runner
 from inferplane.engine.scheduler import Scheduler
@@ -103,5 +105,12 @@ def make_proposer(config: SpeculativeConfig, runner: Runner, scheduler: Schedule
     for kind, step in runner.steps.items():
         layers[kind] = step.__self__.mtp[place]  # type: ignore[attr-defined]
     assert runner.cache is not None
-    index = len(runner.model.layers) + place
-    return HeadProposer(layers, runner.cache, index, runner.backend.torch_device_indexed, scheduler.extend)
+    index, device = len(runner.model.layers) + place, runner.backend.torch_device_indexed
+    return HeadProposer(layers, runner.cache, index, device, scheduler.extend, partial(_recording, runner))
+
+
+def _recording(runner: Runner, step: Step) -> DecodeSteps:
+    """What runs a drafting layer's steps, recorded in the sizes of the model's own."""
+    assert runner.cache is not None and runner.decode is not None
+    off = why_not(runner.plan, runner.options, "mtp")
+    return DecodeSteps(runner.backend, step, runner.cache, runner.max_model_len, runner.decode.sizes, off)
