@@ -251,3 +251,9 @@ def recorded_text(data: dict[str, Any]) -> str:
         f"decode steps are recorded for {', '.join(map(str, data['sequences']))} sequences{tokens}: padding costs at "
         f"most {data['padding']:.0%} of a step, inputs and results take {data['nbytes'] / 2**20:.1f} MiB"
     )
+
+
+def recorded_line(runner: Runner) -> str:
+    """The sentence as a line behind others, where steps are recorded; else nothing."""
+    data = recorded_steps(runner)
+    return "" if data["off"] else f"\n{recorded_text(data)}"

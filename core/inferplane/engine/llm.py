@@ -16,7 +16,7 @@ import torch
 from inferplane.binding import explain, explain_text
 from inferplane.engine import arguments
 from inferplane.engine.arguments import Prompt as Prompt
-from inferplane.engine.capture import recorded_steps, recorded_text
+from inferplane.engine.capture import recorded_line, recorded_steps
 from inferplane.engine.constrain import Constraint, Grammars
 from inferplane.engine.embedding import check_dimensions, embedding_params, finished
 from inferplane.engine.engine import DEFAULT_STEP_TOKENS, Engine
@@ -342,9 +342,7 @@ class LLM:
 
     def explain_text(self, *, verbose: bool = False) -> str:
         """The plan as text; `verbose` adds every loser."""
-        text = explain_text(self.runner.plan, self.files.name, verbose=verbose)
-        steps = recorded_steps(self.runner)
-        return text if steps["off"] else f"{text}\n{recorded_text(steps)}"
+        return explain_text(self.runner.plan, self.files.name, verbose=verbose) + recorded_line(self.runner)
 
     @property
     def device(self) -> str:
