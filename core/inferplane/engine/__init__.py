@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inferplane.engine.async_llm import AsyncLLM
-    from inferplane.engine.capture import recorded_steps, recorded_text
+    from inferplane.engine.explained import recorded_steps, recorded_text
     from inferplane.engine.llm import LLM
     from inferplane.engine.params import SamplingParams
     from inferplane.engine.results import Delta, Result, Timings
@@ -44,8 +44,8 @@ _WHERE = {
     "RunnerOptions": "inferplane.engine.runner",
     "SamplingParams": "inferplane.engine.params",
     "Timings": "inferplane.engine.results",
-    "recorded_steps": "inferplane.engine.capture",
-    "recorded_text": "inferplane.engine.capture",
+    "recorded_steps": "inferplane.engine.explained",
+    "recorded_text": "inferplane.engine.explained",
 }
 
 

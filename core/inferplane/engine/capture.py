@@ -12,18 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from inferplane.binding import Plan
-from inferplane.engine.buckets import Buckets, Size, sizes_for
+from inferplane.engine.buckets import Buckets, Size
 from inferplane.engine.options import RunnerOptions
 from inferplane.ops import Op
 from inferplane.types import Backend, Batch, KVCache
-
-if TYPE_CHECKING:
-    from inferplane.engine.runner import Runner
 
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """`(batch, *rows) -> (logits, hidden)` of the bound model, or of a layer that drafts, over its cache."""
@@ -229,31 +226,3 @@ def _for_many(op: Op) -> bool:
     as its variant of that name.
     """
     return op.name == "mla_expanded" or getattr(op, "queries", "few") == "many"
-
-
-def recorded_steps(runner: Runner) -> dict[str, Any]:
-    """For `explain`: the sizes of decode steps that are recorded, and `off`, why none are, in words."""
-    sizes = sizes_for(runner.plan, runner.options, runner.max_model_len)
-    off = why_not(runner.plan, runner.options)
-    if runner.decode is not None:
-        sizes, off = runner.decode.sizes, runner.decode.off
-    if not off and type(runner.backend).capture is Backend.capture:
-        off = "the device records no steps"
-    return {**sizes.data(), "off": off}
-
-
-def recorded_text(data: dict[str, Any]) -> str:
-    """The same as a sentence."""
-    if data["off"]:
-        return f"decode steps are not recorded: {data['off']}"
-    tokens = f", {' or '.join(map(str, data['tokens']))} tokens each" if len(data["tokens"]) > 1 else ""
-    return (
-        f"decode steps are recorded for {', '.join(map(str, data['sequences']))} sequences{tokens}: padding costs at "
-        f"most {data['padding']:.0%} of a step, inputs and results take {data['nbytes'] / 2**20:.1f} MiB"
-    )
-
-
-def recorded_line(runner: Runner) -> str:
-    """The sentence as a line behind others, where steps are recorded; else nothing."""
-    data = recorded_steps(runner)
-    return "" if data["off"] else f"\n{recorded_text(data)}"

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from inferplane.binding import explain, explain_text
 from inferplane.engine import arguments
 from inferplane.engine.arguments import Prompt as Prompt
-from inferplane.engine.capture import recorded_line, recorded_steps
 from inferplane.engine.constrain import Constraint, Grammars
 from inferplane.engine.embedding import check_dimensions, embedding_params, finished
 from inferplane.engine.engine import DEFAULT_STEP_TOKENS, Engine
+from inferplane.engine.explained import explained, explained_text
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.ranks import ranks_for
 from inferplane.engine.request import Request
@@ -338,11 +337,11 @@ class LLM:
 
     def explain(self) -> dict[str, Any]:
         """The plan as data: per site the kernel, why, and every loser with its reason (docs/schemas/explain.json)."""
-        return {**explain(self.runner.plan, self.files.name), "decode_steps": recorded_steps(self.runner)}
+        return explained(self.runner)
 
     def explain_text(self, *, verbose: bool = False) -> str:
         """The plan as text; `verbose` adds every loser."""
-        return explain_text(self.runner.plan, self.files.name, verbose=verbose) + recorded_line(self.runner)
+        return explained_text(self.runner, verbose=verbose)
 
     @property
     def device(self) -> str:

@@ -346,14 +346,12 @@ class Runner:
             blocks = self.ranks.agree(blocks, self._facts(), self.loaded.nbytes)
         room = Room(blocks, block_tokens, block_bytes, budget, self.window)
         self.max_model_len = room.longest(self.max_model_len, asked=self.options.max_model_len is not None)
-        for runner in (self, self.draft):
-            if runner is not None:
-                runner.cache = self.backend.build_kv_cache(
-                    runner._kv_requests(), runner.plan.layouts, blocks, runner.dtype
-                )
-                limit, off = runner.max_model_len, why_not(runner.plan, runner.options)
-                sizes = sizes_for(runner.plan, runner.options, limit, self.backend.memory().free_bytes)
-                runner.decode = DecodeSteps(self.backend, runner._step, runner.cache, limit, sizes, off)
+        for runner in filter(None, (self, self.draft)):
+            requests, limit = runner._kv_requests(), runner.max_model_len
+            runner.cache = self.backend.build_kv_cache(requests, runner.plan.layouts, blocks, runner.dtype)
+            sizes = sizes_for(runner.plan, runner.options, limit, self.backend.memory().free_bytes)
+            off = why_not(runner.plan, runner.options)
+            runner.decode = DecodeSteps(self.backend, runner._step, runner.cache, limit, sizes, off)
 
     def _facts(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""

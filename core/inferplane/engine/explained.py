@@ -1,0 +1,44 @@
+"""What `explain` tells of a runner: its plan, and which decode steps are recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inferplane.binding import explain, explain_text
+from inferplane.engine.buckets import sizes_for
+from inferplane.engine.capture import why_not
+from inferplane.engine.runner import Runner
+from inferplane.types import Backend
+
+
+def explained(runner: Runner) -> dict[str, Any]:
+    """As data (docs/schemas/explain.json)."""
+    return {**explain(runner.plan, runner.files.name), "decode_steps": recorded_steps(runner)}
+
+
+def explained_text(runner: Runner, *, verbose: bool = False) -> str:
+    """As text; of recorded steps it says nothing where there are none."""
+    text, steps = explain_text(runner.plan, runner.files.name, verbose=verbose), recorded_steps(runner)
+    return text if steps["off"] else f"{text}\n{recorded_text(steps)}"
+
+
+def recorded_steps(runner: Runner) -> dict[str, Any]:
+    """For `explain`: the sizes of decode steps that are recorded, and `off`, why none are, in words."""
+    sizes = sizes_for(runner.plan, runner.options, runner.max_model_len)
+    off = why_not(runner.plan, runner.options)
+    if runner.decode is not None:
+        sizes, off = runner.decode.sizes, runner.decode.off
+    if not off and type(runner.backend).capture is Backend.capture:
+        off = "the device records no steps"
+    return {**sizes.data(), "off": off}
+
+
+def recorded_text(data: dict[str, Any]) -> str:
+    """The same as a sentence."""
+    if data["off"]:
+        return f"decode steps are not recorded: {data['off']}"
+    tokens = f", {' or '.join(map(str, data['tokens']))} tokens each" if len(data["tokens"]) > 1 else ""
+    return (
+        f"decode steps are recorded for {', '.join(map(str, data['sequences']))} sequences{tokens}: padding costs at "
+        f"most {data['padding']:.0%} of a step, inputs and results take {data['nbytes'] / 2**20:.1f} MiB"
+    )
