@@ -4,7 +4,7 @@
 // (maximum, sum, weighted values); partial results are merged in order. Spans may be computed by several threads, and
 // the arithmetic is the same whoever computes them, however many queries are asked together: chunk-invariant.
 #pragma once
-#include "linear.h"
+#include "kept.h"
 
 namespace {
 
@@ -12,11 +12,23 @@ constexpr int64_t kSpan = 256;
 
 struct Attend {
   const bf16 *q;            // [tokens, heads, dim]
-  const bf16 *k, *v;        // of slot s and head g: k + s * k_stride + g * dim, v + s * v_stride + g * v_dim
-  int64_t k_stride, v_stride, heads, kv_heads, dim, v_dim, block, window;
+  Kept k, v;                // of a slot and head g: `dim` entries from g * dim, `v_dim` entries from g * v_dim; latents: v is k
+  int64_t heads, kv_heads, dim, v_dim, block, window;
   float scale;
   bf16 *out;                // [tokens, heads, v_dim]
+  bool latents() const { return v.data == k.data; }
+  // A decision by the model's sizes alone: a score must not depend on how many ask.
+  bool tiles() const { return heads >= 8 * kv_heads; }
+  // Int8 entries with one scale a key, so that sums may be scaled in place of them.
+  bool codes() const { return k.coded() && !latents(); }
 };
+
+inline Attend attend_on(const ip_cache &c, const bf16 *q, int64_t heads, int64_t kv_heads, int64_t dim, int64_t v_dim,
+                        int64_t window, float scale, bf16 *out) {
+  bool latents = c.v == c.k;
+  Kept k = keys_of(c, kv_heads * dim);
+  return {q, k, latents ? k : values_of(c, kv_heads * v_dim), heads, kv_heads, dim, v_dim, c.block, window, scale, out};
+}
 
 // Some query tokens of a sequence, and the spans they look at.
 struct AttendTask {
@@ -73,23 +85,27 @@ inline AttendPlan plan_attention(const Attend &a, const ip_batch &b, int threads
 }
 
 // part = {maximum, sum, values[v_dim]} of R heads of one token over keys low .. high of a span that begins at `begin`;
-// values[j] points to those of key `begin + j`.
-template <int R>
-inline void weigh(const Attend &a, const bf16 *const *values, int64_t begin, int64_t low, int64_t high, float *scores,
-                  float *part, int64_t stride) {
+// values[j] points to those of key `begin + j`, which are multiplied with by[j] where `by` is not null.
+template <int R, class Entry>
+inline void weigh(const Attend &a, const Entry *const *values, const float *by, int64_t begin, int64_t low, int64_t high,
+                  float *scores, float *part, int64_t stride) {
+  int64_t padded = round_up(high - begin, kLanes);
   for (int r = 0; r < R; r++) {
-    float *s = scores + r * kSpan, *to = part + r * stride, top = -__builtin_inff();
-    for (int64_t j = low; j < high; j++) {
-      s[j - begin] *= a.scale;
-      top = s[j - begin] > top ? s[j - begin] : top;
+    float *s = scores + r * kSpan, *to = part + r * stride;
+    for (int64_t j = 0; j < low - begin; j++) s[j] = -__builtin_inff();
+    for (int64_t j = high - begin; j < padded; j++) s[j] = -__builtin_inff();
+    F most = splat(-__builtin_inff()), all = F{};
+    for (int64_t j = 0; j < padded; j += kLanes) {
+      F v = load<F>(s + j) * a.scale;
+      store(s + j, v);
+      most = v > most ? v : most;
     }
-    for (int64_t j = begin; j < low; j++) s[j - begin] = -__builtin_inff();
-    for (int64_t j = high; j < begin + kSpan && j < round_up(high, kLanes); j++) s[j - begin] = -__builtin_inff();
-    F all = F{};
-    for (int64_t j = 0; j < round_up(high - begin, kLanes); j += kLanes) {
+    float top = most[0];
+    for (int l = 1; l < kLanes; l++) top = most[l] > top ? most[l] : top;
+    for (int64_t j = 0; j < padded; j += kLanes) {
       F p = vexp(load<F>(s + j) - top);
-      store(s + j, p);
       all = all + p;
+      store(s + j, by ? p * load<F>(by + j) : p);
     }
     to[0] = top;
     to[1] = sum(all);
@@ -105,7 +121,7 @@ inline void weigh(const Attend &a, const bf16 *const *values, int64_t begin, int
       for (int d = 0; d < D; d++) acc[r][d] = F{};
     bool whole = c + D * kLanes <= a.v_dim;
     for (int64_t j = low; j < high; j++) {
-      const bf16 *v = values[j - begin] + c;
+      const Entry *v = values[j - begin] + c;
       F value[D];
 #pragma GCC unroll 4
       for (int d = 0; d < D; d++)
@@ -123,36 +139,32 @@ inline void weigh(const Attend &a, const bf16 *const *values, int64_t begin, int
   }
 }
 
-// Has n rows of `dim` entries brought near: they lie apart, so the processor does not foresee them.
-inline void fetch_rows(const bf16 *at, int64_t stride, int64_t n, int64_t dim) {
+// Has n rows of `dim` entries from `first` on brought near: they lie apart, so the processor does not foresee them.
+inline void fetch_rows(const Kept &k, int64_t slot, int64_t first, int64_t n, int64_t dim) {
+  int64_t size = k.coded() ? 1 : sizeof(bf16);
+  const char *at = (const char *)k.data + (slot * k.stride + first) * size;
   for (int64_t i = 0; i < n; i++)
-    for (int64_t c = 0; c < dim; c += 32) _mm_prefetch((const char *)(at + i * stride + c), _MM_HINT_T1);
+    for (int64_t c = 0; c < dim * size; c += 64) _mm_prefetch(at + i * k.stride * size + c, _MM_HINT_T1);
 }
 
-// The partial results of a task's tokens, for one KV head and one span: part[token * token_stride + head * stride].
-inline void attend_span(const Attend &a, const AttendTask &t, int64_t g, int64_t span, const Rows &q, float *part,
-                        int64_t token_stride, int64_t stride) {
-  int64_t group = a.heads / a.kv_heads, begin = span * kSpan;
-  int64_t end = min64(begin + kSpan, t.position + t.tokens);
-  int64_t from = a.window ? max64(begin, t.position + 1 - a.window) : begin;
-  float *scores = scratch(8)->get<float>(q.m * kSpan);
-  const bf16 *values[kSpan];
-  // A decision by the model's sizes alone: a score must not depend on how many ask.
-  bool tiles = group >= 8;
-  // Whole blocks, also where the sequence ends within one: a key's score must not depend on what stands behind it.
-  int64_t first_block = from / a.block, last_block = (end - 1) / a.block;
-  for (int64_t b = first_block; b <= last_block; b++) {
-    const int64_t block = (int64_t)t.table[b] * a.block, j = b * a.block;
-    int64_t skip = max64(0, begin - j), n = min64(a.block, begin + kSpan - j) - skip;
-    const bf16 *k = a.k + (block + skip) * a.k_stride + g * a.dim, *v = a.v + (block + skip) * a.v_stride + g * a.v_dim;
-    if (b < last_block) fetch_rows(a.k + (int64_t)t.table[b + 1] * a.block * a.k_stride + g * a.dim, a.k_stride, n, a.dim);
-    if (a.v != a.k) fetch_rows(v, a.v_stride, min64(n, end - j - skip), a.v_dim);
-    for (int64_t i = 0; i < n; i++) values[j + skip - begin + i] = v + i * a.v_stride;
-    if (tiles)
-      dot(k, a.k_stride, n, a.dim, q, 0, scores + j + skip - begin, kSpan);
-    else
-      dot_few(k, a.k_stride, n, a.dim, q, 0, scores + j + skip - begin, kSpan);
-  }
+// Query rows of a task as its keys want them.
+struct Queries {
+  Rows rows;
+  Codes codes;
+};
+
+template <class RowAt>
+inline Queries queries_of(const Attend &a, int64_t m, RowAt row) {
+  if (a.codes() && !a.tiles()) return {{m, a.dim, 0, nullptr, nullptr, nullptr}, codes_of(scratch(0), m, a.dim, row)};
+  return {rows_of(scratch(0), m, a.dim, row), {}};
+}
+
+// Weighs the values of a span with the scores of a task's tokens and one KV head.
+template <class Entry>
+inline void weigh_span(const Attend &a, const AttendTask &t, int64_t g, int64_t begin, int64_t end,
+                       const Entry *const *values, const float *by, float *scores, float *part, int64_t token_stride,
+                       int64_t stride) {
+  int64_t group = a.heads / a.kv_heads;
   for (int64_t i = 0; i < t.tokens; i++) {
     int64_t high = min64(end, t.position + i + 1);
     int64_t low = a.window ? max64(begin, t.position + i + 1 - a.window) : begin;
@@ -163,14 +175,67 @@ inline void attend_span(const Attend &a, const AttendTask &t, int64_t g, int64_t
         memset(p + 2, 0, (size_t)(stride - 2) * sizeof(float));
         h += 1;
       } else if (h + 4 <= group) {
-        weigh<4>(a, values, begin, low, high, s, p, stride), h += 4;
+        weigh<4>(a, values, by, begin, low, high, s, p, stride), h += 4;
       } else if (h + 2 <= group) {
-        weigh<2>(a, values, begin, low, high, s, p, stride), h += 2;
+        weigh<2>(a, values, by, begin, low, high, s, p, stride), h += 2;
       } else {
-        weigh<1>(a, values, begin, low, high, s, p, stride), h += 1;
+        weigh<1>(a, values, by, begin, low, high, s, p, stride), h += 1;
       }
     }
   }
+}
+
+// The partial results of a task's tokens, for one KV head and one span: part[token * token_stride + head * stride].
+inline void attend_span(const Attend &a, const AttendTask &t, int64_t g, int64_t span, const Queries &q, float *part,
+                        int64_t token_stride, int64_t stride) {
+  int64_t begin = span * kSpan, end = min64(begin + kSpan, t.position + t.tokens), m = q.rows.m;
+  int64_t from = a.window ? max64(begin, t.position + 1 - a.window) : begin;
+  float *scores = scratch(8)->get<float>((m + 2) * kSpan), *k_scale = scores + m * kSpan, *v_scale = k_scale + kSpan;
+  bf16 *keys = scratch(14)->get<bf16>(a.k.coded() ? kSpan * a.dim : 0);  // in bf16
+  const bf16 *values[kSpan];
+  const int8_t *codes[kSpan];
+  if (a.codes()) memset(k_scale, 0, 2 * kSpan * sizeof(float));
+  // Whole blocks, also where the sequence ends within one: a key's score must not depend on what stands behind it.
+  int64_t first_block = from / a.block, last_block = (end - 1) / a.block;
+  for (int64_t b = first_block; b <= last_block; b++) {
+    int64_t skip = max64(0, begin - b * a.block), n = min64(a.block, begin + kSpan - b * a.block) - skip;
+    int64_t j = b * a.block + skip - begin, slot = (int64_t)t.table[b] * a.block + skip, ld = a.k.stride;
+    if (b < last_block) fetch_rows(a.k, (int64_t)t.table[b + 1] * a.block, g * a.dim, n, a.dim);
+    if (!a.latents()) fetch_rows(a.v, slot, g * a.v_dim, min64(n, end - begin - j), a.v_dim);
+    const bf16 *k = a.k.rows() + slot * ld + g * a.dim;
+    if (a.codes()) {
+      const int8_t *of = a.k.codes() + slot * ld + g * a.dim;
+      for (int64_t i = 0; i < n; i++) {
+        codes[j + i] = a.v.codes() + (slot + i) * a.v.stride + g * a.v_dim;
+        k_scale[j + i] = a.k.scale[(slot + i) * a.k.groups + g];
+        v_scale[j + i] = a.v.scale[(slot + i) * a.v.groups + g];
+        if (a.tiles()) widen_codes(of + i * ld, a.dim, keys + i * a.dim);
+      }
+      if (!a.tiles()) {
+        codes_dot(of, ld, n, a.dim, q.codes, scores + j, kSpan);
+        continue;
+      }
+      k = keys, ld = a.dim;
+    } else {
+      if (a.k.coded()) {
+        k = keys + j * a.dim, ld = a.dim;
+        for (int64_t i = 0; i < n; i++) read_back(a.k, slot + i, 0, a.dim, keys + (j + i) * a.dim);
+      }
+      const bf16 *v = a.latents() ? k : a.v.rows() + slot * a.v.stride + g * a.v_dim;
+      for (int64_t i = 0; i < n; i++) values[j + i] = v + i * (a.latents() ? ld : a.v.stride);
+    }
+    if (a.tiles())
+      dot(k, ld, n, a.dim, q.rows, 0, scores + j, kSpan);
+    else
+      dot_few(k, ld, n, a.dim, q.rows, 0, scores + j, kSpan);
+  }
+  if (!a.codes()) return weigh_span(a, t, g, begin, end, values, nullptr, scores, part, token_stride, stride);
+  for (int64_t r = 0; r < m; r++) {
+    F by = splat(a.tiles() ? 1.0f : q.codes.scale[r]);
+    float *s = scores + r * kSpan;
+    for (int64_t j = 0; j < kSpan; j += kLanes) store(s + j, load<F>(s + j) * (load<F>(k_scale + j) * by));
+  }
+  weigh_span(a, t, g, begin, end, codes, v_scale, scores, part, token_stride, stride);
 }
 
 // Merges `count` partial results that stand `step` floats apart.
@@ -201,7 +266,7 @@ inline void attend(Team &team, const Attend &a, const AttendPlan &plan, Before b
       const AttendTask &t = plan.tasks[u / a.kv_heads];
       int64_t g = u % a.kv_heads;
       before(t, g);
-      Rows q = rows_of(scratch(0), t.tokens * group, a.dim, [&](int64_t r) {
+      Queries q = queries_of(a, t.tokens * group, [&](int64_t r) {
         return a.q + ((t.first + r / group) * a.heads + g * group + r % group) * a.dim;
       });
       if (plan.shared) {

@@ -58,15 +58,14 @@ struct Many {
   uint32_t *queries;         // [pairs, 2, dim / 2, 16]
   float *scores;             // [2, kSpan, 16], overwritten by weights
   bf16 *turned;              // V of a span: [kSpan / 32, v_dim / 16, 16, 32]
+  bf16 *keys, *values;       // of a span, read back from int8: [kSpan, dim], [32, v_dim]
   float *sums;               // [pairs, 2, v_dim, 16]
   F *top, *all;              // [pairs, 2]
 
   int64_t head(int64_t pair) const { return g * (a.heads / a.kv_heads) + pair / (kManyTokens / 32); }
   int64_t token(int64_t pair, int64_t tile) const { return pair % (kManyTokens / 32) * 32 + tile * 16; }
 
-  const bf16 *row(const bf16 *base, int64_t stride, int64_t key) const {
-    return base + ((int64_t)t.table[key / a.block] * a.block + key % a.block) * stride;
-  }
+  int64_t slot(int64_t key) const { return (int64_t)t.table[key / a.block] * a.block + key % a.block; }
 
   void begin() const {
     PanelsOf x = {queries, 0, a.dim};
@@ -83,10 +82,12 @@ struct Many {
 
   // V of keys first .. last as [values, keys], zeros behind the last.
   void turn(int64_t first, int64_t last) const {
-    const bf16 *base = a.v + g * a.v_dim;
     for (int64_t k = first; k < last; k += 32) {
-      const bf16 *rows[32];
-      for (int64_t i = 0; i < 32; i++) rows[i] = k + i < last ? row(base, a.v_stride, k + i) : nullptr;
+      const bf16 *rows[32] = {};
+      for (int64_t i = 0; i < min64(32, last - k); i++) {
+        rows[i] = a.v.coded() ? values + i * a.v_dim : a.v.rows() + slot(k + i) * a.v.stride + g * a.v_dim;
+        if (a.v.coded()) read_back(a.v, slot(k + i), g * a.v_dim, a.v_dim, values + i * a.v_dim);
+      }
       for (int64_t d = 0; d < a.v_dim; d += 16) {
         __m512i r[16];
         for (int i = 0; i < 16; i++) {
@@ -101,13 +102,22 @@ struct Many {
     }
   }
 
+  // Int8 keys of whole tiles as `score` reads them.
+  void read_keys(int64_t first, int64_t last) const {
+    if (!a.k.coded()) return;
+    for (int64_t k = first; k < round_up(last, kPanelRows); k++)
+      read_back(a.k, slot(k), g * a.dim, a.dim, keys + (k - first) * a.dim);
+  }
+
   // Scores of keys first .. last (both multiples of 16 in the cache's blocks) with one pair of query tiles.
   void score(int64_t first, int64_t last, const uint32_t *q) const {
-    const bf16 *base = a.k + g * a.dim;
-    size_t stride = (size_t)a.k_stride * sizeof(bf16);
+    size_t stride = (size_t)(a.k.coded() ? a.dim : a.k.stride) * sizeof(bf16);
+    auto at = [&](int64_t k) {
+      return a.k.coded() ? keys + (k - first) * a.dim : a.k.rows() + slot(k) * a.k.stride + g * a.dim;
+    };
     __asm__ volatile("" ::: "memory");
     for (int64_t k = first; k < last; k += 32) {
-      const bf16 *k0 = row(base, a.k_stride, k), *k1 = k + 16 < last ? row(base, a.k_stride, k + 16) : k0;
+      const bf16 *k0 = at(k), *k1 = k + 16 < last ? at(k + 16) : k0;
       float *to = scores + (k - first) * 16;
       _tile_zero(0);
       _tile_zero(1);
@@ -227,6 +237,7 @@ struct Many {
     for (int64_t first = low / kPanelRows * kPanelRows; first < end_key; first += kSpan) {
       int64_t last = min64(first + kSpan, end_key);
       turn(first, last);
+      read_keys(first, last);
       for (int64_t p = 0; p < pairs; p++) {
         int64_t position = t.position + token(p, 0), keys = min64(last, position + 32);
         if (keys <= first || token(p, 0) >= t.tokens) continue;
@@ -248,10 +259,13 @@ inline void attend_many(Team &team, const Attend &a, const ManyPlan &plan) {
     uint32_t *queries = scratch(0)->get<uint32_t>(pairs * a.dim * 16);
     float *floats = scratch(8)->get<float>((2 * kSpan + 2 * pairs * a.v_dim + 4 * pairs) * 16);
     bf16 *turned = scratch(9)->get<bf16>(kSpan * a.v_dim);
+    bf16 *keys = scratch(14)->get<bf16>(a.k.coded() ? kSpan * a.dim + 32 * a.v_dim : 0);
+    bf16 *values = keys + (a.k.coded() ? kSpan * a.dim : 0);
     float *sums = floats + 2 * kSpan * 16;
     F *top = (F *)(sums + 2 * pairs * a.v_dim * 16);
     for (int64_t u = first; u < last; u++)
-      Many{a, plan.tasks[u / a.kv_heads], u % a.kv_heads, pairs, queries, floats, turned, sums, top, top + 2 * pairs}.run();
+      Many{a, plan.tasks[u / a.kv_heads], u % a.kv_heads, pairs, queries, floats, turned, keys, values, sums, top,
+           top + 2 * pairs}.run();
     _tile_release();
   });
 }

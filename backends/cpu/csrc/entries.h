@@ -62,8 +62,7 @@ int64_t keys_in(const ip_batch &b) {
 
 void attention_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
                      int64_t dim, int64_t v_dim, float scale, int64_t window, bf16 *out) {
-  Attend a = {q,     cache->k, cache->v, cache->k_stride, cache->v_stride, heads, kv_heads,
-              dim,   v_dim,    cache->block, window,      scale,           out};
+  Attend a = attend_on(*cache, q, heads, kv_heads, dim, v_dim, window, scale, out);
   int64_t work = keys_in(*batch) * heads * (dim + v_dim) / 4;
   AttendPlan plan = plan_attention(a, *batch, work < 16384 ? 1 : omp_get_max_threads(), scratch(10));
   in_parallel(work, [&](Team &team) { attend(team, a, plan); });
@@ -72,8 +71,7 @@ void attention_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache
 int attention_many_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
                          int64_t dim, int64_t v_dim, float scale, int64_t window, bf16 *out) {
 #if defined(INFERPLANE_AMX)
-  Attend a = {q,     cache->k, cache->v, cache->k_stride, cache->v_stride, heads, kv_heads,
-              dim,   v_dim,    cache->block, window,      scale,           out};
+  Attend a = attend_on(*cache, q, heads, kv_heads, dim, v_dim, window, scale, out);
   if (!attends_many(a)) return 0;
   ManyPlan many = plan_many(*batch, scratch(17));
   ip_batch few = *batch;
@@ -98,8 +96,7 @@ void mla_entry(const bf16 *q_nope, const int64_t *nope_strides, const bf16 *q_ro
   bf16 *folded = scratch(12)->get<bf16>(tokens * heads * dim), *mixed = scratch(13)->get<bf16>(tokens * heads * latent);
   Mla m = {q_nope, q_rope, nope_strides[0], nope_strides[1], rope_strides[0], rope_strides[1], *kv_b, heads,
            nope,   rope,   value,           latent,          tokens,          folded,          mixed, out};
-  Attend a = {folded, cache->k, cache->k, cache->k_stride, cache->k_stride, heads, 1, dim, latent, cache->block, 0,
-              scale,  mixed};
+  Attend a = attend_on(*cache, folded, heads, 1, dim, latent, 0, scale, mixed);
   int64_t work = keys_in(*batch) * heads * dim / 4 + tokens * heads * latent * (nope + value) / 4;
   AttendPlan plan = plan_attention(a, *batch, work < 16384 ? 1 : omp_get_max_threads(), scratch(10));
   // Padded rows are not attended to: nothing must be read of them that was never written.
@@ -170,11 +167,9 @@ LayerBuffers layer_buffers(const ip_layer *const *layers, int64_t count, int64_t
 Attend attend_of(const ip_layer &l, const ip_cache &cache, const LayerBuffers &b) {
   if (l.latent) {
     int64_t latent = l.latent->latent, dim = latent + l.latent->rope;
-    return {b.folded, cache.k, cache.k, cache.k_stride, cache.k_stride, l.heads, 1, dim, latent, cache.block, 0, l.scale,
-            b.latents};
+    return attend_on(cache, b.folded, l.heads, 1, dim, latent, 0, l.scale, b.latents);
   }
-  return {b.q,        cache.k,    cache.v,     cache.k_stride, cache.v_stride, l.heads,
-          l.kv_heads, l.head_dim, l.head_dim, cache.block,    l.window,       l.scale, b.mixed};
+  return attend_on(cache, b.q, l.heads, l.kv_heads, l.head_dim, l.head_dim, l.window, l.scale, b.mixed);
 }
 
 // Padded rows are not attended to: nothing must be read of them that was never written.

@@ -32,9 +32,13 @@ typedef struct {
 } ip_matrix;
 
 // A paged cache: entry of slot s is entries + s * stride; a token's slot is table[pos / block] * block + pos % block.
+// Entries are bf16, or int8 where there are scales: those of slot s are scales + s * groups, one a head, or one for so many
+// entries of a latent.
 typedef struct {
-  ip_bf16 *k, *v;        // v null for latents
+  void *k, *v;  // of latents v is k
   int64_t k_stride, v_stride;
+  float *k_scale, *v_scale;  // or null
+  int64_t k_groups, v_groups;
   int32_t block;
 } ip_cache;
 

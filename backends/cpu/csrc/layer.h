@@ -58,9 +58,11 @@ inline void enter_head(const ip_layer &l, const ip_step &step, const ip_cache &c
   if (h < l.heads) {
     rope_head(from, table, d, l.interleaved, q + (t * l.heads + h) * d);
   } else if (slot >= 0 && h < l.heads + l.kv_heads) {
-    rope_head(from, table, d, l.interleaved, cache.k + slot * cache.k_stride + (h - l.heads) * d);
+    bf16 *turned = scratch(14)->get<bf16>(d);
+    rope_head(from, table, d, l.interleaved, turned);
+    keep(keys_of(cache, l.kv_heads * d), slot, (h - l.heads) * d, turned, d);
   } else if (slot >= 0) {
-    memcpy(cache.v + slot * cache.v_stride + (h - l.heads - l.kv_heads) * d, from, (size_t)d * sizeof(bf16));
+    keep(values_of(cache, l.kv_heads * d), slot, (h - l.heads - l.kv_heads) * d, from, d);
   }
 }
 
@@ -123,9 +125,10 @@ inline void attend_latents(Team &team, const ip_layer &l, const ip_step &step, c
     for (int64_t i = first; i < last; i++) {
       if (low) rms_norm_row(b.low + i * low, nullptr, t.q_a_norm, t.q_a_eps, low, nullptr, b.h2 + i * low);
       if (step.slots[i] < 0) continue;
-      bf16 *to = cache.k + step.slots[i] * cache.k_stride;
-      rms_norm_row(b.qkv + i * all, nullptr, t.kv_a_norm, t.kv_a_eps, t.latent, nullptr, to);
-      rope_head(b.qkv + i * all + t.latent, l.rope + step.positions[i] * t.rope, t.rope, l.interleaved, to + t.latent);
+      bf16 *made = scratch(14)->get<bf16>(all);
+      rms_norm_row(b.qkv + i * all, nullptr, t.kv_a_norm, t.kv_a_eps, t.latent, nullptr, made);
+      rope_head(b.qkv + i * all + t.latent, l.rope + step.positions[i] * t.rope, t.rope, l.interleaved, made + t.latent);
+      keep(keys_of(cache, all), step.slots[i], 0, made, all);
     }
   });
   if (low) {

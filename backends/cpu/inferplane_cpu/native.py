@@ -40,13 +40,17 @@ class Matrix(Structure):
 
 
 class Cache(Structure):
-    """`ip_cache`: a paged cache's entries; slot s begins at `s * stride`."""
+    """`ip_cache`: a paged cache's entries; slot s begins at `s * stride`, its scales at `s * groups`."""
 
     _fields_ = [
         ("k", c_void_p),
         ("v", c_void_p),
         ("k_stride", c_int64),
         ("v_stride", c_int64),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
+        ("k_groups", c_int64),
+        ("v_groups", c_int64),
         ("block", c_int32),
     ]
 

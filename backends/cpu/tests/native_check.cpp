@@ -176,13 +176,36 @@ struct Step {
   }
 };
 
-void attention() {
+// K and V of a layer, or latents, in bf16 or in int8.
+struct Cache {
+  Bf16 k, v;
+  Array<int8_t> k8, v8;
+  Array<float> k_scale, v_scale;
+  ip_cache c;
+  Cache(bool coded, int64_t slots, int64_t heads, int64_t dim, int64_t v_dim, int64_t groups)
+      : k(coded ? 0 : slots * heads * dim), v(coded ? 0 : slots * heads * v_dim), k8(coded ? slots * heads * dim : 0),
+        v8(coded ? slots * heads * v_dim : 0), k_scale(coded ? slots * groups : 0), v_scale(coded && v_dim ? slots * groups : 0) {
+    int64_t ks = heads * dim, vs = heads * v_dim;
+    for (int64_t i = 0; coded && i < slots * ks; i++) k8[i] = (int8_t)lrintf(drawn() * 127);
+    for (int64_t i = 0; coded && i < slots * vs; i++) v8[i] = (int8_t)lrintf(drawn() * 127);
+    for (int64_t i = 0; coded && i < slots * groups; i++) k_scale[i] = drawn() / 127;
+    for (int64_t i = 0; coded && v_dim && i < slots * groups; i++) v_scale[i] = drawn() / 127;
+    void *first = coded ? (void *)(int8_t *)k8 : (ip_bf16 *)k, *second = coded ? (void *)(int8_t *)v8 : (ip_bf16 *)v;
+    if (coded)
+      c = {first, v_dim ? second : first, ks, v_dim ? vs : ks, k_scale, v_dim ? v_scale : k_scale, groups, groups, 16};
+    else
+      c = {first, v_dim ? second : first, ks, v_dim ? vs : ks, nullptr, nullptr, 0, 0, 16};
+  }
+};
+
+void attention(bool coded) {
   for (int32_t length : {1, 20, 300, 600})
     for (int64_t dim : {22, 64}) {
       Step step(5, length);
-      int64_t heads = 6, kv = 2, slots = 120 * 16;
-      Bf16 q(step.tokens * heads * dim), k(slots * kv * dim), v(slots * kv * dim), out(step.tokens * heads * dim);
-      ip_cache cache = {k, v, kv * dim, kv * dim, 16};
+      int64_t heads = length == 20 ? 16 : 6, kv = 2, slots = 120 * 16;
+      Bf16 q(step.tokens * heads * dim), out(step.tokens * heads * dim);
+      Cache held(coded, slots, kv, dim, dim, kv);
+      ip_cache cache = held.c;
       for (int64_t window : {0, 20}) ip_attention(q, &step.batch, &cache, heads, kv, dim, dim, 0.2f, window, out);
       expect(isfinite(widen(out[0])), "attention");
       Step prompt(75, length < 500 ? length : 400);
@@ -191,8 +214,9 @@ void attention() {
         ip_attention_many(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, outs);
       int64_t nope = 12, rope = 8, value = 20, latent = 40;
       Bf16 a(step.tokens * 3 * nope), b(step.tokens * 3 * rope), w(3 * (nope + value) * latent);
-      Bf16 c(slots * (latent + rope)), mixed(step.tokens * 3 * value);
-      ip_cache latents = {c, c, latent + rope, latent + rope, 16};
+      Bf16 mixed(step.tokens * 3 * value);
+      Cache latent_cache(coded, slots, 1, latent + rope, 0, length == 20 ? 1 : 6);
+      ip_cache latents = latent_cache.c;
       int64_t ns[] = {3 * nope, nope}, rs[] = {3 * rope, rope};
       ip_matrix kv_b = {IP_BF16, 0, 3 * (nope + value), latent, latent, (ip_bf16 *)w, nullptr, nullptr, nullptr};
       ip_mla(a, ns, b, rs, &kv_b, &step.batch, &latents, 3, nope, rope, value, latent, 0.2f, mixed);
@@ -220,19 +244,20 @@ void experts() {
     }
 }
 
-void layers() {
+void layers(bool coded) {
   const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 64}, {IP_INT4, 32}};
   for (auto &kind : kinds)
     for (int32_t many : {1, 8, 90}) {
       int64_t width = 70, heads = 4, kv = 2, dim = many > 8 ? 32 : 22, inner = 48, slots = 120 * 16;
       Stored qkv = weight(kind[0], kind[1], (heads + 2 * kv) * dim, width), o = weight(kind[0], kind[1], width, heads * dim);
       Stored gate_up = weight(kind[0], kind[1], 2 * inner, width), down = weight(kind[0], kind[1], width, inner);
-      Bf16 n1(width), n2(width), qn(dim), kn(dim), k(slots * kv * dim), v(slots * kv * dim);
+      Bf16 n1(width), n2(width), qn(dim), kn(dim);
+      Cache held(coded, slots, kv, dim, dim, kv);
       Array<float> rope(700 * dim);
       ip_layer layer = {qkv.m, o.m,   gate_up.m, down.m, n1, n2, qn, kn,
                         rope,  heads, kv,        dim,    0,  1e-6f, 1e-6f, 1e-6f, 1e-6f, 0.2f, 0, many > 8};
       Step s(many, 300);
-      ip_step step = {s.batch, {k, v, kv * dim, kv * dim, 16}, s.positions, s.slots, s.tokens};
+      ip_step step = {s.batch, held.c, s.positions, s.slots, s.tokens};
       Bf16 x(s.tokens * width), r(s.tokens * width), y(s.tokens * width), sum(s.tokens * width);
       ip_decoder_layer(&layer, &step, x, nullptr, y, sum);
       ip_decoder_layer(&layer, &step, x, r, y, sum);
@@ -240,7 +265,7 @@ void layers() {
 }
 
 // Latent attention, a dense layer and one with experts, alone and in one call.
-void latent_layers() {
+void latent_layers(bool coded) {
   const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 64}, {IP_INT4, 32}};
   const int64_t width = 70, heads = 3, nope = 12, rope = 8, value = 20, latent = 40, low = 90, inner = 48, slots = 120 * 16;
   for (auto &kind : kinds)
@@ -256,7 +281,8 @@ void latent_layers() {
         up.push_back(made(2 * 37, width)), back.push_back(made(width, 37));
         ups.push_back(up.back().m), backs.push_back(back.back().m);
       }
-      Bf16 n1(width), n2(width), n3(low), n4(latent), cached(slots * (latent + rope)), more(slots * (latent + rope));
+      Bf16 n1(width), n2(width), n3(low), n4(latent);
+      Cache cached(coded, slots, 1, latent + rope, 0, 3), more(coded, slots, 1, latent + rope, 0, 3);
       Array<float> table(700 * rope), bias(8);
       ip_latent lower = {q_a.m, q_b.m, kv_a.m, kv_b.m, n3, n4, nope, rope, value, latent, 1e-6f, 1e-6f};
       ip_experts routed = {router.m, bias, ups.data(), backs.data(), 8, 3, 4, 2, 2.5f, 1, 1, 1};
@@ -270,7 +296,7 @@ void latent_layers() {
       alone = sparse;
       alone.gate_up = alone.down = {};
       Step s(many, 300);
-      ip_cache caches[] = {{cached, cached, latent + rope, latent + rope, 16}, {more, more, latent + rope, latent + rope, 16}};
+      ip_cache caches[] = {cached.c, more.c};
       ip_step step = {s.batch, caches[0], s.positions, s.slots, s.tokens};
       Bf16 x(s.tokens * width), y(s.tokens * width), sum(s.tokens * width), y2(s.tokens * width), sum2(s.tokens * width);
       ip_decoder_layer(&alone, &step, x, nullptr, y, sum);
@@ -358,10 +384,12 @@ int main() {
     expect(!ip_select(name), name);
     products();
     row_by_row();
-    attention();
     experts();
-    layers();
-    latent_layers();
+    for (bool coded : {false, true}) {
+      attention(coded);
+      layers(coded);
+      latent_layers(coded);
+    }
     sampling();
     printf("%s: done\n", name);
   }

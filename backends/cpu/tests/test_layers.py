@@ -25,11 +25,11 @@ SCHEDULES = {
 """The last twelve tokens singly, or as up to seven rows a step; at nine and more rows the chain gives its turn back."""
 
 
-def bound_model(tree, weights, tokens, chained, whole=True):
+def bound_model(tree, weights, tokens, chained, whole=True, kv_dtype="auto"):
     subject = Subject.of(host(), "cpu", "bfloat16")
     if not whole:
         subject.kernels = [k for k in subject.kernels if k.op != "decoder_layer"]
-    bound = stepping.on_device(subject, tree, torch.bfloat16, weights, tokens)
+    bound = stepping.on_device(subject, tree, torch.bfloat16, weights, tokens, kv_dtype)
     if not whole:
         return bound
     view = bound.steps["decode"].__self__
@@ -100,10 +100,11 @@ def test_latents_and_experts_in_one_call(name, format, schedule):
         assert (one - small).abs().max() <= CausalLM.tolerance[torch.bfloat16] * small.abs().max()
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("family", sorted(TINY))
-def test_every_family_decodes_in_one_call(family):
+def test_every_family_decodes_in_one_call(family, kv_dtype):
     subject = Subject.of(host(), "cpu", "bfloat16")
     tree = model(TINY[family])
-    plan = stepping.plan_for(subject, tree, torch.bfloat16)
+    plan = stepping.plan_for(subject, tree, torch.bfloat16, kv_dtype)
     bound = [choice.label for site, op, choice in plan.sites("decode") if op.name == "decoder_layer"]
     assert set(bound) == {"native:decoder_layer"}

@@ -10,6 +10,7 @@ from inferplane.binding.check import Bench
 from inferplane.ops import OPS, Draw, encode
 from inferplane_cpu.backend import CpuBackend
 from inferplane_cpu.kernels import kernels
+from inferplane_cpu.kernels.attention import LAYOUTS
 from inferplane_cpu.kernels.linear import multiply, on_tiles
 from inferplane_cpu.kernels.packed import PANELS, Panels, matrices
 from inferplane_cpu.kvcache import layouts
@@ -65,9 +66,10 @@ def named(name):
     return next(k for k in kernels() if k.name == name)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("label", ["decode_d128_mqa", "prefill", "window_prefill", "mha_d32"])
 @pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
-def test_attention(label, sequences):
+def test_attention(label, sequences, layout):
     sample = next(s for s in OPS["attention"].samples() if s.label == label)
     op = replace(sample.op, queries="many")
 
@@ -75,12 +77,13 @@ def test_attention(label, sequences):
         batch, kv = d.step(op.kv, sequences, written=True)
         return d.normal(batch.tokens, op.heads, op.kv.dim), batch, kv
 
-    judge("native:attention_many", replace(sample, op=op, inputs=inputs, step_kind="mixed"))
+    judge("native:attention_many", replace(sample, op=op, inputs=inputs, step_kind="mixed"), layout)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kernel", ["native:decoder_layer_many", "native:decoder_layer_many_panels"])
 @pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
-def test_layers(kernel, sequences):
+def test_layers(kernel, sequences, layout):
     label = "gqa_mlp_int8_mixed" if kernel.endswith("panels") else "gqa_mlp_qk_norm"
     sample = next(s for s in OPS["decoder_layer"].samples() if s.label == label)
     request = sample.op.attn.few.kv
@@ -90,11 +93,11 @@ def test_layers(kernel, sequences):
         x = d.normal(batch.tokens, 64)
         return x, d.normal(*x.shape), batch, kv
 
-    judge(kernel, replace(sample, inputs=inputs))
+    judge(kernel, replace(sample, inputs=inputs), layout)
 
 
-def judge(kernel, sample):
-    bench = Bench("cpu", "cpu", torch.bfloat16, FEATURES, lambda request: layouts())
+def judge(kernel, sample, layout):
+    bench = Bench("cpu", "cpu", torch.bfloat16, FEATURES, lambda request: layouts(), layout)
     for seed in (21, 22):
         outcome = run_case(named(kernel), sample, bench, seed=seed)
         assert outcome.passed, outcome

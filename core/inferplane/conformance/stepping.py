@@ -69,20 +69,25 @@ def draw_weights(
     return weights
 
 
-def plan_for(subject: Subject, model: CausalLM, dtype: torch.dtype) -> Plan:
-    """The device's own plan for a model, as a user would get it."""
+def plan_for(subject: Subject, model: CausalLM, dtype: torch.dtype, kv_dtype: str = "auto") -> Plan:
+    """The device's own plan for a model, as a user would get it who asks for `kv_dtype`."""
     state = subject.state
     settings = Settings(subject.name, dtype, state.arch if state else "", subject.features, assumed=state is None)
-    plain = lambda r: [x for x in subject.layouts(r, dtype) if x.kv_dtype == "auto"]  # noqa: E731
-    return bind(model, subject.kernels, settings, plain)
+    offers = lambda r: [x for x in subject.layouts(r, dtype) if x.kv_dtype == kv_dtype]  # noqa: E731
+    return bind(model, subject.kernels, settings, offers)
 
 
 def on_device(
-    subject: Subject, model: CausalLM, dtype: torch.dtype, weights: Mapping[int, torch.Tensor | QTensor], tokens: int
+    subject: Subject,
+    model: CausalLM,
+    dtype: torch.dtype,
+    weights: Mapping[int, torch.Tensor | QTensor],
+    tokens: int,
+    kv_dtype: str = "auto",
 ) -> Bound:
     """The model bound to the device's kernels, with a cache for `tokens` tokens of each of a few sequences."""
     subject.open()
-    plan = plan_for(subject, model, dtype)
+    plan = plan_for(subject, model, dtype, kv_dtype)
     device = subject.backend.torch_device_indexed
     requests = _requests(model)
     blocks = _blocks(tokens, plan.layouts[requests[0]])

@@ -16,8 +16,8 @@ from inferplane_cpu.kvcache import BLOCK_TOKENS
 from inferplane_cpu.native import Cache, Matrix, Steps, library
 
 KERNELS = Kernels()
-LAYOUT = f"paged_{BLOCK_TOKENS}"
-"""Entries in the plan's dtype, which these kernels read in place."""
+LAYOUTS = (f"paged_{BLOCK_TOKENS}", f"paged_{BLOCK_TOKENS}_int8")
+"""Entries in the plan's dtype or in int8, which these kernels read in place."""
 RANK_TILES = RANK_COMPOSED + 10
 """torch's attention behind a native product."""
 RANK_SLOW = RANK_COMPOSED - 4
@@ -42,18 +42,18 @@ def _latent_bf16(op: Any) -> bool:
     return weight.dtype in (None, torch.bfloat16) and getattr(op.kv_b, "bias", None) is None
 
 
-PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=(LAYOUT,), features=("native",))
-FEW = When(dtypes=(torch.bfloat16,), kv_layouts=(LAYOUT,), features=("native",), needs=(("few query tokens", _few),))
+PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",))
+FEW = When(dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",), needs=(("few query tokens", _few),))
 MANY = When(
     dtypes=(torch.bfloat16,),
-    kv_layouts=(LAYOUT,),
+    kv_layouts=LAYOUTS,
     features=("native", "amx"),
     needs=(("many query tokens, heads of a multiple of 32 up to 256", _many),),
 )
 LATENT = When(
     dtypes=(torch.bfloat16,),
     formats=(PLAIN, "fp8_block"),
-    kv_layouts=(LAYOUT,),
+    kv_layouts=LAYOUTS,
     features=("native",),
     needs=(("a kv_b in bfloat16 or FP8 without bias", _latent_bf16),),
 )
@@ -77,9 +77,11 @@ def cache(kv: Any) -> Cache:
     """A layer's cache as the library reads it, described once and kept on it."""
     found = kv.__dict__.get("native")
     if found is None:
-        k = kv.entries[0]
-        v = kv.entries[1] if len(kv.entries) > 1 else k
-        found = kv.native = Cache(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), kv.block_tokens)
+        k, v = kv.entries[0], kv.entries[-1]
+        found = kv.native = Cache(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), block=kv.block_tokens)
+        if kv.scales:
+            found.k_scale, found.v_scale = kv.scales[0].data_ptr(), kv.scales[-1].data_ptr()
+            found.k_groups, found.v_groups = kv.scales[0].stride(0), kv.scales[-1].stride(0)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
-from inferplane_cpu.kernels.attention import LAYOUT, cache, kv_b_of, steps, tiled
+from inferplane_cpu.kernels.attention import LAYOUTS, cache, kv_b_of, steps, tiled
 from inferplane_cpu.kernels.moe import MOST_EXPERTS, routing
 from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
 from inferplane_cpu.native import Cache, Experts, Latent, Layer, Step, library
@@ -118,7 +118,7 @@ def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any) -> When:
     return When(
         (torch.bfloat16,),
         (PLAIN, *formats),
-        kv_layouts=(LAYOUT,),
+        kv_layouts=LAYOUTS,
         step_kinds=(step_kind,),
         features=features,
         needs=(*NEEDS, *needs),
