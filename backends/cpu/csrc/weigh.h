@@ -60,6 +60,7 @@ inline void pack(T *p, R x, Where marked) {
   for (uint32_t found = lanes(marked); found; found &= found - 1) *p++ = x[__builtin_ctz(found)];
 }
 #endif
+typedef uint32_t Bits __attribute__((vector_size(kWide * 4)));
 typedef int32_t HalfN __attribute__((vector_size(kWide * 2)));
 typedef int64_t L __attribute__((vector_size(kWide * 4)));
 typedef uint16_t Short __attribute__((vector_size(kWide * 2)));
@@ -95,7 +96,7 @@ inline V exp_scaled(V x) {
   V r = fma(k - magic, all(-8.6643397808e-2f), x);
   V y = fma(r, all(1.6664297879e-1f), all(5.0006479025e-1f));
   y = fma(y, r * r, r);
-  V power = (V)(look_up((N)k, kEighths) + ((N)k << 20));
+  V power = (V)((Bits)look_up((N)k, kEighths) + ((Bits)k << 20));  // lanes of no token hold anything, and may wrap
   return fma(power, y, power);
 }
 
