@@ -25,47 +25,6 @@ inline Kept values_of(const ip_cache &c, int64_t entries) {
   return {c.v, c.v_scale, c.v_stride, c.v_groups, c.v_scale ? entries / c.v_groups : 0};
 }
 
-inline F load16(const int8_t *p) {
-#ifdef __AVX512F__
-  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
-#else
-  __m256 half[2] = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))),
-                    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8))))};
-  F v;
-  memcpy(&v, half, 64);
-  return v;
-#endif
-}
-inline F load16(const int8_t *p, int64_t n) {
-  if (n >= kLanes) return load16(p);
-  int8_t part[kLanes] = {};
-  memcpy(part, p, (size_t)n);
-  return load16(part);
-}
-
-// The largest magnitude of n entries; NaN where one is.
-inline float largest(const bf16 *x, int64_t n) {
-  I top = I{};  // magnitudes as integers rise as they do, and NaN is above all
-  for (int64_t c = 0; c < n; c += kLanes) {
-    I size = (I)((U)load16(x + c, n - c) & 0x7fffffffu);
-    top = size > top ? size : top;
-  }
-  int32_t most = 0;
-  for (int l = 0; l < kLanes; l++) most = top[l] > most ? top[l] : most;
-  float f;
-  memcpy(&f, &most, 4);
-  return f;
-}
-
-// The first n of 16 integers in bytes.
-inline void store8(int8_t *p, I v, int64_t n) {
-#ifdef __AVX512BW__
-  _mm512_mask_cvtepi32_storeu_epi8(p, (__mmask16)(n >= kLanes ? 0xffff : (1 << n) - 1), (__m512i)v);
-#else
-  for (int64_t l = 0; l < min64(kLanes, n); l++) p[l] = (int8_t)v[l];
-#endif
-}
-
 // Writes entries first .. first + n of a slot, whole groups: a group's largest becomes 127, a group of zeros has scale 1.
 inline void keep(const Kept &k, int64_t slot, int64_t first, const bf16 *x, int64_t n) {
   if (!k.coded()) {
@@ -73,12 +32,8 @@ inline void keep(const Kept &k, int64_t slot, int64_t first, const bf16 *x, int6
     return;
   }
   for (int64_t g = 0; g < n; g += k.width) {
-    float scale = largest(x + g, k.width) / 127.0f;
-    if (scale == 0) scale = 1;
-    k.scale[slot * k.groups + (first + g) / k.width] = scale;
-    int8_t *to = k.codes() + slot * k.stride + first + g;
-    for (int64_t c = 0; c < k.width; c += kLanes)
-      store8(to + c, __builtin_convertvector(round_even(load16(x + g + c, k.width - c) / scale), I), k.width - c);
+    int64_t at = first + g;
+    k.scale[slot * k.groups + at / k.width] = code(x + g, k.width, k.codes() + slot * k.stride + at).scale;
   }
 }
 

@@ -5,6 +5,7 @@
 // on every instruction set alike: with VNNI the 16 bits are two signed bytes (256 high + low), without it pairs of
 // 16-bit products.
 #pragma once
+#include "codes.h"
 #include "dot.h"
 #include "pack.h"
 
