@@ -104,7 +104,7 @@ def test_attention_of_odd_sizes(name, sizes, window, wild):
     want = exactly(op, q, batch, kv)
     with forced(name):
         got = attention.attention(View(op), q, batch, kv)
-        # What rounding to bfloat16 takes, and queries rounded to 2^-16 of their largest entry: scores are off by so much.
+        # Rounding to bfloat16; and queries are rounded to 2^-16 of their largest entry, which scores are off by.
         keys = (kv.entries[0].double() * kv.scales[0].double().nan_to_num()[..., None]).norm(dim=-1).amax()
         scores = 2**-16 * q.double().abs().amax() * keys * op.scale
         room = 2**-8 * want.abs() + (2**-9 + scores) * want.abs().amax()
