@@ -130,3 +130,23 @@ def _hopper_product(rows: int) -> None:
 
     x = coded(torch.empty(rows, DEPTH, dtype=torch.uint8), torch.empty(rows, DEPTH // 128), 128, torch.bfloat16)
     blocks(x, _packed("fp8_block", COLUMNS, DEPTH), None)
+
+
+@specimen("hopper_experts")
+def _(products: Products) -> None:
+    _hopper_experts(weighted=False)
+
+
+@specimen("hopper_experts_down")
+def _(products: Products) -> None:
+    _hopper_experts(weighted=True)
+
+
+def _hopper_experts(*, weighted: bool) -> None:
+    from inferplane.kernels.triton.product import coded
+    from inferplane_cuda.kernels.hopper.experts import product, spread
+
+    dealing = torch.empty(8 * 128, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
+    x = coded(torch.empty(64, DEPTH, dtype=torch.uint8), torch.empty(64, DEPTH // 128), 128, torch.bfloat16)
+    rows = spread(x, dealing, 8, 512)
+    product(rows, _packed("fp8_block", 8, COLUMNS, DEPTH), dealing, 512, torch.empty(512) if weighted else None)

@@ -21,6 +21,7 @@ from inferplane_cuda.kernels.needs import (
     UNCODED,
     V3_HEADS,
     V3_LATENTS,
+    WHOLE_EXPERTS,
     WHOLE_PRODUCT,
 )
 from inferplane_cuda.kvcache import NAMES, TOKEN_SCALED
@@ -99,6 +100,18 @@ def hopper_products() -> list[Kernel]:
     return [
         kernel("gluon", "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest", CODED_128),
         kernel("gluon_fp8", "codes activations in FP8; not run on a GPU yet", UNCODED, **CODING),
+        Kernel(
+            "moe_experts",
+            "gluon_fp8",
+            f"{HOPPER_FOLDER}.experts:moe_experts",
+            When((torch.bfloat16,), ("fp8_block",), features=FEATURES, needs=WHOLE_EXPERTS),
+            RANK_UNPROVED,
+            dict.fromkeys(("gate_up", "down"), PACKING),
+            products,
+            capture_safe=True,
+            note="codes activations in FP8; not run on a GPU yet",
+            **CODING,
+        ),
     ]
 
 

@@ -22,3 +22,7 @@ WHOLE_PRODUCT = (
     ("rows of a multiple of 16 bytes", lambda op: op.weight.shape[-1] % 16 == 0),
     ("a result in the plan's dtype", lambda op: op.out_dtype is None),
 )
+WHOLE_EXPERTS = (
+    ("rows of a multiple of 16 bytes", lambda op: op.gate_up.shape[-1] % 16 == 0),
+    ("an inner size that is a multiple of 128", lambda op: op.down.shape[-1] % 128 == 0),
+)

@@ -314,10 +314,14 @@ def experts(
     if not p.partial:
         join = Sum(products.counters, top_k, base)
         return grouped(middle, p.down, dealing, how, weights=weights, join=join, **common).data
-    parts = grouped(middle, p.down, dealing, how, weights=weights, **common)
-    out = torch.empty(tokens, p.down.outputs, device=ids.device, dtype=x.dtype)
-    width = out.shape[1]
-    _sum[(tokens, triton.cdiv(width, 1024))](parts.data, ids, out, width, TOP_K=top_k, BLOCK=1024, num_warps=4)
+    return summed(grouped(middle, p.down, dealing, how, weights=weights, **common).data, ids, x.dtype)
+
+
+def summed(parts: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Results of pairs, float32 `[T k, N]`, added up by tokens; rows of experts elsewhere are not read."""
+    (tokens, top_k), width = ids.shape, parts.shape[1]
+    out = torch.empty(tokens, width, device=ids.device, dtype=dtype)
+    _sum[(tokens, triton.cdiv(width, 1024))](parts, ids, out, width, TOP_K=top_k, BLOCK=1024, num_warps=4)
     return out
 
 

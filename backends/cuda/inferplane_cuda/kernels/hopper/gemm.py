@@ -31,15 +31,13 @@ def load(
 
 
 @gluon.jit
-def compute(
-    x_scale, w_scale, out, row, column, rows, columns, turns, x_tiles, w_tiles, ready, free,
-    GROUP: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+def sums(
+    scales, block, turns, x_tiles, w_tiles, ready, free,
+    GROUP: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """One group of four warps: rows `64 GROUP` to `64 GROUP + 63` of the tile."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    m = row + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, MMA))
-    scales = x_scale + gl.minimum(m, rows - 1) * turns
-    block = w_scale + column // 128 * turns
+    """A group's 64 rows of the tile, scaled and summed in float32; `scales` and `block` are where each row's and the
+    weight's scales begin.
+    """
     acc = gl.zeros([64, COLUMNS], gl.float32, MMA)
     for i in range(0, turns):
         place = i % STAGES
@@ -51,6 +49,19 @@ def compute(
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(free.index(place), count=1)
         acc = acc + part * scale[:, None]
+    return acc
+
+
+@gluon.jit
+def compute(
+    x_scale, w_scale, out, row, column, rows, columns, turns, x_tiles, w_tiles, ready, free,
+    GROUP: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One group of four warps: rows `64 GROUP` to `64 GROUP + 63` of the tile."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    m = row + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    scales, block = x_scale + gl.minimum(m, rows - 1) * turns, w_scale + column // 128 * turns
+    acc = sums(scales, block, turns, x_tiles, w_tiles, ready, free, GROUP, COLUMNS, STAGES, MMA)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     result = gl.convert_layout(acc.to(gl.bfloat16), STORE)
     down = row + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE))
