@@ -125,6 +125,25 @@ def test_leaving_early_aborting_and_cancelling_free_the_blocks() -> None:
     asyncio.run(run())
 
 
+def test_an_id_that_is_used_again_at_once_hears_nothing_of_the_request_before() -> None:
+    long = SamplingParams(max_tokens=400, temperature=0)
+
+    async def run() -> None:
+        async with AsyncLLM(CONFIG, **OPTIONS) as llm:
+            other = asyncio.create_task(collect(llm.generate(PROMPTS[1], long)))
+            given_up = asyncio.create_task(collect(llm.generate(PROMPTS[0], long, "mine")))
+            while (await llm.stats())["num_requests_running"] < 2:
+                await asyncio.sleep(0.005)
+            given_up.cancel()
+            await asyncio.wait([given_up])
+            tokens, reasons = await collect(llm.generate(PROMPTS[2], SamplingParams(max_tokens=5), "mine"))
+            assert (len(tokens), reasons) == (5, ["length"])
+            other.cancel()
+            await asyncio.wait([other])
+
+    asyncio.run(run())
+
+
 def test_refusals_leave_nothing_and_others_run_on() -> None:
     async def run() -> None:
         async with AsyncLLM(CONFIG, max_waiting=1, **{**OPTIONS, "max_batch": 1}) as llm:
@@ -231,6 +250,36 @@ def test_a_constrained_request_that_was_given_up_leaves_no_mark(monkeypatch: pyt
         while not any(p.finish_reason for _, p in told.pieces) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert [p.finish_reason for _, p in told.pieces][-1] == "length"
+    finally:
+        engine.close()
+
+
+def test_constraints_that_nobody_waits_for_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, told, gate = LocalEngine(LLM(CONFIG, **OPTIONS)), Told(), threading.Event()
+    compiled: list[str | None] = []
+
+    def slow(params: SamplingParams) -> None:
+        if params.regex is not None:
+            compiled.append(params.regex)
+            gate.wait(10)
+            raise UsageError("too complex")
+
+    monkeypatch.setattr(engine.llm, "constraint", slow)
+    try:
+        working = [engine.submit(order(name, regex=name), told) for name in ("a", "b")]
+        left = engine.submit(order("c", regex="c"), told)
+        late = engine.submit(order("d", regex="d", timeout_s=0.01), told)
+        engine.abort("c", told)
+        turn(engine)
+        time.sleep(0.02)
+        gate.set()
+        assert left.result(10) is None and late.result(10) is None
+        assert all(isinstance(w.exception(10), UsageError) for w in working)
+        while engine._streams:
+            turn(engine)
+        assert sorted(compiled) == ["a", "b"] and not engine._compiling  # type: ignore[type-var]
+        ends = {name: (piece.finish_reason, piece.token_ids) for name, piece in told.pieces}
+        assert ends == {"c": ("abort", []), "d": ("timeout", [])}
     finally:
         engine.close()
 

@@ -101,7 +101,7 @@ class AsyncLLM:
         self._client = client
         self._ids = count()
         self._lock = threading.Lock()
-        self._owners: dict[RequestId, _Mailbox] = {}
+        self._owners: dict[RequestId, tuple[RequestId, _Mailbox]] = {}  # a caller's id -> the engine's
         self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}  # of loops with live streams
         self._tokenizer: Tokenizer | None = None
 
@@ -180,8 +180,8 @@ class AsyncLLM:
             EngineError: the engine has ended.
         """
         pieces: asyncio.Queue[Delta] = asyncio.Queue()
-        order = await self._order(prompt, params, request_id, index, priority, tenant)
-        box = self._register(order.request_id, pieces.put_nowait)
+        order = await self._order(prompt, params, index, priority, tenant)
+        box = self._register(request_id, order, pieces.put_nowait)
         ended = False
         try:
             await asyncio.wrap_future(self._client.submit(order, box))
@@ -190,7 +190,7 @@ class AsyncLLM:
                 ended = piece.finish_reason is not None
                 yield piece
         finally:
-            self._leave(order, box, ended)
+            self._leave(request_id, order, box, ended)
 
     async def embed(
         self,
@@ -232,7 +232,7 @@ class AsyncLLM:
         Args:
             take: gets the pieces. It must not raise; if it does, so does this method, and the request is ended.
         """
-        order = await self._order(prompt, params, request_id, index, priority, tenant)
+        order = await self._order(prompt, params, index, priority, tenant)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def hand_over(piece: Delta) -> None:
@@ -246,7 +246,7 @@ class AsyncLLM:
                 if piece.finish_reason is not None:
                     done.set_result(None)
 
-        box = self._register(order.request_id, hand_over)
+        box = self._register(request_id, order, hand_over)
         ended = False
         try:
             await asyncio.wrap_future(self._client.submit(order, box))
@@ -254,13 +254,12 @@ class AsyncLLM:
             ended = True
         finally:
             done.cancel()
-            self._leave(order, box, ended)
+            self._leave(request_id, order, box, ended)
 
     async def _order(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        request_id: RequestId | None,
         index: int,
         priority: int,
         tenant: str,
@@ -272,36 +271,39 @@ class AsyncLLM:
             )
         ids = await self._encode(prompt)
         arguments.check_ids(ids, self.info.vocab)
-        key: RequestId = f"stream-{next(self._ids)}" if request_id is None else request_id
-        return Order(key, ids, params, index, priority, tenant)
+        # The engine knows each by a number of its own: a caller may use an id again while a request that was given up
+        # under it still ends.
+        return Order(next(self._ids), ids, params, index, priority, tenant)
 
-    def _leave(self, order: Order, box: _Mailbox, ended: bool) -> None:
+    def _leave(self, request_id: RequestId | None, order: Order, box: _Mailbox, ended: bool) -> None:
         """Let go of a request; one that has not ended is aborted, also when it is only about to be queued."""
-        self._unregister(order.request_id, box)
+        self._unregister(request_id, order, box)
         if not ended:
             self._client.abort(order.request_id, box)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request; its stream gets a last piece with "abort". Unknown and ended ids are ignored."""
         with self._lock:
-            box = self._owners.get(request_id)
-        if box is not None:
-            self._client.abort(request_id, box)
+            found = self._owners.get(request_id)
+        if found is not None:
+            self._client.abort(*found)
 
-    def _register(self, request_id: RequestId, take: Take) -> _Mailbox:
+    def _register(self, request_id: RequestId | None, order: Order, take: Take) -> _Mailbox:
         loop = asyncio.get_running_loop()
         with self._lock:
             if request_id in self._owners:
                 raise UsageError(f"Request {request_id!r} is alive already.", remedy="use another request_id")
             box = self._mailboxes.setdefault(loop, _Mailbox(loop))
-            self._owners[request_id] = box
-            box.streams[request_id] = take
+            if request_id is not None:
+                self._owners[request_id] = order.request_id, box
+            box.streams[order.request_id] = take
             return box
 
-    def _unregister(self, request_id: RequestId, box: _Mailbox) -> None:
+    def _unregister(self, request_id: RequestId | None, order: Order, box: _Mailbox) -> None:
         with self._lock:
-            del self._owners[request_id]
-            del box.streams[request_id]
+            if request_id is not None:
+                del self._owners[request_id]
+            del box.streams[order.request_id]
             if not box.streams:
                 self._mailboxes.pop(box.loop, None)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from inferplane.engine.client import Health, ModelInfo, Order, Question, RequestId, Sink
@@ -62,16 +62,16 @@ class LocalEngine:
 
     def submit(self, order: Order, sink: Sink) -> Future[None]:
         """See `EngineClient`. A constraint is compiled beside the engine, which goes on meanwhile."""
-        answer: Future[None] = Future()
+        answer, arrived = Future[None](), time.monotonic()
         if order.params.constraint is None:
-            self._post(lambda: self._add(order, sink, None), answer)
+            self._post(lambda: self._add(order, sink, None, arrived), answer)
             return answer
         with self._lock:
             self._compiling[sink, order.request_id] = False
         try:
-            self._compilers.submit(self._compile, order, sink, answer)
+            self._compilers.submit(self._compile, order, sink, arrived, answer)
         except RuntimeError:  # closed; the engine's own refusal says so
-            self._post(lambda: self._add(order, sink, None), answer)
+            self._post(lambda: self._add(order, sink, None, arrived), answer)
         return answer
 
     def abort(self, request_id: RequestId, sink: Sink) -> None:
@@ -137,16 +137,26 @@ class LocalEngine:
         if self._ended.is_set():  # it may have ended just before: then nobody empties the queue but us
             self._refuse()
 
-    def _compile(self, order: Order, sink: Sink, answer: Future[None]) -> None:
+    def _compile(self, order: Order, sink: Sink, arrived: float, answer: Future[None]) -> None:
         """In a compiler's thread."""
+        params, constraint = order.params, None
         try:
-            constraint = self.llm.constraint(order.params)
+            if self._compiling.get((sink, order.request_id)) or (
+                params.timeout_s is not None and time.monotonic() - arrived >= params.timeout_s
+            ):  # nobody waits for it: it is queued without, and ends before it runs
+                order = replace(order, params=replace(params, json_schema=None, regex=None, grammar=None))
+            else:
+                constraint = self.llm.constraint(params)
         except BaseException as error:
             self._compiled((sink, order.request_id))
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(error)
             return
-        self._post(lambda: self._add(order, sink, constraint), answer, lambda: self._compiled((sink, order.request_id)))
+        self._post(
+            lambda: self._add(order, sink, constraint, arrived),
+            answer,
+            lambda: self._compiled((sink, order.request_id)),
+        )
 
     def _compiled(self, key: _Key) -> bool:
         """Its constraint is not at work any more; whether the request was aborted meanwhile."""
@@ -155,7 +165,7 @@ class LocalEngine:
 
     # -- in the engine's thread
 
-    def _add(self, order: Order, sink: Sink, constraint: Constraint | None) -> None:
+    def _add(self, order: Order, sink: Sink, constraint: Constraint | None, arrived: float) -> None:
         key = sink, order.request_id
         aborted = self._compiled(key)
         if self._ended.is_set() or self._closing.is_set():
@@ -164,7 +174,7 @@ class LocalEngine:
             raise UsageError("The model is shut down.", remedy="make a new AsyncLLM")
         if key in self._streams:
             raise UsageError(f"Request {order.request_id!r} is alive already.", remedy="use another request_id")
-        more = {"priority": order.priority, "tenant": order.tenant, "constraint": constraint}
+        more = {"priority": order.priority, "tenant": order.tenant, "constraint": constraint, "arrived": arrived}
         request = self.llm.add(order.prompt, order.params, order.index, **more)
         self._streams[key] = self._of[request] = _Stream(request, order, sink)
         if aborted:
