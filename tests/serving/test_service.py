@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from inferplane.engine import AsyncLLM
 from inferplane.errors import CheckpointError
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError
+from inferplane.serving.grpc import schema, servicer
+from inferplane.serving.http.gate import Keys
 from inferplane.serving.job import Job
 from inferplane.serving.service import Service
 from inferplane.serving.settings import Settings
@@ -84,6 +87,19 @@ def test_every_sequence_ends_once_and_is_what_it_would_be_alone():
             alone = await served(service, Ask([prompts[1]], {"seed": 3}, max_tokens=9))
             assert alone[0] == many[2]
             assert many[2] != many[3]
+
+    check(work)
+
+
+def test_cached_tokens_are_counted_once_for_a_prompt():
+    async def work() -> None:
+        async with running() as service:
+            block = service.served.info.block_tokens
+            prompts = [[5] * (3 * block + 1), [6] * (2 * block + 1)]
+            await served(service, Ask(prompts[:1], max_tokens=1))
+            async with service.admit(Ask(prompts, max_tokens=1, n=2)) as job:
+                await read(job)
+            assert (job.prompt_tokens, job.cached_tokens) == (5 * block + 2, 3 * block)
 
     check(work)
 
@@ -174,6 +190,36 @@ def test_a_request_that_runs_out_of_time_says_so():
             with pytest.raises(ApiError) as late:
                 await served(service, Ask([[1]], max_tokens=500, timeout_s=0.02))
             assert (late.value.status, late.value.code) == (504, "timeout")
+
+    check(work)
+
+
+def test_a_grpc_stream_that_is_left_unread_gives_its_places_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(servicer, "MOST_AT_ONCE", 2)
+
+    class Caller:
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+    async def ask() -> AsyncIterator[Any]:
+        make = schema.message("ModelInferRequest")(model_name="model")
+        make.inputs.add(name="input_ids", datatype="INT64", shape=[1]).contents.int64_contents.append(5)
+        make.parameters["max_tokens"].int64_param = 200
+        yield make
+        await asyncio.Event().wait()
+
+    async def work() -> None:
+        async with running(write_timeout_s=0.1) as service:
+
+            async def leave_unread() -> None:
+                async for _ in servicer.Servicer(service, Keys(())).ModelStreamInfer(ask(), Caller()):
+                    await asyncio.Event().wait()
+
+            call = asyncio.create_task(leave_unread())
+            while not service.places.taken:
+                await asyncio.sleep(0.001)
+            await asyncio.wait([call], timeout=20)
+            assert call.cancelled()
 
     check(work)
 

@@ -50,7 +50,7 @@ class Job:
     ) -> None:
         self.ask, self.prompts, self.params, self.name = ask, prompts, params, name
         self.completion_tokens = 0
-        self.cached_tokens = 0
+        self._cached: dict[int, int] = {}  # prompt -> tokens
         self.finished: list[str] = []
         self.first_token_s: float | None = None
         self._engine = engine
@@ -67,6 +67,11 @@ class Job:
     def prompt_tokens(self) -> int:
         """Tokens of all its prompts, each counted once."""
         return sum(map(len, self.prompts))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of its prompts that were found in the cache, each counted once as in `prompt_tokens`."""
+        return sum(self._cached.values())
 
     def start(self) -> None:
         """Hand its sequences to the engine."""
@@ -139,7 +144,9 @@ class Job:
         if reason is not None:
             self.finished.append(reason)
             if delta.timings is not None:
-                self.cached_tokens += delta.timings.cached_tokens
+                which = choice // self.ask.n
+                found = delta.timings.cached_tokens
+                self._cached[which] = min(found, self._cached.get(which, found))
                 if self.first_token_s is None or delta.timings.first_token_s < self.first_token_s:
                     self.first_token_s = delta.timings.first_token_s
         self._put(Piece(choice, delta) if reason in (None, "stop", "length") else _failure(delta))

@@ -149,13 +149,27 @@ class Servicer:
             return _response(request, wanted.answer.whole(job, choices))
 
     async def ModelStreamInfer(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Answers come as they are made, each with its request's id; a request's error ends that one alone."""
+        """Answers come as they are made, each with its request's id; a request's error ends that one alone.
+
+        A client that leaves an answer unread for too long is cut off, as over HTTP: its requests keep their places.
+        """
         answers: asyncio.Queue[Any] = asyncio.Queue(MOST_AT_ONCE)
         reader = asyncio.create_task(self._read(stream, answers, self._caller(context)))
+        loop, call, unread = asyncio.get_running_loop(), asyncio.current_task(), None
+        assert call is not None
+
+        def cut_off() -> None:
+            reader.cancel()
+            call.cancel()
+
         try:
             while (answer := await answers.get()) is not None:
+                unread = loop.call_later(self._service.settings.write_timeout_s, cut_off)
                 yield answer
+                unread.cancel()
         finally:
+            if unread is not None:
+                unread.cancel()
             reader.cancel()
             with suppress(asyncio.CancelledError):
                 await reader
