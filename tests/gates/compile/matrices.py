@@ -37,8 +37,8 @@ def _packed(format: str, *shape: int) -> Any:
 def _product(products: Products, rows: int, format: str, act: str) -> None:
     from inferplane.kernels.triton.product import coded, plain, product
 
-    x = plain(torch.empty(rows, DEPTH, dtype=torch.bfloat16))
-    if act:
+    x = replace(plain(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), code=act == "here")
+    if act in ("fp8", "int8"):
         group = 128 if act == "fp8" else 0
         scales = torch.empty(rows, DEPTH // 128 if group else 1)
         kind = torch.uint8 if act == "fp8" else torch.int8
@@ -46,8 +46,8 @@ def _product(products: Products, rows: int, format: str, act: str) -> None:
     product(x, _packed(format, COLUMNS, DEPTH), products)
 
 
-FORMS = {"fp8_fp8": ("fp8_block", "fp8"), "int8_int8": ("int8_row", "int8"), "bf16_fp8": ("fp8_block", ""),
-         "bf16_int8": ("int8_group", ""), "bf16_int4": ("int4_group", "")}  # fmt: skip
+FORMS = {"fp8_fp8": ("fp8_block", "fp8"), "coded_fp8": ("fp8_block", "here"), "int8_int8": ("int8_row", "int8"),
+         "bf16_fp8": ("fp8_block", ""), "bf16_int8": ("int8_group", ""), "bf16_int4": ("int4_group", "")}  # fmt: skip
 
 
 def _specimen(form: str, rows: int, programs: int = 1) -> None:
@@ -58,11 +58,17 @@ def _specimen(form: str, rows: int, programs: int = 1) -> None:
 for _form, _rows in (("fp8_fp8", 256), ("int8_int8", 256), ("bf16_fp8", 256), ("bf16_int8", 1), ("bf16_int4", 256)):
     _specimen(_form, _rows)
 _specimen("fp8_fp8", 1, 64)
+_specimen("coded_fp8", 1)
+_specimen("coded_fp8", 64)
 _specimen("bf16_int4", 1, 64)
 
 
-def _grouped(products: Products, rows: int, format: str, *, code: bool = False, last: bool = False) -> None:
-    """The first product over experts, which deals, or with `last` the second one, which sums up."""
+def _grouped(
+    products: Products, rows: int, format: str, *, code: bool = False, last: bool = False, here: bool = False
+) -> None:
+    """The first product over experts, which deals and with `here` codes activations, or with `last` the second one,
+    which sums up.
+    """
     from inferplane.kernels.triton.moe import Sum, grouped
     from inferplane.kernels.triton.product import coded, plain
 
@@ -71,6 +77,7 @@ def _grouped(products: Products, rows: int, format: str, *, code: bool = False, 
     slots = torch.empty(8 * how.rows, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
     codes = torch.empty(64, DEPTH, dtype=torch.uint8), torch.empty(64, DEPTH // 128)
     with_codes = coded(*codes, 128, torch.bfloat16) if format == "fp8_block" else plain(x)
+    with_codes = replace(plain(x), code=True) if here else with_codes
     weights = torch.empty(256) if last else None
     top_k = 0 if last else 4
     few = rows == 1 and not last
@@ -83,7 +90,8 @@ def _grouped(products: Products, rows: int, format: str, *, code: bool = False, 
 
 PRODUCTS["experts_bf16"] = lambda products: _grouped(products, 1, "plain")
 PRODUCTS["experts_bf16_int4"] = lambda products: _grouped(products, 1, "int4_group64")
-PRODUCTS["experts_fp8_few"] = lambda products: _grouped(products, 1, "fp8_block", code=True)
+PRODUCTS["experts_fp8_few"] = lambda products: _grouped(products, 1, "fp8_block", code=True, here=True)
+PRODUCTS["experts_fp8_some"] = lambda products: _grouped(products, 256, "fp8_block", code=True, here=True)
 PRODUCTS["experts_fp8_many"] = lambda products: _grouped(products, 256, "fp8_block", code=True)
 PRODUCTS["experts_fp8_down"] = lambda products: _grouped(products, 1, "fp8_block", last=True)
 

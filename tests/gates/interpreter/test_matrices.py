@@ -10,7 +10,20 @@ import torch
 
 from inferplane.binding import Bench, run_case
 from inferplane.kernels.triton import Product, Products, matrix_kernels
-from inferplane.ops import OPS, GatedMLP, Linear, LMHead, MoE, MoEExperts, MoERoute, Quantize, Sample, placeholder
+from inferplane.ops import (
+    OPS,
+    GatedMLP,
+    Linear,
+    LMHead,
+    MoE,
+    MoEExperts,
+    MoERoute,
+    Quantize,
+    Sample,
+    encode,
+    placeholder,
+)
+from inferplane.ops.op import relative_error
 from inferplane.plugin import HOST, Features, Weight
 from inferplane.types.batch import Query, make_batch
 from tests.gates.interpreter.benches import DTYPES
@@ -109,6 +122,23 @@ def test_linear_in_parts_of_its_depth(form, count, record_property):
     options, name = LINEARS[form]
     op = Linear(placeholder(24, 1160, format=form.removesuffix("_act")), **options)
     judge(KERNELS[name], Sample(form, op, rows(count, 1160, True)), torch.bfloat16, record_property)
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_row"])
+@pytest.mark.parametrize("count", [1, 20])
+def test_coding_in_the_product_is_coding_before_it(format, count):
+    from inferplane.kernels.triton.linear import fp8_input, fp8_rows
+    from inferplane.kernels.triton.packed import pack
+    from inferplane.kernels.triton.product import product
+
+    generator = torch.Generator().manual_seed(8)
+    x = (torch.randn(count, DEPTH, generator=generator) * 7).bfloat16()
+    x[:, :128] = 0
+    weight = pack(encode(torch.randn(40, DEPTH, generator=generator), format))
+    few = fp8_input(x, weight, 128)
+    assert few.code and few.scale is None
+    got, want = product(few, weight, PRODUCTS), product(fp8_rows(x, 128), weight, PRODUCTS)
+    assert relative_error(got, want) < 2**-8  # a bfloat16 result's last place
 
 
 @pytest.mark.parametrize("outliers", [False, True], ids=["random", "outliers"])

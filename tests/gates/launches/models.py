@@ -1,4 +1,4 @@
-"""Models of the decode bars, bound as they are asked for: in bfloat16 and with FP8 weights."""
+"""Models of the decode bars, bound as they are asked for: in bfloat16, with FP8 weights, with FP8 altogether."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from benchmarks.shapes import FP8, REAL
 from inferplane.engine import Runner
 from tests.gates.launches.steps import planned
 
+CODED = {"quantization_config": {**FP8["quantization_config"], "activation_scheme": "dynamic"}}
+"""As DeepSeek's checkpoints ask for it."""
 LAYERS = 3
 """Of each model: one dense layer and two further, since layers that are alike launch alike."""
 MODELS: dict[str, Callable[[], Runner]] = {
@@ -16,3 +18,7 @@ MODELS: dict[str, Callable[[], Runner]] = {
     for name, config in REAL.items()
     for form, more in (("bf16", {}), ("FP8", FP8))
 }
+CODED_MODELS: dict[str, Callable[[], Runner]] = {
+    name: partial(planned, {**config, "num_hidden_layers": LAYERS, **CODED}) for name, config in REAL.items()
+}
+"""With activations in FP8 too."""

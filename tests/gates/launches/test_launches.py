@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gates.launches.models import MODELS
+from tests.gates.launches.models import CODED_MODELS, MODELS
 from tests.gates.launches.steps import Between, between, planned, step
 
 
@@ -23,6 +23,16 @@ def test_at_most_one_kernel_between_two_products(runner, sequences, tokens, reco
     assert len(pairs) > 10
     assert not [str(pair) for pair in pairs if len(pair.kernels) > 1]
     record_property("launches", len(names))
+
+
+@pytest.mark.parametrize("model", CODED_MODELS)
+def test_few_activations_are_coded_in_the_product(model):
+    """Up to 64 rows; more are coded by a kernel of its own, beside which there may be a norm."""
+    runner = CODED_MODELS[model]()
+    for sequences, tokens in ((1, 1), (8, 1), (64, 1), (32, 2)):
+        names = step(runner, sequences, tokens)
+        assert "_quantize" not in names and not [str(p) for p in between(names) if len(p.kernels) > 1]
+    assert "_quantize" in step(runner, 64, 2)
 
 
 def test_several_are_found():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from inferplane.kernels.triton.packed import FP8, Packed
 from inferplane.kernels.triton.product import Activations, coded, plain, product
 from inferplane.kernels.triton.rows import gated as gate
 from inferplane.kernels.triton.rows import quantize as quantized
 from inferplane.types import Batch
 
 FP8_GROUP = 128
+FEW_ROWS = 64
+"""So many are coded by the product itself, in each of its programs: a launch costs more than coding them again."""
 
 
 def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -22,7 +26,14 @@ def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     """The same with activations in FP8, which the op does not ask for."""
-    return product(fp8_rows(x, p.weight.group), p.weight, p.prepared, p.bias, p.out_dtype)
+    return product(fp8_input(x, p.weight, p.weight.group), p.weight, p.prepared, p.bias, p.out_dtype)
+
+
+def fp8_input(x: torch.Tensor, weight: Packed, group: int) -> Activations:
+    """Activations for a product in FP8: many are coded before it. Few are coded in it, by 128 columns, where the
+    weight is in FP8; beside INT4, which is multiplied in 16 bits, they stay as they are.
+    """
+    return replace(plain(x), code=weight.kind == FP8) if len(x) <= FEW_ROWS else fp8_rows(x, group)
 
 
 def fp8_rows(x: torch.Tensor, group: int) -> Activations:
@@ -46,6 +57,6 @@ def gated_mlp(p: Any, x: torch.Tensor) -> torch.Tensor:
 def gated_mlp_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     """With activations in FP8; what lies between the two products is one kernel."""
     weight = p.gate_up.weight
-    both = product(fp8_rows(x, weight.group), weight, p.prepared)
+    both = product(fp8_input(x, weight, weight.group), weight, p.prepared)
     data, scale = gate(both, "fp8", FP8_GROUP)
     return product(coded(data, scale, FP8_GROUP, x.dtype), p.down.weight, p.prepared)

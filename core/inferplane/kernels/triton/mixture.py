@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.triton.linear import FP8_GROUP, fp8_rows
+from inferplane.kernels.triton.linear import FP8_GROUP, fp8_input
 from inferplane.kernels.triton.moe import experts
 from inferplane.kernels.triton.packed import PLAIN, Packed
 from inferplane.kernels.triton.product import Activations, coded, plain, product
@@ -49,9 +49,12 @@ def moe(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def moe_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Activations in FP8 but for the router's; those that come in are coded once for all."""
+    """Activations in FP8 but for the router's; many that come in are coded once for all."""
     products: Products = p.prepared
     logits = product(plain(x), p.router.weight, products, p.router.bias, torch.float32)
-    rows, shared = fp8_rows(x, FP8_GROUP), p.shared
-    base = None if shared is None else shared_mlp_fp8(rows, shared.gate_up.weight, shared.down.weight, products)
+    rows, shared, base = fp8_input(x, p.experts.gate_up, FP8_GROUP), p.shared, None
+    if shared is not None:
+        gate_up, down = shared.gate_up.weight, shared.down.weight
+        into = fp8_input(x, gate_up, FP8_GROUP) if rows.scale is None else rows
+        base = shared_mlp_fp8(into, gate_up, down, products)
     return experts(p.experts, products, rows, *moe_route(p.route, logits), True, base)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from inferplane.errors import KernelError
 from inferplane.kernels.triton.arrivals import kept, last_of_each
-from inferplane.kernels.triton.linear import fp8_rows
+from inferplane.kernels.triton.linear import fp8_input
 from inferplane.kernels.triton.packed import DEPTH, Packed
 from inferplane.kernels.triton.product import Activations, coded, form, plain, silu, tile
 from inferplane.kernels.triton.rows import encoded, scale_of
@@ -332,4 +332,4 @@ def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
 
 def moe_experts_fp8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Activations in FP8, a scale for 128 columns, before both products."""
-    return experts(p, p.prepared, fp8_rows(x, DEPTH), weights, ids, True)
+    return experts(p, p.prepared, fp8_input(x, p.gate_up, DEPTH), weights, ids, True)

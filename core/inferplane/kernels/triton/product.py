@@ -16,6 +16,7 @@ import triton.language as tl
 from inferplane.kernels.triton.arrivals import kept, last_of
 from inferplane.kernels.triton.attention import widened
 from inferplane.kernels.triton.packed import FP8, INT8, PLAIN, Packed
+from inferplane.kernels.triton.rows import encoded, scale_of
 from inferplane.kernels.triton.tiles import Products
 
 RASTER = 8
@@ -57,7 +58,10 @@ def tile(
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Columns `first` to `last` of K: float32 `[BM, BN]`, scaled. `x_row` are rows of `x` `[., K]`, side by side."""
+    """Columns `first` to `last` of K: float32 `[BM, BN]`, scaled. `x_row` are rows of `x` `[., K]`, side by side.
+    A_KIND 4: plain rows, coded here in FP8 with a scale for BK columns.
+    """
+    KIND: tl.constexpr = 1 if A_KIND == 4 else A_KIND
     HALF: tl.constexpr = BK // 2 if B_KIND == 3 else BK
     within = tl.arange(0, HALF)
     acc = tl.zeros([BM, BN], tl.float32)
@@ -83,6 +87,10 @@ def tile(
                 zero = tl.load(w_zero + n // ROWS * GROUPS + (k // GROUP if GROUP > 0 else 0), mask=n_inside, other=0.0)
                 left = entries(b, B_KIND, tl.float32) - zero[None, :]
                 part = tl.dot(entries(a, A_KIND, dtype), left.to(dtype), input_precision="ieee")
+            elif A_KIND == 4:
+                row_scale = scale_of(tl.max(tl.abs(a.to(tl.float32)), 1), 448.0, False)
+                codes = encoded(a.to(tl.float32), row_scale[:, None], True)
+                part = multiply(codes, b, KIND, B_KIND, FP8_DOT, dtype) * row_scale[:, None]
             else:
                 part = multiply(a, b, A_KIND, B_KIND, FP8_DOT, dtype)
         if GROUP > 0:
@@ -92,10 +100,10 @@ def tile(
         acc += part
     if B_KIND > 0 and GROUP == 0:
         acc *= tl.load(w_scale + n // ROWS * GROUPS, mask=n_inside, other=0.0)[None, :]
-    if A_KIND > 0 and X_GROUP == 0:
+    if A_KIND > 0 and A_KIND != 4 and X_GROUP == 0:
         acc *= tl.load(x_scale + x_row, mask=x_inside, other=0.0)[:, None]
-    EIGHT: tl.constexpr = A_KIND == 1 and B_KIND == 1 and FP8_DOT
-    if A_KIND == 1 and not EIGHT:
+    EIGHT: tl.constexpr = KIND == 1 and B_KIND == 1 and FP8_DOT
+    if KIND == 1 and not EIGHT:
         acc *= 256.0
     if B_KIND == 1 and not EIGHT:
         acc *= 256.0
@@ -151,6 +159,8 @@ def _product(
 
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+CODED_HERE = 4
+"""Beside the kinds of weights: plain activations that the product codes in FP8."""
 WIDE_COLUMNS = 32
 """Columns a loop turn of float32 entries: what shared memory holds."""
 
@@ -164,16 +174,20 @@ class Activations:
         scale: `[M, groups]`, or None for plain ones.
         group: columns that share a scale, 0 for the whole row.
         dtype: the activations' own.
+        code: plain entries become FP8 as they are read, with a scale for as many columns as a loop turn takes.
     """
 
     data: torch.Tensor
     scale: torch.Tensor | None
     group: int
     dtype: torch.dtype
+    code: bool = False
 
     @property
     def kind(self) -> int:
-        """PLAIN, FP8 or INT8."""
+        """PLAIN, FP8, INT8 or CODED_HERE."""
+        if self.code:
+            return CODED_HERE
         return PLAIN if self.scale is None else FP8 if self.data.dtype == torch.uint8 else INT8
 
 
