@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Where a decoding step on the cpu backend spends its time: the parts of the native layers, and what lies around them.
+"""Where a step on the cpu backend spends its time: the parts of the native layers, and what lies around them.
 
     python benchmarks/cpu/phases.py --shape small                                       # a minute
-    python benchmarks/cpu/phases.py --shape qwen3-0.6b --ours int8 --folder models
+    python benchmarks/cpu/phases.py --shape qwen3-0.6b --ours int8 --prefill 512 2048 --folder models
 
 The checkpoint is that of `turns.py`. Times are medians over single steps, in microseconds a step. `roof` is what the
 weights' bytes take at the probe's bandwidth, the mean of before and after. The calling thread counts, so a part
@@ -23,21 +23,32 @@ from turns import Probe
 from inferplane import LLM, SamplingParams
 from inferplane_cpu.native import library
 
+PROMPTS = 6
+"""Of which the first warms up."""
+
 
 class Parts:
-    """Microseconds of a step's parts, step by step."""
+    """Microseconds of a step's parts, step by step, within its block."""
 
     def __init__(self, model):
         self.model, self.now, self.steps = model, {}, []
         self.names = library().ip_phases(None).decode().split()
         self.ns = (ctypes.c_int64 * len(self.names))()
+
+    def __enter__(self):
+        self.before = dict(vars(self.model))
         for name in ("embed", "norm", "head"):
-            setattr(model, name, self.timed(name, getattr(model, name)))
-        chain = getattr(model.layers, "chain", None)
-        if chain is not None:
-            model.layers.chain = self.timed("layers", chain)
+            setattr(self.model, name, self.timed(name, getattr(self.model, name)))
+        layers = self.model.layers
+        if (chain := getattr(layers, "chain", None)) is not None:
+            layers.chain, self.undo = self.timed("layers", chain), lambda: setattr(layers, "chain", chain)
         else:
-            model.layers = tuple(self.timed("layers", layer) for layer in model.layers)
+            self.model.layers, self.undo = tuple(self.timed("layers", one) for one in layers), lambda: None
+        return self
+
+    def __exit__(self, *_):
+        self.undo()
+        vars(self.model).update(self.before)
 
     def timed(self, name, call):
         def run(*args):
@@ -49,7 +60,7 @@ class Parts:
         return run
 
     def step(self, engine_step):
-        """One step of the engine, kept if it made one token."""
+        """One step of the engine."""
         self.now = {}
         ctypes.memset(self.ns, 0, ctypes.sizeof(self.ns))
         library().ip_phases(self.ns)
@@ -63,44 +74,78 @@ class Parts:
         self.steps.append({"step": whole, **self.now, **native, **inside, "rest": whole - known})
         return result
 
-    def medians(self):
-        return {name: statistics.median(s[name] for s in self.steps) for name in self.steps[-1]}
 
-
-def measure(args, precision, folder, probe):
-    """Medians of the parts of a step, and the roof's microseconds."""
-    scheme = None if precision == "bf16" else f"weight_only_{precision}"
-    llm = LLM(folder, device="cpu", dtype="bfloat16", max_model_len=4096, max_batch=1, quantization=scheme)
+def decoding(args, llm):
+    """Parts of a step that makes one token."""
     params = SamplingParams(max_tokens=args.tokens + 1, temperature=0, ignore_eos=True)
-    ids = torch.randint(3, 30000, (args.context,), generator=torch.Generator().manual_seed(0)).tolist()
-    llm.generate([ids], params)
+    parts = watched(llm, "decode", [prompt(args.context, seed) for seed in (0, 1)], params)
+    return parts[1:]  # the first reads the prompt
+
+
+def prefilling(tokens, llm):
+    """Parts of a step that reads a prompt."""
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    return watched(llm, "mixed", [prompt(tokens, seed) for seed in range(PROMPTS)], params)
+
+
+def prompt(tokens, seed):
+    return torch.randint(3, 30000, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def watched(llm, kind, prompts, params):
+    """Parts of every step that all prompts but the first take, one prompt after the other."""
+    llm.generate([prompts[0]], params)
     engine = llm.engine
     engine_step = engine.step
-    parts = Parts(engine.runner.steps["decode"].__self__)
-    engine.step = lambda: parts.step(engine_step)
-    before = probe()
-    llm.generate([[*ids[1:], 5]], params)
-    after = probe()
-    parts.steps = parts.steps[1:]
-    llm.close()
-    bandwidth = (before + after) / 2
-    return parts.medians(), decode_bytes(args.shape, precision) / bandwidth / 1e3, bandwidth
+    with Parts(engine.runner.steps[kind].__self__) as parts:
+        engine.step = lambda: parts.step(engine_step)
+        for ids in prompts[1:]:
+            llm.generate([ids], params)
+    engine.step = engine_step
+    return parts.steps
+
+
+def medians(steps):
+    return {name: statistics.median(s[name] for s in steps) for name in steps[-1]}
+
+
+def show(title, steps):
+    found = medians(steps)
+    print(title.format(**found))
+    for name, us in found.items():
+        print(f"  {name:16} {us:9.0f}  {us / found['step']:6.1%}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, "small")
-    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=24, help="tokens decoded")
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--prefill", type=int, nargs="*", default=[], metavar="TOKENS", help="also prompts of so many")
     parser.add_argument("--ours", nargs="*", default=list(BITS), choices=BITS)
     args = parser.parse_args()
     with checkpoint(args) as folder:
         probe = Probe()
         for precision in args.ours:
-            medians, roof, bandwidth = measure(args, precision, folder, probe)
-            print(f"{args.shape} {precision}, {bandwidth:.1f} GB/s, roof {roof:.0f} us, {roof / medians['step']:.2f}")
-            for name, us in medians.items():
-                print(f"  {name:16} {us:9.0f}")
+            llm = LLM(
+                folder,
+                device="cpu",
+                dtype="bfloat16",
+                max_model_len=4096,
+                max_batch=1,
+                max_step_tokens=4096,
+                prefix_cache=False,
+                quantization=None if precision == "bf16" else f"weight_only_{precision}",
+            )
+            before = probe()
+            steps = decoding(args, llm)
+            bandwidth = (before + probe()) / 2
+            roof = decode_bytes(args.shape, precision) / bandwidth / 1e3
+            share = roof / medians(steps)["step"]
+            show(f"{args.shape} {precision}, {bandwidth:.1f} GB/s, roof {roof:.0f} us, {share:.2f}", steps)
+            for tokens in args.prefill:
+                show(f"{args.shape} {precision}, a prompt of {tokens} tokens", prefilling(tokens, llm))
+            llm.close()
 
 
 if __name__ == "__main__":

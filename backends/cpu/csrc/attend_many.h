@@ -9,8 +9,9 @@
 
 namespace {
 
-constexpr int64_t kManyTokens = 64;  // query tokens of a task, for each head of a group
+constexpr int64_t kManyTokens = 128; // query tokens of a task, for each head of a group; half as many if tasks are few
 constexpr int64_t kFewTokens = 8;    // sequences with more are attended to here
+constexpr float kGrowth = 8.0f;       // a weight is at most 2^kGrowth
 
 struct ManyTask {
   int64_t first, tokens, position;  // rows of q, and the first one's position
@@ -20,50 +21,52 @@ struct ManyTask {
 struct ManyPlan {
   ManyTask *tasks = nullptr;
   int64_t count = 0, few = 0;  // sequences that are left to `attend`: those before
+  int64_t tokens = kManyTokens;
 };
 
 inline bool attends_many(const Attend &a) {
   return a.dim % 32 == 0 && a.v_dim % 32 == 0 && a.dim <= 256 && a.v_dim <= 256 && a.block % kPanelRows == 0;
 }
 
-inline ManyPlan plan_many(const ip_batch &b, Scratch *s) {
+inline ManyPlan plan_many(const ip_batch &b, int64_t kv_heads, int threads, Scratch *s) {
   ManyPlan plan;
   while (plan.few < b.sequences && b.start[plan.few + 1] - b.start[plan.few] <= kFewTokens) plan.few++;
-  int64_t most = (b.start[b.sequences] + kManyTokens - 1) / kManyTokens + b.sequences;
-  plan.tasks = s->get<ManyTask>(most);
+  int64_t all = b.start[b.sequences] - b.start[plan.few];
+  if (all * kv_heads < 4 * threads * kManyTokens) plan.tokens = kManyTokens / 2;
+  plan.tasks = s->get<ManyTask>(all / plan.tokens + b.sequences);
   for (int64_t i = plan.few; i < b.sequences; i++) {
     int64_t n = b.start[i + 1] - b.start[i];
     if (!b.lens[i]) continue;
-    for (int64_t t = 0; t < n; t += kManyTokens)
-      plan.tasks[plan.count++] = {b.start[i] + t, min64(kManyTokens, n - t), b.lens[i] - n + t,
+    for (int64_t t = 0; t < n; t += plan.tokens)
+      plan.tasks[plan.count++] = {b.start[i] + t, min64(plan.tokens, n - t), b.lens[i] - n + t,
                                   b.tables + i * b.table_width};
   }
   return plan;
 }
 
-// 2^x to 2^-13 of it, enough for what becomes bf16; x is at most 0.
+// 2^x to 2^-13 of it, enough for what becomes bf16; x is at most kGrowth, or NaN, which is kept.
 inline F exp2_short(F x) {
-  x = x < -126.0f ? splat(-126.0f) : x;
-  F n = round_even(x), r = x - n;
-  F y = fma(splat(0.0096181f), r, splat(0.0555041f));
-  y = fma(fma(fma(y, r, splat(0.2402265f)), r, splat(0.6931472f)), r, splat(1.0f));
-  return (F)_mm512_scalef_ps((__m512)y, (__m512)n);
+  __m512 v = _mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)x);
+  F r = (F)_mm512_reduce_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // from 0 to 1, and scalef takes the rest
+  F y = fma(fma(fma(splat(0.0782680f), r, splat(0.2263077f)), r, splat(0.6954243f)), r, splat(1.0f));
+  return (F)_mm512_scalef_ps((__m512)y, v);
 }
 
 // One KV head's part of a task, for two tiles of 16 tokens of each of its query heads at a time.
 struct Many {
   const Attend &a;
   const ManyTask &t;
-  int64_t g, pairs;          // pairs of query tiles
+  int64_t g, pairs, of_head; // pairs of query tiles, and how many of them belong to one head
   uint32_t *queries;         // [pairs, 2, dim / 2, 16]
   float *scores;             // [2, kSpan, 16], overwritten by weights
   bf16 *turned;              // V of a span: [kSpan / 32, v_dim / 16, 16, 32]
   bf16 *keys, *values;       // of a span, read back from int8: [kSpan, dim], [32, v_dim]
   float *sums;               // [pairs, 2, v_dim, 16]
   F *top, *all;              // [pairs, 2]
+  mutable int64_t ahead = 0, ahead_end = 0;  // keys of the next span that are still to be fetched
 
-  int64_t head(int64_t pair) const { return g * (a.heads / a.kv_heads) + pair / (kManyTokens / 32); }
-  int64_t token(int64_t pair, int64_t tile) const { return pair % (kManyTokens / 32) * 32 + tile * 16; }
+  int64_t head(int64_t pair) const { return g * (a.heads / a.kv_heads) + pair / of_head; }
+  int64_t token(int64_t pair, int64_t tile) const { return pair % of_head * 32 + tile * 16; }
 
   int64_t slot(int64_t key) const { return (int64_t)t.table[key / a.block] * a.block + key % a.block; }
 
@@ -141,6 +144,18 @@ struct Many {
     __asm__ volatile("" ::: "memory");
   }
 
+  // One key and its value to the second-level cache: rows lie too far apart for the processor to do it by itself.
+  void fetch() const {
+    if (ahead >= ahead_end) return;
+    int64_t at = slot(ahead++);
+    auto lines = [&](const Kept &kept, int64_t width) {
+      int64_t size = kept.coded() ? 1 : sizeof(bf16);
+      const char *from = (const char *)kept.data + (at * kept.stride + g * width) * size;
+      for (int64_t b = 0; b < width * size; b += 64) _mm_prefetch(from + b, _MM_HINT_T1);
+    };
+    lines(a.k, a.dim), lines(a.v, a.v_dim);
+  }
+
   // Scores of one tile to weights in place, pairs of keys interleaved; what was summed before is brought to the new maximum.
   void weigh_tile(int64_t first, int64_t last, int64_t position, float *s, F *highest, F *total, float *o) const {
     const F by = splat(a.scale * 1.44269504f);
@@ -151,39 +166,49 @@ struct Many {
       return (__mmask16)(low & (to >= 16 ? 0xffff : to <= 0 ? 0 : (1u << to) - 1));
     };
     bool all_seen = last - 1 <= position && (!a.window || first + a.window > position + 15);
-    const F none = splat(-1e30f);
     F most = *highest;
-    for (int64_t j = 0; j < n; j++) {
-      F v = load<F>(s + j * 16) * by;
-      if (!all_seen) {
-        v = (F)_mm512_mask_mov_ps((__m512)none, seen(first + j), (__m512)v);
-        store(s + j * 16, v);
+    if (all_seen) {
+      F others = most;  // two chains, or each maximum waits for the one before it
+      int64_t j = 0;
+      for (; j + 1 < n; j += 2) {
+        most = (F)_mm512_max_ps((__m512)most, (__m512)(load<F>(s + j * 16) * by));
+        others = (F)_mm512_max_ps((__m512)others, (__m512)(load<F>(s + j * 16 + 16) * by));
       }
-      most = (F)_mm512_max_ps((__m512)most, (__m512)v);
+      if (j < n) most = (F)_mm512_max_ps((__m512)most, (__m512)(load<F>(s + j * 16) * by));
+      most = (F)_mm512_max_ps((__m512)most, (__m512)others);
+    } else {
+      for (int64_t j = 0; j < n; j++)
+        most = (F)_mm512_mask_max_ps((__m512)most, seen(first + j), (__m512)most, (__m512)(load<F>(s + j * 16) * by));
     }
-    F sum0 = F{}, sum1 = F{}, scaled = all_seen ? by : splat(1.0f);
-    const F least = splat(-1e29f);
-    for (int64_t j = 0; j < round_up(n, 32); j += 2) {
-      F p0 = F{}, p1 = F{};
-      if (j < n) {
-        F v = load<F>(s + j * 16) * scaled;
-        p0 = exp2_short(v - most);
-        if (!all_seen) p0 = (F)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)v, (__m512)least, _CMP_GT_OQ), (__m512)p0);
-      }
-      if (j + 1 < n) {
-        F v = load<F>(s + (j + 1) * 16) * scaled;
-        p1 = exp2_short(v - most);
-        if (!all_seen) p1 = (F)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)v, (__m512)least, _CMP_GT_OQ), (__m512)p1);
-      }
-      __m512i even = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)p0));
-      __m512i odd = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)p1));
+    // A maximum that has grown a little stays what it was: what was summed before need not be brought to a new one.
+    F old = *highest;
+    bool grown = _mm512_cmp_ps_mask((__m512)most, (__m512)(old + splat(kGrowth)), _CMP_NLE_UQ);
+    if (!grown) most = old;
+    F sum0 = F{}, sum1 = F{}, less = F{} - most;
+    auto weight = [&](int64_t j) {
+      F p = exp2_short(fma(load<F>(s + j * 16), by, less));
+      return all_seen ? p : (F)_mm512_maskz_mov_ps(seen(first + j), (__m512)p);
+    };
+    int64_t j = 0;
+    for (; j + 1 < n; j += 2) {
+      if (j % 8 == 0) fetch();
+      F p0 = weight(j), p1 = weight(j + 1);
       sum0 = sum0 + p0, sum1 = sum1 + p1;
-      _mm512_store_si512(s + j / 2 * 16, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+      _mm512_store_si512(s + j / 2 * 16, side_by_side(p0, p1));
     }
-    F change = exp2_short(*highest - most);
-    if (_mm512_cmp_ps_mask((__m512)change, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ))
+    if (j < n) {
+      F p0 = weight(j);
+      sum0 = sum0 + p0;
+      _mm512_store_si512(s + j / 2 * 16, side_by_side(p0, F{}));
+      j += 2;
+    }
+    for (; j < round_up(n, 32); j += 2) _mm512_store_si512(s + j / 2 * 16, __m512i{});
+    if (grown) {
+      F change = exp2_short(old - most);
       for (int64_t d = 0; d < a.v_dim; d++) store(o + d * 16, load<F>(o + d * 16) * change);
-    *total = fma(*total, change, sum0 + sum1);
+      *total = *total * change;
+    }
+    *total = *total + (sum0 + sum1);
     *highest = most;
   }
 
@@ -236,6 +261,7 @@ struct Many {
     int64_t end_key = t.position + t.tokens, low = a.window ? max64(0, t.position + 1 - a.window) : 0;
     for (int64_t first = low / kPanelRows * kPanelRows; first < end_key; first += kSpan) {
       int64_t last = min64(first + kSpan, end_key);
+      ahead = last, ahead_end = min64(last + kSpan, end_key);
       turn(first, last);
       read_keys(first, last);
       for (int64_t p = 0; p < pairs; p++) {
@@ -253,7 +279,7 @@ struct Many {
 };
 
 inline void attend_many(Team &team, const Attend &a, const ManyPlan &plan) {
-  int64_t group = a.heads / a.kv_heads, pairs = group * (kManyTokens / 32);
+  int64_t group = a.heads / a.kv_heads, of_head = plan.tokens / 32, pairs = group * of_head;
   team.each(plan.count * a.kv_heads, 1, [&](int64_t first, int64_t last) {
     amx_configure(16);
     uint32_t *queries = scratch(0)->get<uint32_t>(pairs * a.dim * 16);
@@ -263,9 +289,10 @@ inline void attend_many(Team &team, const Attend &a, const ManyPlan &plan) {
     bf16 *values = keys + (a.k.coded() ? kSpan * a.dim : 0);
     float *sums = floats + 2 * kSpan * 16;
     F *top = (F *)(sums + 2 * pairs * a.v_dim * 16);
-    for (int64_t u = first; u < last; u++)
-      Many{a, plan.tasks[u / a.kv_heads], u % a.kv_heads, pairs, queries, floats, turned, keys, values, sums, top,
-           top + 2 * pairs}.run();
+    for (int64_t u = first; u < last; u++)  // head by head, so that its keys and values stay in the second-level cache
+      Many{a, plan.tasks[plan.count - 1 - u % plan.count], u / plan.count, pairs, of_head, queries, floats, turned, keys,
+           values, sums, top, top + 2 * pairs}
+          .run();
     _tile_release();
   });
 }

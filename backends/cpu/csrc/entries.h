@@ -73,7 +73,7 @@ int attention_many_entry(const bf16 *q, const ip_batch *batch, const ip_cache *c
 #if defined(INFERPLANE_AMX)
   Attend a = attend_on(*cache, q, heads, kv_heads, dim, v_dim, window, scale, out);
   if (!attends_many(a)) return 0;
-  ManyPlan many = plan_many(*batch, scratch(17));
+  ManyPlan many = plan_many(*batch, kv_heads, omp_get_max_threads(), scratch(17));
   ip_batch few = *batch;
   few.sequences = many.few;
   AttendPlan plan = plan_attention(a, few, omp_get_max_threads(), scratch(10));
@@ -194,12 +194,15 @@ void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, 
 #if defined(INFERPLANE_AMX)
   if (l->rounded && !l->latent && !l->routed && m > kRowTile && attends_many(a)) {
     ManyBuffers many = {panels_in(scratch(16), m, l->qkv.k), panels_in(scratch(21), m, l->o.k),
-                        panels_in(scratch(22), m, l->down.k), plan_many(step->batch, scratch(17))};
+                        panels_in(scratch(22), m, l->down.k),
+                        plan_many(step->batch, l->kv_heads, omp_get_max_threads(), scratch(17))};
     ip_batch few = step->batch;
     few.sequences = many.plan.few;
     AttendPlan plan = plan_attention(a, few, omp_get_max_threads(), scratch(10));
     in_parallel(layer_work(*l, m), [&](Team &team) {
-      layer_many(team, *l, *step, x, residual, out, out_residual, b, a, plan, many);
+      Phases counted = team.id == 0 ? phases : Phases(false);
+      counted.end(kBegin);
+      layer_many(team, *l, *step, x, residual, out, out_residual, b, a, plan, many, counted);
     });
     return;
   }

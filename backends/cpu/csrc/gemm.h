@@ -241,12 +241,12 @@ inline void gemm(Team &team, const ip_matrix &w, const PanelsOf &x, int64_t bloc
 
 // Two rows of 16 sums in bf16, one entry of each after the other. Sums out of tiles are never denormal, which is where the
 // processor's own rounding differs from `narrow`.
-inline __m512i interleaved(const float *rows) {
+inline __m512i side_by_side(F a, F b) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
                                          4, 19, 3, 18, 2, 17, 1, 16, 0);
-  __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(rows + 16), _mm512_loadu_ps(rows));
-  return _mm512_permutexvar_epi16(order, both);
+  return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
 }
+inline __m512i interleaved(const float *rows) { return side_by_side(load<F>(rows), load<F>(rows + 16)); }
 
 // One row of sums rounded to bf16, widened again.
 inline __m512i rounded(const float *row) {

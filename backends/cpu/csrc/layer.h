@@ -50,16 +50,12 @@ inline void enter_head(const ip_layer &l, const ip_step &step, const ip_cache &c
   int64_t d = l.head_dim, slot = step.slots[t];
   const bf16 *from = qkv + (t * (l.heads + 2 * l.kv_heads) + h) * d;
   const float *table = l.rope + step.positions[t] * d;
-  if (h < l.heads + l.kv_heads) {
-    const bf16 *norm = h < l.heads ? l.q_norm : l.k_norm;
-    bf16 *normed = scratch(4)->get<bf16>(d);
-    if (norm) rms_norm_row(from, nullptr, norm, h < l.heads ? l.q_eps : l.k_eps, d, nullptr, normed), from = normed;
-  }
+  bf16 *room = scratch(4)->get<bf16>(d);
   if (h < l.heads) {
-    rope_head(from, table, d, l.interleaved, q + (t * l.heads + h) * d);
+    norm_and_rope(from, l.q_norm, l.q_eps, table, d, l.interleaved, room, q + (t * l.heads + h) * d);
   } else if (slot >= 0 && h < l.heads + l.kv_heads) {
     bf16 *turned = scratch(14)->get<bf16>(d);
-    rope_head(from, table, d, l.interleaved, turned);
+    norm_and_rope(from, l.k_norm, l.k_eps, table, d, l.interleaved, room, turned);
     keep(keys_of(cache, l.kv_heads * d), slot, (h - l.heads) * d, turned, d);
   } else if (slot >= 0) {
     keep(values_of(cache, l.kv_heads * d), slot, (h - l.heads - l.kv_heads) * d, from, d);

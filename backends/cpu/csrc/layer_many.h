@@ -50,26 +50,31 @@ inline void gated_panels(Team &team, const ip_matrix &w, const PanelsOf &x, cons
 
 inline void layer_many(Team &team, const ip_layer &l, const ip_step &step, const bf16 *x, const bf16 *residual, bf16 *out,
                        bf16 *out_residual, const LayerBuffers &b, const Attend &a, const AttendPlan &plan,
-                       const ManyBuffers &many) {
+                       const ManyBuffers &many, Phases &phases) {
   int64_t width = l.qkv.k, wide = l.o.k;
+  auto end = [&](Phase phase) {
+    team.barrier();
+    phases.end(phase);
+  };
   norm_panels(team, many.in, x, residual, l.attn_norm, l.attn_eps, width, residual ? b.s : nullptr);
-  team.barrier();
+  end(kAttnNorm);
   gemm_rows(team, l.qkv, many.in, b.qkv, l.qkv.n, 0);
-  team.barrier();
+  end(kProject);
   enter(team, l, step, step.cache, b.qkv, b.q);
-  team.barrier();
+  end(kEnter);
   attend(team, a, plan);
   attend_many(team, a, many.plan);
-  team.barrier();
+  end(kAttend);
   fill_panels(team, many.wide, wide, [&](int64_t i) { return b.mixed + i * wide; });
   team.barrier();
   gemm_rows(team, l.o, many.wide, b.y, width, 0);
-  team.barrier();
+  end(kOut);
   norm_panels(team, many.in, b.y, residual ? b.s : x, l.mlp_norm, l.mlp_eps, width, out_residual);
-  team.barrier();
+  end(kMlpNorm);
   gated_panels(team, l.gate_up, many.in, many.inner);
-  team.barrier();
+  end(kMlp);
   gemm_rows(team, l.down, many.inner, out, width, 0);
+  end(kDown);
 }
 
 }  // namespace

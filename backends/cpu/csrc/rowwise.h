@@ -4,19 +4,32 @@
 
 namespace {
 
+// f(c, n) for every 16 columns from c on, of which n are there: a constant but for the last.
+template <class Fn>
+inline __attribute__((always_inline)) void by_lanes(int64_t d, Fn f) {
+  int64_t c = 0;
+  for (; c + kLanes <= d; c += kLanes) f(c, (int64_t)kLanes);
+  if (c < d) f(c, d - c);
+}
+
+inline float inverse_rms(F squares, int64_t d, float eps) {
+  return 1.0f / __builtin_sqrtf(sum(squares) / (float)d + eps);
+}
+
 // s = x + r rounded to bf16, as the op's definition rounds it, then y = s / rms(s) * weight.
 inline void rms_norm_row(const bf16 *x, const bf16 *r, const bf16 *weight, float eps, int64_t d, bf16 *s, bf16 *y) {
   F squares = F{};
-  for (int64_t c = 0; c < d; c += kLanes) {
-    F v = load16(x + c, d - c);
-    if (r) v = widen(narrow(v + load16(r + c, d - c)));
-    if (s) store16(s + c, v, d - c);
+  by_lanes(d, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
+    F v = load16(x + c, n);
+    if (r) v = widen(narrow(v + load16(r + c, n)));
+    if (s) store16(s + c, v, n);
     squares = fma(v, v, squares);
-  }
-  float inverse = 1.0f / __builtin_sqrtf(sum(squares) / (float)d + eps);
+  });
+  float inverse = inverse_rms(squares, d, eps);
   const bf16 *from = s ? s : x;
-  for (int64_t c = 0; c < d; c += kLanes)
-    store16(y + c, load16(from + c, d - c) * inverse * load16(weight + c, d - c), d - c);
+  by_lanes(d, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
+    store16(y + c, load16(from + c, n) * inverse * load16(weight + c, n), n);
+  });
 }
 
 inline void silu_mul_row(const bf16 *gate, const bf16 *up, int64_t d, bf16 *y) {
@@ -42,6 +55,37 @@ inline void rope_head(const bf16 *x, const float *table, int64_t dim, int interl
     store16(y + c, a * co - b * si, n);
     store16(y + half + c, b * co + a * si, n);
   }
+}
+
+// A head's norm, where there is a weight for it, and its rotation, in registers.
+template <int N>
+inline void enter_in_registers(const bf16 *x, const bf16 *weight, float eps, const float *table, bf16 *y) {
+  F v[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; i++) v[i] = load16(x + i * kLanes);
+  if (weight) {
+    F squares = F{};
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) squares = fma(v[i], v[i], squares);
+    float inverse = inverse_rms(squares, N * kLanes, eps);
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) v[i] = widen(narrow(v[i] * inverse * load16(weight + i * kLanes)));
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < N / 2; i++) {
+    F a = v[i], b = v[N / 2 + i], co = load<F>(table + i * kLanes), si = load<F>(table + (N / 2 + i) * kLanes);
+    store16(y + i * kLanes, a * co - b * si);
+    store16(y + (N / 2 + i) * kLanes, b * co + a * si);
+  }
+}
+
+// `rms_norm_row` where there is a weight, then `rope_head`, to the same bits. `room`: of a head.
+inline void norm_and_rope(const bf16 *x, const bf16 *weight, float eps, const float *table, int64_t dim, int interleaved,
+                          bf16 *room, bf16 *y) {
+  if (!interleaved && dim == 64) return enter_in_registers<4>(x, weight, eps, table, y);
+  if (!interleaved && dim == 128) return enter_in_registers<8>(x, weight, eps, table, y);
+  if (weight) rms_norm_row(x, nullptr, weight, eps, dim, nullptr, room), x = room;
+  rope_head(x, table, dim, interleaved, y);
 }
 
 inline void rms_norm(Team &team, const bf16 *x, int64_t ldx, const bf16 *r, const bf16 *weight, float eps, int64_t m,
