@@ -9,6 +9,7 @@
 #include "table.h"
 
 int64_t *ip_phase_ns = nullptr;
+void (*ip_thread_begins)() = nullptr;
 
 namespace {
 
@@ -76,7 +77,11 @@ extern "C" {
 
 const char *ip_available(void) { return found().names; }
 const char *ip_current(void) { return found().current ? found().current->name : ""; }
-int ip_threads(void) { return omp_get_max_threads(); }
+void ip_on_thread(void (*begins)(void)) { ip_thread_begins = begins; }
+int ip_threads(void) {
+  if (ip_thread_begins) ip_thread_begins();
+  return omp_get_max_threads();
+}
 
 int ip_select(const char *name) {
   Found &f = found();

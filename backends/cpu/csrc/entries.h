@@ -64,7 +64,7 @@ void attention_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache
                      int64_t dim, int64_t v_dim, float scale, int64_t window, bf16 *out) {
   Attend a = attend_on(*cache, q, heads, kv_heads, dim, v_dim, window, scale, out);
   int64_t work = keys_in(*batch) * heads * (dim + v_dim) / 4;
-  AttendPlan plan = plan_attention(a, *batch, work < 16384 ? 1 : omp_get_max_threads(), scratch(10));
+  AttendPlan plan = plan_attention(a, *batch, work < 16384 ? 1 : team_size(), scratch(10));
   in_parallel(work, [&](Team &team) { attend(team, a, plan); });
 }
 
@@ -73,10 +73,10 @@ int attention_many_entry(const bf16 *q, const ip_batch *batch, const ip_cache *c
 #if defined(INFERPLANE_AMX)
   Attend a = attend_on(*cache, q, heads, kv_heads, dim, v_dim, window, scale, out);
   if (!attends_many(a)) return 0;
-  ManyPlan many = plan_many(*batch, kv_heads, omp_get_max_threads(), scratch(17));
+  ManyPlan many = plan_many(*batch, kv_heads, team_size(), scratch(17));
   ip_batch few = *batch;
   few.sequences = many.few;
-  AttendPlan plan = plan_attention(a, few, omp_get_max_threads(), scratch(10));
+  AttendPlan plan = plan_attention(a, few, team_size(), scratch(10));
   in_parallel(keys_in(*batch) * heads * (dim + v_dim) / 4, [&](Team &team) {
     attend(team, a, plan);
     attend_many(team, a, many);
@@ -98,7 +98,7 @@ void mla_entry(const bf16 *q_nope, const int64_t *nope_strides, const bf16 *q_ro
            nope,   rope,   value,           latent,          tokens,          folded,          mixed, out};
   Attend a = attend_on(*cache, folded, heads, 1, dim, latent, 0, scale, mixed);
   int64_t work = keys_in(*batch) * heads * dim / 4 + tokens * heads * latent * (nope + value) / 4;
-  AttendPlan plan = plan_attention(a, *batch, work < 16384 ? 1 : omp_get_max_threads(), scratch(10));
+  AttendPlan plan = plan_attention(a, *batch, work < 16384 ? 1 : team_size(), scratch(10));
   // Padded rows are not attended to: nothing must be read of them that was never written.
   memset(mixed, 0, (size_t)(tokens * heads * latent) * sizeof(bf16));
   in_parallel(work, [&](Team &team) { mla(team, m, a, plan); });
@@ -195,10 +195,10 @@ void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, 
   if (l->rounded && !l->latent && !l->routed && m > kRowTile && attends_many(a)) {
     ManyBuffers many = {panels_in(scratch(16), m, l->qkv.k), panels_in(scratch(21), m, l->o.k),
                         panels_in(scratch(22), m, l->down.k),
-                        plan_many(step->batch, l->kv_heads, omp_get_max_threads(), scratch(17))};
+                        plan_many(step->batch, l->kv_heads, team_size(), scratch(17))};
     ip_batch few = step->batch;
     few.sequences = many.plan.few;
-    AttendPlan plan = plan_attention(a, few, omp_get_max_threads(), scratch(10));
+    AttendPlan plan = plan_attention(a, few, team_size(), scratch(10));
     in_parallel(layer_work(*l, m), [&](Team &team) {
       Phases counted = team.id == 0 ? phases : Phases(false);
       counted.end(kBegin);
@@ -207,7 +207,7 @@ void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, 
     return;
   }
 #endif
-  AttendPlan plan = plan_attention(a, step->batch, omp_get_max_threads(), scratch(10));
+  AttendPlan plan = plan_attention(a, step->batch, team_size(), scratch(10));
   in_parallel(layer_work(*l, m), [&](Team &team) {
     Phases counted = team.id == 0 ? phases : Phases(false);
     counted.end(kBegin);
@@ -232,7 +232,7 @@ int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, 
   LayerBuffers shared = layer_buffers(layers, count, m);
   clear_attended(*layers[0], m, shared);
   AttendPlan plan =
-      plan_attention(attend_of(*layers[0], caches[0], shared), step->batch, omp_get_max_threads(), scratch(10));
+      plan_attention(attend_of(*layers[0], caches[0], shared), step->batch, team_size(), scratch(10));
   in_parallel(count * layer_work(*layers[0], m), [&](Team &team) {
     Phases counted = team.id == 0 ? phases : Phases(false);
     counted.end(kBegin);

@@ -109,6 +109,8 @@ const char *ip_available(void);
 const char *ip_current(void);
 // Use another; 0 when done, -1 when this processor or build lacks it.
 int ip_select(const char *name);
+// Called once in every thread that calls, before it asks OpenMP for its number of threads; null: nothing is.
+void ip_on_thread(void (*begins)(void));
 // Threads of the team that a call now would use.
 int ip_threads(void);
 
@@ -170,7 +172,7 @@ void ip_sample(const ip_sampling *asked, int64_t *tokens);
 
 // Reads every byte of `bytes` (a multiple of 64) at `data`, 64-byte aligned, and returns what says that it did.
 int64_t ip_read(const void *data, int64_t bytes);
-// Names of a layer's parts, separated by spaces. From now on each call with few tokens adds to ns[part] the nanoseconds that
+// Names of a layer's parts, separated by spaces. From now on each layer's call adds to ns[part] the nanoseconds that
 // its calling thread spent on it, waiting included; null: no longer.
 const char *ip_phases(int64_t *ns);
 

@@ -7,6 +7,8 @@
 
 #include "vec.h"
 
+extern void (*ip_thread_begins)();  // api.cpp; may be null
+
 namespace {
 
 constexpr int kSpins = 4000;  // about 50 us of waiting before the core is offered to others
@@ -60,12 +62,23 @@ class Team {
   int64_t planned_ = 0;
 };
 
+// Threads of a team that this thread would lead. OpenMP keeps that number for each thread, and torch sets it in a thread
+// only when it is first asked there.
+inline int team_size() {
+  static thread_local bool begun = false;
+  if (!begun) {
+    begun = true;
+    if (ip_thread_begins) ip_thread_begins();
+  }
+  return omp_get_max_threads();
+}
+
 // Runs f(team) on every thread of the team.
 template <class Fn>
 inline void in_parallel(int64_t work, Fn f) {
   Shared shared;
   // A few microseconds of work are done sooner by one thread than by waking another.
-  int threads = work < 16384 ? 1 : omp_get_max_threads();
+  int threads = work < 16384 ? 1 : team_size();
   if (threads == 1 || omp_in_parallel()) {
     Team team(&shared, 0, 1);
     f(team);

@@ -20,6 +20,7 @@ from inferplane.plugin import (
     Probe,
     host_memory,
 )
+from inferplane_cpu import threads
 from inferplane_cpu.kernels import kernels
 from inferplane_cpu.kvcache import layouts
 from inferplane_cpu.native import native
@@ -41,13 +42,14 @@ class CpuBackend(Backend):
         """Always available."""
         return Probe(
             Presence.AVAILABLE,
-            f"{platform.machine()}, {torch.get_num_threads()} threads; {native().reason}",
+            f"{platform.machine()}, {threads.chosen()}; {native().reason}",
             versions={"torch": torch.__version__},
             devices=1,
         )
 
     def open(self) -> DeviceState:
-        """Describe the processor; nothing needs to be opened."""
+        """Settle the number of threads, unless `OMP_NUM_THREADS` does, and describe the processor."""
+        threads.settle()
         capability = torch.backends.cpu.get_cpu_capability()
         name = f"{platform.machine()} ({capability}; {native().reason})"
         return DeviceState("cpu", name, capability.lower(), self.features(), host_memory())

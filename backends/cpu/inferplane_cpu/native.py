@@ -129,8 +129,18 @@ class Sampling(Structure):
 
 
 _P, _I = c_void_p, c_int64
+_Begins = ctypes.CFUNCTYPE(None)
+
+
+@_Begins
+def _thread_begins() -> None:
+    """torch gives a thread its number of threads when it is first asked for it there."""
+    torch.get_num_threads()
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select": (c_int, c_char_p),
+    "ip_on_thread": (None, _Begins),
     "ip_threads": (c_int,),
     "ip_available": (c_char_p,),
     "ip_current": (c_char_p,),
@@ -211,6 +221,7 @@ def _chosen(library: ctypes.CDLL) -> Native:
         return Native(None, "the native kernels need a processor with AVX2")
     if asked and library.ip_select(asked.encode()):
         return Native(None, f"{VARIABLE}={asked}, but this processor has {there}")
+    library.ip_on_thread(_thread_begins)
     return Native(library, f"native kernels on {library.ip_current().decode()} (of {there})")
 
 

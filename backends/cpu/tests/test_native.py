@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -151,6 +152,8 @@ def test_one_pool_of_threads():
         for threads in (1, 3):
             torch.set_num_threads(threads)
             assert native().library.ip_threads() == threads
+            with ThreadPoolExecutor(1) as other:  # a thread that torch has not seen
+                assert other.submit(native().library.ip_threads).result() == threads
     finally:
         torch.set_num_threads(before)
     with open("/proc/self/maps") as lines:
