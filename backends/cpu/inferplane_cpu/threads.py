@@ -35,11 +35,11 @@ class Processors(NamedTuple):
 class Threads(NamedTuple):
     """A number of threads, and in words where it comes from."""
 
-    count: int
+    number: int
     why: str
 
     def __str__(self) -> str:
-        return f"{self.count} thread{'' if self.count == 1 else 's'} ({self.why})"
+        return f"{self.number} thread{'' if self.number == 1 else 's'} ({self.why})"
 
 
 def processors(root: Path = Path("/"), allowed: set[int] | None = None) -> Processors:
@@ -92,7 +92,7 @@ def chosen(environment: Mapping[str, str] = os.environ, p: Processors | None = N
     if environment.get(VARIABLE):
         return Threads(now, f"{VARIABLE}={environment[VARIABLE]}")
     found = best(processors() if p is None else p)
-    if now < found.count:
+    if now < found.number:
         return Threads(now, f"as torch was told, of {found.why}")
     return found
 
@@ -100,8 +100,8 @@ def chosen(environment: Mapping[str, str] = os.environ, p: Processors | None = N
 def settle() -> Threads:
     """Give torch the chosen number of threads; the native kernels share them."""
     found = chosen()
-    if found.count != torch.get_num_threads():
-        torch.set_num_threads(found.count)
+    if found.number != torch.get_num_threads():
+        torch.set_num_threads(found.number)
     return found
 
 
