@@ -140,9 +140,9 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
             out);
 }
 
-void ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_bf16 *x, int64_t ldx, int64_t m,
-            const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out) {
-  now().moe(gate_up, down, experts, x, ldx, m, ids, weights, top, out);
+int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_bf16 *x, int64_t ldx, int64_t m,
+           const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out) {
+  return now().moe(gate_up, down, experts, x, ldx, m, ids, weights, top, out);
 }
 
 int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,

@@ -104,8 +104,10 @@ void mla_entry(const bf16 *q_nope, const int64_t *nope_strides, const bf16 *q_ro
   in_parallel(work, [&](Team &team) { mla(team, m, a, plan); });
 }
 
-void moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const bf16 *x, int64_t ldx, int64_t m,
-               const int64_t *ids, const float *weights, int64_t top, bf16 *out) {
+int moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const bf16 *x, int64_t ldx, int64_t m,
+              const int64_t *ids, const float *weights, int64_t top, bf16 *out) {
+  for (int64_t p = 0; p < m * top; p++)
+    if (ids[p] < 0 || ids[p] >= experts) return -1;
   int64_t inner = down->k, width = down->n;
   for (int64_t t = 0; t < m; t += kMoeTokens) {
     Moe part = {gate_up, down, experts, min64(kMoeTokens, m - t), top, inner, width, x + t * ldx, ldx, ids + t * top,
@@ -114,6 +116,7 @@ void moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts,
     plan_moe(part);
     in_parallel(part.tokens * top * inner * width / 2, [&](Team &team) { moe(team, part); });
   }
+  return 0;
 }
 
 void route_entry(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights) {

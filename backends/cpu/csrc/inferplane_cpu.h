@@ -157,8 +157,9 @@ int ip_attention_many(const ip_bf16 *q, const ip_batch *batch, const ip_cache *c
 // -- experts
 
 // x [m, d], ids int64 and weights float [m, top]; gate_up and down one matrix an expert; out bf16 [m, d].
-void ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_bf16 *x, int64_t ldx, int64_t m,
-            const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out);
+// 0 when done, -1 when an id is none of 0 .. experts - 1: then nothing is read or written.
+int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const ip_bf16 *x, int64_t ldx, int64_t m,
+           const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out);
 
 // Which experts each token goes to: logits [m, experts]; ids and weights [m, top]. Only what routing wants of `x` is read.
 void ip_route(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights);

@@ -17,7 +17,7 @@ struct Moe {
   int64_t experts, tokens, top, inner, width;
   const bf16 *x;
   int64_t ldx;
-  const int64_t *ids;
+  const int64_t *ids;  // each of 0 .. experts - 1
   const float *weights;
   bf16 *out;  // [tokens, width]
   // made by plan_moe

@@ -155,7 +155,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_attention": (None, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
     "ip_attention_many": (c_int, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
     "ip_mla": (None, _P, _P, _P, _P, POINTER(Matrix), POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, _I, c_float, _P),
-    "ip_moe": (None, POINTER(Matrix), POINTER(Matrix), _I, _P, _I, _I, _P, _P, _I, _P),
+    "ip_moe": (c_int, POINTER(Matrix), POINTER(Matrix), _I, _P, _I, _I, _P, _P, _I, _P),
     "ip_route": (None, POINTER(Experts), _P, _I, _P, _P),
     "ip_sample": (None, POINTER(Sampling), _P),
     "ip_read": (_I, _P, _I),

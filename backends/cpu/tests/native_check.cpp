@@ -239,7 +239,11 @@ void experts() {
         Array<int64_t> ids(m * 2);
         Array<float> weights(m * 2);
         for (int64_t i = 0; i < 2 * m; i++) ids[i] = i % 4, weights[i] = 0.5f;
-        ip_moe(ups.data(), downs.data(), 5, x, 33, m, ids, weights, 2, out);
+        expect(ip_moe(ups.data(), downs.data(), 5, x, 33, m, ids, weights, 2, out) == 0, "experts");
+        for (int64_t wrong : {-1, 5, 1 << 30}) {
+          ids[2 * m - 1] = wrong;
+          expect(ip_moe(ups.data(), downs.data(), 5, x, 33, m, ids, weights, 2, out) == -1, "an expert that is none");
+        }
       }
     }
 }

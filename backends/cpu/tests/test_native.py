@@ -4,6 +4,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from inferplane.types import Context
 from inferplane_cpu.backend import CpuBackend
 from inferplane_cpu.kernels import kernels
 from inferplane_cpu.kernels.linear import multiply
+from inferplane_cpu.kernels.moe import moe_experts
 from inferplane_cpu.kernels.packed import PANELS, Panels, expanded, matrices
 from inferplane_cpu.kvcache import layouts
 from inferplane_cpu.native import _SIGNATURES, forced, instruction_sets, native
@@ -142,6 +144,27 @@ def test_infinite_and_nan_reach_their_results_only(name):
         y = multiply(matrices(w)[0], x, True)
     assert not torch.isfinite(y[[1, 3]]).any()
     assert torch.isfinite(y[[0, 2, 4]]).all()
+
+
+@needs_library
+@pytest.mark.parametrize("wrong", [-1, 4, 2**40])
+@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("format", ["plain", *PANELS])
+def test_an_expert_that_is_none_is_refused_and_named(format, rows, wrong):
+    """Nothing is read past the matrices; 300 rows in bfloat16 are oneDNN's."""
+    draw = torch.Generator().manual_seed(3)
+    gate_up, down = torch.randn(4, 64, 128, generator=draw), torch.randn(4, 128, 32, generator=draw)
+    if format == "plain":
+        site = SimpleNamespace(gate_up=gate_up.bfloat16(), down=down.bfloat16())
+    else:
+        site = SimpleNamespace(gate_up=Panels(encode(gate_up, format)), down=Panels(encode(down, format)))
+    x, weights = torch.randn(rows, 128, generator=draw).bfloat16(), torch.rand(rows, 2, generator=draw)
+    ids = torch.randint(0, 4, (rows, 2), generator=draw)
+    moe_experts(site, x, weights, ids)
+    ids[-1, 1] = wrong
+    with pytest.raises(KernelError, match=f"asked for expert {wrong}, by token {rows - 1} of {rows}") as raised:
+        moe_experts(site, x, weights, ids)
+    assert raised.value.there_is == "experts 0 to 3"
 
 
 @needs_library

@@ -8,7 +8,7 @@ import torch
 
 from inferplane.kernels.composed.moe import moe_experts as moe_experts_torch
 from inferplane.kernels.composed.moe import moe_route as moe_route_torch
-from inferplane.plugin import PLAIN, RANK_PORTABLE, Kernels, When
+from inferplane.plugin import PLAIN, RANK_PORTABLE, KernelError, Kernels, When
 from inferplane_cpu.kernels.linear import RANK_FIXED
 from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
 from inferplane_cpu.native import Experts, library
@@ -50,6 +50,16 @@ def _stacks(p: Any) -> tuple[Any, Any]:
     return found
 
 
+def no_such_expert(ids: torch.Tensor, experts: int) -> KernelError:
+    """Of ids `[T, k]` at least one names none of the experts."""
+    token, choice = ((ids < 0) | (ids >= experts)).nonzero()[0].tolist()
+    return KernelError(
+        f"moe_experts is asked for expert {int(ids[token, choice])}, by token {token} of {len(ids)}.",
+        there_is=f"experts 0 to {experts - 1}",
+        remedy="pin another provider of moe_route, which chooses them, as in ops={'moe_route': 'reference'}",
+    )
+
+
 @KERNELS("moe_experts", "native", when=STORED, rank=RANK_FIXED, batch_invariant=True)
 def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Each expert's gate and up, then its down, by all tokens that chose it; a token's sum in its own order."""
@@ -58,7 +68,7 @@ def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch
         raise ValueError(f"Experts {tuple(ids.shape)} with weights {tuple(weights.shape)} for {len(x)} tokens.")
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     out = torch.empty_like(x)
-    library().ip_moe(
+    refused = library().ip_moe(
         *stacks,
         len(stacks[0]),
         x.data_ptr(),
@@ -69,6 +79,8 @@ def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch
         ids.shape[1],
         out.data_ptr(),
     )
+    if refused:
+        raise no_such_expert(ids, len(stacks[0]))
     return out
 
 
@@ -77,6 +89,9 @@ def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
     """Few tokens by native products, many by oneDNN's, on the same weights."""
     if x.shape[0] <= FEW_ROWS or not isinstance(p.gate_up, torch.Tensor):
         return moe_experts_fixed(p, x, weights, ids)
+    least, most = ids.aminmax()
+    if least < 0 or most >= len(p.gate_up):
+        raise no_such_expert(ids, len(p.gate_up))
     return moe_experts_torch(p, x, weights, ids)
 
 
