@@ -376,3 +376,5 @@ def test_what_is_left_out_depends_on_the_kind():
         "speculate_method": "ngram",
         "speculate_max_draft_token_num": 3,
     }
+    given = kinds.model_options(parsed("latency", "--quantization", "weight_only_int8", "--index", "2"))
+    assert (given["quantization"], given["index"]) == ("weight_only_int8", 2)

@@ -86,7 +86,7 @@ def test_help_names_listed_devices(monkeypatch):
         (["generate", "-p", "\udcff"], "no text", "UTF-8"),
         (["generate", "-p", "x", "--op", "linear"], "'linear' is not WHAT=PROVIDER", "linear=reference"),
         (["generate", "-p", "x", "--op", "a=b", "--op", "a=c"], "'b' and to 'c'", "one of them"),
-        (["generate", "-p", "x", "--temperature", "-1"], "temperature = -1.0", ""),
+        (["generate", "-p", "x", "--temperature", "-1"], "--temperature -1.", ""),
         (["generate", "/no/such/folder", "-p", "x"], "is no folder", "folder"),
         (["chat", "--json"], "no option '--json'", ""),
         (["conform"], "--device", "conform --help"),

@@ -61,6 +61,7 @@ class Parser(argparse.ArgumentParser):
             setattr(args, pass_on, rest)
         elif rest:
             raise self._unknown(rest)
+        check_device(getattr(args, "device", None), indexed="--index" in self._option_string_actions)
         return args
 
     def _unknown(self, rest: Sequence[str]) -> UsageError:
@@ -92,6 +93,30 @@ def add_device(parser: Parser | argparse._ArgumentGroup, *, required: bool = Fal
     known = ", ".join(device_words()) or "see `inferplane devices`"
     words = known if required or default is None else f"{known}; left out: {AUTO}, the best one here"
     parser.add_argument("--device", metavar="X", required=required, default=default, help=words)
+
+
+def check_device(device: str | None, *, indexed: bool, name: str = "--device") -> None:
+    """One rule for every verb: `--device` names a kind of device, and a number behind a colon is refused.
+
+    Args:
+        device: the user's word.
+        indexed: there is an `--index`.
+        name: of where the word was found.
+
+    Raises:
+        UsageError: a number follows the colon, where variants stand.
+    """
+    kind, _, number = (device or "").partition(":")
+    if kind and number.isdigit():
+        raise UsageError(
+            f"{name} {device}: what follows the colon is a variant, not a number.",
+            remedy=f"pass --device {kind} --index {int(number)}" if indexed else f"pass --device {kind}",
+        )
+
+
+def add_index(group: argparse._ArgumentGroup) -> None:
+    """`--index`, for verbs that open the device."""
+    group.add_argument("--index", metavar="I", type=int, default=0, help="which of several such devices (0)")
 
 
 def add_examples(parser: Parser, *examples: str) -> None:
@@ -158,6 +183,7 @@ def binding_options(args: argparse.Namespace, **more: Any) -> RunnerOptions:
 def add_running(parser: Parser) -> None:
     """As `add_binding`, and how weights are read."""
     group = add_binding(parser)
+    add_index(group)
     group.add_argument("--lock", metavar="FILE", help="take kernel choices from a lock file, measured on this machine")
     group.add_argument("--load-format", metavar="F", default=AUTO, help="dummy: random weights of the config's shapes")
     group = parser.add_argument_group("drafting several tokens a step (left out: none; the text stays as it is)")

@@ -76,7 +76,7 @@ def size_of(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise UsageError(f"{text!r} is no amount of memory.", there_is="for example 80GiB, 512MiB, 24G")
+        raise UsageError(f"--memory {text!r} is no amount of memory.", there_is="for example 80GiB, 512MiB, 24G")
     return int(float(match[1]) * UNITS[match[2].lower()])
 
 

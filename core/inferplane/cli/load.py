@@ -28,6 +28,7 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
         llm = LLM(
             args.model,
             device=args.device,
+            index=args.index,
             dtype=args.dtype,
             kv_dtype=args.kv_dtype,
             quantization=args.quantization,

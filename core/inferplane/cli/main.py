@@ -20,6 +20,7 @@ from inferplane import __version__
 from inferplane.cli.arguments import PROGRAM, Parser, device_words
 from inferplane.cli.interrupt import INTERRUPTED, TERMINATED, Terminated
 from inferplane.cli.screen import Screen
+from inferplane.cli.words import Words
 from inferplane.errors import InferplaneError, UsageError
 
 VERBS = {
@@ -37,6 +38,9 @@ VERBS = {
     "bench": "measure latency, throughput and start-up",
 }
 """Verb -> what it does; each is a module of this package with `add_arguments(parser)` and `run(args, screen)`."""
+
+SETTINGS = ("serve", "config")
+"""Verbs whose options are settings of the server: they also come from variables and a file."""
 
 DONE, FAILED, WRONG_USAGE, PIPE_CLOSED = 0, 1, 2, 141
 
@@ -113,8 +117,12 @@ def _run(words: list[str], screen: Screen) -> int:
     except SystemExit as end:  # --help has printed
         return int(end.code or 0)
     prepare(os.environ)
-    with screen.listening():
-        return int(module.run(args, screen))
+    try:
+        with screen.listening():
+            return int(module.run(args, screen))
+    except InferplaneError as error:
+        Words(parser, rest, settings=verb in SETTINGS).reword(error)
+        raise
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:

@@ -11,7 +11,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from inferplane.cli.arguments import Parser, add_examples, pins
+from inferplane.cli.arguments import Parser, add_examples, check_device, pins
 from inferplane.cli.screen import Screen
 
 if TYPE_CHECKING:
@@ -63,4 +63,6 @@ def resolve(args: argparse.Namespace) -> Resolved:
     from inferplane.serving.settings import FIELDS
 
     flags = {name: value for name, value in vars(args).items() if name in FIELDS}
-    return resolve_settings(flags, os.environ, args.config)
+    resolved = resolve_settings(flags, os.environ, args.config)
+    check_device(resolved.settings.device, indexed=True, name=f"device ({resolved.origins['device']})")
+    return resolved

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, binding_options
+from inferplane.cli.arguments import Parser, add_binding, add_examples, add_index, add_json, add_model, binding_options
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
 
@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
     add_model(parser, config=True)
     parser.add_argument("--out", metavar="FILE", required=True, help="the lock file to write")
     add_json(parser)
-    add_binding(parser)
+    add_index(add_binding(parser))
     add_examples(parser, "--device {X} --out lock.json", "path/to/config.json --device {X} --out lock.json")
 
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         raise UsageError(f"--out {path} cannot be written.", remedy="name a file in a folder that exists")
     options = binding_options(args)
     told = (lambda outcome: None) if args.json else (lambda outcome: screen.said(told_of(outcome)))
-    runner, outcomes = tuned(model_files(args.model), host(), args.device, options, told)
+    runner, outcomes = tuned(model_files(args.model), host(), args.device, options, told, index=args.index)
     if not outcomes:
         raise UsageError(
             f"Nothing to tune: no op of this model has several kernels on {runner.backend.name!r}.",

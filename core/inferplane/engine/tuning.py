@@ -19,6 +19,8 @@ def tuned(
     device: str,
     options: RunnerOptions,
     told: Callable[[Tuned], None] = lambda outcome: None,
+    *,
+    index: int = 0,
 ) -> tuple[Runner, list[Tuned]]:
     """Open the device, bind the model, and measure every site where the plan could take several kernels.
 
@@ -28,11 +30,12 @@ def tuned(
         device: the user's word.
         options: as for running the model; a lock file in them is where tuning begins.
         told: is given each outcome as it comes.
+        index: which of several such devices.
 
     Raises:
         DeviceError, BindError, CheckpointError: see each.
     """
-    runner = Runner(files, host, host.backend(device), options)
+    runner = Runner(files, host, host.backend(device, index=index), options)
     backend = runner.backend
     runner.state = backend.open()
     runner._prepare()

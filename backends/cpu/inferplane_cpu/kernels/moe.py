@@ -14,6 +14,8 @@ from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
 from inferplane_cpu.native import Experts, library
 
 KERNELS = Kernels()
+NO_SUCH_EXPERT = -1
+"""What `ip_moe` returns where an id names no expert."""
 FEW_ROWS = 256
 """With more tokens each expert has enough rows for oneDNN's products to be faster."""
 
@@ -68,7 +70,7 @@ def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch
         raise ValueError(f"Experts {tuple(ids.shape)} with weights {tuple(weights.shape)} for {len(x)} tokens.")
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     out = torch.empty_like(x)
-    refused = library().ip_moe(
+    done = library().ip_moe(
         *stacks,
         len(stacks[0]),
         x.data_ptr(),
@@ -79,7 +81,7 @@ def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch
         ids.shape[1],
         out.data_ptr(),
     )
-    if refused:
+    if done == NO_SUCH_EXPERT:
         raise no_such_expert(ids, len(stacks[0]))
     return out
 

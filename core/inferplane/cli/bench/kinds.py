@@ -104,8 +104,10 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     chosen = {
         "model": args.model,
         "device": args.device,
+        "index": args.index,
         "dtype": args.dtype,
         "kv_dtype": args.kv_dtype,
+        "quantization": args.quantization,
         "max_model_len": args.max_model_len,
         "strict": args.strict,
         "ops": pins(args.ops),

@@ -1,0 +1,86 @@
+"""Errors in the words of a command: `--max-model-len 0` where Python's caller is told `max_model_len = 0`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import shlex
+from collections.abc import Sequence
+
+from inferplane.cli.arguments import Parser
+from inferplane.errors import InferplaneError
+
+_VALUE = (
+    r"'[^']*'|\"[^\"]*\"|\([^)]*\)|\[[^\]]*\]|\{[^}]*\}|-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|\b(?:nan|inf|None|True|False)\b"
+)
+_NAMED = rf"(?:SamplingParams: )?(?<![\w.'-])(?P<name>[a-z]\w*)(?: = |=)(?P<value>{_VALUE})"
+_ALONE = r"(?<![\w.'\"/{=-])(?P<alone>[a-z]+(?:_[a-z]+)+)(?![\w.'\"/=-])"
+_MENTION = re.compile(f"{_NAMED}|{_ALONE}")
+_ORIGIN = re.compile(r" \(flag --[\w-]+\)")
+
+
+class Words:
+    """One command's options.
+
+    Args:
+        parser: of its verb.
+        typed: what stands behind the verb.
+        settings: options are settings, which may also come from variables and a file: only typed ones are flags.
+    """
+
+    def __init__(self, parser: Parser, typed: Sequence[str], *, settings: bool = False) -> None:
+        self.typed, self.settings = typed, settings
+        self.options: dict[str, argparse.Action] = {}
+        for action in parser._actions:
+            for name in action.option_strings:
+                if name.startswith("--"):
+                    self.options[name[2:].replace("-", "_")] = self.options[action.dest] = action
+
+    def reword(self, error: InferplaneError) -> None:
+        """Let an error name options as they were typed, and others by the flag that stands for them."""
+        mentioned = [m["name"] or m["alone"] for m in _MENTION.finditer(error.what)]
+        mentioned = [name for name in mentioned if name in self.options]
+        if self.settings and not any(self._given(name) for name in mentioned):
+            return
+        told = _ORIGIN.sub("", error.what) if mentioned else error.what  # the flag itself will stand there
+        error.what = self._reworded(told, as_typed=True)
+        error.remedy = self._reworded(error.remedy, as_typed=False)
+        if mentioned:
+            error.there_is = re.sub(r"'([\w-]+)'", r"\1", error.there_is.removeprefix("None, "))
+        error.args = (error.what,)
+
+    def _reworded(self, words: str, *, as_typed: bool) -> str:
+        def named(match: re.Match[str]) -> str:
+            name = match["name"] or match["alone"]
+            if name not in self.options:
+                return match[0]
+            if match["alone"]:
+                return self._flag(name)
+            return (self._given(name) if as_typed else "") or self._flag_with(name, match["value"])
+
+        return _MENTION.sub(named, words)
+
+    def _flag(self, name: str) -> str:
+        """As it was typed, else the name that its help gives first."""
+        known = [x for x in self.options[name].option_strings if x.startswith("--")]
+        return next((x for x in known if any(w.partition("=")[0] == x for w in self.typed)), known[0])
+
+    def _given(self, name: str) -> str:
+        """The words with which an option was given; empty where it was not."""
+        action, found = self.options[name], []
+        for at, word in enumerate(self.typed):
+            flag, equals, value = word.partition("=")
+            if flag in action.option_strings:
+                rest = [value] if equals else list(self.typed[at + 1 : at + 2])
+                found.append(shlex.join([flag, *rest] if action.nargs != 0 else [flag]))
+        return " ".join(found if isinstance(action, argparse._AppendAction) else found[-1:])
+
+    def _flag_with(self, name: str, value: str) -> str:
+        flag = self._flag(name)
+        if value == "None":
+            return f"no {flag}"
+        read = None if value in ("nan", "inf") else ast.literal_eval(value)
+        if isinstance(read, dict):
+            return " ".join(f"{flag} {key}={of}" for key, of in read.items())
+        return shlex.join([flag, read if isinstance(read, str) else value])
