@@ -1,9 +1,8 @@
-"""What the kernels turn down, and how a ragged step becomes single tokens."""
+"""What the kernels turn down, and what they take from the vendor's functions."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from inferplane.ops import MLAAbsorbed, MLADims, MoEExperts, MoERoute, NormRopeWrite, RMSNorm
 from inferplane.plugin import Context, Weight
 from inferplane_dcu.backend import DcuBackend
-from inferplane_dcu.kernels.when import each_token_alone, only
+from inferplane_dcu.kernels.when import only
 from inferplane_dcu.kvcache import layouts
 
 V3 = MLADims(2, 128, 64, 128, 512)
@@ -69,22 +68,6 @@ def test_is_refused_with_its_reason(provider, op, words):
 )
 def test_is_taken(provider, op):
     assert refusals(provider, op) == []
-
-
-def test_each_token_alone():
-    """Two sequences with 3 and 2 tokens, the second of which is padding; then one token each, as they are."""
-    batch = SimpleNamespace(
-        query_start=torch.tensor([0, 3, 5], dtype=torch.int32),
-        seq_lens=torch.tensor([10, 0], dtype=torch.int32),
-        block_tables=torch.tensor([[4, 7], [0, 0]], dtype=torch.int32),
-        max_query_tokens=3,
-    )
-    lens, tables = each_token_alone(batch, 5)
-    assert lens.tolist() == [8, 9, 10, 0, 0] and lens.dtype is torch.int32
-    assert tables.tolist() == [[4, 7]] * 3 + [[0, 0]] * 2
-    batch.max_query_tokens = 1
-    lens, tables = each_token_alone(batch, 2)
-    assert lens is batch.seq_lens and tables is batch.block_tables
 
 
 def test_the_output_is_taken_from_what_comes():

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import FLASH_DIMS, RANK_FUSED
+from inferplane.kernels.fused.operands import each_token_alone, one
 from inferplane.plugin import Batch, Kernels, LayerKV
 from inferplane_dcu import vendor
 from inferplane_dcu.chips import PAGED_PROMPTS
-from inferplane_dcu.kernels.basic import TABLE, plan_dtype
-from inferplane_dcu.kernels.when import RANK_FUSED, each_token_alone, one, only, with_
+from inferplane_dcu.kernels.basic import TABLE
+from inferplane_dcu.kernels.when import only, with_
 from inferplane_dcu.kvcache import HEADS, PAGED
 
 hcu = torch.ops.hcu_ops
@@ -61,7 +63,7 @@ def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV
 
 def _both_norms(op: Any) -> bool:
     norms = (op.q_norm, op.k_norm)
-    return all(n is not None and plan_dtype(n.weight) for n in norms) and op.q_norm.eps == op.k_norm.eps
+    return all(n is not None and n.weight.dtype is None for n in norms) and op.q_norm.eps == op.k_norm.eps
 
 
 @KERNELS(
@@ -108,7 +110,7 @@ def _single_tokens(op: Any) -> bool:
 )
 def attention_tokens(p: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
     """Paged attention with each token as a sequence of its own."""
-    lens, tables = each_token_alone(batch, q.shape[0])
+    lens, tables = each_token_alone(batch)
     out = p.prepared(
         q.contiguous()[:, None], kv.keys, kv.values, cache_seqlens=lens, block_table=tables, softmax_scale=p.scale,
         causal=True,
@@ -143,17 +145,11 @@ def attention_prompts(p: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.T
     return only(out)
 
 
-def _flash_dims(op: Any) -> bool:
-    return op.kv.dim == op.kv.v_dim and op.kv.dim % 8 == 0 and op.kv.dim <= 256
-
-
 @KERNELS(
     "attention",
     "flash_attn",
     rank=RANK_FUSED,
-    when=with_(
-        vendor.FLASH_PAGED, kv_layouts=(PAGED,), needs=(("K and V of one width, in eights up to 256", _flash_dims),)
-    ),
+    when=with_(vendor.FLASH_PAGED, kv_layouts=(PAGED,), needs=(FLASH_DIMS,)),
     prepare=vendor.found_once(vendor.FLASH_PAGED),
     capture_safe=True,
 )

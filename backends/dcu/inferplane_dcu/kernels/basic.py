@@ -10,53 +10,27 @@ from typing import Any
 
 import torch
 
-from inferplane.plugin import Kernels, Packing, QTensor
+from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, INT8_BY_TOKEN, INT8_TOKENS, NORM_WEIGHT, RANK_FUSED
+from inferplane.kernels.fused.operands import last_head_as_key
+from inferplane.kernels.fused.packings import Int8Rows, RopeTable
+from inferplane.plugin import Kernels, Packing
 from inferplane_dcu import vendor
-from inferplane_dcu.kernels.when import RANK_FUSED, with_
+from inferplane_dcu.kernels.when import with_
 
 KERNELS = Kernels()
 LAYOUT = "NT"
 """Both factors of the product row by row: `[M, K]` and `[N, K]`."""
 
 
-class Table:
-    """Cosines and sines `[positions, D]`, kept in each dtype that is asked for: the functions want the queries' own."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self.whole = table.flatten(1).contiguous()
-        self._cast: dict[torch.dtype, torch.Tensor] = {}
-
-    def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
-        """The table in a dtype; cast once."""
-        if dtype not in self._cast:
-            self._cast[dtype] = self.whole.to(dtype)
-        return self._cast[dtype]
-
-
-class Rows:
-    """int8 rows `[N, K]`, their scales `[N, 1]`, and what a zero point takes off a row's product for each unit of the
-    inputs' sum, `[N]` or None: the product knows no zero points.
-    """
-
-    def __init__(self, weight: QTensor) -> None:
-        self.data, self.scale = weight.data.contiguous(), weight.scale.contiguous()
-        self.shift = None if weight.zero is None else (weight.scale * weight.zero)[:, 0]
-
-
-TABLE = Packing("lightop.rope_table", Table)
-INT8_ROWS = Packing("lightop.int8_rows", Rows)
-
-
-def plan_dtype(weight: Any) -> bool:
-    """Whether a norm's weight has the activations' dtype."""
-    return weight.dtype is None
+TABLE = Packing("lightop.rope_table", RopeTable)
+INT8_ROWS = Packing("lightop.int8_rows", Int8Rows)
 
 
 @KERNELS(
     "rms_norm",
     "lightop",
     rank=RANK_FUSED,
-    when=with_(vendor.RMS_NORM, needs=(("a weight in the plan's dtype", lambda op: plan_dtype(op.weight)),)),
+    when=with_(vendor.RMS_NORM, needs=(NORM_WEIGHT,)),
     prepare=vendor.found_once(vendor.RMS_NORM),
     capture_safe=True,
 )
@@ -70,11 +44,7 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     "add_rms_norm",
     "lightop",
     rank=RANK_FUSED,
-    when=with_(
-        vendor.ADD_RMS_NORM,
-        vendor.RMS_NORM,
-        needs=(("a weight in the plan's dtype", lambda op: plan_dtype(op.norm.weight)),),
-    ),
+    when=with_(vendor.ADD_RMS_NORM, vendor.RMS_NORM, needs=(ADD_NORM_WEIGHT,)),
     prepare=vendor.found_once(vendor.ADD_RMS_NORM, vendor.RMS_NORM),
     capture_safe=True,
 )
@@ -99,11 +69,8 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
 )
 def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """rotary_embedding_fuse, in place, of queries and keys at once: the last head goes as the key."""
-    tokens, heads, dim = x.shape
-    last = x[:, -1].clone(memory_format=torch.contiguous_format)
-    rest = x[:, : max(1, heads - 1)].clone(memory_format=torch.contiguous_format)
-    p.prepared(positions, rest.view(tokens, -1), last, dim, p.table.in_dtype(x.dtype), not p.interleaved)
-    return torch.cat((rest, last[:, None]), 1) if heads > 1 else rest
+    dim, table, neox = x.shape[-1], p.table.in_dtype(x.dtype), not p.interleaved
+    return last_head_as_key(x, lambda rest, last: p.prepared(positions, rest, last, dim, table, neox))
 
 
 @KERNELS(
@@ -121,10 +88,6 @@ def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _int8_tokens(op: Any) -> bool:
-    return op.act is not None and op.act.format == "int8" and op.act.group == 0 and op.out_dtype is None
-
-
 @KERNELS(
     "linear",
     "lightop",
@@ -134,7 +97,7 @@ def _int8_tokens(op: Any) -> bool:
         vendor.W8A8,
         features=("int8-dot",),
         formats=("int8_row",),
-        needs=(("activations in int8, a scale a token", _int8_tokens),),
+        needs=(INT8_TOKENS,),
     ),
     packs={"weight": INT8_ROWS},
     prepare=vendor.found_once(vendor.QUANTIZE, vendor.W8A8),
@@ -147,18 +110,17 @@ def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
         RuntimeError: the library has no kernel for these sizes and says so.
     """
     quantize, product = p.prepared
-    w: Rows = p.weight
+    w: Int8Rows = p.weight
     data, scale = quantize(x.contiguous())
     tokens, columns = data.shape
     rows = w.data.shape[0]
-    status, y = product(data, w.data, scale, w.scale, tokens, rows, columns, LAYOUT, x.dtype)
+    status, y = product(data, w.data, scale, w.scale[:, None], tokens, rows, columns, LAYOUT, x.dtype)
     if status is not True:
         raise RuntimeError(
             f"hipblaslt_w8a8_gemm did not multiply {tokens} x {columns} by {columns} x {rows} (status {status!r}); "
             "pin linear to torch"
         )
-    if w.shift is not None:
-        y = (y.float() - data.float().sum(-1, keepdim=True) * scale * w.shift).to(x.dtype)
+    y = w.shifted(y, data, scale)
     return y if p.bias is None else y + p.bias
 
 
@@ -166,9 +128,7 @@ def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
     "quantize",
     "lightop",
     rank=RANK_FUSED,
-    when=with_(
-        vendor.QUANTIZE, needs=(("int8 with a scale a token", lambda op: op.format == "int8" and op.group == 0),)
-    ),
+    when=with_(vendor.QUANTIZE, needs=(INT8_BY_TOKEN,)),
     prepare=vendor.found_once(vendor.QUANTIZE),
     capture_safe=True,
 )

@@ -7,16 +7,17 @@ flash_attn_interface.py.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from inferplane.kernels.fused.latents import expanded, folded, unfolded
+from inferplane.kernels.fused.needs import FLASH_EXPANDED, PLAIN_KV_B, RANK_FUSED
+from inferplane.kernels.fused.operands import each_token_alone, one, running_sum
 from inferplane.plugin import Batch, Kernels, LayerKV, latents
 from inferplane_dcu import vendor
 from inferplane_dcu.kernels.attention import OPERATORS, hcu
-from inferplane_dcu.kernels.when import RANK_FUSED, each_token_alone, one, only, with_
+from inferplane_dcu.kernels.when import only, with_
 from inferplane_dcu.kvcache import BLOCK_TOKENS, PAGED
 
 KERNELS = Kernels()
@@ -58,25 +59,13 @@ def _absorbed_dims(op: Any) -> bool:
 def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Fold `kv_b` into the query, attend with each token as a sequence of its own, unfold."""
     plan, attend = p.prepared
-    d, tokens = p.dims, q_nope.shape[0]
-    w_k, w_v = p.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
-    q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1), q_rope), -1)
-    lens, tables = each_token_alone(batch, tokens)
-    schedule, splits = plan(lens, d.heads, 1)
+    q, (lens, tables) = folded(p, q_nope, q_rope), each_token_alone(batch)
+    schedule, splits = plan(lens, p.dims.heads, 1)
     cache = latents(kv)[:, :, None]
     out = attend(
-        q[:, None], cache, tables, lens, d.latent, schedule, splits, softmax_scale=p.scale, causal=True
+        q[:, None], cache, tables, lens, p.dims.latent, schedule, splits, softmax_scale=p.scale, causal=True
     )  # fmt: skip
-    return torch.bmm(only(out)[:, 0].transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1).contiguous()
-
-
-def _expanded_dims(op: Any) -> bool:
-    width = op.dims.nope + op.dims.rope
-    return op.dims.value <= width <= 256 and width % 8 == 0
-
-
-def _plain_kv_b(op: Any) -> bool:
-    return op.kv_b.act is None and op.kv_b.out_dtype is None and op.kv_b.bias is None
+    return unfolded(p, only(out)[:, 0])
 
 
 @KERNELS(
@@ -86,32 +75,27 @@ def _plain_kv_b(op: Any) -> bool:
     when=with_(
         vendor.FLASH,
         kv_layouts=(PAGED,),
-        needs=(
-            ("heads of at most 256 entries, in eights, and no wider values", _expanded_dims),
-            ("a plain kv_b without bias", _plain_kv_b),
-        ),
+        needs=(FLASH_EXPANDED, PLAIN_KV_B),
     ),
     prepare=vendor.found_once(vendor.FLASH),
     needs_host_lens=True,
 )
 def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, which flash attention wants."""
-    d, lens = p.dims, batch.lens().seq_lens
-    ends = torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(q_nope.device)
-    latent, k_rope = _gathered(latents(kv), batch.block_tables, lens).split((d.latent, d.rope), -1)
-    k_nope, v = F.linear(latent, p.kv_b.weight).view(-1, d.heads, d.nope + d.value).split((d.nope, d.value), -1)
+    lens = batch.lens().seq_lens
+    keys, values = expanded(p, _gathered(latents(kv), batch.block_tables, lens))
     out = p.prepared(
         torch.cat((q_nope, q_rope), -1),
-        torch.cat((k_nope, k_rope[:, None].expand(-1, d.heads, -1)), -1),
-        F.pad(v, (0, d.nope + d.rope - d.value)),
+        keys,
+        values,
         batch.query_start,
-        ends,
+        running_sum(lens, q_nope.device),
         batch.max_query_tokens,
         batch.max_seq_tokens,
         softmax_scale=p.scale,
         causal=True,
     )
-    return only(out)[..., : d.value].contiguous()
+    return only(out)[..., : p.dims.value].contiguous()
 
 
 def _gathered(cache: torch.Tensor, tables: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from inferplane.kernels.composed.moe import moe_experts as by_expert
+from inferplane.kernels.fused.needs import EVERY_EXPERT, FLOATS, RANK_FUSED
+from inferplane.kernels.fused.packings import FLOAT32
 from inferplane.plugin import Context, Kernels, Packing, When
 from inferplane_dcu import vendor
-from inferplane_dcu.kernels.when import HALF, RANK_FUSED
 
 KERNELS = Kernels()
-FLOAT32 = Packing("float32", lambda w: w.float())
 LARGEST_GROUP = 32
 """Experts a group: of SGLang's kernel of this name, from which lightop's is derived."""
 TILE = (16, 32)
@@ -39,7 +39,7 @@ def _group_dims(op: Any) -> bool:
     "lightop",
     rank=RANK_FUSED,
     when=When(
-        (torch.float32, *HALF),
+        FLOATS,
         features=(vendor.GATE.feature,),
         needs=(
             ("sigmoid scores with a bias, renormalized, groups judged by two experts", _gate),
@@ -119,10 +119,7 @@ def _tiles(op: Any) -> bool:
     when=When(
         (torch.bfloat16,),
         features=tuple(f.feature for f in vendor.EXPERTS),
-        needs=(
-            ("every expert on this rank", lambda op: not op.partial),
-            ("widths in 32s, and in 16s inside", _tiles),
-        ),
+        needs=(EVERY_EXPERT, ("widths in 32s, and in 16s inside", _tiles)),
     ),
     packs={"gate_up": MARLIN, "down": MARLIN},
     prepare=_prepared,

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import FLASH_DIMS, HALF, RANK_FUSED
+from inferplane.kernels.fused.operands import one
 from inferplane.plugin import Batch, Kernels, LayerKV, When
-from inferplane_gcu.kernels.when import FLASH, HALF, OPERATORS, RANK_FUSED, one
+from inferplane_gcu.kernels.when import FLASH, OPERATORS
 from inferplane_gcu.kvcache import PAGED
 
 cache_ops = torch.ops._C_cache_ops
@@ -43,20 +45,11 @@ def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV
     cache_ops.reshape_and_cache_flash(k.contiguous(), v.contiguous(), keys, values, batch.slots, "auto", scale, scale)
 
 
-def _flash_dims(op: Any) -> bool:
-    return op.kv.dim == op.kv.v_dim and op.kv.dim % 8 == 0 and op.kv.dim <= 256
-
-
 @KERNELS(
     "attention",
     "flash_attn",
     rank=RANK_FUSED,
-    when=When(
-        HALF,
-        kv_layouts=(PAGED,),
-        features=FLASH,
-        needs=(("K and V of one width, in eights up to 256", _flash_dims),),
-    ),
+    when=When(HALF, kv_layouts=(PAGED,), features=FLASH, needs=(FLASH_DIMS,)),
     capture_safe=True,
 )
 def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:

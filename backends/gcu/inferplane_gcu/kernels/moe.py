@@ -9,42 +9,33 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import EVERY_EXPERT, FLOATS, HALF, RANK_FUSED, SOFTMAX_ALONE
+from inferplane.kernels.fused.operands import room_for_routes
 from inferplane.plugin import Kernels, When
-from inferplane_gcu.kernels.when import HALF, OPERATORS, RANK_FUSED
+from inferplane_gcu.kernels.when import OPERATORS
 
 vllm, moe = torch.ops._C, torch.ops._moe_C
 KERNELS = Kernels()
-FLOATS = (torch.float32, *HALF)
 BLOCK_PAIRS = 64
 """Pairs a block; vllm-gcu takes no other on this chip."""
 MANY_EXPERTS = 224
 """From here on vllm-gcu calls another alignment."""
 
 
-def _simple(op: Any) -> bool:
-    return op.score == "softmax" and op.bias is None and op.groups == 1
-
-
 def _grouped(op: Any) -> bool:
     return op.groups > 1 and op.group_score == ("max" if op.bias is None else "top2")
-
-
-def _results(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return logits.new_empty(logits.shape[0], k, dtype=torch.float32), logits.new_empty(
-        logits.shape[0], k, dtype=torch.int32
-    )
 
 
 @KERNELS(
     "moe_route",
     "vllm_gcu",
     rank=RANK_FUSED,
-    when=When(FLOATS, features=OPERATORS, needs=(("softmax scores without bias or groups", _simple),)),
+    when=When(FLOATS, features=OPERATORS, needs=(SOFTMAX_ALONE,)),
     capture_safe=True,
 )
 def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_moe_C::topk_softmax, which does not renormalize; ids are int32."""
-    weights, ids = _results(logits, p.top_k)
+    weights, ids = room_for_routes(logits, p.top_k)
     moe.topk_softmax(weights, ids, torch.empty_like(ids), logits.float())
     return (weights / weights.sum(-1, keepdim=True) if p.renormalize else weights) * p.factor, ids
 
@@ -62,7 +53,7 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 )
 def moe_route_grouped(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_C::fused_grouped_topk; it knows no factor."""
-    weights, ids = _results(logits, p.top_k)
+    weights, ids = room_for_routes(logits, p.top_k)
     vllm.fused_grouped_topk(
         weights, ids, logits.contiguous(), p.top_k, p.renormalize, p.groups, p.top_groups, p.bias, p.score
     )
@@ -73,7 +64,7 @@ def moe_route_grouped(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch
     "moe_experts",
     "vllm_gcu",
     rank=RANK_FUSED,
-    when=When(HALF, features=OPERATORS, needs=(("every expert on this rank", lambda op: not op.partial),)),
+    when=When(HALF, features=OPERATORS, needs=(EVERY_EXPERT,)),
     capture_safe=True,
 )
 def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

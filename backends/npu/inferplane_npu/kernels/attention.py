@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import HALF, RANK_FUSED
 from inferplane.plugin import Batch, Kernels
 from inferplane_npu.graphs import attend
-from inferplane_npu.kernels.when import HALF, RANK_ALTERNATIVE, RANK_FUSED, OnNpu
+from inferplane_npu.kernels.when import RANK_ALTERNATIVE, OnNpu
 from inferplane_npu.kvcache import BLOCK_TOKENS, ND_128, NZ_128, NpuKV
 
 npu, atb = torch.ops.npu, torch.ops.atb

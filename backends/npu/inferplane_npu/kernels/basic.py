@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT, RANK_FUSED, WEIGHT_ONLY
 from inferplane.plugin import Kernels, Packing
-from inferplane_npu.kernels.when import FLOATS, HALF, RANK_ALTERNATIVE, RANK_FUSED, OnNpu
+from inferplane_npu.kernels.when import RANK_ALTERNATIVE, OnNpu
 from inferplane_npu.kvcache import FRACTAL_NZ
 
 npu = torch.ops.npu
@@ -45,15 +46,11 @@ HALVES = ("halves as pairs", lambda op: not op.interleaved)
 NARROW = ("heads of fewer than 896 entries", lambda op: _entries(op) < 896)
 
 
-def _plan_dtype(weight: Any) -> bool:
-    return weight.dtype is None
-
-
 @KERNELS(
     "rms_norm",
     "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(FLOATS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.weight)),)),
+    when=OnNpu(FLOATS, needs=(NORM_WEIGHT,)),
     capture_safe=True,
 )
 def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +62,7 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     "add_rms_norm",
     "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(FLOATS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.norm.weight)),)),
+    when=OnNpu(FLOATS, needs=(ADD_NORM_WEIGHT,)),
     capture_safe=True,
 )
 def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,25 +122,14 @@ def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
     return npu.npu_swiglu(x.contiguous())
 
 
-def _plain_product(op: Any) -> bool:
-    return op.out_dtype is None and op.act is None
-
-
 @KERNELS(
     "linear",
     "torch",
     rank=RANK_FUSED,
-    when=OnNpu(
-        (torch.float16,),
-        features=("nz-plain-weights",),
-        needs=(("activations and result in the plan's dtype", _plain_product),),
-    ),
+    when=OnNpu((torch.float16,), features=("nz-plain-weights",), needs=(WEIGHT_ONLY,)),
     packs={"weight": NZ_WEIGHT},
     capture_safe=True,
 )
 def linear_nz(p: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's own product, with the weight in the cube unit's own tiles."""
     return F.linear(x, p.weight, p.bias)
-
-
-__all__ = ["FRACTAL_NZ", "HALF", "KERNELS", "ROPE_HALF", "cos_sin"]

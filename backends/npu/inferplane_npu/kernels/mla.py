@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from inferplane.kernels.fused.latents import halves
+from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED, plain_linear
 from inferplane.plugin import Batch, Kernels
 from inferplane_npu.graphs import attend
 from inferplane_npu.kernels.attention import RIGHT_DOWN_CAUSAL, causal_mask, key_lens
 from inferplane_npu.kernels.basic import ROPE_HALF, cos_sin
-from inferplane_npu.kernels.when import HALF, RANK_ALTERNATIVE, RANK_FUSED, OnNpu
+from inferplane_npu.kernels.when import RANK_ALTERNATIVE, OnNpu
 from inferplane_npu.kvcache import (
     BLOCK_TOKENS,
     LATENT,
@@ -49,16 +51,9 @@ def _expanded_dims(op: Any) -> bool:
     return _sizes(op) and op.dims.nope == 128 and op.dims.value == 128 and op.dims.heads <= 256
 
 
-def _plain_kv_b(op: Any) -> bool:
-    return _product(op.kv_b) and op.kv_b.bias is None
-
-
-def _product(linear: Any) -> bool:
-    return linear is None or (linear.act is None and linear.out_dtype is None)
-
-
 def _plain_block(op: Any) -> bool:
-    return all(map(_product, (op.q_a, op.q_b, op.kv_a, op.o))) and _plain_kv_b(op.expanded)
+    products = [product for product in (op.q_a, op.q_b, op.kv_a, op.o) if product is not None]
+    return all(map(plain_linear, products)) and PLAIN_KV_B[1](op.expanded)
 
 
 ABSORBED = ("latents of 512 + 64, a power of two of heads up to 128, head sizes that 16 divides", _absorbed_dims)
@@ -99,20 +94,13 @@ def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
 
 def _fold(p: Any, q_nope: torch.Tensor) -> torch.Tensor:
     """`[T, H, N]` times each head's `[N, 512]`: `[T, H, 512]`. The weight is a view: kv_b is kept once."""
-    return npu.npu_transpose_batchmatmul(q_nope, _halves(p)[0], perm_x1=[1, 0, 2], perm_y=[1, 0, 2])
+    return npu.npu_transpose_batchmatmul(q_nope, halves(p)[0], perm_x1=[1, 0, 2], perm_y=[1, 0, 2])
 
 
 def _unfold(p: Any, heads_first: torch.Tensor) -> torch.Tensor:
     """`[H, T, 512]` times each head's `[512, V]`: `[T, H, V]`."""
-    w_v = _halves(p)[1].transpose(1, 2)
+    w_v = halves(p)[1].transpose(1, 2)
     return npu.npu_transpose_batchmatmul(heads_first, w_v, perm_y=[1, 0, 2])
-
-
-def _halves(p: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of kv_b that make keys `[H, N, 512]` and those that make values `[H, V, 512]`."""
-    d = p.dims
-    w_k, w_v = p.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
-    return w_k, w_v
 
 
 def _absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
@@ -180,7 +168,7 @@ def mla_absorbed_atb(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: 
         HALF,
         kv_layouts=(LATENT_ND_128,),
         features=("fused-infer",),
-        needs=(EXPANDED, ("a plain kv_b without bias", _plain_kv_b)),
+        needs=(EXPANDED, PLAIN_KV_B),
     ),
     needs_host_lens=True,
 )

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import EVERY_EXPERT, FLOATS, HALF, RANK_FUSED, SOFTMAX_ALONE
+from inferplane.kernels.fused.packings import FLOAT32, INT4_GROUPS
 from inferplane.plugin import Kernels, Packing
-from inferplane_npu.kernels.quant import INT4_EXPERTS, INT4_FORMATS, INT4_GROUPS, INT8_EXPERTS, Packed
-from inferplane_npu.kernels.when import FLOATS, HALF, RANK_FUSED, OnNpu
+from inferplane_npu.kernels.quant import INT4_EXPERTS, INT4_FORMATS, INT8_EXPERTS, Packed
+from inferplane_npu.kernels.when import OnNpu
 
 npu = torch.ops.npu
 KERNELS = Kernels()
@@ -25,7 +27,6 @@ COUNTS = 1
 ROWS, ONE_RESULT = 0, 2
 """Values of `group_type` and of `split_item`."""
 
-FLOAT32 = Packing("float32", lambda w: w.float())
 COLUMNS = Packing("torch_npu.experts", lambda w: w.transpose(1, 2))
 """`[E, K, N]` as a view: the page allows a transposed weight, and a copy would be one for nothing."""
 
@@ -44,10 +45,6 @@ def _groups_fit(op: Any) -> bool:
     return experts % op.groups == 0 and size > 2 and -(-size // 32) * 32 * op.groups <= 2048
 
 
-def _simple(op: Any) -> bool:
-    return op.score == "softmax" and op.bias is None and op.groups == 1
-
-
 def _normed(op: Any) -> bool:
     return op.score == "softmax" or op.renormalize
 
@@ -60,7 +57,7 @@ def _normed(op: Any) -> bool:
         FLOATS,
         features=("fused-infer",),
         needs=(
-            ("a bias, groups, or sigmoid scores", lambda op: not _simple(op)),
+            ("a bias, groups, or sigmoid scores", lambda op: not SOFTMAX_ALONE[1](op)),
             ("sigmoid scores to be renormalized", _normed),
             ("more than two experts a group", _groups_fit),
         ),
@@ -92,7 +89,7 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         FLOATS,
         features=("fused-infer",),
         needs=(
-            ("softmax scores without bias or groups", _simple),
+            SOFTMAX_ALONE,
             ("at most 1024 chosen", lambda op: op.top_k <= 1024),
         ),
     ),
@@ -113,7 +110,6 @@ def _inner_dims(op: Any) -> bool:
     return 1 < experts <= 1024 and max(columns, width) < 65536
 
 
-ALL_HERE = ("every expert on this rank", lambda op: not op.partial)
 SIZES = ("2 to 1024 experts with fewer than 65536 rows and columns", _inner_dims)
 
 
@@ -121,7 +117,7 @@ SIZES = ("2 to 1024 experts with fewer than 65536 rows and columns", _inner_dims
     "moe_experts",
     "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(FLOATS, features=("fused-infer",), needs=(SIZES, ALL_HERE)),
+    when=OnNpu(FLOATS, features=("fused-infer",), needs=(SIZES, EVERY_EXPERT)),
     packs={"gate_up": COLUMNS, "down": COLUMNS},
     capture_safe=True,
 )
@@ -173,7 +169,7 @@ def _quantized(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     "moe_experts",
     "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(HALF, formats=("int8_row",), features=("fused-infer",), needs=(SIZES, ALL_HERE)),
+    when=OnNpu(HALF, formats=("int8_row",), features=("fused-infer",), needs=(SIZES, EVERY_EXPERT)),
     packs={"gate_up": INT8_EXPERTS, "down": INT8_EXPERTS},
     capture_safe=True,
 )
@@ -198,7 +194,7 @@ def _whole_groups(op: Any) -> bool:
         HALF,
         formats=INT4_FORMATS,
         features=("fused-infer",),
-        needs=(SIZES, ALL_HERE, ("rows in eights", _int4_dims), ("whole groups of columns", _whole_groups)),
+        needs=(SIZES, EVERY_EXPERT, ("rows in eights", _int4_dims), ("whole groups of columns", _whole_groups)),
     ),
     packs={"gate_up": INT4_EXPERTS, "down": INT4_EXPERTS},
     capture_safe=True,

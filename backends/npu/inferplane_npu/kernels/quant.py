@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import HALF, INT8_BY_TOKEN, INT8_TOKENS, RANK_FUSED, WEIGHT_ONLY
+from inferplane.kernels.fused.packings import INT4_GROUPS
 from inferplane.plugin import Kernels, Packing, QTensor
-from inferplane_npu.kernels.when import HALF, RANK_FUSED, OnNpu
+from inferplane_npu.kernels.when import OnNpu
 from inferplane_npu.kvcache import FRACTAL_NZ
 
 npu = torch.ops.npu
 KERNELS = Kernels()
-INT4_GROUPS = {"int4_group": 128, "int4_group64": 64, "int4_group32": 32}
-"""Columns that share a scale, by format."""
 INT4_FORMATS = (*INT4_GROUPS, "int4_row")
 LARGEST = 65535
 """Of a dimension of a quantized product."""
@@ -95,14 +95,8 @@ def _fits(op: Any) -> bool:
     return max(op.weight.shape) <= LARGEST
 
 
-def _weight_only(op: Any) -> bool:
-    return op.act is None and op.out_dtype is None
-
-
-NEEDS = (
-    ("activations and result in the plan's dtype", _weight_only),
-    ("at most 65535 rows and columns", _fits),
-)
+FITS = ("at most 65535 rows and columns", _fits)
+NEEDS = (WEIGHT_ONLY, FITS)
 
 
 def _product(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -145,10 +139,6 @@ def linear_w4a16(p: Any, x: torch.Tensor) -> torch.Tensor:
     return _product(p, x)
 
 
-def _int8_tokens(op: Any) -> bool:
-    return op.act is not None and op.act.format == "int8" and op.act.group == 0 and op.out_dtype is None
-
-
 @KERNELS(
     "linear",
     "torch_npu",
@@ -157,7 +147,7 @@ def _int8_tokens(op: Any) -> bool:
         HALF,
         formats=("int8_row",),
         features=("fused-infer", "int8-dot"),
-        needs=(("activations in int8, a scale a token", _int8_tokens), NEEDS[1]),
+        needs=(INT8_TOKENS, FITS),
     ),
     packs={"weight": INT8_NZ},
     capture_safe=True,
@@ -183,7 +173,7 @@ def _fp8_tokens(op: Any) -> bool:
         HALF,
         formats=("fp8_row",),
         features=("fused-infer", "fp8"),
-        needs=(("activations in FP8, a scale a token", _fp8_tokens), NEEDS[1]),
+        needs=(("activations in FP8, a scale a token", _fp8_tokens), FITS),
     ),
     packs={"weight": FP8},
     capture_safe=True,
@@ -202,11 +192,7 @@ def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     "quantize",
     "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(
-        HALF,
-        features=("fused-infer",),
-        needs=(("int8 with a scale a token", lambda op: op.format == "int8" and op.group == 0),),
-    ),
+    when=OnNpu(HALF, features=("fused-infer",), needs=(INT8_BY_TOKEN,)),
     capture_safe=True,
 )
 def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""When the vendor's kernels may be used, and where they rank."""
+"""When the vendor's kernels may be used, and where a second way ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ import torch
 
 from inferplane.plugin import Context, When
 
-RANK_FUSED = 70
-"""A fused operator of the vendor's: below the band of kernels that somebody has measured, because we have not."""
-
 RANK_ALTERNATIVE = 65
 """A second way to the same result, taken where the first is refused, or by a pin."""
-
-HALF = (torch.bfloat16, torch.float16)
-FLOATS = (torch.float32, *HALF)
 
 
 class OnNpu(When):

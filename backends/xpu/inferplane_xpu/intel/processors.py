@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT
 from inferplane.plugin import Kernel, Kernels, When
 from inferplane_xpu.intel import ipex
-from inferplane_xpu.intel.kernels.when import FLOATS, RANK_LEGACY
+from inferplane_xpu.intel.kernels.when import RANK_LEGACY
 
 torch_ipex = torch.ops.torch_ipex
 KERNELS = Kernels()
@@ -29,15 +30,11 @@ def kernels() -> list[Kernel]:
     return list(KERNELS)
 
 
-def _plan_dtype(weight: Any) -> bool:
-    return weight.dtype is None
-
-
 @KERNELS(
     "rms_norm",
     "ipex",
     rank=RANK_LEGACY,
-    when=When(FLOATS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.weight)),)),
+    when=When(FLOATS, needs=(NORM_WEIGHT,)),
 )
 def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     """torch_ipex::rmsnorm."""
@@ -49,7 +46,7 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     "add_rms_norm",
     "ipex",
     rank=RANK_LEGACY,
-    when=When(FLOATS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.norm.weight)),)),
+    when=When(FLOATS, needs=(ADD_NORM_WEIGHT,)),
 )
 def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """torch_ipex::add_rmsnorm, whose second argument becomes the sum; the first layer has no sum."""

@@ -15,18 +15,11 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import FLOATS, HALF, RANK_FUSED
+from inferplane.kernels.fused.operands import one
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
-from inferplane_xpu.intel.kernels.when import (
-    FLOATS,
-    HALF,
-    MATRIX,
-    OPERATORS,
-    RANK_FUSED,
-    decode_compiled,
-    one,
-    prefill_compiled,
-)
+from inferplane_xpu.intel.kernels.when import MATRIX, OPERATORS, decode_compiled, prefill_compiled
 from inferplane_xpu.intel.kvcache import PAGED
 
 cache_ops, flash = torch.ops._C_cache_ops, torch.ops._vllm_fa2_C

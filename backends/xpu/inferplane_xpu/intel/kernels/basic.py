@@ -13,39 +13,23 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT, RANK_FUSED
+from inferplane.kernels.fused.packings import RopeTable
 from inferplane.plugin import Kernels, Packing, When
-from inferplane_xpu.intel.kernels.when import FLOATS, OPERATORS, RANK_FUSED
+from inferplane_xpu.intel.kernels.when import OPERATORS
 
 vllm = torch.ops._C
 KERNELS = Kernels()
 
 
-class Table:
-    """Cosines and sines `[positions, D]`, kept in each dtype that is asked for: the operator wants the queries' own."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self.whole = table.flatten(1).contiguous()
-        self._cast: dict[torch.dtype, torch.Tensor] = {}
-
-    def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
-        """The table in a dtype; cast once."""
-        if dtype not in self._cast:
-            self._cast[dtype] = self.whole.to(dtype)
-        return self._cast[dtype]
-
-
-TABLE = Packing("vllm_xpu.rope_table", Table)
-
-
-def _plan_dtype(weight: Any) -> bool:
-    return weight.dtype is None
+TABLE = Packing("vllm_xpu.rope_table", RopeTable)
 
 
 @KERNELS(
     "rms_norm",
     "vllm_xpu",
     rank=RANK_FUSED,
-    when=When(FLOATS, features=OPERATORS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.weight)),)),
+    when=When(FLOATS, features=OPERATORS, needs=(NORM_WEIGHT,)),
     capture_safe=True,
 )
 def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -60,9 +44,7 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     "add_rms_norm",
     "vllm_xpu",
     rank=RANK_FUSED,
-    when=When(
-        FLOATS, features=OPERATORS, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.norm.weight)),)
-    ),
+    when=When(FLOATS, features=OPERATORS, needs=(ADD_NORM_WEIGHT,)),
     capture_safe=True,
 )
 def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

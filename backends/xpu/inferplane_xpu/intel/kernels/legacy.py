@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, HALF, NORM_WEIGHT
 from inferplane.plugin import Batch, Kernels, LayerKV, When
-from inferplane_xpu.intel.kernels.when import HALF, RANK_LEGACY
+from inferplane_xpu.intel.kernels.when import RANK_LEGACY
 from inferplane_xpu.intel.kvcache import PAGED
 from inferplane_xpu.library import Library
 
@@ -22,15 +23,11 @@ KERNELS = Kernels()
 FEATURES = ("ipex",)
 
 
-def _plan_dtype(weight: Any) -> bool:
-    return weight.dtype is None
-
-
 @KERNELS(
     "rms_norm",
     "ipex",
     rank=RANK_LEGACY,
-    when=When(HALF, features=FEATURES, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.weight)),)),
+    when=When(HALF, features=FEATURES, needs=(NORM_WEIGHT,)),
 )
 def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     """llm.functional.rms_norm."""
@@ -42,9 +39,7 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     "add_rms_norm",
     "ipex",
     rank=RANK_LEGACY,
-    when=When(
-        HALF, features=FEATURES, needs=(("a weight in the plan's dtype", lambda op: _plan_dtype(op.norm.weight)),)
-    ),
+    when=When(HALF, features=FEATURES, needs=(ADD_NORM_WEIGHT,)),
 )
 def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """llm.functional.add_rms_norm, whose first argument becomes the sum; the first layer has no sum."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from inferplane.kernels.fused.operands import each_token_alone
 from inferplane.plugin import Batch
 
 
@@ -49,15 +50,10 @@ def single_tokens(batch: Batch, groups: int = 1) -> Sequences:
 
 
 def _make(batch: Batch, groups: int) -> Sequences:
-    lens, tables, device = batch.seq_lens, batch.block_tables, batch.seq_lens.device
-    if batch.max_query_tokens > 1:
-        owner = torch.repeat_interleave(batch.query_start.diff().long(), output_size=batch.tokens)
-        order = torch.arange(batch.tokens, dtype=torch.int32, device=device)
-        behind = batch.query_start[1:][owner] - 1 - order
-        lens, tables = (lens[owner] - behind).clamp_min(0), tables[owner]  # padded sequences have no length
+    lens, tables = each_token_alone(batch)
     if groups > 1:
         lens, tables = lens.repeat_interleave(groups), tables.repeat_interleave(groups, 0)
-    starts = torch.arange(batch.tokens * groups + 1, dtype=torch.int32, device=device)
+    starts = torch.arange(batch.tokens * groups + 1, dtype=torch.int32, device=lens.device)
     return Sequences(starts, lens, tables, 1, batch.max_seq_tokens)
 
 

@@ -6,16 +6,17 @@ csrc/flash_attn/flash_api.cpp for its limit of query heads, csrc/cache.cpp for w
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from inferplane.kernels.fused.latents import expanded, folded, unfolded
+from inferplane.kernels.fused.needs import FLOATS, HALF, PLAIN_KV_B, RANK_FUSED
+from inferplane.kernels.fused.operands import one, running_sum
 from inferplane.plugin import Batch, Kernels, LayerKV, When, latents
 from inferplane_xpu.intel.kernels.attention import cache_ops, varlen
 from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
-from inferplane_xpu.intel.kernels.when import FLOATS, HALF, LATENT_HEADS, MATRIX, OPERATORS, RANK_FUSED, one
+from inferplane_xpu.intel.kernels.when import LATENT_HEADS, MATRIX, OPERATORS
 from inferplane_xpu.intel.kvcache import PAGED
 
 KERNELS = Kernels()
@@ -62,13 +63,11 @@ def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     more become further sequences.
     """
     d, tokens = p.dims, q_nope.shape[0]
-    w_k, w_v = p.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
-    q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1), q_rope), -1)
+    q = folded(p, q_nope, q_rope)
     cache, groups = latents(kv)[:, :, None], max(1, d.heads // LATENT_HEADS)
     grouped = q.view(tokens * groups, d.heads // groups, -1)
     mid = varlen(grouped, cache, cache[..., : d.latent], single_tokens(batch, groups), p.scale)
-    mid = mid.view(tokens, d.heads, d.latent)
-    return torch.bmm(mid.transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1).contiguous()
+    return unfolded(p, mid.view(tokens, d.heads, d.latent))
 
 
 EXPANDED_WIDTHS = (64, 128, 192, 256)
@@ -78,10 +77,6 @@ EXPANDED_WIDTHS = (64, 128, 192, 256)
 def _expanded_width(op: Any) -> bool:
     width = op.dims.nope + op.dims.rope
     return op.dims.value <= width and width in EXPANDED_WIDTHS
-
-
-def _plain_kv_b(op: Any) -> bool:
-    return op.kv_b.act is None and op.kv_b.out_dtype is None and op.kv_b.bias is None
 
 
 @KERNELS(
@@ -94,7 +89,7 @@ def _plain_kv_b(op: Any) -> bool:
         features=MATRIX,
         needs=(
             ("heads of 64, 128, 192 or 256 entries, and no wider values", _expanded_width),
-            ("a plain kv_b without bias", _plain_kv_b),
+            PLAIN_KV_B,
         ),
     ),
     needs_host_lens=True,
@@ -102,16 +97,15 @@ def _plain_kv_b(op: Any) -> bool:
 def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, in which the result comes."""
     d, lens, cache = p.dims, batch.lens().seq_lens, latents(kv)
-    ends = torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(q_nope.device)
+    ends = running_sum(lens, q_nope.device)
     dense = q_nope.new_empty(sum(lens), d.latent + d.rope)
     cache_ops.gather_cache(cache, dense, batch.block_tables, ends, len(lens), None)
-    latent, k_rope = dense.split((d.latent, d.rope), -1)
-    k_nope, v = F.linear(latent, p.kv_b.weight).view(-1, d.heads, d.nope + d.value).split((d.nope, d.value), -1)
+    keys, values = expanded(p, dense)
     most = max(2, batch.max_query_tokens)
     out = varlen(
         torch.cat((q_nope, q_rope), -1),
-        torch.cat((k_nope, k_rope[:, None].expand(-1, d.heads, -1)), -1),
-        F.pad(v, (0, d.nope + d.rope - d.value)),
+        keys,
+        values,
         Sequences(batch.query_start, ends, batch.block_tables, most, batch.max_seq_tokens),
         p.scale,
         paged=False,

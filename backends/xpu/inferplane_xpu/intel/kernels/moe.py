@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import FLOATS, HALF, RANK_FUSED
 from inferplane.plugin import Kernels, Packing, QTensor, When
-from inferplane_xpu.intel.kernels.when import FLOATS, HALF, MATRIX, OPERATORS, RANK_FUSED
+from inferplane_xpu.intel.kernels.when import MATRIX, OPERATORS
 
 vllm, moe, xpu = torch.ops._C, torch.ops._moe_C, torch.ops._xpu_C
 KERNELS = Kernels()

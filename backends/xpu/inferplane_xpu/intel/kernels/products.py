@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import FLOATS, HALF, RANK_FUSED, WEIGHT_ONLY
+from inferplane.kernels.fused.packings import Int8Rows
 from inferplane.plugin import Kernels, Packing, QTensor, When
-from inferplane_xpu.intel.kernels.when import FLOATS, HALF, MATRIX, RANK_FUSED, RANK_TORCH_PACKED
+from inferplane_xpu.intel.kernels.when import MATRIX, RANK_TORCH_PACKED
 
 vllm, xpu, aten = torch.ops._C, torch.ops._xpu_C, torch.ops.aten
 KERNELS = Kernels()
@@ -92,16 +94,6 @@ def _torch_xpu(q: QTensor) -> Int4:
     return Int4(data, zero, scale, q.block[1], shift)
 
 
-class Rows:
-    """int8 rows `[N, K]`, their scales `[N]`, and what a zero point takes off a row's product for each unit of the
-    inputs' sum, or None.
-    """
-
-    def __init__(self, weight: QTensor) -> None:
-        self.data, self.scale = weight.data.contiguous(), weight.scale[:, 0].contiguous()
-        self.shift = None if weight.zero is None else self.scale * weight.zero[:, 0]
-
-
 class Fp8:
     """An FP8 weight as a transposed view `[K, N]`; float32 scales `[N]`, or `[K / 128, N / 128]`."""
 
@@ -113,12 +105,8 @@ class Fp8:
 
 ONEDNN = Packing("vllm_xpu.int4", _onednn)
 TORCH_XPU = Packing("torch_xpu.int4pack", _torch_xpu)
-INT8_ROWS = Packing("torch_xpu.int8_rows", Rows)
+INT8_ROWS = Packing("torch_xpu.int8_rows", Int8Rows)
 FP8_WEIGHT = Packing("vllm_xpu.fp8", Fp8)
-
-
-def _weight_only(op: Any) -> bool:
-    return op.act is None and op.out_dtype is None
 
 
 def _words(op: Any) -> bool:
@@ -141,7 +129,6 @@ def _act(op: Any) -> bool:
     )
 
 
-PLAIN_RESULT = ("activations and result in the plan's dtype", _weight_only)
 WHOLE_WORDS = ("rows in eights and columns in groups of 128", _words)
 WHOLE_BLOCKS = ("a scale a row, or whole blocks of 128 and more than one of them along a row", _blocks)
 
@@ -150,7 +137,7 @@ WHOLE_BLOCKS = ("a scale a row, or whole blocks of 128 and more than one of them
     "linear",
     "vllm_xpu",
     rank=RANK_FUSED,
-    when=When(HALF, formats=INT4, features=MATRIX, needs=(PLAIN_RESULT, WHOLE_WORDS)),
+    when=When(HALF, formats=INT4, features=MATRIX, needs=(WEIGHT_ONLY, WHOLE_WORDS)),
     packs={"weight": ONEDNN},
     capture_safe=True,
 )
@@ -165,7 +152,7 @@ def linear_int4(p: Any, x: torch.Tensor) -> torch.Tensor:
     "linear",
     "torch_xpu",
     rank=RANK_TORCH_PACKED,
-    when=When(HALF, formats=INT4, features=("int4-product",), needs=(PLAIN_RESULT, WHOLE_WORDS)),
+    when=When(HALF, formats=INT4, features=("int4-product",), needs=(WEIGHT_ONLY, WHOLE_WORDS)),
     packs={"weight": TORCH_XPU},
     capture_safe=True,
 )
@@ -181,16 +168,15 @@ def linear_int4pack(p: Any, x: torch.Tensor) -> torch.Tensor:
     "linear",
     "torch_xpu",
     rank=RANK_TORCH_PACKED,
-    when=When(FLOATS, formats=("int8_row",), features=("int8-product",), needs=(PLAIN_RESULT,)),
+    when=When(FLOATS, formats=("int8_row",), features=("int8-product",), needs=(WEIGHT_ONLY,)),
     packs={"weight": INT8_ROWS},
     capture_safe=True,
 )
 def linear_int8pack(p: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's _weight_int8pack_mm: weights in int8, a scale a row."""
-    w: Rows = p.weight
+    w: Int8Rows = p.weight
     y = aten._weight_int8pack_mm(x.contiguous(), w.data, w.scale.to(x.dtype))
-    if w.shift is not None:
-        y = (y.float() - x.float().sum(-1, keepdim=True) * w.shift).to(x.dtype)
+    y = w.shifted(y, x)
     return y if p.bias is None else y + p.bias
 
 
@@ -198,7 +184,7 @@ def linear_int8pack(p: Any, x: torch.Tensor) -> torch.Tensor:
     "linear",
     "vllm_xpu",
     rank=RANK_FUSED,
-    when=When(HALF, formats=("fp8_row", "fp8_block"), features=MATRIX, needs=(PLAIN_RESULT, WHOLE_BLOCKS)),
+    when=When(HALF, formats=("fp8_row", "fp8_block"), features=MATRIX, needs=(WEIGHT_ONLY, WHOLE_BLOCKS)),
     packs={"weight": FP8_WEIGHT},
     capture_safe=True,
 )

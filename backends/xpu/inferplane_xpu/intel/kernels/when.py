@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
-
-RANK_FUSED = 70
-"""A fused operator of the vendor's: below the band of kernels that somebody has measured, because we have not."""
 RANK_TORCH_PACKED = 60
 """torch's own operators on packed weights: behind the extension's, which do the same with more kinds of zero points."""
 RANK_LEGACY = 55
 """Operators of an extension that its maker has archived."""
-
-HALF = (torch.bfloat16, torch.float16)
-FLOATS = (torch.float32, *HALF)
 
 OPERATORS = ("vllm-xpu-kernels",)
 """Features: the operators of vllm-xpu-kernels."""
@@ -42,9 +33,3 @@ def prefill_compiled(dim: int, window: int | None) -> bool:
 def decode_compiled(dim: int, group: int, window: int | None) -> bool:
     """Whether the kernel for single tokens exists, for `group` query heads a KV head."""
     return dim in (DECODE_HEADS if window is None else DECODE_WINDOW_HEADS)[8 if group <= 8 else 16]
-
-
-@functools.cache
-def one(device: torch.device) -> torch.Tensor:
-    """A scale of 1, which cache writes want even where nothing is scaled."""
-    return torch.ones(1, dtype=torch.float32, device=device)

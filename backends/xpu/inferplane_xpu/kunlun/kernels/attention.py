@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import HALF, RANK_FUSED
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.kunlun.kernels.lengths import lods, sequence_a_token
-from inferplane_xpu.kunlun.kernels.when import HALF, KUNLUN, RANK_FUSED
+from inferplane_xpu.kunlun.kernels.when import KUNLUN
 from inferplane_xpu.kunlun.kvcache import BHLD
 from inferplane_xpu.library import Library
 

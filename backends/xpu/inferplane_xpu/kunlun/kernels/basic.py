@@ -10,8 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from inferplane.kernels.fused.needs import HALF, RANK_FUSED
+from inferplane.kernels.fused.operands import last_head_as_key
+from inferplane.kernels.fused.packings import FLOAT32, RopeTable
 from inferplane.plugin import Batch, Kernels, Packing, When
-from inferplane_xpu.kunlun.kernels.when import FLOAT32, HALF, KUNLUN, RANK_FUSED, RANK_IN_PARTS
+from inferplane_xpu.kunlun.kernels.when import KUNLUN, RANK_IN_PARTS
 from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
@@ -20,21 +23,7 @@ WIDEST_HALF = 65536
 """Rows of a float16 weight that F.linear is given at once; 248320 are known to give wrong sums."""
 
 
-class Table:
-    """Cosines and sines `[positions, D]`, kept in each dtype that is asked for: the operator wants the queries' own."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self.whole = table.flatten(1).contiguous()
-        self._cast: dict[torch.dtype, torch.Tensor] = {}
-
-    def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
-        """The table in a dtype; cast once."""
-        if dtype not in self._cast:
-            self._cast[dtype] = self.whole.to(dtype)
-        return self._cast[dtype]
-
-
-TABLE = Packing("kunlun_ops.rope_table", Table)
+TABLE = Packing("kunlun_ops.rope_table", RopeTable)
 
 
 @KERNELS(
@@ -77,18 +66,18 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
 )
 def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.rotary_embedding, in place, of queries and keys at once: the last head goes as the key."""
-    tokens, heads, dim = x.shape
-    last = x[:, -1].clone(memory_format=torch.contiguous_format)
-    rest = x[:, : max(1, heads - 1)].clone(memory_format=torch.contiguous_format)
-    kunlun.rotary_embedding(
-        positions=positions,
-        query=rest.view(tokens, -1),
-        key=last,
-        head_size=dim,
-        cos_sin_cache=p.table.in_dtype(x.dtype),
-        is_neox=not p.interleaved,
-    )
-    return torch.cat((rest, last[:, None]), 1) if heads > 1 else rest
+
+    def rotate(rest: torch.Tensor, last: torch.Tensor) -> None:
+        kunlun.rotary_embedding(
+            positions=positions,
+            query=rest,
+            key=last,
+            head_size=x.shape[-1],
+            cos_sin_cache=p.table.in_dtype(x.dtype),
+            is_neox=not p.interleaved,
+        )
+
+    return last_head_as_key(x, rotate)
 
 
 @KERNELS("silu_mul", "kunlun_ops", rank=RANK_FUSED, when=When(HALF, features=KUNLUN), capture_safe=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
+from inferplane.kernels.fused.latents import expanded, folded, unfolded
+from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.kunlun.kernels.attention import HEAD_SIZES, prefill
 from inferplane_xpu.kunlun.kernels.lengths import once_a_batch, sequence_a_token
-from inferplane_xpu.kunlun.kernels.when import HALF, KUNLUN, RANK_FUSED
+from inferplane_xpu.kunlun.kernels.when import KUNLUN
 from inferplane_xpu.kunlun.kvcache import LATENT, LATENT_BLOCK_TOKENS
 from inferplane_xpu.library import Library
 
@@ -57,15 +58,13 @@ def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batc
 )
 def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """kunlun_ops.paged_attention in its form for latents, each token as a sequence that ends with it."""
-    d = p.dims
-    w_k, w_v = p.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
-    q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1), q_rope), -1)[:, None]
+    d, q = p.dims, folded(p, q_nope, q_rope)[:, None]
     s, mid = sequence_a_token(batch), q.new_empty(q.shape[0], 1, d.heads, d.latent)
     kunlun.paged_attention(
         mid, q, kv.parts[0], None, s.tables, s.lens_cpu, s.lens_xpu, False, True,  # type: ignore[attr-defined]
         VALUES_ARE_LATENTS, d.latent, d.rope, p.scale, q_r=q,
     )  # fmt: skip
-    return torch.bmm(mid[:, 0].transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1).contiguous()
+    return unfolded(p, mid[:, 0])
 
 
 class Blocks(NamedTuple):
@@ -99,10 +98,6 @@ def _expanded_dims(op: Any) -> bool:
     return op.dims.value <= width and width in HEAD_SIZES
 
 
-def _plain_kv_b(op: Any) -> bool:
-    return op.kv_b.act is None and op.kv_b.out_dtype is None and op.kv_b.bias is None
-
-
 @KERNELS(
     "mla_expanded",
     "kunlun_ops",
@@ -113,7 +108,7 @@ def _plain_kv_b(op: Any) -> bool:
         features=KUNLUN,
         needs=(
             ("heads of a size that the vendor lists, and no wider values", _expanded_dims),
-            ("a plain kv_b without bias", _plain_kv_b),
+            PLAIN_KV_B,
         ),
     ),
     needs_host_lens=True,
@@ -123,11 +118,8 @@ def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     width. The vendor itself attends to what is new and to chunks of what is old, and merges by their sums; blocks need
     no merging.
     """
-    d, b = p.dims, blocks(batch)
-    latent, k_rope = kv.parts[0][b.numbers, 0].split((d.latent, d.rope), -1)  # type: ignore[attr-defined]
-    k_nope, v = F.linear(latent, p.kv_b.weight).unflatten(-1, (d.heads, -1)).split((d.nope, d.value), -1)
-    keys = torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, d.heads, -1)), -1)
-    values = F.pad(v, (0, d.nope + d.rope - d.value))
-    keys, values = (t.transpose(1, 2).contiguous() for t in (keys, values))
+    b = blocks(batch)
+    both = expanded(p, kv.parts[0][b.numbers, 0])  # type: ignore[attr-defined]
+    keys, values = (t.transpose(1, 2).contiguous() for t in both)
     out = prefill(torch.cat((q_nope, q_rope), -1), keys, values, batch, b.tables, p.scale)
-    return out[..., : d.value].contiguous()
+    return out[..., : p.dims.value].contiguous()

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import EVERY_EXPERT, FLOATS, HALF, RANK_FUSED, SOFTMAX_ALONE
+from inferplane.kernels.fused.operands import room_for_routes
+from inferplane.kernels.fused.packings import FLOAT32
 from inferplane.plugin import Kernels, When
-from inferplane_xpu.kunlun.kernels.when import FLOAT32, FLOATS, GROUP_TOPK, HALF, KUNLUN, RANK_FUSED, SPEEDGATE
+from inferplane_xpu.kunlun.kernels.when import GROUP_TOPK, KUNLUN, SPEEDGATE
 from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
@@ -23,10 +26,6 @@ FEW_PAIRS = 768
 """Up to here the vendor sorts with another operator."""
 MOST_EXPERTS = 512
 """That the routings take."""
-
-
-def _simple(op: Any) -> bool:
-    return op.score == "softmax" and op.bias is None and op.groups == 1
 
 
 def _sigmoid_groups(op: Any) -> bool:
@@ -44,12 +43,6 @@ def _best_groups(op: Any) -> bool:
     return op.bias is None and op.groups > 1 and op.group_score == "max"
 
 
-def _results(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return logits.new_empty(logits.shape[0], k, dtype=torch.float32), logits.new_empty(
-        logits.shape[0], k, dtype=torch.int32
-    )
-
-
 def _statistic(experts: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(CLUSTERS, experts, dtype=torch.int32, device=device)
 
@@ -58,12 +51,12 @@ def _statistic(experts: int, device: torch.device) -> torch.Tensor:
     "moe_route",
     "kunlun_ops",
     rank=RANK_FUSED,
-    when=When(FLOATS, features=KUNLUN, needs=(("softmax scores without bias or groups", _simple),)),
+    when=When(FLOATS, features=KUNLUN, needs=(SOFTMAX_ALONE,)),
     capture_safe=True,
 )
 def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_softmax_topk_norm, or moe_softmax_topk, which does not renormalize; ids are int32."""
-    weights, ids = _results(logits, p.top_k)
+    weights, ids = room_for_routes(logits, p.top_k)
     if p.renormalize:
         kunlun.moe_softmax_topk_norm(logits.contiguous(), weights, ids, None, False)
     else:
@@ -85,7 +78,7 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 )
 def moe_route_grouped(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_sigmoid_group_topk_norm, which renormalizes and scales."""
-    weights, ids = _results(logits, p.top_k)
+    weights, ids = room_for_routes(logits, p.top_k)
     kunlun.moe_sigmoid_group_topk_norm(
         x=logits.contiguous(),
         norm_score=weights,
@@ -111,7 +104,7 @@ def moe_route_grouped(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch
 def moe_route_best_groups(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_group_topk chooses by scores that it is given, and returns them as they are."""
     scores = logits.sigmoid() if p.score == "sigmoid" else logits.softmax(-1)
-    weights, ids = _results(logits, p.top_k)
+    weights, ids = room_for_routes(logits, p.top_k)
     kunlun.moe_group_topk(scores, p.groups, p.top_groups, weights, ids, _statistic(logits.shape[1], logits.device))
     return (weights / weights.sum(-1, keepdim=True) if p.renormalize else weights) * p.factor, ids
 
@@ -149,11 +142,7 @@ def _product(
     "moe_experts",
     "kunlun_ops",
     rank=RANK_FUSED,
-    when=When(
-        HALF,
-        features=(*KUNLUN, *SPEEDGATE),
-        needs=(("every expert on this rank", lambda op: not op.partial),),
-    ),
+    when=When(HALF, features=(*KUNLUN, *SPEEDGATE), needs=(EVERY_EXPERT,)),
     capture_safe=True,
 )
 def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

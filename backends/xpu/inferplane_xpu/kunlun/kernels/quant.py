@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused.needs import HALF, INT8_BY_TOKEN, INT8_TOKENS, RANK_FUSED, WEIGHT_ONLY
+from inferplane.kernels.fused.packings import INT4_GROUPS
 from inferplane.plugin import Kernels, Packing, QTensor, UsageError, When
-from inferplane_xpu.kunlun.kernels.when import HALF, KUNLUN, RANK_FUSED
+from inferplane_xpu.kunlun.kernels.when import KUNLUN
 from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()
 LARGEST = 127.0
 """Entry of int8 that stands for a row's maximum."""
-INT4_GROUPS = {"int4_group": 128, "int4_group64": 64, "int4_group32": 32}
-"""Columns that share a scale, by format."""
 MANY_TOKENS = 256
 """From here on the vendor expands int4 weights and multiplies as usual."""
 PLAIN_ORDER = 0
@@ -52,20 +52,11 @@ class Rows:
 INT8_ROWS = Packing("kunlun_ops.int8_rows", Rows)
 
 
-def _int8_tokens(op: Any) -> bool:
-    return op.act is not None and op.act.format == "int8" and op.act.group == 0 and op.out_dtype is None
-
-
 @KERNELS(
     "linear",
     "kunlun_ops",
     rank=RANK_FUSED,
-    when=When(
-        HALF,
-        formats=("int8_row",),
-        features=(*KUNLUN, "int8-dot"),
-        needs=(("activations in int8, a scale a token", _int8_tokens),),
-    ),
+    when=When(HALF, formats=("int8_row",), features=(*KUNLUN, "int8-dot"), needs=(INT8_TOKENS,)),
     packs={"weight": INT8_ROWS},
     capture_safe=True,
 )
@@ -100,11 +91,7 @@ def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
     "quantize",
     "kunlun_ops",
     rank=RANK_FUSED,
-    when=When(
-        HALF,
-        features=KUNLUN,
-        needs=(("int8 with a scale a token", lambda op: op.format == "int8" and op.group == 0),),
-    ),
+    when=When(HALF, features=KUNLUN, needs=(INT8_BY_TOKEN,)),
     capture_safe=True,
 )
 def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,10 +130,6 @@ def _whole_groups(op: Any) -> bool:
     return rows % COLUMNS == 0 and columns % INT4_GROUPS.get(op.weight.format, 1) == 0
 
 
-def _weight_only(op: Any) -> bool:
-    return op.act is None and op.out_dtype is None
-
-
 @KERNELS(
     "linear",
     "kunlun_ops",
@@ -155,10 +138,7 @@ def _weight_only(op: Any) -> bool:
         (torch.float16,),
         formats=tuple(INT4_GROUPS),
         features=KUNLUN,
-        needs=(
-            ("activations and result in the plan's dtype", _weight_only),
-            ("rows in eights and whole groups", _whole_groups),
-        ),
+        needs=(WEIGHT_ONLY, ("rows in eights and whole groups", _whole_groups)),
     ),
     packs={"weight": INT4_WORDS},
     capture_safe=True,

@@ -1,0 +1,1 @@
+"""What backends share whose kernels are fused operators of a vendor: needs, packings, operands, latents."""
