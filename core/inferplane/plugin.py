@@ -96,6 +96,7 @@ from inferplane.types import (
     When,
 )
 from inferplane.types.backend import host_memory
+from inferplane.types.packages import installed, libraries_of, load_library, minor_of, version_of
 
 __all__ = [
     "API_VERSION",
@@ -145,6 +146,11 @@ __all__ = [
     "When",
     "hookimpl",
     "host_memory",
+    "installed",
     "latents",
+    "libraries_of",
+    "load_library",
+    "minor_of",
     "paged_layout",
+    "version_of",
 ]

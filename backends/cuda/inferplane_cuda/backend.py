@@ -12,7 +12,6 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from glob import glob
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +30,7 @@ from inferplane.plugin import (
     KVRequest,
     Presence,
     Probe,
+    installed,
 )
 from inferplane_cuda.kernels import kernels, providers
 from inferplane_cuda.kvcache import layouts_for
@@ -83,7 +83,7 @@ def features_of(capability: tuple[int, int]) -> Features:
 def found_features(capability: tuple[int, int]) -> Features:
     """The same on a machine that is there: without Triton nothing can be compiled, whatever the GPU can do."""
     known = {**features_of(capability), **providers.features()}
-    if known["triton"].present and not _installed("triton"):
+    if known["triton"].present and not installed("triton"):
         known["triton"] = Feature(False, "Triton is not installed (pip install triton)")
     return Features(known)
 
@@ -127,7 +127,7 @@ class CudaBackend(Accelerator):
         if torch.version.hip:
             reason = f"torch {torch.__version__} is built for HIP {torch.version.hip}, so its GPUs are not NVIDIA's"
             return Probe(Presence.ABSENT, reason, f"use device='dcu' for Hygon DCUs, or {INSTALL_TORCH}", versions)
-        if _installed("torch_xmlir"):
+        if installed("torch_xmlir"):
             reason = "torch_xmlir is installed: what torch calls cuda here is a Kunlun card"
             return Probe(Presence.ABSENT, reason, "use device='xpu:kunlun', or uninstall torch_xmlir", versions)
         driver, nodes = _driver(), len(glob(DEVICE_NODES))
@@ -190,13 +190,6 @@ class CudaBackend(Accelerator):
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
         """As a CUDA graph."""
         return self._graphs.record(self.runtime(), step, bucket)
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # imported by hand, without a spec
-        return True
 
 
 def _driver() -> str | None:

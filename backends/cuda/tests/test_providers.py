@@ -237,8 +237,8 @@ def test_a_library_that_takes_something_else_is_refused(libraries, monkeypatch):
     ],
 )
 def test_the_reason_is_told(monkeypatch, here, there, words):
-    monkeypatch.setattr(providers, "_found", lambda module: module == here)
-    monkeypatch.setattr(providers, "version", lambda name: there)
+    monkeypatch.setattr(providers, "installed", lambda module: module == here)
+    monkeypatch.setattr(providers, "version_of", lambda name: there)
     feature = providers.LIBRARIES["flashinfer"].feature()
     assert feature.reason.startswith(words) and feature.present == (there == "0.6.3.post1+cu130")
 

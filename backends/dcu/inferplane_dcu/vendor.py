@@ -11,16 +11,13 @@ fork's flash_attn_interface.py.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from glob import glob
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from inferplane.plugin import Context, Feature, KernelError
+from inferplane.plugin import Context, Feature, KernelError, installed, libraries_of, load_library
 from inferplane_dcu import versions
 
 CACHE_OPERATORS = "hcu-ops"
@@ -120,7 +117,7 @@ def found() -> dict[str, Feature]:
 
 def _looked_for(function: VendorFunction) -> Feature:
     packages = sorted({module.partition(".")[0] for module in function.modules})
-    if not any(is_installed(package) for package in packages):
+    if not any(installed(package) for package in packages):
         return Feature(False, f"{' and '.join(packages)}: not installed; DAS has wheels")
     try:
         return Feature(True, f"found in {function.find().__module__}")
@@ -130,21 +127,15 @@ def _looked_for(function: VendorFunction) -> Feature:
 
 def _load_operators() -> Feature:
     """The shared library alone: importing the plugin would import vLLM."""
-    spec = find_spec(_PLUGIN) if is_installed(_PLUGIN) else None
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    libraries = sorted(path for folder in folders for path in glob(os.path.join(folder, _LIBRARY)))
+    libraries = libraries_of(_PLUGIN, _LIBRARY)
     if not libraries:
         return Feature(False, f"{_PLUGIN}, which has {_LIBRARY}, is not installed; DAS has wheels")
-    try:
-        torch.ops.load_library(libraries[0])
-    except OSError as error:
-        return Feature(False, f"{os.path.basename(libraries[0])} does not load: {' '.join(str(error).split())}")
-    return Feature(True, f"loaded from {libraries[0]}")
+    return load_library(libraries[0]) or Feature(True, f"loaded from {libraries[0]}")
 
 
 def triton(gfx: str) -> Feature:
     """Whether a Triton is here that compiles for a DCU: upstream's LLVM does not know Hygon's gfx names."""
-    if not is_installed("triton"):
+    if not installed("triton"):
         return Feature(False, "Triton is not installed; DAS has wheels of Hygon's build")
     here = versions.installed()
     told = [f"{name} {here[name]}" for name in ("triton", "flagtree") if name in here]
@@ -152,11 +143,3 @@ def triton(gfx: str) -> Feature:
         what = " and ".join(told) or "triton (version unknown)"
         return Feature(False, f"{what} is not Hygon's build, which alone knows {gfx}")
     return Feature(True, ", ".join(told))
-
-
-def is_installed(module: str) -> bool:
-    """Whether a top-level module can be imported; it is not."""
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # put into sys.modules by hand, without a spec
-        return True

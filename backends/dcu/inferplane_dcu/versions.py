@@ -8,8 +8,9 @@ when they are imported, so pairs are compared before anything is.
 from __future__ import annotations
 
 import re
-from importlib import metadata
 from pathlib import Path
+
+from inferplane.plugin import minor_of, version_of
 
 PACKAGES = ("flash_attn", "flash_mla", "lightop", "lmslim", "vllm_hcu", "triton", "flagtree")
 """Distributions whose functions the kernels call, or that compile them."""
@@ -23,13 +24,8 @@ _TORCH = re.compile(r"\btorch(\d{3,4})\b")
 
 def installed() -> dict[str, str]:
     """Versions of the vendor's packages that are installed, by distribution."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: version_of(name) for name in PACKAGES}
+    return {name: version for name, version in found.items() if version}
 
 
 def dtk_of(version: str) -> str | None:
@@ -62,7 +58,7 @@ def misfits(torch_version: str, packages: dict[str, str]) -> list[str]:
         packages: as `installed` gives them.
     """
     out = []
-    minor = ".".join(torch_version.split("+")[0].split(".")[:2])
+    minor = minor_of(torch_version)
     dtk, here = dtk_of(torch_version), toolkit()
     if dtk and here and dtk != here:
         out.append(f"torch {torch_version} is built for DTK {dtk}, the toolkit here is DTK {here}")

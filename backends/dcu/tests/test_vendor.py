@@ -107,7 +107,7 @@ def test_features_of_a_machine(installed, monkeypatch):
     ],
 )
 def test_only_hygons_triton_counts(monkeypatch, packages, present):
-    monkeypatch.setattr(vendor, "is_installed", lambda name: True)
+    monkeypatch.setattr(vendor, "installed", lambda name: True)
     monkeypatch.setattr(versions, "installed", lambda: packages)
     feature = vendor.triton("gfx936")
     assert feature.present is present

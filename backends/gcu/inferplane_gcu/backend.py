@@ -11,8 +11,6 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from glob import glob
-from importlib import metadata
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +28,10 @@ from inferplane.plugin import (
     KVRequest,
     Presence,
     Probe,
+    installed,
+    libraries_of,
+    load_library,
+    version_of,
 )
 from inferplane_gcu.kernels import kernels
 from inferplane_gcu.kvcache import layouts
@@ -108,10 +110,10 @@ class GcuBackend(Accelerator):
         """From package metadata and device nodes; torch_gcu is not imported."""
         versions = {"torch": str(torch.__version__)}
         nodes = len(glob(DEVICE_NODES))
-        if not _installed(MODULE):
+        if not installed(MODULE):
             seen = "; a GCU is there" if nodes else ", and no GCU is visible"
             return Probe(Presence.ABSENT, f"{MODULE} is not installed{seen}", INSTALL, versions)
-        version = _version(DISTRIBUTION)
+        version = version_of(DISTRIBUTION)
         versions[DISTRIBUTION] = version or "(version unknown)"
         package = f"{DISTRIBUTION} {versions[DISTRIBUTION]}"
         wants, here = _minor(version), _minor(torch.__version__)
@@ -171,37 +173,17 @@ class GcuBackend(Accelerator):
 def features_here(generation: int) -> Features:
     """Features of a generation on this machine: vllm-gcu's operators are loaded, flash attention is looked for."""
     found = {**features_of(generation), "vllm-gcu": _load_operators()}
-    if not _installed(FLASH):
+    if not installed(FLASH):
         found["flash-attn"] = Feature(False, f"{FLASH} is not installed; TopsRider has Enflame's build of it")
     return Features(found)
 
 
 def _load_operators() -> Feature:
     """The shared library alone: importing the package would rename the device to "cuda" (torch_gcu.transfer_to_gcu)."""
-    spec = find_spec(OPERATORS) if _installed(OPERATORS) else None
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    libraries = sorted(path for folder in folders for path in glob(os.path.join(folder, "_C*.so")))
+    libraries = libraries_of(OPERATORS, "_C*.so")
     if not libraries:
         return Feature(False, f"{OPERATORS} is not installed; TopsRider has a wheel of it")
-    try:
-        torch.ops.load_library(libraries[0])
-    except OSError as error:
-        return Feature(False, f"{os.path.basename(libraries[0])} does not load: {' '.join(str(error).split())}")
-    return Feature(True, f"its operators are loaded from {libraries[0]}")
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # imported by hand, without a spec
-        return True
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    return load_library(libraries[0]) or Feature(True, f"its operators are loaded from {libraries[0]}")
 
 
 def _minor(version: str | None) -> str:

@@ -89,7 +89,7 @@ def test_this_machine_is_explained():
 
 
 def test_nothing_installed(machine, monkeypatch):
-    monkeypatch.setattr(backend, "_installed", lambda module: False)
+    monkeypatch.setattr(backend, "installed", lambda module: False)
     probe = GcuBackend.probe()
     assert probe.presence is Presence.ABSENT
     assert "torch_gcu is not installed, and no GCU is visible" in probe.reason
@@ -110,13 +110,13 @@ def test_versions_that_differ_are_broken_with_both_ways_out(gcus, monkeypatch):
 @pytest.mark.parametrize(("version", "torch_version"), [("2.13rc1", "2.13.0"), ("2.13.0+3.8", "2.13.0a0+git1")])
 def test_versions_of_one_minor_fit(gcus, monkeypatch, version, torch_version):
     monkeypatch.setattr(torch, "__version__", torch_version)
-    monkeypatch.setattr(backend, "_version", lambda distribution: version)
+    monkeypatch.setattr(backend, "version_of", lambda distribution: version)
     assert GcuBackend.probe().presence is Presence.AVAILABLE
 
 
 @pytest.mark.parametrize("version", [None, "of today"])
 def test_a_version_that_nobody_can_read_is_broken(gcus, monkeypatch, version):
-    monkeypatch.setattr(backend, "_version", lambda distribution: version)
+    monkeypatch.setattr(backend, "version_of", lambda distribution: version)
     probe = GcuBackend.probe()
     assert probe.presence is Presence.BROKEN
     assert "nothing says which torch" in probe.reason
@@ -199,7 +199,7 @@ def test_open_of_an_index_too_far(gcus, monkeypatch):
 
 
 def test_open_without_the_package_gives_the_probes_reason(machine, monkeypatch):
-    monkeypatch.setattr(backend, "_installed", lambda module: False)
+    monkeypatch.setattr(backend, "installed", lambda module: False)
     with pytest.raises(DeviceError, match="torch_gcu is not installed") as caught:
         GcuBackend().open()
     assert caught.value.remedy == GcuBackend.probe().remedy

@@ -13,8 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from glob import glob
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +29,9 @@ from inferplane.plugin import (
     KVRequest,
     Presence,
     Probe,
+    installed,
+    minor_of,
+    version_of,
 )
 from inferplane_npu.chips import SERIES, arch_of, features_of
 from inferplane_npu.graphs import CapturedStep
@@ -73,18 +74,18 @@ class NpuBackend(Accelerator):
         """From package metadata, CANN's files and device nodes; torch_npu is not imported."""
         versions = {"torch": str(torch.__version__)}
         nodes = len(glob(DEVICE_NODES))
-        if not _installed(MODULE):
+        if not installed(MODULE):
             seen = "; an NPU is there" if nodes else ", and no NPU is visible"
-            remedy = f"pip install '{DISTRIBUTION}=={_minor(torch.__version__)}.*' for this torch, and {INSTALL_CANN}"
+            remedy = f"pip install '{DISTRIBUTION}=={minor_of(torch.__version__)}.*' for this torch, and {INSTALL_CANN}"
             return Probe(Presence.ABSENT, f"{MODULE} is not installed{seen}", remedy, versions)
-        version = _version(DISTRIBUTION)
+        version = version_of(DISTRIBUTION)
         versions[DISTRIBUTION] = version or "(version unknown)"
         package = f"{DISTRIBUTION} {versions[DISTRIBUTION]}"
-        if version and _minor(version) != _minor(torch.__version__):
-            reason = f"{package} is made for torch {_minor(version)}, this is torch {torch.__version__}"
+        if version and minor_of(version) != minor_of(torch.__version__):
+            reason = f"{package} is made for torch {minor_of(version)}, this is torch {torch.__version__}"
             remedy = (
-                f"pip install '{DISTRIBUTION}=={_minor(torch.__version__)}.*' for this torch, "
-                f"or 'torch=={_minor(version)}.*' for this {DISTRIBUTION}"
+                f"pip install '{DISTRIBUTION}=={minor_of(torch.__version__)}.*' for this torch, "
+                f"or 'torch=={minor_of(version)}.*' for this {DISTRIBUTION}"
             )
             return Probe(Presence.BROKEN, reason, f"{remedy}; {AUTOLOAD}", versions)
         toolkit, loadable = _toolkit(), MODULE in sys.modules or _on_loader_path(RUNTIME_LIBRARY)
@@ -151,24 +152,6 @@ def features_here(arch: str) -> Features:
         return found
     why = f"{ATB_LIBRARY} of NNAL is not on the loader's path; source its set_env.sh"
     return Features({**found, "atb": Feature(False, why)})
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # imported by hand, without a spec
-        return True
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split("+")[0].split(".")[:2])
 
 
 def _toolkit() -> str | None:

@@ -95,7 +95,7 @@ def test_this_machine_is_explained():
 
 
 def test_nothing_installed(machine, monkeypatch):
-    monkeypatch.setattr(backend, "_installed", lambda module: False)
+    monkeypatch.setattr(backend, "installed", lambda module: False)
     probe = NpuBackend.probe()
     assert probe.presence is Presence.ABSENT
     assert "torch_npu is not installed, and no NPU is visible" in probe.reason
@@ -192,7 +192,7 @@ def test_chosen_npus_are_counted_by_cann_alone(npus, monkeypatch):
 def test_a_build_without_metadata_is_not_called_mismatched(npus, machine, monkeypatch):
     (machine / "site/torch_npu-2.13.0.post1.dist-info/METADATA").unlink()
     (machine / "site/torch_npu-2.13.0.post1.dist-info").rmdir()
-    monkeypatch.setattr(backend, "_version", lambda distribution: None)
+    monkeypatch.setattr(backend, "version_of", lambda distribution: None)
     probe = NpuBackend.probe()
     assert probe.presence is Presence.AVAILABLE
     assert "version unknown" in probe.reason

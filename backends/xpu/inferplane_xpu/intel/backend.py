@@ -28,6 +28,7 @@ from inferplane.plugin import (
     Memory,
     Presence,
     Probe,
+    installed,
 )
 from inferplane_xpu.intel import chips, extension, ipex
 from inferplane_xpu.intel.kernels import kernels
@@ -66,7 +67,7 @@ class IntelBackend(Accelerator):
         """From torch's build and render nodes; no XPU call is made, so a fork afterwards is safe."""
         version = getattr(torch.version, "xpu", None)
         versions = {"torch": str(torch.__version__), **({"xpu": str(version)} if version else {})}
-        if extension.installed("torch_xmlir"):
+        if installed("torch_xmlir"):
             reason = "torch_xmlir is installed, so xpu means Kunlun's cards here and torch.xpu is a stub"
             return Probe(Presence.ABSENT, reason, "use device='xpu:kunlun', or uninstall torch_xmlir", versions)
         if release := extension.version():

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import os
 import re
-from glob import glob
 from importlib import metadata
-from importlib.util import find_spec
 
 import torch
 
-from inferplane.plugin import Feature
+from inferplane.plugin import Feature, installed, libraries_of, load_library, minor_of, version_of
 
 MODULE, DISTRIBUTION = "vllm_xpu_kernels", "vllm-xpu-kernels"
 LIBRARIES = ("_C", "_moe_C", "_xpu_C", "_vllm_fa2_C")
@@ -25,20 +23,9 @@ OLDEST = (0, 1, 12)
 INSTALL = f"pip install {DISTRIBUTION}, the release made for this torch"
 
 
-def installed(module: str) -> bool:
-    """Whether a package is there; it is not imported."""
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # imported by hand, without a spec
-        return True
-
-
 def version() -> str | None:
     """The installed release; None when there is none, or nobody knows."""
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return None
+    return version_of(DISTRIBUTION)
 
 
 def made_for() -> str | None:
@@ -63,9 +50,9 @@ def misfit() -> tuple[str, str] | None:
         reason = f"{DISTRIBUTION} {release} is here, and the oldest whose operators are known is {oldest}"
         return reason, f"{INSTALL}, {way_out}"
     built = made_for()
-    if built and minor(built) != minor(torch.__version__):
+    if built and minor_of(built) != minor_of(torch.__version__):
         reason = f"{DISTRIBUTION} {release} is made for torch {built}, this is torch {torch.__version__}"
-        return reason, f"install torch {minor(built)} for XPU; or {INSTALL}; {way_out}"
+        return reason, f"install torch {minor_of(built)} for XPU; or {INSTALL}; {way_out}"
     return None
 
 
@@ -73,19 +60,10 @@ def load() -> Feature:
     """Load the libraries, which register their operators."""
     if not installed(MODULE):
         return Feature(False, f"{DISTRIBUTION} is not installed ({INSTALL})")
-    spec = find_spec(MODULE)
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    for name in LIBRARIES:
-        found = [path for folder in folders for path in sorted(glob(os.path.join(folder, f"{name}.*so")))]
+    paths = {name: libraries_of(MODULE, f"{name}.*so") for name in LIBRARIES}
+    for name, found in paths.items():
         if not found:
             return Feature(False, f"{DISTRIBUTION} {version()} has no library {name}")
-        try:
-            torch.ops.load_library(found[0])
-        except OSError as error:
-            return Feature(False, f"{os.path.basename(found[0])} does not load: {' '.join(str(error).split())}")
-    return Feature(True, f"its operators are loaded from {', '.join(folders)}")
-
-
-def minor(version: str) -> str:
-    """Major and minor of a version."""
-    return ".".join(version.split("+")[0].split(".")[:2])
+        if wrong := load_library(found[0]):
+            return wrong
+    return Feature(True, f"its operators are loaded from {os.path.dirname(paths[LIBRARIES[0]][0])}")

@@ -11,12 +11,10 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from importlib import metadata
 
 import torch
 
-from inferplane.plugin import Feature
-from inferplane_xpu.intel.extension import installed, minor
+from inferplane.plugin import Feature, installed, minor_of, version_of
 
 MODULE = "intel_extension_for_pytorch"
 LAST_FOR_GPUS, LAST_FOR_PROCESSORS = "2.10", "2.8"
@@ -26,15 +24,14 @@ PATIENCE_S = 120.0
 
 def fits(last: str) -> Feature:
     """Whether the last release is here and made for this torch, by metadata: nothing is imported."""
-    try:
-        release = metadata.version(MODULE)
-    except metadata.PackageNotFoundError:
+    release = version_of(MODULE)
+    if release is None:
         return Feature(False, f"{MODULE} is not installed, and archived by Intel")
     if not installed(MODULE):
         return Feature(False, f"{MODULE} {release} has metadata only")
-    if minor(release) != last:
+    if minor_of(release) != last:
         return Feature(False, f"{MODULE} {release} is not {last}, the last release of it")
-    if minor(torch.__version__) != last:
+    if minor_of(torch.__version__) != last:
         return Feature(False, f"{MODULE} {release} is made for torch {last}, this is torch {torch.__version__}")
     return Feature(True, f"{MODULE} {release}, its last release")
 

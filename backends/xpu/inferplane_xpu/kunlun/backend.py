@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from glob import glob
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -27,10 +27,13 @@ from inferplane.plugin import (
     KVRequest,
     Presence,
     Probe,
+    installed,
+    minor_of,
+    version_of,
 )
 from inferplane_xpu.kunlun.kernels import kernels
 from inferplane_xpu.kunlun.kvcache import layouts
-from inferplane_xpu.kunlun.operators import assumed, found, installed
+from inferplane_xpu.kunlun.operators import assumed, found
 
 MODULE = "torch_xmlir"
 VISIBLE = ("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -85,7 +88,7 @@ class KunlunBackend(Accelerator):
         if not installed(MODULE):
             seen = "; a Kunlun card is there" if nodes else ", and no Kunlun card is visible"
             return Probe(Presence.ABSENT, f"{MODULE} is not installed{seen}", INSTALL, versions)
-        versions[MODULE] = _version(MODULE) or "(version unknown)"
+        versions[MODULE] = version_of(MODULE) or "(version unknown)"
         package = f"{MODULE} {versions[MODULE]}"
         if torch.version.cuda is None:
             reason = f"{package} is installed, but torch {torch.__version__} is not the vendor's: it lacks CUDA"
@@ -140,21 +143,13 @@ class KunlunBackend(Accelerator):
         return self._graphs.record(self.runtime(), step, bucket)
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _misfit() -> tuple[str, str] | None:
     """Reason and remedy where versions do not fit each other, both named; None where they do."""
-    numbers = torch.__version__.split("+")[0].split(".")[:2]
-    if tuple(int(number) for number in numbers) < OLDEST_TORCH:
-        made_for = ".".join(map(str, OLDEST_TORCH))
-        reason = f"{MODULE} {_version(MODULE)} is made for torch {made_for} or newer, this is torch {torch.__version__}"
+    if tuple(map(int, minor_of(torch.__version__).split("."))) < OLDEST_TORCH:
+        package, made_for = f"{MODULE} {version_of(MODULE)}", ".".join(map(str, OLDEST_TORCH))
+        reason = f"{package} is made for torch {made_for} or newer, this is torch {torch.__version__}"
         return reason, INSTALL
-    twins = [(name, _version(name)) for name in TWINS]
+    twins = [(name, version_of(name)) for name in TWINS]
     if all(version for _, version in twins) and len({str(version).split("+")[0] for _, version in twins}) > 1:
         (one, first), (other, second) = twins
         reason = f"{one} {first} does not go with {other} {second}: they are released as pairs of one number"

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 
-from inferplane.plugin import Feature
+from inferplane.plugin import Feature, installed
 
 KUNLUN_OPS = (
     "rmsnorm", "add_rmsnorm", "rotary_embedding", "swiglu", "reshape_and_cache_flash", "speculative_attention",
@@ -62,11 +61,3 @@ def _has(library: str, holder: object, names: Sequence[str]) -> Feature:
     if missing:
         return Feature(False, f"{library} here has no {', '.join(missing)}")
     return Feature(True, f"{library} is imported")
-
-
-def installed(module: str) -> bool:
-    """Whether a module can be imported, by its spec alone."""
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # imported by hand, without a spec
-        return True

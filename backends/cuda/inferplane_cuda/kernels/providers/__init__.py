@@ -12,13 +12,11 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from inferplane.plugin import Feature, Kernel, KernelError, When
+from inferplane.plugin import Feature, Kernel, KernelError, When, installed, version_of
 from inferplane_cuda.kernels.needs import NO_WINDOW, RANK_UNPROVED, V3_LATENTS
 
 FOLDER = "inferplane_cuda.kernels.providers"
@@ -43,11 +41,10 @@ class Library:
 
     def feature(self) -> Feature:
         """Present, or absent with the reason. Nothing is imported."""
-        if not _found(self.module):
+        if not installed(self.module):
             return Feature(False, f"{self.module} is not installed ({self.install})")
-        try:
-            here = version(self.distribution)
-        except PackageNotFoundError:
+        here = version_of(self.distribution)
+        if here is None:
             return Feature(False, f"{self.module} is here without a version; its functions are not known")
         low, high = self.versions
         if not _numbers(low) <= _numbers(here) < _numbers(high):
@@ -124,13 +121,6 @@ def kernels() -> list[Kernel]:
 
 
 HEADS_POWER = ("heads of 64, 128 or 256 entries", lambda op: op.kv.dim == op.kv.v_dim and op.kv.dim in (64, 128, 256))
-
-
-def _found(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # imported by hand, without a spec
-        return True
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,0 +1,49 @@
+"""Which packages are here, told by specs and metadata: nothing of theirs is imported."""
+
+from __future__ import annotations
+
+import os
+from glob import glob
+from importlib import metadata
+from importlib.util import find_spec
+
+import torch
+
+from inferplane.types.device import Feature
+
+
+def installed(module: str) -> bool:
+    """Whether a top-level module could be imported; it is not."""
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # imported by hand, without a spec
+        return True
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version by its metadata; None where there is none, or nobody knows."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def minor_of(version: str) -> str:
+    """Major and minor of a version: "2.13" of "2.13.0+cpu"."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def libraries_of(package: str, pattern: str) -> list[str]:
+    """Paths of an installed package's files that a shell pattern names, sorted; the package is not imported."""
+    spec = find_spec(package) if installed(package) else None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return sorted(path for folder in folders for path in glob(os.path.join(folder, pattern)))
+
+
+def load_library(path: str) -> Feature | None:
+    """Load a shared library, which registers its operators with torch. None when that worked, else what is wrong."""
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return Feature(False, f"{os.path.basename(path)} does not load: {' '.join(str(error).split())}")
+    return None
