@@ -1,4 +1,4 @@
-"""What kernels share that are fused operators of a vendor: operands, packings, latents."""
+"""What kernels share that are fused operators of a vendor: operands, call forms, packings, latents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane.kernels.fused import latents, needs, operands, packings
+from inferplane.kernels.fused import forms, latents, needs, operands, packings
 from inferplane.ops import Linear, MLADims
 from inferplane.types import HOST, QTensor, Weight
 
@@ -63,6 +63,54 @@ def test_running_sums_and_room_for_routes():
     weights, ids = operands.room_for_routes(torch.randn(4, 16, dtype=torch.bfloat16), 3)
     assert weights.shape == ids.shape == (4, 3)
     assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+
+
+def strided(rows, columns):
+    """Rows that are every second one of a wider tensor, and a copy of them."""
+    x = torch.randn(2 * rows, columns)[::2]
+    return x, x.clone()
+
+
+def test_norms_leave_their_inputs_as_they_are():
+    """The call forms are given something else to compute: copies are what is tested."""
+    (x, x_before), (residual, residual_before) = strided(3, 8), strided(3, 8)
+    norm = SimpleNamespace(weight=torch.randn(8), eps=1e-6)
+
+    def scaled(out, rows, weight, eps):
+        assert rows.is_contiguous() and eps == norm.eps
+        out.copy_(rows * weight)
+
+    def added(rows, total, weight, eps):
+        assert rows.is_contiguous() and total.is_contiguous() and eps == norm.eps
+        total.add_(rows)
+        rows.copy_(total * weight)
+
+    torch.testing.assert_close(forms.rms_norm(scaled, norm, x), x_before * norm.weight)
+    y, total = forms.add_rms_norm(added, norm, x, residual)
+    torch.testing.assert_close(total, x_before + residual_before)
+    torch.testing.assert_close(y, total * norm.weight)
+    assert torch.equal(x, x_before) and torch.equal(residual, residual_before)
+
+
+def test_the_activation_is_given_room_of_half_the_width():
+    def first_half(out, rows):
+        assert rows.is_contiguous()
+        out.copy_(rows[..., : rows.shape[-1] // 2])
+
+    x, _ = strided(4, 6)
+    torch.testing.assert_close(forms.silu_mul(first_half, x), x[:, :3])
+
+
+def test_writes_are_called_with_the_cache_as_it_is_and_a_scale_of_one():
+    (k, _), (v, _), (keys, values), called = strided(4, 8), strided(4, 8), torch.zeros(2, 5, 8), []
+    batch, one = SimpleNamespace(slots=torch.tensor([3, -1, 0, 1])), operands.one(torch.device(HOST))
+    forms.kv_write(lambda *given: called.append(given), k, v, (keys, values), batch)
+    forms.mla_kv_write(lambda *given: called.append(given), k, v, keys, batch)
+    (first, second, *rest), (latent, k_rope, *more) = called
+    assert rest[0] is keys and rest[1] is values and rest[2:] == [batch.slots, "auto", one, one]
+    assert more[0] is keys and more[1:] == [batch.slots, "auto", one]
+    for given, of in ((first, k), (second, v), (latent, k), (k_rope, v)):
+        assert given.is_contiguous() and torch.equal(given, of)
 
 
 def test_a_table_is_cast_once_for_each_dtype():

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.needs import FLASH_DIMS, RANK_FUSED
-from inferplane.kernels.fused.operands import each_token_alone, one
+from inferplane.kernels.fused.operands import each_token_alone
 from inferplane.plugin import Batch, Kernels, LayerKV
 from inferplane_dcu import vendor
 from inferplane_dcu.chips import PAGED_PROMPTS
@@ -41,12 +42,10 @@ def _window(p: Any) -> list[int] | None:
 
 
 def _write(k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: Any) -> None:
-    scale = one(k.device)
     if kv.layout == HEADS:
-        hcu.reshape_and_cache(k.contiguous(), v.contiguous(), kv.keys, kv.values, batch.slots, "auto", scale, scale)
+        forms.kv_write(hcu.reshape_and_cache, k, v, (kv.keys, kv.values), batch)
     else:
-        keys, values = kv.blocked()
-        hcu.reshape_and_cache_flash(k.contiguous(), v.contiguous(), keys, values, batch.slots, "auto", scale, scale)
+        forms.kv_write(hcu.reshape_and_cache_flash, k, v, kv.blocked(), batch)
 
 
 @KERNELS(

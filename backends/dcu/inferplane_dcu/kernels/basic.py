@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, INT8_BY_TOKEN, INT8_TOKENS, NORM_WEIGHT, RANK_FUSED
 from inferplane.kernels.fused.operands import last_head_as_key
 from inferplane.kernels.fused.packings import Int8Rows, RopeTable
@@ -53,9 +54,7 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
     add_norm, norm = p.prepared
     if residual is None:
         return norm(x.contiguous(), p.norm.weight, p.norm.eps, False), x
-    y, total = x.clone(memory_format=torch.contiguous_format), residual.clone(memory_format=torch.contiguous_format)
-    add_norm(y, total, p.norm.weight, p.norm.eps)
-    return y, total
+    return forms.add_rms_norm(add_norm, p.norm, x, residual)
 
 
 @KERNELS(
@@ -83,9 +82,7 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 )
 def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
     """silu_and_mul_opt: SiLU of the first half times the second."""
-    out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    p.prepared(out, x.contiguous())
-    return out
+    return forms.silu_mul(p.prepared, x)
 
 
 @KERNELS(

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.latents import expanded, folded, unfolded
 from inferplane.kernels.fused.needs import FLASH_EXPANDED, PLAIN_KV_B, RANK_FUSED
-from inferplane.kernels.fused.operands import each_token_alone, one, running_sum
+from inferplane.kernels.fused.operands import each_token_alone, running_sum
 from inferplane.plugin import Batch, Kernels, LayerKV, latents
 from inferplane_dcu import vendor
 from inferplane_dcu.kernels.attention import OPERATORS, hcu
@@ -34,9 +35,7 @@ LATENT, ROTARY = 512, 64
 )
 def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """hcu_ops::concat_and_cache_mla; it skips slot -1."""
-    hcu.concat_and_cache_mla(
-        latent.contiguous(), k_rope.contiguous(), latents(kv), batch.slots, "auto", one(latent.device)
-    )
+    forms.mla_kv_write(hcu.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
 
 
 def _absorbed_dims(op: Any) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.needs import FLASH_DIMS, HALF, RANK_FUSED
-from inferplane.kernels.fused.operands import one
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_gcu.kernels.when import FLASH, OPERATORS
 from inferplane_gcu.kvcache import PAGED
@@ -40,9 +40,7 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: A
 )
 def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """_C_cache_ops::reshape_and_cache_flash; it skips slot -1."""
-    keys, values = kv.blocked()  # type: ignore[attr-defined]
-    scale = one(k.device)
-    cache_ops.reshape_and_cache_flash(k.contiguous(), v.contiguous(), keys, values, batch.slots, "auto", scale, scale)
+    forms.kv_write(cache_ops.reshape_and_cache_flash, k, v, kv.blocked(), batch)  # type: ignore[attr-defined]
 
 
 @KERNELS(

@@ -1,8 +1,5 @@
 """Norms, rotary positions, activation and weight-only products: vLLM's operators as vllm-gcu registers them.
 
-They write into tensors that they are given, some into their inputs, which are copied here: an op leaves its inputs as
-they are.
-
 Source: EnflameTechnology/vllm-gcu at 7b5aaca9, csrc/torch_bindings.cpp and vllm_gcu/kernels.
 """
 
@@ -12,6 +9,7 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, HALF, NORM_WEIGHT, RANK_FUSED, WEIGHT_ONLY
 from inferplane.kernels.fused.operands import last_head_as_key
 from inferplane.kernels.fused.packings import Int8Rows, RopeTable
@@ -37,10 +35,7 @@ INT8_ROWS = Packing("vllm_gcu.int8_rows", Int8Rows)
 )
 def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     """_C::rms_norm, which takes contiguous rows."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    vllm.rms_norm(out, x, p.weight, p.eps)
-    return out
+    return forms.rms_norm(vllm.rms_norm, p, x)
 
 
 @KERNELS(
@@ -54,9 +49,7 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
     """_C::fused_add_rms_norm, whose first argument becomes the norm and second the sum; the first layer has no sum."""
     if residual is None:
         return rms_norm(p.norm, x), x
-    y, total = x.clone(memory_format=torch.contiguous_format), residual.clone(memory_format=torch.contiguous_format)
-    vllm.fused_add_rms_norm(y, total, p.norm.weight, p.norm.eps)
-    return y, total
+    return forms.add_rms_norm(vllm.fused_add_rms_norm, p.norm, x, residual)
 
 
 @KERNELS(
@@ -71,9 +64,7 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 @KERNELS("silu_mul", "vllm_gcu", rank=RANK_FUSED, when=When(HALF, features=OPERATORS), capture_safe=True)
 def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
     """_C::silu_and_mul: SiLU of the first half times the second."""
-    out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    vllm.silu_and_mul(out, x.contiguous())
-    return out
+    return forms.silu_mul(vllm.silu_and_mul, x)
 
 
 @KERNELS(

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.latents import expanded, folded, unfolded
 from inferplane.kernels.fused.needs import FLASH_EXPANDED, HALF, PLAIN_KV_B, RANK_FUSED
-from inferplane.kernels.fused.operands import each_token_alone, one, running_sum
+from inferplane.kernels.fused.operands import each_token_alone, running_sum
 from inferplane.plugin import Batch, Kernels, LayerKV, When, latents
 from inferplane_gcu.kernels.attention import cache_ops, flash_attention
 from inferplane_gcu.kernels.when import FLASH, OPERATORS
@@ -31,9 +32,7 @@ KERNELS = Kernels()
 )
 def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """_C_cache_ops::concat_and_cache_mla; it skips slot -1."""
-    cache_ops.concat_and_cache_mla(
-        latent.contiguous(), k_rope.contiguous(), latents(kv), batch.slots, "auto", one(latent.device)
-    )
+    forms.mla_kv_write(cache_ops.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
 
 
 def _absorbed_dims(op: Any) -> bool:

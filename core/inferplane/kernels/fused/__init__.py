@@ -1,1 +1,1 @@
-"""What backends share whose kernels are fused operators of a vendor: needs, packings, operands, latents."""
+"""What backends share whose kernels are fused operators of a vendor: needs, packings, operands, call forms."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.needs import FLOATS, HALF, RANK_FUSED
-from inferplane.kernels.fused.operands import one
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
 from inferplane_xpu.intel.kernels.when import MATRIX, OPERATORS, decode_compiled, prefill_compiled
@@ -71,9 +71,7 @@ def varlen(
 )
 def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """_C_cache_ops::reshape_and_cache_flash; it skips slot -1."""
-    keys, values = kv.blocked()  # type: ignore[attr-defined]
-    scale = one(k.device)
-    cache_ops.reshape_and_cache_flash(k.contiguous(), v.contiguous(), keys, values, batch.slots, "auto", scale, scale)
+    forms.kv_write(cache_ops.reshape_and_cache_flash, k, v, kv.blocked(), batch)  # type: ignore[attr-defined]
 
 
 def _one_width(op: Any) -> bool:

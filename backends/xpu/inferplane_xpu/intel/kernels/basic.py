@@ -1,8 +1,5 @@
 """Norms, rotary positions and activation: vLLM's operators as vllm-xpu-kernels has them.
 
-They write into tensors that they are given, some into their inputs, which are copied here: an op leaves its inputs as
-they are.
-
 Source: vllm-project/vllm-xpu-kernels at 4543b580, csrc/layernorm.cpp, pos_encoding_kernels.cpp and activation.cpp;
 schemas as in its wheel 0.1.16.2.
 """
@@ -13,6 +10,7 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT, RANK_FUSED
 from inferplane.kernels.fused.packings import RopeTable
 from inferplane.plugin import Kernels, Packing, When
@@ -34,10 +32,7 @@ TABLE = Packing("vllm_xpu.rope_table", RopeTable)
 )
 def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     """_C::rms_norm of contiguous rows."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    vllm.rms_norm(out, x, p.weight, p.eps)
-    return out
+    return forms.rms_norm(vllm.rms_norm, p, x)
 
 
 @KERNELS(
@@ -51,9 +46,7 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
     """_C::fused_add_rms_norm, whose first argument becomes the norm and second the sum; the first layer has no sum."""
     if residual is None:
         return rms_norm(p.norm, x), x
-    y, total = x.clone(memory_format=torch.contiguous_format), residual.clone(memory_format=torch.contiguous_format)
-    vllm.fused_add_rms_norm(y, total, p.norm.weight, p.norm.eps)
-    return y, total
+    return forms.add_rms_norm(vllm.fused_add_rms_norm, p.norm, x, residual)
 
 
 @KERNELS(
@@ -75,6 +68,4 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 @KERNELS("silu_mul", "vllm_xpu", rank=RANK_FUSED, when=When(FLOATS, features=OPERATORS), capture_safe=True)
 def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
     """_C::silu_and_mul: SiLU of the first half times the second."""
-    out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    vllm.silu_and_mul(out, x.contiguous())
-    return out
+    return forms.silu_mul(vllm.silu_and_mul, x)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.latents import expanded, folded, unfolded
 from inferplane.kernels.fused.needs import FLOATS, HALF, PLAIN_KV_B, RANK_FUSED
-from inferplane.kernels.fused.operands import one, running_sum
+from inferplane.kernels.fused.operands import running_sum
 from inferplane.plugin import Batch, Kernels, LayerKV, When, latents
 from inferplane_xpu.intel.kernels.attention import cache_ops, varlen
 from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
@@ -33,9 +34,7 @@ LATENT, ROTATED = 512, 64
 )
 def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """_C_cache_ops::concat_and_cache_mla; it skips slot -1."""
-    cache_ops.concat_and_cache_mla(
-        latent.contiguous(), k_rope.contiguous(), latents(kv), batch.slots, "auto", one(latent.device)
-    )
+    forms.mla_kv_write(cache_ops.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
 
 
 def _sizes(op: Any) -> bool:
