@@ -10,17 +10,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from inferplane.kernels.graphs import Graph, Graphs
+from inferplane.kernels.graphs import RecordingAccelerator
 from inferplane.plugin import (
-    Accelerator,
-    Batch,
     DeviceError,
     DeviceState,
     Feature,
@@ -107,18 +105,15 @@ def _present(capability: tuple[int, int]) -> tuple[str, ...]:
     return tuple(name for name in (*SINCE, *ONLY) if known[name].present)
 
 
-class CudaBackend(Accelerator):
+class CudaBackend(RecordingAccelerator):
     """One NVIDIA GPU."""
 
     name = "cuda"
     torch_device = "cuda"
+    graph = "CUDAGraph"
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         arch_of(capability): _present(capability) for capability in ((9, 0), (8, 0), (8, 9), (10, 0), (12, 0))
     }
-
-    def __init__(self, index: int = 0) -> None:
-        super().__init__(index)
-        self._graphs = Graphs("CUDAGraph")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -186,10 +181,6 @@ class CudaBackend(Accelerator):
     def comm(self) -> str:
         """NCCL."""
         return "nccl"
-
-    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
-        """As a CUDA graph."""
-        return self._graphs.record(self.runtime(), step, bucket)
 
 
 def _driver() -> str | None:

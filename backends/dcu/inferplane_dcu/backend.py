@@ -11,16 +11,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from glob import glob
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from inferplane.kernels.graphs import Graph, Graphs
+from inferplane.kernels.graphs import RecordingAccelerator
 from inferplane.plugin import (
-    Accelerator,
-    Batch,
     DeviceError,
     DeviceState,
     Features,
@@ -48,18 +46,17 @@ INSTALL = (
 )
 
 
-class DcuBackend(Accelerator):
+class DcuBackend(RecordingAccelerator):
     """One Hygon DCU."""
 
     name = "dcu"
     torch_device = "cuda"
+    graph = "CUDAGraph"
+    """What a HIP build of torch calls a HIP graph. Source: HYGON-AI/vllm-plugin-das, tests/accuracy: its cache write is
+    recorded and replayed this way."""
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         gfx: tuple(name for name, feature in features_of(gfx).items() if feature.present) for gfx in GFX
     }
-
-    def __init__(self, index: int = 0) -> None:
-        super().__init__(index)
-        self._graphs = Graphs("CUDAGraph")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -134,13 +131,6 @@ class DcuBackend(Accelerator):
     def comm(self) -> str:
         """RCCL, which torch calls by NCCL's name."""
         return "nccl"
-
-    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
-        """As a HIP graph, which a HIP build of torch calls a CUDA graph.
-
-        Source: HYGON-AI/vllm-plugin-das, tests/accuracy: its cache write is recorded and replayed this way.
-        """
-        return self._graphs.record(self.runtime(), step, bucket)
 
 
 def _listed_gfx() -> list[str]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from glob import glob
 from typing import Any, ClassVar
 
 import torch
 from packaging.version import InvalidVersion, Version
 
-from inferplane.kernels.graphs import Graph, Graphs
+from inferplane.kernels.graphs import RecordingAccelerator
 from inferplane.plugin import (
-    Accelerator,
-    Batch,
     DeviceState,
     Feature,
     Features,
@@ -88,18 +86,16 @@ def generation_of(capability: Sequence[int]) -> int:
     return capability[0] - 10 if capability[0] > 10 else capability[0]
 
 
-class GcuBackend(Accelerator):
+class GcuBackend(RecordingAccelerator):
     """One Enflame GCU."""
 
     name = "gcu"
     torch_device = "gcu"
+    graph = "GCUGraph"
+    """Source: EnflameTechnology/vllm-gcu at 7b5aaca9, vllm_gcu/worker/model_runner.py (GCUGraphRunner)."""
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         "s60": tuple(name for name, feature in features_of(S60_MAJOR).items() if feature.present)
     }
-
-    def __init__(self, index: int = 0) -> None:
-        super().__init__(index)
-        self._graphs = Graphs("GCUGraph")
 
     def runtime(self) -> Any:
         """The vendor's counterpart of `torch.cuda`; the first call imports the package."""
@@ -161,13 +157,6 @@ class GcuBackend(Accelerator):
     def comm(self) -> str:
         """ECCL."""
         return "eccl"
-
-    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
-        """As a GCU graph.
-
-        Source: EnflameTechnology/vllm-gcu at 7b5aaca9, vllm_gcu/worker/model_runner.py (GCUGraphRunner).
-        """
-        return self._graphs.record(self.runtime(), step, bucket)
 
 
 def features_here(generation: int) -> Features:

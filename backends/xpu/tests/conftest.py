@@ -24,6 +24,12 @@ VENDORS = (
 
 
 @pytest.fixture
+def vendors():
+    """Packages that no test and no probe may import."""
+    return VENDORS
+
+
+@pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A folder that stands for the root of a machine with a plain build of torch and nothing else."""
     for name in ("dev", "sys", "site"):

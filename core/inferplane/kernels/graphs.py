@@ -6,9 +6,9 @@ Kernels must read every length that they need from tensors: a replay brings no o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from inferplane.plugin import Batch
+from inferplane.plugin import Accelerator, Batch
 
 WARM_UPS = 2
 """Runs before recording: the first loads or compiles kernels and makes libraries' handles, the second allocates as
@@ -62,3 +62,18 @@ class Graph:
         """Launch it; the results are the same tensors every time."""
         self._graph.replay()
         return self._results
+
+
+class RecordingAccelerator(Accelerator):
+    """A backend whose runtime records graphs; decode steps become such."""
+
+    graph: ClassVar[str]
+    """(required) Name of the runtime's class of graphs."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index)
+        self._graphs = Graphs(self.graph)
+
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
+        """As a graph of the runtime; None where it has none."""
+        return self._graphs.record(self.runtime(), step, bucket)

@@ -8,17 +8,15 @@ nodes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from inferplane.kernels.graphs import Graph, Graphs
+from inferplane.kernels.graphs import RecordingAccelerator
 from inferplane.plugin import (
-    Accelerator,
-    Batch,
     DeviceState,
     Feature,
     Features,
@@ -48,18 +46,19 @@ INSTALL_DRIVER = (
 )
 
 
-class IntelBackend(Accelerator):
+class IntelBackend(RecordingAccelerator):
     """One Intel GPU."""
 
     name = "xpu:intel"
     torch_device = "xpu"
+    graph = "XPUGraph"
+    """torch 2.13 has it, older ones may not."""
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         arch: tuple(name for name, feature in chips.assumed(arch).items() if feature.present) for arch in chips.ARCHS
     }
 
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)
-        self._graphs = Graphs("XPUGraph")
         self._extension = False
 
     @classmethod
@@ -143,10 +142,6 @@ class IntelBackend(Accelerator):
     def comm(self) -> str:
         """XCCL, oneCCL inside torch."""
         return "xccl"
-
-    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
-        """As an XPU graph, which torch 2.13 has and older ones may not."""
-        return self._graphs.record(self.runtime(), step, bucket)
 
 
 def _render_nodes() -> tuple[list[str], list[str]]:

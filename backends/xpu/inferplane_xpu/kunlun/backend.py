@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from inferplane.kernels.graphs import Graph, Graphs
+from inferplane.kernels.graphs import Graph, RecordingAccelerator
 from inferplane.plugin import (
-    Accelerator,
     Batch,
     DeviceState,
     Feature,
@@ -62,18 +61,15 @@ P800: dict[str, Feature] = {
 """What a P800 can do."""
 
 
-class KunlunBackend(Accelerator):
+class KunlunBackend(RecordingAccelerator):
     """One Kunlun card."""
 
     name = "xpu:kunlun"
     torch_device = "cuda"
+    graph = "CUDAGraph"
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         "p800": tuple(name for name, feature in {**P800, **assumed()}.items() if feature.present)
     }
-
-    def __init__(self, index: int = 0) -> None:
-        super().__init__(index)
-        self._graphs = Graphs("CUDAGraph")
 
     def runtime(self) -> Any:
         """torch.cuda, which means cards once torch_xmlir is imported."""
@@ -138,9 +134,7 @@ class KunlunBackend(Accelerator):
         Source: baidu/vLLM-Kunlun at 09869ee7, docs/source/user_guide/configuration/env_vars.md, and
         vllm_kunlun/platforms/kunlun.py, which leaves capture to vLLM's own code for CUDA.
         """
-        if os.environ.get(GRAPHS_SWITCH) != "1":
-            return None
-        return self._graphs.record(self.runtime(), step, bucket)
+        return super().capture(step, bucket) if os.environ.get(GRAPHS_SWITCH) == "1" else None
 
 
 def _misfit() -> tuple[str, str] | None:
