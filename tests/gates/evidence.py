@@ -1,6 +1,7 @@
 """Level L2 as a dated file, from what pytest wrote of the runs: `python -m tests.gates.evidence FILE REPORT.xml...`.
 
-Tests say what they are about by properties: `op` or `feature`, `error`, `tolerance`; `backend`, where it is not cuda.
+Tests say what they are about by properties: `op` or `feature`, `kernel` (its name in full, or several), `error`,
+`tolerance`; `backend`, where it is not cuda.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 BACKEND = "cuda"
-COMMAND = "make test-gates; python -m pytest backends/cuda/tests/test_hopper_emulated.py"
+COMMAND = (
+    "make test-gates; python -m pytest backends/cuda/tests/test_*_emulated.py --junitxml build/gates/emulated.xml; "
+    "python -m tests.gates.evidence FILE build/gates/*.xml"
+)
 
 
 def results(report: Path) -> list[dict[str, Any]]:
@@ -27,11 +31,11 @@ def results(report: Path) -> list[dict[str, Any]]:
             continue
         about = {"op": told["op"]} if "op" in told else {"feature": told["feature"]}
         failed = case.find("failure") is not None or case.find("error") is not None
+        kernels = ", ".join(p.get("value") or "" for p in case.iter("property") if p.get("name") == "kernel")
         numbers = {k: float(told[k]) if k in told else None for k in ("error", "tolerance")}
         where = (case.get("classname") or "").rpartition(".")[2].removeprefix("test_")
-        found.append(
-            {**about, "case": f"{where}/{case.get('name')}", "status": "failed" if failed else "passed", **numbers}
-        )
+        named = "/".join(filter(None, (kernels, where, case.get("name"))))
+        found.append({**about, "case": named, "status": "failed" if failed else "passed", **numbers})
     return found
 
 

@@ -86,6 +86,7 @@ def test_agrees_with_the_op(hopper, tokens, outliers, routing, record_property):
     want = MoEExperts.__call__(ideal, x.float(), share, ids)
     error, tolerance = relative_error(got, want), op.tolerance[torch.bfloat16] + FP8_ERROR
     record_property("op", "moe_experts")
+    record_property("kernel", "gluon_fp8:moe_experts")
     record_property("error", error)
     record_property("tolerance", tolerance)
     assert got.dtype is torch.bfloat16 and error <= tolerance

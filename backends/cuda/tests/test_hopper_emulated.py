@@ -58,8 +58,8 @@ def prompts(op: Any, request: KVRequest, sequences: list[tuple[int, int]]) -> Sa
     return Sample("made", op, inputs, "mixed")
 
 
-def judge(launch: Any, name: str, made: Sample, layout: str) -> float:
-    """The worst error, within the op's tolerance and what the kernel's number format adds."""
+def judge(launch: Any, name: str, made: Sample, layout: str, record: Any = lambda name, value: None) -> None:
+    """The worst error is within the op's tolerance and what the kernel's and the cache's number formats add."""
     worst = 0.0
     provider, function = ("gluon_fp8", f"{name}_fp8") if layout == TOKEN_SCALED else ("gluon", name)
     kernel = next(k for k in hopper_kernels() if (k.op, k.provider) == (name, provider))
@@ -69,7 +69,10 @@ def judge(launch: Any, name: str, made: Sample, layout: str) -> float:
         outcome = run_case(kernel, made, bench, seed=seed, padded=padded, poisoned=True)
         assert outcome.passed, f"{outcome.error} > {outcome.tolerance} {outcome.detail}\n{outcome.traceback}"
         worst = max(worst, outcome.error)
-    return worst
+    record("op", name)
+    record("kernel", kernel.name)
+    record("error", worst)
+    record("tolerance", outcome.tolerance)
 
 
 STEPS = {
@@ -86,9 +89,7 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS)
 def test_latent_attention(launch, step, layout, record_property):
     made = sample(*STEPS[step])
-    record_property("op", made.op.name)
-    record_property("error", judge(launch, "mla_absorbed", made, layout))
-    record_property("tolerance", made.op.tolerance[torch.bfloat16])
+    judge(launch, "mla_absorbed", made, layout, record_property)
 
 
 @pytest.mark.parametrize("change", ["random", "outliers"])
@@ -113,6 +114,7 @@ def test_fp8_products_stay_near(launch, change, record_property):
     got = launch.attend_fp8(q.bfloat16().view(-1, 576), heads, 1.0, batch, kv).double()
     error = ((got - torch.stack(want)).norm() / torch.stack(want).norm()).item()
     record_property("op", "mla_absorbed")
+    record_property("kernel", "gluon_fp8:mla_absorbed_fp8")
     record_property("error", error)
     record_property("tolerance", 0.06)
     assert error <= 0.06
@@ -157,9 +159,7 @@ PROMPTS = {"whole": [(70, 0), (19, 0)], "chunks": [(9, 300), (130, 64), (129, 12
 def test_prompts(launch, step, record_property):
     request = KVRequest("gqa", 2, 128, 128)
     made = prompts(Attention(4, 128**-0.5, request, "many"), request, PROMPTS[step])
-    record_property("op", made.op.name)
-    record_property("error", judge(launch, "attention", made, "paged_64"))
-    record_property("tolerance", made.op.tolerance[torch.bfloat16])
+    judge(launch, "attention", made, "paged_64", record_property)
 
 
 @pytest.mark.parametrize("step", PROMPTS)
@@ -168,6 +168,4 @@ def test_latent_prompts(launch, step, record_property, monkeypatch):
     dims = MLADims(2, 128, 64, 128, 512)
     op = MLAExpanded(Linear(placeholder(512, 512)), dims, 192**-0.5, dims.request)
     made = prompts(op, dims.request, PROMPTS[step])
-    record_property("op", made.op.name)
-    record_property("error", judge(launch, "mla_expanded", made, "paged_64"))
-    record_property("tolerance", made.op.tolerance[torch.bfloat16])
+    judge(launch, "mla_expanded", made, "paged_64", record_property)

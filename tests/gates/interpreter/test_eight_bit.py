@@ -65,6 +65,7 @@ def errors(change: str) -> tuple[float, float]:
 @pytest.mark.parametrize("change", ["random", "outliers", "offset"])
 def test_stays_near(change, record_property):
     record_property("op", "mla_expanded")
+    record_property("kernel", "triton_8bit:mla_expanded")
     error, angle = errors(change)
     record_property("error", error)
     record_property("tolerance", 0.05)

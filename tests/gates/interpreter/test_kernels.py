@@ -31,6 +31,7 @@ def cases():
 @pytest.mark.parametrize(("kernel", "sample", "dtype", "layout"), cases(), ids=lambda x: str(getattr(x, "label", x)))
 def test_agrees_with_the_oracle(kernel, sample, dtype, layout, record_property):
     record_property("op", kernel.op)
+    record_property("kernel", kernel.name)
     worst = 0.0
     steps = sample.step_kind == "decode" and sample.op.kv_requests()  # only a step over a cache can be padded
     for seed, padded in ((1, False), (2, True)) if steps else ((1, False),):

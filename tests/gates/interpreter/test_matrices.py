@@ -38,6 +38,7 @@ def judge(kernel: Any, sample: Sample, dtype: torch.dtype, record: Any) -> None:
     outcome = run_case(kernel, sample, replace(BENCH, dtype=dtype), seed=3, poisoned=True)
     assert outcome.served, outcome.detail
     record("op", kernel.op)
+    record("kernel", kernel.name)
     record("error", outcome.error)
     record("tolerance", outcome.tolerance)
     assert outcome.passed, f"{outcome.error} > {outcome.tolerance} {outcome.detail}\n{outcome.traceback}"

@@ -23,6 +23,7 @@ def rows(vocab: int, step: float | None, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("cuts", ["none", "k", "p", "min_p", "all"])
 def test_draws_what_the_body_draws(cuts, step, record_property):
     record_property("op", "sample")
+    record_property("kernel", "triton:sample")
     g = torch.Generator().manual_seed(7)
     logits = rows(301, step, 3)
     logits[5, ::3] = -torch.inf
