@@ -85,7 +85,7 @@ GATES_PYTEST := $(ONE_THREAD) $(GATES)/bin/python -m pytest -n $(WORKERS)
 test-gates: $(GATES)/.installed
 	TRITON_INTERPRET=1 $(GATES_PYTEST) tests/gates/interpreter --junitxml build/gates/interpreter.xml $(PYTEST_ARGS)
 	$(GATES_PYTEST) tests/gates/launches --junitxml build/gates/launches.xml $(PYTEST_ARGS)
-	$(GATES_PYTEST) tests/gates/compile --junitxml build/gates/compile.xml $(PYTEST_ARGS)
+	$(GATES_PYTEST) --maxschedchunk 1 tests/gates/compile --junitxml build/gates/compile.xml $(PYTEST_ARGS)
 
 # From the source tree, with the Python that has torch and Triton there: nothing is installed.
 GPU_PYTHON ?= python3
