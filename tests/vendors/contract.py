@@ -8,7 +8,8 @@ import json
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode, UnsupportedOperatorException
 
 from tests.vendors.calls import Call, decode, results
+from tests.vendors.schemas import TORCH, Restated
 
 
 @dataclass
@@ -47,6 +49,31 @@ class Report:
             ),
             *(f"  REFUSED: {line}" for line in self.refused),
         ]
+
+
+@contextmanager
+def defined(restated: Restated) -> Iterator[None]:
+    """Within it the dispatcher has operators with a vendor's schemas; torch's own are there anyway."""
+    vendor = {name: schema for name, schema in restated.schemas.items() if not name.startswith(f"{TORCH}::")}
+    libraries = {ns: torch.library.Library(ns, "DEF") for ns in {name.partition("::")[0] for name in vendor}}
+    for name, schema in vendor.items():
+        libraries[name.partition("::")[0]].define(str(schema).partition("::")[2])
+    yield
+    libraries.clear()  # a library's operators live as long as it does
+
+
+def check_names(restated: Restated, written: set[str], called: Iterable[Call]) -> None:
+    """Assert that nothing is called that is not restated, and nothing restated that no run has called.
+
+    Args:
+        restated: the vendor's schemas.
+        written: `namespace::name` of what the sources call.
+        called: the calls that the emulator's runs have noted.
+    """
+    names = {name.partition(".")[0] for name in restated.schemas}
+    assert written - names == set(), "called in the source, not in schemas.txt"
+    assert names - written == set(), "in schemas.txt, not called in the source"
+    assert set(restated.schemas) - {call.name for call in called} == set(), "no run of the emulator has called them"
 
 
 def write_evidence(path: Path, device: str, report: Report, versions: dict[str, str], command: str) -> None:

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from inferplane.plugin import Kernel
-from tests.vendors.schemas import Restated, differences, full_name, registered
+from tests.vendors.schemas import TORCH, Restated, differences, full_name, registered
 
-TORCH = "aten"
 Implementation = Callable[..., Any]
 Listener = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
 
@@ -51,6 +50,7 @@ class Emulator:
         stray = sorted(set(restated.schemas) ^ set(implementations))
         if stray:
             raise ValueError(f"restated and emulated operators differ: {', '.join(stray)}")
+        self.restated = restated
         self.listeners: list[Listener] = []
         self.libraries: dict[str, torch.library.Library] = {}
         for name, schema in restated.schemas.items():

@@ -8,8 +8,11 @@
 - `emulated`: variables for each run of tests/vendors/NAME/test_*.py on the emulator;
 - `conformance`: `{"label", "dtypes", "variables"}` of each run of the conformance suite on it;
 - `contract`: `{"environment", "tests", "prepare", "variables"}`: the folder of an environment with the vendor's own
-  library, the test files that run there on the calls that the other runs have noted, a script that prepares it. Where
-  no library can be had or loaded, the environment is left out, and the script where there is nothing to prepare.
+  library, the test files that run there on the calls that the other runs have noted, a script that prepares it, and
+  variables for all of this; each may be left out. Where there is no environment, because no library can be had or
+  loaded, the calls are bound to the restated schemas by tests/vendors/every/test_published.py.
+
+Each run on the emulator has the vendor's own tests, and those of every vendor in tests/vendors/every.
 
 With `--evidence` the runs write dated files to the backend's folder. `{build}` stands for build/vendors/NAME.
 """
@@ -27,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+EVERY = REPOSITORY / "tests" / "vendors" / "every"
+PUBLISHED = EVERY / "test_published.py"
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -53,36 +58,38 @@ class Suite:
         self.start = time.monotonic()
 
     def run(self) -> int:
-        ignored = [f"--ignore={self.folder / name}" for name in self.told.get("contract", {}).get("tests", ())]
+        contract = self.told.get("contract", {})
+        held = [self.folder / name for name in contract.get("tests", ())]
+        ignored = [f"--ignore={path}" for path in (*held, PUBLISHED)]
         shutil.rmtree(self.build / "calls", ignore_errors=True)
         for variables in self.told["emulated"]:
             label = " ".join(f"{key}={value}" for key, value in variables.items())
-            self.step(
-                f"on the emulator, {label}",
-                self.pytest(str(self.folder), *ignored),
-                variables,
-            )
+            self.step(f"on the emulator, {label}", self.pytest(str(self.folder), str(EVERY), *ignored), variables)
         for run in self.told["conformance"]:
             more = ["--pyargs", "inferplane.conformance", "--device", self.told["device"], "--dtype", run["dtypes"]]
             if self.evidence:
                 more += ["--evidence", str(self.evidence_file("l2", run["label"]))]
             self.step(f"conformance on the emulator, {run['label']}", self.pytest(*more), run["variables"])
-        if contract := self.told.get("contract"):
-            own = contract.get("environment")
-            python = str(REPOSITORY / own / "bin" / "python") if own else sys.executable
-            if "prepare" in contract:
-                self.step("contract: preparing", [python, *contract["prepare"]], {}, emulated=False)
-            # The source tree's own entry points are found from its folder, and there is no Inferplane here.
-            variables = {**contract["variables"], "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-            if self.evidence:
-                variables["INFERPLANE_CONTRACT_EVIDENCE"] = str(self.evidence_file("l1", "contract"))
-            files = [str(self.folder / name) for name in contract["tests"]]
-            command = [python, "-m", "pytest", "-q", "-r", "fE", "--noconftest", *files]
-            against = "the vendor's own library" if own else "the vendor's published schemas"
-            self.step(f"contract with {against}", command, variables, emulated=False)
+        if contract:
+            self.hold(contract, held)
         outcome = f"FAILED: {', '.join(self.failed)}" if self.failed else "all passed"
         print(f"\n== {self.name}: {outcome} ({self.seconds()} s)")
         return 1 if self.failed else 0
+
+    def hold(self, contract: dict[str, Any], files: list[Path]) -> None:
+        """Hold the noted calls against the vendor's library, or against what it publishes."""
+        own = contract.get("environment")
+        python = str(REPOSITORY / own / "bin" / "python") if own else sys.executable
+        if "prepare" in contract:
+            self.step("contract: preparing", [python, *contract["prepare"]], {}, emulated=False)
+        # The source tree's own entry points are found from its folder, and there is no Inferplane here.
+        variables = {**contract.get("variables", {}), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        if self.evidence:
+            variables["INFERPLANE_CONTRACT_EVIDENCE"] = str(self.evidence_file("l1", "contract"))
+        tests = map(str, files if own else (PUBLISHED, *files))
+        against = "the vendor's own library" if own else "the vendor's published schemas"
+        command = [python, "-m", "pytest", "-q", "-r", "fE", "--noconftest", *tests]
+        self.step(f"contract with {against}", command, variables, emulated=False)
 
     def pytest(self, *more: str) -> list[str]:
         workers = os.environ.get("WORKERS", "2")
@@ -90,7 +97,7 @@ class Suite:
 
     def step(self, label: str, command: list[str], variables: dict[str, str], *, emulated: bool = True) -> None:
         print(f"\n== {self.name}: {label} (at {self.seconds()} s)", flush=True)
-        environment = {**os.environ, **SETTINGS}
+        environment = {**os.environ, **SETTINGS, "INFERPLANE_EMULATED_VENDOR": self.name}
         if emulated:
             environment["INFERPLANE_PLUGINS"] = f"only,inferplane_cpu.plugin,{self.told['plugin']}"
             environment["INFERPLANE_EMULATED_CALLS"] = str(self.build / "calls")

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+TORCH = "aten"
+"""torch's own namespace."""
 NO_DEFAULT = "no default"
 DISPATCHER = "as a dispatcher states it"
 

@@ -19,9 +19,7 @@ from inferplane_dcu.kvcache import HeadsKV
 from tests.vendors.dcu import chip, emulate_moe, emulated
 from tests.vendors.emulator import Violation
 
-pytestmark = pytest.mark.skipif(
-    chip.LIFTED or chip.ARCH != "gfx936", reason="in the vendor's dtypes, on gfx936: without INFERPLANE_EMULATED_..."
-)
+pytestmark = chip.whole
 BF16 = torch.bfloat16
 
 

@@ -10,10 +10,10 @@ import torch
 from inferplane.ops import OPS
 from inferplane.ops.draw import Draw
 from inferplane_gcu.kernels import moe
-from tests.vendors.gcu import chip
-from tests.vendors.quantized import check_product
+from tests.vendors.products import check_product
+from tests.vendors.profile import narrow
 
-pytestmark = pytest.mark.skipif(chip.LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")
+pytestmark = narrow
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])

@@ -19,11 +19,11 @@ from inferplane_xpu.intel import chips
 from inferplane_xpu.intel.kernels import attention, kernels, moe, products
 from inferplane_xpu.intel.kernels.when import decode_compiled
 from tests.vendors.emulator import Violation
-from tests.vendors.intel import chip
 from tests.vendors.mistakes import judged
-from tests.vendors.quantized import check_product
+from tests.vendors.products import check_product
+from tests.vendors.profile import narrow
 
-pytestmark = pytest.mark.skipif(chip.LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")
+pytestmark = narrow
 INT4 = ("int4_group", "int4_group64", "int4_group32", "int4_row")
 
 

@@ -1,61 +1,18 @@
-"""Every family on the emulator, with the head sizes that the vendor's operators know, beside the cpu backend.
-
-In the vendor's dtypes by the logits' error against float32; with the one check of dtypes lifted, at float32, by tokens.
-"""
+"""Models in float16, in which int4 weights are multiplied by the vendor's product."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from inferplane.models.registry import ARCHITECTURES
-from tests.vendors.configs import FAMILIES
-from tests.vendors.kunlun import chip
-from tests.vendors.models import errors_beside_cpu, tokens_beside_cpu
-
-DEVICE = "xpu:kunlun"
-narrow = pytest.mark.skipif(chip.LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")
-wide = pytest.mark.skipif(not chip.LIFTED, reason="at float32: with INFERPLANE_EMULATED_FLOAT32=1")
-
-
-def test_every_family_is_here():
-    names = {name for config in FAMILIES.values() for name in config["architectures"]}
-    assert names == set(ARCHITECTURES), "a family without a configuration in configs.py"
-
-
-def cases():
-    for family in FAMILIES:
-        yield family, "plain", "whole_prompt"
-    for family in ("llama", "llama_head_64", "mistral_window", "deepseek_v3"):
-        yield from ((family, "plain", schedule) for schedule in ("ragged", "token_by_token"))
-    for family in ("llama", "qwen3_moe", "deepseek_v3"):
-        yield from ((family, weights, "ragged") for weights in ("int8_row", "int4_group"))
-
-
-@narrow
-@pytest.mark.parametrize(("family", "weights", "schedule"), [pytest.param(*c, id="-".join(c)) for c in cases()])
-def test_error_beside_cpu(family, weights, schedule, monkeypatch, record_property):
-    record_property("error", errors_beside_cpu(DEVICE, torch.bfloat16, family, weights, schedule, monkeypatch))
+from tests.vendors.kunlun.profile import PROFILE
+from tests.vendors.models import errors_beside_cpu
+from tests.vendors.profile import narrow
 
 
 @narrow
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("weights", ["plain", "int4_group"])
 def test_error_beside_cpu_in_float16(family, weights, monkeypatch, record_property):
-    """float16, in which int4 weights are multiplied by the vendor's product."""
-    record_property("error", errors_beside_cpu(DEVICE, torch.float16, family, weights, "ragged", monkeypatch))
-
-
-def wide_cases():
-    for family in FAMILIES:
-        yield family, "plain", 1000
-    yield from (("llama", "plain", 7), ("deepseek_v3", "plain", 40), ("mistral_window", "plain", 33))
-    for family in ("llama", "qwen3_moe", "deepseek_v3"):
-        yield from ((family, weights, 1000) for weights in ("int8_row", "int4_group"))
-
-
-@wide
-@pytest.mark.parametrize(("family", "weights", "chunk"), list(wide_cases()), ids=str)
-def test_greedy_tokens_are_those_of_cpu(family, weights, chunk):
-    attention = "torch" if family == "mistral_window" else "kunlun_ops"  # windows are left to torch
-    tokens_beside_cpu(DEVICE, (attention,), family, weights, chunk)
+    found = errors_beside_cpu(PROFILE.device, torch.float16, family, weights, "ragged", monkeypatch)
+    record_property("error", found)

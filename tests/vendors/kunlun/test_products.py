@@ -15,11 +15,11 @@ from inferplane.plugin import KVRequest, UsageError
 from inferplane.types.batch import Query, make_batch
 from inferplane_xpu.kunlun.kernels import attention, basic, lengths, moe, quant
 from inferplane_xpu.kunlun.kvcache import layouts
-from tests.vendors.kunlun import chip
 from tests.vendors.kunlun.emulated import EMULATOR
-from tests.vendors.quantized import check_product
+from tests.vendors.products import check_product
+from tests.vendors.profile import narrow
 
-pytestmark = pytest.mark.skipif(chip.LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")
+pytestmark = narrow
 DEVICE = "xpu:kunlun"
 both_biases = pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 
@@ -76,6 +76,14 @@ def test_either_sorting(tokens):
     y = torch.einsum("tkdj,tkj->tkd", down[ids].float(), torch.nn.functional.silu(gate) * up)
     want = (y * weights[..., None]).sum(1)
     assert ((got - want).norm() / want.norm()).item() <= OPS["moe_experts"].tolerance[torch.bfloat16]
+
+
+def test_sorting_for_few_pairs_is_not_asked_for_many(monkeypatch):
+    """The other library's operator, which one of the vendor's calls takes up to 768 pairs only."""
+    monkeypatch.setattr(moe, "FEW_PAIRS", 10**6)
+    x, ids = torch.zeros(385, 32, dtype=torch.bfloat16), torch.zeros(385, 2, dtype=torch.int32)
+    with pytest.raises(AssertionError, match="at most 768 pairs, got 770"):
+        moe._sorted(x, ids, 4)
 
 
 def test_softmax_scores_as_they_are():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.vendors.npu import chip
-from tests.vendors.quantized import check_product
+from tests.vendors.products import check_product
+from tests.vendors.profile import narrow
 
 INT4, INT8, FP8 = "torch_npu:linear_w4a16", "torch_npu:linear_w8a16", "torch_npu:linear_fp8"
 SERVED = {
@@ -15,7 +16,7 @@ SERVED = {
 }
 
 
-@pytest.mark.skipif(chip.LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")
+@narrow
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize(("kernel", "format"), SERVED[chip.ARCH])
 def test_products(kernel, format, bias):

@@ -1,50 +1,16 @@
-"""Mistakes that are easily made with vllm-xpu-kernels' operators, made on purpose: each is caught by the emulator, as
-the call breaks a limit, or by the op's oracle, as the numbers are wrong.
-"""
+"""Mistakes that are easily made with vllm-xpu-kernels' operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import pytest
 import torch
 
 from inferplane_xpu.intel.kernels import attention, basic, mla, moe, products
-from tests.vendors.emulator import Meddled
-from tests.vendors.intel import chip
-from tests.vendors.intel.emulated import EMULATOR
-from tests.vendors.mistakes import judged, swapped
-
-pytestmark = pytest.mark.skipif(chip.LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")
+from tests.vendors.mistakes import Mistake, at, swapped
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """One mistake.
-
-    Args:
-        words: what is done wrong.
-        where: the module and the name in it that is meddled with.
-        operator: the operator that is called wrongly.
-        change: `(real, *args, **kwargs)` -> result of the wrong call.
-        kernel: the kernel that makes the call. sample: of its op.
-        caught: a part of what is said of it.
-    """
-
-    words: str
-    where: tuple[Any, str]
-    operator: str
-    change: Callable[..., Any]
-    kernel: str
-    sample: str
-    caught: str
-
-
-def at(i: int, value: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The call with a positional argument changed."""
-    return lambda real, *args: real(*args[:i], value(args[i]), *args[i + 1 :])
+def whole(batch, groups=1):
+    """Sequences as they are, told to be single tokens."""
+    return attention.Sequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, batch.max_seq_tokens)
 
 
 ROWS, WRITE, FLASH = (basic, "vllm"), (attention, "cache_ops"), (attention, "flash")
@@ -96,41 +62,10 @@ MISTAKES = [
             "vllm_xpu:linear_fp8", "fp8_blocks", ""),
     Mistake("activations quantized by rows under blocks", (products, "xpu"), "fp8_gemm",
             at(3, lambda s: s[:, :1].contiguous()), "vllm_xpu:linear_fp8_act", "fp8_act", "of the weight"),
+    Mistake("drafts left together", (attention, "single_tokens"), None, whole,
+            "vllm_xpu:attention_few", "drafts", "max_seqlen_q is at least"),
+    Mistake("all heads of a token as one sequence of latents", (mla, "LATENT_HEADS"), None, 16,
+            "vllm_xpu:mla_absorbed", "v3_heads", "not compiled"),
+    Mistake("as many experts a token as there are", (moe, "_to_compiled"), None, lambda weights, ids: (weights, ids),
+            "vllm_xpu:moe_experts", "t13", "Unsupported TopK value 3"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.words.replace(" ", "_"))
-def test_is_caught(mistake, monkeypatch):
-    said = lambda: judged("xpu:intel", torch.bfloat16, mistake.kernel, mistake.sample)  # noqa: E731
-    assert not said(), "the kernel itself is right"
-    monkeypatch.setattr(EMULATOR, "listeners", [])  # a mistake is no call of the backend's
-    monkeypatch.setattr(*mistake.where, Meddled(getattr(*mistake.where), {mistake.operator: mistake.change}))
-    found = said()
-    assert found, "nothing was said"
-    assert mistake.caught in found, found
-
-
-def whole(batch, groups=1):
-    """Sequences as they are, told to be single tokens."""
-    return attention.Sequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, batch.max_seq_tokens)
-
-
-MORE = [
-    ("drafts left together", (attention, "single_tokens"), whole,
-     "vllm_xpu:attention_few", "drafts", "max_seqlen_q is at least"),
-    ("all heads of a token as one sequence of latents", (mla, "LATENT_HEADS"), 16,
-     "vllm_xpu:mla_absorbed", "v3_heads", "not compiled"),
-    ("as many experts a token as there are", (moe, "_to_compiled"), lambda weights, ids: (weights, ids),
-     "vllm_xpu:moe_experts", "t13", "Unsupported TopK value 3"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("words", "where", "instead", "kernel", "sample", "caught"), MORE, ids=[more[0].replace(" ", "_") for more in MORE]
-)
-def test_is_caught_without(words, where, instead, kernel, sample, caught, monkeypatch):
-    """What a kernel does before its call, left out."""
-    monkeypatch.setattr(EMULATOR, "listeners", [])
-    assert not judged("xpu:intel", torch.bfloat16, kernel, sample), "the kernel itself is right"
-    monkeypatch.setattr(*where, instead)
-    assert caught in judged("xpu:intel", torch.bfloat16, kernel, sample), words

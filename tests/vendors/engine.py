@@ -1,0 +1,23 @@
+"""The engine on an emulated device: what it is started with, and what it is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane import LLM, SamplingParams
+from tests.vendors.configs import FAMILIES
+
+OPTIONS: dict[str, Any] = {"load_format": "dummy", "kv_cache_bytes": 1 << 23, "max_batch": 4, "max_step_tokens": 48}
+PROMPTS = [[(7 * i + 3) % 199 for i in range(n)] for n in (130, 3, 61)]
+
+
+def serve(device: str, dtype: torch.dtype, family: str, **options: Any) -> Any:
+    """Let a model answer all prompts at once, and return the plan that it was served by."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    with LLM(FAMILIES[family], device=device, dtype=dtype_name, **OPTIONS, **options) as llm:
+        results = llm.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0.0))
+        plan = llm.explain()
+    assert [len(result.token_ids) for result in results] == [12, 12, 12]
+    return plan

@@ -1,0 +1,43 @@
+"""The whole engine on the emulator, as a user would start it: binding, start-up canary, loading, batching, tokens."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from inferplane import LLM, SamplingParams
+from inferplane.engine.runner import InferplaneWarning
+from tests.vendors import profile
+from tests.vendors.configs import FAMILIES
+from tests.vendors.engine import OPTIONS, PROMPTS, serve
+from tests.vendors.profile import DRAFTS, narrow, wide
+
+VENDOR = profile.current()
+
+
+@narrow
+@pytest.mark.parametrize("speculative", VENDOR.speculative.values(), ids=list(VENDOR.speculative))
+@pytest.mark.parametrize("family", VENDOR.served)
+def test_serves(family, speculative):
+    """Every kernel passes its canary, no hot op is left on a reference, and prompts of all lengths share steps: chunks
+    of a long prompt, single tokens and, with drafts, two to four tokens of a sequence.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InferplaneWarning)
+        plan = serve(VENDOR.device, VENDOR.dtype, family, strict=True, speculative=speculative)
+    assert {layout["layout"] for layout in plan["kv_layouts"]} == VENDOR.layouts(family)
+    VENDOR.check_kernels(family, [(s["op"], s["chosen"]["kernel"]) for s in plan["sites"] if s["chosen"]["rank"]])
+
+
+@wide
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("speculative", [None, DRAFTS], ids=["plain", "drafts"])
+def test_tokens_are_those_of_cpu(family, speculative):
+    """Sampled with seeds, in one batch, with and without drafts; a prompt's blocks are used again by the next."""
+    params = SamplingParams(max_tokens=24, temperature=0.8, top_k=40, seed=11)
+    found = {}
+    for device in ("cpu", VENDOR.device):
+        with LLM(FAMILIES[family], device=device, dtype="float32", speculative=speculative, **OPTIONS) as llm:
+            found[device] = [[r.token_ids for r in llm.generate(PROMPTS, params)] for _ in range(2)]
+    assert found[VENDOR.device] == found["cpu"]

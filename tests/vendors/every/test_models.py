@@ -1,0 +1,47 @@
+"""Every family on the emulator, with the head sizes that vendors' operators know, beside the cpu backend.
+
+In the vendor's dtypes by the logits' error against float32; with the one check of dtypes lifted, at float32, by tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from inferplane.models.registry import ARCHITECTURES
+from tests.vendors import profile
+from tests.vendors.configs import FAMILIES
+from tests.vendors.models import errors_beside_cpu, tokens_beside_cpu
+from tests.vendors.profile import narrow, wide
+
+VENDOR = profile.current()
+
+
+def test_every_family_is_here():
+    names = {name for config in FAMILIES.values() for name in config["architectures"]}
+    assert names == set(ARCHITECTURES), "a family without a configuration in configs.py"
+
+
+@narrow
+@pytest.mark.parametrize(
+    ("family", "weights", "schedule"), [pytest.param(*model, id="-".join(model)) for model in VENDOR.models()]
+)
+def test_error_beside_cpu(family, weights, schedule, monkeypatch, record_property):
+    found = errors_beside_cpu(VENDOR.device, VENDOR.dtype, family, weights, schedule, monkeypatch)
+    record_property("error", found)
+
+
+def wide_cases() -> Iterator[tuple[str, str, int]]:
+    """Family, weight format, and tokens of the prompt a step."""
+    for family in FAMILIES:
+        yield family, "plain", 1000
+    yield from (("llama", "plain", 7), ("deepseek_v3", "plain", 40), ("mistral_window", "plain", 33))
+    for family in ("llama", "qwen3_moe", "deepseek_v3"):
+        yield from ((family, weights, 1000) for weights in VENDOR.formats)
+
+
+@wide
+@pytest.mark.parametrize(("family", "weights", "chunk"), list(wide_cases()), ids=str)
+def test_greedy_tokens_are_those_of_cpu(family, weights, chunk):
+    tokens_beside_cpu(VENDOR.device, VENDOR.attention(family), family, weights, chunk)

@@ -1,0 +1,59 @@
+"""Mistakes that are easily made with vllm-gcu's operators."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import torch
+
+from inferplane_gcu.kernels import attention, basic, mla, moe
+from tests.vendors.mistakes import Change, Mistake, at, swapped, with_
+
+
+def flash(words: str, change: Change, caught: str) -> Mistake:
+    """A wrong call of Enflame's flash attention, in the module that has it."""
+    where = sys.modules["flash_attn.vllm_flash_attn"], "flash_attn_varlen_func"
+    wrong = partial(change, getattr(*where))
+    return Mistake(words, where, None, wrong, "flash_attn:attention", "prefill_d128", caught)
+
+
+ROWS, WRITE = (basic, "vllm"), (attention, "cache_ops")
+MISTAKES = [
+    Mistake("K and V exchanged", WRITE, "reshape_and_cache_flash", swapped(0, 1),
+            "vllm_gcu:kv_write", "decode", ""),
+    Mistake("slots in int32", WRITE, "reshape_and_cache_flash", at(4, lambda s: s.int()),
+            "vllm_gcu:kv_write", "decode", "slot_mapping is torch.int64"),
+    Mistake("a cache in int8 asked for", WRITE, "reshape_and_cache_flash", at(5, lambda s: "int8"),
+            "vllm_gcu:kv_write", "decode", "kv_cache_dtype"),
+    Mistake("blocks of heads first", WRITE, "reshape_and_cache_flash",
+            at(2, lambda c: c.transpose(1, 2)), "vllm_gcu:kv_write", "decode", "must be contiguous"),
+    Mistake("norm and sum exchanged", ROWS, "fused_add_rms_norm", swapped(0, 1),
+            "vllm_gcu:add_rms_norm", "t3_d64", ""),
+    Mistake("result behind the input", ROWS, "rms_norm", swapped(0, 1), "vllm_gcu:rms_norm", "t3_d64", ""),
+    Mistake("sines before cosines", ROWS, "rotary_embedding", at(4, lambda t: torch.cat(t.chunk(2, -1)[::-1], -1)),
+            "vllm_gcu:rope", "half", ""),
+    Mistake("the other pairs", ROWS, "rotary_embedding", at(5, lambda neox: not neox), "vllm_gcu:rope", "half", ""),
+    Mistake("a table in float32", ROWS, "rotary_embedding", at(4, lambda t: t.float()),
+            "vllm_gcu:rope", "half", "have one dtype"),
+    Mistake("weight-only weights turned", ROWS, "weight_only_quant", at(2, lambda w: w.t().contiguous()),
+            "vllm_gcu:linear_w8a16", "int8_row", "input has shape"),
+    Mistake("groups of 128", ROWS, "weight_only_quant", at(5, lambda g: 128),
+            "vllm_gcu:linear_w8a16", "int8_row", "group_size 128"),
+    Mistake("ids in int64", (moe, "moe"), "moe_align_block_size", at(0, lambda ids: ids.long()),
+            "vllm_gcu:moe_experts", "t13", "topk_ids is torch.int32"),
+    Mistake("blocks of 16 pairs", (moe, "vllm"), "fused_moe_kernel", at(10, lambda n: 16),
+            "vllm_gcu:moe_experts", "t13", "block_size is 64"),
+    Mistake("weights multiplied in twice", (moe, "vllm"), "fused_moe_kernel", at(8, lambda flag: True),
+            "vllm_gcu:moe_experts", "t13", ""),
+    Mistake("no bias, which is another judgement of groups", (moe, "vllm"), "fused_grouped_topk", at(7, lambda b: None),
+            "vllm_gcu:moe_route_grouped", "v3", ""),
+    Mistake("lengths counted from the cache's end", (mla, "flashmla"), "fwd_kvcache_mla", at(3, lambda n: n - 1),
+            "vllm_gcu:mla_absorbed", "v3_dims", ""),
+    flash("a scale of 1", with_(softmax_scale=1.0), ""),
+    flash("lengths of queries, not their sums", with_(cu_seqlens_q=torch.tensor([3, 1], dtype=torch.int32)),
+          "running sum"),
+    flash("another version", with_(fa_version=3), "fa_version is 2"),
+    flash("the longest sequence too short", with_(max_seqlen_k=1), "max_seqlen_k is at least"),
+    flash("keyword of the cuda build", with_(scheduler_metadata=0), "scheduler_metadata"),
+]  # fmt: skip

@@ -1,0 +1,30 @@
+"""Enflame's GCU: an S60, on vllm-gcu's operators."""
+
+from __future__ import annotations
+
+from tests.vendors.calls import Call
+from tests.vendors.profile import Profile
+
+X = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
+
+
+class Gcu(Profile):
+    """Plain blocks for every family."""
+
+    device = "gcu"
+    library = "vllm-gcu"
+    sources = "backends/gcu/inferplane_gcu"
+    providers = ("vllm_gcu", "flash_attn", "torch", "decomposition")
+    wrong_calls = [  # a keyword that there is not, and an argument that is missing
+        Call("_C::silu_and_mul", [X], {"x": X}, []),
+        Call("_C::rms_norm", [X, X, X], {}, []),
+    ]
+
+    def attention(self, family: str) -> tuple[str, ...]:
+        return ("vllm_gcu", "flash_attn")
+
+    def layouts(self, family: str) -> set[str]:
+        return {"paged_64"}
+
+
+PROFILE = Gcu("gcu")

@@ -1,0 +1,31 @@
+"""Intel's GPUs: a Battlemage, on vllm-xpu-kernels' operators."""
+
+from __future__ import annotations
+
+from tests.vendors.calls import Call
+from tests.vendors.profile import Profile
+
+X = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
+
+
+class Intel(Profile):
+    """Plain blocks for every family, and weights in FP8 besides."""
+
+    device = "xpu:intel"
+    library = "vllm-xpu-kernels"
+    sources = "backends/xpu/inferplane_xpu/intel"
+    formats = ("int8_row", "int4_group", "fp8_block")
+    providers = ("vllm_xpu", "torch_xpu", "torch", "decomposition")
+    wrong_calls = [  # a keyword that there is not, and an argument that is missing
+        Call("_C::silu_and_mul", [X], {"x": X}, []),
+        Call("_C::rms_norm", [X, X, X], {}, []),
+    ]
+
+    def attention(self, family: str) -> tuple[str, ...]:
+        return ("vllm_xpu",)
+
+    def layouts(self, family: str) -> set[str]:
+        return {"paged_64"}
+
+
+PROFILE = Intel("intel")

@@ -1,0 +1,36 @@
+"""Kunlun's cards: a P800, on the functions of kunlun_ops and xspeedgate_ops."""
+
+from __future__ import annotations
+
+from tests.vendors.calls import Call
+from tests.vendors.profile import Profile
+
+X = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
+
+
+class Kunlun(Profile):
+    """Windows are left to torch."""
+
+    device = "xpu:kunlun"
+    library = "vLLM-Kunlun"
+    sources = "backends/xpu/inferplane_xpu/kunlun"
+    wrong_calls = [  # a keyword that there is not, an argument that is missing, one by position that goes by keyword
+        Call("kunlun_ops::swiglu", [], {"x": X, "out": X}, []),
+        Call("kunlun_ops::rmsnorm", [X, X], {}, []),
+        Call("kunlun_ops::swiglu", [X, X], {}, []),
+    ]
+
+    def attention(self, family: str) -> tuple[str, ...]:
+        return ("torch",) if family == "mistral_window" else ("kunlun_ops",)
+
+    def layouts(self, family: str) -> set[str]:
+        return {"kunlun_latent_64" if family.startswith("deepseek") else "kunlun_bhld_16"}
+
+    def check_kernels(self, family: str, chosen: list[tuple[str, str]]) -> None:
+        """All attention is the vendor's, or all is torch's."""
+        attention = [kernel for op, kernel in chosen if op in ("attention", "mla_absorbed", "mla_expanded")]
+        vendor = [kernel.startswith("kunlun_ops:") for kernel in attention]
+        assert attention and not any(vendor) if family == "mistral_window" else all(vendor), attention
+
+
+PROFILE = Kunlun("kunlun")

@@ -1,0 +1,128 @@
+"""Mistakes that are easily made with torch-npu's operators, by the series on which they are made."""
+
+from __future__ import annotations
+
+import torch
+
+from inferplane_npu import graphs, kvcache
+from inferplane_npu.kernels import attention, basic, mla, moe, quant
+from inferplane_npu.kvcache import NpuKV
+from tests.vendors.mistakes import Mistake, at, by, swapped, with_
+from tests.vendors.npu import chip
+
+FUSED, SCATTER, GROUPED = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache", "npu_grouped_matmul"
+
+
+def steps(values: list[int]) -> list[int]:
+    return [b - a for a, b in zip([0, *values], values)]
+
+
+def sums(values: list[int]) -> list[int]:
+    return torch.tensor(values).cumsum(0).tolist()
+
+
+def wider_window(real, *args, **kwargs):
+    wider = {"pre_tokens": kwargs["pre_tokens"] + 1} if kwargs.get("sparse_mode") == 4 else {}
+    return real(*args, **{**kwargs, **wider})
+
+
+def renamed(real, x):
+    return real(x=x)
+
+
+def other_result(real, *args):
+    y, rstd, s = real(*args)
+    return y, s, rstd.expand_as(y).to(y.dtype)
+
+
+def turned_halves(real, x):
+    return real(torch.cat(x.chunk(2, -1)[::-1], -1))
+
+
+def heads_first(real, k, v, k_cache, v_cache, slots, **kwargs):
+    real(k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), slots, **kwargs)
+
+
+def ragged(real, q, *args, **kwargs):
+    return real(q.flatten(0, 1), *args, **{**kwargs, "input_layout": "TND"})
+
+
+def packed_by_rows(real, weight):
+    return real(weight.t().contiguous()).t().contiguous()
+
+
+def columns_first(real, rows, weights, **kwargs):
+    return real(rows, [w.transpose(1, 2).contiguous() for w in weights], **kwargs)
+
+
+RAGGED, BY_SEQUENCE = "torch_npu:attention_ragged", "torch_npu:attention_by_sequence"
+ATTENTION, GRAPHS, CACHE = (attention, "npu"), (graphs, "npu"), (kvcache, "npu")
+ROWS, LATENT, EXPERTS, PRODUCTS = (basic, "npu"), (mla, "npu"), (moe, "npu"), (quant, "npu")
+MISTAKES = {
+    "910b": [
+        Mistake("the default cache mode, which is NZ", ATTENTION, SCATTER, with_(cache_mode=None),
+                "torch_npu:kv_write", "mixed", "key_cache has shape"),
+        Mistake("K and V exchanged", ATTENTION, SCATTER, swapped(2, 3), "torch_npu:kv_write", "decode", ""),
+        Mistake("blocks of heads first", ATTENTION, SCATTER, heads_first, "torch_npu:kv_write", "decode",
+                "must be contiguous"),
+        Mistake("query lengths not cumulative", GRAPHS, FUSED, by(actual_seq_lengths=steps), RAGGED, "prefill_d128",
+                "cumulative"),
+        Mistake("lengths of a paged cache cumulative", GRAPHS, FUSED, by(actual_seq_lengths_kv=sums), RAGGED,
+                "prefill_d128", ""),
+        Mistake("the default scale, which is 1", GRAPHS, FUSED, with_(scale=None), RAGGED, "decode_d128_mqa", ""),
+        Mistake("no mask", GRAPHS, FUSED, with_(sparse_mode=0, atten_mask=None), RAGGED, "prefill_d128", ""),
+        Mistake("a mask of queries by keys", GRAPHS, FUSED, by(atten_mask=lambda mask: mask[:77, :142].contiguous()),
+                RAGGED, "prefill_d128", "atten_mask is [2048, 2048]"),
+        Mistake("a mask with ones where keys are seen", GRAPHS, FUSED, by(atten_mask=lambda mask: 1 - mask), RAGGED,
+                "prefill_d128", "1 above the diagonal"),
+        Mistake("causal from the upper left corner", GRAPHS, FUSED, with_(sparse_mode=2), RAGGED, "prefill_d128", ""),
+        Mistake("another block size", GRAPHS, FUSED, with_(block_size=64), RAGGED, "decode_d128_mqa", "block_size 64"),
+        Mistake("KV heads left out", GRAPHS, FUSED, with_(num_key_value_heads=None), RAGGED, "decode_d128_mqa", ""),
+        Mistake("a window one token too wide", ATTENTION, FUSED, wider_window, BY_SEQUENCE, "window_prefill", ""),
+        Mistake("TND with heads of 64", ATTENTION, FUSED, ragged, BY_SEQUENCE, "prefill", "TND takes heads of 128"),
+        Mistake("the rotated part of the key forgotten", GRAPHS, FUSED, with_(key_rope=None),
+                "torch_npu:mla_absorbed", "v3_dims", "come together"),
+        Mistake("dense lengths not cumulative", LATENT, FUSED, by(actual_seq_lengths_kv=lambda n: [1, *steps(n)]),
+                "torch_npu:mla_expanded", "v3_dims", "TND needs lengths"),
+        Mistake("no output dtype, so int8", PRODUCTS, "npu_quant_matmul", with_(output_dtype=None),
+                "torch_npu:linear_w8a8", "int8_act", "int8"),
+        Mistake("a keyword that only the page has", PRODUCTS, "npu_dynamic_quant", renamed, "torch_npu:quantize",
+                "int8_row", "missing value for argument 'input'"),
+        Mistake("scales in float32", PRODUCTS, "npu_weight_quant_batchmatmul", at(2, lambda s: s.float()),
+                "torch_npu:linear_w8a16", "int8_row", "have one dtype"),
+        Mistake("the group size left out", PRODUCTS, "npu_weight_quant_batchmatmul", lambda real, *a: real(*a[:7]),
+                "torch_npu:linear_w4a16", "int4_group", "a scale a column"),
+        Mistake("int4 packed along the wrong dimension", PRODUCTS, "npu_convert_weight_to_int4pack", packed_by_rows,
+                "torch_npu:linear_w4a16", "int4_group", ""),
+        Mistake("experts' weights turned", EXPERTS, GROUPED, columns_first, "torch_npu:moe_experts", "t13",
+                "weight [E, K, N]"),
+        Mistake("counts where sums are expected", EXPERTS, GROUPED, with_(group_list_type=0), "torch_npu:moe_experts",
+                "t13", "group_list adds up"),
+        Mistake("counts not asked for", EXPERTS, "npu_moe_init_routing_v2", with_(expert_tokens_num_flag=False),
+                "torch_npu:moe_experts", "t13", "group_list is an int64 tensor"),
+        Mistake("groups judged by their best expert", EXPERTS, "npu_moe_gating_top_k", with_(group_select_mode=0),
+                "torch_npu:moe_route", "v3", ""),
+        Mistake("the sum taken for the second result", ROWS, "npu_add_rms_norm", other_result,
+                "torch_npu:add_rms_norm", "t3_d64", ""),
+        Mistake("cosines and sines exchanged", ROWS, "npu_rotary_mul", swapped(1, 2), "torch_npu:rope", "half", ""),
+        Mistake("the default pairs, which are halves", ROWS, "npu_rotary_mul",
+                lambda real, x, c, s, mode: real(x, c, s), "torch_npu:rope_interleaved", "interleaved", ""),
+        Mistake("gate and up exchanged", ROWS, "npu_swiglu", turned_halves, "torch_npu:silu_mul", "t3_i64", ""),
+        Mistake("padding that reaches the operator", (NpuKV, "real"), None, lambda kv, slots: slots,
+                "torch_npu:kv_write", "decode", "lies in [0, "),
+        Mistake("rotated parts in different orders", (mla, "even_first"), None, lambda x: x, "torch_npu:mla_absorbed",
+                "v3_dims", "error"),
+    ],
+    "310p": [
+        Mistake("a cache of the NZ shape without its format", CACHE, "npu_format_cast", lambda real, t, format: t,
+                "atb:kv_write_nz", "decode", "must have the NZ format"),
+        Mistake("positions rotated in three dimensions", ROWS, "npu_rotary_mul",
+                lambda real, x, c, s: real(x[0], c[0], s[0])[None], "torch_npu:rope_128", "strided", "4 dimensions"),
+    ],
+    "950": [
+        Mistake("activations in int8 beside weights in FP8", PRODUCTS, "npu_dynamic_quant", with_(dst_type=None),
+                "torch_npu:linear_fp8", "fp8_row_act", "x1 and x2 are int8"),
+        Mistake("no output dtype, in FP8", PRODUCTS, "npu_quant_matmul", with_(output_dtype=None),
+                "torch_npu:linear_fp8", "fp8_row_act", "not torch.int8"),
+    ],
+}[chip.ARCH]  # fmt: skip

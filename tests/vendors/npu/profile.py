@@ -1,0 +1,39 @@
+"""Huawei's NPUs: a series of Ascend, on torch-npu's operators; on the 310P on ATB's besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.vendors.npu import chip
+from tests.vendors.profile import DRAFTS, Profile
+
+NO_ATB = ("mistral_window", "deepseek_v2", "deepseek_v3")
+"""Windows and latents, for which ATB has nothing on the 310P."""
+
+
+class Npu(Profile):
+    """Its library is there, so its contract is with that: test_contract.py."""
+
+    device = "npu"
+    sources = "backends/npu/inferplane_npu"
+    dtype = chip.DTYPE
+    speculative = {"plain": None, "drafts": DRAFTS}
+
+    def models(self) -> Iterator[tuple[str, str, str]]:
+        return iter(()) if chip.ARCH == "950" else super().models()  # the 910b's kernels, but for FP8
+
+    def attention(self, family: str) -> tuple[str, ...]:
+        return ("torch_npu", "atb")
+
+    def layouts(self, family: str) -> set[str]:
+        plain = "npu_nz_128" if chip.ARCH == "310p" else "npu_nd_128"
+        return {"npu_latent_nd_128" if family.startswith("deepseek") else plain}
+
+    def check_kernels(self, family: str, chosen: list[tuple[str, str]]) -> None:
+        looped = {"torch_sdpa"} if chip.ARCH == "310p" and family in NO_ATB else set()
+        more = {"atb"} if chip.ARCH == "310p" and not family.startswith("deepseek") else set()
+        found = {kernel.partition(":")[0] for _, kernel in chosen} - {"decomposition"}
+        assert found == {"torch_npu", "torch"} | looped | more, "torch_sdpa is a loop over sequences"
+
+
+PROFILE = Npu("npu")
