@@ -10,7 +10,7 @@ import atexit
 import json
 import os
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,10 @@ class Call:
     kwargs: dict[str, Any]
     results: list[Any]
 
+    def fields(self) -> list[Any]:
+        """As they are written; nothing is copied."""
+        return [self.name, self.args, self.kwargs, self.results]
+
 
 class Calls:
     """A set of calls, each noted once, in the order in which they first came."""
@@ -45,14 +49,14 @@ class Calls:
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """A listener for `Emulator.heard_by`."""
         call = Call(name, [encode(a) for a in args], {k: encode(v) for k, v in kwargs.items()}, results(result))
-        self.noted.setdefault(json.dumps(astuple(call)), call)
+        self.noted.setdefault(json.dumps(call.fields()), call)
 
     def write(self, folder: Path) -> None:
         """Write them to a file of this process; many processes note into one folder."""
         if not self.noted:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"schema": SCHEMA, "calls": [astuple(call) for call in self.noted.values()]}, indent=0)
+        text = json.dumps({"schema": SCHEMA, "calls": [call.fields() for call in self.noted.values()]}, indent=0)
         (folder / f"{os.getpid()}.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -30,9 +30,10 @@ def dtype(want: torch.dtype, **tensors: torch.Tensor) -> None:
         require(tensor.dtype is want, f"{name} is {want}, got {tensor.dtype}")
 
 
-def contiguous(**tensors: torch.Tensor) -> None:
+def contiguous(**tensors: torch.Tensor | None) -> None:
+    """All that are given are."""
     for name, tensor in tensors.items():
-        require(tensor.is_contiguous(), f"{name} must be contiguous")
+        require(tensor is None or tensor.is_contiguous(), f"{name} must be contiguous")
 
 
 def shape(name: str, tensor: torch.Tensor, *want: int | None) -> None:

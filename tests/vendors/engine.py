@@ -13,11 +13,11 @@ OPTIONS: dict[str, Any] = {"load_format": "dummy", "kv_cache_bytes": 1 << 23, "m
 PROMPTS = [[(7 * i + 3) % 199 for i in range(n)] for n in (130, 3, 61)]
 
 
-def serve(device: str, dtype: torch.dtype, family: str, **options: Any) -> Any:
-    """Let a model answer all prompts at once, and return the plan that it was served by."""
+def serve(device: str, dtype: torch.dtype, family: str, tokens: int = 12, **options: Any) -> Any:
+    """Let a model answer all prompts at once, in so many tokens, and return the plan that it was served by."""
     dtype_name = str(dtype).removeprefix("torch.")
     with LLM(FAMILIES[family], device=device, dtype=dtype_name, **OPTIONS, **options) as llm:
-        results = llm.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0.0))
+        results = llm.generate(PROMPTS, SamplingParams(max_tokens=tokens, temperature=0.0))
         plan = llm.explain()
-    assert [len(result.token_ids) for result in results] == [12, 12, 12]
+    assert [len(result.token_ids) for result in results] == [tokens] * len(PROMPTS)
     return plan

@@ -1,8 +1,16 @@
-"""What vendors' operators mean where they mean the same: vLLM's and FlashAttention's definitions, on host tensors."""
+"""What vendors' operators mean where they mean the same: vLLM's and FlashAttention's definitions, on host tensors.
+
+Here is only what several vendors' sources say by pointing at one definition. Emulators that use it are not independent
+of one another in it: they agree with each other by construction, which proves nothing, and an error here is in all of
+them. What speaks against such an error is the ops' oracles, of which nothing here is made, and, where there is one, the
+vendor's own library. What a vendor documents itself, limits and arithmetic of its own, is stated in its folder, even
+where two say the same today.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from tests.vendors import checks
 from tests.vendors.emulator import require
@@ -12,6 +20,20 @@ def normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tenso
     """RMS norm over the last dimension, float32 inside, in the dtype of `x`."""
     h = x.float()
     return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + epsilon) * weight.float()).to(x.dtype)
+
+
+def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+    """residual <- residual + x; x <- norm(residual) weight, of the sum before it is rounded."""
+    total = residual.float() + x.float()
+    residual.copy_(total.to(residual.dtype))
+    x.copy_(normed(total, weight, epsilon).to(x.dtype))
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half of the last dimension, float32."""
+    require(x.shape[-1] % 2 == 0, f"an even last dimension, got {list(x.shape)}")
+    a, b = x.float().chunk(2, -1)
+    return F.silu(a) * b
 
 
 def turned(t: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int, neox: bool) -> torch.Tensor:
@@ -24,6 +46,17 @@ def turned(t: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_s
     return out.view(t.shape).to(t.dtype)
 
 
+def check_heads(positions: torch.Tensor, table: torch.Tensor, head_size: int, heads: dict[str, torch.Tensor]) -> None:
+    """Tensors `[T, heads * head_size]` that can be rotated by a table, at positions that it has."""
+    checks.dtype(torch.int64, positions=positions)
+    checks.contiguous(cos_sin_cache=table, **heads)
+    checks.shape("cos_sin_cache", table, None, head_size)
+    require(int(positions.min()) >= 0 and int(positions.max()) < len(table), "positions lie in the table")
+    for name, t in heads.items():
+        checks.shape(name, t, positions.shape[0], None)
+        require(t.shape[1] % head_size == 0, f"{name} holds whole heads of {head_size}, got {t.shape[1]}")
+
+
 def softmax_v(q, k, v, hidden, scale):
     """q [S, N, D], k [K, G, D], v [K, G, V]: float32 [S, N, V]; a query that sees nothing gives zeros."""
     group = q.shape[1] // k.shape[1]
@@ -31,6 +64,16 @@ def softmax_v(q, k, v, hidden, scale):
     scores = torch.einsum("snd,knd->nsk", q.float(), k) * scale
     scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
     return torch.einsum("nsk,knv->snv", scores.softmax(-1).nan_to_num(0.0), v)
+
+
+def latent_tokens(q, cache, block_table, lengths, width, scale):
+    """Single tokens q [B, 1, N, D] over latents, whose first `width` entries are the values: [B, 1, N, width]."""
+    out = torch.zeros(*q.shape[:3], width, dtype=q.dtype)
+    for b, n in enumerate(lengths.tolist()):
+        if n:
+            keys = paged(cache, block_table[b], 0, n)
+            out[b] = softmax_v(q[b], keys, keys[..., :width], None, scale).to(out.dtype)
+    return out
 
 
 def hidden_from(count: int, first: int, length: int, left: int) -> torch.Tensor:
@@ -67,6 +110,38 @@ def written(slot_mapping: torch.Tensor, rows: int, slots: int) -> tuple[torch.Te
     require(places.numel() == 0 or int(places.max()) < slots, f"slots lie below {slots}")
     require(len(set(places.tolist())) == places.numel(), "no slot is written twice")
     return real, places
+
+
+def write_blocks(key, value, key_cache, value_cache, slot_mapping) -> None:
+    """Rows `[T, heads, D]` into caches `[blocks, tokens, heads, D]`."""
+    tokens = key_cache.shape[1]
+    real, places = written(slot_mapping, key.shape[0], key_cache.shape[0] * tokens)
+    key_cache[places // tokens, places % tokens] = key[real]
+    value_cache[places // tokens, places % tokens] = value[real]
+
+
+def write_latents(kv_c, k_pe, kv_cache, slot_mapping) -> None:
+    """Latents and their rotated parts side by side into a cache `[blocks, tokens, latent + rotated]`."""
+    checks.shape("k_pe", k_pe, kv_c.shape[0], None)
+    checks.shape("kv_cache", kv_cache, None, None, kv_c.shape[1] + k_pe.shape[1])
+    tokens = kv_cache.shape[1]
+    real, places = written(slot_mapping, kv_c.shape[0], kv_cache.shape[0] * tokens)
+    kv_cache[places // tokens, places % tokens] = torch.cat((kv_c, k_pe), -1)[real]
+
+
+def gather(src_cache, dst, block_table, cu_seq_lens, batch_size) -> None:
+    """Each sequence's entries of a cache `[blocks, tokens, D]`, one behind the other."""
+    checks.dtype(checks.INT32, block_table=block_table)
+    checks.shape("cu_seq_lens", cu_seq_lens, batch_size + 1)
+    ends = running("cu_seq_lens", cu_seq_lens, dst.shape[0])
+    for table, a, b in zip(block_table, ends, ends[1:]):
+        dst[a:b] = paged(src_cache, table, 0, b - a)
+
+
+def plain_cache(kv_cache_dtype: str, **scales: torch.Tensor) -> None:
+    """A cache in the plan's dtype, with scales of one number that stand for nothing."""
+    require(kv_cache_dtype == "auto", f"kv_cache_dtype {kv_cache_dtype!r} is not emulated")
+    one_scale(**scales)
 
 
 def one_scale(**scales: torch.Tensor) -> None:

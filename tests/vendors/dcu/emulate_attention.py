@@ -14,7 +14,7 @@ import torch
 from tests.vendors.calls import left_open
 from tests.vendors.dcu import chip
 from tests.vendors.emulator import Implementations, require
-from tests.vendors.semantics import hidden_from, paged, running, softmax_v
+from tests.vendors.semantics import hidden_from, latent_tokens, paged, running, softmax_v
 
 IMPLEMENTATIONS = emulates = Implementations()
 
@@ -188,9 +188,4 @@ def flash_mla_with_kvcache(
     _tables(block_table, cache_seqlens, batch)
     require(bool((tile_scheduler_metadata == heads).all()), f"a schedule for {heads} heads")
     require(num_splits.tolist() == [0, *cache_seqlens.cumsum(0).tolist()], "a schedule for these lengths")
-    out = torch.zeros(batch, 1, heads, head_dim_v, dtype=q.dtype)
-    for b, n in enumerate(cache_seqlens.tolist()):
-        if n:
-            keys = paged(k_cache, block_table[b], 0, n)
-            out[b] = softmax_v(q[b], keys, keys[..., :head_dim_v], None, softmax_scale).to(out.dtype)
-    return out, left_open()
+    return latent_tokens(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale), left_open()

@@ -7,11 +7,20 @@ the same names, and SGLang's fused gate, from which lightop's is derived.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from tests.vendors.dcu import chip
 from tests.vendors.emulator import Implementations, require
-from tests.vendors.semantics import normed, one_scale, turned, written
+from tests.vendors.semantics import (
+    add_norm,
+    check_heads,
+    normed,
+    plain_cache,
+    silu_mul,
+    turned,
+    write_blocks,
+    write_latents,
+    written,
+)
 
 IMPLEMENTATIONS = emulates = Implementations()
 
@@ -34,9 +43,7 @@ def fused_add_rms_norm(x, residual, weight, eps):
     chip.contiguous(x=x, residual=residual, weight=weight)
     chip.shape("residual", residual, *x.shape)
     chip.shape("weight", weight, x.shape[-1])
-    total = residual.float() + x.float()
-    residual.copy_(total.to(residual.dtype))
-    x.copy_(normed(total, weight, eps).to(x.dtype))
+    add_norm(x, residual, weight, eps)
 
 
 @emulates("lightop__activation::silu_and_mul_opt")
@@ -44,21 +51,13 @@ def silu_and_mul_opt(out, input):
     """out <- silu(first half) * second half."""
     chip.half(out=out, input=input)
     chip.contiguous(out=out, input=input)
-    require(input.shape[-1] % 2 == 0, f"an even last dimension, got {list(input.shape)}")
     chip.shape("out", out, *input.shape[:-1], input.shape[-1] // 2)
-    a, b = input.float().chunk(2, -1)
-    out.copy_((F.silu(a) * b).to(out.dtype))
+    out.copy_(silu_mul(input).to(out.dtype))
 
 
 def _rotary(positions, query, key, head_size, table):
-    chip.dtype(torch.int64, positions=positions)
     chip.half(query=query, key=key, cos_sin_cache=table)
-    chip.contiguous(query=query, key=key, cos_sin_cache=table)
-    chip.shape("cos_sin_cache", table, None, head_size)
-    require(int(positions.min()) >= 0 and int(positions.max()) < len(table), "positions lie in the table")
-    for name, t in (("query", query), ("key", key)):
-        chip.shape(name, t, positions.shape[0], None)
-        require(t.shape[1] % head_size == 0, f"{name} holds whole heads of {head_size}, got {t.shape[1]}")
+    check_heads(positions, table, head_size, {"query": query, "key": key})
 
 
 @emulates("lightop__op::rotary_embedding_fuse")
@@ -154,14 +153,11 @@ def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv
     _cache(key, value, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)
     for name, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
         chip.shape(name, cache, None, chip.BLOCK, *rows.shape[1:])
-    real, places = written(slot_mapping, key.shape[0], key_cache.shape[0] * chip.BLOCK)
-    key_cache.flatten(0, 1)[places] = key[real]
-    value_cache.flatten(0, 1)[places] = value[real]
+    write_blocks(key, value, key_cache, value_cache, slot_mapping)
 
 
 def _cache(key, value, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale):
-    require(kv_cache_dtype == "auto", f"kv_cache_dtype {kv_cache_dtype!r} is not emulated")
-    one_scale(k_scale=k_scale, v_scale=v_scale)
+    plain_cache(kv_cache_dtype, k_scale=k_scale, v_scale=v_scale)
     chip.half(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     chip.contiguous(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
 
@@ -169,11 +165,8 @@ def _cache(key, value, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)
 @emulates("hcu_ops::concat_and_cache_mla")
 def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
     """The cache is `[blocks, 64, latent + rotated]`."""
-    require(kv_cache_dtype == "auto", f"kv_cache_dtype {kv_cache_dtype!r} is not emulated")
-    one_scale(scale=scale)
+    plain_cache(kv_cache_dtype, scale=scale)
     chip.half(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
     chip.contiguous(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
-    chip.shape("k_pe", k_pe, kv_c.shape[0], None)
-    chip.shape("kv_cache", kv_cache, None, chip.BLOCK, kv_c.shape[1] + k_pe.shape[1])
-    real, places = written(slot_mapping, kv_c.shape[0], kv_cache.shape[0] * chip.BLOCK)
-    kv_cache.flatten(0, 1)[places] = torch.cat((kv_c, k_pe), -1)[real]
+    chip.shape("kv_cache", kv_cache, None, chip.BLOCK, None)
+    write_latents(kv_c, k_pe, kv_cache, slot_mapping)

@@ -18,6 +18,7 @@ from inferplane_dcu.kernels import attention, basic, moe
 from inferplane_dcu.kvcache import HeadsKV
 from tests.vendors.dcu import chip, emulate_moe, emulated
 from tests.vendors.emulator import Violation
+from tests.vendors.products import error
 
 pytestmark = chip.whole
 BF16 = torch.bfloat16
@@ -45,7 +46,7 @@ def test_w8a8_with_zero_points(bias):
     got = product(weight, b, x).float()
     rounded = dequantize_rows(*Quantize("int8", 0)(x), 0)
     want = rounded @ weight.dequantize().t() + (0 if b is None else b.float())
-    assert ((got - want).norm() / want.norm()).item() <= OPS["linear"].tolerance[BF16]
+    assert error(got, want) <= OPS["linear"].tolerance[BF16]
     assert torch.allclose(got[2], torch.zeros(96) if b is None else b.float(), atol=1e-6)
 
 
@@ -82,7 +83,7 @@ def test_experts_with_a_configuration_and_without(tokens, monkeypatch):
     want = MoEExperts.__call__(SimpleNamespace(gate_up=gate_up, down=down), x, weights, ids).float()
     for _ in range(2):
         got = moe.moe_experts(view, x, weights, ids.int()).float()
-        assert ((got - want).norm() / want.norm()).item() <= OPS["moe_experts"].tolerance[BF16]
+        assert error(got, want) <= OPS["moe_experts"].tolerance[BF16]
     assert len(products) == (4 if tokens <= emulate_moe.MOST_TOKENS else 0)
     assert len(asked) == 1
 
@@ -111,7 +112,7 @@ def test_sequences_of_the_same_few_tokens(several):
     op, q, batch, kv, want = step([(several, 70), (several, 9)])
     view = SimpleNamespace(scale=op.scale, kv=op.kv, prepared=vendor.FLASH_TOKENS.find())
     got = attention.attention_tokens(view, q, batch, kv)
-    assert ((got - want).float().norm() / want.float().norm()).item() <= OPS["attention"].tolerance[BF16]
+    assert error(got, want) <= OPS["attention"].tolerance[BF16]
     prompts = vendor.FLASH_PROMPTS.find()
     if several > 1:
         view = SimpleNamespace(scale=op.scale, kv=op.kv, prepared=prompts)
@@ -126,7 +127,7 @@ def test_an_lse_beside_the_output_or_none(form):
     real = vendor.FLASH_TOKENS.find()
     view = SimpleNamespace(scale=op.scale, kv=op.kv, prepared=lambda *args, **kwargs: form(real(*args, **kwargs)))
     got = attention.attention_tokens(view, q, batch, kv)
-    assert ((got - want).float().norm() / want.float().norm()).item() <= OPS["attention"].tolerance[BF16]
+    assert error(got, want) <= OPS["attention"].tolerance[BF16]
 
 
 def test_paged_attention_gives_no_lse():

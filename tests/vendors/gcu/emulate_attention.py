@@ -13,7 +13,7 @@ import torch
 from tests.vendors.calls import left_open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.gcu import chip
-from tests.vendors.semantics import hidden_from, paged, running, softmax_v
+from tests.vendors.semantics import hidden_from, latent_tokens, paged, running, softmax_v
 
 IMPLEMENTATIONS = emulates = Implementations()
 
@@ -83,16 +83,11 @@ def fwd_kvcache_mla(
     chip.half(q=q, kcache=kcache)
     chip.contiguous(q=q, kcache=kcache)
     require(q.shape[-1] % 8 == 0 and head_size_v % 32 == 0, f"sizes in 8 and 32, got {q.shape[-1]} and {head_size_v}")
-    batch, tokens, heads, dim = q.shape
+    batch, tokens, _, dim = q.shape
     require(tokens == 1 and not is_causal, "one token a sequence is emulated")
     chip.shape("kcache", kcache, None, chip.BLOCK, 1, dim)
     chip.dtype(chip.INT32, seqlens_k=seqlens_k, block_table=block_table)
     chip.shape("seqlens_k", seqlens_k, batch)
     chip.shape("block_table", block_table, batch, None)
     require(bool((seqlens_k >= 0).all()), f"lengths are not negative, got {seqlens_k.tolist()}")
-    out = torch.zeros(batch, 1, heads, head_size_v, dtype=q.dtype)
-    for b, n in enumerate(seqlens_k.tolist()):
-        if n:
-            keys = paged(kcache, block_table[b], 0, n)
-            out[b] = softmax_v(q[b], keys, keys[..., :head_size_v], None, softmax_scale).to(out.dtype)
-    return out, left_open()
+    return latent_tokens(q, kcache, block_table, seqlens_k, head_size_v, softmax_scale), left_open()

@@ -6,9 +6,6 @@ pos_encoding_kernels.cpp and cache.cpp with tests/ops and tests/test_cache.py.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-
 from tests.vendors import semantics
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.intel import chip
@@ -34,23 +31,16 @@ def fused_add_rms_norm(input, residual, weight, epsilon):
     chip.contiguous(input=input, residual=residual, weight=weight)
     chip.shape("residual", residual, *input.shape)
     chip.shape("weight", weight, input.shape[-1])
-    total = residual.float() + input.float()
-    residual.copy_(total.to(residual.dtype))
-    input.copy_(semantics.normed(total, weight, epsilon).to(input.dtype))
+    semantics.add_norm(input, residual, weight, epsilon)
 
 
 @emulates("_C::rotary_embedding")
 def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
     """In place, `[T, heads * head_size]`; the table is cosines, then sines, `[positions, D]`, in the queries' dtype."""
-    chip.dtype(torch.int64, positions=positions)
     given = {"query": query} if key is None else {"query": query, "key": key}
     chip.floats(cos_sin_cache=cos_sin_cache, **given)
-    chip.contiguous(cos_sin_cache=cos_sin_cache, **given)
-    chip.shape("cos_sin_cache", cos_sin_cache, None, head_size)
-    require(int(positions.min()) >= 0 and int(positions.max()) < len(cos_sin_cache), "positions lie in the table")
-    for name, t in given.items():
-        require(t.dim() == 2 and t.shape[0] == positions.shape[0], f"{name} is [T, heads * D], got {list(t.shape)}")
-        require(t.shape[1] % head_size == 0, f"{name} holds whole heads of {head_size}, got {t.shape[1]}")
+    semantics.check_heads(positions, cos_sin_cache, head_size, given)
+    for t in given.values():
         t.copy_(semantics.turned(t, positions, cos_sin_cache, head_size, is_neox))
 
 
@@ -59,41 +49,30 @@ def silu_and_mul(result, input):
     """result <- silu(first half) * second half."""
     chip.floats(result=result, input=input)
     chip.contiguous(result=result, input=input)
-    require(input.shape[-1] % 2 == 0, f"an even last dimension, got {list(input.shape)}")
     chip.shape("result", result, *input.shape[:-1], input.shape[-1] // 2)
-    a, b = input.float().chunk(2, -1)
-    result.copy_((F.silu(a) * b).to(result.dtype))
+    result.copy_(semantics.silu_mul(input).to(result.dtype))
 
 
 @emulates("_C_cache_ops::reshape_and_cache_flash")
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
     """Caches `[blocks, tokens, heads, D]`; heads apart from each other mean another layout, which is not emulated."""
-    require(kv_cache_dtype == "auto", f"kv_cache_dtype {kv_cache_dtype!r} is not emulated")
-    semantics.one_scale(k_scale=k_scale, v_scale=v_scale)
+    semantics.plain_cache(kv_cache_dtype, k_scale=k_scale, v_scale=v_scale)
     chip.floats(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     chip.contiguous(key=key, value=value)
     for name, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
         chip.shape(name, cache, None, None, *rows.shape[1:])
         require(cache.stride(2) == rows.shape[2], f"heads of {name} follow one another")
     require(key_cache.stride(0) == value_cache.stride(0), "K and V have one stride of blocks")
-    tokens = key_cache.shape[1]
-    real, places = semantics.written(slot_mapping, key.shape[0], key_cache.shape[0] * tokens)
-    key_cache[places // tokens, places % tokens] = key[real]
-    value_cache[places // tokens, places % tokens] = value[real]
+    semantics.write_blocks(key, value, key_cache, value_cache, slot_mapping)
 
 
 @emulates("_C_cache_ops::concat_and_cache_mla")
 def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
     """The cache is `[blocks, tokens, latent + rotated]`."""
-    require(kv_cache_dtype == "auto", f"kv_cache_dtype {kv_cache_dtype!r} is not emulated")
-    semantics.one_scale(scale=scale)
+    semantics.plain_cache(kv_cache_dtype, scale=scale)
     chip.floats(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
     chip.contiguous(kv_c=kv_c, k_pe=k_pe)
-    chip.shape("k_pe", k_pe, kv_c.shape[0], None)
-    chip.shape("kv_cache", kv_cache, None, None, kv_c.shape[1] + k_pe.shape[1])
-    tokens = kv_cache.shape[1]
-    real, places = semantics.written(slot_mapping, kv_c.shape[0], kv_cache.shape[0] * tokens)
-    kv_cache[places // tokens, places % tokens] = torch.cat((kv_c, k_pe), -1)[real]
+    semantics.write_latents(kv_c, k_pe, kv_cache, slot_mapping)
 
 
 @emulates("_C_cache_ops::gather_cache")
@@ -102,16 +81,8 @@ def gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_start
     chip.absent(seq_starts=seq_starts)
     chip.floats(src_cache=src_cache, dst=dst)
     chip.contiguous(dst=dst)
-    chip.dtype(chip.INT32, block_table=block_table, cu_seq_lens=cu_seq_lens)
-    tokens = src_cache.shape[1]
     chip.shape("src_cache", src_cache, None, None, dst.shape[-1])
-    chip.shape("cu_seq_lens", cu_seq_lens, batch_size + 1)
-    ends = cu_seq_lens.tolist()
-    require(ends[0] == 0 and ends == sorted(ends), f"cu_seq_lens is a running sum that begins with 0, got {ends}")
-    chip.shape("dst", dst, ends[-1], None)
-    for table, a, b in zip(block_table, ends, ends[1:]):
-        blocks = table[: -(-(b - a) // tokens)].long()
-        dst[a:b] = src_cache[blocks].flatten(0, 1)[: b - a]
+    semantics.gather(src_cache, dst, block_table, cu_seq_lens, batch_size)
 
 
 @emulates("_C_cache_ops::getMemoryInfo")

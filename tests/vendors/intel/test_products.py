@@ -20,7 +20,7 @@ from inferplane_xpu.intel.kernels import attention, kernels, moe, products
 from inferplane_xpu.intel.kernels.when import decode_compiled
 from tests.vendors.emulator import Violation
 from tests.vendors.mistakes import judged
-from tests.vendors.products import check_product
+from tests.vendors.products import check_experts, check_product, error
 from tests.vendors.profile import narrow
 
 pytestmark = narrow
@@ -48,7 +48,7 @@ def test_zero_points_of_int4(pack, zero):
     kernel = products.linear_int4 if pack is products.ONEDNN else products.linear_int4pack
     got = kernel(SimpleNamespace(weight=packed, bias=None), x).float()
     want = x.float() @ weight.dequantize().t()
-    assert ((got - want).norm() / want.norm()).item() <= OPS["linear"].tolerance[torch.bfloat16]
+    assert error(got, want) <= OPS["linear"].tolerance[torch.bfloat16]
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
@@ -66,10 +66,7 @@ def test_numbers_of_experts_that_were_not_compiled(k):
     ids = torch.stack([torch.tensor(draw.permutation(12)[:k]) for _ in range(5)])
     stacks = SimpleNamespace(gate_up=moe.EXPERTS.fn(gate_up), down=moe.EXPERTS.fn(down))
     got = moe.moe_experts(stacks, x, weights, ids).float()
-    gate, up = torch.einsum("tkjd,td->tkj", gate_up[ids].float(), x.float()).chunk(2, -1)
-    y = torch.einsum("tkdj,tkj->tkd", down[ids].float(), torch.nn.functional.silu(gate) * up)
-    want = (y * weights[..., None]).sum(1)
-    assert ((got - want).norm() / want.norm()).item() <= OPS["moe_experts"].tolerance[torch.bfloat16]
+    check_experts(got, x, gate_up, down, weights, ids)
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["symmetric", "zero_points"])
@@ -85,7 +82,7 @@ def test_experts_in_int4(zero):
     got = moe.moe_experts_int4(SimpleNamespace(**packed), x, weights, ids).float()
     op = SimpleNamespace(**quantized, partial=False)
     want = OPS["moe_experts"].__call__(op, x, weights, ids).float()
-    assert ((got - want).norm() / want.norm()).item() <= OPS["moe_experts"].tolerance[torch.bfloat16]
+    assert error(got, want) <= OPS["moe_experts"].tolerance[torch.bfloat16]
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])

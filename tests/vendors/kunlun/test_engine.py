@@ -17,6 +17,6 @@ from tests.vendors.profile import narrow
     ids=["int8", "int4"],
 )
 def test_serves_quantized(quantization, dtype):
-    plan = serve(PROFILE.device, dtype, "llama", quantization=quantization)
+    plan = serve(PROFILE.device, dtype, "llama", tokens=8, quantization=quantization)
     kernels = {site["chosen"]["kernel"] for site in plan["sites"]}
     assert ("kunlun_ops:linear_w4a16" in kernels) == (dtype is torch.float16), kernels

@@ -16,7 +16,7 @@ from inferplane.types.batch import Query, make_batch
 from inferplane_xpu.kunlun.kernels import attention, basic, lengths, moe, quant
 from inferplane_xpu.kunlun.kvcache import layouts
 from tests.vendors.kunlun.emulated import EMULATOR
-from tests.vendors.products import check_product
+from tests.vendors.products import check_experts, check_product, check_scores_as_they_are, error
 from tests.vendors.profile import narrow
 
 pytestmark = narrow
@@ -45,7 +45,7 @@ def test_int4_weights_with_few_and_many_tokens(tokens):
         got = quant.linear_w4a16(SimpleNamespace(weight=quant.INT4_WORDS.fn(weight), bias=None), x).float()
     assert heard == ["kunlun_ops::awq_dequantize" if tokens == 256 else "kunlun_ops::awq_gemm"]
     want = x.float() @ weight.dequantize().t()
-    assert ((got - want).norm() / want.norm()).item() <= OPS["linear"].tolerance[torch.float16]
+    assert error(got, want) <= OPS["linear"].tolerance[torch.float16]
 
 
 def test_int4_words_hold_columns_in_pairs():
@@ -70,12 +70,9 @@ def test_either_sorting(tokens):
     ids = torch.stack([torch.tensor(draw.permutation(8)[:2]) for _ in range(tokens)])  # nobody asks the ninth expert
     heard = []
     with EMULATOR.heard_by(lambda name, *call: heard.append(name)):
-        got = moe.moe_experts(SimpleNamespace(gate_up=gate_up, down=down), x, weights, ids).float()
+        got = moe.moe_experts(SimpleNamespace(gate_up=gate_up, down=down), x, weights, ids)
     assert heard[0] == ("xspeedgate_ops::moe_pre_small" if tokens == 384 else "kunlun_ops::gen_block_statistic")
-    gate, up = torch.einsum("tkjd,td->tkj", gate_up[ids].float(), x.float()).chunk(2, -1)
-    y = torch.einsum("tkdj,tkj->tkd", down[ids].float(), torch.nn.functional.silu(gate) * up)
-    want = (y * weights[..., None]).sum(1)
-    assert ((got - want).norm() / want.norm()).item() <= OPS["moe_experts"].tolerance[torch.bfloat16]
+    check_experts(got, x, gate_up, down, weights, ids)
 
 
 def test_sorting_for_few_pairs_is_not_asked_for_many(monkeypatch):
@@ -87,11 +84,7 @@ def test_sorting_for_few_pairs_is_not_asked_for_many(monkeypatch):
 
 
 def test_softmax_scores_as_they_are():
-    logits = Draw(4, torch.float32).normal(6, 16)
-    weights, ids = moe.moe_route(SimpleNamespace(top_k=3, renormalize=False, factor=2.0), logits)
-    want = logits.softmax(-1).gather(1, ids.long()) * 2.0
-    assert torch.allclose(weights, want) and (weights.sum(-1) < 2.0).all()
-    assert torch.equal(ids.long().sort()[0], logits.topk(3, -1)[1].sort()[0])
+    check_scores_as_they_are(moe.moe_route)
 
 
 def test_a_head_in_parts(monkeypatch):
@@ -118,7 +111,7 @@ def test_more_sequences_than_one_call_takes():
         got = attention.attention_few(op, q, batch, kv)
     assert heard == [1023, 7]
     want = op(q, batch, kv).float()
-    assert ((got.float() - want).norm() / want.norm()).item() <= OPS["attention"].tolerance[torch.bfloat16]
+    assert error(got, want) <= OPS["attention"].tolerance[torch.bfloat16]
 
 
 def test_each_draft_ends_a_sequence_of_its_own():

@@ -1,8 +1,4 @@
-"""Which chip is emulated, and the checks that most operators share.
-
-`LIFTED` lets float32 in where the vendor takes 16-bit floats only: with that one check lifted a model's tokens can be
-compared with another device's exactly.
-"""
+"""Which series of Ascend is emulated, and the checks that most of its operators share."""
 
 from __future__ import annotations
 
@@ -11,14 +7,11 @@ import os
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.vendors.checks import HALF, INT32, LIFTED, contiguous, shape
 from tests.vendors.emulator import require
 
 ARCH = os.environ.get("INFERPLANE_EMULATED_ARCH", "910b")
-LIFTED = os.environ.get("INFERPLANE_EMULATED_FLOAT32") == "1"
-
-HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, *HALF)
-INT32 = torch.int32
 DTYPE = torch.float16 if ARCH == "310p" else torch.bfloat16
 """Of models that are tried on this series."""
 A2_A3 = ("910b", "910_93", "950")
@@ -43,18 +36,6 @@ def same_dtype(words: str, *tensors: torch.Tensor) -> None:
     require(len(found) == 1, f"{words} have one dtype, got {', '.join(sorted(map(str, found)))}")
 
 
-def contiguous(**tensors: torch.Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        require(tensor is None or tensor.is_contiguous(), f"{name} must be contiguous")
-
-
-def shape(name: str, tensor: torch.Tensor, *want: int | None) -> None:
-    """None stands for any size."""
-    fits = tensor.dim() == len(want) and all(w is None or w == n for w, n in zip(want, tensor.shape))
-    told = ", ".join("any" if w is None else str(w) for w in want)
-    require(fits, f"{name} has shape [{told}], got {list(tensor.shape)}")
-
-
 _IN_NZ: dict[int, StorageWeakRef] = {}
 
 
@@ -74,3 +55,6 @@ def unused(**arguments: object) -> None:
     """Arguments whose meaning is not emulated: a kernel that passes one needs an emulator that knows it."""
     for name, value in arguments.items():
         require(value is None or value == 0 or value is False, f"{name}={value!r} is not emulated")
+
+
+__all__ = ["HALF", "INT32", "LIFTED", "contiguous", "shape"]

@@ -6,6 +6,7 @@ have no page; what is asserted of them is how vllm-ascend at 182b75ea calls them
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -33,8 +34,19 @@ def _check_mask(mask: torch.Tensor | None) -> None:
         tuple(mask.shape[-2:]) == (MASK, MASK) and mask.numel() == MASK**2,
         f"atten_mask is [2048, 2048], got {list(mask.shape)}",
     )
-    want = torch.ones(MASK, MASK, dtype=torch.bool).triu_(1)
-    require(torch.equal(mask.view(MASK, MASK).bool(), want), "atten_mask is 1 above the diagonal and 0 elsewhere")
+    right = _same(mask.view(MASK, MASK).view(torch.int8), _triangle(1, torch.int8))
+    require(right, "atten_mask is 1 above the diagonal and 0 elsewhere")
+
+
+@cache
+def _triangle(value: float, dtype: torch.dtype) -> torch.Tensor:
+    """A value above the diagonal, 0 elsewhere."""
+    return torch.full((MASK, MASK), value, dtype=dtype).triu_(1)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the bytes are the same, eight by eight: a mask has four million entries and comes with every call."""
+    return torch.equal(a.contiguous().view(torch.int64), b.view(torch.int64))
 
 
 def _hidden(mode: int, queries: int, keys: int, pre: int, after: int) -> torch.Tensor | None:
@@ -312,8 +324,7 @@ def paged_attention_splitfuse_v2(
     require(mask_type == 5, f"mask_type is 5, got {mask_type}")
     chip.shape("mask", mask, MASK, MASK)
     require(mask.dtype is torch.float16, f"mask is float16, got {mask.dtype}")
-    want = torch.full((MASK, MASK), -10000.0, dtype=torch.float16).triu_(1)
-    require(torch.equal(mask, want), "mask is -10000 above the diagonal and 0 elsewhere")
+    require(_same(mask, _triangle(-10000.0, mask.dtype)), "mask is -10000 above the diagonal and 0 elsewhere")
     require(seq_len.dtype is torch.int32, f"seq_len is int32, got {seq_len.dtype}")
     require(int(seq_len.sum()) == query.shape[0], f"seq_len adds up to {query.shape[0]} rows, got {int(seq_len.sum())}")
     k, v, at = _nz_to_nd(key_cache), _nz_to_nd(value_cache), 0
