@@ -23,6 +23,8 @@ from tests.vendors.configs import FAMILIES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DRAFTS = {"speculate_method": "ngram", "speculate_max_draft_token_num": 3}
+ROWS = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
+"""A tensor as `calls.encode` writes it, for wrong calls."""
 narrow = pytest.mark.skipif(LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")
 wide = pytest.mark.skipif(not LIFTED, reason="at float32: with INFERPLANE_EMULATED_FLOAT32=1")
 

@@ -9,9 +9,7 @@ from inferplane_dcu import vendor
 from tests.vendors.calls import Call
 from tests.vendors.configs import FAMILIES
 from tests.vendors.dcu import chip
-from tests.vendors.profile import REPOSITORY, Profile
-
-X = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
+from tests.vendors.profile import REPOSITORY, ROWS, Profile
 
 
 class Dcu(Profile):
@@ -24,9 +22,9 @@ class Dcu(Profile):
     providers = ("lightop", "hcu_ops", "flash_attn", "flash_mla", "torch", "decomposition")
     mistaken = chip.whole
     wrong_calls = [  # a keyword that there is not, an argument that is missing, positions where there are keywords only
-        Call("lightop__activation::silu_and_mul_opt", [X], {"x": X}, []),
-        Call("lightop__norm::rmsnorm_forward_autograd", [X, X, 1e-6], {}, []),
-        Call("flash_attn::hg_flash_attn_varlen_func", [X, X, X, X, 1, 1], {}, []),
+        Call("lightop__activation::silu_and_mul_opt", [ROWS], {"x": ROWS}, []),
+        Call("lightop__norm::rmsnorm_forward_autograd", [ROWS, ROWS, 1e-6], {}, []),
+        Call("flash_attn::hg_flash_attn_varlen_func", [ROWS, ROWS, ROWS, ROWS, 1, 1], {}, []),
     ]
 
     def written(self) -> set[str]:

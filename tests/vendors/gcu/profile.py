@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from tests.vendors.calls import Call
-from tests.vendors.profile import Profile
-
-X = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
+from tests.vendors.profile import ROWS, Profile
 
 
 class Gcu(Profile):
@@ -16,8 +14,8 @@ class Gcu(Profile):
     sources = "backends/gcu/inferplane_gcu"
     providers = ("vllm_gcu", "flash_attn", "torch", "decomposition")
     wrong_calls = [  # a keyword that there is not, and an argument that is missing
-        Call("_C::silu_and_mul", [X], {"x": X}, []),
-        Call("_C::rms_norm", [X, X, X], {}, []),
+        Call("_C::silu_and_mul", [ROWS], {"x": ROWS}, []),
+        Call("_C::rms_norm", [ROWS, ROWS, ROWS], {}, []),
     ]
 
     def attention(self, family: str) -> tuple[str, ...]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from tests.vendors.calls import Call
-from tests.vendors.profile import Profile
-
-X = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
+from tests.vendors.profile import ROWS, Profile
 
 
 class Intel(Profile):
@@ -17,8 +15,8 @@ class Intel(Profile):
     formats = ("int8_row", "int4_group", "fp8_block")
     providers = ("vllm_xpu", "torch_xpu", "torch", "decomposition")
     wrong_calls = [  # a keyword that there is not, and an argument that is missing
-        Call("_C::silu_and_mul", [X], {"x": X}, []),
-        Call("_C::rms_norm", [X, X, X], {}, []),
+        Call("_C::silu_and_mul", [ROWS], {"x": ROWS}, []),
+        Call("_C::rms_norm", [ROWS, ROWS, ROWS], {}, []),
     ]
 
     def attention(self, family: str) -> tuple[str, ...]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from tests.vendors.calls import Call
-from tests.vendors.profile import Profile
-
-X = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
+from tests.vendors.profile import ROWS, Profile
 
 
 class Kunlun(Profile):
@@ -15,9 +13,9 @@ class Kunlun(Profile):
     library = "vLLM-Kunlun"
     sources = "backends/xpu/inferplane_xpu/kunlun"
     wrong_calls = [  # a keyword that there is not, an argument that is missing, one by position that goes by keyword
-        Call("kunlun_ops::swiglu", [], {"x": X, "out": X}, []),
-        Call("kunlun_ops::rmsnorm", [X, X], {}, []),
-        Call("kunlun_ops::swiglu", [X, X], {}, []),
+        Call("kunlun_ops::swiglu", [], {"x": ROWS, "out": ROWS}, []),
+        Call("kunlun_ops::rmsnorm", [ROWS, ROWS], {}, []),
+        Call("kunlun_ops::swiglu", [ROWS, ROWS], {}, []),
     ]
 
     def attention(self, family: str) -> tuple[str, ...]:
