@@ -176,7 +176,8 @@ class Watched(Engine):
             assert (id(r) in live) == (r.finish_reason is None), "it lives, or it has ended"
             assert self.told.setdefault(id(r), r.finish_reason) in (None, r.finish_reason), "it ends once"
             self.told[id(r)] = r.finish_reason
-            assert r.logprobs is None or [x.token_id for x in r.logprobs] == r.generated
+            want = [(t, r.params.logprobs) for t in r.generated]
+            assert r.logprobs is None or [(x.token_id, len(x.top)) for x in r.logprobs] == want
         ended = sum(r.finish_reason is not None for r in self.accepted)
         assert sum(self.metrics.finished.values()) == ended
         if not live:

@@ -31,7 +31,7 @@ PARAMS = [
         {"temperature": 0},
         {"temperature": 0, "ignore_eos": True, "logprobs": 0},
         {"temperature": 1.0, "seed": 5, "prompt_logprobs": 1},
-        {"temperature": 0.7, "seed": 6, "top_k": 5, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+        {"temperature": 0.7, "seed": 6, "top_k": 5, "repetition_penalty": 1.3, "presence_penalty": 0.4, "logprobs": 2},
         {"temperature": 0, "stop_token_ids": [4, 17], "min_tokens": 1},
     )
 ]

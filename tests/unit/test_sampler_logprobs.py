@@ -78,4 +78,5 @@ def test_they_are_the_models_own():
     want = x.log_softmax(-1)
     assert first.token_id == 3 and abs(first.logprob - want[1, 3].item()) < 1e-6
     assert [i for i, _ in first.top] == want[1].topk(2).indices.tolist()
-    assert second.token_id == tokens[3] and second.rank >= 1
+    assert second.token_id == tokens[3] and second.rank >= 1 and len(second.top) == 2
+    assert [len(t.top) for t in got.lists(step.alternatives)] == [2, 0]

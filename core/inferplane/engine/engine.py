@@ -286,7 +286,7 @@ class Engine:
             kept = [[int(t)] for t in drawn.to(HOST).tolist()]
         stood = [t for new, d in zip(kept, drafts) for t in (*new, *([0] * (1 + len(d) - len(new))))]
         found = self.sampler.logprobs(some, torch.tensor(stood, device=some.device), step)
-        listed = iter(found.lists()) if found is not None else iter(())
+        listed = iter(found.lists(step.alternatives)) if found is not None else iter(())
         tokens: list[list[int]] = []
         scores: list[list[TokenLogprob]] = []
         by_request = dict(zip((id(s) for s in deciding), kept))

@@ -8,6 +8,7 @@ that they do not depend on the batch, to the last bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +37,16 @@ class Logprobs:
     top_ids: torch.Tensor
     top: torch.Tensor
 
-    def lists(self) -> list[TokenLogprob]:
-        """The same on the host; every token has all K alternatives."""
+    def lists(self, alternatives: Sequence[int] | None = None) -> list[TokenLogprob]:
+        """The same on the host.
+
+        Args:
+            alternatives: how many each token has, of those that are there; None: all K.
+        """
         columns = (self.tokens, self.logprobs, self.ranks, self.top_ids, self.top)
         on_host = [c.to(HOST).tolist() for c in columns]
-        return [TokenLogprob(t, p, r, tuple(zip(ids, top))) for t, p, r, ids, top in zip(*on_host)]
+        most = alternatives if alternatives is not None else [self.top.shape[1]] * len(on_host[0])
+        return [TokenLogprob(t, p, r, tuple(zip(ids[:n], top))) for t, p, r, ids, top, n in zip(*on_host, most)]
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int = 0) -> Logprobs:

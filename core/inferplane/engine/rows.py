@@ -135,7 +135,7 @@ class Prepared:
         banned: row, token int64, `[N]` each.
         masks: rows int64 `[C]`, allowed tokens int32 `[C, ceil(V / 32)]`.
         logprobs: rows that want log-probabilities, int64 `[L]`.
-        alternatives: the most alternatives that one of these rows wants.
+        alternatives: how many each of these rows wants, on the host.
     """
 
     seeds: torch.Tensor
@@ -146,7 +146,7 @@ class Prepared:
     banned: tuple[torch.Tensor, torch.Tensor] | None
     masks: tuple[torch.Tensor, torch.Tensor] | None
     logprobs: torch.Tensor | None
-    alternatives: int
+    alternatives: tuple[int, ...]
 
 
 def prepare(rows: Sequence[SampleRow], vocab: int, device: Any) -> Prepared:
@@ -172,7 +172,7 @@ def prepare(rows: Sequence[SampleRow], vocab: int, device: Any) -> Prepared:
         np.array(wanting, np.int64) if wanting else None,
     )
     first, second, groups, *rest = send(gathered, device)
-    alternatives = max((rows[i].params.logprobs or 0 for i in wanting), default=0)
+    alternatives = tuple(rows[i].params.logprobs or 0 for i in wanting)
     prepared: Any = (first, second, tuple(Group(*g) for g in groups), *rest, alternatives)
     return Prepared(*prepared)
 

@@ -121,7 +121,8 @@ class Sampler:
         return result
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, step: Prepared) -> Logprobs | None:
-        """Log-probabilities of the rows `step.logprobs`, which want them; None when none does.
+        """Log-probabilities of the rows `step.logprobs`, which want them; None when none does. Each has as many
+        alternatives as that row which wants the most.
 
         Args:
             logits: float32 `[R, V]`, the model's.
@@ -132,7 +133,7 @@ class Sampler:
             return None
         every = step.logprobs.shape[0] == logits.shape[0]
         some = logits if every else logits.index_select(0, step.logprobs)
-        return score(some, tokens.index_select(0, step.logprobs), step.alternatives)
+        return score(some, tokens.index_select(0, step.logprobs), max(step.alternatives))
 
 
 def _slices(rows: int, most: int) -> list[slice]:
