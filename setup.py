@@ -25,7 +25,7 @@ SOURCES = {
     "isa_avx2.cpp": AVX2,
     "isa_avx512.cpp": AVX512,
     "isa_avx512_bf16.cpp": BF16,
-    "isa_amx.cpp": [*BF16, "-mamx-tile", "-mamx-bf16"],
+    "isa_amx.cpp": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 # Symbols of OpenMP stay open: the library that torch has loaded answers them, so that there is one pool of threads.
 # Nothing is contracted but what says so: the same roundings on every instruction set.

@@ -50,7 +50,8 @@ struct Found {
     bool avx512 = avx2 && zmm && (seven.b & bit_AVX512F) && (seven.b & bit_AVX512BW) && (seven.b & bit_AVX512DQ) &&
                   (seven.b & bit_AVX512VL);
     bool bf16 = avx512 && (more.a & (1u << 5)) && (seven.c & (1u << 11));
-    bool amx = bf16 && tiles && (seven.d & (1u << 24)) && (seven.d & (1u << 22)) && may_use_tiles();
+    bool amx = bf16 && tiles && (seven.d & (1u << 24)) && (seven.d & (1u << 22)) &&
+               (seven.d & (1u << 25)) && may_use_tiles();
     if (avx2) add(&table_avx2);
     if (avx512) add(&table_avx512);
     if (bf16) add(&table_avx512_bf16);

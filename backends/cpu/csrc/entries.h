@@ -10,10 +10,16 @@
 #if defined(INFERPLANE_AMX)
 #include "layer_many.h"
 #endif
+#include "layer_bytes.h"
 
 namespace {
 
 int linear_many_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
+  if (w->kind == IP_W8A8) {
+    Bytes bytes = bytes_in(scratch(20), m, *w);
+    in_parallel(w->n * w->k / 8 * m, [&](Team &team) { bytes_linear(team, *w, bytes, x, ldx, y, ldy, wide); });
+    return 1;
+  }
 #if defined(INFERPLANE_AMX)
   PanelsOf panels = panels_in(scratch(16), m, w->k);
   in_parallel(w->n * w->k / 4 * m, [&](Team &team) {
@@ -30,7 +36,8 @@ int linear_many_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m,
 
 void linear_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
   // The same bits, where no row of the weight is left over from the tiles.
-  if (m > kRowTile && w->kind == IP_BF16 && w->n % 16 == 0 && linear_many_entry(w, x, ldx, m, y, ldy, wide)) return;
+  bool same = w->kind == IP_W8A8 || (w->kind == IP_BF16 && w->n % 16 == 0);
+  if (m > kRowTile && same && linear_many_entry(w, x, ldx, m, y, ldy, wide)) return;
   in_parallel(w->n * w->k / 4 * m, [&](Team &team) { linear(team, *w, x, ldx, m, y, ldy, wide); });
 }
 
@@ -195,6 +202,17 @@ void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, 
   Attend a = attend_of(*l, step->cache, b);
   clear_attended(*l, m, b);
 #if defined(INFERPLANE_AMX)
+  if (l->rounded && !l->latent && !l->routed && m > kRowTile && attends_many(a) && l->qkv.kind == IP_W8A8) {
+    LayerBytes bytes = layer_bytes_in(scratch(21), m, *l);
+    ManyPlan many = plan_many(step->batch, scratch(17));
+    ip_batch few = step->batch;
+    few.sequences = many.few;
+    AttendPlan plan = plan_attention(a, few, omp_get_max_threads(), scratch(10));
+    in_parallel(layer_work(*l, m), [&](Team &team) {
+      layer_bytes(team, *l, *step, x, residual, out, out_residual, b, a, plan, many, bytes);
+    });
+    return;
+  }
   if (l->rounded && !l->latent && !l->routed && m > kRowTile && attends_many(a)) {
     ManyBuffers many = {panels_in(scratch(16), m, l->qkv.k), panels_in(scratch(21), m, l->o.k),
                         panels_in(scratch(22), m, l->down.k),

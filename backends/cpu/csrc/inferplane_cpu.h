@@ -16,6 +16,7 @@ enum ip_kind {
   IP_BF16 = 0,  // data: bf16 [n, k] row-major, ld entries a row
   IP_INT8 = 1,  // data: 16-row panels of unsigned bytes (value + 128), see quant.h
   IP_INT4 = 2,  // data: 16-row panels of nibbles (value + 8), see quant.h
+  IP_W8A8 = 4,  // as IP_INT8 with one scale a row; activations are rounded to 8 bits a row
   IP_FP8 = 3,   // data: e4m3 bytes [n, k] row-major; scale: float [ceil(n / group), ceil(k / 128)]
 };
 

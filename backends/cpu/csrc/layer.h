@@ -32,8 +32,8 @@ inline void gated(Team &team, const ip_matrix &w, const bf16 *x, int64_t m, bf16
       for (int64_t j = first; j < last; j += chunk) {
         int64_t n = min64(chunk, last - j);
         float *gate = scratch(7)->get<float>(2 * tile * (chunk + kLanes)), *up = gate + tile * (chunk + kLanes);
-        products(w, j, j + n, laid.rows, laid.q, gate, chunk);
-        products(w, inner + j, inner + j + n, laid.rows, laid.q, up, chunk);
+        products(w, j, j + n, laid, gate, chunk);
+        products(w, inner + j, inner + j + n, laid, up, chunk);
         for (int64_t i = 0; i < tile; i++)
           for (int64_t c = 0; c < n; c += kLanes) {
             F a = widen(narrow(load<F>(gate + i * chunk + c))), b = widen(narrow(load<F>(up + i * chunk + c)));

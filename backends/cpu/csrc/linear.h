@@ -1,7 +1,7 @@
 // A weight of any kind times rows of activations, shared by the team.
 #pragma once
+#include "bytes.h"
 #include "fp8.h"
-#include "quant.h"
 
 namespace {
 
@@ -20,32 +20,39 @@ inline int64_t chunk_rows(const ip_matrix &w, int threads) {
   return rows;
 }
 
+struct Laid {
+  Rows rows;
+  Quantized q;
+  Bytes bytes;
+};
+
 // float32 results of weight rows first .. last for all of x: out[i * ldo + j - first].
-inline void products(const ip_matrix &w, int64_t first, int64_t last, const Rows &x, const Quantized &q, float *out,
-                     int64_t ldo) {
+inline void products(const ip_matrix &w, int64_t first, int64_t last, const Laid &x, float *out, int64_t ldo) {
   if (w.kind == IP_BF16) {
-    dot((const bf16 *)w.data + first * w.ld, w.ld, last - first, w.k, x, 0, out, ldo);
+    dot((const bf16 *)w.data + first * w.ld, w.ld, last - first, w.k, x.rows, 0, out, ldo);
   } else if (w.kind == IP_FP8) {
-    fp8_dot(w, first, last - first, x, out, ldo, scratch(5));
+    fp8_dot(w, first, last - first, x.rows, out, ldo, scratch(5));
+  } else if (w.kind == IP_W8A8) {
+    bytes_dot(w, first, last, x.bytes, out, ldo);
   } else {
     for (int64_t j = first; j < last; j += kLanes) {
       if (w.kind == IP_INT8)
-        quant_panel<IP_INT8>(w, j / kLanes, q, out + j - first, ldo);
+        quant_panel<IP_INT8>(w, j / kLanes, x.q, out + j - first, ldo);
       else
-        quant_panel<IP_INT4>(w, j / kLanes, q, out + j - first, ldo);
+        quant_panel<IP_INT4>(w, j / kLanes, x.q, out + j - first, ldo);
     }
   }
 }
 
-struct Laid {
-  Rows rows;
-  Quantized q;
-};
-
 // Activations as the products with `w` want them; each thread lays out its own, which is cheaper than a barrier.
 template <class RowAt>
 inline Laid lay_out(const ip_matrix &w, int64_t m, RowAt row) {
-  Laid laid = {rows_of(scratch(0), m, w.k, row), {}};
+  if (w.kind == IP_W8A8) {
+    Bytes bytes = bytes_in(scratch(2), m, w);
+    for (int64_t i = 0; i < m; i++) fill_bytes(bytes, i, row(i), w.k);
+    return {{}, {}, bytes};
+  }
+  Laid laid = {rows_of(scratch(0), m, w.k, row), {}, {}};
   if (w.kind == IP_INT8 || w.kind == IP_INT4) laid.q = quantize(scratch(2), laid.rows, w);
   return laid;
 }
@@ -61,7 +68,7 @@ inline void multiply(Team &team, const ip_matrix &w, int64_t m, RowAt row, Put p
       for (int64_t j = first; j < last; j += chunk) {
         int64_t n = min64(chunk, last - j);
         float *out = scratch(7)->get<float>(tile * (chunk + kLanes));
-        products(w, j, j + n, laid.rows, laid.q, out, chunk);
+        products(w, j, j + n, laid, out, chunk);
         for (int64_t i = 0; i < tile; i++) put(i0 + i, j, n, out + i * chunk);
       }
     });

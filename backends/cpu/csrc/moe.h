@@ -56,7 +56,7 @@ inline void moe_gate_up(Team &team, const Moe &m) {
   chunk = min64(chunk, round_up(m.inner, 16));
   int64_t chunks = (m.inner + chunk - 1) / chunk;
   // Panels begin at multiples of 16 rows; where the up rows do not, all rows are taken at once.
-  bool straddles = (m.gate_up[0].kind == IP_INT8 || m.gate_up[0].kind == IP_INT4) && m.inner % kLanes;
+  bool straddles = in_panels(m.gate_up[0]) && m.inner % kLanes;
   if (straddles) chunk = round_up(m.inner, 16), chunks = 1;
   team.each(m.count * chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t u = first; u < last; u++) {
@@ -70,11 +70,11 @@ inline void moe_gate_up(Team &team, const Moe &m) {
       int64_t ld = straddles ? round_up(w.n, 16) : chunk;
       float *gate = scratch(7)->get<float>(2 * t.count * (ld + kLanes)), *up = gate + t.count * (ld + kLanes);
       if (straddles) {
-        products(w, 0, w.n, laid.rows, laid.q, gate, ld);
+        products(w, 0, w.n, laid, gate, ld);
         up = gate + m.inner;
       } else {
-        products(w, j, j + n, laid.rows, laid.q, gate, ld);
-        products(w, m.inner + j, m.inner + j + n, laid.rows, laid.q, up, ld);
+        products(w, j, j + n, laid, gate, ld);
+        products(w, m.inner + j, m.inner + j + n, laid, up, ld);
       }
       for (int64_t i = 0; i < t.count; i++) {
         bf16 *to = m.hidden + m.order[t.first + i] * m.inner + j;
@@ -99,7 +99,7 @@ inline void moe_down(Team &team, const Moe &m) {
       }
       int64_t j = u % down_chunks * down_chunk, n = min64(down_chunk, m.width - j);
       float *sums = scratch(7)->get<float>(t.count * (down_chunk + kLanes));
-      products(w, j, j + n, laid.rows, laid.q, sums, down_chunk);
+      products(w, j, j + n, laid, sums, down_chunk);
       for (int64_t i = 0; i < t.count; i++)
         memcpy(m.results + m.order[t.first + i] * m.width + j, sums + i * down_chunk, (size_t)n * sizeof(float));
     }

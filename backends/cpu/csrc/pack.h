@@ -10,10 +10,14 @@ namespace {
 
 constexpr int64_t kPanel = 16;  // rows side by side
 
+// Whether an entry is a byte; else it is a nibble.
+inline bool whole_bytes(const ip_matrix &w) { return w.kind == IP_INT8 || w.kind == IP_W8A8; }
+inline bool in_panels(const ip_matrix &w) { return whole_bytes(w) || w.kind == IP_INT4; }
+
 inline int64_t group_of(const ip_matrix &w) { return w.group ? w.group : 128; }
 inline int64_t groups_of(const ip_matrix &w) { return (w.k + group_of(w) - 1) / group_of(w); }
-inline int64_t offset_of(const ip_matrix &w) { return w.kind == IP_INT8 ? 128 : 8; }
-inline int64_t line_columns(const ip_matrix &w) { return w.kind == IP_INT8 ? 4 : 8; }
+inline int64_t offset_of(const ip_matrix &w) { return whole_bytes(w) ? 128 : 8; }
+inline int64_t line_columns(const ip_matrix &w) { return whole_bytes(w) ? 4 : 8; }
 inline int64_t panel_bytes(const ip_matrix &w) { return groups_of(w) * group_of(w) / line_columns(w) * 64; }
 inline int64_t scale_groups(const ip_matrix &w) { return w.group ? groups_of(w) : 1; }
 
@@ -23,7 +27,7 @@ inline int64_t packed_bytes(const ip_matrix &w) { return (w.n + kPanel - 1) / kP
 inline int32_t quant_entry(const ip_matrix &w, int64_t row, int64_t column) {
   int64_t panel = row / kPanel, line = column / line_columns(w), in_line = column % line_columns(w);
   uint8_t byte = ((const uint8_t *)w.data)[panel * panel_bytes(w) + line * 64 + row % kPanel * 4 + in_line % 4];
-  return (w.kind == IP_INT8 ? byte : in_line < 4 ? byte & 15 : byte >> 4) - (int32_t)offset_of(w);
+  return (whole_bytes(w) ? byte : in_line < 4 ? byte & 15 : byte >> 4) - (int32_t)offset_of(w);
 }
 
 inline void pack(const ip_matrix &w, const int8_t *values, uint8_t *out) {
