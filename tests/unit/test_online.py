@@ -100,6 +100,13 @@ def test_fp8_beside_int4_experts():
     assert found.acts == {"fp8_block": "fp8", "int4_group64": "fp8"} and found.readers.keys() == found.acts.keys()
 
 
+def test_rows_of_int8_with_activations_in_int8():
+    found = online("a8w8", {})
+    names = {name: found.format_of(f"{name}.weight") for name in ("lm_head", "a.q_proj", "a.experts.0.w1", "a.norm")}
+    assert list(names.values()) == ["int8_group", "int8_row", "int8_row", "plain"]
+    assert found.acts == {"int8_row": "int8"} and found.readers.keys() == {"int8_row", "int8_group"}
+
+
 @pytest.mark.parametrize("shape", [(5, 7), (300, 200), (3000, 130)])
 def test_fp8_blocks_are_those_of_the_whole(shape):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()

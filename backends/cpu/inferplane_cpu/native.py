@@ -19,7 +19,7 @@ from inferplane.plugin import Feature, InferplaneWarning, UsageError
 VARIABLE = "INFERPLANE_CPU_ISA"
 """Names the instruction set to use ("avx2", "avx512", "avx512_bf16", "amx"), or "none" for torch's operators alone."""
 
-BF16, INT8, INT4, FP8 = range(4)
+BF16, INT8, INT4, FP8, W8A8 = range(5)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
 
 

@@ -147,8 +147,8 @@ def add_binding(parser: Parser) -> argparse._ArgumentGroup:
     group.add_argument(
         "--quantization",
         metavar="Q",
-        help="quantize linear weights while reading them: weight_only_int8, weight_only_int4, a8w8_fp8_wint4; "
-        "left out: as stored",
+        help="quantize linear weights while reading them: weight_only_int8, weight_only_int4, a8w8, "
+        "a8w8_fp8_wint4; left out: as stored",
     )
     group.add_argument(
         "--max-model-len", metavar="N", type=int, help="most tokens of a sequence; left out: the model's own"

@@ -50,9 +50,9 @@ class LLM:
         strict: refuse to run when a hot op is left on its slow reference.
         ops: pins: site or op name -> provider, "reference", "decomposition" or a variant of the op.
         kv_dtype: how the cache stores entries: "auto" (as dtype), "fp8", "int8" where the backend offers them.
-        quantization: quantize linear weights while they are read: "weight_only_int8", "weight_only_int4", or
-            "a8w8_fp8_wint4" (experts in int4, the rest in FP8, activations in FP8 where a kernel codes them); None
-            keeps what the checkpoint has.
+        quantization: quantize linear weights while they are read: "weight_only_int8", "weight_only_int4",
+            "a8w8" (int8, and activations in int8 where a kernel codes them), or "a8w8_fp8_wint4" (experts in int4, the
+            rest in FP8, activations in FP8 where a kernel codes them); None keeps what the checkpoint has.
         kv_cache_bytes: memory for the cache; None takes 30 % of what is free.
         max_batch: sequences in a step.
         max_step_tokens: tokens in a step; longer prompts are cut into chunks.

@@ -38,10 +38,11 @@ class Scheme:
 SCHEMES = {
     "weight_only_int8": Scheme("int8_group", "int8_group", "int8_group"),
     "weight_only_int4": Scheme("int4_group32", "int4_group32", "int4_group32"),
+    "a8w8": Scheme("int8_row", "int8_row", "int8_group", {"int8_row": "int8"}),
     "a8w8_fp8_wint4": Scheme("fp8_block", "int4_group64", PLAIN, {"fp8_block": "fp8", "int4_group64": "fp8"}),
 }
-"""By name. The last one is for models with experts: FP8 in blocks of 128 x 128, experts in int4, activations in FP8
-where a kernel codes them."""
+"""By name. "a8w8": int8 by rows, activations in int8 where a kernel codes them, but for the head's. The last one is for
+models with experts: FP8 in blocks of 128 x 128, experts in int4, activations in FP8 where a kernel codes them."""
 
 HEAD = "lm_head.weight"
 EXPERTS = ("*.experts.*_proj.weight", "*.experts.*.w[123].weight")

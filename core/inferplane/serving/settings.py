@@ -55,7 +55,7 @@ class Settings:
     quantization: str | None = _model(
         None,
         "quantize linear weights while reading them",
-        choices=("weight_only_int8", "weight_only_int4", "a8w8_fp8_wint4"),
+        choices=("weight_only_int8", "weight_only_int4", "a8w8", "a8w8_fp8_wint4"),
         metavar="Q",
     )
     load_format: str = _model("auto", "dummy: random weights", choices=("auto", "dummy"), metavar="F")

@@ -10,8 +10,9 @@ import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
 from inferplane_cpu.kernels.attention import LAYOUTS, cache, kv_b_of, steps, tiled
+from inferplane_cpu.kernels.linear import WHEN_CODED, narrow
 from inferplane_cpu.kernels.moe import MOST_EXPERTS, routing
-from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
+from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, coded, matrices
 from inferplane_cpu.native import Cache, Experts, Latent, Layer, Step, library
 
 KERNELS = Kernels()
@@ -88,6 +89,10 @@ def _all_packed(op: Any) -> bool:
     return all(w.format in PANELS for w in (*(x.weight for x in _linears(op)), *_stacks(op)))
 
 
+def _all_bytes(op: Any) -> bool:
+    return all(w.format in BYTES and narrow(w) for w in (*(x.weight for x in _linears(op)), *_stacks(op)))
+
+
 def _if_served(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """A predicate that has nothing to say of other layers."""
     return lambda op: not _served(op) or holds(op)
@@ -126,60 +131,73 @@ def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any) -> When:
 
 
 ALL_PACKED = ("8 or 4 bits in all its linear layers and experts", _if_served(_all_packed))
+ALL_BYTES = (
+    f"int8 by rows of at most {MOST_CODED_COLUMNS} columns in all its linear layers and experts",
+    _if_served(_all_bytes),
+)
 LINEARS = ("attn.qkv", "attn.q_a", "attn.q_b", "attn.kv_a", "attn.o", "mlp.gate_up", "mlp.down")
+CODED = object()
+"""What is prepared for a kernel whose products round activations to 8 bits."""
 PACKS = {f"{path}.weight": PACKING for path in (*LINEARS, "mlp.shared.gate_up", "mlp.shared.down")}
 PACKS |= {"mlp.experts.gate_up": PACKING, "mlp.experts.down": PACKING}
 
 
-def _matrix(child: Any) -> Any:
+def _stack(weight: Any, alone: bool, bias: torch.Tensor | None = None) -> Any:
+    """A weight's matrices; `alone`: for activations of 8 bits."""
+    found = matrices(weight, bias)
+    return coded(found) if alone else found
+
+
+def _matrix(child: Any, alone: bool = False) -> Any:
     """A linear layer's matrix; the view holds what the copy of it points to."""
-    child.described = matrices(child.weight, child.bias)
+    child.described = _stack(child.weight, alone, child.bias)
     return child.described[0]
 
 
 def _describe(p: Any, rounded: bool) -> Layer:
     """The layer as the library reads it, described once and kept on its view; the view keeps the tensors."""
-    attn, layer = p.attn, Layer(rounded=rounded)
+    attn, layer, alone = p.attn, Layer(rounded=rounded), p.prepared is CODED
     layer.attn_norm, layer.attn_eps = p.attn_norm.norm.weight.data_ptr(), p.attn_norm.norm.eps
     layer.mlp_norm, layer.mlp_eps = p.mlp_norm.norm.weight.data_ptr(), p.mlp_norm.norm.eps
-    layer.o = _matrix(attn.o)
+    layer.o = _matrix(attn.o, alone)
     enter = attn.enter
     layer.rope, layer.interleaved = enter.rope.table.data_ptr(), enter.rope.interleaved
     if hasattr(attn, "qkv"):
-        layer.qkv = _matrix(attn.qkv)
+        layer.qkv = _matrix(attn.qkv, alone)
         if enter.q_norm is not None:
             layer.q_norm, layer.q_eps = enter.q_norm.weight.data_ptr(), enter.q_norm.eps
             layer.k_norm, layer.k_eps = enter.k_norm.weight.data_ptr(), enter.k_norm.eps
         layer.heads, layer.kv_heads = attn.heads
         layer.head_dim, layer.window, layer.scale = attn.head_dim, attn.few.kv.window or 0, attn.few.scale
     else:
-        p.latent = _describe_latent(attn)
+        p.latent = _describe_latent(attn, alone)
         layer.latent = ctypes.addressof(p.latent)
         layer.heads, layer.kv_heads, layer.scale = attn.dims.heads, 1, attn.absorbed.scale
     mlp = p.mlp
     if hasattr(mlp, "experts"):
-        p.routed = _describe_experts(mlp)
+        p.routed = _describe_experts(mlp, alone)
         layer.routed = ctypes.addressof(p.routed)
         mlp = mlp.shared
     if mlp is not None:
-        layer.gate_up, layer.down = _matrix(mlp.gate_up), _matrix(mlp.down)
+        layer.gate_up, layer.down = _matrix(mlp.gate_up, alone), _matrix(mlp.down, alone)
     return layer
 
 
-def _describe_latent(attn: Any) -> Latent:
+def _describe_latent(attn: Any, alone: bool) -> Latent:
     d, enter = attn.dims, attn.enter
     made = Latent(nope=d.nope, rope=d.rope, value=d.value, latent=d.latent)
-    made.q_b, made.kv_a, made.kv_b = _matrix(attn.q_b), _matrix(attn.kv_a), kv_b_of(attn.absorbed, attn.absorbed.kv_b)
+    made.q_b, made.kv_a = _matrix(attn.q_b, alone), _matrix(attn.kv_a, alone)
+    made.kv_b = kv_b_of(attn.absorbed, attn.absorbed.kv_b)
     made.kv_a_norm, made.kv_a_eps = enter.kv_a_norm.weight.data_ptr(), enter.kv_a_norm.eps
     if attn.q_a is not None:
-        made.q_a = _matrix(attn.q_a)
+        made.q_a = _matrix(attn.q_a, alone)
         made.q_a_norm, made.q_a_eps = enter.q_a_norm.weight.data_ptr(), enter.q_a_norm.eps
     return made
 
 
-def _describe_experts(mlp: Any) -> Experts:
+def _describe_experts(mlp: Any, alone: bool) -> Experts:
     route, experts = mlp.route, mlp.experts
-    experts.described = gate_up, down = matrices(experts.gate_up), matrices(experts.down)
+    experts.described = gate_up, down = _stack(experts.gate_up, alone), _stack(experts.down, alone)
     made = routing(route, len(gate_up))
     made.router = _matrix(mlp.router)
     made.gate_up, made.down = ctypes.addressof(gate_up), ctypes.addressof(down)
@@ -302,4 +320,38 @@ def decoder_layer_many_panels(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `decoder_layer_many`, for weights of 8 and 4 bits, which are expanded while they are multiplied."""
+    return _run(p, x, residual, batch, kv, True)
+
+
+@KERNELS(
+    "decoder_layer",
+    "native",
+    when=_when(BYTES, "decode", ALL_BYTES),
+    rank=RANK_PORTABLE,
+    packs=PACKS,
+    prepare=lambda op, ctx: CODED,
+    chain=chain,
+    batch_invariant=True,
+    **WHEN_CODED,
+)
+def decoder_layer_w8a8(
+    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `decoder_layer_panels`, with activations in 8 bits before every product."""
+    return _run(p, x, residual, batch, kv, False)
+
+
+@KERNELS(
+    "decoder_layer",
+    "native",
+    when=_when(BYTES, "mixed", ALL_BYTES),
+    rank=RANK_PORTABLE,
+    packs=PACKS,
+    prepare=lambda op, ctx: CODED,
+    **WHEN_CODED,
+)
+def decoder_layer_many_w8a8(
+    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `decoder_layer_w8a8`, for many tokens on AMX."""
     return _run(p, x, residual, batch, kv, True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from inferplane.kernels.composed.shapes import padded
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
-from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices, panels_times
+from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, coded, matrices, panels_times
 from inferplane_cpu.native import Matrix, library
 
 KERNELS = Kernels()
@@ -30,6 +30,33 @@ def _in_bf16(op: Any) -> bool:
 NEEDS = (("plain activations, and a bfloat16 or float32 result", _usual), ("a bfloat16 weight", _in_bf16))
 STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
 PACKED = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS)
+CODED_ERROR = 0.03
+"""What rounding activations to 8 bits a row adds to the error of a result, relative to the largest."""
+WHEN_CODED = {"codes": "int8", "extra_error": CODED_ERROR, "note": "activations coded in int8"}
+
+
+def narrow(weight: Any) -> bool:
+    """Whether a weight has few enough columns for sums in 32 bits."""
+    return bool(weight.shape[-1] <= MOST_CODED_COLUMNS)
+
+
+def _narrow(op: Any) -> bool:
+    return narrow(op.weight)
+
+
+def _int8_rows(op: Any) -> bool:
+    act, wide = op.act, op.out_dtype not in (None, torch.bfloat16, torch.float32)
+    return act is not None and act.format == "int8" and act.group == 0 and not wide
+
+
+AT_MOST = (f"at most {MOST_CODED_COLUMNS} columns", _narrow)
+CODED = When((torch.bfloat16,), BYTES, features=("native",), needs=(*NEEDS, AT_MOST))
+ASKED = When(
+    (torch.bfloat16,),
+    BYTES,
+    features=("native",),
+    needs=(("activations in int8, a scale a token", _int8_rows), NEEDS[1], AT_MOST),
+)
 HEAD = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS[1:])
 PACKED_HEAD = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS[1:])
 WEIGHT = {"weight": PACKING}
@@ -99,6 +126,21 @@ def linear_panels_fixed(p: Any, x: torch.Tensor) -> torch.Tensor:
 def linear_panels(p: Any, x: torch.Tensor) -> torch.Tensor:
     """As `linear`, for weights of 8 and 4 bits; for many rows they are expanded some rows at a time."""
     return linear(p, x)
+
+
+@KERNELS("linear", "native", when=ASKED, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True)
+def linear_act(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Weights and activations in 8 bits, summed exactly: a row is the same bits on every instruction set."""
+    found = p.__dict__.get("matrix")
+    if found is None:
+        found = p.matrix = coded(matrices(p.weight, p.bias))[0]
+    return multiply(found, x, p.out_dtype is torch.float32)
+
+
+@KERNELS("linear", "native", when=CODED, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, **WHEN_CODED)
+def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """As `linear_act`, where the weight asks for it."""
+    return linear_act(p, x)
 
 
 @KERNELS("lm_head", "native", when=HEAD, rank=RANK_FIXED, batch_invariant=True)

@@ -9,8 +9,8 @@ import torch
 from inferplane.kernels.composed.moe import moe_experts as moe_experts_torch
 from inferplane.kernels.composed.moe import moe_route as moe_route_torch
 from inferplane.plugin import PLAIN, RANK_PORTABLE, KernelError, Kernels, When
-from inferplane_cpu.kernels.linear import RANK_FIXED
-from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
+from inferplane_cpu.kernels.linear import RANK_FIXED, WHEN_CODED, narrow
+from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, coded, matrices
 from inferplane_cpu.native import Experts, library
 
 KERNELS = Kernels()
@@ -41,6 +41,12 @@ ROUTE = When((torch.bfloat16,), features=("native",), needs=(("a float32 bias of
 NEEDS = (("bfloat16 weights", _in_bf16), ("every expert on this rank", _all_here))
 STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
 PACKED = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS)
+CODED = When(
+    (torch.bfloat16,),
+    BYTES,
+    features=("native",),
+    needs=(*NEEDS, (f"at most {MOST_CODED_COLUMNS} columns", lambda op: narrow(op.gate_up) and narrow(op.down))),
+)
 STACKS = {"gate_up": PACKING, "down": PACKING}
 
 
@@ -100,6 +106,14 @@ def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
 @KERNELS("moe_experts", "native", when=PACKED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True)
 def moe_experts_panels(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """As `moe_experts_fixed`, for weights of 8 and 4 bits."""
+    return moe_experts_fixed(p, x, weights, ids)
+
+
+@KERNELS("moe_experts", "native", when=CODED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True, **WHEN_CODED)
+def moe_experts_w8a8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As `moe_experts_fixed`, with activations in 8 bits before both products."""
+    if p.__dict__.get("stacks") is None:
+        p.stacks = coded(matrices(p.gate_up)), coded(matrices(p.down))
     return moe_experts_fixed(p, x, weights, ids)
 
 

@@ -10,12 +10,16 @@ import torch
 
 from inferplane.kernels.composed.shapes import padded
 from inferplane.plugin import KernelError, Packing, QTensor
-from inferplane_cpu.native import BF16, FP8, INT4, INT8, Matrix, library
+from inferplane_cpu.native import BF16, FP8, INT4, INT8, W8A8, Matrix, library
 
 PANEL_ROWS = 16
 MOST_GROUP_COLUMNS = 128
 PANELS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group32", "int4_group64")
 """Formats that are packed in panels, once, at load."""
+BYTES = ("int8_row",)
+"""Formats whose panels activations of 8 bits may meet (`coded`)."""
+MOST_CODED_COLUMNS = 65536
+"""Products of so many bytes add up in 32 bits."""
 EXPANDED_ROWS = 1024
 """Rows of a packed weight that are expanded at a time when many tokens are multiplied with it."""
 
@@ -94,6 +98,15 @@ def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
         found[0].bias = bias.data_ptr()
     found.kept = weight, bias  # for as long as the array, or a matrix of it, is held
     return found
+
+
+def coded(found: Any) -> Any:
+    """The same matrices of `BYTES` for products that round activations to 8 bits a row (csrc/bytes.h)."""
+    made: Any = _array([Matrix.from_buffer_copy(m) for m in found])
+    for matrix in made:
+        matrix.kind = W8A8
+    made.kept = found.kept
+    return made
 
 
 def expanded(w: Matrix, first: int, last: int) -> torch.Tensor:
