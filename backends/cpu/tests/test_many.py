@@ -24,6 +24,11 @@ SEQUENCES = {
     "chunk": [(130, 300)],
     "ragged": [(1, 40), (3, 300), (9, 0), (65, 17), (300, 0)],
 }
+LAYERS = {
+    "native:decoder_layer_many": "gqa_mlp_qk_norm",
+    "native:decoder_layer_many_panels": "gqa_mlp_int8_mixed",
+    "native:decoder_layer_many_w8a8": "gqa_mlp_int8_row_mixed",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +86,10 @@ def test_attention(label, sequences, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kernel", ["native:decoder_layer_many", "native:decoder_layer_many_panels"])
+@pytest.mark.parametrize("kernel", LAYERS)
 @pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
 def test_layers(kernel, sequences, layout):
-    label = "gqa_mlp_int8_mixed" if kernel.endswith("panels") else "gqa_mlp_qk_norm"
-    sample = next(s for s in OPS["decoder_layer"].samples() if s.label == label)
+    sample = next(s for s in OPS["decoder_layer"].samples() if s.label == LAYERS[kernel])
     request = sample.op.attn.few.kv
 
     def inputs(d: Draw):

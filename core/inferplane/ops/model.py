@@ -78,14 +78,16 @@ class DecoderLayer(Op, name="decoder_layer"):
         whole = out[0].op
         assert isinstance(whole, DecoderLayer) and isinstance(whole.attn, GQABlock) and isinstance(whole.mlp, GatedMLP)
 
-        def int8(linear: Linear) -> Linear:
-            return replace(linear, weight=replace(linear.weight, format="int8_group"))
-
-        attn8 = replace(whole.attn, qkv=int8(whole.attn.qkv), o=int8(whole.attn.o))
-        mlp8 = replace(whole.mlp, gate_up=int8(whole.mlp.gate_up), down=int8(whole.mlp.down))
         mixed = next(sample for sample in out if sample.label == "gqa_mlp_mixed")
-        for sample, label in ((out[0], "gqa_mlp_int8"), (mixed, "gqa_mlp_int8_mixed")):
-            out.append(replace(sample, label=label, op=replace(whole, attn=attn8, mlp=mlp8)))
+        for format, label in (("int8_group", "gqa_mlp_int8"), ("int8_row", "gqa_mlp_int8_row")):
+
+            def int8(linear: Linear, format: str = format) -> Linear:
+                return replace(linear, weight=replace(linear.weight, format=format))
+
+            attn8 = replace(whole.attn, qkv=int8(whole.attn.qkv), o=int8(whole.attn.o))
+            mlp8 = replace(whole.mlp, gate_up=int8(whole.mlp.gate_up), down=int8(whole.mlp.down))
+            op = replace(whole, attn=attn8, mlp=mlp8)
+            out += [replace(out[0], label=label, op=op), replace(mixed, label=f"{label}_mixed", op=op)]
         return out
 
 
