@@ -204,12 +204,14 @@ void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, 
 #if defined(INFERPLANE_AMX)
   if (l->rounded && !l->latent && !l->routed && m > kRowTile && attends_many(a) && l->qkv.kind == IP_W8A8) {
     LayerBytes bytes = layer_bytes_in(scratch(21), m, *l);
-    ManyPlan many = plan_many(step->batch, scratch(17));
+    ManyPlan many = plan_many(step->batch, l->kv_heads, team_size(), scratch(17));
     ip_batch few = step->batch;
     few.sequences = many.few;
-    AttendPlan plan = plan_attention(a, few, omp_get_max_threads(), scratch(10));
+    AttendPlan plan = plan_attention(a, few, team_size(), scratch(10));
     in_parallel(layer_work(*l, m), [&](Team &team) {
-      layer_bytes(team, *l, *step, x, residual, out, out_residual, b, a, plan, many, bytes);
+      Phases counted = team.id == 0 ? phases : Phases(false);
+      counted.end(kBegin);
+      layer_bytes(team, *l, *step, x, residual, out, out_residual, b, a, plan, many, bytes, counted);
     });
     return;
   }

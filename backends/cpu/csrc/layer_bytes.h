@@ -92,24 +92,29 @@ inline void norm_bytes(Team &team, const Bytes &to, const bf16 *x, const bf16 *r
 
 inline void layer_bytes(Team &team, const ip_layer &l, const ip_step &step, const bf16 *x, const bf16 *residual, bf16 *out,
                         bf16 *out_residual, const LayerBuffers &b, const Attend &a, const AttendPlan &plan,
-                        const ManyPlan &many, const LayerBytes &bytes) {
+                        const ManyPlan &many, const LayerBytes &bytes, Phases &phases) {
   int64_t width = l.qkv.k;
+  auto end = [&](Phase phase) {
+    team.barrier();
+    phases.end(phase);
+  };
   norm_bytes(team, bytes.in, x, residual, l.attn_norm, l.attn_eps, width, residual ? b.s : nullptr);
-  team.barrier();
+  end(kAttnNorm);
   bytes_rows(team, l.qkv, bytes.in, b.qkv, l.qkv.n, 0);
-  team.barrier();
+  end(kProject);
   enter(team, l, step, step.cache, b.qkv, b.q);
-  team.barrier();
+  end(kEnter);
   attend(team, a, plan);
   attend_many(team, a, many);
-  team.barrier();
+  end(kAttend);
   bytes_linear(team, l.o, bytes.wide, b.mixed, l.o.k, b.y, width, 0);
-  team.barrier();
+  end(kOut);
   norm_bytes(team, bytes.in, b.y, residual ? b.s : x, l.mlp_norm, l.mlp_eps, width, out_residual);
-  team.barrier();
+  end(kMlpNorm);
   gated_bytes(team, l.gate_up, bytes.in, b.act);
-  team.barrier();
+  end(kMlp);
   bytes_linear(team, l.down, bytes.inner, b.act, l.down.k, out, width, 0);
+  end(kDown);
 }
 #endif
 
