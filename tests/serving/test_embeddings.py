@@ -98,6 +98,14 @@ def test_each_slip_is_named(client, fields, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+@pytest.mark.parametrize("given", [5, "", [], {"text": "x"}, None, True])
+def test_an_input_of_no_form_is_told_all_forms(client, given):
+    said = client.post(PATH, json={"input": given}).json()["error"]["message"]
+    forms = "a text, a list of texts, a list of token ids, a list of lists of token ids; none empty"
+    assert said == f"input: it is none of these: {forms}."
+    assert client.post(PATH, json={}).json()["error"]["message"] == f"input: it is required: {forms}."
+
+
 def test_models_and_fields_that_are_not_known(client):
     answer = client.post(PATH, json={"input": "x", "model": "gpt-9"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

@@ -11,7 +11,7 @@ import pytest
 from inferplane import LLM
 from inferplane.cli import main
 from inferplane.cli.estimate import amount, size_of
-from inferplane.cli.main import DONE, WRONG_USAGE
+from inferplane.cli.main import DONE, FAILED, WRONG_USAGE
 from inferplane.engine import ModelFiles, Runner, RunnerOptions
 from inferplane.engine.estimate import Estimate, estimate
 from inferplane.engine.scheduler import Limits, Scheduler
@@ -135,6 +135,12 @@ def test_command(capsys, monkeypatch):
         data = json.loads(capsys.readouterr().out)
         jsonschema.validate(data, schema)
         assert len(data["caches"]) == (0 if words == ("--device", "npu") else 2)
-    assert main.main(["estimate", "--device", "npu", "--memory", "12MiB"]) == DONE
+        assert data["fits"] is (None if words == ("--device", "npu") else True)
+    small = ["estimate", "--device", "npu", "--memory", "12MiB"]
+    assert main.main(small) == FAILED
     assert "it does not fit" in capsys.readouterr().err
+    assert main.main([*small, "--json"]) == FAILED
+    data = json.loads(capsys.readouterr().out)
+    jsonschema.validate(data, schema)
+    assert data["fits"] is False
     assert main.main(["estimate", "--memory", "many"]) == WRONG_USAGE

@@ -1,5 +1,7 @@
 """How much memory a model will take on a device, and how many sequences of what length fit beside it.
 
+It ends with 1 where the model does not fit, with 0 where it does or the device's memory is not known.
+
 Nothing is loaded: weights are counted as the plan packs them, the KV cache as the backend lays it out.
 """
 
@@ -56,16 +58,16 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         screen.warning(what)
     if args.json:
         screen.facts({"model": files.name, "device": runner.backend.name, **found.data()})
-        return 0
+        return int(found.fits is False)
     screen.show(_bytes_table(found, files.name, runner.backend.name))
     if found.left is None:
         screen.note(f"the device is not here; pass --memory to see what fits on {runner.backend.name}")
-    elif found.left < found.block:
+    elif not found.fits:
         short = found.weights + found.workspace + found.block - (found.memory or 0)
         screen.warning(f"it does not fit: {amount(short)} are missing; quantize, or use a device with more memory")
     else:
         screen.show(_fits_table(found))
-    return 0
+    return int(found.fits is False)
 
 
 def size_of(text: str) -> int:

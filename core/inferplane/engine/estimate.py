@@ -82,6 +82,11 @@ class Estimate:
         most = self.max_batch * -(-self.model_positions // self.block_tokens) * self.block
         return max(0, min(int((self.memory - self.weights) * KV_SHARE), most))
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether a block of the cache has room beside weights and workspace; None where the memory is not known."""
+        return None if self.left is None else self.left >= self.block
+
     def lengths(self) -> list[int]:
         """Lengths to tell about: powers of two that the model allows, and its own limit."""
         return [*(n for n in LENGTHS if n < self.model_positions), self.model_positions]
@@ -99,6 +104,7 @@ class Estimate:
             "kv_window": self.window,
             "kv_whole_windows_bytes": self.whole_windows,
             "memory_bytes": self.memory,
+            "fits": self.fits,
             "max_batch": self.max_batch,
             "model_positions": self.model_positions,
             "caches": [],

@@ -22,6 +22,8 @@ from inferplane.serving.errors import invalid
 ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
 MOST_TOKEN_ID = 2**31 - 1
 MOST_TOKENS = 2**31 - 1
+FORMS = "One of these: "
+"""How the description of a field begins that may have several forms; an error then names them all."""
 SMALLEST_TOP_P = 1e-6
 """What a top_p of 0 means: the likeliest token alone."""
 
@@ -151,6 +153,9 @@ def validate(model: type[Model], data: Mapping[str, Any]) -> Model:
         field = model.model_fields.get(str(first["loc"][0])) if first["loc"] else None
         if field is not None and "not supported" in (field.description or "").lower():  # says more than its type
             said = str(field.description).rstrip(".")
+        elif field is not None and param in model.model_fields and (field.description or "").startswith(FORMS):
+            forms = str(field.description).removeprefix(FORMS).rstrip(".")
+            said = f"{said}: {forms}" if code == "missing_required_parameter" else f"it is none of these: {forms}"
         raise invalid(f"{param or 'The body'}: {said}.", param, code) from errors
 
 

@@ -18,7 +18,7 @@ from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import SSE, Choice
-from inferplane.serving.wire import MOST_TOKENS, Body, Part, TokenId
+from inferplane.serving.wire import FORMS, MOST_TOKENS, Body, Part, TokenId
 
 WORDS = {"prompt": "input", "n": "input"}
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -33,6 +33,8 @@ class EmbeddingRequest(Body):
         | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1)]
+    ) = Field(
+        description=f"{FORMS}a text, a list of texts, a list of token ids, a list of lists of token ids; none empty."
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = Field(
