@@ -69,7 +69,16 @@ def test_a_library_that_loads_has_nothing_to_say(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "minor"), [("2.13.0+cpu", "2.13"), ("2.9", "2.9"), ("2.10.0.post1", "2.10"), ("2.11.0a0+git1", "2.11")]
+    ("version", "minor"),
+    [
+        ("2.13.0+cpu", "2.13"),
+        ("2.9", "2.9"),
+        ("2.10.0.post1", "2.10"),
+        ("2.11.0a0+git1", "2.11"),
+        ("2.13rc1", "2.13"),
+        ("2.13.dev3", "2.13"),
+        ("of today", "of today"),
+    ],
 )
 def test_minor_of_a_version(version, minor):
     assert minor_of(version) == minor

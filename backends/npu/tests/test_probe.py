@@ -116,6 +116,13 @@ def test_versions_that_differ_are_broken_with_both_ways_out(npus, machine):
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in probe.remedy
 
 
+@pytest.mark.parametrize("version", ["2.13rc1", "2.13.0rc2"])
+def test_a_candidate_for_a_release_fits_the_release(npus, machine, version):
+    (machine / "site/torch_npu-2.13.0.post1.dist-info").rename(machine / f"site/torch_npu-{version}.dist-info")
+    (machine / f"site/torch_npu-{version}.dist-info/METADATA").write_text(f"Name: torch-npu\nVersion: {version}\n")
+    assert NpuBackend.probe().presence is Presence.AVAILABLE
+
+
 def test_without_cann_it_is_broken_and_the_autoload_trap_is_named(machine):
     install(machine)
     probe = NpuBackend.probe()

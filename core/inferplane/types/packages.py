@@ -8,6 +8,7 @@ from importlib import metadata
 from importlib.util import find_spec
 
 import torch
+from packaging.version import InvalidVersion, Version
 
 from inferplane.types.device import Feature
 
@@ -29,8 +30,12 @@ def version_of(distribution: str) -> str | None:
 
 
 def minor_of(version: str) -> str:
-    """Major and minor of a version: "2.13" of "2.13.0+cpu"."""
-    return ".".join(version.split("+")[0].split(".")[:2])
+    """Major and minor of a version: "2.13" of "2.13.0+cpu" and of "2.13rc1"; what is no version, as it is."""
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return version
+    return f"{parsed.major}.{parsed.minor}"
 
 
 def libraries_of(package: str, pattern: str) -> list[str]:
