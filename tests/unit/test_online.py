@@ -159,3 +159,35 @@ def test_who_quantizes_for_nothing_is_told(scheme, tmp_path, capsys, monkeypatch
         assert main.main([*words, dtype, "--json"]) == 0
         out, err = capsys.readouterr()
         assert json.loads(out)["weight_bytes"] and err.count("saves nothing for 9 of 9 weights") == told
+
+
+@pytest.mark.parametrize("scheme", ["weight_only_int8", "weight_only_int4"])
+def test_a_tied_head_is_held_once(scheme, tmp_path):
+    """The embedding's rows come out of the head's panels; where no kernel reads them, it stays plain beside it."""
+    if not instruction_sets():
+        pytest.skip("without the native library no kernel reads rows of quantized weights")
+    config = llama_config(hidden_size=128, intermediate_size=192, tie_word_embeddings=True)
+    random_model(config, seed=3).to(torch.bfloat16).save_pretrained(tmp_path)
+    ids = torch.arange(160)
+
+    def held(llm):
+        """Bytes of what is packed, by identity."""
+        found = {id(x): x for x in llm.runner.loaded.packed.values()}
+        return sum(x.nbytes for x in found.values())
+
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
+        once, model = held(llm), llm.runner.model
+        assert model.embed.weight is model.head.weight and not llm.runner.plan.copied_bytes()
+        packed = llm.runner.loaded.packed[id(model.head.weight), "native.panels"]
+        rows, head = llm.runner.steps["decode"].__self__.embed(ids), packed.nbytes
+    with LLM(tmp_path, device="cpu", dtype="bfloat16") as llm:
+        plain = llm.runner.loaded.packed[id(llm.runner.model.embed.weight), "canonical"]
+    assert torch.equal(rows, quantize(plain, model.head.weight.format).dequantize(torch.bfloat16))
+    layers = [w for w in model.weights() if w[0].startswith("layers.")]
+    assert once < head + sum(w.nbytes(torch.bfloat16) for _, w in layers) + 2**16
+    assert head < plain.nbytes * (0.52 if scheme == "weight_only_int8" else 0.29)
+    with pytest.warns(InferplaneWarning, match="saves nothing"):
+        llm = LLM(tmp_path, device="cpu", dtype="float32", quantization=scheme)
+    with llm:
+        assert llm.runner.model.embed.weight is not llm.runner.model.head.weight
+        assert llm.runner.model.embed.weight.format == "plain"

@@ -112,6 +112,8 @@ int ip_linear_many(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m,
 
 void ip_expand(const ip_matrix *w, int64_t first, int64_t last, ip_bf16 *out) { now().expand(w, first, last, out); }
 
+void ip_rows(const ip_matrix *w, const int64_t *ids, int64_t count, ip_bf16 *out) { now().rows(w, ids, count, out); }
+
 void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_bf16 *weight, float eps, int64_t m, int64_t d,
                  ip_bf16 *s, ip_bf16 *y) {
   now().rms_norm(x, ldx, r, weight, eps, m, d, s, y);

@@ -45,6 +45,19 @@ void expand_entry(const ip_matrix *w, int64_t first, int64_t last, bf16 *out) {
   in_parallel((last - first) * w->k, [&](Team &team) { expand(team, *w, first, last, out); });
 }
 
+void rows_entry(const ip_matrix *w, const int64_t *ids, int64_t count, bf16 *out) {
+  in_parallel(count * w->k, [&](Team &team) {
+    team.each(count, 4, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) {
+        if (ids[i] >= 0 && ids[i] < w->n)
+          expand_row(*w, ids[i], out + i * w->k);
+        else
+          memset(out + i * w->k, 0, (size_t)w->k * sizeof(bf16));
+      }
+    });
+  });
+}
+
 void rms_norm_entry(const bf16 *x, int64_t ldx, const bf16 *r, const bf16 *weight, float eps, int64_t m, int64_t d,
                     bf16 *s, bf16 *y) {
   in_parallel(m * d / 4, [&](Team &team) { rms_norm(team, x, ldx, r, weight, eps, m, d, s, y); });
@@ -302,7 +315,7 @@ int64_t read_entry(const void *data, int64_t bytes) {
 
 }  // namespace
 
-extern const Table TABLE = {NAME,           linear_entry,   linear_many_entry, expand_entry,
+extern const Table TABLE = {NAME,           linear_entry,   linear_many_entry, expand_entry, rows_entry,
                             rms_norm_entry, silu_mul_entry, rope_entry,        attention_entry,
                             attention_many_entry, mla_entry, moe_entry, route_entry,        decoder_layer_entry, decoder_layers_entry,
                             sample_entry,   read_entry};

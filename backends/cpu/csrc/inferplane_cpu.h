@@ -124,6 +124,8 @@ void ip_linear(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, voi
 int ip_linear_many(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
 // Rows first .. last of a weight as bf16 [last - first, k].
 void ip_expand(const ip_matrix *w, int64_t first, int64_t last, ip_bf16 *out);
+// Rows ids[0 .. count] of a weight as bf16 [count, k]; zeros where it has no such row.
+void ip_rows(const ip_matrix *w, const int64_t *ids, int64_t count, ip_bf16 *out);
 // Canonical int8 entries [n, k] (int4: -8 .. 7) to panels; `out` has ip_packed_bytes(w) bytes.
 int64_t ip_packed_bytes(const ip_matrix *w);
 void ip_pack(const ip_matrix *w, const int8_t *values, uint8_t *out);

@@ -7,6 +7,7 @@ struct Table {
   decltype(&ip_linear) linear;
   decltype(&ip_linear_many) linear_many;
   decltype(&ip_expand) expand;
+  decltype(&ip_rows) rows;
   decltype(&ip_rms_norm) rms_norm;
   decltype(&ip_silu_mul) silu_mul;
   decltype(&ip_rope) rope;

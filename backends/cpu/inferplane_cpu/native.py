@@ -147,6 +147,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_linear": (None, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
     "ip_linear_many": (c_int, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
     "ip_expand": (None, POINTER(Matrix), _I, _I, _P),
+    "ip_rows": (None, POINTER(Matrix), _P, _I, _P),
     "ip_packed_bytes": (_I, POINTER(Matrix)),
     "ip_pack": (None, POINTER(Matrix), _P, _P),
     "ip_rms_norm": (None, _P, _I, _P, _P, c_float, _I, _I, _P, _P),

@@ -213,6 +213,8 @@ class Resolver:
         """Whether a weight of `owner` is expanded, in a choice that says `expand` and stands at or above `owner`."""
         if weight.format == PLAIN or expand == "never":
             return False
+        if expand == "unserved" and not owner.body_quantized:
+            return True
         return (expand == "below" and below) or not self.native(owner, weight.format)
 
     # -- pins

@@ -37,7 +37,7 @@ from inferplane.models import Build, SafetensorsFolder, build
 from inferplane.models.eagle import WithEagle, with_eagle
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import READERS, online, stored, unsaved
+from inferplane.quant import READERS, online, row_formats, stored, unsaved
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 from inferplane.types.batch import make_batch
 
@@ -217,15 +217,10 @@ class Runner:
         scheme, config = self.options.quantization, self.files.config
         found = stored(config.get("quantization_config"), names) if scheme is None else online(scheme, config)
         self.readers = {**READERS, **found.readers}
-        plans = Build(
-            self.files.config,
-            Placement() if self.ranks is None else self.ranks.placement,
-            found.format_of,
-            self.max_model_len,
-            self.options.mtp,
-            list(found.unread),
-            found.acts,
-        )
+        placement = Placement() if self.ranks is None else self.ranks.placement
+        rows = row_formats(self.kernels, self._settings(assumed)) if self.ranks is None else frozenset()
+        unread, length = list(found.unread), self.max_model_len
+        plans = Build(config, placement, found.format_of, length, self.options.mtp, unread, found.acts, rows)
         self.model: CausalLM = build(plans, self.host.models())
         self.ignored = plans.ignored
         if (head := self.options.eagle) is not None:
@@ -239,19 +234,20 @@ class Runner:
             )
         self._bind_again(assumed=assumed)
 
-    def _bind_again(self, *, assumed: bool) -> None:
+    def _settings(self, assumed: bool) -> Settings:
         arch = self.options.arch or next(iter(self.backend.architectures), "")
         features = self.backend.features(self.options.arch)
         if self.state is not None and self.options.arch is None:
             arch, features = self.state.arch, self.state.features
-        settings = Settings(
-            self.backend.name, self.dtype, arch, features, self.options.deterministic, self.options.copies, assumed
-        )
+        deterministic, copies = self.options.deterministic, self.options.copies
+        return Settings(self.backend.name, self.dtype, arch, features, deterministic, copies, assumed)
+
+    def _bind_again(self, *, assumed: bool) -> None:
         choices = read_lock(self.options.lock, self.fingerprint()) if self.options.lock else {}
         self.plan: Plan = bind(
             self.model,
             self.kernels,
-            settings,
+            self._settings(assumed),
             self.offer,
             options=Options(self.options.ops, choices, self.demoted),
             strict=self.options.strict,

@@ -15,6 +15,7 @@ from inferplane.models.rope import rope_table
 from inferplane.ops import AddRMSNorm, AllGather, AllReduce, Embedding, GatedMLP, Linear, LMHead, RMSNorm
 from inferplane.types import PLAIN, WHOLE, Placement, Shard, Weight
 
+HEAD = "lm_head"
 FormatOf = Callable[[str], str]
 """Weight format of a checkpoint tensor, by its name."""
 
@@ -35,6 +36,8 @@ class Build:
         mtp: also build the multi-token-prediction layers.
         ignored: shell patterns of checkpoint tensors that the family knows and does not read, filled by `ignore`.
         acts: weight format -> how activations are coded that meet such weights.
+        row_formats: quantized formats of which the device's kernels read single rows. An embedding that is tied to a
+            head in one of them is the head's weight, kept once; else it stays plain beside the head.
 
     Raises:
         UnsupportedModelError: the placement divides experts and layers among different numbers of processes.
@@ -47,6 +50,7 @@ class Build:
     mtp: bool = False
     ignored: list[str] = field(default_factory=list, compare=False)
     acts: Mapping[str, str] = field(default_factory=dict)
+    row_formats: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         p = self.placement
@@ -152,9 +156,13 @@ class Build:
     def embedding(self, name: str, vocab: int, width: int) -> Embedding:
         """The token embedding; each rank has a range of the vocabulary."""
         mine = self.share("vocab_size", vocab)
-        return Embedding(self.weight((name,), (mine, width), 0), self.placement.tp_rank * mine, self.reduce())
+        weight = self.weight((name,), (mine, width), 0)
+        head = self.format_of(f"{HEAD}.weight")
+        if self.config.flag("tie_word_embeddings") and weight.format == PLAIN and head in self.row_formats:
+            weight = replace(weight, format=head)
+        return Embedding(weight, self.placement.tp_rank * mine, self.reduce())
 
-    def head(self, embed: Embedding, vocab: int, width: int, name: str = "lm_head") -> LMHead:
+    def head(self, embed: Embedding, vocab: int, width: int, name: str = HEAD) -> LMHead:
         """The output head: the embedding's own weight when the config ties them."""
         if self.config.flag("tie_word_embeddings"):
             self.ignore(f"{name}.weight")  # some exports write it all the same

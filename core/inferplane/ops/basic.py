@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from inferplane.ops.collective import AllReduce
-from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, ROUNDED, Cost, Load, Op, Sample, placeholder, values
+from inferplane.ops.op import (
+    ACCUMULATED,
+    BLOCK,
+    EXACT,
+    ROUNDED,
+    Comparison,
+    Cost,
+    Load,
+    Op,
+    Sample,
+    placeholder,
+    values,
+)
 from inferplane.ops.quantize import Quantize, dequantize_rows
 from inferplane.types import Batch, Weight
 
 
 class Embedding(Op, name="embedding"):
-    """`y[t] = weight[ids[t]]`; with a vocabulary range, ids outside it give zero rows (summed over ranks).
+    """`y[t] = weight[ids[t]]`; with a vocabulary range, ids outside it give zero rows (summed over ranks). A quantized
+    weight stands for its dequantized values.
 
     Args of the call:
         ids: int64 `[T]`.
@@ -28,6 +42,7 @@ class Embedding(Op, name="embedding"):
     """
 
     tolerance = EXACT
+    body_quantized = False  # ids tell it no dtype
 
     weight: Weight
     first: int = 0
@@ -46,12 +61,22 @@ class Embedding(Op, name="embedding"):
         return Cost(2 * load.tokens * self.weight.shape[1] * load.dtype.itemsize)
 
     @classmethod
+    def compare(cls, got: Any, want: Any) -> Comparison:
+        """As of any op, with what is wanted rounded once: a quantized weight's values have more digits."""
+        return super().compare(got, want.to(got.dtype))
+
+    @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """One and several tokens."""
+        """One and several tokens, and weights that a head may share."""
         op = Embedding(placeholder(97, 64))
+        quantized = [
+            Sample(f, Embedding(placeholder(97, 320, format=f)), lambda d: (d.ints(5, below=97),))
+            for f in ("int8_group", "int4_group32")
+        ]
         return [
             Sample("t1", op, lambda d: (d.ints(1, below=97),)),
             Sample("t7", op, lambda d: (d.ints(7, below=97),)),
+            *quantized,
         ]
 
 

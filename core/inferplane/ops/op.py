@@ -94,12 +94,14 @@ class Op:
 
     Fields may be weights, numbers, strings, dtypes, `KVRequest`s, child ops (or None), and tuples of child ops. Class
     attributes: `name`; `hot` (its speed decides the model's speed: it sets a decomposition's rank, and a reference
-    there is warned about); `tolerance` (largest accepted error by dtype, as defined by `compare`); `variants` (other
+    there is warned about); `body_quantized` (its body takes quantized weights as they are; else they are expanded for
+    it); `tolerance` (largest accepted error by dtype, as defined by `compare`); `variants` (other
     bodies with the same meaning, chosen by a pin).
     """
 
     name: ClassVar[str] = "op"
     hot: ClassVar[bool] = False
+    body_quantized: ClassVar[bool] = True
     tolerance: ClassVar[Mapping[torch.dtype, float]] = ACCUMULATED
     variants: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     _fields: ClassVar[tuple[str, ...]] = ()

@@ -1,7 +1,18 @@
 """Quantized checkpoints: their formats, and how they become `QTensor`s."""
 
 from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row
-from inferplane.quant.online import SCHEMES, online, unsaved
+from inferplane.quant.online import SCHEMES, online, row_formats, unsaved
 from inferplane.quant.stored import Stored, format_of, stored
 
-__all__ = ["READERS", "SCHEMES", "Stored", "format_of", "online", "read_fp8_block", "read_fp8_row", "stored", "unsaved"]
+__all__ = [
+    "READERS",
+    "SCHEMES",
+    "Stored",
+    "format_of",
+    "online",
+    "read_fp8_block",
+    "read_fp8_row",
+    "row_formats",
+    "stored",
+    "unsaved",
+]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from inferplane.binding import Plan, TensorSource
+from inferplane.binding import Plan, Settings, TensorSource
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops.quantize import FORMATS, encode, limit, scales
 from inferplane.quant.stored import Stored
-from inferplane.types import PLAIN, QTensor, Shard
+from inferplane.types import PLAIN, Kernel, QTensor, Shard
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ models with experts: FP8 in blocks of 128 x 128, experts in int4, activations in
 HEAD = "lm_head.weight"
 EXPERTS = ("*.experts.*_proj.weight", "*.experts.*.w[123].weight")
 DENSE = ("*_proj.weight", "*_proj_with_mqa.weight")
-"""Names of weights of linear layers. Embeddings, norms and routers are read as they are."""
+"""Names of weights of linear layers. Norms and routers are read as they are, and embeddings that no head is tied to."""
 KEPT = ("*.kv_b_proj.weight",)
 """Linear layers that attention also reads by itself, folded into the query: kept as they are."""
 
@@ -83,6 +83,18 @@ def online(scheme: str, config: Mapping[str, Any]) -> Stored:
         return s.head if name == HEAD else s.experts if like(*EXPERTS) else s.dense if like(*DENSE) else PLAIN
 
     return Stored(format_of, s.acts, {format: partial(_read, format=format) for format in _formats(s)})
+
+
+def row_formats(kernels: Iterable[Kernel], settings: Settings) -> frozenset[str]:
+    """Quantized formats of which some kernel reads single rows, as an embedding needs it.
+
+    Args:
+        kernels: of the device.
+        settings: what the plan is made for.
+    """
+    found = [k.when for k in kernels if k.op == "embedding" and (k.batch_invariant or not settings.deterministic)]
+    fitting = [w for w in found if settings.dtype in w.dtypes and not settings.features.lacking(w.features)]
+    return frozenset(f for w in fitting for f in w.formats) - {PLAIN}
 
 
 def unsaved(plan: Plan, scheme: str | None) -> list[str]:

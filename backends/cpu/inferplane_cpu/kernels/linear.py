@@ -1,4 +1,4 @@
-"""Linear layers and the output head on native kernels, for weights of every format."""
+"""Linear layers, the output head and quantized embeddings on native kernels, for weights of every format."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ ASKED = When(
 )
 HEAD = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS[1:])
 PACKED_HEAD = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS[1:])
+PACKED_ROWS = When((torch.bfloat16,), PANELS, features=("native",), needs=(("one rank", lambda op: op.reduce is None),))
 WEIGHT = {"weight": PACKING}
 
 
@@ -141,6 +142,15 @@ def linear_act(p: Any, x: torch.Tensor) -> torch.Tensor:
 def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
     """As `linear_act`, where the weight asks for it."""
     return linear_act(p, x)
+
+
+@KERNELS("embedding", "native", when=PACKED_ROWS, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True)
+def embedding_panels(p: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of a weight of 8 or 4 bits that a head shares, each the dequantized one rounded once."""
+    w, ids = matrix_of(p), ids.contiguous()
+    out = torch.empty(*ids.shape, w.k, dtype=torch.bfloat16)
+    library().ip_rows(w, ids.data_ptr(), ids.numel(), out.data_ptr())
+    return out
 
 
 @KERNELS("lm_head", "native", when=HEAD, rank=RANK_FIXED, batch_invariant=True)
