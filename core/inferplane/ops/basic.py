@@ -68,16 +68,11 @@ class Embedding(Op, name="embedding"):
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """One and several tokens, and weights that a head may share."""
-        op = Embedding(placeholder(97, 64))
-        quantized = [
-            Sample(f, Embedding(placeholder(97, 320, format=f)), lambda d: (d.ints(5, below=97),))
-            for f in ("int8_group", "int4_group32")
-        ]
-        return [
-            Sample("t1", op, lambda d: (d.ints(1, below=97),)),
-            Sample("t7", op, lambda d: (d.ints(7, below=97),)),
-            *quantized,
-        ]
+        at = lambda label, t, *shape, **how: Sample(  # noqa: E731
+            label, Embedding(placeholder(*shape, **how)), lambda d: (d.ints(t, below=shape[0]),)
+        )
+        quantized = [at(f, 5, 97, 320, format=f) for f in ("int8_group", "int4_group32")]
+        return [at("t1", 1, 97, 64), at("t7", 7, 97, 64), *quantized]
 
 
 class RMSNorm(Op, name="rms_norm"):
