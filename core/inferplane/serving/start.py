@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from inferplane.engine.garbage import let_be
 from inferplane.errors import UsageError
 from inferplane.serving import logs
 from inferplane.serving.configure import Resolved
-from inferplane.serving.settings import Settings
+from inferplane.serving.settings import FIELDS, Settings
 
 T = TypeVar("T")
 BACKLOG = 2048
@@ -36,6 +37,8 @@ ENGINE_OPTIONS = (
 """Settings that are arguments of `AsyncLLM`, under the same names."""
 PACKAGES = ("fastapi", "pydantic", "uvicorn", "h11", "prometheus_client")
 """What serving needs beyond what everything needs."""
+PLUGIN_GROUP = "inferplane.plugins"
+"""`inferplane.plugins` knows it, but importing that imports torch."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 log = logging.getLogger("inferplane.serving")
 
@@ -49,7 +52,7 @@ def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
 
     Raises:
         UsageError: a package is missing, a port is taken, a key or certificate file cannot be read.
-        InferplaneError: the model cannot be loaded.
+        InferplaneError: the model or the device is not there, or the model cannot be loaded.
     """
     check_packages()
     settings = resolved.settings
@@ -64,6 +67,7 @@ def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
         from inferplane.serving.tracing import wanted
 
         wanted(settings, os.environ)  # before anything is loaded
+    find(settings)
     keys = read_keys(settings)
     ports = {"http": settings.port, "health": settings.health_port, "metrics": settings.metrics_port}
     with contextlib.ExitStack() as opened:
@@ -145,6 +149,27 @@ def check_packages() -> None:
         raise UsageError(
             f"Serving needs packages that are not installed ({missing}).", remedy="pip install 'inferplane[serving]'"
         )
+
+
+def find(settings: Settings) -> None:
+    """Refuse a model that is no folder and a device that no plugin names, before anything listens.
+
+    What looks right costs nothing here. What does not is asked of those who know, and torch is imported for it; a
+    device that has a plugin and is not on this machine is found by the engine's process.
+
+    Raises:
+        InferplaneError: as a model that is opened in this process.
+    """
+    folder = Path(settings.model).expanduser()
+    if settings.model != FIELDS["model"].default and not (folder / "config.json").is_file():
+        from inferplane.engine import ModelFiles
+
+        ModelFiles(settings.model)
+    known = {point.name.partition(":")[0] for point in metadata.entry_points(group=PLUGIN_GROUP)}
+    if settings.device != FIELDS["device"].default and settings.device.partition(":")[0] not in known:
+        from inferplane.plugins import host
+
+        host().backend(settings.device, index=settings.index)
 
 
 def read_keys(settings: Settings) -> list[str]:

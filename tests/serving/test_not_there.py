@@ -1,0 +1,23 @@
+"""A model or a device that is not there is found before anything listens, and told as other verbs tell it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+INFERPLANE = (sys.executable, "-m", "inferplane")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(("/no/such/folder",), 2), (("--device", "toaster"), 1)],
+    ids=["model", "device"],
+)
+def test_nothing_listens(words, code):
+    serve = subprocess.run([*INFERPLANE, "serve", "--port", "0", *words], capture_output=True, text=True, check=False)
+    other = subprocess.run([*INFERPLANE, "generate", "-p", "x", *words], capture_output=True, text=True, check=False)
+    assert serve.returncode == other.returncode == code
+    assert serve.stderr == other.stderr
+    assert serve.stderr.startswith("error: ")
