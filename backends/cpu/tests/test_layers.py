@@ -40,7 +40,7 @@ def bound_model(tree, weights, tokens, chained, whole=True, kv_dtype="auto"):
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("format", [PLAIN, "int8_group", "int4_group32"])
+@pytest.mark.parametrize("format", [PLAIN, "int8_group", "int4_group32", "fp8_block"])
 @pytest.mark.parametrize(("lengths", "schedule"), [("one", "tokens"), ("ragged", "tokens"), ("ragged", "drafts")])
 def test_a_chain_gives_what_its_layers_give_in_turn(name, format, lengths, schedule):
     tree = tiny_llama(format=format)

@@ -90,6 +90,24 @@ def test_attention(label, sequences, layout):
 @pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
 def test_layers(kernel, sequences, layout):
     sample = next(s for s in OPS["decoder_layer"].samples() if s.label == LAYERS[kernel])
+    judge(kernel, with_steps(sample, sequences), layout)
+
+
+@pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
+def test_layers_of_fp8_blocks(sequences):
+    sample = next(s for s in OPS["decoder_layer"].samples() if s.label == "gqa_mlp_mixed")
+
+    def fp8(linear):
+        return replace(linear, weight=replace(linear.weight, format="fp8_block"))
+
+    attn, mlp = sample.op.attn, sample.op.mlp
+    attn = replace(attn, qkv=fp8(attn.qkv), o=fp8(attn.o))
+    op = replace(sample.op, attn=attn, mlp=replace(mlp, gate_up=fp8(mlp.gate_up), down=fp8(mlp.down)))
+    judge("native:decoder_layer_many", with_steps(replace(sample, op=op), sequences), LAYOUTS[0])
+
+
+def with_steps(sample, sequences):
+    """A sample of a layer, for a step of these sequences."""
     request = sample.op.attn.few.kv
 
     def inputs(d: Draw):
@@ -97,7 +115,7 @@ def test_layers(kernel, sequences, layout):
         x = d.normal(batch.tokens, 64)
         return x, d.normal(*x.shape), batch, kv
 
-    judge(kernel, replace(sample, inputs=inputs), layout)
+    return replace(sample, inputs=inputs)
 
 
 def judge(kernel, sample, layout):
