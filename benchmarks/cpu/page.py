@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Writes the page of the cpu backend's results and its plots anew from the JSON files that `turns.py` left.
+
+    pip install matplotlib
+    python benchmarks/cpu/page.py             # docs/benchmarks-cpu.md and docs/images/cpu-SHAPE.svg
+    python benchmarks/cpu/page.py --no-plots  # the page alone
+
+Of each shape and test the newest file counts: names begin with the date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent.parent / "docs"
+INTRODUCTION = """# Results of the cpu backend
+
+Written by `python benchmarks/cpu/page.py` from `benchmarks/cpu/results/`; [benchmarks](benchmarks.md#the-cpu-backend)
+has what they mean. Tokens a second are medians over turns with the spread; `faster` is the median over turns of
+Inferplane's speed over this engine's, in the same precision, and in brackets the lower 95 % bound of the mean.
+"""
+
+
+def newest(folder):
+    """`{shape: {test: (file, report, results)}}`, of the last day, and of its files the one with most turns."""
+    found = {}
+    reports = [(file, json.loads(file.read_text())) for file in folder.glob("*.json")]
+    for file, report in sorted(reports, key=lambda x: (x[0].name[:10], x[1]["turns"], x[0].name)):
+        for test, results in report["results"].items():
+            name = f"{test} 1" if test.startswith("decode") and test.count(" ") == 2 else test  # one sequence
+            found.setdefault(report["shape"], {})[name] = (file, report, results)
+    return found
+
+
+def row(name, r):
+    low, high = r["spread"]
+    share = f"{r['bandwidth']:.2f}" if "bandwidth" in r else ""
+    ours = name.startswith("inferplane")
+    faster = "" if ours or "at_least" not in r else f"{r['inferplane_is_faster_by']:.2f} ({r['at_least']:.2f})"
+    speed = f"{r['tokens_per_s']:,.1f} ({low:,.1f} to {high:,.1f})"
+    return f"| {name} | {speed} | {share} | {faster} | {r['probe_gb_s']:.1f} |"
+
+
+def section(test, file, report, results):
+    loads = " and ".join(f"{x[0]:.1f}" for x in report["load_before_and_after"])
+    yield f"### {test}"
+    yield ""
+    yield f"`{file.name}`: {report['turns']} turns, {report['threads']} threads, {report['native']}; load {loads}."
+    yield ""
+    yield "| | tokens/s | share of bandwidth | faster | probe, GB/s |"
+    yield "|---|---|---|---|---|"
+    yield from (row(name, r) for name, r in results.items())
+    yield ""
+
+
+def page(found):
+    lines = [INTRODUCTION]
+    for shape, tests in sorted(found.items()):
+        lines += [f"## {shape}", "", f"![{shape}: tokens a second of each engine](images/cpu-{shape}.svg)", ""]
+        for test, of in sorted(tests.items()):
+            lines += section(test, *of)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=HERE / "results", metavar="FOLDER")
+    parser.add_argument("--docs", type=Path, default=DOCS, metavar="FOLDER")
+    parser.add_argument("--no-plots", action="store_true")
+    args = parser.parse_args()
+    found = newest(args.results)
+    (args.docs / "benchmarks-cpu.md").write_text(page(found))
+    for shape, tests in {} if args.no_plots else found.items():
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as chosen:
+            json.dump({"shape": shape, "results": {test: of[2] for test, of in sorted(tests.items())}}, chosen)
+            chosen.flush()
+            svg = str(args.docs / f"images/cpu-{shape}.svg")
+            subprocess.run([sys.executable, str(HERE / "plot.py"), chosen.name, "--svg", svg], check=True)
+
+
+if __name__ == "__main__":
+    main()
