@@ -157,3 +157,15 @@ def test_unknown_fields_are_told_in_a_header(client):
     answer = ask(client, "/v1/completions", "evil\r\nx-injected: 1", 1)
     assert answer.status_code == 200
     assert "x-injected" not in answer.headers
+
+
+def test_every_refusal_is_counted(server, client):
+    counted = 'inferplane:requests_rejected_total{reason="%s"}'
+    before = server.metrics()
+    for body in ({"prompt": "x", "temperature": -1}, {"prompt": "x", "max_tokens": 1, "stop": "x" * 257}, {"text": ""}):
+        assert client.post("/v1/completions", json=body).status_code == 400
+    assert client.post("/v1/completions", json={"prompt": "x", "model": "gpt"}).status_code == 404
+    assert client.post("/v1/embeddings", json={"input": "x", "dimensions": 0}).status_code == 400
+    after = server.metrics()
+    for reason, count in (("invalid_value", 4), ("model_not_found", 1)):
+        assert after[counted % reason] - before.get(counted % reason, 0) == count

@@ -97,6 +97,14 @@ def test_what_is_not_supported_is_said_to_be(model, data, said):
     assert refused.value.message == said
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"), [("stop", ["x"] * 17, "at most 16"), ("stop", "", "at least 1"), ("prompt", [], "item")]
+)
+def test_a_value_of_the_right_type_is_told_what_is_wrong_with_it(field, value, said):
+    with pytest.raises(ApiError, match=f"^{field}: .*{said}"):
+        validate(CompletionRequest, {"prompt": "x", field: value})
+
+
 def test_falsy_values_are_values():
     request = validate(CompletionRequest, {"prompt": "x", "temperature": 0, "seed": 0, "top_p": 0, "top_k": 0})
     sampling = request.sampling()

@@ -169,7 +169,12 @@ def _most_telling(errors: ValidationError, data: Any) -> tuple[Any, str | None]:
     for i, e in enumerate(same):
         if _form(paths[i]) == _form(paths[deepest]):
             firsts.setdefault(tuple(s for s in e["loc"] if isinstance(s, str)), i)
-    best = max(firsts.values(), key=lambda i: ([int(s) for s in re.findall(r"\[(\d+)\]", paths[i] or "")], -i))
+
+    def telling(i: int) -> tuple[list[int], bool, int]:
+        of_its_kind = not same[i]["type"].endswith("_type")  # else it is compared with what it was not meant as
+        return [int(s) for s in re.findall(r"\[(\d+)\]", paths[i] or "")], of_its_kind, -i
+
+    best = max(firsts.values(), key=telling)
     return same[best], paths[best]
 
 

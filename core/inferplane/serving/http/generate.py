@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -44,24 +45,44 @@ def routes(service: Service) -> APIRouter:
 
     @router.post(EMBEDDINGS)
     async def embeddings(request: Request) -> Response:
-        return _embeddings(service, parse(await request.body()))
+        data = await _data(service, request)
+        with _counted(service):
+            return _embeddings(service, data)
 
     return router
 
 
 def _endpoint(service: Service, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        data = parse(await request.body())
+        data = await _data(service, request)
         request_id = request.scope[REQUEST_ID]
         if not native.is_native(data):
-            return await answer(data, request_id)
+            with _counted(service):
+                return await answer(data, request_id)
         try:
-            return await _native(service, data, request_id)
+            with _counted(service):
+                return await _native(service, data, request_id)
         except ApiError as error:
             asked = data.get("req_id")
             return refuse(error, native.refusal(error, asked if isinstance(asked, str) else None))
 
     return endpoint
+
+
+@contextmanager
+def _counted(service: Service) -> Iterator[None]:
+    """Refusals count, also before a request is admitted; an answer counts its own."""
+    try:
+        yield
+    except ApiError as error:
+        service.refused(error)
+        raise
+
+
+async def _data(service: Service, request: Request) -> dict[str, Any]:
+    body = await request.body()
+    with _counted(service):
+        return parse(body)
 
 
 async def _completion(service: Service, data: dict[str, Any], request_id: str) -> Generation:
