@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import cases, peers, products
+from benchmarks.gpu import decode as steps
 from benchmarks.gpu.measure import copies_for, roofs, timed
 from benchmarks.shapes import SMALL, config
 
@@ -214,6 +215,13 @@ def experts() -> Iterator[Row]:
     yield from products.experts(_timed, copies_for, roof)
 
 
+def decode() -> Iterator[Row]:
+    """Whole steps of the models that decoding is judged on."""
+    roof = roofs()
+    yield {"roofs": roof}
+    yield from steps.decode(roof)
+
+
 LLAMA = config({**SMALL, "num_hidden_layers": 2}, 512)
 LATENT: dict[str, Any] = {
     **LLAMA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 16,
@@ -271,7 +279,7 @@ def _replayed_and_eager(name: str, model: Any, options: dict[str, Any], recorded
 
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
-    **{f.__name__: f for f in (engine, mla, gqa, prefill, gemm, experts)},
+    **{f.__name__: f for f in (engine, mla, gqa, prefill, gemm, experts, decode)},
     **{f"correct.{piece}": partial(correct, piece) for piece in PIECES},
 }
 

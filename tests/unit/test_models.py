@@ -225,3 +225,24 @@ def test_ignored_names():
         "model.layers.61.embed_tokens.weight",
         "model.layers.61.shared_head.head.weight",
     ]
+
+
+@pytest.mark.parametrize(("settings", "codes"), [
+    ({}, ("", 0)),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ("", 0)),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, ("fp8", 128)),
+    ({"quant_method": "fp8", "activation_scheme": "dynamic"}, ("fp8", 0)),
+])  # fmt: skip
+def test_norms_are_told_how_their_readers_code_them(settings, codes):
+    from benchmarks.shapes import REAL
+    from inferplane.engine import ModelFiles, Runner, RunnerOptions
+    from inferplane.plugins import host
+
+    for name in ("Qwen3-8B", "DeepSeek-V3, 4 layers"):
+        config = {**REAL[name], "num_hidden_layers": 2, "quantization_config": settings}
+        model = Runner.plan_only(ModelFiles(config), host(), "cpu", RunnerOptions(dtype="bfloat16")).model
+        for layer in model.layers:
+            norms = [layer.attn_norm, layer.mlp_norm]
+            norms += [layer.attn.enter] if name.startswith("DeepSeek") else []
+            assert [(norm.codes, norm.codes_group) for norm in norms] == [codes] * len(norms)
+        assert model.norm.codes == "", "the output head takes it as it is"

@@ -14,6 +14,7 @@ from inferplane.models.build import Build
 from inferplane.models.config import Config
 from inferplane.models.rope import mscale
 from inferplane.ops import (
+    FORMATS,
     Attention,
     CausalLM,
     DecoderLayer,
@@ -33,7 +34,7 @@ from inferplane.ops import (
     NormRopeWrite,
     Rope,
 )
-from inferplane.types import KVRequest, Shard
+from inferplane.types import KVRequest, Shard, Weight
 
 Window = int | None
 """How many last tokens a layer attends to; None: all."""
@@ -119,13 +120,15 @@ def latent(b: Build) -> Callable[[str], MLABlock]:
         q_rows = d.heads * (d.nope + d.rope)
         kv_b = b.weight((f"{name}.kv_b_proj",), (d.heads * (d.nope + d.value), d.latent), 0)
         q_b = f"{name}.q_b_proj" if rank else f"{name}.q_proj"
+        q_up = b.linear(q_b, rows=q_rows, columns=rank or width, axis=0)
         q_a_norm = b.rms(f"{name}.q_a_layernorm", rank, LATENT_EPS) if rank else None
         kv_a_norm = b.rms(f"{name}.kv_a_layernorm", d.latent, LATENT_EPS)
+        codes = codes_for(q_up.weight) if rank else {}
         return MLABlock(
             q_a=b.linear(f"{name}.q_a_proj", rows=rank, columns=width) if rank else None,
-            q_b=b.linear(q_b, rows=q_rows, columns=rank or width, axis=0),
+            q_b=q_up,
             kv_a=b.linear(f"{name}.kv_a_proj_with_mqa", rows=d.latent + d.rope, columns=width),
-            enter=MLANormRopeWrite(q_a_norm, kv_a_norm, rope, MLAKVWrite(d.request), d),
+            enter=MLANormRopeWrite(q_a_norm, kv_a_norm, rope, MLAKVWrite(d.request), d, **codes),
             rope=rope,
             expanded=MLAExpanded(Linear(kv_b), d, scale, d.request),
             absorbed=MLAAbsorbed(kv_b, d, scale, d.request),
@@ -212,11 +215,31 @@ def decoder_layer(b: Build, i: int, attn: Any, mlp: Any) -> DecoderLayer:
     """Layer i around its attention and its MLP."""
     name, width = f"model.layers.{i}", b.config.size("hidden_size")
     return DecoderLayer(
-        attn_norm=b.add_rms(f"{name}.input_layernorm", width),
+        attn_norm=replace(b.add_rms(f"{name}.input_layernorm", width), **codes_for(*readers(attn))),
         attn=attn,
-        mlp_norm=b.add_rms(f"{name}.post_attention_layernorm", width),
+        mlp_norm=replace(b.add_rms(f"{name}.post_attention_layernorm", width), **codes_for(*readers(mlp))),
         mlp=mlp,
     )
+
+
+def readers(block: GQABlock | MLABlock | GatedMLP | MoE) -> list[Weight]:
+    """Weights that meet what a block is given, but for routers, which take it as it is."""
+    if isinstance(block, GQABlock):
+        return [block.qkv.weight]
+    if isinstance(block, MLABlock):
+        return [(block.q_a or block.q_b).weight, block.kv_a.weight]
+    if isinstance(block, GatedMLP):
+        return [block.gate_up.weight]
+    return [block.experts.gate_up, *([] if block.shared is None else [block.shared.gate_up.weight])]
+
+
+def codes_for(*weights: Weight) -> dict[str, Any]:
+    """Fields of a norm whose result these weights meet: the code that those that ask for one agree on."""
+    asked = {(w.act, FORMATS[w.format][2][1]) for w in weights if w.act and w.format in FORMATS}
+    if len(asked) != 1:
+        return {}
+    ((format, group),) = asked
+    return {"codes": format, "codes_group": group}
 
 
 def decoder(b: Build, attn: Callable[[int, str], Any], mlp: Callable[[int, str], Any]) -> CausalLM:

@@ -129,12 +129,17 @@ class AddRMSNorm(Op, name="add_rms_norm"):
     Returns:
         The normed sum and the sum, each `[T, D]` in the dtype of `x`. Neither input is changed.
 
+    Fields: `codes` "fp8" or "int8" where whoever reads the norm would code it so, `codes_group` columns a scale (0: the
+    row): a kernel may do that at once and hand the codes on; what it returns stays the same.
+
     Source: pre-norm transformer (arXiv 2002.04745), addition folded into the norm.
     """
 
     tolerance = ROUNDED
 
     norm: RMSNorm
+    codes: str = ""
+    codes_group: int = 0
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         s = x if residual is None else x + residual
@@ -147,13 +152,15 @@ class AddRMSNorm(Op, name="add_rms_norm"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """With and without a residual; values so small that `eps` shows."""
+        """With and without a residual; values so small that `eps` shows; codes that kernels may hand on."""
         at = lambda d: AddRMSNorm(RMSNorm(placeholder(d), 1e-5))  # noqa: E731
+        coded = AddRMSNorm(RMSNorm(placeholder(320), 1e-5), "fp8", 128)
         return [
             Sample("t3_d64", at(64), lambda d: (d.normal(3, 64), d.normal(3, 64))),
             Sample("first", at(64), lambda d: (d.normal(2, 64), None)),
             Sample("t9_d1024", at(1024), lambda d: (d.normal(9, 1024), d.normal(9, 1024, scale=20.0))),
             Sample("small", at(64), lambda d: (d.normal(4, 64, scale=1e-3), d.normal(4, 64, scale=1e-3))),
+            Sample("codes", coded, lambda d: (d.normal(5, 320), d.normal(5, 320))),
         ]
 
 

@@ -223,6 +223,8 @@ class MLANormRopeWrite(Op, name="mla_norm_rope_write"):
     Returns:
         The normed q, `[T, Q]`, or None.
 
+    Fields: `codes` and `codes_group` as of `AddRMSNorm`, for the normed q.
+
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
 
@@ -233,6 +235,8 @@ class MLANormRopeWrite(Op, name="mla_norm_rope_write"):
     rope: Rope
     write: MLAKVWrite
     dims: MLADims
+    codes: str = ""
+    codes_group: int = 0
 
     def __call__(self, q: torch.Tensor | None, kv_a: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor | None:
         latent, k_rope = kv_a.split((self.dims.latent, self.dims.rope), -1)

@@ -28,7 +28,10 @@ from tests.gates.compile.targets import TARGETS, Target
 
 LIMIT_S = 60
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-CUDA_MIX = ("HGMMA", "QGMMA", "HMMA", "QMMA", "IGMMA", "IMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "LDGSTS", "USETMAXREG")
+GRID_CONTROL = ("ACQBULK", "PREEXIT")
+"""What `griddepcontrol.wait` and `griddepcontrol.launch_dependents` become."""
+CUDA_MIX = ("HGMMA", "QGMMA", "HMMA", "QMMA", "IGMMA", "IMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "LDGSTS", "USETMAXREG",
+            *GRID_CONTROL)  # fmt: skip
 
 
 def source(launch: Launch) -> ASTSource:

@@ -18,7 +18,7 @@ NAMES = {
     torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Launch:
     signature: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     attributes: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
-    options: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def describe(function: JITFunction, args: tuple[Any, ...], named: dict[str, Any]) -> Launch:

@@ -61,7 +61,7 @@ def _(tiles: Tiles) -> None:
 def _(tiles: Tiles) -> None:
     from inferplane.kernels.triton.rows import norm
 
-    norm(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8")
+    norm(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8", keep=True)
 
 
 @specimen("silu_mul")
@@ -103,13 +103,14 @@ def _(tiles: Tiles) -> None:
     _enter("fp8")
 
 
-def _enter(kind: str) -> None:
+def _enter(kind: str, ahead: bool = False) -> None:
     from inferplane.kernels.triton.enter import norm_rope_write
 
     rope = SimpleNamespace(table=empty(64, 2, 64, dtype=torch.float32), interleaved=False)
     norm = SimpleNamespace(weight=empty(128), eps=1e-6)
     q, k, v = empty(2, 48, 128).split((32, 8, 8), 1)
-    norm_rope_write(SimpleNamespace(rope=rope, q_norm=norm, k_norm=norm), q, k, v, step(1, 8), cache(GQA, kind))
+    op = SimpleNamespace(rope=rope, q_norm=norm, k_norm=norm, prepared=Tiles(ahead=ahead))
+    norm_rope_write(op, q, k, v, step(1, 8), cache(GQA, kind))
 
 
 @specimen("mla_norm_rope_write")
@@ -119,15 +120,16 @@ def _(tiles: Tiles) -> None:
 
 @specimen("mla_norm_rope_write_fp8")
 def _(tiles: Tiles) -> None:
-    _enter_latent("fp8")
+    _enter_latent("fp8", "fp8")
 
 
-def _enter_latent(kind: str) -> None:
+def _enter_latent(kind: str, codes: str = "", ahead: bool = False) -> None:
     from inferplane.kernels.triton.enter import mla_norm_rope_write
 
     rope = SimpleNamespace(table=empty(64, 2, 32, dtype=torch.float32), interleaved=True)
     norms = {f"{x}_norm": SimpleNamespace(weight=empty(n), eps=1e-6) for x, n in (("q_a", 1536), ("kv_a", 512))}
-    op = SimpleNamespace(rope=rope, dims=V3, **norms)
+    prepared = Tiles(ahead=ahead)
+    op = SimpleNamespace(rope=rope, dims=V3, codes=codes, codes_group=128, prepared=prepared, **norms)
     mla_norm_rope_write(op, empty(2, 1536), empty(2, 576), step(1, 8), cache(V3.request, kind))
 
 
@@ -256,3 +258,27 @@ def _hopper_fp8(heads: int, new: int) -> None:
 
 
 CALLS["hopper_mla_fp8_products"] = lambda tiles: _hopper_fp8(128, 2)
+
+
+@specimen("add_rms_norm_fp8_ahead")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.rows import norm
+
+    norm(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8", keep=True, ahead=True)
+
+
+@specimen("silu_mul_fp8_ahead")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.rows import gated
+
+    gated(empty(4, 2 * 4096), "fp8", ahead=True)
+
+
+@specimen("norm_rope_write_ahead")
+def _(tiles: Tiles) -> None:
+    _enter("auto", ahead=True)
+
+
+@specimen("mla_norm_rope_write_ahead")
+def _(tiles: Tiles) -> None:
+    _enter_latent("auto", "fp8", ahead=True)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 
+from tests.gates.compile.compiler import GRID_CONTROL
 from tests.gates.compile.golden import RUNS, faults, read, run
 from tests.gates.compile.targets import TARGETS
 
@@ -18,6 +19,16 @@ def test_compiles_to_what_was_recorded(version, target, record_property):
     assert found
     wrong = faults(found, read(version, target), limits.shared_bytes, limits.registers)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("version", "target"), RUNS)
+def test_only_launches_ahead_wait_for_the_one_before(version, target):
+    """By what was recorded, with which the compilers' output is held to agree above."""
+    kernels = read(version, target)
+    ahead = {name for name in kernels if name.partition("/")[0].endswith("_ahead")}
+    assert bool(ahead) == (target in ("sm_90", "sm_100"))
+    for name, found in kernels.items():
+        assert [word in found["mix"] for word in GRID_CONTROL] == [name in ahead] * 2, name
 
 
 def test_faults_are_found():

@@ -13,10 +13,19 @@ CODED = {"quantization_config": {**FP8["quantization_config"], "activation_schem
 """As DeepSeek's checkpoints ask for it."""
 LAYERS = 3
 """Of each model: one dense layer and two further, since layers that are alike launch alike."""
+CODED = {**FP8["quantization_config"], "activation_scheme": "dynamic"}
+ROWS = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+FORMS = {
+    "bf16": {},
+    "FP8": FP8,
+    "FP8, coded": {"quantization_config": CODED},
+    "FP8 rows, coded": {"quantization_config": ROWS},
+}
+"""Weights as they are stored, and activations coded in FP8 where the checkpoint asks for it."""
 MODELS: dict[str, Callable[[], Runner]] = {
     f"{name}, {form}": partial(planned, {**config, "num_hidden_layers": LAYERS, **more})
     for name, config in REAL.items()
-    for form, more in (("bf16", {}), ("FP8", FP8))
+    for form, more in FORMS.items()
 }
 CODED_MODELS: dict[str, Callable[[], Runner]] = {
     name: partial(planned, {**config, "num_hidden_layers": LAYERS, **CODED}) for name, config in REAL.items()

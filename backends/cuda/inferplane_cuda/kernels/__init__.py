@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,16 @@ HOPPER = Tiles(prefill=Launch(128, 64, 8, 3), decode=Launch(16, 64, 4, 4), mla=L
 def tiles(op: Any, ctx: Context) -> Tiles:
     """Tile sizes for what the context says of the GPU."""
     large = any(name in ctx.features and ctx.features[name].present for name in ("sm90a", "sm100a"))
-    return HOPPER if large else AMPERE
+    return replace(HOPPER if large else AMPERE, ahead=ahead(ctx))
+
+
+AHEAD = "INFERPLANE_CUDA_AHEAD"
+"""Set to 1: small kernels are launched before the one in front of them has ended. Off until it was measured."""
+
+
+def ahead(ctx: Context) -> bool:
+    """Whether that is asked for, and the GPU has it."""
+    return os.environ.get(AHEAD) == "1" and "sm90" in ctx.features and bool(ctx.features["sm90"].present)
 
 
 AMPERE_PRODUCTS = Products(
@@ -54,7 +64,7 @@ def products(op: Any, ctx: Context) -> Products:
     large = {"sm90a": HOPPER_PRODUCTS, "sm100a": BLACKWELL_PRODUCTS}
     found = [p for name, p in large.items() if name in ctx.features and ctx.features[name].present]
     fp8 = "fp8" in ctx.features and bool(ctx.features["fp8"].present)
-    return replace(found[0] if found else AMPERE_PRODUCTS, fp8=fp8)
+    return replace(found[0] if found else AMPERE_PRODUCTS, fp8=fp8, ahead=ahead(ctx))
 
 
 FP8_ERROR = 0.06

@@ -39,8 +39,8 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
     cached = When(FLOATS, kv_layouts=tuple(kv_layouts), features=(FEATURE,))
 
     def kernel(op: str, where: str, when: When, **options: Any) -> Kernel:
-        declared: dict[str, Any] = {"rank": RANK_PORTABLE, "capture_safe": True, "batch_invariant": True, **options}
-        return Kernel(op, "triton", f"{FOLDER}.{where}", when, **declared)
+        usual: dict[str, Any] = {"prepare": tiles, "capture_safe": True, "batch_invariant": True}
+        return Kernel(op, "triton", f"{FOLDER}.{where}", when, RANK_PORTABLE, **{**usual, **options})
 
     return [
         kernel("rms_norm", "rows:rms_norm", plain),
@@ -53,12 +53,11 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
         kernel("mla_kv_write", "cache:mla_kv_write", cached),
         kernel("norm_rope_write", "enter:norm_rope_write", cached),
         kernel("mla_norm_rope_write", "enter:mla_norm_rope_write", cached),
-        kernel("attention", "attention:attention", cached, prepare=tiles),
+        kernel("attention", "attention:attention", cached),
         # The products around these two are torch's own, which may add in another order for another number of rows.
-        kernel("mla_absorbed", "mla:mla_absorbed", cached, prepare=tiles, batch_invariant=False),
+        kernel("mla_absorbed", "mla:mla_absorbed", cached, batch_invariant=False),
         kernel(
-            "mla_expanded", "mla:mla_expanded", cached, prepare=tiles, batch_invariant=False,
-            capture_safe=False, needs_host_lens=True,
+            "mla_expanded", "mla:mla_expanded", cached, batch_invariant=False, capture_safe=False, needs_host_lens=True,
         ),
         Kernel(
             "mla_expanded", "triton_8bit", f"{FOLDER}.eight_bit:mla_expanded", eight_bit, RANK_PORTABLE, prepare=tiles,

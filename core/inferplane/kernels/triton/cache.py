@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inferplane.kernels.triton.ahead import asked, begin, how
 from inferplane.kernels.triton.rows import encoded, scale_of
 from inferplane.types import Batch, LayerKV
 
@@ -15,8 +16,9 @@ from inferplane.types import Batch, LayerKV
 @triton.jit
 def _rope(
     x, positions, table, out, heads, x_outer, x_inner,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    begin(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     pair = tl.arange(0, BLOCK)
@@ -114,6 +116,7 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         _rope[(tokens, heads)](
             x, positions, p.table, out, heads, x.stride(0), x.stride(1),
             HALF=dim // 2, BLOCK=max(16, triton.next_power_of_2(dim // 2)), INTERLEAVED=p.interleaved, num_warps=1,
+            **how(asked(p)),
         )  # fmt: skip
     return out
 

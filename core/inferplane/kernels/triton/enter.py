@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from inferplane.kernels.triton.ahead import asked, begin, how
 from inferplane.kernels.triton.cache import side_by_side, store_part, stored
-from inferplane.kernels.triton.rows import encoded, scale_of
+from inferplane.kernels.triton.handed import hand
+from inferplane.kernels.triton.rows import codes_for, encoded, raw, scale_of, store_codes
 from inferplane.types import Batch, LayerKV
 
 
@@ -36,8 +38,9 @@ def _enter(
     q, k, v, positions, table, slots, q_weight, k_weight, out, k_entries, v_entries, k_scales, v_scales,
     q_eps, k_eps, q_outer, q_inner, k_outer, k_inner, v_outer, v_inner,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
-    NORMS: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    NORMS: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    begin(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token)
@@ -73,11 +76,14 @@ def _enter(
 
 @triton.jit
 def _enter_latent(
-    q, kv, positions, table, slots, q_weight, kv_weight, out, entries, scales, q_eps, kv_eps, q_outer, kv_outer,
+    q, kv, positions, table, slots, q_weight, kv_weight, out, data, code_scales, entries, scales,
+    q_eps, kv_eps, q_outer, kv_outer,
     QUERY: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    INTERLEAVED: tl.constexpr, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
+    begin(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 1:
         column = tl.arange(0, BLOCK_Q)
@@ -85,7 +91,10 @@ def _enter_latent(
         x = tl.load(q + token * q_outer + column, mask=real, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, 0) / QUERY + q_eps)
         y = x * tl.load(q_weight + column, mask=real, other=0.0).to(tl.float32)
-        tl.store(out + token * QUERY + column, y.to(out.dtype.element_ty), mask=real)
+        y = y.to(out.dtype.element_ty)
+        tl.store(out + token * QUERY + column, y, mask=real)
+        if GROUP > 0:
+            store_codes(y.to(tl.float32), data, code_scales, token, QUERY, BLOCK_Q, GROUP, FP8)
         return
     slot = tl.load(slots + token)
     if slot < 0:
@@ -134,7 +143,7 @@ def norm_rope_write(
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, BLOCK=_power(max(dim, v_dim)), NORMS=norms,
             INTERLEAVED=p.rope.interleaved, KIND=kind, POWER_OF_TWO=kv.power_of_two,  # type: ignore[attr-defined]
-            num_warps=1,
+            num_warps=1, **how(asked(p)),
         )  # fmt: skip
     return out
 
@@ -142,21 +151,26 @@ def norm_rope_write(
 def mla_norm_rope_write(
     p: Any, q: torch.Tensor | None, kv_a: torch.Tensor, batch: Batch, kv: LayerKV
 ) -> torch.Tensor | None:
-    """One program a token for the latent and the rotated key, and one for the query where it is normed."""
+    """One program a token for the latent and the rotated key, and one for the query where it is normed; it is coded
+    too, where its reader would code it.
+    """
     entries, scales, kind = stored(kv)
     _, parts, part = entries[0].shape
     kv_a, d, tokens = side_by_side(kv_a), p.dims, kv_a.shape[0]
     normed = q is not None and p.q_a_norm is not None
     query = side_by_side(q) if q is not None else kv_a
-    out = query.new_empty(tokens, query.shape[1]) if normed else None
+    width = query.shape[1]
+    out = query.new_empty(tokens, width) if normed else None
+    format, group, block = p.codes if normed else "", p.codes_group, max(_power(width), p.codes_group)
+    data, code_scales = codes_for(query, width, group or width, format == "fp8") if format else (kv_a, kv_a)
     if tokens:
         _enter_latent[(tokens, 1 + normed)](
             query, kv_a, batch.positions, p.rope.table, batch.slots, p.q_a_norm.weight if normed else kv_a,
-            p.kv_a_norm.weight, kv_a if out is None else out, entries[0], scales[0],
+            p.kv_a_norm.weight, kv_a if out is None else out, raw(data), code_scales, entries[0], scales[0],
             p.q_a_norm.eps if normed else 0.0, p.kv_a_norm.eps, query.stride(0), kv_a.stride(0),
-            QUERY=query.shape[1], LATENT=d.latent, ROPE=d.rope, PARTS=parts, PART=part,
-            BLOCK_Q=_power(query.shape[1]), BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK=_power(part),
+            QUERY=width, LATENT=d.latent, ROPE=d.rope, PARTS=parts, PART=part,
+            BLOCK_Q=block, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK=_power(part),
             INTERLEAVED=p.rope.interleaved, KIND=kind, POWER_OF_TWO=kv.power_of_two,  # type: ignore[attr-defined]
-            num_warps=4,
+            GROUP=(group or block) if format else 0, FP8=format == "fp8", num_warps=4, **how(asked(p)),
         )  # fmt: skip
-    return out
+    return out if out is None or not format else hand(out, format, group, data, code_scales)

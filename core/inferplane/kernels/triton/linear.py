@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.triton.handed import handed
 from inferplane.kernels.triton.packed import FP8, Packed
 from inferplane.kernels.triton.product import Activations, coded, plain, product
 from inferplane.kernels.triton.rows import gated as gate
@@ -30,9 +31,13 @@ def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_input(x: torch.Tensor, weight: Packed, group: int) -> Activations:
-    """Activations for a product in FP8: many are coded before it. Few are coded in it, by 128 columns, where the
-    weight is in FP8; beside INT4, which is multiplied in 16 bits, they stay as they are.
+    """Activations for a product in FP8: the codes that were handed over with them, or many are coded before it. Few
+    others are coded in it, by 128 columns, where the weight is in FP8; beside INT4, which is multiplied in 16 bits, few
+    stay as they are.
     """
+    found = handed(x, "fp8", group) if weight.kind == FP8 else None
+    if found is not None:
+        return coded(*found, group, x.dtype)
     return replace(plain(x), code=weight.kind == FP8) if len(x) <= FEW_ROWS else fp8_rows(x, group)
 
 
@@ -58,5 +63,5 @@ def gated_mlp_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     """With activations in FP8; what lies between the two products is one kernel."""
     weight = p.gate_up.weight
     both = product(fp8_input(x, weight, weight.group), weight, p.prepared)
-    data, scale = gate(both, "fp8", FP8_GROUP)
+    data, scale = gate(both, "fp8", FP8_GROUP, p.prepared.ahead)
     return product(coded(data, scale, FP8_GROUP, x.dtype), p.down.weight, p.prepared)

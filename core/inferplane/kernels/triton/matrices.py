@@ -65,22 +65,17 @@ def _shared_in_fp8(op: Any) -> bool:
     shared = op.shared
     if shared is None:
         return True
-    return all(x.weight.format in FP8 for x in (shared.gate_up, shared.down)) and _whole_groups(shared)
-
-
-def _whole_groups(op: Any) -> bool:
-    return op.down.weight.shape[-1] % DEPTH == 0
+    return all(x.weight.format in FP8 for x in (shared.gate_up, shared.down))
 
 
 ONE = ("a quantized weight", _quantized)
 HERE = ("a quantized weight, or a float32 result of one in the plan's dtype", _quantized_or_routes)
 ALL_HERE = ("all experts on one rank", _one_rank)
 ORDINARY = ("a router with a float32 result, a shared MLP without bias, activations in the plan's dtype", _ordinary)
-SHARED_FP8 = ("a shared MLP in FP8, with an inner size that is a multiple of 128", _shared_in_fp8)
+SHARED_FP8 = ("a shared MLP in FP8", _shared_in_fp8)
 ALIKE = ("activations coded by whole rows or by 128 columns", _coded_alike)
 UNCODED = ("activations that the op leaves as they are", _no_act)
 MLP = ("one rank, quantized weights, no bias, activations in the plan's dtype", _two_products)
-WHOLE = ("an inner size that is a multiple of 128", _whole_groups)
 
 
 ANYWHERE = Products()
@@ -116,7 +111,7 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = ANYWHERE.prepa
         kernel("linear", "triton_fp8", "linear:linear_fp8", when(HALF, ("plain", *FP8), ONE, UNCODED), "weight", **fp8),
         kernel("lm_head", "triton", "linear:lm_head", when(FLOATS, QUANTIZED), "weight"),
         kernel("gated_mlp", "triton", "linear:gated_mlp", when(FLOATS, QUANTIZED, MLP), *mlp),
-        kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", when(HALF, FP8, MLP, WHOLE), *mlp, **fp8),
+        kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", when(HALF, FP8, MLP), *mlp, **fp8),
         kernel("moe_experts", "triton", "moe:moe_experts", when(FLOATS, every), *both),
         kernel("moe_experts", "triton_fp8", "moe:moe_experts_fp8", when(HALF, (*FP8, *INT4)), *both, **fp8),
         kernel("moe", "triton", "mixture:moe", when(FLOATS, every, *whole), *layer),
@@ -124,6 +119,6 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = ANYWHERE.prepa
                *layer, **fp8),
         Kernel(
             "moe_route", "triton", f"{FOLDER}.route:moe_route", When(FLOATS, features=("triton",)), RANK_PORTABLE,
-            capture_safe=True, batch_invariant=True,
+            prepare=products, capture_safe=True, batch_invariant=True,
         ),
     ]  # fmt: skip

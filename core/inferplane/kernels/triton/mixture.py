@@ -15,7 +15,7 @@ from inferplane.kernels.triton.linear import FP8_GROUP, fp8_input
 from inferplane.kernels.triton.moe import experts
 from inferplane.kernels.triton.packed import PLAIN, Packed
 from inferplane.kernels.triton.product import Activations, coded, plain, product
-from inferplane.kernels.triton.route import moe_route
+from inferplane.kernels.triton.route import routed
 from inferplane.kernels.triton.rows import gated as gate
 from inferplane.kernels.triton.tiles import Products
 
@@ -29,13 +29,13 @@ def _down(x: torch.Tensor, weight: Packed, products: Products) -> torch.Tensor:
 def shared_mlp(x: torch.Tensor, gate_up: Packed, down: Packed, products: Products) -> torch.Tensor:
     """A gated MLP; plain weights go to torch's own product."""
     if gate_up.kind == PLAIN:
-        return _down(gate(F.linear(x, gate_up.data))[0], down, products)
+        return _down(gate(F.linear(x, gate_up.data), ahead=products.ahead)[0], down, products)
     return _down(product(plain(x), gate_up, products, gated=True), down, products)
 
 
 def shared_mlp_fp8(x: Activations, gate_up: Packed, down: Packed, products: Products) -> torch.Tensor:
     """The same with activations in FP8, those between the products too."""
-    data, scale = gate(product(x, gate_up, products), "fp8", FP8_GROUP)
+    data, scale = gate(product(x, gate_up, products), "fp8", FP8_GROUP, products.ahead)
     return product(coded(data, scale, FP8_GROUP, x.dtype), down, products)
 
 
@@ -45,7 +45,7 @@ def moe(p: Any, x: torch.Tensor) -> torch.Tensor:
     logits = product(plain(x), p.router.weight, products, p.router.bias, torch.float32)
     shared = p.shared
     base = None if shared is None else shared_mlp(x, shared.gate_up.weight, shared.down.weight, products)
-    return experts(p.experts, products, plain(x), *moe_route(p.route, logits), False, base)
+    return experts(p.experts, products, plain(x), *routed(p.route, logits, products.ahead), False, base)
 
 
 def moe_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -57,4 +57,4 @@ def moe_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
         gate_up, down = shared.gate_up.weight, shared.down.weight
         into = fp8_input(x, gate_up, FP8_GROUP) if rows.scale is None else rows
         base = shared_mlp_fp8(into, gate_up, down, products)
-    return experts(p.experts, products, rows, *moe_route(p.route, logits), True, base)
+    return experts(p.experts, products, rows, *routed(p.route, logits, products.ahead), True, base)

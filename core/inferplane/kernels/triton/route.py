@@ -8,15 +8,18 @@ import torch
 import triton
 import triton.language as tl
 
+from inferplane.kernels.triton.ahead import asked, begin, how
+
 
 @triton.jit
 def _route(
     logits, bias, weights, ids, factor, row,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr,
     TOP2: tl.constexpr, RENORMALIZE: tl.constexpr, BIAS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Experts are held as `[BLOCK_G, BLOCK_E]`, groups by members; of equal choices the first expert is taken."""
+    begin(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     EACH: tl.constexpr = EXPERTS // GROUPS
     group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
@@ -61,6 +64,11 @@ def _route(
 
 def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One program a token; ids are those of the op."""
+    return routed(p, logits, asked(p))
+
+
+def routed(p: Any, logits: torch.Tensor, ahead: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op; `ahead` as in `ahead.py`."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     tokens, experts = logits.shape
     weights = logits.new_empty(tokens, p.top_k, dtype=torch.float32)
@@ -71,6 +79,6 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
             EXPERTS=experts, GROUPS=p.groups, TOP_GROUPS=p.top_groups, TOP_K=p.top_k, SIGMOID=p.score == "sigmoid",
             TOP2=p.group_score == "top2", RENORMALIZE=p.renormalize, BIAS=p.bias is not None,
             BLOCK_G=triton.next_power_of_2(p.groups), BLOCK_E=triton.next_power_of_2(experts // p.groups),
-            BLOCK_K=triton.next_power_of_2(p.top_k), num_warps=1,
+            BLOCK_K=triton.next_power_of_2(p.top_k), num_warps=1, **how(ahead),
         )  # fmt: skip
     return weights, ids

@@ -8,6 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from inferplane.kernels.triton.ahead import asked, begin, how
+from inferplane.kernels.triton.handed import hand, handed
+
 FP8_MAX = 448.0
 INT8_MAX = 127.0
 
@@ -54,10 +57,26 @@ def encoded(x, scale, FP8: tl.constexpr):
 
 
 @triton.jit
+def store_codes(y, data, scales, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr):
+    """Codes of a row `y` of BLOCK entries, WIDTH of which count and the others are 0: a scale for GROUP columns."""
+    column = tl.arange(0, BLOCK)
+    groups = tl.reshape(y, (BLOCK // GROUP, GROUP))
+    scale = scale_of(tl.max(tl.abs(groups), 1), 448.0 if FP8 else 127.0, False)
+    code = tl.reshape(encoded(groups, scale[:, None], FP8), (BLOCK,))
+    tl.store(data + row * WIDTH + column, code, mask=column < WIDTH)
+    count: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+    group = tl.arange(0, BLOCK // GROUP)
+    tl.store(scales + row * count + group, scale, mask=group < count)
+
+
+@triton.jit
 def _norm(
     x, residual, weight, out, total, data, scales, eps, heads, x_outer, x_inner, r_outer,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
+    PLAIN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """One row; its result with PLAIN, and its codes where GROUP is not 0."""
+    begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -68,22 +87,18 @@ def _norm(
         tl.store(total + row * WIDTH + column, h.to(total.dtype.element_ty), mask=inside)
     h = h * tl.rsqrt(tl.sum(h * h, 0) / WIDTH + eps)
     y = h * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if GROUP == 0:
+    if PLAIN:
         tl.store(out + row * WIDTH + column, y.to(out.dtype.element_ty), mask=inside)
-    else:
-        groups = tl.reshape(y.to(out.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP))
-        scale = scale_of(tl.max(tl.abs(groups), 1), 448.0 if FP8 else 127.0, False)
-        code = tl.reshape(encoded(groups, scale[:, None], FP8), (BLOCK,))
-        tl.store(data + row * WIDTH + column, code, mask=inside)
-        group = tl.arange(0, BLOCK // GROUP)
-        tl.store(scales + row * (WIDTH // GROUP) + group, scale, mask=group < WIDTH // GROUP)
+    if GROUP > 0:
+        store_codes(y.to(out.dtype.element_ty).to(tl.float32), data, scales, row, WIDTH, BLOCK, GROUP, FP8)
 
 
 @triton.jit
 def _silu_mul(
     x, out, data, scales, x_outer, width,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -98,14 +113,15 @@ def _silu_mul(
         code = tl.reshape(encoded(groups, scale[:, None], FP8), (BLOCK,))
         tl.store(data + row * width + column, code, mask=inside)
         group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-        tl.store(scales + row * (width // GROUP) + group, scale, mask=group < width // GROUP)
+        tl.store(scales + row * tl.cdiv(width, GROUP) + group, scale, mask=group < tl.cdiv(width, GROUP))
 
 
 @triton.jit
 def _quantize(
     x, data, scales, x_outer, width, groups,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     within = tl.arange(0, BLOCK)
@@ -130,12 +146,14 @@ def _rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return x, 1, (x.stride(0) if x.dim() == 2 else 0), 0
 
 
-def _codes(like: torch.Tensor, width: int, group: int, fp8: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def codes_for(like: torch.Tensor, width: int, group: int, fp8: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for data and scales of rows of `width`, as many as `like` has."""
     data = like.new_empty(like.shape[0], width, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
-    return data, like.new_empty(like.shape[0], width // group, dtype=torch.float32)
+    return data, like.new_empty(like.shape[0], triton.cdiv(width, group), dtype=torch.float32)
 
 
-def _raw(data: torch.Tensor) -> torch.Tensor:
+def raw(data: torch.Tensor) -> torch.Tensor:
+    """Codes as kernels store them: FP8 as its bits."""
     return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
 
 
@@ -146,6 +164,8 @@ def norm(
     residual: torch.Tensor | None = None,
     quantize: str = "",
     group: int = 128,
+    keep: bool = False,
+    ahead: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """RMS norm of `x`, or of `x + residual`, and optionally quantized while it is at hand.
 
@@ -155,10 +175,13 @@ def norm(
         eps: added to the mean of squares.
         residual: `[T, D]`, or None.
         quantize: "" (none), "fp8" or "int8".
-        group: columns a scale; a power of two that divides D.
+        group: columns a scale, a power of two; 0 for the whole row.
+        keep: also give the normed rows where they are quantized.
+        ahead: see `ahead.py`.
 
     Returns:
-        The normed rows, or their data and scales as the op `quantize` gives them; then the sum, with a residual.
+        The normed rows, or their data and scales as the op `quantize` gives them, or all three; then the sum, with a
+        residual.
     """
     width = x.shape[-1]
     x, heads, outer, inner = _rows_of(x)
@@ -166,54 +189,58 @@ def norm(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     total = x if residual is None else torch.empty_like(out)
-    data, scales = _codes(x, width, group, quantize == "fp8") if quantize else (out, out)
+    data, scales = codes_for(x, width, group or width, quantize == "fp8") if quantize else (out, out)
     block = max(triton.next_power_of_2(width), group if quantize else 16)
     if rows:
         _norm[(rows,)](
-            x, x if residual is None else residual, weight, out, total, _raw(data), scales, eps, heads, outer, inner,
+            x, x if residual is None else residual, weight, out, total, raw(data), scales, eps, heads, outer, inner,
             0 if residual is None else residual.stride(0),
-            WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, GROUP=group if quantize else 0,
-            FP8=quantize == "fp8", num_warps=_warps(block),
+            WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, GROUP=(group or block) if quantize else 0,
+            FP8=quantize == "fp8", PLAIN=keep or not quantize, num_warps=_warps(block), **how(ahead),
         )  # fmt: skip
-    made = (data, scales) if quantize else (out,)
+    made = (*([out] if keep else []), data, scales) if quantize else (out,)
     return made if residual is None else (*made, total)
 
 
 def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     """One program a row."""
-    return norm(x, p.weight, p.eps)[0]
+    return norm(x, p.weight, p.eps, ahead=asked(p))[0]
 
 
 def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum and norm in one pass; the norm takes the sum before it is rounded."""
-    if residual is None:
-        return norm(x, p.norm.weight, p.norm.eps)[0], x
-    y, total = norm(x, p.norm.weight, p.norm.eps, residual)
-    return y, total
+    """Sum and norm in one pass, and codes of the result where its readers would code it; the norm takes the sum before
+    it is rounded.
+    """
+    y, *codes = norm(x, p.norm.weight, p.norm.eps, residual, p.codes, p.codes_group, keep=True, ahead=asked(p))
+    total = x if residual is None else codes.pop()
+    return hand(y, p.codes, p.codes_group, *codes) if p.codes else y, total
 
 
-def gated(x: torch.Tensor, quantize: str = "", group: int = 128) -> tuple[torch.Tensor, ...]:
+def gated(x: torch.Tensor, quantize: str = "", group: int = 128, ahead: bool = False) -> tuple[torch.Tensor, ...]:
     """`silu(x[:, :I]) * x[:, I:]` of `x` `[T, 2 I]`: `[T, I]`, or its data and scales; arguments as for `norm`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, width)
-    data, scales = _codes(x, width, group, quantize == "fp8") if quantize else (out, out)
+    data, scales = codes_for(x, width, group, quantize == "fp8") if quantize else (out, out)
     block = min(1024, max(triton.next_power_of_2(width), group if quantize else 16))
     if rows:
         _silu_mul[(rows, triton.cdiv(width, block))](
-            x, out, _raw(data), scales, x.stride(0), width,
-            BLOCK=block, GROUP=group if quantize else 0, FP8=quantize == "fp8", num_warps=_warps(block),
+            x, out, raw(data), scales, x.stride(0), width,
+            BLOCK=block, GROUP=group if quantize else 0, FP8=quantize == "fp8", num_warps=_warps(block), **how(ahead),
         )  # fmt: skip
     return (data, scales) if quantize else (out,)
 
 
 def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
     """Both halves of a row in one pass."""
-    return gated(x)[0]
+    return gated(x, ahead=asked(p))[0]
 
 
 def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One program a row and group."""
+    """One program a row and group; nothing to do where the codes were handed over with `x`."""
+    found = handed(x, p.format, p.group)
+    if found is not None:
+        return found
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, width = x.shape
     group = p.group or width
@@ -223,7 +250,7 @@ def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     block = max(16, triton.next_power_of_2(group))
     if rows:
         _quantize[(rows, groups)](
-            x, _raw(data), scales, x.stride(0), width, groups,
-            GROUP=group, BLOCK=block, FP8=p.format == "fp8", num_warps=_warps(block),
+            x, raw(data), scales, x.stride(0), width, groups,
+            GROUP=group, BLOCK=block, FP8=p.format == "fp8", num_warps=_warps(block), **how(asked(p)),
         )  # fmt: skip
     return data, scales

@@ -57,6 +57,7 @@ class Tiles:
         prefill: attention of many query tokens.
         mla: attention of few query tokens over latents.
         chunk_tokens: least tokens of a split of a sequence's cache.
+        ahead: launch small kernels before the one in front of them has ended (`ahead.py`).
         splits: most splits of a sequence. How a sequence is split depends on its own length alone, so that its result
             does not depend on the rest of the batch.
     """
@@ -66,6 +67,7 @@ class Tiles:
     mla: Launch = Launch(16, 32, 4, 2)
     chunk_tokens: int = 512
     splits: int = 32
+    ahead: bool = False
     counters: Counters = field(default_factory=Counters, init=False, repr=False, compare=False)
 
     def prepare(self, op: Any, ctx: Any) -> Tiles:
@@ -98,6 +100,7 @@ class Products:
         experts: more than 16 rows an expert, in programs that hold two results.
         programs: programs that fill the device; smaller products are split along K.
         fp8: the device multiplies FP8 numbers.
+        ahead: as of `Tiles`.
     """
 
     few: Product = Product(16, 32, 4, 3)
@@ -106,6 +109,7 @@ class Products:
     experts: Product = Product(64, 64, 8, 2)
     programs: int = 128
     fp8: bool = False
+    ahead: bool = False
     counters: Counters = field(default_factory=Counters, init=False, repr=False, compare=False)
 
     def choose(self, rows: int) -> Product:
