@@ -9,11 +9,10 @@ from benchmarks.shapes import FP8, REAL
 from inferplane.engine import Runner
 from tests.gates.launches.steps import planned
 
-CODED = {"quantization_config": {**FP8["quantization_config"], "activation_scheme": "dynamic"}}
-"""As DeepSeek's checkpoints ask for it."""
 LAYERS = 3
 """Of each model: one dense layer and two further, since layers that are alike launch alike."""
 CODED = {**FP8["quantization_config"], "activation_scheme": "dynamic"}
+"""As DeepSeek's checkpoints ask for it."""
 ROWS = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FORMS = {
     "bf16": {},
@@ -27,7 +26,4 @@ MODELS: dict[str, Callable[[], Runner]] = {
     for name, config in REAL.items()
     for form, more in FORMS.items()
 }
-CODED_MODELS: dict[str, Callable[[], Runner]] = {
-    name: partial(planned, {**config, "num_hidden_layers": LAYERS, **CODED}) for name, config in REAL.items()
-}
-"""With activations in FP8 too."""
+CODED_MODELS = {name: make for name, make in MODELS.items() if name.endswith("coded")}

@@ -27,7 +27,7 @@ def test_at_most_one_kernel_between_two_products(runner, sequences, tokens, reco
 
 @pytest.mark.parametrize("model", CODED_MODELS)
 def test_few_activations_are_coded_in_the_product(model):
-    """Up to 64 rows; more are coded by a kernel of its own, beside which there may be a norm."""
+    """Up to 64 rows, unless a norm has coded them; of more, those that no norm has by a kernel of its own."""
     runner = CODED_MODELS[model]()
     for sequences, tokens in ((1, 1), (8, 1), (64, 1), (32, 2)):
         names = step(runner, sequences, tokens)
