@@ -253,3 +253,29 @@ def test_masked_groups():
     for e, count in enumerate(counts.tolist()):
         want = x.view(3, 32, 64)[e, :count] @ w[e].t()
         torch.testing.assert_close(got[e, :count], want)
+
+
+def test_counters_are_left_as_zeros():
+    """So that the next launch, or a replay of this one, counts from the beginning."""
+    from inferplane.kernels.triton.moe import Sum, dealt, grouped
+    from inferplane.kernels.triton.packed import pack
+    from inferplane.kernels.triton.product import plain, product
+
+    products = PRODUCTS.prepare(None, None)
+    x, w = torch.randn(3, 1200), torch.randn(40, 1200)
+    for _ in range(2):
+        torch.testing.assert_close(product(plain(x), pack(w), products), x @ w.t(), atol=1e-3, rtol=1e-4)
+    ids, weights = torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.rand(6)
+    rows, experts = torch.randn(6, 24), torch.randn(2, 40, 24)
+    want = (torch.einsum("pk,pnk->pn", rows, experts[ids.flatten()]) * weights[:, None]).view(3, 2, 40).sum(1)
+    slots, owners = dealt(ids, 2, 16)
+    placed = rows.new_zeros(len(slots), 24)
+    real = (owners >= 0).repeat_interleave(16) & (slots < 6)
+    placed[real] = rows[slots[real].long()]
+    for _ in range(2):
+        join = Sum(products.counters, 2)
+        got = grouped(
+            plain(placed), pack(experts), (slots, owners), Product(16, 32), pairs=6, weights=weights, join=join
+        )
+        torch.testing.assert_close(got.data, want, atol=1e-3, rtol=1e-4)
+    assert not products.counters.of(torch.device("cpu"), 1).any()
