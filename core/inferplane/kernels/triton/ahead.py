@@ -13,14 +13,22 @@ import triton
 import triton.language as tl
 
 
+def _extra(name: str) -> Any:
+    """A function that Triton has for one kind of device, whichever module it lies in; None: this Triton has none."""
+    return next((getattr(module, name) for module in vars(tl.extra).values() if hasattr(module, name)), None)
+
+
+gdc_wait, gdc_launch_dependents = _extra("gdc_wait"), _extra("gdc_launch_dependents")
+
+
 @triton.jit
 def begin(AHEAD: tl.constexpr):
     """A kernel's first statement: with AHEAD, wait for what was launched before, then let the next one be set up. That
     one waits for this one's end, whatever it was told here.
     """
     if AHEAD:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def asked(p: Any) -> bool:
