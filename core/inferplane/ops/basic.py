@@ -101,9 +101,8 @@ class RMSNorm(Op, name="rms_norm"):
 
     def cost(self, load: Load) -> Cost:
         """Bytes of one read and one write."""
-        return Cost(
-            2 * load.tokens * self.weight.shape[0] * load.dtype.itemsize, 4.0 * load.tokens * self.weight.shape[0]
-        )
+        n = self.weight.shape[0]
+        return Cost(2 * load.tokens * n * load.dtype.itemsize, 4.0 * load.tokens * n)
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
@@ -129,8 +128,7 @@ class AddRMSNorm(Op, name="add_rms_norm"):
     Returns:
         The normed sum and the sum, each `[T, D]` in the dtype of `x`. Neither input is changed.
 
-    Fields: `codes` "fp8" or "int8" where whoever reads the norm would code it so, `codes_group` columns a scale (0: the
-    row): a kernel may do that at once and hand the codes on; what it returns stays the same.
+    Fields: `codes` and `codes_group`, as of `Quantize`: what a kernel may hand on with the norm, which stays the same.
 
     Source: pre-norm transformer (arXiv 2002.04745), addition folded into the norm.
     """
@@ -154,13 +152,12 @@ class AddRMSNorm(Op, name="add_rms_norm"):
     def samples(cls) -> Sequence[Sample]:
         """With and without a residual; values so small that `eps` shows; codes that kernels may hand on."""
         at = lambda d: AddRMSNorm(RMSNorm(placeholder(d), 1e-5))  # noqa: E731
-        coded = AddRMSNorm(RMSNorm(placeholder(320), 1e-5), "fp8", 128)
         return [
             Sample("t3_d64", at(64), lambda d: (d.normal(3, 64), d.normal(3, 64))),
             Sample("first", at(64), lambda d: (d.normal(2, 64), None)),
             Sample("t9_d1024", at(1024), lambda d: (d.normal(9, 1024), d.normal(9, 1024, scale=20.0))),
             Sample("small", at(64), lambda d: (d.normal(4, 64, scale=1e-3), d.normal(4, 64, scale=1e-3))),
-            Sample("codes", coded, lambda d: (d.normal(5, 320), d.normal(5, 320))),
+            Sample("codes", AddRMSNorm(at(320).norm, "fp8", 128), lambda d: (d.normal(5, 320), d.normal(5, 320))),
         ]
 
 
@@ -275,13 +272,11 @@ class LMHead(Op, name="lm_head", hot=True):
 
             return draw_inputs
 
-        int4 = LMHead(placeholder(101, 64, format="int4_group32"))
-        int8 = LMHead(placeholder(101, 64, format="int8_group"))
         return [
             Sample("all", op, inputs(None)),
             Sample("last", op, inputs(1)),
-            Sample("int8_group", int8, inputs(1)),
-            Sample("int4_group32", int4, inputs(None)),
+            Sample("int8_group", LMHead(placeholder(101, 64, format="int8_group")), inputs(1)),
+            Sample("int4_group32", LMHead(placeholder(101, 64, format="int4_group32")), inputs(None)),
         ]
 
 
