@@ -23,6 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from inferplane.errors import UsageError
 from inferplane.serving import logs, tracing
+from inferplane.serving.places import Reserved
 from inferplane.serving.settings import Settings
 from tests.serving.faults import CHAT, COMPLETIONS, Small, run
 from tests.serving.live import Live
@@ -111,6 +112,30 @@ def test_errors_and_clients_that_leave(spans):
     assert refused.attributes["error.type"] == "context_length_exceeded"
     assert left.attributes["error.type"] == "cancelled"
     assert {refused.status.status_code, left.status.status_code} == {StatusCode.ERROR}
+
+
+def test_who_is_refused_at_the_door_has_a_span_with_the_status(spans):
+    async def work(server: Small) -> None:
+        await server.send(COMPLETIONS, {"prompt": 5, "model": SECRET})
+        await server.send(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+        assert server.service is not None
+        held = [Reserved(server.service.places) for _ in range(server.service.places.most)]
+        await server.send(CHAT, {"messages": [{"role": "user", "content": SECRET}]})
+        for place in held:
+            place.release()
+        await server.send("/v1/none", {})
+
+    malformed, _, full = spans(work)
+    for span, route, status, why in (
+        (malformed, COMPLETIONS, 400, "invalid_value"),
+        (full, CHAT, 429, "queue_full"),
+    ):
+        assert span.name == f"POST {route}"
+        assert span.attributes["http.route"] == route
+        assert span.attributes["http.response.status_code"] == status
+        assert span.attributes["error.type"] == why
+        assert span.status.status_code is StatusCode.ERROR
+        assert span.end_time >= span.start_time
 
 
 def test_the_callers_span_stands_above(spans):

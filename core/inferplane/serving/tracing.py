@@ -1,5 +1,5 @@
-"""OpenTelemetry: a span for each well-formed request that passes the door, with the field's names for what generative
-models do; no texts.
+"""OpenTelemetry: a span for each request that generates, with the field's names for what generative models do, without
+texts. One that is refused before it is known what it asks for has a span of its route, its status and the error.
 
 Asked for by `otlp_endpoint`, or by the variables that every program with OpenTelemetry knows
 (`OTEL_EXPORTER_OTLP_ENDPOINT`; others choose the sampler, the service's name, the batches). Nothing of it is imported
@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.util import find_spec
@@ -89,6 +90,29 @@ class Tracer:
             if failure:
                 _fail(span, failure)
             span.end()
+
+    def refused(self, route: str, trace: Mapping[str, str], status: int, why: str, took_s: float) -> None:
+        """A span for a request that was refused before `follow`.
+
+        Args:
+            route: the path, which is one of ours.
+            trace: headers that say under which span it belongs.
+            status: that was answered.
+            why: the error's code.
+            took_s: from its arrival to now.
+        """
+        from opentelemetry.trace import SpanKind
+
+        now = time.time_ns()
+        span = self._tracer.start_span(
+            f"POST {route}",
+            context=self._propagator.extract(dict(trace)),
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": "POST", "http.route": route, "http.response.status_code": status},
+            start_time=now - int(took_s * 1e9),
+        )
+        _fail(span, why)
+        span.end(now)
 
     def close(self) -> None:
         """Send what is left, if the collector takes it in time."""

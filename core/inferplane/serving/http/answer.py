@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, internal
-from inferplane.serving.http.gate import FACTS, RESERVED, TENANT, WRITE, Receive, Scope, Send, Write
+from inferplane.serving.http.gate import FACTS, FOLLOWED, RESERVED, TENANT, WRITE, Receive, Scope, Send, Write
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import Choice, Rendering, compact
 from inferplane.serving.service import Service
@@ -70,6 +70,7 @@ class Generation(Response):
     def _of(self, scope: Scope) -> Ask:
         """What is asked, by whom."""
         trace = carried(scope["headers"]) if self._service.tracer is not None else {}
+        scope[FOLLOWED] = self._service.model is not None
         return replace(self._ask, tenant=scope[TENANT], trace=trace)
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

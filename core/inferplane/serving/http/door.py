@@ -7,13 +7,14 @@ and only to learn which dialect's error its sender understands.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
 from inferplane.serving import native
 from inferplane.serving.errors import ApiError
 from inferplane.serving.places import Reserved
 from inferplane.serving.service import Service
+from inferplane.serving.tracing import carried
 from inferplane.serving.wire import parse
 
 
@@ -41,6 +42,12 @@ class Door:
         except ApiError as error:
             self._service.refused(error)
             raise
+
+    def trace(self, scope: MutableMapping[str, Any], status: int, why: str, took_s: float) -> None:
+        """Make a span, where they are wanted, of a request that was refused before one followed it."""
+        tracer = self._service.tracer
+        if tracer is not None and self.leads(scope["method"], scope["path"]):
+            tracer.refused(scope["path"], carried(scope["headers"]), status, why, took_s)
 
     def words(self, error: ApiError, path: str, body: bytes) -> dict[str, Any]:
         """An error in the dialect of a body."""

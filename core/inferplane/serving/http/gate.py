@@ -45,6 +45,8 @@ WRITE = "inferplane.write"
 """Where in a scope the short way stands for pieces of an answer whose head was sent."""
 RESERVED = "inferplane.reserved"
 """Where in a scope the place stands that was taken for a request."""
+FOLLOWED = "inferplane.followed"
+"""Where in a scope it stands that a span follows the request, if spans are wanted."""
 MOST_LOOKED_AT_BYTES = 64 * 1024
 """A larger body is not waited for when the request is refused anyway."""
 MOST_HELD_BYTES = 256 * 2**20
@@ -154,6 +156,7 @@ class _Passage:
                 gate._door.enter().release()
             body = await self._body()
         except ApiError as error:
+            self._scope[FACTS]["error"] = error.code
             await self._refuse(error)
             return
         if body is not None and await self._reserve(body):
@@ -186,6 +189,9 @@ class _Passage:
         ended = {} if self._complete else {"ended": "client left" if self._gone else "cut off"}
         everything = {"request_id": self._id, **facts, **ended, **self._scope[FACTS]}
         log.info("request", extra={"facts": everything})
+        if self._status is not None and self._status >= 400 and not self._scope.get(FOLLOWED):
+            why = str(self._scope[FACTS].get("error", self._status))
+            self._gate._door.trace(self._scope, self._status, why, took_ms / 1000)
 
     # -- the body
 
