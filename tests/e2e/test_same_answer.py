@@ -8,24 +8,26 @@ import torch
 
 from inferplane import LLM, SamplingParams
 from tests.e2e.drafters import eagle_head, noisy_copy, with_mtp
-from tests.e2e.tiny_models import deepseek_config, llama_config, prompts, random_model
+from tests.e2e.tiny_models import config_of, deepseek_config, llama_config, prompts, random_model
 
 LENGTHS = (40, 7, 23, 1, 33, 12, 40, 18)
 NGRAM = {"speculate_method": "ngram", "speculate_max_draft_token_num": 4}
 MTP = {"speculate_method": "mtp", "speculate_max_draft_token_num": 3}
 EAGLE = {"speculate_method": "eagle", "speculate_max_draft_token_num": 3}
 DRAFT = {"speculate_method": "draft_model", "speculate_max_draft_token_num": 4}
+MODELS = ("gqa", "gqa_moe", "mla_moe")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A dense model with grouped queries, and one with latent attention, experts and an MTP module."""
+    """Models with grouped queries, dense and with experts, and one with latent attention, experts and an MTP module."""
     made = {}
-    for name, config in (("gqa", llama_config()), ("mla_moe", deepseek_config(num_hidden_layers=2))):
+    configs = (llama_config(), config_of("qwen3_moe", "plain"), deepseek_config(num_hidden_layers=2))
+    for name, config in zip(MODELS, configs):
         made[name] = tmp_path_factory.mktemp(name)
         random_model(config, seed=3).save_pretrained(made[name])
     with_mtp(made["mla_moe"])
-    for name in ("gqa", "mla_moe"):
+    for name in MODELS:
         made[name, "eagle"] = tmp_path_factory.mktemp("heads") / name
         eagle_head(made[name, "eagle"], width=64, vocab=160)
         made[name, "draft_model"] = tmp_path_factory.mktemp("drafts") / name
@@ -45,7 +47,7 @@ def asked(vocab=160):
 def alone(folders):
     """What each prompt gets alone, in one chunk, without a prefix cache."""
     found = {}
-    for name in ("gqa", "mla_moe"):
+    for name in MODELS:
         folder = folders[name]
         with LLM(folder, device="cpu", dtype="float32", prefix_cache=False) as llm:
             found[name] = [llm.generate([p], q)[0].token_ids for p, q in zip(*asked())]
@@ -69,10 +71,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("model", ["gqa", "mla_moe"])
+@pytest.mark.parametrize("model", MODELS)
 def test_same_answer(model, case, folders, alone):
     options = dict(CASES[case])
-    if options.get("speculative") is MTP and model == "gqa":
+    if options.get("speculative") is MTP and model != "mla_moe":
         pytest.skip("not run: the model has no MTP layer")
     if (spec := options.get("speculative")) in (EAGLE, DRAFT):
         options["speculative"] = spec | {"draft_model_name_or_path": folders[model, spec["speculate_method"]]}
@@ -109,13 +111,14 @@ def a_block_of(runner):
     return sum(runner.plan.layouts[r].bytes_per_block(r, torch.float32) for r in asks)
 
 
-@pytest.mark.parametrize("model", ["gqa", "mla_moe"])
+@pytest.mark.parametrize("model", MODELS)
 def test_any_number_together_and_as_streams(model, folders, alone):
     every, params = asked()
-    with LLM(folders[model], device="cpu", dtype="float32") as llm:
-        for n in range(1, 9):
-            got = llm.generate(every[:n], params[:n])
-            assert [r.token_ids for r in got] == alone[model][:n], f"{n} together"
+    with LLM(folders[model], device="cpu", dtype="float32", max_batch=32) as llm:
+        for n in (*range(1, 9), 13, 21, 32):
+            which = [i % len(every) for i in range(n)]
+            got = llm.generate([every[i] for i in which], [params[i] for i in which])
+            assert [r.token_ids for r in got] == [alone[model][i] for i in which], f"{n} together"
         streams = [llm.stream(p, q) for p, q in zip(every, params)]
         told = [[] for _ in streams]
         left = dict(enumerate(streams))
