@@ -76,6 +76,12 @@ const Table &now() { return *found().current; }
 
 extern "C" {
 
+const int32_t *ip_struct_bytes(void) {
+  static const int32_t bytes[] = {sizeof(ip_matrix),  sizeof(ip_cache), sizeof(ip_batch),    sizeof(ip_latent),
+                                  sizeof(ip_experts), sizeof(ip_layer), sizeof(ip_sampling), sizeof(ip_step)};
+  return bytes;
+}
+
 const char *ip_available(void) { return found().names; }
 const char *ip_current(void) { return found().current ? found().current->name : ""; }
 void ip_on_thread(void (*begins)(void)) { ip_thread_begins = begins; }

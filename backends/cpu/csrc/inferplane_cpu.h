@@ -102,6 +102,10 @@ typedef struct {
   int64_t tokens;
 } ip_step;
 
+// Bytes of the structs above in the order matrix, cache, batch, latent, experts, layer, sampling, step, so that a caller
+// can tell whether it means the same ones.
+const int32_t *ip_struct_bytes(void);
+
 // -- instruction sets
 
 // Names of those this processor can run, best last, separated by spaces; "" without AVX2.

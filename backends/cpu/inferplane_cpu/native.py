@@ -128,6 +128,8 @@ class Sampling(Structure):
     ]
 
 
+_STRUCTS = (Matrix, Cache, Steps, Latent, Experts, Layer, Sampling, Step)
+"""In the order of `ip_struct_bytes`."""
 _P, _I = c_void_p, c_int64
 _Begins = ctypes.CFUNCTYPE(None)
 
@@ -142,6 +144,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select": (c_int, c_char_p),
     "ip_on_thread": (None, _Begins),
     "ip_threads": (c_int,),
+    "ip_struct_bytes": (POINTER(c_int32),),
     "ip_available": (c_char_p,),
     "ip_current": (c_char_p,),
     "ip_linear": (None, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
@@ -205,6 +208,9 @@ def native() -> Native:
         for name, (result, *arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
+        strange = [s.__name__ for s, size in zip(_STRUCTS, library.ip_struct_bytes()) if ctypes.sizeof(s) != size]
+        if strange:
+            raise OSError(f"{found[0]} was built from other sources: {', '.join(strange)} differ")
     except (OSError, AttributeError) as error:
         reason = f"the native kernels cannot be loaded: {error}"
         remedy = "Install inferplane again, from a source tree with `pip install -e .`, to build them anew."

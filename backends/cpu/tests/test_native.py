@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import Structure, c_int64
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from inferplane_cpu.kernels.linear import multiply
 from inferplane_cpu.kernels.moe import moe_experts
 from inferplane_cpu.kernels.packed import PANELS, Panels, expanded, matrices
 from inferplane_cpu.kvcache import layouts
-from inferplane_cpu.native import _SIGNATURES, forced, instruction_sets, native
+from inferplane_cpu.native import _SIGNATURES, _STRUCTS, Matrix, forced, instruction_sets, native
 
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -201,12 +202,20 @@ def test_without_native_kernels(value, reason, monkeypatch):
     assert done.stdout.count(reason) >= 2
 
 
+class Tomorrow(Structure):
+    _fields_ = [*Matrix._fields_, ("of_tomorrow", c_int64)]
+
+
 @needs_library
-def test_a_library_of_other_sources_is_warned_of(monkeypatch):
-    monkeypatch.setitem(_SIGNATURES, "ip_of_tomorrow", (None,))
+@pytest.mark.parametrize("differs", ["ip_of_tomorrow", "Tomorrow"])
+def test_a_library_of_other_sources_is_warned_of(differs, monkeypatch):
+    if differs == "Tomorrow":
+        monkeypatch.setattr("inferplane_cpu.native._STRUCTS", (Tomorrow, *_STRUCTS[1:]))
+    else:
+        monkeypatch.setitem(_SIGNATURES, differs, (None,))
     native.cache_clear()
     try:
-        with pytest.warns(InferplaneWarning, match=r"cannot be loaded: .*ip_of_tomorrow.*pip install"):
+        with pytest.warns(InferplaneWarning, match=rf"cannot be loaded: .*{differs}.*pip install"):
             assert native().library is None
     finally:
         monkeypatch.undo()

@@ -15,7 +15,8 @@ import triton.language as tl
 
 def _extra(name: str) -> Any:
     """A function that Triton has for one kind of device, whichever module it lies in; None: this Triton has none."""
-    return next((getattr(module, name) for module in vars(tl.extra).values() if hasattr(module, name)), None)
+    modules = vars(tl.extra).values() if hasattr(tl, "extra") else ()
+    return next((getattr(module, name) for module in modules if hasattr(module, name)), None)
 
 
 gdc_wait, gdc_launch_dependents = _extra("gdc_wait"), _extra("gdc_launch_dependents")
