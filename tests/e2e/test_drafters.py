@@ -236,7 +236,7 @@ def test_drafts_after_a_prefix_hit_are_those_without_one(method, folders):
             got, found, cached = drafted_for(llm, prompt)
             assert got.timings.cached_tokens >= 3 * n, "a hit"
             assert got.token_ids == want.token_ids and found == drafts
-            assert sum(map(len, found)) >= 10
+            assert sum(map(len, found)) >= 10 and entries
             for a, b in zip(cached, entries, strict=True):
                 assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 

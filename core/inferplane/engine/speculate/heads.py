@@ -42,7 +42,7 @@ class HeadProposer(ForwardProposer):
         recording: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
     ) -> None:
         super().__init__(cache.block_tokens, device, reserve)
-        kv = cache.layers[index]
+        self.kv = kv = cache.layers[index]
         self.steps = recording(lambda batch, hidden: layers[batch.kind](hidden, batch, kv))
 
     def first(self, index: int, ran: Ran, want: int) -> First:
