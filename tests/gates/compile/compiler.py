@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import triton_key
 
+from tests.gates.compile import arrival_order, ptx
 from tests.gates.compile.matrices import PRODUCTS
 from tests.gates.compile.recorder import Launch, Recorder
 from tests.gates.compile.specimens import CALLS
@@ -44,7 +45,13 @@ def source(launch: Launch) -> ASTSource:
 def compiled(launch: Launch, target: Target) -> dict[str, Any]:
     made = triton.compile(source(launch), target=GPUTarget(*target.triton), options=launch.options)
     found = _cuda(made.asm["cubin"]) if "cubin" in made.asm else _amd(made.asm["amdgcn"])
-    return {**found, "shared": made.metadata.shared}
+    return {**found, "shared": made.metadata.shared, **(_order(made.asm["ptx"]) if "ptx" in made.asm else {})}
+
+
+def _order(text: str) -> dict[str, Any]:
+    """How often programs are counted in, and what is wrong with memory's order; nothing where there is nothing."""
+    told = {"arrivals": ptx.arrivals(text), "order": [*ptx.ahead(text), *ptx.uncounted(text), *_explored(text)]}
+    return {name: value for name, value in told.items() if value}
 
 
 def _cuda(binary: bytes) -> dict[str, Any]:
@@ -71,6 +78,11 @@ def _cuda(binary: bytes) -> dict[str, Any]:
         "instructions": sum(names.values()),
         "mix": dict(sorted(mix.items())),
     }
+
+
+def _explored(text: str) -> list[str]:
+    """What can go wrong between two programs that are counted; more of them in `test_compile.py`."""
+    return sorted(arrival_order.faults(arrival_order.steps(text), programs=2)) if ptx.arrivals(text) else []
 
 
 def _tool(name: str, *arguments: str) -> str:

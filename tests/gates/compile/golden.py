@@ -68,6 +68,7 @@ def faults(found: dict[str, Any], golden: dict[str, Any], shared_bytes: int, reg
             wrong.append(f"{name}: {now['error']}")
             continue
         wrong += [f"{name}: {what} {now[what]}, must be 0" for what in ("spills", "stack") if now[what]]
+        wrong += [f"{name}: {what}" for what in now.get("order", ())]
         for what, most in (("shared", shared_bytes), ("registers", registers)):
             if now[what] > most:
                 wrong.append(f"{name}: {what} {now[what]}, at most {most}")
@@ -77,6 +78,8 @@ def faults(found: dict[str, Any], golden: dict[str, Any], shared_bytes: int, reg
             continue
         if now["mix"] != was["mix"]:
             wrong.append(f"{name}: instructions {now['mix']}, recorded {was['mix']}")
+        if now.get("arrivals") != was.get("arrivals"):
+            wrong.append(f"{name}: arrivals {now.get('arrivals')}, recorded {was.get('arrivals')}")
         for what in ("registers", "shared", "instructions"):
             if now[what] > was[what] * (1 + GROWTH):
                 wrong.append(f"{name}: {what} {now[what]}, recorded {was[what]}")

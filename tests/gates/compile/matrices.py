@@ -83,7 +83,7 @@ def _grouped(
     few = rows == 1 and not last
     grouped(
         with_codes, weight, slots, how, pairs=256, top_k=top_k, gated=not last, code=code, weights=weights,
-        fp8=products.fp8, deal=torch.zeros(64, 4, dtype=torch.int64) if few else None,
+        fp8=products.fp8, ahead=products.ahead, deal=torch.zeros(64, 4, dtype=torch.int64) if few else None,
         join=Sum(products.counters, 4, x) if last else None,
     )  # fmt: skip
 
@@ -96,12 +96,26 @@ PRODUCTS["experts_fp8_many"] = lambda products: _grouped(products, 256, "fp8_blo
 PRODUCTS["experts_fp8_down"] = lambda products: _grouped(products, 1, "fp8_block", last=True)
 
 
-@specimen("product_bf16_fp8_gated")
-def _(products: Products) -> None:
+def _gated(products: Products, rows: int) -> None:
     from inferplane.kernels.triton.product import plain, product
 
-    product(plain(torch.empty(256, DEPTH, dtype=torch.bfloat16)), _packed("fp8_block", 1024, DEPTH), products,
+    product(plain(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), _packed("fp8_block", 1024, DEPTH), products,
             gated=True)  # fmt: skip
+
+
+PRODUCTS["product_bf16_fp8_gated"] = lambda products: _gated(products, 256)
+PRODUCTS["product_bf16_fp8_gated_ahead"] = lambda products: _gated(replace(products, ahead=True), 1)
+
+
+def _ahead(name: str) -> None:
+    """The same, launched before what is in front of it has ended."""
+    call = PRODUCTS[name]
+    PRODUCTS[f"{name}_ahead"] = lambda products: call(replace(products, ahead=True))
+
+
+for _name in ("product_fp8_fp8_256", "product_fp8_fp8_1_split", "product_coded_fp8_1", "product_bf16_int4_1_split",
+              "experts_fp8_few", "experts_fp8_down"):  # fmt: skip
+    _ahead(_name)
 
 
 @specimen("experts_dealt")

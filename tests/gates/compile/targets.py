@@ -30,10 +30,10 @@ class Target:
         """Whether a specimen is compiled for it: those of Hopper's own instructions for nothing else, those that
         multiply FP8 numbers for NVIDIA's architectures that do, launches ahead for those that have them.
         """
-        if "_fp8_fp8" in specimen or "_int8_int8" in specimen:
-            return self.triton[0] == "cuda"
         if specimen.endswith("_ahead"):
             return self.triton[0] == "cuda" and int(self.triton[1]) >= 90
+        if "_fp8_fp8" in specimen or "_int8_int8" in specimen:
+            return self.triton[0] == "cuda"
         if specimen.endswith("_8bit") or specimen.startswith(("experts_fp8", "product_coded")):
             return self.triton[1] in (90, 100)
         return not specimen.startswith("hopper_") or self.triton[1] == 90

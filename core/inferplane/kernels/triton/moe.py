@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 
 from inferplane.errors import KernelError
+from inferplane.kernels.triton.ahead import how as launched
+from inferplane.kernels.triton.ahead import let_next, wait
 from inferplane.kernels.triton.arrivals import kept, last_of_each
 from inferplane.kernels.triton.linear import fp8_input
 from inferplane.kernels.triton.packed import DEPTH, Packed
@@ -87,12 +89,14 @@ def _grouped(
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     dtype: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, CODED: tl.constexpr, WEIGHTED: tl.constexpr,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, DEALS: tl.constexpr, JOINS: tl.constexpr, BASE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program `(block, columns)`. TOP_K: rows are of tokens, which so many pairs share; 0: of slots. GATED as in
     `product`, CODED in FP8 with a scale a row and program. WEIGHTED: results go to their pairs, times their weights.
     DEALS: slots and owners are not there yet; pairs are dealt here, so many at a time, and noted for the next product.
     JOINS: the last of a token's so many pairs adds them up, and the token's row of `base` to them with BASE.
     """
+    wait(AHEAD)  # first of all: which expert's matrix a program needs is known by then
     block = tl.program_id(0)
     slot = block.to(tl.int64) * BM + tl.arange(0, BM)
     if DEALS > 0:
@@ -126,6 +130,7 @@ def _grouped(
             A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
         )  # fmt: skip
         acc = silu(acc) * up
+    let_next(AHEAD)
     target, inside = slot, real[:, None] & n_inside[None, :]
     if WEIGHTED:
         pair = tl.load(slots + slot)  # again, instead of held in registers while there are products
@@ -247,6 +252,7 @@ def grouped(
     fp8: bool = False,
     deal: torch.Tensor | None = None,
     join: Sum | None = None,
+    ahead: bool = False,
 ) -> Activations:
     """Each block's rows times its expert's matrix.
 
@@ -263,6 +269,7 @@ def grouped(
         fp8: the device multiplies FP8 numbers.
         deal: ids `[T, k]` of at most `DEALT_HERE` pairs that the dealing is still to be made from.
         join: with `weights`: results are added up, and lie by tokens in the dtype of `x`.
+        ahead: see `ahead.py`.
     """
     slots, owners = dealing
     outputs = weight.outputs // 2 if gated else weight.outputs
@@ -285,6 +292,7 @@ def grouped(
         WEIGHTED=weights is not None, EXPERTS=count, BINS=triton.next_power_of_2(count + 1),
         DEALS=0 if deal is None else max(16, min(256, triton.next_power_of_2(pairs))),
         JOINS=0 if join is None else join.top_k, BASE=base is not None, num_warps=how.warps, num_stages=how.stages,
+        **launched(ahead),
     )  # fmt: skip
     return plain(out) if scale is None else coded(out, scale, DEPTH, x.dtype)
 
@@ -306,7 +314,7 @@ def experts(
     how, ids = products.of_experts(triton.cdiv(pairs, count)), ids.contiguous()
     here = pairs <= DEALT_HERE and how.rows <= 16
     dealing = (undealt if here else dealt)(ids, count, how.rows)
-    common: dict[str, Any] = {"pairs": pairs, "fp8": products.fp8}
+    common: dict[str, Any] = {"pairs": pairs, "fp8": products.fp8, "ahead": products.ahead}
     middle = grouped(
         x, p.gate_up, dealing, how, top_k=top_k, gated=True, code=code, deal=ids if here else None, **common
     )

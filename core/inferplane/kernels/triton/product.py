@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inferplane.kernels.triton.ahead import fetch, how, let_next, wait
 from inferplane.kernels.triton.arrivals import kept, last_of
 from inferplane.kernels.triton.attention import widened
 from inferplane.kernels.triton.packed import FP8, INT8, PLAIN, Packed
@@ -111,6 +112,16 @@ def tile(
 
 
 @triton.jit
+def fetch_rows(w, n, first, last, W_ROW: tl.constexpr, B_KIND: tl.constexpr, FETCH: tl.constexpr):
+    """Rows `n` of a weight, columns `first` to `last`, but no more than FETCH bytes of each."""
+    row = w + n.to(tl.int64) * W_ROW
+    if B_KIND == 3:
+        fetch(row + first // 2, tl.minimum((last - first) // 2, FETCH))
+    else:
+        fetch(row + first, tl.minimum((last - first) * (w.dtype.element_ty.primitive_bitwidth // 8), FETCH))
+
+
+@triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))
 
@@ -122,9 +133,11 @@ def _product(
     A_KIND: tl.constexpr, X_GROUP: tl.constexpr, B_KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     dtype: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, GATED: tl.constexpr,
-    RASTER: tl.constexpr,
+    RASTER: tl.constexpr, FETCH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program `(tile of the result, part of K)`. GATED: `silu` of the first half of the outputs times the second."""
+    """Program `(tile of the result, part of K)`. GATED: `silu` of the first half of the outputs times the second.
+    FETCH: bytes of each row of the weight that are asked for before what was launched before is waited for.
+    """
     down, across = tl.cdiv(rows, BM), tl.cdiv(outputs, BN)
     band = RASTER * across
     first_down = tl.program_id(0) // band * RASTER
@@ -134,6 +147,12 @@ def _product(
     x_row, x_inside, n_inside = m.to(tl.int64), m < rows, n < outputs
     first = tl.program_id(1) * PART
     last = tl.minimum(first + PART, K)
+    if FETCH > 0:
+        row = tl.minimum(n, outputs - 1)
+        fetch_rows(w, row, first, last, W_ROW, B_KIND, FETCH)
+        if GATED:
+            fetch_rows(w, row + outputs, first, last, W_ROW, B_KIND, FETCH)
+    wait(AHEAD)
     acc = tile(
         x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
         A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
@@ -144,6 +163,7 @@ def _product(
             X_ROW_SCALES, GROUPS, A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
         )  # fmt: skip
         acc = silu(acc) * up
+    let_next(AHEAD)
     inside = x_inside[:, None] & n_inside[None, :]
     if SPLITS > 1:
         mine = (tl.program_id(1) * rows + x_row)[:, None] * outputs + n[None, :]
@@ -161,6 +181,10 @@ def _product(
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CODED_HERE = 4
 """Beside the kinds of weights: plain activations that the product codes in FP8."""
+FETCHED_ROWS = 64
+"""Up to so many rows of activations a tile of the weight has one program, which may ask for it early."""
+FETCHED_BYTES = 1024
+"""Of each row of a weight: some turns of the loop, and of all programs that run at once no more than a cache holds."""
 WIDE_COLUMNS = 32
 """Columns a loop turn of float32 entries: what shared memory holds."""
 
@@ -251,6 +275,7 @@ def product(
     _product[(tiles, splits)](
         x.data, scale(x.scale), weight.data, scale(weight.scale), scale(weight.zero), scale(bias), out, parts, counters,
         rows, outputs, **constants, BM=chosen.rows, BN=chosen.columns, BIAS=bias is not None, SPLITS=splits, PART=part,
-        GATED=gated, RASTER=RASTER, num_warps=chosen.warps, num_stages=chosen.stages,
+        GATED=gated, RASTER=RASTER, FETCH=FETCHED_BYTES if products.ahead and rows <= FETCHED_ROWS else 0,
+        num_warps=chosen.warps, num_stages=chosen.stages, **how(products.ahead),
     )  # fmt: skip
     return out

@@ -57,7 +57,7 @@ class Tiles:
         prefill: attention of many query tokens.
         mla: attention of few query tokens over latents.
         chunk_tokens: least tokens of a split of a sequence's cache.
-        ahead: launch small kernels before the one in front of them has ended (`ahead.py`).
+        ahead: launch kernels before the one in front of them has ended (`ahead.py`).
         splits: most splits of a sequence. How a sequence is split depends on its own length alone, so that its result
             does not depend on the rest of the batch.
     """

@@ -53,6 +53,17 @@ def sums(
 
 
 @gluon.jit
+def store_rows(out, acc, row, column, end, columns, COLUMNS: gl.constexpr):
+    """64 rows of results from `row` on, those before `end`, in bfloat16."""
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    result = gl.convert_layout(acc.to(gl.bfloat16), STORE)
+    down = row + gl.arange(0, 64, gl.SliceLayout(1, STORE))
+    across = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, STORE))
+    inside = (down < end)[:, None] & (across < columns)[None, :]
+    gl.store(out + down.to(gl.int64)[:, None] * columns + across[None, :], result, mask=inside)
+
+
+@gluon.jit
 def compute(
     x_scale, w_scale, out, row, column, rows, columns, turns, x_tiles, w_tiles, ready, free,
     GROUP: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
@@ -62,12 +73,7 @@ def compute(
     m = row + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, MMA))
     scales, block = x_scale + gl.minimum(m, rows - 1) * turns, w_scale + column // 128 * turns
     acc = sums(scales, block, turns, x_tiles, w_tiles, ready, free, GROUP, COLUMNS, STAGES, MMA)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    result = gl.convert_layout(acc.to(gl.bfloat16), STORE)
-    down = row + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE))
-    across = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, STORE))
-    inside = (down < rows)[:, None] & (across < columns)[None, :]
-    gl.store(out + down.to(gl.int64)[:, None] * columns + across[None, :], result, mask=inside)
+    store_rows(out, acc, row + GROUP * 64, column, rows, columns, COLUMNS)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from inferplane_cuda.kernels.hopper.gemm import load, sums
+from inferplane_cuda.kernels.hopper.gemm import load, store_rows, sums
 from inferplane_cuda.kernels.hopper.ring import barriers
 
 
@@ -35,12 +35,7 @@ def compute(
         inside = real[:, None] & (across < columns)[None, :]
         gl.store(out + pair.to(gl.int64)[:, None] * columns + across[None, :], acc, mask=inside)
     else:
-        STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-        result = gl.convert_layout(acc.to(gl.bfloat16), STORE)
-        down = row + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE))
-        across = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, STORE))
-        inside = (down < end)[:, None] & (across < columns)[None, :]
-        gl.store(out + down.to(gl.int64)[:, None] * columns + across[None, :], result, mask=inside)
+        store_rows(out, acc, row + GROUP * 64, column, end, columns, COLUMNS)
 
 
 @gluon.jit
