@@ -96,9 +96,9 @@ def test_as_json(cli, device):
 
 def test_a_model_of_full_size_needs_a_second_and_no_weights(cli, config):
     cli("--device", "npu")  # imports are not counted
-    start = time.perf_counter()
+    start = time.process_time()  # not the wall's, which a busy machine stretches
     code, out, _ = cli(str(config), "--device", "npu")
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert code == main.DONE
     assert re.search(r"^ +layers\.3-60 ", out, re.MULTILINE)
     assert "GiB" in out

@@ -231,7 +231,7 @@ def test_what_hangs_or_crashes_the_compiler_is_refused():
     began = time.monotonic()
     with pytest.raises(UsageError, match=r"longer than 0\.5 seconds"):
         start(compiled, json_schema=SLOW)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30, "of minutes; a busy machine stretches the half second"
     began = time.monotonic()
     with pytest.raises(UsageError, match="longer than"):
         start(compiled, json_schema=SLOW)
