@@ -75,6 +75,75 @@ def test_any_tokens_decode_as_a_whole(bytes_, ids, sizes):
     assert bytes_.decode(ids).startswith(shown)
 
 
+@given(st.lists(st.tuples(st.integers(0, 399), st.integers(1, 40)), max_size=30), st.integers(1, 4))
+def test_long_runs_decode_as_a_whole(bytes_, runs, size):
+    ids = [i for i, n in runs for _ in range(n)]
+    assert run(bytes_, ids, sizes=(size,))[0].text == bytes_.decode(ids)
+
+
+@given(st.lists(st.sampled_from(range(128, 256)), min_size=1, max_size=200), st.integers(1, 4))
+def test_parts_of_characters_in_any_order_decode_as_a_whole(bytes_, raw, size):
+    ids = [Bytes(bytes_).ids[b] for b in raw]
+    assert run(bytes_, ids, sizes=(size,))[0].text == bytes_.decode(ids) == bytes(raw).decode(errors="replace")
+
+
+@given(st.lists(PIECES.map("".join) | st.binary(max_size=60).map(lambda b: b"\xff" + b), max_size=6), st.integers(1, 4))
+def test_runs_of_bytes_between_texts(spaces, parts, size):
+    """Decoders that spell bytes as tokens give up a whole run for one byte that does not belong to a character."""
+    ids = []
+    for part in parts:
+        one = [spaces._inner.convert_tokens_to_ids(f"<0x{b:02X}>") for b in part] if isinstance(part, bytes) else []
+        ids += one or [*spaces.encode(part), *spaces.encode("a")]
+    assert run(spaces, ids, sizes=(size,))[0].text == spaces.decode(ids)
+
+
+def test_one_broken_character_after_many_that_are_whole(spaces):
+    def ids(data):
+        return [spaces._inner.convert_tokens_to_ids(f"<0x{b:02X}>") for b in data]
+
+    text = "日本語" * 30
+    found, pieces = run(spaces, [*ids(text.encode()), *ids(b"\xff" * 50), *ids("日本".encode()), *spaces.encode("a")])
+    assert found.text.startswith(text) and found.text.count("\ufffd") == 56 and found.text.endswith("a")
+    assert "".join(pieces[: 3 * len(text)]) == text  # and none of it was held back
+
+
+@pytest.mark.parametrize("stream", ["bytes", "special", "parts", "astride", "text"])
+def test_a_token_costs_the_same_after_any_others(bytes_, stream):
+    one = Bytes(bytes_)
+    unit = {
+        "bytes": one.ids[0xFF : 0xFF + 1],
+        "special": [1],
+        "parts": [one.ids[b] for b in "🎉".encode()[:3]],
+        "text": one("a"),
+    }
+    if stream == "astride":  # tokens that each end within a character
+
+        class Astride:
+            """`日` without its last byte, which the next token begins with."""
+
+            parts = ("日".encode()[:2], "日".encode()[2:] + "日".encode()[:2])
+
+            def decode(self, ids):
+                return b"".join(self.parts[i] for i in ids).decode(errors="replace")
+
+        tokenizer, ids = Astride(), [0] + [1] * 600
+    else:
+        tokenizer, ids = bytes_, one("x") + (unit[stream] * 600)[:600]
+    decoded = 0
+
+    class Counting:
+        def decode(self, ids):
+            nonlocal decoded
+            decoded += len(ids)
+            return tokenizer.decode(ids)
+
+    text, pieces = run(Counting(), ids)
+    assert text.text == tokenizer.decode(ids)
+    assert decoded <= 100 * len(ids)
+    if stream == "astride":
+        assert pieces[1:600] == ["日"] * 599  # each is shown as soon as it is whole
+
+
 @given(PIECES.map("".join))
 def test_spaces_and_byte_pieces(spaces, text):
     """The cleaning that tokenizers may ask for (' ,' -> ',') is not done: the text is the tokens'."""

@@ -27,6 +27,12 @@ _FILES = (
 """What transformers opens, and what must therefore be files: a pipe would never end."""
 CONTEXT_TOKENS = 6
 """Tokens of the prompt that generated ones are decoded with: enough to complete a character and to know of a space."""
+CHARACTER_BYTES = 4
+"""Most bytes of a character in UTF-8."""
+MOST_HELD = 4 * CHARACTER_BYTES
+"""Replacement characters that are held back; of more, all but the last few stay what they are."""
+WINDOW_TOKENS, KEPT_TOKENS = 32, 16
+"""The window that is decoded: from how many tokens on it is shortened, and to how many."""
 
 
 class Tokenizer:
@@ -142,8 +148,9 @@ class Detokenizer:
     """Text of a growing list of tokens, piece by piece, never splitting a character.
 
     Some tokens decode differently after others (many tokenizers drop the space before a text's first word), and a
-    character may need several tokens; so text is taken from decodings of a short window, which begins in the prompt,
-    and held back while it ends in the replacement character.
+    character may need several tokens; so text is taken from decodings of a window over the last tokens, which begins
+    in the prompt, and held back while it ends in replacement characters, which more bytes may yet complete. The window
+    moves on and what is held back is bounded, so that a token costs the same after any others.
 
     Args:
         tokenizer: decodes.
@@ -158,11 +165,11 @@ class Detokenizer:
             if first and tokenizer.decode(prompt[first:]).startswith(REPLACEMENT):
                 first -= 1
         self.ids = list(prompt[first:])
+        """The window's."""
         self.text = ""
         self.sent = 0
         self.stopped = False
-        self._from = 0
-        self._to = len(self.ids)
+        self._seen = tokenizer.decode(self.ids)  # of the window's text, what was taken or is the prompt's
 
     def push(self, ids: Sequence[int]) -> bool:
         """Take in new tokens; True when the text now holds a stop string (and is cut there)."""
@@ -171,12 +178,38 @@ class Detokenizer:
         return self.stopped
 
     def _decode(self, *, end: bool = False) -> None:
-        before = self.tokenizer.decode(self.ids[self._from : self._to])
-        after = self.tokenizer.decode(self.ids[self._from :])
-        piece = after[_agreeing(before, after) :]
-        if piece and (end or not after.endswith(REPLACEMENT)):
-            self._append(piece)
-            self._from, self._to = self._to, len(self.ids)
+        after = self.tokenizer.decode(self.ids)
+        begin, most_held = len(self._seen), MOST_HELD
+        if not after.startswith(self._seen):
+            begin = _agreeing(self._seen, after)
+            rest = len(self._seen[begin:].replace(REPLACEMENT, "?").encode())
+            most_held += rest
+            if after.startswith(REPLACEMENT * rest, begin):  # some decoders give up a whole run of bytes for one of them
+                begin += rest
+        settled = len(after) if end else len(after.rstrip(REPLACEMENT))
+        if len(after) - settled > most_held:
+            settled = len(after) - CHARACTER_BYTES
+        if settled > begin:
+            self._append(after[begin:settled])
+            self._seen = after[:settled]
+        if len(self.ids) > WINDOW_TOKENS:
+            self._move(after)
+
+    def _move(self, after: str) -> None:
+        """Shorten the window, if fewer tokens tell what is held back alike, and some text before it."""
+        held = after[len(self._seen) :] if after.startswith(self._seen) else after
+        for kept in range(KEPT_TOKENS, KEPT_TOKENS - CHARACTER_BYTES, -1):  # one of them begins with a character,
+            now = self.tokenizer.decode(self.ids[-kept:])
+            if after.endswith(now) and len(now) > len(held):
+                break
+        else:
+            whole = now.lstrip(REPLACEMENT)  # or all of them within one
+            if not (after.endswith(whole) and len(whole) > len(held)):
+                some = self.ids[:CONTEXT_TOKENS] + self.ids[-CONTEXT_TOKENS:]
+                if self.tokenizer.decode(some) == after:  # the others are special ones, which have no text
+                    self.ids = some
+                return
+        self.ids, self._seen = self.ids[-kept:], now[: len(now) - len(held)]
 
     def _append(self, piece: str) -> None:
         start = max(0, len(self.text) - max((len(s) for s in self.stop), default=0))
