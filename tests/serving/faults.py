@@ -277,8 +277,8 @@ class Small:
         assert self.service is not None
         service = self.service
         limit = asyncio.get_running_loop().time() + 20
-        while service.places.taken or service._jobs or service._live or self.gate.held_bytes:
-            assert asyncio.get_running_loop().time() < limit, "places, jobs, ids or bytes were kept"
+        while service.places.taken or service._jobs or self.gate.held_bytes:
+            assert asyncio.get_running_loop().time() < limit, "places, jobs or bytes were kept"
             await asyncio.sleep(0.005)
         engine = service.engine
         assert engine is not None

@@ -39,7 +39,7 @@ LISTS: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "ignore_eos": ([True, False], [0, "true", []]),
     "user": (["x", ""], [5, "x" * 5000]),
-    "stream_options": ([{}, {"include_usage": True}], [5, {"include_usage": 1}]),
+    "stream_options": ([], [5, {"include_usage": 1}, {}, {"include_usage": True}]),  # without a stream
 }
 COMPLETIONS: dict[str, tuple[list[Any], list[Any]]] = {
     "max_tokens": ([0, 1, 2], [-1, 2048, 2**31, 2**64, *WRONG_TYPES]),
@@ -148,6 +148,18 @@ def test_a_schema_that_explodes_is_refused_and_others_go_on(client, server):
     answer = ask(client, "/v1/chat/completions", "response_format", form)
     assert answer.status_code in (200, 400)
     assert ask(client, "/v1/completions", "prompt", "x").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, None])
+def test_options_of_a_stream_are_for_streams(client, stream):
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "stream_options": {"include_usage": True}}
+    for path, more in (("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "x"})):
+        answer = client.post(path, json={**asked, **more, "stream": stream})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")
+        answer = client.post(path, json={**asked, **more, "stream": stream, "stream_options": None})
+        assert answer.status_code == 200
+        answer = client.post(path, json={**asked, **more, "stream": True})
+        assert answer.status_code == 200 and '"usage":{' in answer.text
 
 
 def test_unknown_fields_are_told_in_a_header(client):

@@ -379,5 +379,5 @@ def test_keys_and_draining(tmp_path):
 
 def test_a_port_that_is_taken(server):
     port = address(server).rpartition(":")[2]
-    with pytest.raises(AssertionError, match="cannot listen"):
+    with pytest.raises(AssertionError, match="cannot be had"):
         Live("--grpc-port", port)

@@ -13,10 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
+import inferplane
+from inferplane.plugins import host
 from tests.serving.live import Live, engine_pids
 
 LONG = {"prompt": "x = [", "max_tokens": 1200, "temperature": 0, "ignore_eos": True}
@@ -57,6 +60,14 @@ def wait_gone(pids: list[int]) -> None:
 # ---------------------------------------------------------------- the beginning
 
 
+DEMO = Path(inferplane.__file__).parent / "models" / "demo"
+
+
+def absent() -> str:
+    """A device that has a plugin and is not on this machine."""
+    return next(d.name for d in host().devices() if not d.probe.available)
+
+
 def test_a_port_in_use_is_told_before_anything_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = run_serve("--port", str(taken.getsockname()[1]))
@@ -75,6 +86,11 @@ def test_a_port_in_use_is_told_before_anything_is_loaded():
         (("--api-key-file", "/no/such/file"), 2, "cannot be read"),
         (("--otlp-endpoint", "localhost"), 2, "OTLP over HTTP"),
         (("--tls-cert", "/no/such", "--tls-key", "/no/such"), 2, "certificate"),
+        (("--tls-cert", __file__, "--tls-key", __file__), 2, "certificate"),
+        (("--quantization", "int3"), 2, "weight_only_int8"),
+        (("--grpc-port", "7001", "--metrics-port", "7001"), 2, "one port (7001, 7001)"),
+        (("--op", "nothing=torch"), 1, "nothing"),
+        (("--device", absent()), 1, "is absent"),
     ],
 )
 def test_a_server_that_cannot_start_says_why(args, code, said):
@@ -82,10 +98,47 @@ def test_a_server_that_cannot_start_says_why(args, code, said):
     assert done.returncode == code, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+    assert done.stderr.count("error") == 1
+    assert "listening" not in done.stderr
 
 
-def test_loading_and_a_signal_meanwhile():
-    with Live(wait=False) as server:
+def test_a_model_without_weights_is_told_before_the_server_listens(tmp_path):
+    (tmp_path / "config.json").write_text((DEMO / "config.json").read_text())
+    done = run_serve("--port", "0", str(tmp_path))
+    assert done.returncode == 1 and "weights" in done.stderr
+    assert "listening" not in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--grpc-port", "--metrics-port", "--health-port"])
+def test_every_port_is_tried_before_anything_is_loaded(flag):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run_serve("--port", "0", flag, str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert "cannot be had" in done.stderr and f"another {flag}" in done.stderr
+    assert "listening" not in done.stderr
+
+
+SLOW = """
+import os, time
+from inferplane.plugin import hookimpl
+
+@hookimpl
+def inferplane_on_event(event):
+    if event.name == "plan.bound":
+        from inferplane.engine.runner import Runner
+        build = Runner._build_cache
+        def late(self):
+            while not os.path.exists(os.environ["GO_ON"]):
+                time.sleep(0.01)
+            build(self)
+        Runner._build_cache = late
+"""
+
+
+def test_loading_and_a_signal_meanwhile(tmp_path):
+    (tmp_path / "slow_to_load.py").write_text(SLOW)
+    plugin = {"INFERPLANE_PLUGINS": "slow_to_load", "PYTHONPATH": str(tmp_path), "GO_ON": str(tmp_path / "go")}
+    with Live(wait=False, environment=plugin) as server:
         with server.client() as client:
             assert client.get("/v2/health/live").status_code == 200
             assert client.get("/v2/health/ready").status_code == 503
@@ -94,6 +147,11 @@ def test_loading_and_a_signal_meanwhile():
             assert answer.headers["retry-after"] == "2"
             assert answer.json()["error"]["code"] == "loading"
             assert client.get("/metrics").status_code == 200
+            (tmp_path / "go").touch()
+            server.event("ready")
+            assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+        assert server.stop() == 0
+    with Live(wait=False, environment={**plugin, "GO_ON": str(tmp_path / "never")}) as server:
         assert server.stop() == 0
 
 

@@ -56,7 +56,7 @@ async def at_rest(service: Service) -> None:
             break
         await asyncio.sleep(0.01)
     assert service.places.taken == 0
-    assert not service._live and not service._jobs
+    assert not service._jobs
     assert stats["kv_blocks_free"] + stats["kv_blocks_cached"] == stats["kv_blocks_total"]
 
 

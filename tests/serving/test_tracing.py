@@ -23,6 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from inferplane.errors import UsageError
 from inferplane.serving import logs, tracing
+from inferplane.serving.grpc import schema
 from inferplane.serving.places import Reserved
 from inferplane.serving.settings import Settings
 from tests.serving.faults import CHAT, COMPLETIONS, Small, run
@@ -136,6 +137,42 @@ def test_who_is_refused_at_the_door_has_a_span_with_the_status(spans):
         assert span.attributes["error.type"] == why
         assert span.status.status_code is StatusCode.ERROR
         assert span.end_time >= span.start_time
+
+
+def test_calls_that_are_refused_at_the_door_have_a_span_under_the_callers():
+    with contextlib.ExitStack() as opened:
+        url, told = opened.enter_context(collector())
+        live = opened.enter_context(Live("--otlp-endpoint", url, "--grpc-port", "0", "--api-key", "k"))
+        right = [("authorization", "Bearer k"), ("traceparent", PARENT)]
+        with grpc.insecure_channel(address(live)) as channel:
+            wrong = raw(("text_input", "BYTES", [2], string(SECRET.encode())))
+            for method, metadata, fields in (
+                ("ModelInfer", [("traceparent", PARENT)], wrong),
+                ("ModelInfer", right, wrong),
+                ("ModelMetadata", right, {"name": "none"}),  # asks for no tokens: it is counted, and has no span
+            ):
+                with pytest.raises(grpc.RpcError):
+                    call(channel, method, metadata=metadata, **fields)
+            kind, answered = schema.method_types("ModelStreamInfer")
+            (answer,) = channel.stream_stream(
+                f"/{schema.SERVICE}/ModelStreamInfer",
+                request_serializer=kind.SerializeToString,
+                response_deserializer=answered.FromString,
+            )(iter([kind(**wrong)]), timeout=60, metadata=right)
+            assert answer.error_message
+        assert live.stop() == 0
+    requests = [request for *_, request in told]
+    found = [s for r in requests for x in r.resource_spans for scope in x.scope_spans for s in scope.spans]
+    facts = [{a.key: a.value.string_value for a in span.attributes} for span in found]
+    assert [(f["rpc.method"], f["rpc.response.status_code"], f["error.type"]) for f in facts] == [
+        (f"{schema.SERVICE}/ModelInfer", "UNAUTHENTICATED", "invalid_api_key"),
+        (f"{schema.SERVICE}/ModelInfer", "INVALID_ARGUMENT", "invalid_value"),
+        (f"{schema.SERVICE}/ModelStreamInfer", "INVALID_ARGUMENT", "invalid_value"),
+    ]
+    assert [s.name for s in found] == [f["rpc.method"] for f in facts]
+    assert {f["rpc.system.name"] for f in facts} == {"grpc"}
+    assert {s.parent_span_id.hex() for s in found} == {PARENT.split("-")[2]}
+    assert SECRET not in str(told)
 
 
 def test_the_callers_span_stands_above(spans):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks.shapes import REAL
-from inferplane.engine import ModelFiles, Runner, RunnerOptions, recorded_steps, recorded_text
+from inferplane.binding import recorded_text
+from inferplane.engine import ModelFiles, Runner, RunnerOptions, recorded_steps
 from inferplane.engine.buckets import PADDING, Buckets, Size, choose, sizes_for, step_cost
 from inferplane.plugins import host
 

@@ -9,7 +9,7 @@ import time
 import jsonschema
 import pytest
 
-from inferplane.binding import explain
+from inferplane.binding import explain, explain_text
 from inferplane.cli import main
 from inferplane.engine import ModelFiles, Runner, RunnerOptions, recorded_steps
 from tests.house.rules import DEVICES, REPOSITORY
@@ -117,6 +117,17 @@ def test_options_reach_the_plan(cli, in_tree):
     assert data == json.loads(json.dumps(told))
 
 
+def test_python_tells_a_plan_in_the_same_words(cli, in_tree):
+    options = RunnerOptions(dtype="float32", ops={"moe_experts": "reference"})
+    runner = Runner.plan_only(ModelFiles("demo"), in_tree, "npu", options)
+    words = ["--device", "npu", "--dtype", "float32", "--op", "moe_experts=reference"]
+    for more, verbose in (((), False), (("--verbose",), True)):
+        text = explain_text(runner.plan, "demo", verbose=verbose, decode_steps=recorded_steps(runner))
+        lines = cli(*words, *more)[1].partition("\n\n")[2].splitlines()
+        plain = [line.replace(lines[0][lines[0].index("; --arch") : -1], "") for line in lines[:1]] + lines[1:]
+        assert " ".join(" ".join(plain).split()) == " ".join(text.split())
+
+
 def test_narrow_terminals_cut_nothing_off(cli, monkeypatch):
     for columns in (80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -138,7 +149,7 @@ def test_one_step_kind(cli):
 
 def test_step_kinds_that_differ_are_both_shown(cli):
     """A pin by pattern does not tell step kinds apart, so two plans are laid side by side by hand."""
-    from inferplane.cli.plan_text import rows
+    from inferplane.binding.plan_text import rows
 
     data = json.loads(cli("--device", "npu", "--json")[1])
     decode, mixed = ([s for s in data["sites"] if s["step_kind"] == kind] for kind in ("decode", "mixed"))

@@ -52,7 +52,8 @@ def test_activations_are_coded_where_the_checkpoint_asks():
     alone = plan(asking(), exact)
     (told,) = explain(alone)["uncoded"]
     assert told == {"op": "linear", "act": "fp8", "sites": 1, "reason": "no kernel of linear codes them"}
-    assert "though the checkpoint asks for fp8: at 1 site(s) of op linear: no kernel" in explain_text(alone)
+    told = "not coded in fp8, as the checkpoint asks, at 1 sites: no kernel of linear codes them"
+    assert told in explain_text(alone)
     assert explain(asked)["uncoded"] == explain(unasked)["uncoded"] == []
 
 

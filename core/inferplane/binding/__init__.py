@@ -8,6 +8,7 @@ from inferplane.binding.link import View, link
 from inferplane.binding.load import DictSource, DummySource, FormatReader, Loaded, TensorSource, load
 from inferplane.binding.lock import read_lock, signature, write_lock
 from inferplane.binding.plan import COPY_BUDGET, Plan, Settings, bind
+from inferplane.binding.plan_text import plan_lines, recorded_text
 from inferplane.binding.resolver import Resolver
 from inferplane.binding.tuning import Trial, Tuned, tune
 
@@ -35,7 +36,9 @@ __all__ = [
     "explain_text",
     "link",
     "load",
+    "plan_lines",
     "read_lock",
+    "recorded_text",
     "run_canary",
     "run_case",
     "signature",

@@ -9,10 +9,13 @@ from typing import Any
 from inferplane.binding.choice import Choice
 from inferplane.binding.lock import signature
 from inferplane.binding.plan import Plan
+from inferplane.binding.plan_text import plan_lines
 from inferplane.ops import Op
 from inferplane.types import StepKind
 
 SCHEMA = 1
+TEXT_COLUMNS = 100
+"""Of text that goes to no terminal."""
 
 
 @dataclass(frozen=True)
@@ -77,59 +80,21 @@ def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
     }
 
 
-def explain_text(plan: Plan, model_name: str = "", *, verbose: bool = False) -> str:
-    """The plan as text: one line a site; with `verbose`, also every loser with its reason."""
-    settings = plan.settings
-    head = f"{model_name or 'model'} on {settings.device}, {str(settings.dtype).removeprefix('torch.')}"
-    if settings.arch:
-        head += f", {settings.arch}"
-    if settings.assumed:
-        head += " (not opened: features are assumed)"
-    layouts = sorted({x.name for x in plan.layouts.values()})
-    out = [head, f"KV layout {', '.join(layouts)}; weights {plan.weight_bytes / 2**20:.1f} MiB"]
-    columns = {kind: list(_lines(plan, kind)) for kind in plan.choices}
-    kinds = list(columns)
-    shown = {kind: [_text(x, verbose) for x in lines] for kind, lines in columns.items()}
-    if len(kinds) > 1 and all(shown[k] == shown[kinds[0]] for k in kinds[1:]):
-        out += ["", f"steps: {', '.join(kinds)}", *shown[kinds[0]]]
-    else:
-        for kind in kinds:
-            out += ["", f"steps: {kind}", *shown[kind]]
-    for copy in _copies(plan):
-        out.append(
-            f"kept in {len(copy['packings'])} packings ({', '.join(copy['packings'])}): {copy['weight']}, "
-            f"{copy['extra_bytes']} bytes more, {copy['uses']} weight(s)"
-        )
-    for item in _expanded(plan):
-        out.append(
-            f"expanded at load: {item['weights']} weight(s) of format {item['format']} for op {item['op']}: "
-            "no kernel here takes it"
-        )
-    for item in _uncoded(plan):
-        out.append(
-            f"activations as they are, though the checkpoint asks for {item['act']}: at {item['sites']} site(s) of op "
-            f"{item['op']}: {item['reason']}"
-        )
-    return "\n".join(out)
+def explain_text(
+    plan: Plan, model_name: str = "", *, verbose: bool = False, width: int = TEXT_COLUMNS, **more: Any
+) -> str:
+    """The plan as text, as the command line shows it.
 
-
-def _text(line: _Line, verbose: bool) -> str:
-    c = line.choice
-    label = "  " * line.depth + (line.site.rpartition(".")[2] if not _range(line.site) else _tail(line.site)) or "model"
-    mark = "!" if c.ambiguous or (c.own_hot and c.kernel is None) else " "
-    text = f"{mark} {label:<26} {c.op:<14} {c.label:<34} {c.why}"
-    if verbose:
-        pad = "  " * line.depth + "      "
-        text = "\n".join([text, *(f"{pad}lost: {r.kernel} (rank {r.rank}): {r.reason}" for r in c.rejected)])
-    return text.rstrip()
-
-
-def _range(site: str) -> bool:
-    return bool(site) and site.rpartition(".")[2].replace("-", "").isdigit()
-
-
-def _tail(site: str) -> str:
-    return ".".join(site.split(".")[-2:])
+    Args:
+        plan: any plan; nothing needs to be loaded.
+        model_name: what the user calls the model.
+        verbose: also every kernel that lost, with its reason.
+        width: columns that reasons are wrapped to.
+        more: further entries of the data (`decode_steps`).
+    """
+    data = {**explain(plan, model_name), **more}
+    lines = ("".join(text for text, _ in line) for line in plan_lines(data, width, verbose=verbose))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _lines(plan: Plan, kind: StepKind) -> list[_Line]:

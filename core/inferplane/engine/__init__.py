@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inferplane.engine.async_llm import AsyncLLM
-    from inferplane.engine.explained import recorded_steps, recorded_text
+    from inferplane.engine.explained import recorded_steps
     from inferplane.engine.llm import LLM
     from inferplane.engine.params import SamplingParams
     from inferplane.engine.results import Delta, Result, Timings
@@ -30,7 +30,6 @@ __all__ = [
     "SamplingParams",
     "Timings",
     "recorded_steps",
-    "recorded_text",
 ]
 
 _WHERE = {
@@ -45,7 +44,6 @@ _WHERE = {
     "SamplingParams": "inferplane.engine.params",
     "Timings": "inferplane.engine.results",
     "recorded_steps": "inferplane.engine.explained",
-    "recorded_text": "inferplane.engine.explained",
 }
 
 

@@ -225,14 +225,20 @@ class AsyncLLM:
         index: int = 0,
         priority: int = 0,
         tenant: str = "",
+        alone: str = "",
     ) -> None:
         """As `generate`, for whoever serves many streams: every piece is passed to a function, in the caller's loop,
         and costs no switch of tasks. Returns after the last one; cancelling it ends the request.
 
         Args:
             take: gets the pieces. It must not raise; if it does, so does this method, and the request is ended.
+            alone: an id that no other live request of the tenant may have, also none of another process over the same
+                engine; "": any number may live.
+
+        Raises:
+            As `generate`.
         """
-        order = await self._order(prompt, params, index, priority, tenant)
+        order = await self._order(prompt, params, index, priority, tenant, alone)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def hand_over(piece: Delta) -> None:
@@ -263,6 +269,7 @@ class AsyncLLM:
         index: int,
         priority: int,
         tenant: str,
+        alone: str = "",
     ) -> Order:
         params = arguments.sampling(params)
         if params.n > 1:
@@ -273,7 +280,7 @@ class AsyncLLM:
         arguments.check_ids(ids, self.info.vocab)
         # The engine knows each by a number of its own: a caller may use an id again while a request that was given up
         # under it still ends.
-        return Order(next(self._ids), ids, params, index, priority, tenant)
+        return Order(next(self._ids), ids, params, index, priority, tenant, alone)
 
     def _leave(self, request_id: RequestId | None, order: Order, box: _Mailbox, ended: bool) -> None:
         """Let go of a request; one that has not ended is aborted, also when it is only about to be queued."""

@@ -24,6 +24,7 @@ class Order:
         index: which of the prompt's n sequences; each draws its own random numbers.
         priority: lower runs first.
         tenant: cached entries are shared within a tenant only.
+        alone: refused while another request with the same lives, of the same tenant and any caller; "": nobody cares.
     """
 
     request_id: RequestId
@@ -32,6 +33,7 @@ class Order:
     index: int = 0
     priority: int = 0
     tenant: str = ""
+    alone: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ def explained(runner: Runner) -> dict[str, Any]:
 
 
 def explained_text(runner: Runner, *, verbose: bool = False) -> str:
-    """As text; of recorded steps it says nothing where there are none."""
-    text, steps = explain_text(runner.plan, runner.files.name, verbose=verbose), recorded_steps(runner)
-    return text if steps["off"] else f"{text}\n{recorded_text(steps)}"
+    """As text, in the words of `inferplane explain`; of recorded steps it says nothing where there are none."""
+    steps = recorded_steps(runner)
+    return explain_text(runner.plan, runner.files.name, verbose=verbose, decode_steps=steps)
 
 
 def recorded_steps(runner: Runner) -> dict[str, Any]:
@@ -31,14 +31,3 @@ def recorded_steps(runner: Runner) -> dict[str, Any]:
     if not off and type(runner.backend).capture is Backend.capture:
         off = "the device records no steps"
     return {**sizes.data(), "off": off}
-
-
-def recorded_text(data: dict[str, Any]) -> str:
-    """The same as a sentence."""
-    if data["off"]:
-        return f"decode steps are not recorded: {data['off']}"
-    tokens = f", {' or '.join(map(str, data['tokens']))} tokens each" if len(data["tokens"]) > 1 else ""
-    return (
-        f"decode steps are recorded for {', '.join(map(str, data['sequences']))} sequences{tokens}: padding costs at "
-        f"most {data['padding']:.0%} of a step, inputs and results take {data['nbytes'] / 2**20:.1f} MiB"
-    )

@@ -48,6 +48,7 @@ class LocalEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[_Key, _Stream] = {}
         self._of: dict[Request, _Stream] = {}
+        self._alone: set[tuple[str, str]] = set()  # tenant and `alone` of live requests
         self._compiling: dict[_Key, bool] = {}  # constraint at work -> aborted meanwhile
         self._lock = threading.Lock()  # of what is compiling
         self._compilers = ThreadPoolExecutor(2, "inferplane-constraints")
@@ -174,9 +175,14 @@ class LocalEngine:
             raise UsageError("The model is shut down.", remedy="make a new AsyncLLM")
         if key in self._streams:
             raise UsageError(f"Request {order.request_id!r} is alive already.", remedy="use another request_id")
+        alone = order.tenant, order.alone
+        if order.alone and alone in self._alone:
+            raise UsageError(f"A request {order.alone!r} is alive already.", remedy="use another id")
         more = {"priority": order.priority, "tenant": order.tenant, "constraint": constraint, "arrived": arrived}
         request = self.llm.add(order.prompt, order.params, order.index, **more)
         self._streams[key] = self._of[request] = _Stream(request, order, sink)
+        if order.alone:
+            self._alone.add(alone)
         if aborted:
             self._abort(key)
 
@@ -249,6 +255,7 @@ class LocalEngine:
     def _forget(self, stream: _Stream) -> None:
         self._streams.pop((stream.sink, stream.order.request_id), None)
         self._of.pop(stream.request, None)
+        self._alone.discard((stream.order.tenant, stream.order.alone))
 
     def _next(self) -> Callable[[], None] | None:
         """What comes next through the queue; None is its end."""

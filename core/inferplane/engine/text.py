@@ -173,8 +173,10 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> bool:
         """Take in new tokens; True when the text now holds a stop string (and is cut there)."""
-        self.ids += ids
-        self._decode()
+        for one in ids:  # several at a time could skip the moment in which a character is whole
+            if not self.stopped:
+                self.ids.append(one)
+                self._decode()
         return self.stopped
 
     def _decode(self, *, end: bool = False) -> None:
@@ -184,7 +186,7 @@ class Detokenizer:
             begin = _agreeing(self._seen, after)
             rest = len(self._seen[begin:].replace(REPLACEMENT, "?").encode())
             most_held += rest
-            if after.startswith(REPLACEMENT * rest, begin):  # some decoders give up a whole run of bytes for one of them
+            if after.startswith(REPLACEMENT * rest, begin):  # decoders may give up a run of bytes for one
                 begin += rest
         settled = len(after) if end else len(after.rstrip(REPLACEMENT))
         if len(after) - settled > most_held:

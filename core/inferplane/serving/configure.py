@@ -196,9 +196,9 @@ _PARSERS: dict[str, Any] = {
 def _check_together(settings: Settings) -> None:
     if (settings.tls_cert is None) != (settings.tls_key is None):
         raise UsageError("TLS needs both tls_cert and tls_key.", remedy="name the other file, too")
-    ports = [p for p in (settings.port, settings.health_port, settings.metrics_port) if p]
+    ports = [p for p in (settings.port, settings.health_port, settings.metrics_port, settings.grpc_port) if p]
     if len(set(ports)) != len(ports):
         raise UsageError(
             f"Two services on one port ({', '.join(map(str, ports))}).",
-            remedy="leave out health_port and metrics_port: port serves both as well",
+            remedy="leave out health_port and metrics_port, which port serves as well; gRPC needs a port of its own",
         )

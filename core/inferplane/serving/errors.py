@@ -80,7 +80,7 @@ def from_engine(error: InferplaneError, words: Mapping[str, str], asked: Collect
     if isinstance(error, UsageError) and "shut down" in error.what:
         return ApiError(503, "The server is shutting down.", code="shutting_down", retry_after_s=5)
     if isinstance(error, UsageError) and "is alive" in error.what:
-        return ApiError(409, error.what, param=words.get("request_id"), code="duplicate_id")
+        return ApiError(409, error.what, param=words.get("request_id"), code="duplicate")
     if isinstance(error, (UsageError, CapacityError)):
         found = _NAMED.match(error.what)
         # What is left to be refused here, if no parameter is named, is the constraint: admission saw the rest.

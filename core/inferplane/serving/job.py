@@ -52,6 +52,7 @@ class Job:
         self.completion_tokens = 0
         self._cached: dict[int, int] = {}  # prompt -> tokens
         self.finished: list[str] = []
+        self.refusal: ApiError | None = None
         self.first_token_s: float | None = None
         self._engine = engine
         self._pieces: deque[Piece | ApiError] = deque()
@@ -131,9 +132,12 @@ class Job:
                 f"{self.name}.{choice}",
                 index=index,
                 tenant=self.ask.tenant,
+                alone=(self.ask.request_id or "") if choice == 0 else "",
             )
         except InferplaneError as error:
-            self._put(from_engine(error, self.ask.words, self.ask.sampling))
+            said = from_engine(error, self.ask.words, self.ask.sampling)
+            self.refusal = self.refusal or said
+            self._put(said)
         except Exception:
             log.exception("a sequence failed in the server")
             self._put(internal())

@@ -1,4 +1,5 @@
-"""Places for sequences that run or wait: as many as the queue is long, over all processes that serve HTTP."""
+"""Places for sequences that run or wait: as many as the queue is long, over all processes that serve HTTP; and the
+board on which these processes state their numbers."""
 
 from __future__ import annotations
 
@@ -8,38 +9,46 @@ import tempfile
 
 from inferplane.serving.errors import queue_full
 
-SLOT_BYTES = 8
+CELL_BYTES = 8
+PLACES = 0
+"""The cell of a slot in which the places stand that its process has taken."""
 
 
 class Board:
-    """What each process has taken, in memory that all of them see. A process writes its own slot alone, so none waits
-    for another; two that ask in the same instant may both get the last place.
+    """Numbers of each process, in memory that all of them see. A process writes its own slot alone, so none waits for
+    another; two that ask for places in the same instant may both get the last one.
 
     Args:
         slots: how many processes.
-        fd: of a board that another process has made; None makes one.
+        cells: numbers of each.
+        fd: of a board that another process has made; None makes one, which others can see if it has several slots.
     """
 
-    def __init__(self, slots: int, fd: int | None = None) -> None:
-        if fd is None:
+    def __init__(self, slots: int, cells: int, fd: int | None = None) -> None:
+        size = slots * cells * CELL_BYTES
+        if fd is None and slots > 1:
             fd = _nameless()
-            os.ftruncate(fd, slots * SLOT_BYTES)
-        self.fd, self.slots = fd, slots
-        self._numbers = memoryview(mmap.mmap(fd, slots * SLOT_BYTES)).cast("q")
+            os.ftruncate(fd, size)
+        self.fd, self.slots, self._cells = fd, slots, cells
+        self._numbers = memoryview(bytearray(size) if fd is None else mmap.mmap(fd, size)).cast("q")
 
-    def write(self, slot: int, taken: int) -> None:
-        """State what a process has taken."""
-        self._numbers[slot] = taken
+    def write(self, slot: int, cell: int, number: int) -> None:
+        """State a number of a process."""
+        self._numbers[slot * self._cells + cell] = number
 
-    def others(self, slot: int) -> int:
-        """What all other processes have taken."""
-        return sum(self._numbers) - self._numbers[slot]
+    def read(self, slot: int, cell: int) -> int:
+        """A number of a process."""
+        return int(self._numbers[slot * self._cells + cell])
+
+    def sum(self, cell: int) -> int:
+        """A number of all processes together."""
+        return sum(self._numbers[cell :: self._cells])
 
 
 def _nameless() -> int:
     """A file that is gone when the last process is: in memory where the system has that, for disks can be full."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("inferplane-places")
+        return os.memfd_create("inferplane-board")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
@@ -60,7 +69,7 @@ class Places:
     @property
     def taken(self) -> int:
         """Places that are taken, by all processes."""
-        return self._own + (self._board.others(self._slot) if self._board is not None else 0)
+        return self._own if self._board is None else self._board.sum(PLACES)
 
     def take(self, count: int) -> None:
         """Take places; ApiError 429 when there are not as many."""
@@ -77,7 +86,7 @@ class Places:
 
     def _state(self) -> None:
         if self._board is not None:
-            self._board.write(self._slot, self._own)
+            self._board.write(self._slot, PLACES, self._own)
 
 
 class Reserved:

@@ -15,12 +15,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from inferplane.errors import UsageError
 from inferplane.serving import logs, tracing
+from inferplane.serving.counts import REJECTED, Counts
 from inferplane.serving.http.app import gated, health_app, metrics_app, whole_app
 from inferplane.serving.http.gate import Gate, Keys
 from inferplane.serving.http.protocol import MOST_HEADER_BYTES, connection_class
@@ -59,6 +60,7 @@ class Life:
         workers: further processes for HTTP; None for none.
         told: signals that came before the loop.
         places: for sequences, when several processes share them.
+        counts: of the whole server, likewise.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class Life:
         workers: Workers | None = None,
         told: Sequence[int] = (),
         places: Places | None = None,
+        counts: Counts | None = None,
     ) -> None:
         self._settings, self._keys, self._sockets, self._began = settings, keys, sockets, began
         self._opener, self._workers = opener, workers
         self._tracer = tracing.start(settings)
-        self._service = Service(settings, places, self._tracer)
+        self._service = Service(settings, places, self._tracer, counts)
         if workers is not None:
             self._service.others_end = workers.end
         self._stop = asyncio.Event()
@@ -143,13 +146,8 @@ class Life:
         port = self._settings.grpc_port
         if port is None:
             return None
-        try:
-            from inferplane.serving.grpc.server import start
-        except ImportError as error:
-            raise UsageError(
-                f"grpc_port = {port}, but gRPC's packages are not installed ({error.name}).",
-                remedy="pip install 'inferplane[serving]'",
-            ) from error
+        from inferplane.serving.grpc.server import start
+
         server, bound = await start(self._service, self._settings, self._keys, port)
         addresses["grpc"] = f"{self._settings.host}:{bound}"
         return server
@@ -168,7 +166,7 @@ class Life:
         self._gates.append(gate)
         config = uvicorn.Config(
             app,
-            http=connection_class(s.header_timeout_s, s.max_connections),
+            http=connection_class(s.header_timeout_s, s.max_connections, partial(self._service.counts.add, REJECTED)),
             ws="none",
             lifespan="off",
             loop="asyncio",
@@ -182,10 +180,7 @@ class Life:
             ssl_certfile=s.tls_cert,
             ssl_keyfile=s.tls_key,
         )
-        try:
-            config.load()
-        except (OSError, ValueError) as error:  # certificates
-            raise UsageError(f"The certificate or its key cannot be read: {error}.", remedy="see tls_cert") from error
+        config.load()
         return _Server(config)
 
 

@@ -9,16 +9,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 from inferplane.errors import UsageError
 from inferplane.serving.admission import Ask, check_fan_out, sampling_of
+from inferplane.serving.counts import ABORTED, REJECTED, Counts
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.job import Job
 from inferplane.serving.model import ServedModel
@@ -61,22 +61,28 @@ class Service:
         settings: limits and names.
         places: for sequences that run or wait; None: its own, as many as the settings say.
         tracer: makes spans of requests; None: nobody wants them.
+        counts: of the whole server, when several processes share them; None: its own.
     """
 
-    def __init__(self, settings: Settings, places: Places | None = None, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        places: Places | None = None,
+        tracer: Tracer | None = None,
+        counts: Counts | None = None,
+    ) -> None:
         self.settings, self.tracer = settings, tracer
         self.state: State = "loading"
         self.model: ServedModel | None = None
         self.engine: AsyncLLM | None = None
         self.places = places or Places(settings.max_batch + settings.max_waiting)
-        self.counts: Counter[tuple[str, str]] = Counter()
+        self.counts = counts or Counts()
         self.failure = ""
         self.failed = asyncio.Event()
         self.started = time.monotonic()
         self._silent_since: float | None = None
         self._stalled = ""
         self._ids = count()
-        self._live: set[str] = set()
         self._jobs: set[Job] = set()
         self._watch: asyncio.Task[None] | None = None
         self.others_end: Callable[[float], Awaitable[None]] | None = None
@@ -204,7 +210,7 @@ class Service:
             job = await self._accept(ask, model)
             yield job
         except ApiError as error:
-            if job is None:
+            if job is None or job.refusal is error:
                 self.refused(error)
             raise
         finally:
@@ -216,22 +222,15 @@ class Service:
                 if job is not None:
                     self._jobs.discard(job)
                     self._account(job)
-                if job is not None and ask.request_id is not None:
-                    self._live.discard(ask.request_id)
 
     async def _accept(self, ask: Ask, model: ServedModel) -> Job:
         prompts = [await self.encode(p, special=ask.special) if isinstance(p, str) else p for p in ask.prompts]
         limits = self.settings, model.info.max_model_len, model.info.vocab
         params = [sampling_of(ask, ids, *limits) for ids in prompts]
         assert self.engine is not None
-        if ask.request_id is not None and ask.request_id in self._live:
-            word = ask.word("request_id")
-            raise ApiError(409, f"A request with {word} {ask.request_id!r} is alive.", param=word, code="duplicate")
         job = Job(self.engine, ask, prompts, params, f"job-{next(self._ids)}")
         job.start()
         self._jobs.add(job)
-        if ask.request_id is not None:
-            self._live.add(ask.request_id)
         return job
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -250,14 +249,21 @@ class Service:
 
     def refused(self, error: ApiError) -> None:
         """Count a request that was refused."""
-        self.counts["requests_rejected_total", error.code] += 1
+        self.counts.add(REJECTED, error.code)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Refusals inside count. `admit` counts its own."""
+        try:
+            yield
+        except ApiError as error:
+            self.refused(error)
+            raise
 
     def _account(self, job: Job) -> None:
-        for reason in job.finished:
-            self.counts["sequences_ended_total", reason] += 1
         gone = job.choices - len(job.finished)
-        if gone:  # nobody read them to their end
-            self.counts["requests_aborted_total", "disconnect"] += gone
+        if gone and job.refusal is None:  # nobody read them to their end
+            self.counts.add(ABORTED, "disconnect", gone)
 
     # -- numbers
 

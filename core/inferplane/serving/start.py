@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ ENGINE_OPTIONS = (
 """Settings that are arguments of `AsyncLLM`, under the same names."""
 PACKAGES = ("fastapi", "pydantic", "uvicorn", "h11", "prometheus_client")
 """What serving needs beyond what everything needs."""
+GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
 PLUGIN_GROUP = "inferplane.plugins"
 """`inferplane.plugins` knows it, but importing that imports torch."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -54,8 +56,8 @@ def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
         UsageError: a package is missing, a port is taken, a key or certificate file cannot be read.
         InferplaneError: the model or the device is not there, or the model cannot be loaded.
     """
-    check_packages()
     settings = resolved.settings
+    check_packages(settings)
     began = time.monotonic()
     logs.set_up(settings.log_format, settings.log_level)
     if "WORLD_SIZE" in os.environ:
@@ -69,12 +71,16 @@ def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
         wanted(settings, os.environ)  # before anything is loaded
     find(settings)
     keys = read_keys(settings)
+    check_certificate(settings)
     ports = {"http": settings.port, "health": settings.health_port, "metrics": settings.metrics_port}
     with contextlib.ExitStack() as opened:
         sockets = {}
         for name, port in ports.items():
             if port is not None:
-                sockets[name] = opened.enter_context(contextlib.closing(listen(settings.host, port)))
+                flag = "--port" if name == "http" else f"--{name}-port"
+                sockets[name] = opened.enter_context(contextlib.closing(listen(settings.host, port, flag)))
+        if settings.grpc_port:  # gRPC opens it by itself, later
+            listen(settings.host, settings.grpc_port, "--grpc-port").close()
         for note in resolved.notes:
             log.warning(note)
         return _serve(settings, pins, keys, sockets, began)
@@ -92,25 +98,35 @@ def _follow(settings: Settings, pins: Mapping[str, str]) -> int:
 def _serve(
     settings: Settings, pins: Mapping[str, str], keys: list[str], sockets: Mapping[str, socket.socket], began: float
 ) -> int:
-    """Start the engine's process, and meanwhile import what serves."""
+    """Start the engine's process, and meanwhile import what serves.
+
+    Nobody is answered before weights are being read: whatever is wrong with model, device or settings has been told by
+    then, and a server that cannot be is not seen to live.
+    """
     told: list[int] = []
     for number in SIGNALS:  # until the server's loop is there to hear them
         signal.signal(number, lambda number, frame: told.append(number))
-    opening = _beside(lambda: AsyncLLM(settings.model, process=True, **engine_options(settings, pins)), "load")
+    reading = threading.Event()
+    options = {**engine_options(settings, pins), "progress": lambda done, total: reading.set()}
+    opening = _beside(lambda: AsyncLLM(settings.model, process=True, **options), "load")
+    from inferplane.serving.counts import CELLS, Counts
     from inferplane.serving.http.gate import Keys
     from inferplane.serving.places import Board, Places
     from inferplane.serving.run import Life
     from inferplane.serving.workers import Workers
 
-    workers, places = None, None
+    while not (reading.is_set() or opening.done() or told):
+        reading.wait(0.02)
+    if opening.done():
+        opening.result()  # raises what the model raised
+    workers, places, counts = None, None, None
     if settings.http_workers > 1:
-        board = Board(settings.http_workers)
+        board = Board(settings.http_workers, CELLS)
         workers = Workers(settings, keys, sockets["http"], board)
-        places = Places(settings.max_batch + settings.max_waiting, board)
+        places, counts = Places(settings.max_batch + settings.max_waiting, board), Counts(board)
     try:
-        return asyncio.run(
-            Life(settings, Keys(keys), sockets, began, lambda: prepared(opening.result), workers, told, places).live()
-        )
+        engine = lambda: prepared(opening.result)  # noqa: E731
+        return asyncio.run(Life(settings, Keys(keys), sockets, began, engine, workers, told, places, counts).live())
     finally:
         logs.finish()
 
@@ -142,9 +158,10 @@ def prepared(engine: Callable[[], AsyncLLM]) -> AsyncLLM:
     return found
 
 
-def check_packages() -> None:
+def check_packages(settings: Settings) -> None:
     """UsageError when a package is missing that serving needs."""
-    missing = next((name for name in PACKAGES if find_spec(name) is None), None)
+    needed = PACKAGES if settings.grpc_port is None else (*PACKAGES, *GRPC_PACKAGES)
+    missing = next((name for name in needed if find_spec(name) is None), None)
     if missing is not None:
         raise UsageError(
             f"Serving needs packages that are not installed ({missing}).", remedy="pip install 'inferplane[serving]'"
@@ -154,8 +171,8 @@ def check_packages() -> None:
 def find(settings: Settings) -> None:
     """Refuse a model that is no folder and a device that no plugin names, before anything listens.
 
-    What looks right costs nothing here. What does not is asked of those who know, and torch is imported for it; a
-    device that has a plugin and is not on this machine is found by the engine's process.
+    What looks right costs nothing here. What does not is asked of those who know, and torch is imported for it; the
+    rest is found by the engine's process (`_serve`).
 
     Raises:
         InferplaneError: as a model that is opened in this process.
@@ -170,6 +187,20 @@ def find(settings: Settings) -> None:
         from inferplane.plugins import host
 
         host().backend(settings.device, index=settings.index)
+
+
+def check_certificate(settings: Settings) -> None:
+    """UsageError when the certificate and its key cannot be served with."""
+    if settings.tls_cert is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"The certificate {settings.tls_cert} or its key {settings.tls_key} cannot be used: {error}.",
+            there_is="PEM files; the key is the certificate's own, without a password",
+            remedy="see --tls-cert and --tls-key",
+        ) from error
 
 
 def read_keys(settings: Settings) -> list[str]:
@@ -191,7 +222,7 @@ def read_keys(settings: Settings) -> list[str]:
     return keys
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A socket that listens; UsageError when the port is taken or the address is not this machine's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -208,7 +239,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock.close()
         raise UsageError(
             f"Port {port} of {host} cannot be had: {error.strerror or error}.",
-            remedy="choose another --port, or end what has it",
+            remedy=f"choose another {flag}, or end what has it",
         ) from error
     sock.setblocking(False)
     return sock

@@ -91,13 +91,13 @@ class Tracer:
                 _fail(span, failure)
             span.end()
 
-    def refused(self, route: str, trace: Mapping[str, str], status: int, why: str, took_s: float) -> None:
+    def refused(self, name: str, told: Mapping[str, Any], trace: Mapping[str, str], why: str, took_s: float) -> None:
         """A span for a request that was refused before `follow`.
 
         Args:
-            route: the path, which is one of ours.
+            name: the span's.
+            told: its attributes.
             trace: headers that say under which span it belongs.
-            status: that was answered.
             why: the error's code.
             took_s: from its arrival to now.
         """
@@ -105,10 +105,10 @@ class Tracer:
 
         now = time.time_ns()
         span = self._tracer.start_span(
-            f"POST {route}",
+            name,
             context=self._propagator.extract(dict(trace)),
             kind=SpanKind.SERVER,
-            attributes={"http.request.method": "POST", "http.route": route, "http.response.status_code": status},
+            attributes=dict(told),
             start_time=now - int(took_s * 1e9),
         )
         _fail(span, why)

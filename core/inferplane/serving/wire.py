@@ -94,6 +94,11 @@ class Sampling(Body):
             out["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         return out
 
+    def check_together(self) -> None:
+        """ApiError 400 for fields that contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options is for streams; pass stream = true.", "stream_options")
+
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with its usage."""

@@ -20,7 +20,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from inferplane.serving import logs
-from inferplane.serving.places import Board, Places
+from inferplane.serving.counts import CELLS, Counts
+from inferplane.serving.places import PLACES, Board, Places
 from inferplane.serving.settings import Settings
 
 RESTART_S = 1.0
@@ -37,7 +38,7 @@ class Workers:
         settings: theirs are the same, without ports of their own.
         keys: who may come in.
         sock: listens.
-        board: of the places that all share; the first process has the first slot.
+        board: of the numbers that all share; the first process has the first slot.
     """
 
     def __init__(self, settings: Settings, keys: list[str], sock: socket.socket, board: Board) -> None:
@@ -72,12 +73,13 @@ class Workers:
     async def _keep(self, number: int, address: str) -> None:
         while not self._ending:
             code = await self._run(number, address)
-            self._board.write(number, 0)  # what it held ended with it
+            self._board.write(number, PLACES, 0)  # what it held ended with it; what it counted stays
             if not self._ending:
                 log.error("a worker ended", extra={"facts": {"worker": number, "code": code}})
                 await asyncio.sleep(RESTART_S)
 
     async def _run(self, number: int, address: str) -> int:
+        assert self._board.fd is not None
         fds = self._socket.fileno(), self._board.fd
         where = (*fds, self._board.slots, number, address)
         process = await asyncio.create_subprocess_exec(
@@ -121,10 +123,15 @@ def main() -> None:
     logs.set_up(settings.log_format, settings.log_level)
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)
-    places = Places(settings.max_batch + settings.max_waiting, Board(slots, board), slot)
-    keys = Keys(settings.api_key)
+    shared = Board(slots, CELLS, board)
     life = Life(
-        settings, keys, {"http": sock}, began, lambda: prepared(lambda: AsyncLLM.connect(address)), places=places
+        settings,
+        Keys(settings.api_key),
+        {"http": sock},
+        began,
+        lambda: prepared(lambda: AsyncLLM.connect(address)),
+        places=Places(settings.max_batch + settings.max_waiting, shared, slot),
+        counts=Counts(shared, slot),
     )
     try:
         code = asyncio.run(life.live())

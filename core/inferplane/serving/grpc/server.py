@@ -12,11 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from inferplane.errors import UsageError
+from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc import schema
-from inferplane.serving.grpc.servicer import Servicer, guarded, headers
+from inferplane.serving.grpc.servicer import Servicer, guarded, headers, refused
 from inferplane.serving.http.gate import Keys
 from inferplane.serving.service import Service
 from inferplane.serving.settings import Settings
+from inferplane.serving.tracing import carried
 
 HEALTH = "grpc.health.v1.Health"
 OPEN = frozenset(
@@ -58,17 +60,20 @@ class _Health(health_pb2_grpc.HealthServicer):
 class _Door(grpc.aio.ServerInterceptor):
     """Lets in those who have a key; whatever is not listed as open needs one."""
 
-    def __init__(self, keys: Keys) -> None:
-        self._keys = keys
+    def __init__(self, service: Service, keys: Keys) -> None:
+        self._service, self._keys = service, keys
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         if not self._keys or handler_call_details.method in OPEN:
             return await continuation(handler_call_details)
-        if self._keys.admit(headers(handler_call_details.invocation_metadata)):
+        told = headers(handler_call_details.invocation_metadata)
+        if self._keys.admit(told):
             return await continuation(handler_call_details)
 
         async def refuse(request: Any, context: Any) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "The key is missing or wrong.")
+            error = ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
+            refused(self._service, handler_call_details.method.rpartition("/")[2], error, carried(told), 0.0)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
 
         return grpc.unary_unary_rpc_method_handler(refuse)
 
@@ -89,7 +94,7 @@ async def start(service: Service, settings: Settings, keys: Keys, port: int) -> 
         UsageError: the port is taken.
     """
     server = grpc.aio.server(
-        interceptors=[_Door(keys)],
+        interceptors=[_Door(service, keys)],
         options=[
             ("grpc.max_receive_message_length", settings.max_body_bytes),
             ("grpc.max_metadata_size", MOST_METADATA_BYTES),

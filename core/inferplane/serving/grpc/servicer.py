@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,8 @@ MOST_AT_ONCE = 256
 """Requests of one stream that may be at work; more wait to be read."""
 INPUTS = {"IN": "BYTES", "text_input": "BYTES", "input_ids": "INT64", "max_tokens": "INT32", "stream": "BOOL"}
 OUTPUTS = {"OUT": "BYTES", "text_output": "BYTES", "token_ids": "INT32", "finish_reason": "BYTES"}
+GENERATE = frozenset(("ModelInfer", "ModelStreamInfer"))
+"""Methods whose requests have spans."""
 _FINAL, _EMPTY_FINAL = "triton_final_response", "triton_enable_empty_final_response"
 
 
@@ -130,6 +133,11 @@ class Servicer:
         return response
 
     def _name(self, asked: str, version: str) -> str:
+        """The name to answer with, as `_checked`; a refusal counts."""
+        with self._service.counted():
+            return self._checked(asked, version)
+
+    def _checked(self, asked: str, version: str) -> str:
         """The name to answer with; ApiError 404 for another model's, and for another version."""
         model = self._service.served
         if version not in ("", VERSION):
@@ -140,9 +148,9 @@ class Servicer:
     # -- inference
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
-        self._name(request.model_name, request.model_version)
-        wanted = await requests.wanted(request, self._service)
-        async with self._service.admit(replace(wanted.ask, **self._caller(context))) as job:
+        caller = self._caller(context)
+        wanted = await self._understood("ModelInfer", request, caller)
+        async with self._service.admit(replace(wanted.ask, **caller)) as job:
             choices = [Choice() for _ in range(job.choices)]
             async for piece in job.pieces():
                 choices[piece.choice].add(piece.delta)
@@ -173,6 +181,16 @@ class Servicer:
             reader.cancel()
             with suppress(asyncio.CancelledError):
                 await reader
+
+    async def _understood(self, method: str, request: Any, caller: Mapping[str, Any]) -> requests.Wanted:
+        """What is asked for; a refusal counts, and has a span."""
+        began = time.monotonic()
+        try:
+            self._checked(request.model_name, request.model_version)
+            return await requests.wanted(request, self._service)
+        except ApiError as error:
+            refused(self._service, method, error, caller["trace"], time.monotonic() - began)
+            raise
 
     def _caller(self, context: Any) -> dict[str, Any]:
         """What an `Ask` tells of who asks."""
@@ -209,8 +227,7 @@ class Servicer:
             await answers.put(_failure(request, failure))
 
     async def _pieces(self, request: Any, caller: dict[str, Any]) -> AsyncIterator[Any]:
-        self._name(request.model_name, request.model_version)
-        wanted = await requests.wanted(request, self._service)
+        wanted = await self._understood("ModelStreamInfer", request, caller)
         empty_final = tensors.parameters(request).get(_EMPTY_FINAL) is True
         async with self._service.admit(replace(wanted.ask, **caller)) as job:
             choices = [Choice() for _ in range(job.choices)]
@@ -226,6 +243,23 @@ class Servicer:
                     yield _response(request, found, final=not left and not empty_final)
             if empty_final:
                 yield _response(request, {}, final=True)
+
+
+def refused(service: Service, method: str, error: ApiError, trace: Mapping[str, str], took_s: float) -> None:
+    """Count a call, or a stream's request, that was refused before it was admitted, and make its span.
+
+    Args:
+        service: counts.
+        method: without the service's name.
+        error: what is answered.
+        trace: headers that say under which span it belongs.
+        took_s: from its arrival to now.
+    """
+    service.refused(error)
+    if service.tracer is not None and method in GENERATE:
+        name, status = f"{schema.SERVICE}/{method}", STATUS.get(error.status, grpc.StatusCode.INTERNAL).name
+        told = {"rpc.system.name": "grpc", "rpc.method": name, "rpc.response.status_code": status}
+        service.tracer.refused(name, told, trace, error.code, took_s)
 
 
 def headers(metadata: Any) -> list[tuple[bytes, bytes]]:

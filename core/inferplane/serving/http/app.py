@@ -23,6 +23,7 @@ from inferplane.serving.service import Service
 def whole_app(service: Service) -> FastAPI:
     """Every route."""
     return _app(
+        service,
         [
             generate.routes(service),
             text.routes(service),
@@ -30,18 +31,18 @@ def whole_app(service: Service) -> FastAPI:
             operation.metrics_routes(service),
             operation.version_routes(),
             page.routes(service),
-        ]
+        ],
     )
 
 
 def health_app(service: Service) -> FastAPI:
     """Health alone, for a port of its own."""
-    return _app([operation.health_routes(service)])
+    return _app(service, [operation.health_routes(service)])
 
 
 def metrics_app(service: Service) -> FastAPI:
     """Metrics and health, for a port of their own."""
-    return _app([operation.metrics_routes(service), operation.health_routes(service)])
+    return _app(service, [operation.metrics_routes(service), operation.health_routes(service)])
 
 
 def gated(app: FastAPI, service: Service, keys: Keys) -> tuple[App, Gate]:
@@ -54,14 +55,17 @@ def gated(app: FastAPI, service: Service, keys: Keys) -> tuple[App, Gate]:
     return outer(gate, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"]), gate
 
 
-def _app(routers: Iterable[APIRouter]) -> FastAPI:
+def _app(service: Service, routers: Iterable[APIRouter]) -> FastAPI:
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        return _no_route(service, error)
+
     app = FastAPI(
         title="Inferplane",
         version=__version__,
         docs_url=None,  # FastAPI's pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault},
+        exception_handlers={ApiError: _on_api_error, HTTPException: on_http_error, Exception: _on_fault},
     )
     for router in routers:
         app.router.routes.extend(router.routes)  # flat, so that anybody can list them
@@ -75,10 +79,11 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
     return refuse(error, error.body())
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
+def _no_route(service: Service, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     words = {404: "There is no such route.", 405: "This route has no such method."}
     shown = ApiError(error.status_code, words.get(error.status_code, str(error.detail)), code="http_error")
+    service.refused(shown)
     response = refuse(shown, shown.body())
     response.headers.update(error.headers or {})
     return response

@@ -36,18 +36,20 @@ class Door:
 
     def enter(self) -> Reserved:
         """A place for a request; ApiError 429 when there is none, 503 while there is no model that takes requests."""
-        try:
-            _ = self._service.served
-            return Reserved(self._service.places)
-        except ApiError as error:
-            self._service.refused(error)
-            raise
+        _ = self._service.served
+        return Reserved(self._service.places)
+
+    def refused(self, error: ApiError) -> None:
+        """Count a request that was refused."""
+        self._service.refused(error)
 
     def trace(self, scope: MutableMapping[str, Any], status: int, why: str, took_s: float) -> None:
         """Make a span, where they are wanted, of a request that was refused before one followed it."""
         tracer = self._service.tracer
         if tracer is not None and self.leads(scope["method"], scope["path"]):
-            tracer.refused(scope["path"], carried(scope["headers"]), status, why, took_s)
+            route = scope["path"]
+            told = {"http.request.method": "POST", "http.route": route, "http.response.status_code": status}
+            tracer.refused(f"POST {route}", told, carried(scope["headers"]), why, took_s)
 
     def words(self, error: ApiError, path: str, body: bytes) -> dict[str, Any]:
         """An error in the dialect of a body."""

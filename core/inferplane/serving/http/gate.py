@@ -156,7 +156,7 @@ class _Passage:
                 gate._door.enter().release()
             body = await self._body()
         except ApiError as error:
-            self._scope[FACTS]["error"] = error.code
+            self._count(error)
             await self._refuse(error)
             return
         if body is not None and await self._reserve(body):
@@ -170,10 +170,14 @@ class _Passage:
         try:
             self._scope[RESERVED] = self._reserved = door.enter()
         except ApiError as error:
-            self._scope[FACTS]["error"] = error.code
+            self._count(error)
             await self._refuse(error, door.words(error, self._scope["path"], body), close=False)
             return False
         return True
+
+    def _count(self, error: ApiError) -> None:
+        self._scope[FACTS]["error"] = error.code
+        self._gate._door.refused(error)
 
     def _leads(self) -> bool:
         return self._gate._door.leads(self._scope["method"], self._scope["path"])

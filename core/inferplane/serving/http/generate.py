@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -46,7 +45,7 @@ def routes(service: Service) -> APIRouter:
     @router.post(EMBEDDINGS)
     async def embeddings(request: Request) -> Response:
         data = await _data(service, request)
-        with _counted(service):
+        with service.counted():
             return _embeddings(service, data)
 
     return router
@@ -57,10 +56,10 @@ def _endpoint(service: Service, answer: Answer) -> Callable[[Request], Awaitable
         data = await _data(service, request)
         request_id = request.scope[REQUEST_ID]
         if not native.is_native(data):
-            with _counted(service):
+            with service.counted():
                 return await answer(data, request_id)
         try:
-            with _counted(service):
+            with service.counted():
                 return await _native(service, data, request_id)
         except ApiError as error:
             asked = data.get("req_id")
@@ -69,24 +68,15 @@ def _endpoint(service: Service, answer: Answer) -> Callable[[Request], Awaitable
     return endpoint
 
 
-@contextmanager
-def _counted(service: Service) -> Iterator[None]:
-    """Refusals count, also before a request is admitted; an answer counts its own."""
-    try:
-        yield
-    except ApiError as error:
-        service.refused(error)
-        raise
-
-
 async def _data(service: Service, request: Request) -> dict[str, Any]:
     body = await request.body()
-    with _counted(service):
+    with service.counted():
         return parse(body)
 
 
 async def _completion(service: Service, data: dict[str, Any], request_id: str) -> Generation:
     request = validate(CompletionRequest, data)
+    request.check_together()
     model = service.served
     rendering = CompletionRendering(request, model, model.check_name(request.model), request_id)
     ignored = unknown_fields(request)
@@ -95,6 +85,7 @@ async def _completion(service: Service, data: dict[str, Any], request_id: str) -
 
 async def _chat(service: Service, data: dict[str, Any], request_id: str) -> Generation:
     request = validate(ChatRequest, data)
+    request.check_together()
     model = service.served
     name = model.check_name(request.model)
     plan = chat.tool_plan(request)

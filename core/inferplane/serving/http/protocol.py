@@ -6,6 +6,7 @@ Of uvicorn's parsers this is the one on h11: it refuses what HTTP leaves ambiguo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -14,12 +15,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MOST_HEADER_BYTES = 32 * 1024
 
 
-def connection_class(header_timeout_s: float, max_connections: int) -> type[H11Protocol]:
+def connection_class(
+    header_timeout_s: float, max_connections: int, refused: Callable[[str], object]
+) -> type[H11Protocol]:
     """The class of connections with these limits.
 
     Args:
         header_timeout_s: seconds for a request's headers, from the connection or from their first byte.
         max_connections: one more is closed at once.
+        refused: told why, in a word, when something is refused before it is a request.
     """
 
     class Connection(H11Protocol):
@@ -30,6 +34,7 @@ def connection_class(header_timeout_s: float, max_connections: int) -> type[H11P
             # Routes get this with every request's scope.
             self.app_state = {**self.app_state, "cut_off": transport.abort, "transport": transport}
             if len(self.connections) > max_connections:
+                refused("too_many_connections")
                 transport.abort()
                 return
             self._wait_for_headers()
@@ -40,6 +45,10 @@ def connection_class(header_timeout_s: float, max_connections: int) -> type[H11P
                 self._stop_waiting()
             elif self._patience is None and not self.transport.is_closing():
                 self._wait_for_headers()
+
+        def send_400_response(self, msg: str) -> None:
+            refused("malformed_http")
+            super().send_400_response(msg)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()

@@ -86,21 +86,27 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_card(service, name) for name in _names(service)]})
+        with service.counted():
+            return JSONResponse({"object": "list", "data": [_card(service, name) for name in _names(service)]})
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
-        if model not in _names(service):
-            service.served.check_name(model)
-        return JSONResponse(_card(service, model))
+        with service.counted():
+            if model not in _names(service):
+                service.served.check_name(model)
+            return JSONResponse(_card(service, model))
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return await _tokenize(service, parse(await request.body()))
+        body = await request.body()
+        with service.counted():
+            return await _tokenize(service, parse(body))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return _detokenize(service, parse(await request.body()))
+        body = await request.body()
+        with service.counted():
+            return _detokenize(service, parse(body))
 
     return router
 

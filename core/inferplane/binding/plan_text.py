@@ -1,0 +1,187 @@
+"""A plan for eyes: the tree of sites, what runs each, and why. What `LLM.explain_text` and the command line show is
+written here alone; the command line adds colour.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inferplane.ops import OPS
+from inferplane.types import RANK_PORTABLE, RANK_TUNED
+
+GAP = "  "
+NARROWEST_WHY = 16
+INDENT = 2
+MIB = 2**20
+Line = list[tuple[str, str]]
+"""Pieces of a line of text, each with its style: "", "dim", "bold", "green", "cyan", "yellow", "bold red"."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One site of a plan: its last name, its depth in the tree, and its entry in the plan's data."""
+
+    label: str
+    depth: int
+    entry: dict[str, Any]
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """Equal for rows that say the same of two step kinds."""
+        e = self.entry
+        return self.label, self.depth, e["op"], str(e["chosen"]), str(e["rejected"])
+
+    @property
+    def troubled(self) -> bool:
+        """A hot op without a kernel, or kernels of equal rank."""
+        chosen = self.entry["chosen"]
+        return bool(chosen["ambiguous"]) or (OPS[self.entry["op"]].hot and chosen["provider"] == "core")
+
+
+def plan_lines(
+    data: Mapping[str, Any], width: int, *, verbose: bool = False, architectures: Sequence[str] = ()
+) -> Iterator[Line]:
+    """All of a plan.
+
+    Args:
+        data: what `explain` returns; of `decode_steps`, where it is there, those that are recorded are told.
+        width: columns that reasons are wrapped to.
+        verbose: also the losers.
+        architectures: those the backend knows, for a plan that is assumed.
+    """
+    yield from _head(data, architectures)
+    kinds = list(dict.fromkeys(site["step_kind"] for site in data["sites"]))
+    columns = {kind: list(rows([site for site in data["sites"] if site["step_kind"] == kind])) for kind in kinds}
+    shown: dict[str, list[Row]] = {}
+    for kind in kinds:
+        same = next((k for k, r in shown.items() if [x.alike for x in r] == [x.alike for x in columns[kind]]), None)
+        if same is None:
+            shown[kind] = columns[kind]
+        else:
+            shown[f"{same}, {kind}"] = shown.pop(same)
+    for kind, lines in shown.items():
+        yield from ([("", "")], [(f"steps: {kind}", "bold")], *_table(lines, width, verbose=verbose))
+    yield [("", "")]
+    yield from _foot(data, [row for lines in shown.values() for row in lines])
+
+
+def rows(sites: list[dict[str, Any]]) -> Iterator[Row]:
+    """Sites of one step kind, parents before children, with their place in the tree."""
+    above: list[str] = []
+    for entry in sites:
+        site = entry["site"]
+        while above and not (above[-1] == "" or site.startswith(f"{above[-1]}.")):
+            above.pop()
+        parent = above[-1] if above else ""
+        label = site[len(parent) + 1 :] if parent else site
+        yield Row(label or "model", len(above), entry)
+        above.append(site)
+
+
+def _head(data: Mapping[str, Any], architectures: Sequence[str]) -> Iterator[Line]:
+    where = f", planned for {data['arch']}" if data["arch"] else ", planned"
+    if data["assumed"]:
+        others = [name for name in architectures if name != data["arch"]]
+        where += f" (assumed{'; --arch takes also ' if others else ''}{', '.join(others)})"
+    else:
+        where = f", bound on {data['device']}{', ' if data['arch'] else ''}{data['arch']}"
+    layouts = ", ".join(sorted({layout["layout"] for layout in data["kv_layouts"]}))
+    yield [(data["model"] or "model", "bold"), (f" in {data['dtype']}{where}", "")]
+    size = data["weight_bytes"] / MIB
+    words = f"{size:,.1f} MiB" if size < 10 * 1024 else f"{size / 1024:,.1f} GiB"
+    yield [(f"weights {words}, KV layout {layouts}{_windows(data)}", "")]
+
+
+def _windows(data: Mapping[str, Any]) -> str:
+    """What the cache keeps where layers attend to a window."""
+    windows = {layout["window"] for layout in data["kv_layouts"]}
+    if windows <= {None}:
+        return ""
+    if None not in windows:
+        return f"; blocks before the last {max(windows)} tokens are given back"
+    some = ", ".join(map(str, sorted(windows - {None})))
+    return f"; all tokens are kept, also by layers with a window of {some}, since others have none"
+
+
+def _table(lines: list[Row], width: int, *, verbose: bool) -> Iterator[Line]:
+    labels = [" " * INDENT * row.depth + row.label for row in lines]
+    columns = [labels, [row.entry["op"] for row in lines], [_by(row) for row in lines]]
+    heads = ("site", "op", "runs by")
+    widths = [max(map(len, (head, *cells))) for head, cells in zip(heads, columns)]
+    start = 2 + sum(widths) + len(GAP) * len(widths)
+    room = max(NARROWEST_WHY, width - start)
+    yield [("  " + GAP.join(f"{head:<{w}}" for head, w in zip((*heads, "why"), (*widths, 0))), "dim")]
+    for row, *cells in zip(lines, *columns):
+        label, op, by = (f"{cell:<{w}}" for cell, w in zip(cells, widths))
+        why = textwrap.wrap(_why(row), room) or [""]
+        mark = ("! ", "bold red") if row.troubled else ("  ", "")
+        why_style = "bold red" if row.troubled else "dim"
+        yield [mark, (label + GAP, ""), (op + GAP, "dim"), (by, _style(row)), (GAP, ""), (why[0], why_style)]
+        for more in why[1:]:
+            yield [(" " * start + more, why_style)]
+        if verbose:
+            pad = " " * (4 + INDENT * (row.depth + 1))
+            for loser in row.entry["rejected"]:
+                words = f"not {loser['kernel']} (rank {loser['rank']}): {loser['reason']}"
+                yield from (
+                    [(x, "yellow")]
+                    for x in textwrap.wrap(words, width, initial_indent=pad, subsequent_indent=f"{pad}  ")
+                )
+
+
+def _why(row: Row) -> str:
+    """The reason; none for what no kernel was ever declared for."""
+    chosen = row.entry["chosen"]
+    silent = chosen["kernel"] == "decomposition" and chosen["why"].startswith("no kernel") and not row.entry["rejected"]
+    return "" if silent and not row.troubled else str(chosen["why"])
+
+
+def _by(row: Row) -> str:
+    kernel = str(row.entry["chosen"]["kernel"])
+    return kernel.replace("decomposition", "its parts")
+
+
+def _style(row: Row) -> str:
+    chosen = row.entry["chosen"]
+    if row.troubled:
+        return "bold red"
+    if chosen["provider"] == "core":
+        return "dim"
+    return "green" if chosen["rank"] >= RANK_TUNED else "cyan" if chosen["rank"] >= RANK_PORTABLE else ""
+
+
+def _foot(data: Mapping[str, Any], lines: list[Row]) -> Iterator[Line]:
+    for copy in data["copies"]:
+        packings = f"{len(copy['packings'])} packings ({', '.join(copy['packings'])})"
+        yield [(f"kept in {packings}: {copy['weight']}, {copy['uses']} such, {copy['extra_bytes']} bytes more", "")]
+    for item in data["expanded"]:
+        words = f"expanded at load: {item['weights']} weights of format {item['format']}"
+        yield [(f"{words}, which no kernel of {item['op']} here takes", "")]
+    for item in data["uncoded"]:
+        words = f"activations not coded in {item['act']}, as the checkpoint asks, at {item['sites']} sites"
+        yield [(f"{words}: {item['reason']}", "")]
+    steps = data.get("decode_steps")
+    if steps is not None and not steps["off"]:
+        yield [(recorded_text(steps), "")]
+    slow = sorted({row.entry["op"] for row in lines if row.troubled and not row.entry["chosen"]["ambiguous"]})
+    tied = sorted({row.entry["op"] for row in lines if row.entry["chosen"]["ambiguous"]})
+    if slow:
+        yield [(f"hot ops on their slow reference: {', '.join(slow)}; verbose tells why", "bold red")]
+    if tied:
+        yield [(f"kernels of equal rank: {', '.join(tied)}; pin one", "bold red")]
+    if not slow and not tied:
+        yield [("every hot op has a kernel", "green")]
+
+
+def recorded_text(data: Mapping[str, Any]) -> str:
+    """Which decode steps are recorded, as a sentence; `data` is `decode_steps`."""
+    if data["off"]:
+        return f"decode steps are not recorded: {data['off']}"
+    tokens = f", {' or '.join(map(str, data['tokens']))} tokens each" if len(data["tokens"]) > 1 else ""
+    return (
+        f"decode steps are recorded for {', '.join(map(str, data['sequences']))} sequences{tokens}: padding costs at "
+        f"most {data['padding']:.0%} of a step, inputs and results take {data['nbytes'] / 2**20:.1f} MiB"
+    )
