@@ -256,3 +256,13 @@ def certificate(folder) -> None:
     (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     (folder / "key.pem").write_bytes(key.private_bytes(*form))
+
+
+@pytest.mark.parametrize("path", ["/health", "/v2/health/live", "/v1/models", "/metrics", "/version", "/status"])
+def test_head_is_answered_as_get_is_without_a_body(server, path):
+    with server.client() as client:
+        whole, head = client.get(path), client.head(path)
+        assert (head.status_code, head.content) == (whole.status_code, b"") == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        assert client.head("/v1/completions").status_code == 405
+        assert client.get("/version").status_code == 200  # the connection is in step

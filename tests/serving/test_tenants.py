@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import grpc
+import httpx
 
 from tests.serving.live import Live
 from tests.serving.test_grpc import PROMPT, address, call, raw, string
@@ -29,4 +32,18 @@ def test_one_key_cannot_feel_out_what_another_has_sent():
         mine = by_grpc("mine")
         assert mine > 0
         assert by_grpc("other") > mine  # its own, by now
+        assert live.stop() == 0
+
+
+def test_an_id_that_one_key_uses_is_free_for_another():
+    body = {"text": "x = [", "req_id": "same", "max_dec_len": 1500, "min_dec_len": 1500, "stream": True}
+    with Live("--api-key", "mine", "--api-key", "other") as live, live.client() as client:
+        with client.stream("POST", "/v1/completions", json=body) as first:
+            lines = first.iter_lines()
+            assert json.loads(next(lines))["req_id"] == "same"
+            short = {**body, "max_dec_len": 2, "min_dec_len": 1, "stream": False}
+            for key, status in (("mine", 409), ("other", 200)):
+                headers = {"authorization": f"Bearer {key}"}
+                with httpx.Client(base_url=live.url, timeout=60, headers=headers) as another:
+                    assert another.post("/v1/completions", json=short).status_code == status
         assert live.stop() == 0

@@ -269,7 +269,10 @@ class _Passage:
             await asyncio.Event().wait()  # whoever waits for the client to go is cancelled when it does
             raise AssertionError("unreachable")
 
-        routes = asyncio.ensure_future(self._gate._app(self._scope, receive, self._counted_send))
+        scope = self._scope
+        if scope["method"] == "HEAD":  # as GET; the connection sends no body
+            scope = {**scope, "method": "GET"}
+        routes = asyncio.ensure_future(self._gate._app(scope, receive, self._counted_send))
         watch = asyncio.ensure_future(self._watch())
         try:
             await asyncio.wait((routes, watch), return_when=asyncio.FIRST_COMPLETED)

@@ -122,6 +122,7 @@ class ToolReader:
         self._held = ""
         self._calling = plan.mode == "required"
         self._any_content = False
+        self._bare = False
 
     def feed(self, text: str) -> str:
         """Take in text; what of it is content. For mode "named" nothing is: see `named_arguments`."""
@@ -147,8 +148,11 @@ class ToolReader:
         return ("", calls[:MOST_CALLS]) if calls else (held, [])
 
     def _may_be_bare(self) -> bool:
-        so_far = "".join(self._held.split())
-        return so_far.startswith(_BARE) or _BARE.startswith(so_far)
+        if not self._bare:  # once it is one, what follows is not looked at again
+            so_far = "".join(self._held.split())
+            self._bare = so_far.startswith(_BARE)
+            return self._bare or _BARE.startswith(so_far)
+        return True
 
     def _give(self, count: int) -> str:
         out, self._held = self._held[:count], self._held[count:]
