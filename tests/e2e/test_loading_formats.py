@@ -151,7 +151,9 @@ def test_fp8_blocks_that_lack_something(fp8, tmp_path, change, says):
 
 @pytest.mark.parametrize("each", ["tensor", "row"])
 def test_fp8_of_one_scale_or_one_a_row(each, copy):
-    """Parts of a fused weight have scales of their own; what calibration found of activations is not asked for."""
+    """Parts of a fused weight have scales of their own; activations stay as they are where no kernel codes them, by the
+    scale that calibration found or another.
+    """
     folder, tensors = copy
     stored, values = {}, {}
     for name, t in tensors.items():
@@ -172,8 +174,14 @@ def test_fp8_of_one_scale_or_one_a_row(each, copy):
             assert torch.equal(llm.logits(PROMPT)[0], want)
             uncoded = llm.explain()["uncoded"]
             formats = {(w.format, w.act) for w in llm.runner.plan.weights.values() if w.parts}
-    assert formats == {("plain", ""), ("fp8_row", "fp8")}
+    assert formats == {("plain", ""), ("fp8_row", "fp8_static")}
     assert {(u["op"], u["act"]) for u in uncoded} >= {("linear", "fp8")}
+    name = "model.layers.1.mlp.down_proj.input_scale"
+    for bad, what in ((None, "lacks"), (torch.tensor(float("nan")), "is nan"), (torch.ones(2), "not one positive")):
+        broken = {k: t for k, t in stored.items() if k != name} | ({} if bad is None else {name: bad})
+        save_file(broken, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"model\.layers\.1\.mlp\.down_proj.*{what}"):
+            LLM(folder, device="cpu", dtype="float32")
 
 
 # ------------------------------------------------------------------ dummy weights

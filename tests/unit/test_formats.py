@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from inferplane.binding import DictSource
+from inferplane.binding.load import assemble
 from inferplane.errors import CheckpointError, UnsupportedModelError
-from inferplane.ops import encode
-from inferplane.quant import format_of, read_fp8_block, read_fp8_row, stored
+from inferplane.models.parts import codes_for
+from inferplane.ops import Linear, encode
+from inferplane.quant import READERS, format_of, read_fp8_block, read_fp8_row, read_fp8_static, stored
+from inferplane.types import QTensor, Weight
 from inferplane.types.placement import WHOLE, Shard
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+DYNAMIC = {**NUMBERS, "strategy": "token", "dynamic": True}
 
 
-def compressed(inputs=NUMBERS, **weights):
+def compressed(inputs=DYNAMIC, **weights):
     group = {"targets": ["Linear"], "weights": {**NUMBERS, **weights}, "input_activations": inputs}
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
 
@@ -65,6 +71,8 @@ def test_by_the_config_alone():
         compressed(strategy="block"),
         compressed(strategy="block", block_structure=[64, 64]),
         compressed({"num_bits": 8, "type": "int"}),
+        compressed({**NUMBERS, "strategy": "channel", "dynamic": False}),
+        compressed({**NUMBERS, "dynamic": "local"}),
         {"quant_method": "compressed-tensors", "config_groups": {}},
         {"quant_method": "compressed-tensors", "config_groups": {"a": 3}},
         {"quant_method": "compressed-tensors", "config_groups": [compressed()]},
@@ -80,13 +88,17 @@ def test_other_methods_are_refused(settings):
     [
         (FP8, "fp8_block", ""),
         ({**FP8, "activation_scheme": "dynamic"}, "fp8_block", "fp8"),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8_row", "fp8"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8_row", "fp8_static"),
+        ({**FP8, "activation_scheme": "static"}, "fp8_block", ""),
         ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}, "fp8_row", "fp8"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fp8_row", "fp8"),
         (compressed(), "fp8_row", "fp8"),
         (compressed(None), "fp8_row", ""),
         (compressed(strategy="channel"), "fp8_row", "fp8"),
         (compressed(strategy="block", block_structure=[128, 128]), "fp8_block", "fp8"),
+        (compressed({**NUMBERS, "dynamic": False}), "fp8_row", "fp8_static"),
+        (compressed(NUMBERS, strategy="channel"), "fp8_row", "fp8_static"),
+        (compressed(NUMBERS, strategy="block", block_structure=[128, 128]), "fp8_block", ""),
     ],
 )
 def test_what_a_config_asks_for(settings, format, act):
@@ -130,6 +142,63 @@ def test_scales_of_another_shape_are_refused():
     ):
         with pytest.raises(CheckpointError, match=r"w \(300, 192\).* is no FP8 weight with a scale a row"):
             read_fp8_row(DictSource({**good, **bad}), "w", WHOLE)
+
+
+@pytest.mark.parametrize("name", ["input_scale", "activation_scale"])
+@pytest.mark.parametrize("form", [(), (1,), (1, 1)])
+def test_a_static_scale_of_activations(form, name):
+    q = encode(torch.randn(300, 192), "fp8_row")
+    tensors = {"a.weight": q.data, "a.weight_scale": q.scale, f"a.{name}": torch.full(form, 0.25).bfloat16()}
+    for axis, rank in ((0, 1), (1, 0)):
+        got = read_fp8_static(DictSource(tensors), "a.weight", Shard(axis, rank, 2))
+        assert torch.equal(got.dequantize(), q.dequantize().chunk(2, axis)[rank])
+        assert got.act_scale.tolist() == [0.25] and got.act_scale.dtype is torch.float32
+        assert got.to("cpu").act_scale.tolist() == [0.25] and got.refine(1).act_scale.tolist() == [0.25]
+    other = replace(got, act_scale=torch.tensor([0.5]))
+    assert QTensor.cat([other, got, other]).act_scale.tolist() == [0.5]
+    assert QTensor.cat([got, replace(got, act_scale=None)]).act_scale is None
+
+
+@pytest.mark.parametrize(
+    ("scale", "what"),
+    [
+        (None, r"^a\.weight lacks a\.input_scale: the config says that scales of activations are static"),
+        (torch.ones(3), r"^a\.input_scale is \(3,\) torch\.float32, not one positive floating-point number"),
+        (torch.ones((), dtype=torch.int32), r"is \(\) torch\.int32, not one positive"),
+        (torch.tensor(0.0), "is 0, not one positive"),
+        (torch.tensor(-0.5), r"is -0\.5, not one positive"),
+        (torch.tensor(float("nan")), "is nan, not one positive"),
+        (torch.tensor([float("inf")]), "is inf, not one positive"),
+    ],
+    ids=["missing", "three", "integer", "zero", "negative", "nan", "infinite"],
+)
+def test_bad_static_scales_are_refused(scale, what):
+    q = encode(torch.randn(30, 64), "fp8_row")
+    tensors = {"a.weight": q.data, "a.weight_scale": q.scale} | ({} if scale is None else {"a.input_scale": scale})
+    with pytest.raises(CheckpointError, match=what) as raised:
+        read_fp8_static(DictSource(tensors), "a.weight", WHOLE)
+    assert "dynamic scales" in str(raised.value)
+
+
+def test_weights_say_whether_scales_are_static():
+    """Dynamic ones are coded by whoever has them at hand, a norm; static ones by the product, whose weight has them."""
+    dynamic, static = (Weight(("a",), (8, 8), format="fp8_row", act=act) for act in ("fp8", "fp8_static"))
+    assert Linear(static).acts() == Linear(dynamic).acts() == {"fp8"} and static.key() != dynamic.key()
+    assert codes_for(dynamic) == {"codes": "fp8", "codes_group": 0} and codes_for(static) == {}
+
+
+def test_a_stack_of_experts_has_one_static_scale():
+    q = encode(torch.randn(2, 32, 64), "fp8_row")
+    names = [f"{e}.{part}.weight" for e in range(2) for part in ("up", "down")]
+    weight = Weight(tuple(names), (2, 32, 64), format="fp8_row", act="fp8_static")
+    tensors = {}
+    for i, name in enumerate(names):
+        half = slice(16 * (i % 2), 16 * (i % 2) + 16)
+        tensors |= {name: q.data[i // 2, half], f"{name}_scale": q.scale[i // 2, half]}
+        tensors[name.replace("weight", "input_scale")] = torch.tensor([0.1, 0.4, 0.2, 0.3][i])
+    got = assemble(weight, DictSource(tensors), torch.float32, READERS)
+    assert torch.equal(got.dequantize(), q.dequantize())
+    torch.testing.assert_close(got.act_scale, torch.tensor([0.4]))
 
 
 @pytest.mark.parametrize("shape", [(300, 384), (64, 100), (129, 128), (1, 1)])

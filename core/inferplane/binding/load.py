@@ -17,7 +17,8 @@ import torch
 from inferplane.binding.plan import Plan
 from inferplane.errors import CheckpointError, KernelError
 from inferplane.ops import encode
-from inferplane.types import HOST, PLAIN, QTensor, Shard, Weight
+from inferplane.types import HOST, PLAIN, STATIC, QTensor, Shard, Weight
+from inferplane.types.qtensor import largest
 
 
 class TensorSource(Protocol):
@@ -254,7 +255,7 @@ def finite(full: torch.Tensor | QTensor) -> bool:
 
 
 def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[str, FormatReader]) -> QTensor:
-    reader = readers.get(weight.format)
+    reader = readers.get(weight.format + (STATIC if weight.act.endswith(STATIC) else ""))
     if reader is None:
         raise CheckpointError(
             f"Weight format {weight.format!r} of {weight.parts[0]} has no reader.",
@@ -275,6 +276,8 @@ def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[s
             zero = None if q.zero is None else q.zero.new_empty(experts, *q.zero.shape)
             data, scale = q.data.new_empty(experts, *q.data.shape), q.scale.new_empty(experts, *q.scale.shape)
             stack = replace(q, data=data, scale=scale, zero=zero)
+        else:
+            stack = replace(stack, act_scale=largest([stack.act_scale, q.act_scale]))
         stack.data[e], stack.scale[e] = q.data, q.scale
         if stack.zero is not None and q.zero is not None:
             stack.zero[e] = q.zero

@@ -34,7 +34,7 @@ from inferplane.ops import (
     NormRopeWrite,
     Rope,
 )
-from inferplane.types import KVRequest, Shard, Weight
+from inferplane.types import STATIC, KVRequest, Shard, Weight
 
 Window = int | None
 """How many last tokens a layer attends to; None: all."""
@@ -234,9 +234,11 @@ def readers(block: GQABlock | MLABlock | GatedMLP | MoE) -> list[Weight]:
 
 
 def codes_for(*weights: Weight) -> dict[str, Any]:
-    """Fields of a norm whose result these weights meet: the code that those that ask for one agree on."""
+    """Fields of a norm whose result these weights meet: the code that those that ask for one agree on. With a scale of
+    the weight's own, which the norm does not know, the product codes.
+    """
     asked = {(w.act, FORMATS[w.format][2][1]) for w in weights if w.act and w.format in FORMATS}
-    if len(asked) != 1:
+    if len(asked) != 1 or any(act.endswith(STATIC) for act, _ in asked):
         return {}
     ((format, group),) = asked
     return {"codes": format, "codes_group": group}

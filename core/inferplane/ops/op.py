@@ -17,7 +17,7 @@ import torch
 from typing_extensions import dataclass_transform
 
 from inferplane.errors import UsageError
-from inferplane.types import PLAIN, KVRequest, QTensor, StepKind, Weight
+from inferplane.types import PLAIN, STATIC, KVRequest, QTensor, StepKind, Weight
 
 if TYPE_CHECKING:
     from inferplane.ops.draw import Draw
@@ -212,7 +212,7 @@ class Op:
         weights that meet them as they are."""
         found = self.__dict__.get("_acts")
         if found is None:
-            found = frozenset(w.act for _, w in self.weights() if w.format != PLAIN)
+            found = frozenset(w.act.removesuffix(STATIC) for _, w in self.weights() if w.format != PLAIN)
             self.__dict__["_acts"] = found
         return found
 

@@ -1,6 +1,6 @@
 """Quantized checkpoints: their formats, and how they become `QTensor`s."""
 
-from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row
+from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row, read_fp8_static
 from inferplane.quant.online import SCHEMES, online, row_formats, unsaved
 from inferplane.quant.stored import Stored, format_of, stored
 
@@ -12,6 +12,7 @@ __all__ = [
     "online",
     "read_fp8_block",
     "read_fp8_row",
+    "read_fp8_static",
     "row_formats",
     "stored",
     "unsaved",

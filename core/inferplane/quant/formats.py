@@ -10,7 +10,7 @@ import torch
 from inferplane.binding import FormatReader, TensorSource
 from inferplane.errors import CheckpointError
 from inferplane.ops import FORMATS
-from inferplane.types import QTensor, Shard
+from inferplane.types import STATIC, QTensor, Shard
 from inferplane.types.qtensor import scale_shape
 
 SUFFIXES = ("_scale_inv", "_scale")
@@ -69,8 +69,43 @@ def read_fp8_row(source: TensorSource, name: str, shard: Shard) -> QTensor:
     return q if shard.size == 1 else q.shard(shard.axis, *shard.bounds(shape[shard.axis]))
 
 
-READERS: Mapping[str, FormatReader] = {"fp8_block": read_fp8_block, "fp8_row": read_fp8_row}
-"""Readers of the formats that core knows; plugins register more."""
+ACT_SUFFIXES = (".input_scale", ".activation_scale")
+"""Behind a module's name, of the scale of what it is given; both mean value = code * scale."""
+
+
+def read_fp8_static(source: TensorSource, name: str, shard: Shard) -> QTensor:
+    """As `read_fp8_row`, with the scale of the activations that meet the weight: `input_scale` beside it, one number.
+
+    Raises:
+        CheckpointError: as there; the scale is missing, is not one number, or no positive one.
+
+    Source: vLLM's "fp8" with activation_scheme "static"; compressed-tensors' input_activations that are not dynamic.
+    """
+    q = read_fp8_row(source, name, shard)
+    module = name.removesuffix(".weight")
+    there = [module + suffix for suffix in ACT_SUFFIXES if source.shape(module + suffix) is not None]
+    remedy = "fetch or export the checkpoint again, or have its config ask for dynamic scales of activations"
+    if not there:
+        raise CheckpointError(
+            f"{name} lacks {module}{ACT_SUFFIXES[0]}: the config says that scales of activations are static.",
+            remedy=remedy,
+        )
+    shape, kind = source.shape(there[0]) or (), source.dtype(there[0])
+    one = shape in ((), (1,), (1, 1)) and (kind is None or kind.is_floating_point)
+    scale = _whole(source, there[0], shape) if one else None
+    if scale is None or not (scale.isfinite().all() and scale.item() > 0):
+        what = f"{shape} {kind}" if scale is None else f"{scale.item():g}"
+        raise CheckpointError(f"{there[0]} is {what}, not one positive floating-point number.", remedy=remedy)
+    return replace(q, act_scale=scale.reshape(1))
+
+
+READERS: Mapping[str, FormatReader] = {
+    "fp8_block": read_fp8_block,
+    "fp8_row": read_fp8_row,
+    f"fp8_row{STATIC}": read_fp8_static,
+}
+"""Readers of the formats that core knows; plugins register more. Weights with static scales of activations have their
+own."""
 
 
 def _names(source: TensorSource, name: str) -> tuple[tuple[int, ...], str]:

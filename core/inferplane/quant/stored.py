@@ -9,12 +9,13 @@ from typing import Any, TypeGuard
 from inferplane.binding import FormatReader
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.quant.formats import READERS, SUFFIXES
-from inferplane.types import PLAIN
+from inferplane.types import PLAIN, STATIC
 
 BLOCK = [128, 128]
 UNREAD = ("*.input_scale", "*.activation_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale")
-"""Scales from calibration that are not used: activations, and what enters the cache, get scales while running, a row
-its own, which hold its largest entry exactly."""
+"""Scales from calibration that not every checkpoint that has them is read with: what enters the cache gets scales while
+running, and so do activations unless the config says that theirs are static."""
+FP8_STATIC = "fp8" + STATIC
 
 
 def _plain(name: str) -> str:
@@ -27,8 +28,8 @@ class Stored:
 
     Args:
         format_of: a checkpoint tensor's name -> its weight format.
-        acts: weight format -> how activations are coded that meet such weights ("fp8"); they stay as they are beside
-            formats that are not named.
+        acts: weight format -> how activations are coded that meet such weights ("fp8", "fp8_static"); they stay as they
+            are beside formats that are not named.
         readers: of the formats.
         unread: shell patterns of tensors that nothing reads.
     """
@@ -95,7 +96,7 @@ def _fp8(settings: Mapping[str, Any]) -> tuple[str, str] | None:
     block, scheme = settings.get("weight_block_size") or [], settings.get("activation_scheme")
     if block in (BLOCK, tuple(BLOCK)):
         return "fp8_block", "fp8" if scheme == "dynamic" else ""
-    return None if block else ("fp8_row", "fp8" if scheme in ("dynamic", "static") else "")
+    return None if block else ("fp8_row", {"dynamic": "fp8", "static": FP8_STATIC}.get(str(scheme), ""))
 
 
 def _compressed(settings: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -113,10 +114,20 @@ def _group(group: Any) -> tuple[str, str] | None:
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not _is_fp8(weights) or not (inputs is None or _is_fp8(inputs)):
         return None
-    strategy, act = weights.get("strategy"), "fp8" if inputs is not None else ""
+    strategy, act = weights.get("strategy"), _act(inputs)
+    if act is None:
+        return None
     if strategy == "block":
+        act = "" if act == FP8_STATIC else act
         return ("fp8_block", act) if weights.get("block_structure") in (BLOCK, tuple(BLOCK)) else None
     return ("fp8_row", act) if strategy in ("tensor", "channel") else None
+
+
+def _act(inputs: Mapping[str, Any] | None) -> str | None:
+    """How activations are coded; None: in a way that is not implemented. What is not said to be dynamic is static."""
+    if inputs is None or inputs.get("dynamic") is True:
+        return "" if inputs is None else "fp8"
+    return FP8_STATIC if not inputs.get("dynamic") and inputs.get("strategy", "tensor") == "tensor" else None
 
 
 def _is_fp8(numbers: Any) -> TypeGuard[Mapping[str, Any]]:

@@ -16,7 +16,7 @@ from inferplane.types.kernel import (
 from inferplane.types.kv import KVCache, KVKind, KVLayout, KVRequest, LayerKV, Layouts
 from inferplane.types.placement import WHOLE, Placement, Shard
 from inferplane.types.qtensor import QTensor
-from inferplane.types.weight import CANONICAL, PLAIN, Packing, Weight
+from inferplane.types.weight import CANONICAL, PLAIN, STATIC, Packing, Weight
 
 __all__ = [
     "CANONICAL",
@@ -26,6 +26,7 @@ __all__ = [
     "RANK_COMPOSED",
     "RANK_PORTABLE",
     "RANK_TUNED",
+    "STATIC",
     "STEP_KINDS",
     "WHOLE",
     "Accelerator",

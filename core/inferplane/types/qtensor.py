@@ -22,6 +22,8 @@ class QTensor:
         zero: zero points, shaped as `scale`, or None for symmetric formats.
         block: rows and columns that share a scale: `(1, K)` per row, `(1, 128)` per group, `(128, 128)` FP8 blocks.
         bits: significant bits of an entry of `data` (8 or 4).
+        act_scale: float32 `[1]`, the scale of activations that meet the weight, found by calibration; None: none was.
+            It is no part of the values: a kernel that codes activations may use it.
 
     Raises:
         UsageError: the shape of `scale` does not fit `data` and `block`, or a block is empty.
@@ -32,6 +34,7 @@ class QTensor:
     zero: torch.Tensor | None = None
     block: tuple[int, int] = (1, 128)
     bits: int = 8
+    act_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if min(self.block) < 1:
@@ -100,7 +103,8 @@ class QTensor:
     def cat(parts: list[QTensor]) -> QTensor:
         """Stack along rows (dim -2), e.g. q, k and v of one projection.
 
-        Parts whose rows do not fill whole blocks are first refined, so that no block crosses two parts.
+        Parts whose rows do not fill whole blocks are first refined, so that no block crosses two parts. Of their scales
+        of activations the largest holds for all: they meet the same ones, and nothing is cut off.
 
         Raises:
             UsageError: there are no parts, or they differ in dtype, columns, column blocks, bits or
@@ -123,6 +127,7 @@ class QTensor:
             zero,
             (rows, first.block[1]),
             first.bits,
+            largest([p.act_scale for p in parts]),
         )
 
     def shard(self, axis: int, start: int, stop: int) -> QTensor:
@@ -160,7 +165,14 @@ class QTensor:
     def to(self, device: torch.device | str) -> QTensor:
         """A copy of every part on `device`."""
         zero = None if self.zero is None else self.zero.to(device)
-        return replace(self, data=self.data.to(device), scale=self.scale.to(device), zero=zero)
+        act = None if self.act_scale is None else self.act_scale.to(device)
+        return replace(self, data=self.data.to(device), scale=self.scale.to(device), zero=zero, act_scale=act)
+
+
+def largest(scales: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """One scale of activations `[1]` for weights that are fused or stacked: the largest; None where one has none."""
+    there = [s for s in scales if s is not None]
+    return torch.stack(there).amax(0) if len(there) == len(scales) else None
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ import torch
 from inferplane.types.placement import WHOLE, Shard
 
 PLAIN = "plain"
+STATIC = "_static"
+"""Ends `Weight.act` where calibration has found the activations' scale."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +34,8 @@ class Weight:
         optional: the checkpoint may lack it; `default` is then used.
         default: builds the value when an optional weight is missing.
         rows: of each part on this rank; empty: only their sum is held against the shape.
-        act: how the checkpoint has the activations coded that meet this weight ("fp8"); empty: as they are. Kernels
-            may then do so; none has to.
+        act: how the checkpoint has the activations coded that meet this weight ("fp8"; "fp8_static" with the scale that
+            it brings, `QTensor.act_scale`); empty: as they are. Kernels may then do so; none has to.
     """
 
     parts: tuple[str, ...]

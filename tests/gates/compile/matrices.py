@@ -96,6 +96,25 @@ PRODUCTS["experts_fp8_many"] = lambda products: _grouped(products, 256, "fp8_blo
 PRODUCTS["experts_fp8_down"] = lambda products: _grouped(products, 1, "fp8_block", last=True)
 
 
+@specimen("product_coded_static_1")
+def _(products: Products) -> None:
+    _static(products, 1)
+
+
+@specimen("product_coded_static_256")
+def _(products: Products) -> None:
+    _static(products, 256)
+
+
+def _static(products: Products, rows: int) -> None:
+    """Activations by the scale that the weight brings: coded in the product, and before it."""
+    from inferplane.kernels.triton.linear import fp8_input
+    from inferplane.kernels.triton.product import product
+
+    weight = replace(_packed("fp8_row", COLUMNS, DEPTH), act_scale=torch.ones(1))
+    product(fp8_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16), weight, 0), weight, products)
+
+
 def _gated(products: Products, rows: int) -> None:
     from inferplane.kernels.triton.product import plain, product
 

@@ -10,8 +10,10 @@ import torch
 from inferplane.kernels.triton.handed import handed
 from inferplane.kernels.triton.packed import FP8, Packed
 from inferplane.kernels.triton.product import Activations, coded, plain, product
+from inferplane.kernels.triton.rows import by_scale
 from inferplane.kernels.triton.rows import gated as gate
 from inferplane.kernels.triton.rows import quantize as quantized
+from inferplane.kernels.triton.tiles import Products
 from inferplane.types import Batch
 
 FP8_GROUP = 128
@@ -27,14 +29,18 @@ def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     """The same with activations in FP8, which the op does not ask for."""
-    return product(fp8_input(x, p.weight, p.weight.group), p.weight, p.prepared, p.bias, p.out_dtype)
+    rows = fp8_input(x, p.weight, p.weight.group, p.prepared.ahead)
+    return product(rows, p.weight, p.prepared, p.bias, p.out_dtype)
 
 
-def fp8_input(x: torch.Tensor, weight: Packed, group: int) -> Activations:
+def fp8_input(x: torch.Tensor, weight: Packed, group: int, ahead: bool = False) -> Activations:
     """Activations for a product in FP8: the codes that were handed over with them, or many are coded before it. Few
     others are coded in it, by 128 columns, where the weight is in FP8; beside INT4, which is multiplied in 16 bits, few
-    stay as they are.
+    stay as they are. A weight that brings a scale of its activations has them coded by that.
     """
+    if weight.act_scale is not None:
+        few = replace(plain(x), scale=weight.act_scale, code=True)
+        return few if len(x) <= FEW_ROWS else coded(by_scale(x, weight.act_scale, ahead), weight.act_scale, 0, x.dtype)
     found = handed(x, "fp8", group) if weight.kind == FP8 else None
     if found is not None:
         return coded(*found, group, x.dtype)
@@ -62,6 +68,15 @@ def gated_mlp(p: Any, x: torch.Tensor) -> torch.Tensor:
 def gated_mlp_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     """With activations in FP8; what lies between the two products is one kernel."""
     weight = p.gate_up.weight
-    both = product(fp8_input(x, weight, weight.group), weight, p.prepared)
-    data, scale = gate(both, "fp8", FP8_GROUP, p.prepared.ahead)
-    return product(coded(data, scale, FP8_GROUP, x.dtype), p.down.weight, p.prepared)
+    both = product(fp8_input(x, weight, weight.group, p.prepared.ahead), weight, p.prepared)
+    return product(fp8_middle(both, p.down.weight, p.prepared), p.down.weight, p.prepared)
+
+
+def fp8_middle(both: torch.Tensor, down: Packed, products: Products) -> Activations:
+    """What the second product of a gated MLP takes, from the first one's result: coded as it is made, or by the scale
+    that `down` brings.
+    """
+    if down.act_scale is not None:
+        return fp8_input(gate(both, ahead=products.ahead)[0], down, 0, products.ahead)
+    data, scale = gate(both, "fp8", FP8_GROUP, products.ahead)
+    return coded(data, scale, FP8_GROUP, both.dtype)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.triton.linear import FP8_GROUP, fp8_input
+from inferplane.kernels.triton.linear import FP8_GROUP, fp8_input, fp8_middle
 from inferplane.kernels.triton.moe import experts
 from inferplane.kernels.triton.packed import PLAIN, Packed
-from inferplane.kernels.triton.product import Activations, coded, plain, product
+from inferplane.kernels.triton.product import Activations, plain, product
 from inferplane.kernels.triton.route import routed
 from inferplane.kernels.triton.rows import gated as gate
 from inferplane.kernels.triton.tiles import Products
@@ -35,8 +35,7 @@ def shared_mlp(x: torch.Tensor, gate_up: Packed, down: Packed, products: Product
 
 def shared_mlp_fp8(x: Activations, gate_up: Packed, down: Packed, products: Products) -> torch.Tensor:
     """The same with activations in FP8, those between the products too."""
-    data, scale = gate(product(x, gate_up, products), "fp8", FP8_GROUP, products.ahead)
-    return product(coded(data, scale, FP8_GROUP, x.dtype), down, products)
+    return product(fp8_middle(product(x, gate_up, products), down, products), down, products)
 
 
 def moe(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -52,9 +51,10 @@ def moe_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     """Activations in FP8 but for the router's; many that come in are coded once for all."""
     products: Products = p.prepared
     logits = product(plain(x), p.router.weight, products, p.router.bias, torch.float32)
-    rows, shared, base = fp8_input(x, p.experts.gate_up, FP8_GROUP), p.shared, None
+    rows, shared, base = fp8_input(x, p.experts.gate_up, FP8_GROUP, products.ahead), p.shared, None
     if shared is not None:
         gate_up, down = shared.gate_up.weight, shared.down.weight
-        into = fp8_input(x, gate_up, FP8_GROUP) if rows.scale is None else rows
+        own = rows.scale is None or gate_up.act_scale is not None
+        into = fp8_input(x, gate_up, FP8_GROUP, products.ahead) if own else rows
         base = shared_mlp_fp8(into, gate_up, down, products)
     return experts(p.experts, products, rows, *routed(p.route, logits, products.ahead), True, base)

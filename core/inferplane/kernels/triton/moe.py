@@ -8,7 +8,7 @@ token's pairs. Sums are in the order of a token's experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -315,9 +315,12 @@ def experts(
     here = pairs <= DEALT_HERE and how.rows <= 16
     dealing = (undealt if here else dealt)(ids, count, how.rows)
     common: dict[str, Any] = {"pairs": pairs, "fp8": products.fp8, "ahead": products.ahead}
+    scale = p.down.act_scale if code else None  # of the middle, where the second product brings one
     middle = grouped(
-        x, p.gate_up, dealing, how, top_k=top_k, gated=True, code=code, deal=ids if here else None, **common
-    )
+        x, p.gate_up, dealing, how, top_k=top_k, gated=True, code=code and scale is None, deal=ids if here else None,
+        **common,
+    )  # fmt: skip
+    middle = middle if scale is None else replace(middle, scale=scale, code=True)
     weights = weights.contiguous()
     if not p.partial:
         join = Sum(products.counters, top_k, base)
@@ -340,4 +343,4 @@ def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
 
 def moe_experts_fp8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Activations in FP8, a scale for 128 columns, before both products."""
-    return experts(p, p.prepared, fp8_input(x, p.gate_up, DEPTH), weights, ids, True)
+    return experts(p, p.prepared, fp8_input(x, p.gate_up, DEPTH, p.prepared.ahead), weights, ids, True)

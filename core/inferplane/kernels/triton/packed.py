@@ -31,6 +31,7 @@ class Packed:
         rows: rows that share a scale.
         group: columns that share a scale, 0 for the whole row.
         columns: K.
+        act_scale: as of `QTensor`.
     """
 
     data: torch.Tensor
@@ -40,6 +41,7 @@ class Packed:
     rows: int
     group: int
     columns: int
+    act_scale: torch.Tensor | None = None
 
     @property
     def outputs(self) -> int:
@@ -78,7 +80,7 @@ def pack(weight: torch.Tensor | QTensor) -> Packed:
         data, kind = weight.data.contiguous(), INT8
     else:
         data, kind = weight.data.contiguous().view(torch.uint8), FP8
-    return Packed(data, weight.scale.float().contiguous(), zero, kind, rows, group, columns)
+    return Packed(data, weight.scale.float().contiguous(), zero, kind, rows, group, columns, weight.act_scale)
 
 
 def _nibbles(data: torch.Tensor, span: int) -> torch.Tensor:

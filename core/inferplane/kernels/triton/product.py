@@ -60,13 +60,15 @@ def tile(
     dtype: tl.constexpr,
 ):  # fmt: skip
     """Columns `first` to `last` of K: float32 `[BM, BN]`, scaled. `x_row` are rows of `x` `[., K]`, side by side.
-    A_KIND 4: plain rows, coded here in FP8 with a scale for BK columns.
+    A_KIND 4: plain rows, coded here in FP8 with a scale for BK columns. X_ROW_SCALES 0: one scale for all rows.
     """
     KIND: tl.constexpr = 1 if A_KIND == 4 else A_KIND
     HALF: tl.constexpr = BK // 2 if B_KIND == 3 else BK
     within = tl.arange(0, HALF)
     acc = tl.zeros([BM, BN], tl.float32)
     source, weight = x + x_row[:, None] * K, w + n.to(tl.int64)[None, :] * W_ROW
+    if A_KIND == 4 and X_ROW_SCALES == 0:
+        fixed = tl.zeros([BM], tl.float32) + tl.load(x_scale)
     for k in range(first, last, BK):
         column = k + within
         if B_KIND == 3:
@@ -88,6 +90,9 @@ def tile(
                 zero = tl.load(w_zero + n // ROWS * GROUPS + (k // GROUP if GROUP > 0 else 0), mask=n_inside, other=0.0)
                 left = entries(b, B_KIND, tl.float32) - zero[None, :]
                 part = tl.dot(entries(a, A_KIND, dtype), left.to(dtype), input_precision="ieee")
+            elif A_KIND == 4 and X_ROW_SCALES == 0:
+                codes = encoded(a.to(tl.float32), fixed[:, None], True)
+                part = multiply(codes, b, KIND, B_KIND, FP8_DOT, dtype)
             elif A_KIND == 4:
                 row_scale = scale_of(tl.max(tl.abs(a.to(tl.float32)), 1), 448.0, False)
                 codes = encoded(a.to(tl.float32), row_scale[:, None], True)
@@ -101,8 +106,8 @@ def tile(
         acc += part
     if B_KIND > 0 and GROUP == 0:
         acc *= tl.load(w_scale + n // ROWS * GROUPS, mask=n_inside, other=0.0)[None, :]
-    if A_KIND > 0 and A_KIND != 4 and X_GROUP == 0:
-        acc *= tl.load(x_scale + x_row, mask=x_inside, other=0.0)[:, None]
+    if A_KIND > 0 and X_GROUP == 0 and (A_KIND != 4 or X_ROW_SCALES == 0):
+        acc *= tl.load(x_scale + x_row * X_ROW_SCALES, mask=x_inside, other=0.0)[:, None]
     EIGHT: tl.constexpr = KIND == 1 and B_KIND == 1 and FP8_DOT
     if KIND == 1 and not EIGHT:
         acc *= 256.0
@@ -195,10 +200,11 @@ class Activations:
 
     Args:
         data: the entries.
-        scale: `[M, groups]`, or None for plain ones.
+        scale: `[M, groups]`, or `[1]` for all of them; None for plain ones.
         group: columns that share a scale, 0 for the whole row.
         dtype: the activations' own.
-        code: plain entries become FP8 as they are read, with a scale for as many columns as a loop turn takes.
+        code: plain entries become FP8 as they are read, by that one scale, or with one for as many columns as a loop
+            turn takes.
     """
 
     data: torch.Tensor
@@ -206,6 +212,11 @@ class Activations:
     group: int
     dtype: torch.dtype
     code: bool = False
+
+    @property
+    def row_scales(self) -> int:
+        """Scales of a row; 0 where one holds for all."""
+        return 1 if self.scale is None else self.scale.shape[-1] if self.scale.ndim == 2 else 0
 
     @property
     def kind(self) -> int:
@@ -232,7 +243,7 @@ def form(x: Activations, weight: Packed, fp8: bool) -> dict[str, object]:
         depth = WIDE_COLUMNS
     return {
         "K": weight.columns, "W_ROW": weight.data.stride(-2), "A_KIND": x.kind, "B_KIND": weight.kind,
-        "X_ROW_SCALES": 1 if x.scale is None else x.scale.shape[-1], "X_GROUP": x.group, "ROWS": weight.rows,
+        "X_ROW_SCALES": x.row_scales, "X_GROUP": x.group, "ROWS": weight.rows,
         "GROUPS": 1 if weight.scale is None else weight.scale.shape[-1], "GROUP": weight.group,
         "ZERO": weight.zero is not None, "FP8_DOT": fp8, "BK": depth,
         "dtype": tl.bfloat16 if x.kind != PLAIN and x.dtype == torch.float32 else DTYPES[x.dtype],

@@ -119,8 +119,9 @@ def _silu_mul(
 @triton.jit
 def _quantize(
     x, data, scales, x_outer, width, groups,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, STATIC: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """STATIC: `scales` holds one for all rows, which is taken."""
     begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -128,9 +129,12 @@ def _quantize(
     column = group * GROUP + within
     inside = (within < GROUP) & (column < width)
     h = tl.load(x + row * x_outer + column, mask=inside, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(tl.abs(h), 0), 448.0 if FP8 else 127.0, False)
-    tl.store(data + row * width + column, encoded(h, scale, FP8), mask=inside)
-    tl.store(scales + row * groups + group, scale)
+    if STATIC:
+        tl.store(data + row * width + column, encoded(h, h * 0 + tl.load(scales), FP8), mask=inside)
+    else:
+        scale = scale_of(tl.max(tl.abs(h), 0), 448.0 if FP8 else 127.0, False)
+        tl.store(data + row * width + column, encoded(h, scale, FP8), mask=inside)
+        tl.store(scales + row * groups + group, scale)
 
 
 def _warps(block: int) -> int:
@@ -251,6 +255,20 @@ def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if rows:
         _quantize[(rows, groups)](
             x, raw(data), scales, x.stride(0), width, groups,
-            GROUP=group, BLOCK=block, FP8=p.format == "fp8", num_warps=_warps(block), **how(asked(p)),
+            GROUP=group, BLOCK=block, FP8=p.format == "fp8", STATIC=False, num_warps=_warps(block), **how(asked(p)),
         )  # fmt: skip
     return data, scales
+
+
+def by_scale(x: torch.Tensor, scale: torch.Tensor, ahead: bool = False) -> torch.Tensor:
+    """FP8 codes of `x` `[T, K]` by one scale `[1]` for all; what is too large for it becomes the largest code."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows, width = x.shape
+    data = x.new_empty(rows, width, dtype=torch.float8_e4m3fn)
+    block = min(1024, max(16, triton.next_power_of_2(width)))
+    if rows:
+        _quantize[(rows, triton.cdiv(width, block))](
+            x, raw(data), scale, x.stride(0), width, 1,
+            GROUP=block, BLOCK=block, FP8=True, STATIC=True, num_warps=_warps(block), **how(ahead),
+        )  # fmt: skip
+    return data
