@@ -160,6 +160,16 @@ def test_an_op_that_is_nowhere_a_site_of_its_own():
         plan(tiny_llama(), kernel("decoder_layer"), SLOW, pins={"linear": "slow"})
 
 
+def test_a_kernel_for_the_whole_tells_of_a_pin_that_it_hides_in_places():
+    """The pin holds wherever the op is bound by itself, so it is not refused; where it is not, explain says so."""
+    p = plan(tiny_llama(), FAST, SLOW, kernel("gated_mlp"), pins={"linear": "slow"})
+    assert chosen(p, "layers.1.attn.o") == "slow:linear" and chosen(p, "layers.1.mlp") == "vendor:gated_mlp"
+    assert "where the pin of 'linear' has no effect: pin this to 'decomposition' too" in choice(p, "layers.1.mlp").why
+    both = plan(tiny_llama(), FAST, SLOW, kernel("gated_mlp"), pins={"linear": "slow", "gated_mlp": "decomposition"})
+    assert chosen(both, "layers.1.mlp.down") == "slow:linear"
+    assert "no effect" not in choice(plan(tiny_llama(), kernel("gated_mlp")), "layers.1.mlp").why
+
+
 # -- pins that cannot be met
 
 

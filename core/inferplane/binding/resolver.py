@@ -95,8 +95,16 @@ class Resolver:
         if choice.kernel is not None:
             choice.children, choice.rank, choice.expand = {}, choice.kernel.rank, expand
             choice.dequantized = expand != "never"
+            self._tell_of_pins(op, choice)
         self._tell_of_coding(op, choice)
         return choice
+
+    def _tell_of_pins(self, op: Op, c: Choice) -> None:
+        """Say of a kernel for the whole which pins of ops inside it have no effect there."""
+        inside = {o.name for path, o in op.sites() if path} if self.options.pins else set()
+        if hidden := sorted(inside & self.options.pins.keys()):
+            names = ", ".join(map(repr, hidden))
+            c.why += f"; serves the whole, where the pin of {names} has no effect: pin this to 'decomposition' too"
 
     def _tell_of_coding(self, op: Op, c: Choice) -> None:
         """Say what becomes of activations that the checkpoint wants coded."""
