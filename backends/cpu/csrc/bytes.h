@@ -70,11 +70,10 @@ inline void bytes_tile(const uint8_t *panel, const Bytes &x, int64_t i, int32_t 
     _mm512_storeu_si512(sums + r * 16, acc[r][0]);
   }
 #else
-  const int32_t none[2] = {};
   Sums s[MT];
   const int32_t *q[MT];
 #pragma GCC unroll 4
-  for (int r = 0; r < MT; r++) s[r].begin(none, 0), q[r] = x.pairs + (i + r) * x.padded / 2;
+  for (int r = 0; r < MT; r++) s[r].begin(0), q[r] = x.pairs + (i + r) * x.padded / 2;
   for (int64_t c = 0; c < lines; c++) {
     Line line = line_at(panel + c * 64);
     _mm_prefetch((const char *)panel + c * 64 + 2048, _MM_HINT_T0);

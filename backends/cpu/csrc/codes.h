@@ -22,18 +22,27 @@ inline F load16(const int8_t *p, int64_t n) {
   return load16(part);
 }
 
+// The largest of sixteen magnitudes that stand as integers, which rise as they do, and NaN is above all.
+inline float magnitude(I top) {
+#ifdef __AVX512F__
+  int32_t most = _mm512_reduce_max_epi32((__m512i)top);
+#else
+  int32_t most = 0;
+  for (int l = 0; l < kLanes; l++) most = top[l] > most ? top[l] : most;
+#endif
+  float f;
+  memcpy(&f, &most, 4);
+  return f;
+}
+
 // The largest magnitude of n entries; NaN where one is.
 inline float largest(const bf16 *x, int64_t n) {
-  I top = I{};  // magnitudes as integers rise as they do, and NaN is above all
+  I top = I{};
   for (int64_t c = 0; c < n; c += kLanes) {
     I size = (I)((U)load16(x + c, n - c) & 0x7fffffffu);
     top = size > top ? size : top;
   }
-  int32_t most = 0;
-  for (int l = 0; l < kLanes; l++) most = top[l] > most ? top[l] : most;
-  float f;
-  memcpy(&f, &most, 4);
-  return f;
+  return magnitude(top);
 }
 
 // The first n of 16 integers in bytes.
@@ -56,17 +65,15 @@ inline Coded code(const bf16 *x, int64_t n, int8_t *to) {
   if (scale == 0) scale = 1;
   float inverse = 1 / scale;
   bool exact = scale > 1e-30f && scale < 1e30f;
-  I sum = {};
+  I total = {};
   for (int64_t c = 0; c < n; c += kLanes) {
     F v = load16(x + c, n - c), q = v * inverse;
     q = exact ? fma(fma(-q, splat(scale), v), splat(inverse), q) : v / scale;  // rounded as a division rounds, for less
     I code = __builtin_convertvector(round_even(q), I);
     store8(to + c, code, n - c);
-    sum = sum + code;
+    total = total + code;
   }
-  int32_t all = 0;
-  for (int l = 0; l < kLanes; l++) all += sum[l];
-  return {scale, all};
+  return {scale, sum(total)};
 }
 
 }  // namespace

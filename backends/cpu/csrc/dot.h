@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int kStep = 32;  // entries that a step of the sums takes
+constexpr int64_t kLong = 512;  // columns of a row that is worth bringing near
 
 // m rows of activations as the products want them.
 struct Rows {
@@ -54,8 +55,9 @@ typedef F Partial;
 typedef __m256 Partial;
 #endif
 
-// out[i * ldo + j] = sum over columns first .. first + width of w[j, .] x[i, .], for NR rows of w and MT of x.
-template <int NR, int MT>
+// out[i * ldo + j] = sum over columns first .. first + width of w[j, .] x[i, .], for NR rows of w and MT of x. With NEAR the
+// NR rows behind them are brought near: rows side by side are more streams than the processor foresees.
+template <int NR, int MT, bool NEAR>
 inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, int64_t i0, int64_t first, float *out,
                      int64_t ldo) {
   Partial acc[NR][MT] = {};
@@ -118,7 +120,7 @@ inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, i
 #pragma GCC unroll 8
     for (int r = 0; r < NR; r++) {
       at[r] = w + r * ldw + c;
-      if (MT == 1) _mm_prefetch((const char *)(at[r]) + 1024, _MM_HINT_T0);
+      if (NEAR) _mm_prefetch((const char *)(at[r] + NR * ldw), _MM_HINT_T1);
     }
     step(c, at);
   }
@@ -130,29 +132,53 @@ inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, i
     for (int i = 0; i < MT; i++) out[(i0 + i) * ldo + r] = sum(acc[r][i]);
 }
 
-template <int NR>
-inline void dot_rows(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, int64_t first, float *out, int64_t ldo) {
-#if defined(__AVX512BF16__)
-  constexpr int MT = 6;
-#elif defined(__AVX512F__)
-  constexpr int MT = 4;
-#else
-  constexpr int MT = 2;
-#endif
-  int64_t i = 0;
-  for (; i + MT <= x.m; i += MT) dot_tile<NR, MT>(w, ldw, width, x, i, first, out, ldo);
-  if (MT > 4 && i + 4 <= x.m) dot_tile<NR, 4>(w, ldw, width, x, i, first, out, ldo), i += 4;
-  if (MT > 2 && i + 2 <= x.m) dot_tile<NR, 2>(w, ldw, width, x, i, first, out, ldo), i += 2;
-  for (; i < x.m; i++) dot_tile<NR, 1>(w, ldw, width, x, i, first, out, ldo);
+// Rows i .. i + rows of x, of which there are at most MT.
+template <int NR, int MT, bool NEAR>
+inline void dot_tiles(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, int64_t i, int64_t rows, int64_t first,
+                      float *out, int64_t ldo) {
+  if constexpr (MT > 1)
+    if (rows < MT) return dot_tiles<NR, MT - 1, NEAR>(w, ldw, width, x, i, rows, first, out, ldo);
+  dot_tile<NR, MT, NEAR>(w, ldw, width, x, i, first, out, ldo);
 }
+
+template <int NR, int MT, bool NEAR>
+inline void dot_rows(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, int64_t first, float *out, int64_t ldo) {
+  int64_t tiles = (x.m + MT - 1) / MT, rows = (x.m + tiles - 1) / tiles;
+  for (int64_t i = 0; i < x.m; i += rows)
+    dot_tiles<NR, MT, NEAR>(w, ldw, width, x, i, min64(rows, x.m - i), first, out, ldo);
+}
+
+// As `dot`.
+template <int NR, int MT, bool NEAR>
+inline void dot_block(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows &x, int64_t first, float *out,
+                      int64_t ldo) {
+  int64_t j = 0, whole = n / NR * NR;
+  for (; j < whole; j += NR) dot_rows<NR, MT, NEAR>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+  for (j = whole; j < n; j++) dot_rows<1, MT, NEAR>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+}
+
+#if defined(__AVX512BF16__)
+constexpr int kDotTile = 6;
+#elif defined(__AVX512F__)
+constexpr int kDotTile = 4;
+#else
+constexpr int kDotTile = 2;
+#endif
 
 // As `dot`, without tiles: for few rows of w at a time and few of x, where setting up tiles costs more than it saves.
 inline void dot_few(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows &x, int64_t first, float *out,
                     int64_t ldo) {
-  constexpr int NR = 4;
-  int64_t j = 0, whole = n / NR * NR;
-  for (; j < whole; j += NR) dot_rows<NR>(w + j * ldw, ldw, width, x, first, out + j, ldo);
-  for (j = whole; j < n; j++) dot_rows<1>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+  dot_block<4, kDotTile, false>(w, ldw, n, width, x, first, out, ldo);
+}
+
+// As `dot_few`, for long rows of w that come from memory. With one or two rows of x the sums are done sooner than the bytes
+// come: then one row of w after the other is what the processor foresees best.
+inline void dot_stream(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows &x, int64_t first, float *out,
+                       int64_t ldo) {
+#if defined(__AVX512BF16__)
+  if (x.m <= 2) return dot_block<1, 2, false>(w, ldw, n, width, x, first, out, ldo);
+#endif
+  dot_block<4, kDotTile, true>(w, ldw, n, width, x, first, out, ldo);
 }
 
 // out[i * ldo + j] for n rows w[j] and all rows x[i], over `width` columns of x that begin at `first` (a multiple of
@@ -163,7 +189,11 @@ inline void dot(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows
 #if defined(INFERPLANE_AMX)
   j = amx_dot(w, ldw, n, width, x.pairs, x.m, x.padded, first, out, ldo);
 #endif
-  if (j < n) dot_few(w + j * ldw, ldw, n - j, width, x, first, out + j, ldo);
+  if (j == n) return;
+  if (width >= kLong)
+    dot_stream(w + j * ldw, ldw, n - j, width, x, first, out + j, ldo);
+  else
+    dot_few(w + j * ldw, ldw, n - j, width, x, first, out + j, ldo);
 }
 
 }  // namespace

@@ -108,6 +108,15 @@ inline float sum(F v) {
   return sum(_mm256_add_ps(a, b));
 #endif
 }
+inline int32_t sum(I v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t all = 0;
+  for (int l = 0; l < kLanes; l++) all += v[l];
+  return all;
+#endif
+}
 inline F fma(F a, F b, F c) {
 #ifdef __AVX512F__
   return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
