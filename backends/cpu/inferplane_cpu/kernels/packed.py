@@ -10,6 +10,7 @@ import torch
 
 from inferplane.kernels.composed.shapes import padded
 from inferplane.plugin import KernelError, Packing, QTensor
+from inferplane_cpu import pages
 from inferplane_cpu.native import BF16, FP8, INT4, INT8, W8A8, Matrix, library
 
 PANEL_ROWS = 16
@@ -53,14 +54,15 @@ class Panels:
         rows = rows.unflatten(1, (-1, PANEL_ROWS)).transpose(2, 3).contiguous()  # [experts, panels, groups, rows]
         half = rows.half()
         self.exact_half = bool((half.float() == rows).all())
-        self.scale = half if self.exact_half else rows
+        scale = half if self.exact_half else rows
+        self.scale = pages.empty(scale.nbytes).view(scale.dtype).view(scale.shape).copy_(scale)
         kind = INT4 if q.bits == 4 else INT8
         shape = Matrix(kind, 0 if whole else columns, n, k, 0)
-        self.data = torch.empty(len(experts), library().ip_packed_bytes(shape), dtype=torch.uint8)
+        self.data = pages.empty(len(experts), library().ip_packed_bytes(shape))
         self.matrices = (Matrix * len(experts))()
         for i, values in enumerate(experts):
-            scale = self.scale[i].data_ptr()
-            pointers = (None, scale) if self.exact_half else (scale, None)
+            at = self.scale[i].data_ptr()
+            pointers = (None, at) if self.exact_half else (at, None)
             self.matrices[i] = Matrix(kind, shape.group, n, k, 0, self.data[i].data_ptr(), *pointers, None)
             library().ip_pack(self.matrices[i], values.contiguous().data_ptr(), self.data[i].data_ptr())
 
@@ -87,11 +89,13 @@ def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
         if weight.block[1] != 128 or weight.zero is not None:
             raise KernelError(f"An FP8 weight with blocks of {weight.block}.", there_is="blocks of 128 columns")
         n, k = weight.shape[-2:]
+        pages.settle(weight.data)
         pairs = list(zip(_stack(weight.data), _stack(weight.scale), strict=True))
         found = _array(
             [Matrix(FP8, weight.block[0], n, k, k, d.data_ptr(), s.data_ptr(), None, None) for d, s in pairs]
         )
     else:
+        pages.settle(weight)
         found = _array([Matrix(BF16, 0, *w.shape, w.stride(0), w.data_ptr(), None, None, None) for w in _stack(weight)])
     if bias is not None:
         found = _array([Matrix.from_buffer_copy(found[0])])

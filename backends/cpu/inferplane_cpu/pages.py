@@ -1,0 +1,125 @@
+"""Weights on huge pages: with small ones reading waits for addresses, half the bandwidth in a virtual machine."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import platform
+import re
+from collections import deque
+from functools import cache
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+import torch
+
+HUGE = 2**21
+"""Bytes of a huge page of x86-64."""
+ROOM = 2**26
+"""Bytes that are mapped at a time; what nobody writes to takes no memory."""
+SMALLEST = HUGE // 2
+"""Tensors of fewer bytes are left where they are."""
+ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+COLLAPSE = 25
+"""MADV_COLLAPSE (Linux 6.1): small pages are copied to huge ones at once, and at the same address."""
+
+
+@cache
+def offered(enabled: Path = ENABLED) -> bool:
+    """Whether the system gives huge pages to who asks for them; what it was told to leave alone stays so."""
+    try:
+        return hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in enabled.read_text()
+    except OSError:
+        return False
+
+
+class _Rooms:
+    """Memory that tensors are cut from one behind the other; it goes back when the last of them is dropped."""
+
+    def __init__(self) -> None:
+        self._lock, self._room, self._used = Lock(), mmap.mmap(-1, mmap.PAGESIZE), mmap.PAGESIZE
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        with self._lock:
+            if self._used + nbytes > len(self._room):
+                self._room = mmap.mmap(-1, max(ROOM, nbytes) + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._room.madvise(mmap.MADV_HUGEPAGE)
+                self._used = -_address(self._room) % HUGE
+            first, self._used = self._used, self._used + -(-nbytes // 64) * 64
+            return torch.frombuffer(self._room, dtype=torch.uint8, count=nbytes, offset=first)
+
+
+_rooms = _Rooms()
+
+
+def empty(*shape: int) -> torch.Tensor:
+    """Bytes for a weight, `[*shape]`, aligned to 64 and on huge pages where there are any; not written."""
+    nbytes = math.prod(shape)
+    return _rooms.take(nbytes).view(shape) if nbytes and offered() else torch.empty(shape, dtype=torch.uint8)
+
+
+def settle(memory: torch.Tensor) -> None:
+    """Have what a tensor lies in moved to huge pages, those at its ends with whatever else lies there.
+
+    A thread does it meanwhile, in the order asked, so that nobody waits for it. It is advice: what the system cannot
+    move stays, and works.
+    """
+    storage = memory.untyped_storage()
+    if storage.nbytes() >= SMALLEST and offered():
+        _mover.add(storage)
+
+
+class _Mover:
+    """Moves memory in a thread, which is there while there is something to move."""
+
+    def __init__(self) -> None:
+        self._lock, self._waiting = Lock(), deque[torch.UntypedStorage]()
+        self.thread: Thread | None = None
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            self._waiting.append(storage)
+            if self.thread is None:
+                self.thread = Thread(target=self._work, name="huge pages", daemon=True)
+                self.thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self.thread = None
+                    return
+                storage = self._waiting.popleft()
+            _move(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            del storage
+
+
+_mover = _Mover()
+
+
+def _move(first: int, last: int) -> None:
+    if _collapses():
+        begin = first // HUGE * HUGE
+        _madvise()(begin, -(-last // HUGE) * HUGE - begin, COLLAPSE)
+    else:  # the system does it by and by
+        begin = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        _madvise()(begin, last // mmap.PAGESIZE * mmap.PAGESIZE - begin, mmap.MADV_HUGEPAGE)
+
+
+@cache
+def _collapses() -> bool:
+    release = re.match(r"(\d+)\.(\d+)", platform.release())
+    return release is not None and (int(release[1]), int(release[2])) >= (6, 1)
+
+
+def _address(room: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(room))
+
+
+@cache
+def _madvise() -> Any:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function

@@ -1,0 +1,85 @@
+"""Weights on huge pages, where the system gives them."""
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from inferplane_cpu import pages
+from inferplane_cpu.pages import HUGE, ROOM, empty, offered, settle
+
+asked = pytest.mark.skipif(not offered(), reason="not run: the system gives no huge pages")
+
+
+def ranges():
+    """`[(first, last, kB on huge pages), ...]` of this process's memory."""
+    found = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            found.append([int(match[1], 16), int(match[2], 16), 0])
+        elif line.startswith("AnonHugePages:"):
+            found[-1][2] = int(line.split()[1])
+    return found
+
+
+def on_huge_pages(tensor):
+    """Kilobytes on huge pages of the mapping that a tensor begins in."""
+    return next(kb for first, last, kb in ranges() if first <= tensor.data_ptr() < last)
+
+
+@asked
+def test_new_memory_is_on_huge_pages():
+    made = [empty(3, 2**20) for _ in range(8)]
+    for tensor in made:
+        tensor.fill_(1)
+    assert all(t.data_ptr() % 64 == 0 and t.shape == (3, 2**20) for t in made)
+    assert on_huge_pages(made[0]) >= 8 * 3 * 1024
+    for i, tensor in enumerate(made):
+        tensor.fill_(i)
+    assert [int(t.max()) for t in made] == list(range(8)), "they do not overlap"
+
+
+@asked
+def test_more_than_a_room():
+    tensor = empty(ROOM + 1)
+    tensor[-1] = 7
+    assert tensor.shape == (ROOM + 1,) and int(tensor[-1]) == 7
+
+
+@asked
+def test_memory_goes_back():
+    tensor = empty(2 * ROOM)
+    at = tensor.data_ptr()
+    empty(ROOM)  # the next room: nothing but the tensor holds the first
+    assert any(first <= at < last for first, last, _ in ranges())
+    del tensor
+    gc.collect()
+    assert not any(first <= at < last for first, last, _ in ranges())
+
+
+@asked
+def test_settled_memory_keeps_what_it_holds():
+    tensor = torch.arange(8 * HUGE, dtype=torch.uint8)
+    at = tensor.data_ptr()
+    settle(tensor)
+    while thread := pages._mover.thread:
+        thread.join(60)
+    assert tensor.data_ptr() == at and torch.equal(tensor, torch.arange(8 * HUGE, dtype=torch.uint8))
+    if pages._collapses():
+        assert on_huge_pages(tensor) >= 7 * HUGE // 1024
+
+
+def test_nothing_is_asked_for_where_the_system_was_told_not_to(tmp_path, monkeypatch):
+    told = tmp_path / "enabled"
+    told.write_text("always madvise [never]\n")
+    assert not offered(told) and not offered(tmp_path / "absent")
+    monkeypatch.setattr(pages, "offered", lambda: False)
+    monkeypatch.setattr(pages._mover, "add", lambda storage: pytest.fail("asked"))
+    settle(torch.zeros(4 * HUGE, dtype=torch.uint8))
+    assert empty(4, 5).shape == (4, 5)
+
+
+def test_nothing():
+    assert empty(0, 64).shape == (0, 64)
