@@ -1,4 +1,4 @@
-// Attention of many query tokens on AMX: weights are rounded to bf16, as oneDNN's and torch's attention round them.
+// Attention of many query tokens on tiles (tiles.h): weights are rounded to bf16, as oneDNN's and torch's attention round them.
 //
 // Everything is kept with queries side by side: scores [keys, queries], weights [keys, queries], results [values, queries].
 // Keys are then a first factor as they lie in the cache, weights a second one once pairs of keys are interleaved, maxima and
@@ -114,34 +114,15 @@ struct Many {
 
   // Scores of keys first .. last (both multiples of 16 in the cache's blocks) with one pair of query tiles.
   void score(int64_t first, int64_t last, const uint32_t *q) const {
-    size_t stride = (size_t)(a.k.coded() ? a.dim : a.k.stride) * sizeof(bf16);
+    int64_t stride = a.k.coded() ? a.dim : a.k.stride;
     auto at = [&](int64_t k) {
       return a.k.coded() ? keys + (k - first) * a.dim : a.k.rows() + slot(k) * a.k.stride + g * a.dim;
     };
-    __asm__ volatile("" ::: "memory");
     for (int64_t k = first; k < last; k += 32) {
       const bf16 *k0 = at(k), *k1 = k + 16 < last ? at(k + 16) : k0;
-      float *to = scores + (k - first) * 16;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t c = 0; c < a.dim; c += 32) {
-        _tile_loadd(4, k0 + c, stride);
-        _tile_loadd(6, q + c * 8, 64);
-        _tile_loadd(5, k1 + c, stride);
-        _tile_loadd(7, q + (a.dim + c) * 8, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      _tile_stored(0, to, 64);
-      _tile_stored(1, to + kSpan * 16, 64);
-      _tile_stored(2, to + 256, 64);
-      _tile_stored(3, to + kSpan * 16 + 256, 64);
+      tile_products({k0, k1, stride, kStep}, q, q + a.dim * 8, a.dim / kStep, true,
+                    {scores + (k - first) * 16, 256, kSpan * 16});
     }
-    __asm__ volatile("" ::: "memory");
   }
 
   // One key and its value to the second-level cache: rows lie too far apart for the processor to do it by itself.
@@ -213,30 +194,12 @@ struct Many {
   }
 
   void add_values(int64_t keys, float *o) const {
-    __asm__ volatile("" ::: "memory");
     for (int64_t d = 0; d < a.v_dim; d += 32) {
-      float *o0 = o + d * 16, *o1 = o + (a.v_dim + d) * 16;
-      _tile_loadd(0, o0, 64);
-      _tile_loadd(1, o1, 64);
-      _tile_loadd(2, o0 + 256, 64);
-      _tile_loadd(3, o1 + 256, 64);
-      for (int64_t k = 0; k < keys; k += 32) {
-        const bf16 *v = turned + (k / 32 * (a.v_dim / 16) + d / 16) * 512;
-        _tile_loadd(4, v, 64);
-        _tile_loadd(6, scores + k * 8, 64);
-        _tile_loadd(5, v + 512, 64);
-        _tile_loadd(7, scores + kSpan * 16 + k * 8, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      _tile_stored(0, o0, 64);
-      _tile_stored(1, o1, 64);
-      _tile_stored(2, o0 + 256, 64);
-      _tile_stored(3, o1 + 256, 64);
+      const bf16 *v = turned + d * kStep;
+      const uint32_t *weights = (const uint32_t *)scores;
+      tile_products({v, v + 512, kStep, a.v_dim * kStep}, weights, weights + kSpan * 16, keys / kStep, false,
+                    {o + d * 16, 256, a.v_dim * 16});
     }
-    __asm__ volatile("" ::: "memory");
   }
 
   void end() const {
@@ -281,7 +244,7 @@ struct Many {
 inline void attend_many(Team &team, const Attend &a, const ManyPlan &plan) {
   int64_t group = a.heads / a.kv_heads, of_head = plan.tokens / 32, pairs = group * of_head;
   team.each(plan.count * a.kv_heads, 1, [&](int64_t first, int64_t last) {
-    amx_configure(16);
+    tiles_begin();
     uint32_t *queries = scratch(0)->get<uint32_t>(pairs * a.dim * 16);
     float *floats = scratch(8)->get<float>((2 * kSpan + 2 * pairs * a.v_dim + 4 * pairs) * 16);
     bf16 *turned = scratch(9)->get<bf16>(kSpan * a.v_dim);
@@ -293,7 +256,7 @@ inline void attend_many(Team &team, const Attend &a, const ManyPlan &plan) {
       Many{a, plan.tasks[plan.count - 1 - u % plan.count], u / plan.count, pairs, of_head, queries, floats, turned, keys,
            values, sums, top, top + 2 * pairs}
           .run();
-    _tile_release();
+    tiles_end();
   });
 }
 

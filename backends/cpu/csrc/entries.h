@@ -7,7 +7,8 @@
 #include "rowwise.h"
 #include "sampling.h"
 #include "table.h"
-#if defined(INFERPLANE_AMX)
+#include "tiles.h"
+#if defined(__AVX512BF16__)
 #include "layer_many.h"
 #endif
 #include "layer_bytes.h"
@@ -20,7 +21,7 @@ int linear_many_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m,
     in_parallel(w->n * w->k / 8 * m, [&](Team &team) { bytes_linear(team, *w, bytes, x, ldx, y, ldy, wide); });
     return 1;
   }
-#if defined(INFERPLANE_AMX)
+#if defined(__AVX512BF16__)
   PanelsOf panels = panels_in(scratch(16), m, w->k);
   in_parallel(w->n * w->k / 4 * m, [&](Team &team) {
     fill_panels(team, panels, w->k, [&](int64_t i) { return x + i * ldx; });
@@ -36,7 +37,7 @@ int linear_many_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m,
 
 void linear_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
   // The same bits, where no row of the weight is left over from the tiles.
-  bool same = w->kind == IP_W8A8 || (w->kind == IP_BF16 && w->n % 16 == 0);
+  bool same = w->kind == IP_W8A8 || (kSameAsDot && w->kind == IP_BF16 && w->n % 16 == 0);
   if (m > kRowTile && same && linear_many_entry(w, x, ldx, m, y, ldy, wide)) return;
   in_parallel(w->n * w->k / 4 * m, [&](Team &team) { linear(team, *w, x, ldx, m, y, ldy, wide); });
 }
@@ -90,7 +91,7 @@ void attention_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache
 
 int attention_many_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
                          int64_t dim, int64_t v_dim, float scale, int64_t window, bf16 *out) {
-#if defined(INFERPLANE_AMX)
+#if defined(__AVX512BF16__)
   Attend a = attend_on(*cache, q, heads, kv_heads, dim, v_dim, window, scale, out);
   if (!attends_many(a)) return 0;
   ManyPlan many = plan_many(*batch, kv_heads, team_size(), scratch(17));
@@ -214,7 +215,7 @@ void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, 
   LayerBuffers b = layer_buffers(&l, 1, m);
   Attend a = attend_of(*l, step->cache, b);
   clear_attended(*l, m, b);
-#if defined(INFERPLANE_AMX)
+#if defined(__AVX512BF16__)
   if (l->rounded && !l->latent && !l->routed && m > kRowTile && attends_many(a) && l->qkv.kind == IP_W8A8) {
     LayerBytes bytes = layer_bytes_in(scratch(21), m, *l);
     ManyPlan many = plan_many(step->batch, l->kv_heads, team_size(), scratch(17));

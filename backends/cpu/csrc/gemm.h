@@ -1,4 +1,4 @@
-// Products with many rows on AMX, for weights of every kind.
+// Products with many rows on tiles (tiles.h), for weights of every kind.
 //
 // The activations are laid out once as panels of 16 rows with pairs of columns interleaved, which is how tiles want the
 // second factor. A thread takes some rows of the weight and goes through its columns in blocks: 32 rows of a block are
@@ -7,6 +7,7 @@
 // rows fill the tiles.
 #pragma once
 #include "linear.h"
+#include "tiles.h"
 
 namespace {
 
@@ -151,40 +152,6 @@ inline void fetch_tile(const ip_matrix &w, int64_t row, int64_t c) {
   for (int64_t q = 0; q < kStep / line_columns(w); q++) _mm_prefetch((const char *)line + q * 64, _MM_HINT_T1);
 }
 
-// sums += weights [32, 32 steps] times two panels, in the four tiles of `sums`; `begin`: from zero.
-inline void gemm_block(const bf16 *weights, const uint32_t *x0, const uint32_t *x1, int64_t steps, bool begin,
-                       float *sums) {
-  // GCC's tile loads do not say that they read memory: what was written before them must be told to be wanted.
-  __asm__ volatile("" ::: "memory");
-  if (begin) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, 64);
-    _tile_loadd(1, sums + 256, 64);
-    _tile_loadd(2, sums + 512, 64);
-    _tile_loadd(3, sums + 768, 64);
-  }
-  for (int64_t s = 0; s < steps; s++) {
-    _tile_loadd(4, weights, 64);
-    _tile_loadd(6, x0, 64);
-    _tile_loadd(5, weights + 512, 64);
-    _tile_loadd(7, x1, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    weights += 1024, x0 += 256, x1 += 256;
-  }
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, sums + 256, 64);
-  _tile_stored(2, sums + 512, 64);
-  _tile_stored(3, sums + 768, 64);
-  __asm__ volatile("" ::: "memory");
-}
-
 // Rows a thread takes at a time.
 inline int64_t gemm_chunk(const ip_matrix &w, int64_t n, int threads) {
   int64_t most = round_up((n + threads * 4 - 1) / (threads * 4), 32);
@@ -209,7 +176,7 @@ inline void gemm(Team &team, const ip_matrix &w, const PanelsOf &x, int64_t bloc
   for (int64_t p0 = 0; p0 < panels; p0 += kGemmRows / kPanelRows) {
     int64_t pairs = (min64(panels, p0 + kGemmRows / kPanelRows) - p0) / 2;
     team.each(blocks, chunk, [&](int64_t first, int64_t last) {
-      amx_configure(16);
+      tiles_begin();
       bf16 *weights = scratch(5)->get<bf16>(2 * 32 * kGemmColumns);
       for (int64_t j0 = first; j0 < last; j0 += chunk) {
         Blocks of = {&w, j0, min64(chunk, last - j0), x.padded};
@@ -227,14 +194,15 @@ inline void gemm(Team &team, const ip_matrix &w, const PanelsOf &x, int64_t bloc
           for (int64_t p = 0; p < pairs; p++) {
             float *at = sums + (b % of.rows * pairs + p) * 1024;
             for (int64_t to = units * (p + 1) / pairs; laid < to; laid++) lay(b + 1, laid);
-            gemm_block(weights + (b & 1) * 32 * kGemmColumns, x.at(p0 + 2 * p, c), x.at(p0 + 2 * p + 1, c), of.steps(b),
-                       c == 0, at);
+            const bf16 *block = weights + (b & 1) * 32 * kGemmColumns;
+            tile_products({block, block + 512, kStep, 1024}, x.at(p0 + 2 * p, c), x.at(p0 + 2 * p + 1, c), of.steps(b),
+                          c == 0, {at, 512, 256});
             if (c + kGemmColumns >= x.padded) put(j0 + b % of.rows, p0 + 2 * p, at);
           }
         }
       }
-      _tile_release();  // torch's kernels use the tiles too, with shapes of their own
-      _mm_sfence();     // what `put` streamed to memory is seen with the rest
+      tiles_end();
+      _mm_sfence();  // what `put` streamed to memory is seen with the rest
     });
   }
 }

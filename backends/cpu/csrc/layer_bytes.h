@@ -64,7 +64,7 @@ inline void bytes_linear(Team &team, const ip_matrix &w, const Bytes &b, const b
   bytes_rows(team, w, b, y, ldy, wide);
 }
 
-#if defined(INFERPLANE_AMX)
+#if defined(__AVX512BF16__)
 // Bytes of one product after the other, in the same memory.
 struct LayerBytes {
   Bytes in, wide, inner;

@@ -62,7 +62,7 @@ class CpuBackend(Backend):
             "bf16": Feature(True, "torch computes it, in software where the processor does not"),
             "fp8": Feature(False, "torch has no fast FP8 product for processors"),
             "native": native().feature,
-            "amx": native().tiles,
+            "tiles": native().tiles,
         }
         return Features(known)
 

@@ -19,6 +19,8 @@ from inferplane.plugin import Feature, InferplaneWarning, UsageError
 VARIABLE = "INFERPLANE_CPU_ISA"
 """Names the instruction set to use ("avx2", "avx512", "avx512_bf16", "amx"), or "none" for torch's operators alone."""
 
+TILES = ("avx512_bf16", "amx")
+"""Instruction sets with products and attention for many tokens (csrc/tiles.h)."""
 BF16, INT8, INT4, FP8, W8A8 = range(5)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
 
@@ -182,8 +184,11 @@ class Native(NamedTuple):
 
     @property
     def tiles(self) -> Feature:
-        """Whether AMX is in use, which has products and attention of its own for many tokens."""
-        return Feature(self.library is not None and self.library.ip_current() == b"amx", self.reason)
+        """Whether there are products and attention for many tokens: an instruction set of `TILES` is in use."""
+        if self.library is None:
+            return Feature(False, self.reason)
+        there = self.library.ip_current().decode() in TILES
+        return Feature(there, f"{self.reason}; many tokens are native on {' and '.join(TILES)}")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Native kernels for many tokens, where this machine has AMX: against exact products and the kernels for few tokens."""
+"""Native kernels for many tokens on every instruction set with tiles that this machine has: against exact products and the kernels for few tokens."""
 
 from dataclasses import replace
 
@@ -14,11 +14,11 @@ from inferplane_cpu.kernels.attention import LAYOUTS
 from inferplane_cpu.kernels.linear import multiply, on_tiles
 from inferplane_cpu.kernels.packed import PANELS, Panels, matrices
 from inferplane_cpu.kvcache import layouts
-from inferplane_cpu.native import forced, instruction_sets, native
+from inferplane_cpu.native import TILES, forced, instruction_sets, native
 
-pytestmark = pytest.mark.skipif("amx" not in instruction_sets(), reason=f"not run: {native().reason}")
-FEATURES = CpuBackend().features()
-SIZES = [(65, 1, 7), (70, 33, 257), (100, 200, 320), (530, 48, 1000)]
+SETS = [name for name in TILES if name in instruction_sets()]
+pytestmark = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
+SIZES = [(1, 33, 96), (17, 70, 40), (33, 31, 64), (65, 1, 7), (70, 33, 257), (100, 200, 320), (130, 65, 513), (530, 48, 1000)]
 SEQUENCES = {
     "whole": [(70, 0)],
     "chunk": [(130, 300)],
@@ -31,9 +31,9 @@ LAYERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def on_amx():
-    with forced("amx"):
+@pytest.fixture(autouse=True, params=SETS)
+def tiles(request):
+    with forced(request.param):
         yield
 
 
@@ -65,6 +65,21 @@ def test_a_row_alone_is_the_same_row_among_many(n, k):
     alone = torch.cat([multiply(w, row[None], True) for row in x])
     assert torch.equal(multiply(w, x, True), alone)
     assert torch.equal(multiply(w, x, False), alone.bfloat16())
+
+
+@pytest.mark.parametrize("format", ["plain", "int4_group"])
+def test_every_number_of_rows_gives_a_row_its_bits(format):
+    n, k, most = 40, 300, 130
+    draw = torch.Generator().manual_seed(k)
+    w = torch.randn(n, k, generator=draw)
+    w[3, 5], w[17] = 1e4, 0.0
+    matrix = matrices(w.bfloat16() if format == "plain" else Panels(encode(w, format)))[0]
+    x, all_rows = torch.randn(most, k, generator=draw).bfloat16(), torch.empty(most, n)
+    assert on_tiles(matrix, x, all_rows)
+    for m in range(1, most):
+        y = torch.full((m, n), float("nan"))
+        assert on_tiles(matrix, x[:m], y)
+        assert torch.equal(y, all_rows[:m]), m
 
 
 def named(name):
@@ -119,7 +134,7 @@ def with_steps(sample, sequences):
 
 
 def judge(kernel, sample, layout):
-    bench = Bench("cpu", "cpu", torch.bfloat16, FEATURES, lambda request: layouts(), layout)
+    bench = Bench("cpu", "cpu", torch.bfloat16, CpuBackend().features(), lambda request: layouts(), layout)
     for seed in (21, 22):
         outcome = run_case(named(kernel), sample, bench, seed=seed)
         assert outcome.passed, outcome

@@ -11,7 +11,7 @@ from inferplane.plugin import PLAIN
 from inferplane.plugins import host
 from inferplane_cpu.kernels.linear import CODED_ERROR, multiply, on_tiles
 from inferplane_cpu.kernels.packed import Panels, coded, matrices
-from inferplane_cpu.native import forced, instruction_sets, native
+from inferplane_cpu.native import TILES, forced, instruction_sets, native
 from tests.unit.small import LLAMA, V3, WHOLE_MODEL
 
 from .test_layers import LENGTHS, SCHEDULES, bound_model
@@ -115,12 +115,12 @@ def test_kernels_are_taken_where_the_weights_ask(kind):
             assert quantized and all(label.endswith(ending) for label in quantized), (step, bound)
 
 
-@pytest.mark.skipif("amx" not in SETS, reason="not run: no AMX")
-def test_a_prompt_in_one_call_is_near_the_prompt_in_parts():
+@pytest.mark.parametrize("isa", [name for name in TILES if name in SETS])
+def test_a_prompt_in_one_call_is_near_the_prompt_in_parts(isa):
     tree = tree_of("grouped", {"int8_row": "int8"})
     weights = stepping.draw_weights(tree, torch.bfloat16)
     prompt = [torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(7)).tolist()]
-    with forced("amx"):
+    with forced(isa):
         whole, parts = (
             stepping.run(bound_model(tree, weights, 160, False, way), prompt, stepping.SCHEDULES["whole_prompt"])[0]
             for way in (True, False)

@@ -47,7 +47,7 @@ FEW = When(dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",), n
 MANY = When(
     dtypes=(torch.bfloat16,),
     kv_layouts=LAYOUTS,
-    features=("native", "amx"),
+    features=("native", "tiles"),
     needs=(("many query tokens, heads of a multiple of 32 up to 256", _many),),
 )
 LATENT = When(
@@ -57,7 +57,7 @@ LATENT = When(
     features=("native",),
     needs=(("a kv_b in bfloat16 or FP8 without bias", _latent_bf16),),
 )
-EXPANDED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native", "amx"), needs=LATENT.needs)
+EXPANDED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native", "tiles"), needs=LATENT.needs)
 LATENT_FP8 = replace(LATENT, formats=("fp8_block",))
 
 
@@ -117,7 +117,7 @@ def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tenso
 
 @KERNELS("attention", "native", when=MANY, rank=RANK_PORTABLE)
 def attention_many(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """On AMX: 64 query tokens of a group's heads over keys as they lie in the cache; weights rounded to bf16."""
+    """On tiles: 64 query tokens of a group's heads over keys as they lie in the cache; weights rounded to bf16."""
     q = q.contiguous()
     out = q.new_empty(q.shape[0], p.heads, p.kv.v_dim)
     return out if _attend(library().ip_attention_many, p, q, batch, kv, out) else attention(p, q, batch, kv)
@@ -176,5 +176,5 @@ def mla_expanded_fixed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch
 
 @KERNELS("mla_expanded", "native", when=EXPANDED, rank=RANK_TILES, needs_host_lens=True)
 def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """Latents expanded on AMX, for which nothing is compiled, padded or kept; then torch's attention."""
+    """Latents expanded on tiles, for which nothing is compiled, padded or kept; then torch's attention."""
     return expand_and_attend(p, q_nope, q_rope, batch, kv, lambda latent: many_rows(p.kv_b, latent, None))

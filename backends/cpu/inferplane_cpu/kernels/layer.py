@@ -115,7 +115,7 @@ def _tiled(op: Any) -> bool:
 def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any) -> When:
     features: tuple[str, ...] = ("native",)
     if step_kind == "mixed":
-        features = ("native", "amx")
+        features = ("native", "tiles")
         needs = (
             ("grouped-query attention, a gated MLP and heads of a multiple of 32 up to 256", _if_served(_tiled)),
             *needs,
@@ -311,7 +311,7 @@ def decoder_layer_panels(
 def decoder_layer_many(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer`, for many tokens on AMX."""
+    """As `decoder_layer`, for many tokens on tiles (csrc/tiles.h)."""
     return _run(p, x, residual, batch, kv, True)
 
 
@@ -353,5 +353,5 @@ def decoder_layer_w8a8(
 def decoder_layer_many_w8a8(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_w8a8`, for many tokens on AMX."""
+    """As `decoder_layer_w8a8`, for many tokens on tiles (csrc/tiles.h)."""
     return _run(p, x, residual, batch, kv, True)
