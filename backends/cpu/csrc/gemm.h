@@ -3,8 +3,8 @@
 // The activations are laid out once as panels of 16 rows with pairs of columns interleaved, which is how tiles want the
 // second factor. A thread takes some rows of the weight and goes through its columns in blocks: 32 rows of a block are
 // copied (or expanded, from 8 or 4 bits) to the first-level cache, and all rows of activations pass by. A result is
-// summed over the columns in the order in which `amx_dot` sums them, so both give the same bits for bf16 weights whose
-// rows fill the tiles.
+// summed over the columns in one order, which on AMX is that of `amx_dot`: both give the same bits for bf16 weights whose rows
+// fill the tiles.
 #pragma once
 #include "linear.h"
 #include "tiles.h"
