@@ -81,7 +81,7 @@ def matrix_of(p: Any) -> Matrix:
 
 
 def on_tiles(w: Matrix, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether `y = x w^T + bias`, in bf16 or float32, was done on tiles; quantized weights are rounded to bf16 for it."""
+    """Whether tiles did `y = x w^T + bias`, in bf16 or float32; quantized weights are rounded to bf16 for it."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     wide = y.dtype is torch.float32
     return bool(library().ip_linear_many(w, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), w.n, wide))
