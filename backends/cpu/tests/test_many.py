@@ -1,4 +1,4 @@
-"""Native kernels for many tokens on every instruction set with tiles: against exact products and the few-token kernels."""
+"""Native kernels for many tokens, on every instruction set with tiles: against exact products and those for few."""
 
 from dataclasses import replace
 
