@@ -188,6 +188,7 @@ def test_refused(compiled, wrong):
         ({"grammar": "start: missing"}, 'unknown name: "missing"'),
         ({"json_schema": {"type": "string", "pattern": "a("}}, "unclosed group"),
         ({"json_schema": {"type": "no such type"}}, "Invalid type: no such type"),
+        ({"json_schema": {"$ref": "#"}}, "no text fits it"),
     ],
 )
 def test_the_reason_of_a_refusal_reaches_the_client(compiled, wrong, reason):

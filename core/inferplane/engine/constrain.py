@@ -30,6 +30,8 @@ KEPT_CONSTRAINTS = 64
 """Compiled constraints, and refusals, that are remembered."""
 SLOW_KEPT_S = 60.0
 """Seconds that a constraint which took too long is refused unseen; the machine may have been busy."""
+NO_TEXT = "NoExtensionBias"
+"""What llguidance says of a grammar that no token can begin."""
 STACK_BYTES = 64 * 2**20
 """Stack on which constraints are compiled: well above that on which they were tried out."""
 SPACES = 40
@@ -178,8 +180,9 @@ class Grammars:
                         if len(self._known) > KEPT_CONSTRAINTS:
                             self._known.popitem(last=False)
         if isinstance(found, tuple):
+            why = "no text fits it" if found[0] == NO_TEXT else found[0]
             raise UsageError(
-                f"The {params.constraint[0]} is refused: {found[0]}.", remedy="see docs of llguidance for its syntax"
+                f"The {params.constraint[0]} is refused: {why}.", remedy="see docs of llguidance for its syntax"
             )
         return Constraint(found.deep_copy(), self._ends, -(-self._vocab // 32))
 

@@ -32,7 +32,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
-BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]  # one spelling each: two biases of one token
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
