@@ -11,7 +11,7 @@ stream counted at its end; a refusal's time is from before its connection is ope
 100 ms at the 99th percentile). Abuse: the 99th percentile of eight clients' requests before and while 40 connections
 misbehave (the bar is twice).
 
-HTTP's clients are a process of their own (`serving_clients.py`), which reads bare sockets with one selector; its CPU
+HTTP's clients are a process of their own (`serving_clients.py`), which reads bare sockets by epoll; its CPU
 seconds are told beside, with those of the server's own processes and of this one while it calls the engine (the
 engine's are in neither). On a machine with few cores they are taken from server and engine, and so count as overhead.
 What else runs on the machine only adds to a time, and not evenly: `overhead` compares the medians of all turns,
