@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
@@ -83,12 +85,13 @@ class Result:
     embedding: list[float] | None = None
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, array_like=True):
     """What streams yield: new text (possibly empty), its tokens, and at the end why it ended.
 
     The last delta is the request's one terminal event: it alone has a `finish_reason`. `prompt_logprobs` come with the
     first one, the embedding with the last one, when they were asked for.
+
+    There is one for each token of each stream, and it travels between processes as it is.
     """
 
     text: str

@@ -13,7 +13,7 @@ import msgspec
 
 from inferplane import errors
 from inferplane.engine.client import ModelInfo, Order, Question, RequestId
-from inferplane.engine.results import Delta, FinishReason, Timings, TokenLogprob
+from inferplane.engine.results import Delta
 from inferplane.errors import EngineError, InferplaneError
 
 MOST_FRAME_BYTES = 256 * 2**20
@@ -41,39 +41,6 @@ class Fault(msgspec.Struct, frozen=True):
         found = getattr(errors, self.kind, None)
         kind = found if isinstance(found, type) and issubclass(found, InferplaneError) else EngineError
         return kind(self.what, there_is=self.there_is, remedy=self.remedy)
-
-
-class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A `Delta` of a request."""
-
-    request_id: RequestId
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    timings: Timings | None = None
-    error: str = ""
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    embedding: list[float] | None = None
-
-    @classmethod
-    def of(cls, request_id: RequestId, d: Delta) -> Piece:
-        """What to send for a delta."""
-        own = d.text, d.token_ids, d.finish_reason, d.timings, d.error, d.logprobs, d.prompt_logprobs, d.embedding
-        return cls(request_id, *own)
-
-    def delta(self) -> Delta:
-        """The delta again."""
-        return Delta(
-            self.text,
-            self.token_ids,
-            self.finish_reason,
-            self.timings,
-            self.error,
-            self.logprobs,
-            self.prompt_logprobs,
-            self.embedding,
-        )
 
 
 # -- from callers
@@ -164,7 +131,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 class Pieces(msgspec.Struct, frozen=True, tag=True):
     """What a step brought for this caller."""
 
-    pieces: list[Piece]
+    pieces: list[tuple[RequestId, Delta]]
 
 
 class Closed(msgspec.Struct, frozen=True, tag=True):

@@ -251,7 +251,7 @@ class RemoteEngine:
 
     def _hear(self, message: FromEngine) -> None:
         if isinstance(message, messages.Pieces):
-            self._deliver([(p.request_id, p.delta()) for p in message.pieces])
+            self._deliver(message.pieces)
         elif isinstance(message, messages.Accepted):
             self._settle(message.number, None)
         elif isinstance(message, messages.Answer):

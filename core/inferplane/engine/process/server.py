@@ -25,7 +25,7 @@ from inferplane.engine.llm import LLM
 from inferplane.engine.local import LocalEngine
 from inferplane.engine.process import messages
 from inferplane.engine.process.memory import one_heap, trimmer
-from inferplane.engine.process.messages import Fault, FromCaller, FromEngine, Piece
+from inferplane.engine.process.messages import Fault, FromCaller, FromEngine
 from inferplane.engine.results import Delta
 
 MOST_UNREAD_BYTES = 64 * 2**20
@@ -42,7 +42,7 @@ class Connection:
     # -- from any thread
 
     def deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
-        self.post(messages.Pieces([Piece.of(request_id, delta) for request_id, delta in pieces]))
+        self.post(messages.Pieces(pieces))
 
     def post(self, message: FromEngine) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
