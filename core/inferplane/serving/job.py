@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from inferplane.engine import Delta, SamplingParams
 from inferplane.errors import InferplaneError
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("inferplane.serving")
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What one sequence got.
 
     Args:
@@ -57,6 +57,7 @@ class Job:
         self._engine = engine
         self._pieces: deque[Piece | ApiError] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._at_once: Callable[[Piece], bool] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -91,11 +92,21 @@ class Job:
             for piece in several:
                 yield piece
 
-    async def batches(self) -> AsyncIterator[list[Piece]]:
-        """As `pieces`, those together that are there: a step's, and more where the reader is slow."""
+    async def batches(self, at_once: Callable[[Piece], bool] | None = None) -> AsyncIterator[list[Piece]]:
+        """As `pieces`, those together that are there: a step's, and more where the reader is slow.
+
+        Args:
+            at_once: is offered a piece in the moment it comes, if none waits before it and it is not a sequence's last.
+                It says whether it took it: then it is not yielded, and the reader's task is not woken. When it raises,
+                the stream fails.
+        """
         left = self.choices
         while left:
-            await self._some()
+            self._at_once = at_once
+            try:
+                await self._some()
+            finally:
+                self._at_once = None
             several: list[Piece] = []
             failure: ApiError | None = None
             while self._pieces and failure is None:
@@ -153,7 +164,12 @@ class Job:
                 self._cached[which] = min(found, self._cached.get(which, found))
                 if self.first_token_s is None or delta.timings.first_token_s < self.first_token_s:
                     self.first_token_s = delta.timings.first_token_s
-        self._put(Piece(choice, delta) if reason in (None, "stop", "length") else _failure(delta))
+        if reason not in (None, "stop", "length"):
+            self._put(_failure(delta))
+            return
+        piece = Piece(choice, delta)
+        if reason is not None or self._pieces or self._at_once is None or not self._at_once(piece):
+            self._put(piece)
 
     def _put(self, piece: Piece | ApiError) -> None:
         self._pieces.append(piece)

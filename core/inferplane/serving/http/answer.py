@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, internal
-from inferplane.serving.http.gate import FACTS, FOLLOWED, RESERVED, TENANT, WRITE, Receive, Scope, Send, Write
+from inferplane.serving.http.gate import BODY, FACTS, FOLLOWED, RESERVED, TENANT, Body, Receive, Scope, Send
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import Choice, Rendering, compact
 from inferplane.serving.service import Service
@@ -95,11 +95,21 @@ class Generation(Response):
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._begun = True
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        pulse = _Pulse(scope[WRITE], self._rendering.ping)
+        pulse = _Pulse(scope[BODY], self._rendering.ping)
+
+        def at_once(piece: Piece) -> bool:
+            if not pulse.ready:
+                return False
+            pulse.write(self._rendering.piece(job, piece))
+            return True
+
         try:
             try:
                 await pulse.send(self._rendering.opening(job))
-                batches = job.batches() if not self._service.settings.disable_streaming else _together(job)
+                if self._service.settings.disable_streaming:
+                    batches = _together(job)
+                else:  # several sequences' pieces of a step share a chunk
+                    batches = job.batches(at_once if job.choices == 1 else None)
                 async for several in batches:
                     await pulse.send(b"".join([self._rendering.piece(job, piece) for piece in several]))
                 await pulse.send(self._rendering.closing(job))
@@ -116,14 +126,23 @@ class Generation(Response):
 class _Pulse:
     """Sends a stream's bytes, and a sign of life when there were none for a while."""
 
-    def __init__(self, write: Write, ping: bytes) -> None:
-        self._write, self._ping, self._last = write, ping, time.monotonic()
+    def __init__(self, body: Body, ping: bytes) -> None:
+        self._body, self._ping, self._last = body, ping, time.monotonic()
         self._beat = asyncio.create_task(self._beating()) if ping else None
+
+    @property
+    def ready(self) -> bool:
+        return self._body.ready
+
+    def write(self, data: bytes) -> None:
+        if data:
+            self._last = time.monotonic()
+            self._body.write(data)
 
     async def send(self, data: bytes) -> None:
         if data:
             self._last = time.monotonic()
-            await self._write(data)
+            await self._body.send(data)
 
     def stop(self) -> None:
         if self._beat is not None:

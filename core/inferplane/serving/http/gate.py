@@ -29,7 +29,6 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Write = Callable[[bytes], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset(("/health", "/v2/health/live", "/v2/health/ready"))
@@ -41,8 +40,8 @@ FACTS = "inferplane.facts"
 REQUEST_ID = "inferplane.request_id"
 TENANT = "inferplane.tenant"
 """Where in a scope the name stands under which cached prefixes are shared: one for each key."""
-WRITE = "inferplane.write"
-"""Where in a scope the short way stands for pieces of an answer whose head was sent."""
+BODY = "inferplane.body"
+"""Where in a scope the `Body` of an answer stands."""
 RESERVED = "inferplane.reserved"
 """Where in a scope the place stands that was taken for a request."""
 FOLLOWED = "inferplane.followed"
@@ -126,6 +125,39 @@ class Gate:
                     cut_off()
 
 
+class Body:
+    """The body of an answer whose head was sent, piece by piece.
+
+    A piece goes to the client's connection as one chunk of HTTP/1.1: frameworks and parser in between have nothing to
+    add to it, and would take longer than making it did. Where the client is behind, they know how to wait for it.
+
+    Args:
+        send: the long way.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.transport: asyncio.Transport | None = None  # where chunks may be written to
+
+    @property
+    def ready(self) -> bool:
+        """Whether `write` may be called: the client's connection has taken all that was sent."""
+        transport = self.transport
+        return transport is not None and not transport.get_write_buffer_size() and not transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """A piece, more to come; only while `ready`."""
+        assert self.transport is not None
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def send(self, data: bytes) -> None:
+        """A piece, more to come; waits for a client that is behind."""
+        if self.ready:
+            self.write(data)
+        else:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
 class _Passage:
     """One request on its way through the gate."""
 
@@ -137,11 +169,11 @@ class _Passage:
         self._gone = False
         self._held_bytes = 0
         self._reserved: Reserved | None = None
-        self._transport: asyncio.Transport | None = None
+        self._body = Body(self._counted_send)
         asked = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
         ok = len(asked) == 1 and re.match(ID_PATTERN, asked[0]) is not None
         self._id = asked[0] if ok else uuid.uuid4().hex
-        scope[REQUEST_ID], scope[FACTS], scope[WRITE] = self._id, {}, self._write
+        scope[REQUEST_ID], scope[FACTS], scope[BODY] = self._id, {}, self._body
         scope[TENANT] = gate._keys.tenant(scope["headers"])
 
     async def run(self) -> None:
@@ -154,7 +186,7 @@ class _Passage:
             self._check_type()
             if self._leads() and self._declared() > MOST_LOOKED_AT_BYTES:
                 gate._door.enter().release()
-            body = await self._body()
+            body = await self._whole_body()
         except ApiError as error:
             self._count(error)
             await self._refuse(error)
@@ -227,7 +259,7 @@ class _Passage:
         found = self._header(b"content-length")
         return int(found[0]) if found and found[0].isdigit() else 0
 
-    async def _body(self) -> bytes | None:
+    async def _whole_body(self) -> bytes | None:
         """All of it, counted while it comes; None when the client left meanwhile."""
         most = self._gate._settings.max_body_bytes
         if self._declared() > most:
@@ -301,7 +333,7 @@ class _Passage:
             self._status = message["status"]
             whole = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             if self._scope.get("http_version") == "1.1" and not whole:  # then the body is sent in chunks
-                self._transport = self._scope.get("state", {}).get("transport")
+                self._body.transport = self._scope.get("state", {}).get("transport")
             headers = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
             message = {**message, "headers": headers}
         cut_off = self._scope.get("state", {}).get("cut_off")
@@ -313,18 +345,6 @@ class _Passage:
             self._gate._sending.pop(id(self), None)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._complete = True
-
-    async def _write(self, data: bytes) -> None:
-        """A piece of the answer's body, more to come.
-
-        Where the client keeps up, the piece goes to its connection as one chunk of HTTP/1.1: frameworks and parser in
-        between have nothing to add to it, and would take longer than making it did.
-        """
-        transport = self._transport
-        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
-            await self._counted_send({"type": "http.response.body", "body": data, "more_body": True})
-        else:
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def _refuse(self, error: ApiError, words: Mapping[str, Any] | None = None, *, close: bool = True) -> None:
         """Answer, and close the connection where something of the body is left: it is not read."""

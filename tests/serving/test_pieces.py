@@ -1,0 +1,116 @@
+"""The way of a piece from its sequence to the client's connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from inferplane.serving.errors import ApiError
+from inferplane.serving.http.gate import Body
+from inferplane.serving.job import Piece
+from inferplane.serving.service import Service
+from tests.serving.test_service import LONG, check, running, served
+
+
+class Reader:
+    """Reads a stream, and takes at once what it is told to take of what it is offered.
+
+    Args:
+        takes: says so of the n-th offer, from 1 on.
+    """
+
+    def __init__(self, takes: Callable[[int], bool]) -> None:
+        self._takes = takes
+        self.tokens: list[int] = []
+        self.reasons: list[str] = []
+        self.offered = self.taken = self.yielded = 0
+
+    def at_once(self, piece: Piece) -> bool:
+        assert piece.delta.finish_reason is None
+        self.offered += 1
+        if not self._takes(self.offered):
+            return False
+        self.taken += 1
+        self.tokens += piece.delta.token_ids
+        return True
+
+    async def read(self, service: Service) -> None:
+        async with service.admit(LONG) as job:
+            async for several in job.batches(self.at_once):
+                self.yielded += len(several)
+                for piece in several:
+                    self.tokens += piece.delta.token_ids
+                    self.reasons += [piece.delta.finish_reason] if piece.delta.finish_reason else []
+                await asyncio.sleep(0.002)  # what comes meanwhile waits, and is not offered
+            assert job.completion_tokens == len(self.tokens)
+
+
+def test_pieces_that_are_taken_at_once_are_not_yielded_and_none_changes_its_place():
+    async def work() -> None:
+        async with running() as service:
+            want = (await served(service, LONG))[0][0]
+            for takes in (lambda i: True, lambda i: False, lambda i: i % 3 != 0, lambda i: i < 20 or i > 40):
+                reader = Reader(takes)
+                await reader.read(service)
+                assert (reader.tokens, reader.reasons) == (want, ["length"])
+                assert reader.offered > 1
+                assert reader.taken == sum(map(takes, range(1, reader.offered + 1)))
+                assert reader.taken + reader.yielded == len(want)
+
+    check(work)
+
+
+def test_a_stream_fails_when_its_reader_raises():
+    def fall(offer: int) -> bool:
+        raise ZeroDivisionError
+
+    async def work() -> None:
+        async with running() as service:
+            with pytest.raises(ApiError) as failed:
+                await Reader(fall).read(service)
+            assert failed.value.status == 500
+
+    check(work)
+
+
+class Wire:
+    """A connection that has taken all it was given, or not."""
+
+    def __init__(self) -> None:
+        self.unread, self.closing, self.got = 0, False, b""
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def write(self, data: bytes) -> None:
+        self.got += data
+
+
+def test_a_body_takes_the_short_way_only_where_the_client_keeps_up():
+    async def work() -> None:
+        long_way: list[Any] = []
+
+        async def send(message: Any) -> None:
+            long_way.append(message)
+
+        body, wire = Body(send), Wire()
+        assert not body.ready  # the head is not sent, or the body has a length
+        await body.send(b"a")
+        assert long_way.pop() == {"type": "http.response.body", "body": b"a", "more_body": True}
+        body.transport = cast("asyncio.Transport", wire)
+        assert body.ready
+        body.write(b"0123456789")
+        await body.send(b"b")
+        assert (wire.got, long_way) == (b"a\r\n0123456789\r\n1\r\nb\r\n", [])
+        for wire.unread, wire.closing in ((1, False), (0, True)):
+            assert not body.ready
+            await body.send(b"c")
+            assert long_way.pop()["body"] == b"c"
+
+    check(work)
