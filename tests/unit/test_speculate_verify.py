@@ -176,6 +176,16 @@ def test_topp_by_hand():
     assert accepted([2, 0, 0], speculate_max_candidate_len=1) == 0
 
 
+def test_topp_looks_at_a_sequence_s_own_drafts():
+    """Behind its last draft nothing follows, whoever stands in the next rows: here one whose likeliest token is 0."""
+    p, drawn = torch.tensor([[0.4, 0.3, 0.2, 0.1, 0.0]] * 8), torch.tensor([0, 1, 2, 3] * 2)
+    lossy = config("topp", speculate_max_candidate_len=1)
+    uniforms = torch.full((8, 2), 0.5)
+    alone = verify(drawn[:3], [[1, 0]], lossy, p[:3], uniforms[:3])
+    beside = verify(drawn[:7], [[1, 0], [0, 0, 0]], lossy, p[:7], uniforms[:7])
+    assert int(alone.counts[0]) == int(beside.counts[0]) == 1
+
+
 def test_topp_leaves_greedy_rows_alone():
     """A distribution of one token has no second-best one, wherever its zeros are sorted."""
     certain = torch.eye(V)[[3, 4, 5, 6]]

@@ -118,7 +118,7 @@ def judge(
     elif config.verify_strategy == "rejection":
         accept = (uniforms[rows, 0] < probabilities[rows, table]) & real
     else:
-        accept = _inside_nucleus(probabilities, rows, table, config) & real
+        accept = _inside_nucleus(probabilities, rows, table, real, config)
     accepted = accept.long().cumprod(1).sum(1)
     last = start + accepted
     behind = drawn[last]
@@ -135,7 +135,7 @@ def judge(
 
 
 def _inside_nucleus(
-    p: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, config: SpeculativeConfig
+    p: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, real: torch.Tensor, config: SpeculativeConfig
 ) -> torch.Tensor:
     """A draft passes when it is one of the first candidates that kept a probability. The second-best token, if it kept
     one, passes also outside them when the next `window` drafts are each the likeliest. Lossy: it ignores how likely a
@@ -143,7 +143,7 @@ def _inside_nucleus(
     """
     most = config.speculate_max_candidate_len
     best, ids = p.topk(min(max(2, most), p.shape[-1]), -1)
-    found = (ids[rows] == table[..., None]) & (best[rows] > 0)
+    found = (ids[rows] == table[..., None]) & (best[rows] > 0) & real[..., None]
     inside, top = found[..., :most].any(-1), found[..., 0]
     second = found[..., 1] if found.shape[-1] > 1 else torch.zeros_like(top)
     following = torch.ones_like(top)
