@@ -135,6 +135,23 @@ def test_a_prefix_is_computed_once():
     check(s)
 
 
+def test_blocks_for_several_sequences_or_for_none():
+    """And what is too much comes back, never what holds entries."""
+    s = scheduler(blocks=8, tokens=32)
+    a, b = (request(i, [i] * 9, 20) for i in range(2))
+    s.add(a), s.add(b)
+    step(s), step(s)
+    held = len(a.blocks), len(b.blocks)
+    room = s.allocator.available
+    most = (held[0] + room) * BLOCK
+    assert room == 2 and not s.extend_all([(a, most), (b, (held[1] + 1) * BLOCK)])
+    assert (len(a.blocks), len(b.blocks)) == held and s.allocator.available == room
+    assert s.extend_all([(a, most - BLOCK), (b, (held[1] + 1) * BLOCK)]) and s.allocator.available == 0
+    assert s.shorten(a, held[0] * BLOCK) == 1 and s.shorten(b, (held[1] - 1) * BLOCK + 1) == 1
+    assert (len(a.blocks), len(b.blocks)) == held and s.allocator.available == room
+    check(s)
+
+
 def test_what_can_never_run_is_refused():
     s = scheduler(blocks=5, length=40)
     for prompt, more, says in (

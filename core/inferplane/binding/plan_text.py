@@ -181,7 +181,10 @@ def recorded_text(data: Mapping[str, Any]) -> str:
     if data["off"]:
         return f"decode steps are not recorded: {data['off']}"
     tokens = f", {' or '.join(map(str, data['tokens']))} tokens each" if len(data["tokens"]) > 1 else ""
+    drafts, apart = "", data.get("drafting_layer")
+    if apart is not None:
+        drafts = "; drafts are " + (f"recorded apart from them: {apart}" if apart else "in one record with them")
     return (
         f"decode steps are recorded for {', '.join(map(str, data['sequences']))} sequences{tokens}: padding costs at "
-        f"most {data['padding']:.0%} of a step, inputs and results take {data['nbytes'] / 2**20:.1f} MiB"
+        f"most {data['padding']:.0%} of a step, inputs and results take {data['nbytes'] / 2**20:.1f} MiB{drafts}"
     )

@@ -221,6 +221,11 @@ def why_not(plan: Plan, options: RunnerOptions, part: str = "") -> str:
     return ""
 
 
+def why_not_together(plan: Plan, options: RunnerOptions) -> str:
+    """In words, why a step and the drafts of the layer behind the model are not one record; empty when they can be."""
+    return next(filter(None, (why_not(plan, options, part) for part in ("", "mtp", "sample"))), "")
+
+
 def _for_many(op: Op) -> bool:
     """Whether it serves sequences with many query tokens, of which decode steps have none: unless the block above runs
     as its variant of that name.

@@ -11,19 +11,17 @@ from typing import Any
 
 import torch
 
-from inferplane.engine import rng
 from inferplane.engine.arguments import check_ids
-from inferplane.engine.logprobs import score
+from inferplane.engine.decide import Decided, decide
 from inferplane.engine.metrics import Metrics
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.pooling import parts
 from inferplane.engine.request import Request
 from inferplane.engine.results import FinishReason, TokenLogprob
-from inferplane.engine.rows import SampleRow
 from inferplane.engine.runner import Runner
 from inferplane.engine.sampler import Sampler
 from inferplane.engine.scheduler import Limits, Scheduled, Scheduler
-from inferplane.engine.speculate import Ran, SpeculativeConfig, Speculator, needs_probabilities, verify
+from inferplane.engine.speculate import Ran, SpeculativeConfig, Speculator
 from inferplane.engine.text import Detokenizer
 from inferplane.errors import CapacityError, UsageError
 from inferplane.kvcache import BlockAllocator, root_hash
@@ -199,13 +197,18 @@ class Engine:
         return touched
 
     def _run(self, chosen: list[Scheduled]) -> list[Request]:
-        queries = self.scheduler.queries(chosen)
-        batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=self.device)
-        self.metrics.counters["forward_rows_total"] += batch.tokens
-        logits, hidden = self.runner.run(batch)
-        with torch.inference_mode():
-            tokens, scores, prompts = self._decide(chosen, queries, logits)
-            pooled = parts(chosen, hidden)
+        self.metrics.counters["forward_rows_total"] += sum(s.rows for s in chosen)
+        cycled = self.speculator.run(chosen) if self.speculator is not None else None
+        if cycled is None:
+            queries = self.scheduler.queries(chosen)
+            batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=self.device)
+            logits, hidden = self.runner.run(batch)
+            with torch.inference_mode():
+                tokens, scores, prompts = self._decide(chosen, queries, logits)
+                pooled = parts(chosen, hidden)
+        else:  # of sequences that ask for tokens alone
+            nothing: list[list[Any]] = [[] for _ in chosen]
+            tokens, scores, prompts, pooled = cycled.tokens, nothing, nothing, [s.request.pooled for s in chosen]
         decided = time.monotonic()
         ran, touched, row = [], [], 0
         for s, new, scored, prompt_scores, vector in zip(chosen, tokens, scores, prompts, pooled):
@@ -232,7 +235,10 @@ class Engine:
             if new:
                 touched.append(r)
         self._commit_s += time.monotonic() - decided
-        self._propose(ran, hidden)
+        if cycled is None:
+            self._propose(ran, hidden)
+        elif self.speculator is not None:
+            self.speculator.take(ran, cycled.drafts)
         return touched
 
     def _propose(self, ran: list[Ran], hidden: torch.Tensor) -> None:
@@ -246,75 +252,9 @@ class Engine:
                 warnings.warn(f"Drafting failed ({type(error).__name__}: {error}); going on without.", stacklevel=4)
             self.metrics.counters["spec_decode_failures_total"] += 1
 
-    def _decide(
-        self, chosen: list[Scheduled], queries: list[Query], logits: torch.Tensor
-    ) -> tuple[list[list[int]], list[list[TokenLogprob]], list[list[TokenLogprob | None]]]:
-        """New tokens of each sequence with their log-probabilities, and those of prompt tokens."""
-        rows: list[SampleRow] = []
-        at: list[int] = []
-        prompts: list[list[TokenLogprob | None]] = []
-        first = 0
-        for s, q in zip(chosen, queries):
-            wanted = len(q.ids) if q.logits is None else min(q.logits, len(q.ids))
-            prompts.append(self._score_prompt(s, logits[first : first + wanted]) if q.logits is None else [])
-            first += wanted
-            if s.last:
-                rows += self._rows(s)
-                at += range(first - 1 - len(s.drafts), first)
-        if not rows:
-            return [[] for _ in chosen], [[] for _ in chosen], prompts
-        some = logits if len(at) == logits.shape[0] else logits[torch.tensor(at, device=logits.device)]
-        step = self.sampler.prepare(rows)
-        drawn = self.sampler.sample(some, step)
-        # A broken kernel's usual sign, shown by the op `sample`. Raised for the step, it then ends the requests it is
-        # in, found one by one.
-        if not bool(some.gather(1, drawn[:, None]).isfinite().all().to(HOST)):
-            raise FloatingPointError("the model's logits hold NaN or infinity")
-        deciding = [s for s in chosen if s.last]
-        drafts = [s.drafts for s in deciding]
-        if any(drafts):
-            assert self.speculator is not None
-            config = self.speculator.config
-            p = uniforms = None
-            if needs_probabilities(config) and any(g.uniform is not None for g in step.groups):
-                p = self.sampler.probabilities(some, step)
-                uniforms = torch.stack([rng.uniform(step.seeds, step.positions, stream) for stream in (1, 2)], 1)
-            verified = verify(drawn, drafts, config, p, uniforms)
-            table = torch.cat((verified.counts[:, None], verified.tokens), 1).to(HOST).tolist()
-            kept = [t[:n] for n, *t in table]
-        else:
-            kept = [[int(t)] for t in drawn.to(HOST).tolist()]
-        stood = [t for new, d in zip(kept, drafts) for t in (*new, *([0] * (1 + len(d) - len(new))))]
-        found = self.sampler.logprobs(some, torch.tensor(stood, device=some.device), step)
-        listed = iter(found.lists(step.alternatives)) if found is not None else iter(())
-        tokens: list[list[int]] = []
-        scores: list[list[TokenLogprob]] = []
-        by_request = dict(zip((id(s) for s in deciding), kept))
-        for s in chosen:
-            new = by_request.get(id(s), [])
-            tokens.append(new)
-            wants = s.last and s.request.params.logprobs is not None
-            mine = [next(listed) for _ in range(1 + len(s.drafts))] if wants else []
-            scores.append(mine[: len(new)])
-        return tokens, scores, prompts
-
-    def _rows(self, s: Scheduled) -> list[SampleRow]:
-        r = s.request
-        masks = [None] * (1 + len(s.drafts)) if r.constraint is None else r.constraint.masks(s.drafts)
-        assert r.seed is not None
-        return [
-            SampleRow(r.params, r.seed, len(r.generated) + i, r.history, s.drafts[:i], r.end_ids, mask)
-            for i, mask in enumerate(masks)
-        ]
-
-    def _score_prompt(self, s: Scheduled, logits: torch.Tensor) -> list[TokenLogprob | None]:
-        """Log-probabilities of the prompt tokens that this step's rows predict."""
-        r = s.request
-        following = r.prompt[r.computed + 1 : r.computed + s.count + 1]
-        if not following:
-            return []
-        ids = torch.tensor(following, device=logits.device)
-        return list(score(logits[: len(following)], ids, r.params.prompt_logprobs or 0).lists())
+    def _decide(self, chosen: list[Scheduled], queries: list[Query], logits: torch.Tensor) -> Decided:
+        config = self.speculator.config if self.speculator is not None else None
+        return decide(chosen, queries, logits, self.sampler, config)
 
     def _accept(self, s: Scheduled, new: list[int], scored: list[TokenLogprob]) -> FinishReason | None:
         """Append a sequence's new tokens up to its end; why it ends, None while it goes on."""

@@ -37,6 +37,7 @@ class RunnerOptions:
     draft: Draft | None = None
     capture: bool = True
     drafts: int = 0
+    drafting_layer: bool = False
     ranks: int = 1
 
     def check(self) -> None:

@@ -177,7 +177,8 @@ def prepare(rows: Sequence[SampleRow], vocab: int, device: Any) -> Prepared:
     return Prepared(*prepared)
 
 
-def _kind(p: SamplingParams, vocab: int) -> int:
+def draws(p: SamplingParams, vocab: int) -> int:
+    """How rows of a request are drawn: GREEDY, PLAIN, SHORT or FULL; `vocab` is V."""
     if p.temperature < COLDEST:
         return GREEDY
     if not p.cuts:
@@ -187,7 +188,7 @@ def _kind(p: SamplingParams, vocab: int) -> int:
 
 def _groups(rows: Sequence[SampleRow], vocab: int, seeds: np.ndarray, positions: np.ndarray) -> Any:
     """Fields of groups, no larger than a device's kernel takes at once; the host's take row by row."""
-    kinds, most = [_kind(r.params, vocab) for r in rows], max(1, DEVICE_ENTRIES // vocab)
+    kinds, most = [draws(r.params, vocab) for r in rows], max(1, DEVICE_ENTRIES // vocab)
     uniform = None
     if any(k != GREEDY for k in kinds):
         uniform = rng.uniform(torch.from_numpy(seeds), torch.from_numpy(positions)).numpy()

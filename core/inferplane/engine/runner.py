@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,6 +41,9 @@ from inferplane.quant import READERS, online, row_formats, stored, unsaved
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 from inferplane.types.batch import make_batch
 
+if TYPE_CHECKING:
+    from inferplane.engine.speculate.cycles import Cycles
+
 __all__ = ["DEFAULT_BLOCK_TOKENS", "DTYPES", "Draft", "InferplaneWarning", "Runner", "RunnerOptions"]
 
 DEFAULT_BLOCK_TOKENS = 64
@@ -54,7 +57,8 @@ class Runner:
     Attributes: `backend`, `state` (None when not opened), `plan`, `steps` (step kind -> bound model), `cache`,
     `max_model_len`, `verdicts` (the canary's), `loaded`, `ranks` (who shares the model, None: nobody), `draft` (a draft
     model's runner, or None: a plan and weights of its own, and a cache of as many blocks of the same size, so that
-    block tables are shared), `spent_s` (seconds of each phase of `open`, a draft model's left out).
+    block tables are shared), `decode` (runs decode steps), `cycles` (runs them with the drafting layer's), `spent_s`
+    (seconds of each phase of `open`, a draft model's left out).
     """
 
     def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
@@ -70,6 +74,7 @@ class Runner:
         self.draft: Runner | None = None
         self.ranks: Ranks | None = None
         self.decode: DecodeSteps | None = None
+        self.cycles: Cycles | None = None
         limit = files.config.positions
         if options.max_model_len is not None:
             if options.max_model_len < 1 or (limit and options.max_model_len > limit):

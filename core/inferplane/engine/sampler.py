@@ -26,6 +26,8 @@ from inferplane.engine.rows import GREEDY, SHORT, Group, Prepared, SampleRow, pr
 from inferplane.ops.sampling import WEIGHT_BITS, invert, kept_weights, likeliest
 from inferplane.types import HOST
 
+NOT_FINITE = "the model's logits hold NaN or infinity"
+
 
 class Sampler:
     """Chooses tokens. Its methods take a step's logits and what `prepare` made of the step's rows.

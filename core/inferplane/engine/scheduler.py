@@ -10,7 +10,7 @@ attends to a window, blocks before all windows are given back as a sequence grow
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inferplane.engine.request import Request
@@ -248,6 +248,20 @@ class Scheduler:
             request.blocks += self.allocator.take(need)
         return True
 
+    def extend_all(self, wanted: Sequence[tuple[Request, int]]) -> bool:
+        """As `extend`, for several sequences or for none of them."""
+        if sum(max(0, self.blocks_for(tokens) - len(r.blocks)) for r, tokens in wanted) > self.allocator.available:
+            return False
+        return all(self.extend(r, tokens) for r, tokens in wanted)
+
+    def shorten(self, request: Request, tokens: int) -> int:
+        """Take back blocks that lie behind a sequence's first `tokens` tokens; how many they were."""
+        surplus = request.blocks[self.blocks_for(tokens) :]
+        if surplus:
+            del request.blocks[-len(surplus) :]
+            self.allocator.give_back(surplus)
+        return len(surplus)
+
     def _reserve(self, request: Request, tokens: int, chosen: dict[int, Scheduled]) -> bool:
         """Blocks for `tokens` tokens, others making room if they must; False when it has to make room itself."""
         while not self.extend(request, tokens):
@@ -265,11 +279,8 @@ class Scheduler:
         freed = 0
         for r in self.running:
             drafts = len(chosen[id(r)].drafts) if id(r) in chosen else 0
-            surplus = r.blocks[self.blocks_for(r.tokens + drafts) :]
-            if surplus:
-                del r.blocks[-len(surplus) :]
-                self.allocator.give_back(surplus)
-                freed += len(surplus)
+            if surplus := self.shorten(r, r.tokens + drafts):
+                freed += surplus
                 # Who drafted may have written entries there, and would take them to be in the blocks that come instead.
                 del r.drafts[len(r.blocks) * self.block_tokens - r.tokens :]
         return freed

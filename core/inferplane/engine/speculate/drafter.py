@@ -25,10 +25,10 @@ def with_drafter(options: RunnerOptions, config: SpeculativeConfig | None) -> Ru
     if config.speculate_method == "inference_with_reference":
         return options
     if config.speculate_method == "mtp":
-        return replace(options, mtp=True)
+        return replace(options, mtp=True, drafting_layer=True)
     files = ModelFiles(config.draft_model_name_or_path)
     if config.speculate_method == "eagle":
-        return replace(options, eagle=files)
+        return replace(options, eagle=files, drafting_layer=True)
     own = replace(
         options,
         dtype=config.draft_model_dtype,

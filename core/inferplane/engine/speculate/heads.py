@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from inferplane.engine.speculate.chain import Forward
 from inferplane.engine.speculate.forwards import First, ForwardProposer, Reserve
 from inferplane.engine.speculate.proposer import Ran
 from inferplane.types import Batch, KVCache
@@ -43,7 +44,8 @@ class HeadProposer(ForwardProposer):
     ) -> None:
         super().__init__(cache.block_tokens, device, reserve)
         self.kv = kv = cache.layers[index]
-        self.steps = recording(lambda batch, hidden: layers[batch.kind](hidden, batch, kv))
+        self.layer: Forward = lambda batch, hidden: layers[batch.kind](hidden, batch, kv)
+        self.steps = recording(self.layer)
 
     def first(self, index: int, ran: Ran, want: int) -> First:
         """All rows that stand: their entries were made from guessed hidden states, or not at all."""

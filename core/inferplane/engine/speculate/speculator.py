@@ -8,38 +8,20 @@ from typing import Any
 
 import torch
 
-from inferplane.engine.capture import DecodeSteps, Step, why_not
+from inferplane.engine.capture import DecodeSteps, Step, why_not, why_not_together
 from inferplane.engine.request import Request
 from inferplane.engine.runner import Runner
-from inferplane.engine.scheduler import Scheduler
+from inferplane.engine.sampler import Sampler
+from inferplane.engine.scheduler import Scheduled, Scheduler
+from inferplane.engine.speculate.adaptive import AdaptiveLength
 from inferplane.engine.speculate.config import SpeculativeConfig
+from inferplane.engine.speculate.cycle import Cycle
+from inferplane.engine.speculate.cycles import Cycled, Cycles
 from inferplane.engine.speculate.draft_model import DraftModelProposer
 from inferplane.engine.speculate.heads import HeadProposer
 from inferplane.engine.speculate.ngram import NgramProposer
 from inferplane.engine.speculate.proposer import Proposer, Ran
 from inferplane.errors import UsageError
-
-
-class AdaptiveLength:
-    """How many drafts to ask for: two more after all were accepted, one fewer after a rejection, at least one."""
-
-    def __init__(self, most: int, adaptive: bool) -> None:
-        self.most, self.adaptive = most, adaptive
-        self._length: dict[int | str, int] = {}
-
-    def length(self, request: Request) -> int:
-        """Drafts to ask for now."""
-        return self._length.get(request.request_id, self.most)
-
-    def tell(self, request: Request, drafted: int, accepted: int) -> None:
-        """Take in the outcome of a verification."""
-        if self.adaptive and drafted:
-            now = self.length(request)
-            self._length[request.request_id] = min(self.most, now + 2) if accepted == drafted else max(1, now - 1)
-
-    def forget(self, request: Request) -> None:
-        """The request has ended."""
-        self._length.pop(request.request_id, None)
 
 
 class Speculator:
@@ -50,14 +32,32 @@ class Speculator:
         runner: the bound model.
         scheduler: gives blocks for drafts; drafts never push a sequence out.
 
+    Attributes: `cycles`, which runs steps together with the drafting behind them where a layer of the model drafts.
+
     Raises:
         UsageError: the method needs what the model lacks.
     """
 
     def __init__(self, config: SpeculativeConfig, runner: Runner, scheduler: Scheduler) -> None:
-        self.config = config
+        self.config, self.scheduler = config, scheduler
         self.lengths = AdaptiveLength(config.speculate_max_draft_token_num, config.adaptive)
         self.proposer = make_proposer(config, runner, scheduler)
+        self.cycles: Cycles | None = None
+        if isinstance(self.proposer, HeadProposer):
+            self.cycles = runner.cycles = _cycles(config, runner, scheduler, self.lengths, self.proposer)
+
+    def run(self, chosen: Sequence[Scheduled]) -> Cycled | None:
+        """A step and the drafts behind it at once; None, and nothing is done, where these run one after the other."""
+        return None if self.cycles is None else self.cycles.run(chosen)
+
+    def take(self, ran: Sequence[Ran], drafts: Sequence[list[int]]) -> None:
+        """Put the drafts of `run` on the sequences that live on; `ran` are all of its step."""
+        made = {id(r): d for r, d in zip(ran, drafts)}
+        alive = [r for r in ran if r.request.finish_reason is None and r.request.blocks]
+        for r, want in zip(alive, self._wants(alive)):
+            r.request.drafts = made[id(r)][:want]
+            held = max(r.first + 1 + r.drafted, r.request.computed + want - 1)
+            self.scheduler.shorten(r.request, held)
 
     def propose(self, ran: Sequence[Ran], hidden: torch.Tensor) -> None:
         """Put drafts for the next step on the sequences that live on and decode."""
@@ -66,16 +66,19 @@ class Speculator:
         ended = [r for r in ran if r.request.finish_reason in ("stop", "length")]
         if ended:
             self.proposer.complete(ended, hidden)
+        for r, drafts in zip(alive, self.proposer.propose(alive, self._wants(alive), hidden)):
+            r.request.drafts = drafts
+
+    def _wants(self, alive: Sequence[Ran]) -> list[int]:
+        """The most drafts of each sequence, its last verification taken in."""
         for r in alive:
             self.lengths.tell(r.request, r.drafted, r.accepted)
-        wants = [
+        return [
             min(self.lengths.length(r.request), r.request.most_tokens - r.request.tokens)
             if r.request.remaining == 1
             else 0
             for r in alive
         ]
-        for r, drafts in zip(alive, self.proposer.propose(alive, wants, hidden)):
-            r.request.drafts = drafts
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -114,3 +117,14 @@ def _recording(runner: Runner, step: Step) -> DecodeSteps:
     assert runner.cache is not None and runner.decode is not None
     off = why_not(runner.plan, runner.options, "mtp")
     return DecodeSteps(runner.backend, step, runner.cache, runner.max_model_len, runner.decode.sizes, off)
+
+
+def _cycles(
+    config: SpeculativeConfig, runner: Runner, scheduler: Scheduler, lengths: AdaptiveLength, proposer: HeadProposer
+) -> Cycles:
+    """What runs the model's steps together with its drafting layer's, in the sizes of the model's own."""
+    assert runner.decode is not None
+    sampler = Sampler(runner.sample, runner.model.vocab, runner.backend.torch_device_indexed)
+    cycle = Cycle(runner._step, proposer.layer, sampler, config, proposer.block_tokens)
+    off = runner.decode.off or why_not_together(runner.plan, runner.options)
+    return Cycles(runner.backend, cycle, scheduler, lengths, runner.decode.sizes, runner.max_model_len, off)

@@ -1,0 +1,119 @@
+"""From a step's logits to its sequences' new tokens: sampled, or verified where drafts stand behind the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from inferplane.engine import rng
+from inferplane.engine.logprobs import score
+from inferplane.engine.results import TokenLogprob
+from inferplane.engine.rows import SampleRow
+from inferplane.engine.sampler import NOT_FINITE, Sampler
+from inferplane.engine.scheduler import Scheduled
+from inferplane.engine.speculate import SpeculativeConfig, needs_probabilities, verify
+from inferplane.types import HOST
+from inferplane.types.batch import Query
+
+
+class Decided(NamedTuple):
+    """What a step gave its sequences: a list for each.
+
+    Args:
+        tokens: new tokens, none while its prompt is read.
+        scores: their log-probabilities, where they were asked for.
+        prompts: log-probabilities of the prompt tokens that the step's rows predict, where they were asked for.
+    """
+
+    tokens: list[list[int]]
+    scores: list[list[TokenLogprob]]
+    prompts: list[list[TokenLogprob | None]]
+
+
+def decide(
+    chosen: Sequence[Scheduled],
+    queries: Sequence[Query],
+    logits: torch.Tensor,
+    sampler: Sampler,
+    config: SpeculativeConfig | None,
+) -> Decided:
+    """Sample or verify.
+
+    Args:
+        chosen: the step's sequences.
+        queries: what each brought to the step.
+        logits: float32 `[R, V]` of the rows that want them.
+        sampler: of the model.
+        config: how drafts are verified; None where there are none.
+
+    Raises:
+        FloatingPointError: the logits of a row that decides hold NaN or infinity.
+    """
+    rows: list[SampleRow] = []
+    at: list[int] = []
+    prompts: list[list[TokenLogprob | None]] = []
+    first = 0
+    for s, q in zip(chosen, queries):
+        wanted = len(q.ids) if q.logits is None else min(q.logits, len(q.ids))
+        prompts.append(_score_prompt(s, logits[first : first + wanted]) if q.logits is None else [])
+        first += wanted
+        if s.last:
+            rows += _rows(s)
+            at += range(first - 1 - len(s.drafts), first)
+    if not rows:
+        return Decided([[] for _ in chosen], [[] for _ in chosen], prompts)
+    some = logits if len(at) == logits.shape[0] else logits[torch.tensor(at, device=logits.device)]
+    step = sampler.prepare(rows)
+    drawn = sampler.sample(some, step)
+    # A broken kernel's usual sign, shown by the op `sample`. Raised for the step, it then ends the requests it is
+    # in, found one by one.
+    if not bool(some.gather(1, drawn[:, None]).isfinite().all().to(HOST)):
+        raise FloatingPointError(NOT_FINITE)
+    deciding = [s for s in chosen if s.last]
+    drafts = [s.drafts for s in deciding]
+    if any(drafts):
+        assert config is not None
+        p = uniforms = None
+        if needs_probabilities(config) and any(g.uniform is not None for g in step.groups):
+            p = sampler.probabilities(some, step)
+            uniforms = torch.stack([rng.uniform(step.seeds, step.positions, stream) for stream in (1, 2)], 1)
+        verified = verify(drawn, drafts, config, p, uniforms)
+        table = torch.cat((verified.counts[:, None], verified.tokens), 1).to(HOST).tolist()
+        kept = [t[:n] for n, *t in table]
+    else:
+        kept = [[int(t)] for t in drawn.to(HOST).tolist()]
+    stood = [t for new, d in zip(kept, drafts) for t in (*new, *([0] * (1 + len(d) - len(new))))]
+    found = sampler.logprobs(some, torch.tensor(stood, device=some.device), step)
+    listed = iter(found.lists(step.alternatives)) if found is not None else iter(())
+    tokens: list[list[int]] = []
+    scores: list[list[TokenLogprob]] = []
+    by_request = dict(zip((id(s) for s in deciding), kept))
+    for s in chosen:
+        new = by_request.get(id(s), [])
+        tokens.append(new)
+        wants = s.last and s.request.params.logprobs is not None
+        mine = [next(listed) for _ in range(1 + len(s.drafts))] if wants else []
+        scores.append(mine[: len(new)])
+    return Decided(tokens, scores, prompts)
+
+
+def _rows(s: Scheduled) -> list[SampleRow]:
+    r = s.request
+    masks = [None] * (1 + len(s.drafts)) if r.constraint is None else r.constraint.masks(s.drafts)
+    assert r.seed is not None
+    return [
+        SampleRow(r.params, r.seed, len(r.generated) + i, r.history, s.drafts[:i], r.end_ids, mask)
+        for i, mask in enumerate(masks)
+    ]
+
+
+def _score_prompt(s: Scheduled, logits: torch.Tensor) -> list[TokenLogprob | None]:
+    """Log-probabilities of the prompt tokens that this step's rows predict."""
+    r = s.request
+    following = r.prompt[r.computed + 1 : r.computed + s.count + 1]
+    if not following:
+        return []
+    ids = torch.tensor(following, device=logits.device)
+    return list(score(logits[: len(following)], ids, r.params.prompt_logprobs or 0).lists())
