@@ -27,3 +27,14 @@ MODELS: dict[str, Callable[[], Runner]] = {
     for form, more in FORMS.items()
 }
 CODED_MODELS = {name: make for name, make in MODELS.items() if name.endswith("coded")}
+DRAFTING: dict[str, Callable[[], Runner]] = {
+    f"DeepSeek-V3 with MTP, {form}": partial(
+        planned,
+        {**REAL["DeepSeek-V3, 4 layers"], "num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, **FORMS[form]},
+        mtp=True,
+        drafting_layer=True,
+        drafts=3,
+    )
+    for form in ("bf16", "FP8, coded")
+}
+"""With a layer behind them that drafts."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from inferplane.binding import link
-from inferplane.engine import ModelFiles, Runner, RunnerOptions
+from inferplane.engine import ModelFiles, Runner, RunnerOptions, rows
 from inferplane.engine.capture import Size, blank
+from inferplane.engine.sampler import Sampler
+from inferplane.engine.speculate import SpeculativeConfig
+from inferplane.engine.speculate.cycle import Cycle, Form
+from inferplane.engine.speculate.cycles import Bucket
 from inferplane.ops.quantize import FORMATS
 from inferplane.plugins import host
 from inferplane.types import PLAIN, KVCache, QTensor, Weight
@@ -81,24 +85,62 @@ def planned(config: dict[str, Any], **options: Any) -> Runner:
     return Runner.plan_only(ModelFiles(config), host(), "cuda", chosen)
 
 
+CONTEXT, BLOCKS = 4096, 130
+"""Tokens of a sequence, and blocks of the caches, which hold nothing."""
+
+
 def step(runner: Runner, sequences: int, tokens: int = 1) -> list[str]:
-    """Kernels of one decode step of so many sequences, each with so many tokens, 4096 tokens of context."""
+    """Kernels of one decode step of so many sequences, each with so many tokens."""
+    bound, cache = _bound(runner)
+    batch = blank(Size(sequences, tokens), CONTEXT // cache.block_tokens, cache.block_tokens, META)
+    return _taken(lambda: bound(batch, cache))
+
+
+def drafting(runner: Runner, sequences: int, tokens: int = 1) -> list[str]:
+    """Kernels of the drafting layer over a step's rows, logits wanted of each sequence's last; with one token, over a
+    chain's.
+    """
+    bound, cache = _bound(runner)
+    layer, kv = bound.__self__.mtp[0], cache.layers[-1]
+    last = torch.arange(sequences, device=META) if tokens > 1 else None
+    batch = blank(Size(sequences, tokens), CONTEXT // cache.block_tokens, cache.block_tokens, META)
+    hidden = torch.empty(batch.tokens, runner.model.embed.weight.shape[1], dtype=runner.dtype, device=META)
+    return _taken(lambda: layer(hidden, replace(batch, logit_rows=last), kv))
+
+
+def cycle(runner: Runner, sequences: int, drafts: int, kinds: tuple[int, ...] = (rows.GREEDY,)) -> list[str]:
+    """Kernels of a step with so many drafts a sequence, of its verification, and of as many drafts behind it: what one
+    record launches.
+    """
+    bound, cache = _bound(runner)
+    layer, kv = bound.__self__.mtp[0], cache.layers[-1]
+    sampler = Sampler(bound.__self__.sample, runner.model.vocab, META)
+    config = SpeculativeConfig("mtp", drafts)
+    whole = Cycle(lambda b: bound(b, cache), lambda b, h: layer(h, b, kv), sampler, config, cache.block_tokens)
+    width = CONTEXT // cache.block_tokens
+    turn = Bucket.of(Size(sequences, 1 + drafts), width, cache.block_tokens, META).turn
+    return _taken(lambda: whole(turn, Form(drafts, kinds)))
+
+
+def _bound(runner: Runner) -> tuple[Any, KVCache]:
+    """The decode step on weights without contents, and a cache."""
     plan = runner.plan
     packed = {
         (i, name): packing.fn(_contents(plan.weights[i], plan.settings.dtype))
         for i, packings in plan.packings.items()
         for name, packing in packings.items()
     }
-    bound = link(plan, packed)["decode"]
     device = torch.device(META)
     block_tokens = next(iter(plan.layouts.values())).block_tokens
-    layers = tuple(plan.layouts[r].build(r, 130, runner.dtype, device) for r in runner._kv_requests())
-    batch = blank(Size(sequences, tokens), 4096 // block_tokens, block_tokens, META)
-    cache = KVCache(layers, 130, block_tokens)
+    layers = tuple(plan.layouts[r].build(r, BLOCKS, runner.dtype, device) for r in runner._kv_requests())
+    return link(plan, packed)["decode"], KVCache(layers, BLOCKS, block_tokens)
+
+
+def _taken(call: Callable[[], Any]) -> list[str]:
     with Taken():  # as before recording: counters are made
-        bound(batch, cache)
+        call()
     with Taken() as taken:
-        bound(batch, cache)
+        call()
     return taken.names
 
 
@@ -125,13 +167,23 @@ def between(names: list[str]) -> Iterator[Between]:
 
 def main(sequences: str = "1") -> None:
     """Every model's steps as they are bound: each distinct pair of products, and how often it comes."""
-    from tests.gates.launches.models import MODELS
+    from tests.gates.launches.models import DRAFTING, MODELS
 
     for label, make in MODELS.items():
         names = step(make(), int(sequences))
         print(f"{label}, {sequences} sequences: {len(names)} launches")
         for pair, times in Counter(map(str, between(names))).items():
             print(f"  {times:4} x {pair}")
+    for label, make in DRAFTING.items():
+        runner, n = make(), int(sequences)
+        for drafts in (1, 3):
+            parts = [len(step(runner, n, 1 + drafts)), len(drafting(runner, n, 1 + drafts)), len(drafting(runner, n))]
+            apart = parts[0] + parts[1] + (drafts - 1) * parts[2]
+            for name, kinds in (("greedy", (rows.GREEDY,)), ("sampled", (rows.PLAIN,))):
+                names = cycle(runner, n, drafts, kinds)
+                print(
+                    f"{label}, {n} sequences, {drafts} drafts, {name}: {len(names)} launches, {apart} of the networks"
+                )
 
 
 if __name__ == "__main__":

@@ -7,8 +7,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gates.launches.models import CODED_MODELS, MODELS
-from tests.gates.launches.steps import Between, between, planned, step
+from inferplane.engine.capture import why_not_together
+from inferplane.engine.rows import GREEDY, PLAIN
+from tests.gates.launches.models import CODED_MODELS, DRAFTING, MODELS
+from tests.gates.launches.steps import PRODUCTS, Between, between, cycle, drafting, planned, step
+
+MOST_BETWEEN = {(GREEDY,): 72, (PLAIN,): 236}
+"""Small operators of a record that verifies and drafts, beside the networks' kernels: those that draw, judge, and move
+rows.
+"""
+CHAINED = 20
+"""For each further draft."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -33,6 +42,32 @@ def test_few_activations_are_coded_in_the_product(model):
         names = step(runner, sequences, tokens)
         assert "_quantize" not in names and not [str(p) for p in between(names) if len(p.kernels) > 1]
     assert "_quantize" in step(runner, 64, 2)
+
+
+@pytest.fixture(scope="module", params=DRAFTING)
+def drafter(request):
+    return DRAFTING[request.param]()
+
+
+@pytest.mark.parametrize("kinds", [(GREEDY,), (PLAIN,)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("sequences", "drafts"), [(1, 1), (64, 1), (8, 3)])
+def test_verification_and_drafts_are_launched_at_once(drafter, sequences, drafts, kinds, record_property):
+    """One record for both: the networks' own kernels, nothing that reads a value, and small operators only where what
+    the layer reads follows from the forward before.
+    """
+    assert why_not_together(drafter.plan, drafter.options) == ""
+    names = cycle(drafter, sequences, drafts, kinds)
+    first, chained = drafting(drafter, sequences, 1 + drafts), drafting(drafter, sequences)
+    networks = [*step(drafter, sequences, 1 + drafts), *first, *chained * (drafts - 1)]
+    products = [[n for n in some if n in PRODUCTS] for some in (names, networks)]
+    assert products[0] == products[1] and len(products[0]) > 20
+    assert not {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"} & {*names}
+    seams = [pair for pair in between(names) if len(pair.kernels) > 1]
+    assert len(seams) == drafts, [str(pair) for pair in seams]
+    glue = len(names) - len(networks)
+    assert glue <= MOST_BETWEEN[kinds] + CHAINED * (drafts - 1)
+    record_property("launches", len(names))
+    record_property("beside_the_networks", glue)
 
 
 def test_several_are_found():
