@@ -48,6 +48,12 @@ def test_a_number_depends_on_its_seed_and_place_only():
     assert torch.equal(rng.uniform(torch.tensor([42, 42, 42, 42]), some), whole[some])
 
 
+def test_several_streams_at_once():
+    seeds, places = torch.tensor([-(2**63), 0, 12345]), torch.tensor([0, 2**40, 7])
+    got = rng.uniform(seeds, places, torch.arange(5)[:, None])
+    assert torch.equal(got, torch.stack([rng.uniform(seeds, places, stream) for stream in range(5)]))
+
+
 def test_numbers_lie_below_1():
     assert all((many(s) < 1).all() and (many(s) >= 0).all() for s in SEEDS)
     assert 1 - 2.0**-24 < 1 and torch.tensor(1 - 2.0**-24, dtype=torch.float32) < 1

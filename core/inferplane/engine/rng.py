@@ -77,20 +77,22 @@ def _mix_tensor(z: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(
-    seeds: torch.Tensor, counters: torch.Tensor, stream: int = 0, dtype: torch.dtype = torch.float32
+    seeds: torch.Tensor, counters: torch.Tensor, stream: int | torch.Tensor = 0, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """One random number a row, uniform over the multiples of 2^-24 (float32) or 2^-53 (float64) in [0, 1).
 
     Args:
         seeds: int64 `[R]`.
         counters: int64 `[R]`: which number of each seed's sequence, from 0. Same device as `seeds`.
-        stream: independent sequences of one seed, from 0: a second purpose takes another stream.
+        stream: independent sequences of one seed, from 0: a second purpose takes another stream. Several at once as
+            int64 `[S, 1]`, on the same device.
         dtype: float32 or float64.
 
     Returns:
-        `[R]` of `dtype`, where `seeds` is.
+        `[R]`, or `[S, R]`, of `dtype`, where `seeds` is.
     """
-    start = _mix_tensor(_mix_tensor(seeds) + as_int64(stream * GAMMA))
+    offset = as_int64(stream * GAMMA) if isinstance(stream, int) else stream * as_int64(GAMMA)
+    start = _mix_tensor(_mix_tensor(seeds) + offset)
     bits = BITS[dtype]
     drawn = _shift(_mix_tensor(start + (counters + 1) * as_int64(GAMMA)), 64 - bits)
     return drawn.to(dtype) * 2.0**-bits

@@ -114,24 +114,23 @@ class Cycle:
         tokens = nth.shape[1]
         shown = tokens > 1 and needs_probabilities(self.config)
         streams = 0 if form.kinds == (GREEDY,) else 3 if shown else 1
-        seeds, positions = turn.seed, turn.generated
+        seeds, positions, numbers = turn.seed, turn.generated, None
         if streams:
             seeds, positions = _each(seeds, tokens), (positions[:, None] + nth).reshape(-1)
-        numbers = [rng.uniform(seeds, positions, stream) for stream in range(streams)]
-        uniform, further = numbers[0] if numbers else None, numbers[1:]
+            numbers = rng.uniform(seeds, positions, torch.arange(streams, device=logits.device)[:, None])
         drawn: torch.Tensor | None = None
         p: torch.Tensor | None = None
         for kind in form.kinds:
-            group = _group(kind, turn, tokens, uniform, logits.shape[1])
+            group = _group(kind, turn, tokens, None if numbers is None else numbers[0], logits.shape[1])
             step = Prepared(seeds, positions, (group,), None, None, None, None, None, ())
             ids = self.sampler.sample(logits, step)
             mine = _each(turn.kind == kind, tokens) if drawn is not None else None
             drawn = ids if drawn is None or mine is None else torch.where(mine, ids, drawn)
-            if further:
+            if streams > 1:
                 own = self.sampler.probabilities(logits, step)
                 p = own if p is None or mine is None else torch.where(mine[:, None], own, p)
         assert drawn is not None, "a form without kinds"
-        return drawn, p, torch.stack(further, 1) if further else None
+        return drawn, p, None if numbers is None or streams == 1 else numbers[1:].T
 
     def _drafts(
         self, turn: Turn, most: int, verified: Verified, hidden: torch.Tensor, wanted: torch.Tensor
