@@ -30,7 +30,7 @@ DEVICE = "cuda"
 PIECES = ("latent_16", "latent_128", "expanded", "dense", "window")
 """Of the part "correct"; see `benchmarks.gpu.parts.PIECES`."""
 LIMITS_S = {"correct": 110, "engine": 80, "mla": 110, "conformance": 200, "gqa": 60, "prefill": 60,
-            "gemm": 90, "experts": 60, "decode": 240}  # fmt: skip
+            "gemm": 90, "experts": 60, "drafting": 90, "decode": 240}  # fmt: skip
 """Most seconds of each part, in the order in which they run: what tells most comes first."""
 BUDGET_S = 460
 LEAST_S = 15
@@ -165,9 +165,12 @@ def steps_table(rows: list[dict[str, Any]]) -> str:
     names = ("us", "floor_us", "sum_of_floors_us", "kernels", "busy_us", "idle")
     lines = [f"| step | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for row in rows:
-        if "step" in row and "kernel" not in row:
+        if "step" in row and "kernel" not in row and "what" not in row:
             label = f"{row['step']} {row.get('mode', '')}".strip()
-            cells = [row.get("error") or row.get("us", "-"), *(row.get(name, "-") for name in names[1:])]
+            cells = [
+                row.get("error") or row.get("us", row.get("step_us", "-")),
+                *(row.get(name, "-") for name in names[1:]),
+            ]
             lines.append("| " + " | ".join(map(str, [label, *cells])) + " |")
     lines += ["", "| step | kernel | times | us |", "|---|---|---|---|"]
     lines += [f"| {r['step']} | {r['kernel']} | {r['times']} | {r['kernel_us']} |" for r in rows if "kernel" in r]
@@ -209,7 +212,8 @@ def main() -> int:
     today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
     whole = {"date": today, "commit": commit(), "versions": versions(), "wrong": wrong, "parts": parts}
     (given.out / f"gpu-check-{today}.json").write_text(json.dumps(whole, indent=1) + "\n")
-    tables = table(parts) + (f"\n{steps_table(parts['decode'])}" if "decode" in parts else "")
+    steps = [row for part in ("drafting", "decode") for row in parts.get(part, [])]
+    tables = table(parts) + (f"\n{steps_table(steps)}" if steps else "")
     (given.out / f"gpu-check-{today}.md").write_text(tables)
     print(tables, *wrong, sep="\n")
     return 1 if wrong else 0

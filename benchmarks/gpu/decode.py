@@ -31,6 +31,10 @@ STEPS = {
     "DeepSeek-V3, 4 layers": 64,
 }
 """Sequences of each model's step."""
+DRAFTING = (("DeepSeek-V3, 4 layers", 64, 1), ("DeepSeek-V3, 4 layers", 1, 3))
+"""Models that get an MTP layer, sequences, and drafts of each; with FP8 weights, which leave room for the layer."""
+TURNS = 12
+"""Steps of the engine that are timed with drafts."""
 FORMS: dict[str, dict[str, Any]] = {"bf16": {}, "FP8": FP8}
 AHEAD = "INFERPLANE_CUDA_AHEAD"
 REPLAYS = 20
@@ -52,6 +56,57 @@ def decode(roof: dict[str, float]) -> Iterator[Row]:
         os.environ.pop(AHEAD, None)
         for row in told(f"{name}, transformers", partial(theirs, REAL[name], sequences)):
             yield {**row, "peer": True, "times": {form: round(row.get("us", 0.0) / us, 2) for form, us in best.items()}}
+
+
+def drafting() -> Iterator[Row]:
+    """Steps that verify drafts and draft again: as one record, and as records of their own with the host in between."""
+    for name, sequences, drafts in DRAFTING:
+        config = {**REAL[name], **FP8, "num_nextn_predict_layers": 1}
+        yield from told(f"{name}, {sequences} x {drafts} drafts", partial(cycles, config, sequences, drafts))
+
+
+def cycles(config: dict[str, Any], sequences: int, drafts: int) -> Iterator[Row]:
+    """The engine's time of a step in both ways, drafts all taken, tokens compared; then one record by kernel."""
+    from inferplane import LLM, SamplingParams
+
+    settings = {
+        "speculate_method": "mtp", "speculate_max_draft_token_num": drafts, "accept_policy": "accept_all",
+    }  # fmt: skip
+    llm = LLM(
+        config, device=cases.DEVICE, dtype="bfloat16", load_format="dummy", max_model_len=2 * CONTEXT,
+        max_batch=sequences, kv_cache_bytes=cache_bytes(config, sequences) * 2, max_step_tokens=8 * CONTEXT,
+        speculative=settings,
+    )  # fmt: skip
+    speculator = llm.engine.speculator
+    assert speculator is not None and speculator.cycles is not None
+    records, why = speculator.cycles, speculator.cycles.off
+    params = SamplingParams(max_tokens=2 * (TURNS + 2) * (1 + drafts), temperature=0, ignore_eos=True)
+    tokens: dict[str, Any] = {}
+    for way in ("apart", "one record"):
+        records.off = "asked for" if way == "apart" else why
+        us: list[float] = []
+        asked = [llm.engine.add([1 + i] * (CONTEXT // 2), params, frozenset()) for i in range(sequences)]
+        while any(len(r.generated) <= 2 * (1 + drafts) for r in asked):  # prompts; records are made
+            llm.engine.step()
+        for _ in range(TURNS):
+            begun = time.perf_counter()
+            llm.engine.step()
+            us.append((time.perf_counter() - begun) * 1e6)
+        tokens[way] = [r.generated[:] for r in asked]
+        for r in asked:
+            llm.engine.end(r, "abort")
+        yield {"mode": way, "sequences": sequences, "drafts": drafts, "step_us": round(statistics.median(us), 1)}
+    yield {"what": "one record gives the tokens of two", "passed": tokens["apart"] == tokens["one record"]}
+    if not records.replayed:
+        yield {"passed": False, "error": f"verification and drafts were not one record: {records.off or records.apart}"}
+        llm.close()
+        return
+    recorded = next(iter(next(iter(records.buckets.values())).records.values()))
+    with torch.inference_mode():
+        us_alone, kernels = replay_us(recorded.replay), profiled(recorded.replay)
+    yield {"sequences": sequences, "us": round(us_alone, 1), **summary(kernels)}
+    yield from by_kernel(kernels)
+    llm.close()
 
 
 def told(label: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:

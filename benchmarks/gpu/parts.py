@@ -222,6 +222,11 @@ def decode() -> Iterator[Row]:
     yield from steps.decode(roof)
 
 
+def drafting() -> Iterator[Row]:
+    """Whole steps that verify drafts and draft again."""
+    yield from steps.drafting()
+
+
 LLAMA = config({**SMALL, "num_hidden_layers": 2}, 512)
 LATENT: dict[str, Any] = {
     **LLAMA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 16,
@@ -230,18 +235,23 @@ LATENT: dict[str, Any] = {
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 LATENT.pop("head_dim")
+MTP = {"speculate_method": "mtp", "speculate_max_draft_token_num": 3}
 GLUON = {"mla_absorbed": "gluon"}
 MODELS: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "demo": ("demo", {}, False),
     "dense": (LLAMA, {"load_format": "dummy"}, True),
     "latent": (LATENT, {"load_format": "dummy"}, True),
     "latent, Gluon": (LATENT, {"load_format": "dummy", "ops": GLUON}, True),
+    "latent, MTP": ({**LATENT, "num_nextn_predict_layers": 1}, {"load_format": "dummy", "speculative": MTP}, True),
+    "demo, MTP": ("demo", {"speculative": MTP}, False),
 }
 """By name: a model, options of `LLM`, and whether its decode steps must be recorded."""
 
 
 def engine() -> Iterator[Row]:
-    """Models through `LLM`, their decode steps replayed and eager: the same tokens, and how fast."""
+    """Models through `LLM`, their decode steps replayed and eager: the same tokens, and how fast. Of those that draft,
+    verification and drafts as one record and as two: the same tokens again.
+    """
     for name, (model, options, recorded) in MODELS.items():
         try:
             yield from _replayed_and_eager(name, model, options, recorded)
@@ -253,33 +263,40 @@ def engine() -> Iterator[Row]:
 def _replayed_and_eager(name: str, model: Any, options: dict[str, Any], recorded: bool) -> Iterator[Row]:
     from inferplane import LLM, SamplingParams
 
-    tokens: dict[bool, Any] = {}
+    tokens: dict[str, Any] = {}
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(5, 90, (n,), generator=generator).tolist() for n in (5, 17, 40, 9)]
-    replayed = 0
-    for capture in (False, True):
-        llm = LLM(model, device=cases.DEVICE, dtype="bfloat16", max_batch=8, capture=capture, **options)
+    replayed, once, drafts = 0, 0, "speculative" in options
+    for way in ("eager", *(["apart"] if drafts else []), "replayed"):
+        llm = LLM(model, device=cases.DEVICE, dtype="bfloat16", max_batch=8, capture=way != "eager", **options)
+        cycles = llm.engine.speculator.cycles if llm.engine.speculator is not None else None
+        if cycles is not None and way == "apart":
+            cycles.off = "asked for"
         wanted = ((64, 0.0), (30, 0.8), (64, 0.0), (9, 0.0))
         params = [SamplingParams(max_tokens=n, temperature=t, seed=n, ignore_eos=True) for n, t in wanted]
-        tokens[capture] = [r.token_ids for r in llm.generate(prompts, params)]
+        tokens[way] = [r.token_ids for r in llm.generate(prompts, params)]
         begun = time.perf_counter()
         llm.generate(prompts, params)
         decode, seconds = llm.runner.decode, time.perf_counter() - begun
         assert decode is not None, "the runner takes no decode steps"
-        replayed = decode.replayed
-        yield {
-            "model": name, "capture": capture, "seconds": round(seconds, 3), "replayed": replayed,
+        once = cycles.replayed if cycles is not None else 0
+        replayed = decode.replayed + once
+        row = {
+            "model": name, "way": way, "seconds": round(seconds, 3), "replayed": decode.replayed,
             "eager": decode.eager, "off": decode.off,
         }  # fmt: skip
+        yield row if cycles is None else {**row, "cycles": once, "apart": dict(cycles.apart)}
         llm.close()
-    same = tokens[True] == tokens[False]
+    same = all(found == tokens["eager"] for found in tokens.values())
     yield {"model": name, "what": "replayed and eager steps give the same tokens", "passed": same}
     if recorded:
         yield {"model": name, "what": "decode steps were recorded and replayed", "passed": replayed > 0}
+    if recorded and drafts:
+        yield {"model": name, "what": "verification and drafts were one record", "passed": once > 0}
 
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
-    **{f.__name__: f for f in (engine, mla, gqa, prefill, gemm, experts, decode)},
+    **{f.__name__: f for f in (engine, mla, gqa, prefill, gemm, experts, decode, drafting)},
     **{f"correct.{piece}": partial(correct, piece) for piece in PIECES},
 }
 

@@ -143,11 +143,12 @@ def test_models_run_replayed_and_eager(monkeypatch):
     }
     monkeypatch.setattr(parts, "MODELS", models)
     rows = list(parts.engine())
-    assert {row["model"] for row in rows} == {"demo", "dense", "latent", "latent, Gluon"}
+    assert {row["model"] for row in rows} == {"demo", "dense", "latent", "latent, Gluon", "latent, MTP", "demo, MTP"}
     wrong = check.faults("engine", rows)
-    assert len(wrong) == 3 and sum("recorded and replayed" in w for w in wrong) == 2
+    assert len(wrong) == 5 and sum("recorded and replayed" in w for w in wrong) == 3
+    assert [w for w in wrong if "verification and drafts were one record" in w]
     assert [w for w in wrong if "gluon" in w]
-    assert sum(row.get("what", "").startswith("replayed and eager") and row["passed"] for row in rows) == 3
+    assert sum(row.get("what", "").startswith("replayed and eager") and row["passed"] for row in rows) == 5
 
 
 GOOD = "import json, sys; open(sys.argv[1], 'w').write(json.dumps([{'passed': True}]))"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import cases, check, decode
-from benchmarks.shapes import FP8
+from benchmarks.shapes import FP8, REAL
 from inferplane_cpu.backend import CpuBackend
 
 ROOF = {"copy_gbps": 10.0, "bf16_tflops": 0.1}
@@ -73,6 +73,44 @@ def test_steps_are_told(host):
     assert check.faults("decode", rows) == [] and decode.AHEAD not in os.environ
     text = check.steps_table(rows)
     assert "| a, FP8 | 100.0 |" in text and "| a, bf16 | gemm | 2 | 17.0 |" in text
+
+
+@pytest.fixture
+def drafting(host, monkeypatch):
+    """A small model with an MTP layer, steps of which are timed on the host."""
+    few = {
+        "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 128, "n_routed_experts": 4, "n_group": 2,
+        "topk_group": 1, "num_experts_per_tok": 2, "vocab_size": 300, "max_position_embeddings": 128,
+    }  # fmt: skip
+    monkeypatch.setattr(decode, "REAL", {"b": {**REAL["DeepSeek-V3, 4 layers"], **few}})
+    monkeypatch.setattr(decode, "DRAFTING", (("b", 2, 2),))
+    monkeypatch.setattr(decode, "TURNS", 3)
+    return host
+
+
+def test_steps_with_drafts_are_told_in_both_ways(drafting):
+    rows = list(decode.drafting())
+    assert not [row for row in rows if "error" in row], rows
+    assert {row["step"] for row in rows} == {"b, 2 x 2 drafts"}
+    timed = {row["mode"]: row["step_us"] for row in rows if "mode" in row}
+    assert list(timed) == ["apart", "one record"] and min(timed.values()) > 0
+    assert [row["passed"] for row in rows if "passed" in row] == [True] and check.faults("drafting", rows) == []
+    (whole,) = (row for row in rows if "us" in row)
+    assert whole["us"] == 100.0 and whole["sequences"] == 2
+    assert [tuple(table.shape) for (table,) in drafting] == [(2, 2 + 3 + 2)] * 2, "the record of both sequences"
+    text = check.steps_table(rows)
+    assert (
+        "| b, 2 x 2 drafts apart |" in text
+        and "| b, 2 x 2 drafts one record |" in text
+        and "| b, 2 x 2 drafts | gemm | 2 |" in text
+    )
+
+
+def test_drafts_that_are_not_in_the_record_are_a_fault(drafting, monkeypatch):
+    monkeypatch.setattr(CpuBackend, "capture", lambda self, step, bucket: None)
+    wrong = check.faults("drafting", list(decode.drafting()))
+    assert len(wrong) == 1 and "not one record: the device records no steps" in wrong[0]
 
 
 def test_what_fails_is_a_row_and_a_fault(host, monkeypatch):
