@@ -32,15 +32,17 @@ ASKED = [
 
 
 def network(kv, head):
-    """Writes an entry for each row and looks at those up to its own position; in tensors alone."""
+    """Writes an entry for each row, and looks at those up to its own as counted from the end of its sequence."""
 
     def forward(batch: Batch, hidden=None):
         x = TABLE[batch.ids] + batch.positions[:, None] / 50 + (0 if hidden is None else hidden.tanh())
-        kv.index_put_((torch.where(batch.slots < 0, kv.shape[0] - 1, batch.slots),), x)
+        slots = torch.where(batch.slots < 0, kv.shape[0] - 1, batch.slots)
+        kv.index_put_((slots.flip(0),), x.flip(0))  # first rows last, as a device may: nobody writes where another does
         of = torch.searchsorted(batch.query_start[1:].long(), torch.arange(x.shape[0]), right=True)
         at = torch.arange(WIDTH * BLOCK)
         places = batch.block_tables.long()[of][:, at // BLOCK] * BLOCK + at % BLOCK
-        hidden = x + (kv[places] * (at <= batch.positions[:, None])[..., None]).sum(1).tanh()
+        last = batch.seq_lens[of] - (batch.query_start[of + 1] - torch.arange(x.shape[0]))
+        hidden = x + (kv[places] * (at <= last[:, None])[..., None]).sum(1).tanh()
         logits = hidden @ head
         return logits if batch.logit_rows is None else logits[batch.logit_rows], hidden
 
