@@ -1,17 +1,19 @@
 """Native kernels for many tokens, on every instruction set with tiles: against exact products and those for few."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from inferplane.binding import run_case
 from inferplane.binding.check import Bench
+from inferplane.kernels.composed.shapes import padded
 from inferplane.ops import OPS, Draw, encode
 from inferplane_cpu.backend import CpuBackend
 from inferplane_cpu.kernels import kernels
 from inferplane_cpu.kernels.attention import LAYOUTS
-from inferplane_cpu.kernels.linear import multiply, on_tiles
+from inferplane_cpu.kernels.linear import many_rows, multiply, on_tiles
 from inferplane_cpu.kernels.packed import PANELS, Panels, matrices
 from inferplane_cpu.kvcache import layouts
 from inferplane_cpu.native import TILES, forced, instruction_sets, native
@@ -80,6 +82,17 @@ def test_every_number_of_rows_gives_a_row_its_bits(format):
         y = torch.full((m, n), float("nan"))
         assert on_tiles(matrix, x[:m], y)
         assert torch.equal(y, all_rows[:m]), m
+
+
+@pytest.mark.skipif("avx512_bf16" not in SETS, reason="not run: no AVX-512 with BF16")
+def test_without_amx_many_rows_of_a_bf16_weight_are_onednns():
+    draw = torch.Generator().manual_seed(5)
+    w, x = torch.randn(200, 3000, generator=draw).bfloat16(), torch.randn(64, 3000, generator=draw).bfloat16()
+    native = torch.empty(64, 200, dtype=torch.bfloat16)
+    with forced("avx512_bf16"):
+        found = many_rows(SimpleNamespace(weight=w), x, None)
+        assert on_tiles(matrices(w)[0], x, native)
+    assert torch.equal(found, torch.nn.functional.linear(padded(x), w)) and not torch.equal(found, native)
 
 
 def named(name):

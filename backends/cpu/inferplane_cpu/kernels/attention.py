@@ -177,4 +177,4 @@ def mla_expanded_fixed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch
 @KERNELS("mla_expanded", "native", when=EXPANDED, rank=RANK_TILES, needs_host_lens=True)
 def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Latents expanded on tiles, for which nothing is compiled, padded or kept; then torch's attention."""
-    return expand_and_attend(p, q_nope, q_rope, batch, kv, lambda latent: many_rows(p.kv_b, latent, None))
+    return expand_and_attend(p, q_nope, q_rope, batch, kv, lambda latent: many_rows(p.kv_b, latent, None, True))
