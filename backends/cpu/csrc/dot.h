@@ -55,8 +55,8 @@ typedef F Partial;
 typedef __m256 Partial;
 #endif
 
-// out[i * ldo + j] = sum over columns first .. first + width of w[j, .] x[i, .], for NR rows of w and MT of x. With NEAR the
-// NR rows behind them are brought near: rows side by side are more streams than the processor foresees.
+// out[i * ldo + j] = sum over columns first .. first + width of w[j, .] x[i, .], for NR rows of w and MT of x. With
+// NEAR the NR rows behind them are brought near: rows side by side are more streams than the processor foresees.
 template <int NR, int MT, bool NEAR>
 inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, int64_t i0, int64_t first, float *out,
                      int64_t ldo) {
@@ -128,6 +128,14 @@ inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, i
     for (int r = 0; r < NR; r++) at[r] = tail[r];
     step(whole, at);
   }
+#if defined(__AVX512F__)
+  if constexpr (NR == 4) {
+#pragma GCC unroll 8
+    for (int i = 0; i < MT; i++)
+      _mm_storeu_ps(out + (i0 + i) * ldo, sums_of_four(acc[0][i], acc[1][i], acc[2][i], acc[3][i]));
+    return;
+  }
+#endif
   for (int r = 0; r < NR; r++)
     for (int i = 0; i < MT; i++) out[(i0 + i) * ldo + r] = sum(acc[r][i]);
 }
@@ -171,8 +179,8 @@ inline void dot_few(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const 
   dot_block<4, kDotTile, false>(w, ldw, n, width, x, first, out, ldo);
 }
 
-// As `dot_few`, for long rows of w that come from memory. With one or two rows of x the sums are done sooner than the bytes
-// come: then one row of w after the other is what the processor foresees best.
+// As `dot_few`, for long rows of w that come from memory. With one or two rows of x the sums are done sooner than the
+// bytes come: then one row of w after the other is what the processor foresees best.
 inline void dot_stream(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows &x, int64_t first, float *out,
                        int64_t ldo) {
 #if defined(__AVX512BF16__)

@@ -108,6 +108,20 @@ inline float sum(F v) {
   return sum(_mm256_add_ps(a, b));
 #endif
 }
+#ifdef __AVX512F__
+// `sum` of each of four, to the same bits: lane i is added to lane i + 8, then to i + 4, i + 2 and i + 1.
+inline __m128 sums_of_four(F a, F b, F c, F d) {
+  auto halves = [](__m512 x, __m512 y) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
+  };
+  __m512 ab = halves((__m512)a, (__m512)b), cd = halves((__m512)c, (__m512)d);
+  __m512 v = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+  const __m512i firsts = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
+  return _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, v));
+}
+#endif
 inline int32_t sum(I v) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_epi32((__m512i)v);
