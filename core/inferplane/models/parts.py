@@ -233,11 +233,18 @@ def readers(block: GQABlock | MLABlock | GatedMLP | MoE) -> list[Weight]:
     return [block.experts.gate_up, *([] if block.shared is None else [block.shared.gate_up.weight])]
 
 
+def act_group(weight: Weight) -> int:
+    """Columns that share a scale in activations that are coded for a weight: in FP8 128, also beside INT4, whose own
+    groups may be smaller; 0, the whole row, beside FP8 weights with a scale a row, and in int8.
+    """
+    return 128 if weight.act == "fp8" and FORMATS[weight.format][2][1] else 0
+
+
 def codes_for(*weights: Weight) -> dict[str, Any]:
     """Fields of a norm whose result these weights meet: the code that those that ask for one agree on. With a scale of
     the weight's own, which the norm does not know, the product codes.
     """
-    asked = {(w.act, FORMATS[w.format][2][1]) for w in weights if w.act and w.format in FORMATS}
+    asked = {(w.act, act_group(w)) for w in weights if w.act and w.format in FORMATS}
     if len(asked) != 1 or any(act.endswith(STATIC) for act, _ in asked):
         return {}
     ((format, group),) = asked

@@ -31,7 +31,7 @@ LIMIT_S = 60
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 GRID_CONTROL = ("ACQBULK", "PREEXIT")
 """What `griddepcontrol.wait` and `griddepcontrol.launch_dependents` become."""
-CUDA_MIX = ("HGMMA", "QGMMA", "HMMA", "QMMA", "IGMMA", "IMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "LDGSTS", "USETMAXREG",
+CUDA_MIX = ("HGMMA", "QGMMA", "HMMA", "QMMA", "IGMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCIMMA", "UTMALDG", "UTMASTG", "LDGSTS", "USETMAXREG",
             *GRID_CONTROL)  # fmt: skip
 
 

@@ -47,7 +47,8 @@ def _product(products: Products, rows: int, format: str, act: str) -> None:
 
 
 FORMS = {"fp8_fp8": ("fp8_block", "fp8"), "coded_fp8": ("fp8_block", "here"), "int8_int8": ("int8_row", "int8"),
-         "bf16_fp8": ("fp8_block", ""), "bf16_int8": ("int8_group", ""), "bf16_int4": ("int4_group", "")}  # fmt: skip
+         "bf16_fp8": ("fp8_block", ""), "bf16_int8": ("int8_group", ""), "bf16_int4": ("int4_group", ""),
+         "fp8_int4": ("int4_group64", "fp8"), "coded_int4": ("int4_group64", "here")}  # fmt: skip
 
 
 def _specimen(form: str, rows: int, programs: int = 1) -> None:
@@ -61,39 +62,57 @@ _specimen("fp8_fp8", 1, 64)
 _specimen("coded_fp8", 1)
 _specimen("coded_fp8", 64)
 _specimen("bf16_int4", 1, 64)
+_specimen("int8_int8", 1, 64)
+_specimen("fp8_int4", 1, 64)
+_specimen("fp8_int4", 256)
+_specimen("coded_int4", 1)
+_specimen("coded_int4", 64)
 
 
-def _grouped(
-    products: Products, rows: int, format: str, *, code: bool = False, last: bool = False, here: bool = False
-) -> None:
-    """The first product over experts, which deals and with `here` codes activations, or with `last` the second one,
-    which sums up.
+def _grouped(products: Products, rows: int, format: str, act: str = "", *, code: str = "", last: bool = False) -> None:
+    """The first product over experts, which deals with few rows, or with `last` the second one, which sums up; `act` as
+    in `FORMS`.
     """
     from inferplane.kernels.triton.moe import Sum, grouped
     from inferplane.kernels.triton.product import coded, plain
 
     how, weight = products.of_experts(rows), _packed(format, 8, 512, DEPTH)
-    x = torch.empty(64, DEPTH, dtype=torch.bfloat16)
+    rest = torch.empty(64, DEPTH, dtype=torch.bfloat16)
     slots = torch.empty(8 * how.rows, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
-    codes = torch.empty(64, DEPTH, dtype=torch.uint8), torch.empty(64, DEPTH // 128)
-    with_codes = coded(*codes, 128, torch.bfloat16) if format == "fp8_block" else plain(x)
-    with_codes = replace(plain(x), code=True) if here else with_codes
-    weights = torch.empty(256) if last else None
-    top_k = 0 if last else 4
+    x = replace(plain(rest), code=act == "here")
+    if act in ("fp8", "int8"):
+        group = 128 if act == "fp8" or last else 0
+        kind = torch.uint8 if act == "fp8" else torch.int8
+        scales = torch.empty(64, DEPTH // 128 if group else 1)
+        x = coded(torch.empty(64, DEPTH, dtype=kind), scales, group, torch.bfloat16)
     few = rows == 1 and not last
     grouped(
-        with_codes, weight, slots, how, pairs=256, top_k=top_k, gated=not last, code=code, weights=weights,
-        fp8=products.fp8, ahead=products.ahead, deal=torch.zeros(64, 4, dtype=torch.int64) if few else None,
-        join=Sum(products.counters, 4, x) if last else None,
+        x, weight, slots, how, pairs=256, top_k=0 if last else 4, gated=not last, code=code,
+        weights=torch.empty(256) if last else None, fp8=products.fp8, ahead=products.ahead,
+        deal=torch.zeros(64, 4, dtype=torch.int64) if few else None,
+        join=Sum(products.counters, 4, rest) if last else None,
     )  # fmt: skip
 
 
 PRODUCTS["experts_bf16"] = lambda products: _grouped(products, 1, "plain")
 PRODUCTS["experts_bf16_int4"] = lambda products: _grouped(products, 1, "int4_group64")
-PRODUCTS["experts_fp8_few"] = lambda products: _grouped(products, 1, "fp8_block", code=True, here=True)
-PRODUCTS["experts_fp8_some"] = lambda products: _grouped(products, 256, "fp8_block", code=True, here=True)
-PRODUCTS["experts_fp8_many"] = lambda products: _grouped(products, 256, "fp8_block", code=True)
-PRODUCTS["experts_fp8_down"] = lambda products: _grouped(products, 1, "fp8_block", last=True)
+PRODUCTS["experts_fp8_few"] = lambda products: _grouped(products, 1, "fp8_block", "here", code="fp8")
+PRODUCTS["experts_fp8_some"] = lambda products: _grouped(products, 256, "fp8_block", "here", code="fp8")
+PRODUCTS["experts_fp8_many"] = lambda products: _grouped(products, 256, "fp8_block", "fp8", code="fp8")
+PRODUCTS["experts_fp8_down"] = lambda products: _grouped(products, 1, "fp8_block", "fp8", last=True)
+PRODUCTS["experts_fp8_int4_coded"] = lambda products: _grouped(products, 1, "int4_group64", "here", code="fp8")
+
+
+def _experts(pair: str, form: str, rows: int) -> None:
+    """Both products of experts with coded activations, the first one's result coded alike."""
+    format, act = FORMS[pair]
+    PRODUCTS[f"experts_{pair}_{form}"] = lambda products: _grouped(products, rows, format, act, code=act)
+    PRODUCTS[f"experts_{pair}_down_{form}"] = lambda products: _grouped(products, rows, format, act, last=True)
+
+
+for _pair in ("fp8_int4", "int8_int8"):
+    _experts(_pair, "few", 1)
+    _experts(_pair, "many", 256)
 
 
 @specimen("product_coded_static_1")
@@ -112,7 +131,7 @@ def _static(products: Products, rows: int) -> None:
     from inferplane.kernels.triton.product import product
 
     weight = replace(_packed("fp8_row", COLUMNS, DEPTH), act_scale=torch.ones(1))
-    product(fp8_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16), weight, 0), weight, products)
+    product(fp8_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16), weight, 0, products), weight, products)
 
 
 def _gated(products: Products, rows: int) -> None:

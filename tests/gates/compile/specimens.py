@@ -78,6 +78,20 @@ def _(tiles: Tiles) -> None:
     gated(empty(4, 2 * 4096), "fp8")
 
 
+@specimen("silu_mul_int8")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.rows import gated
+
+    gated(empty(4, 2 * 14336), "int8", 0)
+
+
+@specimen("quantize_int8")
+def _(tiles: Tiles) -> None:
+    from inferplane.kernels.triton.rows import quantize
+
+    quantize(SimpleNamespace(format="int8", group=0), empty(4, 14336))
+
+
 @specimen("quantize_fp8")
 def _(tiles: Tiles) -> None:
     from inferplane.kernels.triton.rows import quantize

@@ -34,7 +34,7 @@ class Target:
             return self.triton[0] == "cuda" and int(self.triton[1]) >= 90
         if "_fp8_fp8" in specimen or "_int8_int8" in specimen:
             return self.triton[0] == "cuda"
-        if specimen.endswith("_8bit") or specimen.startswith(("experts_fp8", "product_coded")):
+        if specimen.endswith("_8bit") or specimen.startswith(("experts_fp8", "product_coded", "product_fp8_int4")):
             return self.triton[1] in (90, 100)
         return not specimen.startswith("hopper_") or self.triton[1] == 90
 

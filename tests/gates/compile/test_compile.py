@@ -117,6 +117,26 @@ def test_the_last_program_reads_all_parts_in_any_order():
         arrival_order.steps(LAUNCH_AHEAD)
 
 
+EIGHT_BITS = {
+    "fp8_int4": {"sm_90": "QGMMA", "sm_100": "UTCQMMA"},
+    "coded_int4": {"sm_90": "QGMMA", "sm_100": "UTCQMMA"},
+    "int8_int8": {"sm_80": "IMMA", "sm_90": "IMMA IGMMA", "sm_100": "IMMA UTCIMMA"},
+}
+"""Matrix instructions of 8-bit numbers, by pair of forms and architecture; few rows of int8 take those of a warp."""
+
+
+@pytest.mark.parametrize(("version", "target"), [run for run in RUNS if run[1].startswith("sm_")])
+def test_8_bits_are_multiplied_as_8_bits(version, target):
+    """By what was recorded: INT4 beside FP8 in FP8, for few rows too, and int8 in whole numbers, nothing wider."""
+    kernels = read(version, target)
+    for pair, by_target in EIGHT_BITS.items():
+        found = {n: k["mix"] for n, k in kernels.items() if pair in n and n.endswith(("/product", "/grouped"))}
+        assert bool(found) == (target in by_target)
+        for name, mix in found.items():
+            multiply = {word.partition(" ")[0] for word in mix if "MMA" in word}
+            assert len(multiply) == 1 and multiply <= set(by_target[target].split()), (name, mix)
+
+
 def test_faults_are_found():
     good = {"k/f": {"registers": 100, "stack": 0, "spills": 0, "instructions": 1000, "mix": {"HMMA": 8}, "shared": 64}}
     assert faults(good, good, 64, 255) == []

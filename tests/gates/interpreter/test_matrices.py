@@ -24,13 +24,13 @@ from inferplane.ops import (
     placeholder,
 )
 from inferplane.ops.op import relative_error
-from inferplane.plugin import HOST, Features, Weight
+from inferplane.plugin import HOST, Features, QTensor, Weight
 from inferplane.types.batch import Query, make_batch
 from tests.gates.interpreter.benches import DTYPES
 
 PRODUCTS = Products(Product(16, 32), Product(32, 32), Product(64, 32), programs=12, fp8=True)
 KERNELS = {f"{k.op} {k.provider}": k for k in matrix_kernels(PRODUCTS.prepare)}
-BENCH = Bench("interpreter", HOST, torch.bfloat16, Features(["triton", "fp8"]), lambda request: ())
+BENCH = Bench("interpreter", HOST, torch.bfloat16, Features(["triton", "fp8", "int8-dot"]), lambda request: ())
 WIDE_ROWS = (1, 17, 130)
 
 
@@ -69,7 +69,7 @@ def test_agrees_with_the_oracle(name, sample, dtype, record_property):
 
 def test_every_kernel_has_samples_or_cases_of_its_own():
     names = {case.values[0] for case in CASES}
-    assert names >= KERNELS.keys() - {"gated_mlp triton", "gated_mlp triton_fp8"}
+    assert names >= {name for name in KERNELS if not name.startswith("gated_mlp")}
 
 
 def rows(count: int, width: int, outliers: bool) -> Any:
@@ -91,6 +91,12 @@ LINEARS = {
     "fp8_row_act": ({"act": Quantize("fp8", 0)}, "linear triton"),
     "fp8_block_coded": ({}, "linear triton_fp8"),
     "fp8_row_coded": ({}, "linear triton_fp8"),
+    "int4_group_coded": ({}, "linear triton_fp8"),
+    "int4_group64_coded": ({}, "linear triton_fp8"),
+    "int4_group32_coded": ({}, "linear triton_fp8"),
+    "int4_row_coded": ({}, "linear triton_fp8"),
+    "int8_row_coded": ({}, "linear triton_int8"),
+    "int8_group_coded": ({}, "linear triton_int8"),
     "int8_row": ({}, "linear triton"),
     "int8_row_act": ({"act": Quantize("int8", 0)}, "linear triton"),
     "int8_group": ({}, "linear triton"),
@@ -117,17 +123,21 @@ def test_linear_of_odd_sizes(form, count, outliers, record_property):
     judge(KERNELS[name], sample, torch.bfloat16, record_property)
 
 
-@pytest.mark.parametrize("form", ["fp8_block", "fp8_block_act", "int4_group"])
+@pytest.mark.parametrize(
+    "form", ["fp8_block", "fp8_block_act", "int4_group", "int4_group64_coded", "int8_row_act", "int8_row_coded"]
+)
 @pytest.mark.parametrize("count", [3, 80])
 def test_linear_in_parts_of_its_depth(form, count, record_property):
     options, name = LINEARS[form]
-    op = Linear(placeholder(24, 1160, format=form.removesuffix("_act")), **options)
+    op = Linear(placeholder(24, 1160, format=form.removesuffix("_act").removesuffix("_coded")), **options)
     judge(KERNELS[name], Sample(form, op, rows(count, 1160, True)), torch.bfloat16, record_property)
 
 
-@pytest.mark.parametrize("format", ["fp8_block", "fp8_row"])
+@pytest.mark.parametrize(
+    ("format", "group"), [("fp8_block", 128), ("fp8_row", 128), ("int4_group", 128), ("int4_group64", 64)]
+)
 @pytest.mark.parametrize("count", [1, 20])
-def test_coding_in_the_product_is_coding_before_it(format, count):
+def test_coding_in_the_product_is_coding_before_it(format, group, count):
     from inferplane.kernels.triton.linear import fp8_input, fp8_rows
     from inferplane.kernels.triton.packed import pack
     from inferplane.kernels.triton.product import product
@@ -136,19 +146,73 @@ def test_coding_in_the_product_is_coding_before_it(format, count):
     x = (torch.randn(count, DEPTH, generator=generator) * 7).bfloat16()
     x[:, :128] = 0
     weight = pack(encode(torch.randn(40, DEPTH, generator=generator), format))
-    few = fp8_input(x, weight, 128)
+    few = fp8_input(x, weight, 128, PRODUCTS)
     assert few.code and few.scale is None
-    got, want = product(few, weight, PRODUCTS), product(fp8_rows(x, 128), weight, PRODUCTS)
+    got, want = product(few, weight, PRODUCTS), product(fp8_rows(x, group), weight, PRODUCTS)
     assert relative_error(got, want) < 2**-8  # a bfloat16 result's last place
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("zero", [False, True])
+def test_every_int4_entry_is_an_fp8_number(gated, zero):
+    """Columns of a unit matrix: what comes out is the weight, -8 too, to the last place. Zero points take 16 bits."""
+    from inferplane.kernels.triton.packed import pack
+    from inferplane.kernels.triton.product import coded, product
+
+    entries = torch.arange(-8, 8).repeat(2, 8)[:, :128].to(torch.int8)
+    scale = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
+    points = torch.tensor([[1.0, 0.0], [2.0, -3.0]]) if zero else None
+    weight = QTensor(entries, scale, points, block=(1, 64), bits=4)
+    eye = torch.eye(128).to(torch.float8_e4m3fn)
+    got = product(
+        coded(eye, torch.full((128, 1), 2.0), 128, torch.bfloat16), pack(weight), PRODUCTS, None, torch.float32, gated
+    )
+    gate, up = want = weight.dequantize() * 2
+    torch.testing.assert_close(
+        got, (torch.nn.functional.silu(gate) * up)[:, None] if gated else want.t(), rtol=1e-6 if gated else 0, atol=0
+    )
+
+
+@pytest.mark.parametrize("count", [5, 70])
+def test_int4_beside_fp8_is_multiplied_as_in_16_bits(count):
+    """Both products are exact; the sums are in float32."""
+    from inferplane.kernels.triton.linear import fp8_rows
+    from inferplane.kernels.triton.packed import pack
+    from inferplane.kernels.triton.product import form, product
+
+    weight, wide = pack(encode(torch.randn(40, DEPTH), "int4_group64")), replace(PRODUCTS, fp8=False)
+    x = fp8_rows((torch.randn(count, DEPTH) * 5).bfloat16(), 128)
+    assert form(x, weight, True)["FP8_DOT"] and not form(x, weight, False)["FP8_DOT"]
+    got, want = (product(x, weight, how, out_dtype=torch.float32) for how in (PRODUCTS, wide))
+    assert relative_error(got, want) < 1e-5
+
+
+def test_int8_rows_are_summed_up_in_whole_numbers():
+    """Sums beyond 2^24, which float32 would round with every part that is added."""
+    from inferplane.kernels.triton.packed import pack
+    from inferplane.kernels.triton.product import coded, product
+
+    generator = torch.Generator().manual_seed(6)
+    x, w = (torch.randint(60, 128, (n, 6000), generator=generator).to(torch.int8) for n in (5, 24))
+    weight = QTensor(w, torch.ones(24, 1), block=(1, 6000))
+    alone = replace(PRODUCTS, programs=1)
+    got = product(coded(x, torch.ones(5, 1), 0, torch.bfloat16), pack(weight), alone, out_dtype=torch.float32)
+    assert torch.equal(got, (x.long() @ w.long().t()).float())
+
+
+CODERS = {"fp8": "triton_fp8", "int4": "triton_fp8", "int8": "triton_int8"}
+"""Which kernel codes activations, by what the weight's entries are."""
 
 
 @pytest.mark.parametrize("outliers", [False, True], ids=["random", "outliers"])
 @pytest.mark.parametrize("count", [1, 130])
-@pytest.mark.parametrize("form", [*FORMATS, "fp8_block_coded", "fp8_row_coded"])
+@pytest.mark.parametrize(
+    "form", [*FORMATS, "fp8_block_coded", "fp8_row_coded", "int4_group64_coded", "int4_row_coded", "int8_row_coded"]
+)
 def test_gated_mlp(form, count, outliers, record_property):
     format = form.removesuffix("_coded")
     op = GatedMLP(Linear(placeholder(400, 136, format=format)), Linear(placeholder(72, 200, format=format)))
-    kernel = KERNELS["gated_mlp triton" + ("" if form == format else "_fp8")]
+    kernel = KERNELS["gated_mlp " + ("triton" if form == format else CODERS[format.partition("_")[0]])]
     judge(kernel, Sample(form, op, rows(count, 136, outliers)), torch.bfloat16, record_property)
 
 
@@ -179,9 +243,9 @@ def chosen(kind: str, tokens: int, experts: int, k: int) -> Any:
     return draw
 
 
-CODING = [f for f in FORMATS if not f.startswith("int8")]
-EXPERTS = [*((f, "triton") for f in ("plain", *FORMATS)), *((f, "triton_fp8") for f in CODING)]
-UNEVEN = [("fp8_block", "triton"), ("int4_group64", "triton"), ("fp8_block", "triton_fp8")]
+EXPERTS = [*((f, "triton") for f in ("plain", *FORMATS)), *((f, CODERS[f.partition("_")[0]]) for f in FORMATS)]
+UNEVEN = [("fp8_block", "triton"), ("int4_group64", "triton"), ("fp8_block", "triton_fp8"),
+          ("int4_group64", "triton_fp8"), ("int8_row", "triton"), ("int8_row", "triton_int8")]  # fmt: skip
 ROUTINGS = [
     *((1, kind, *form) for form in EXPERTS for kind in ("even", "one_for_all")),
     *((50, kind, *form) for form in EXPERTS for kind in ("outliers", "one_for_all")),
@@ -199,7 +263,8 @@ def test_experts(tokens, kind, format, provider, record_property):
 
 
 MIXTURES = {"plain": ("plain", "plain"), "fp8": ("fp8_block", "fp8_block"), "int4_experts": ("fp8_block", "int4_group"),
-            "fp8_rows": ("fp8_row", "fp8_row")}  # fmt: skip
+            "fp8_rows": ("fp8_row", "fp8_row"), "int4_64_experts": ("fp8_block", "int4_group64"),
+            "int4": ("int4_group64", "int4_group64"), "int8": ("int8_row", "int8_row")}  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
@@ -214,7 +279,7 @@ def test_mixture(form, tokens, record_property):
         MoEExperts(placeholder(6, 256, 128, format=format), placeholder(6, 128, 128, format=format)),
         GatedMLP(Linear(placeholder(256, 128, format=shared)), Linear(placeholder(128, 128, format=shared))),
     )
-    for provider in ("triton", *(["triton_fp8"] if form != "plain" else [])):
+    for provider in ("triton", *([CODERS[format.partition("_")[0]]] if form != "plain" else [])):
         sample = Sample(form, op, rows(tokens, 128, provider == "triton"))
         judge(KERNELS[f"moe {provider}"], sample, torch.bfloat16, record_property)
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from inferplane.kernels.triton.fp8_int4 import in_fp8
 from inferplane.kernels.triton.handed import handed
 from inferplane.kernels.triton.packed import FP8, Packed
 from inferplane.kernels.triton.product import Activations, coded, plain, product
-from inferplane.kernels.triton.rows import by_scale
+from inferplane.kernels.triton.rows import MOST_COLUMNS, by_scale
 from inferplane.kernels.triton.rows import gated as gate
 from inferplane.kernels.triton.rows import quantize as quantized
 from inferplane.kernels.triton.tiles import Products
@@ -29,28 +30,54 @@ def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     """The same with activations in FP8, which the op does not ask for."""
-    rows = fp8_input(x, p.weight, p.weight.group, p.prepared.ahead)
+    rows = fp8_input(x, p.weight, group_of(p.weight), p.prepared)
     return product(rows, p.weight, p.prepared, p.bias, p.out_dtype)
 
 
-def fp8_input(x: torch.Tensor, weight: Packed, group: int, ahead: bool = False) -> Activations:
+def linear_int8(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """The same with activations in int8, a scale a token."""
+    return product(int8_input(x, p.prepared), p.weight, p.prepared, p.bias, p.out_dtype)
+
+
+def group_of(weight: Packed) -> int:
+    """Columns that share a scale in activations in FP8: 0, the whole row, beside FP8 weights with a scale a row."""
+    return weight.group if weight.kind == FP8 else FP8_GROUP
+
+
+def static_of(weight: Packed) -> torch.Tensor | None:
+    """The scale of its activations that an FP8 weight brings, or None."""
+    return weight.act_scale if weight.kind == FP8 else None
+
+
+def fp8_input(x: torch.Tensor, weight: Packed, group: int, products: Products) -> Activations:
     """Activations for a product in FP8: the codes that were handed over with them, or many are coded before it. Few
-    others are coded in it, by 128 columns, where the weight is in FP8; beside INT4, which is multiplied in 16 bits, few
-    stay as they are. A weight that brings a scale of its activations has them coded by that.
+    others are coded in it, by as many columns as a loop turn takes, where it multiplies FP8 numbers; where INT4 is
+    multiplied in 16 bits, few stay as they are. An FP8 weight that brings a scale of its activations has them coded by
+    that.
     """
-    if weight.act_scale is not None:
-        few = replace(plain(x), scale=weight.act_scale, code=True)
-        return few if len(x) <= FEW_ROWS else coded(by_scale(x, weight.act_scale, ahead), weight.act_scale, 0, x.dtype)
-    found = handed(x, "fp8", group) if weight.kind == FP8 else None
+    static = static_of(weight)
+    if static is not None:
+        few = replace(plain(x), scale=static, code=True)
+        return few if len(x) <= FEW_ROWS else coded(by_scale(x, static, products.ahead), static, 0, x.dtype)
+    found = handed(x, "fp8", group)
     if found is not None:
         return coded(*found, group, x.dtype)
-    return replace(plain(x), code=weight.kind == FP8) if len(x) <= FEW_ROWS else fp8_rows(x, group)
+    here = weight.kind == FP8 or (products.fp8 and in_fp8(weight))
+    return replace(plain(x), code=here) if len(x) <= FEW_ROWS else fp8_rows(x, group)
 
 
 def fp8_rows(x: torch.Tensor, group: int) -> Activations:
     """Activations in FP8: a scale for as many columns as share one in the weight, or for the row."""
     how = type("Rows", (), {"format": "fp8", "group": group})
     return coded(*quantized(how, x), group, x.dtype)
+
+
+def int8_input(x: torch.Tensor, products: Products) -> Activations:
+    """Activations in int8 with a scale a row: the codes that were handed over with them, or coded before the product,
+    few too, since a row's scale follows from all of its columns.
+    """
+    how = type("Rows", (), {"format": "int8", "group": 0, "prepared": products})
+    return coded(*quantized(how, x), 0, x.dtype)
 
 
 def lm_head(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -68,15 +95,21 @@ def gated_mlp(p: Any, x: torch.Tensor) -> torch.Tensor:
 def gated_mlp_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     """With activations in FP8; what lies between the two products is one kernel."""
     weight = p.gate_up.weight
-    both = product(fp8_input(x, weight, weight.group, p.prepared.ahead), weight, p.prepared)
-    return product(fp8_middle(both, p.down.weight, p.prepared), p.down.weight, p.prepared)
+    both = product(fp8_input(x, weight, group_of(weight), p.prepared), weight, p.prepared)
+    return product(middle(both, p.down.weight, "fp8", p.prepared), p.down.weight, p.prepared)
 
 
-def fp8_middle(both: torch.Tensor, down: Packed, products: Products) -> Activations:
-    """What the second product of a gated MLP takes, from the first one's result: coded as it is made, or by the scale
-    that `down` brings.
+def gated_mlp_int8(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """The same in int8."""
+    both = product(int8_input(x, p.prepared), p.gate_up.weight, p.prepared)
+    return product(middle(both, p.down.weight, "int8", p.prepared), p.down.weight, p.prepared)
+
+
+def middle(both: torch.Tensor, down: Packed, format: str, products: Products) -> Activations:
+    """What the second product of a gated MLP takes, from the first one's result: coded as it is made, in FP8 by 128
+    columns, in int8 by rows where a program holds one; or in FP8 by the scale that `down` brings.
     """
-    if down.act_scale is not None:
-        return fp8_input(gate(both, ahead=products.ahead)[0], down, 0, products.ahead)
-    data, scale = gate(both, "fp8", FP8_GROUP, products.ahead)
-    return coded(data, scale, FP8_GROUP, both.dtype)
+    if format == "fp8" and static_of(down) is not None:
+        return fp8_input(gate(both, ahead=products.ahead)[0], down, 0, products)
+    group = 0 if format == "int8" and both.shape[1] // 2 <= MOST_COLUMNS else FP8_GROUP
+    return coded(*gate(both, format, group, products.ahead), group, both.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.triton.linear import FP8_GROUP, fp8_input, fp8_middle
+from inferplane.kernels.triton.linear import FP8_GROUP, fp8_input, int8_input, middle, static_of
 from inferplane.kernels.triton.moe import experts
 from inferplane.kernels.triton.packed import PLAIN, Packed
 from inferplane.kernels.triton.product import Activations, plain, product
@@ -33,9 +33,9 @@ def shared_mlp(x: torch.Tensor, gate_up: Packed, down: Packed, products: Product
     return _down(product(plain(x), gate_up, products, gated=True), down, products)
 
 
-def shared_mlp_fp8(x: Activations, gate_up: Packed, down: Packed, products: Products) -> torch.Tensor:
-    """The same with activations in FP8, those between the products too."""
-    return product(fp8_middle(product(x, gate_up, products), down, products), down, products)
+def shared_mlp_coded(x: Activations, gate_up: Packed, down: Packed, format: str, products: Products) -> torch.Tensor:
+    """The same with coded activations, those between the products too."""
+    return product(middle(product(x, gate_up, products), down, format, products), down, products)
 
 
 def moe(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -44,17 +44,27 @@ def moe(p: Any, x: torch.Tensor) -> torch.Tensor:
     logits = product(plain(x), p.router.weight, products, p.router.bias, torch.float32)
     shared = p.shared
     base = None if shared is None else shared_mlp(x, shared.gate_up.weight, shared.down.weight, products)
-    return experts(p.experts, products, plain(x), *routed(p.route, logits, products.ahead), False, base)
+    return experts(p.experts, products, plain(x), *routed(p.route, logits, products.ahead), base=base)
 
 
 def moe_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     """Activations in FP8 but for the router's; many that come in are coded once for all."""
     products: Products = p.prepared
     logits = product(plain(x), p.router.weight, products, p.router.bias, torch.float32)
-    rows, shared, base = fp8_input(x, p.experts.gate_up, FP8_GROUP, products.ahead), p.shared, None
+    rows, shared, base = fp8_input(x, p.experts.gate_up, FP8_GROUP, products), p.shared, None
     if shared is not None:
         gate_up, down = shared.gate_up.weight, shared.down.weight
-        own = rows.scale is None or gate_up.act_scale is not None
-        into = fp8_input(x, gate_up, FP8_GROUP, products.ahead) if own else rows
-        base = shared_mlp_fp8(into, gate_up, down, products)
-    return experts(p.experts, products, rows, *routed(p.route, logits, products.ahead), True, base)
+        own = rows.code or rows.scale is None or static_of(gate_up) is not None
+        into = fp8_input(x, gate_up, FP8_GROUP, products) if own else rows
+        base = shared_mlp_coded(into, gate_up, down, "fp8", products)
+    return experts(p.experts, products, rows, *routed(p.route, logits, products.ahead), "fp8", base)
+
+
+def moe_int8(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Activations in int8 but for the router's, coded once for all."""
+    products: Products = p.prepared
+    logits = product(plain(x), p.router.weight, products, p.router.bias, torch.float32)
+    rows, shared, base = int8_input(x, products), p.shared, None
+    if shared is not None:
+        base = shared_mlp_coded(rows, shared.gate_up.weight, shared.down.weight, "int8", products)
+    return experts(p.experts, products, rows, *routed(p.route, logits, products.ahead), "int8", base)

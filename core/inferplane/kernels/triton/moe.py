@@ -2,7 +2,7 @@
 
 What the blocks hold is found on the device, from ids alone, and their number is bounded by shapes: a recorded step
 stays right when other experts are chosen. Rows are gathered by the first product, whose end is `silu(gate) * up`, coded
-in FP8 if asked for; the second one's end is the routing weight, and where no other rank has experts, the sum over a
+in 8 bits if asked for; the second one's end is the routing weight, and where no other rank has experts, the sum over a
 token's pairs. Sums are in the order of a token's experts.
 """
 
@@ -19,9 +19,9 @@ from inferplane.errors import KernelError
 from inferplane.kernels.triton.ahead import how as launched
 from inferplane.kernels.triton.ahead import let_next, wait
 from inferplane.kernels.triton.arrivals import kept, last_of_each
-from inferplane.kernels.triton.linear import fp8_input
+from inferplane.kernels.triton.linear import FP8_GROUP, fp8_input, int8_input, static_of
 from inferplane.kernels.triton.packed import DEPTH, Packed
-from inferplane.kernels.triton.product import Activations, coded, form, plain, silu, tile
+from inferplane.kernels.triton.product import Activations, coded, form, plain, tile
 from inferplane.kernels.triton.rows import encoded, scale_of
 from inferplane.kernels.triton.tiles import Counters, Product, Products
 
@@ -92,7 +92,8 @@ def _grouped(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program `(block, columns)`. TOP_K: rows are of tokens, which so many pairs share; 0: of slots. GATED as in
-    `product`, CODED in FP8 with a scale a row and program. WEIGHTED: results go to their pairs, times their weights.
+    `product`, CODED with a scale a row and program: 1 in FP8, 2 in int8. WEIGHTED: results go to their pairs, times
+    their weights.
     DEALS: slots and owners are not there yet; pairs are dealt here, so many at a time, and noted for the next product.
     JOINS: the last of a token's so many pairs adds them up, and the token's row of `base` to them with BASE.
     """
@@ -121,15 +122,9 @@ def _grouped(
     w_scale += expert * scale_step
     w_zero += expert * scale_step
     acc = tile(
-        x, x_scale, x_row, real, w, w_scale, w_zero, n, n_inside, 0, K, K, W_ROW, X_ROW_SCALES, GROUPS,
-        A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
+        x, x_scale, x_row, real, w, w_scale, w_zero, n, n_inside, outputs, 0, K, K, W_ROW, X_ROW_SCALES, GROUPS,
+        A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype, GATED,
     )  # fmt: skip
-    if GATED:
-        up = tile(
-            x, x_scale, x_row, real, w, w_scale, w_zero, n + outputs, n_inside, 0, K, K, W_ROW, X_ROW_SCALES, GROUPS,
-            A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
-        )  # fmt: skip
-        acc = silu(acc) * up
     let_next(AHEAD)
     target, inside = slot, real[:, None] & n_inside[None, :]
     if WEIGHTED:
@@ -138,10 +133,10 @@ def _grouped(
         inside = real[:, None] & n_inside[None, :]
         target = pair.to(tl.int64)
         acc *= tl.load(weights + pair, mask=real, other=0.0).to(tl.float32)[:, None]
-    if CODED:
-        scale = scale_of(tl.max(tl.abs(acc), 1), 448.0, False)
+    if CODED > 0:
+        scale = scale_of(tl.max(tl.abs(acc), 1), 448.0 if CODED == 1 else 127.0, False)
         tl.store(out_scale + target * tl.num_programs(1) + tl.program_id(1), scale, mask=real)
-        tl.store(out + target[:, None] * outputs + n[None, :], encoded(acc, scale[:, None], True), mask=inside)
+        tl.store(out + target[:, None] * outputs + n[None, :], encoded(acc, scale[:, None], CODED == 1), mask=inside)
         return
     if JOINS > 0:
         tl.store(parts + target[:, None] * outputs + n[None, :], acc, mask=inside)
@@ -169,6 +164,8 @@ def _sum(parts, ids, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + token * width + column, acc.to(out.dtype.element_ty), mask=inside)
 
 
+CODES = {"fp8": (1, torch.uint8), "int8": (2, torch.int8)}
+"""Formats of coded results: CODED of the kernel, and how they are stored."""
 DEALT_HERE = 1024
 """Pairs that the programs of the first product deal by themselves, each for its own block."""
 
@@ -247,7 +244,7 @@ def grouped(
     pairs: int,
     top_k: int = 0,
     gated: bool = False,
-    code: bool = False,
+    code: str = "",
     weights: torch.Tensor | None = None,
     fp8: bool = False,
     deal: torch.Tensor | None = None,
@@ -264,7 +261,7 @@ def grouped(
         pairs: how many there are; slots that hold this number are empty.
         top_k: pairs a token.
         gated: `silu` of the first half of the columns times the second.
-        code: the result in FP8, a scale for 128 columns.
+        code: "fp8" or "int8": the result coded so, a scale for 128 columns; "": as it is.
         weights: float32 `[pairs]`; results are multiplied and lie by pairs, float32.
         fp8: the device multiplies FP8 numbers.
         deal: ids `[T, k]` of at most `DEALT_HERE` pairs that the dealing is still to be made from.
@@ -275,7 +272,7 @@ def grouped(
     outputs = weight.outputs // 2 if gated else weight.outputs
     columns = DEPTH if code else how.columns
     device, tiles = x.data.device, triton.cdiv(outputs, columns)
-    kind = torch.uint8 if code else x.dtype if weights is None or join is not None else torch.float32
+    kind = CODES[code][1] if code else x.dtype if weights is None or join is not None else torch.float32
     rows = len(slots) if weights is None else pairs if join is None else pairs // join.top_k
     out = torch.empty(rows, outputs, device=device, dtype=kind)
     scale = torch.empty(len(slots), tiles, device=device) if code else None
@@ -288,7 +285,8 @@ def grouped(
         x.data, other(x.scale), weight.data, other(weight.scale), other(weight.zero), out, other(scale), other(weights),
         slots, owners, other(deal), other(parts), other(counters), other(base),
         pairs, outputs, weight.data.stride(0), 0 if weight.scale is None else weight.scale.stride(0),
-        **form(x, weight, fp8), BM=how.rows, BN=columns, TOP_K=top_k, GATED=gated, CODED=code,
+        **form(x, weight, fp8), BM=how.rows, BN=columns, TOP_K=top_k, GATED=gated,
+        CODED=CODES[code][0] if code else 0,
         WEIGHTED=weights is not None, EXPERTS=count, BINS=triton.next_power_of_2(count + 1),
         DEALS=0 if deal is None else max(16, min(256, triton.next_power_of_2(pairs))),
         JOINS=0 if join is None else join.top_k, BASE=base is not None, num_warps=how.warps, num_stages=how.stages,
@@ -303,10 +301,10 @@ def experts(
     x: Activations,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    code: bool,
+    code: str = "",
     base: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The op, from activations plain or coded, with a coded middle if asked for; `base` `[T, D]` is added to it."""
+    """The op, from activations plain or coded, with a middle in `code` if asked for; `base` `[T, D]` is added to it."""
     tokens, top_k = ids.shape
     if not tokens:
         return torch.empty(0, p.down.outputs, device=ids.device, dtype=x.dtype)
@@ -315,9 +313,9 @@ def experts(
     here = pairs <= DEALT_HERE and how.rows <= 16
     dealing = (undealt if here else dealt)(ids, count, how.rows)
     common: dict[str, Any] = {"pairs": pairs, "fp8": products.fp8, "ahead": products.ahead}
-    scale = p.down.act_scale if code else None  # of the middle, where the second product brings one
+    scale = static_of(p.down) if code == "fp8" else None  # of the middle, where the second product brings one
     middle = grouped(
-        x, p.gate_up, dealing, how, top_k=top_k, gated=True, code=code and scale is None, deal=ids if here else None,
+        x, p.gate_up, dealing, how, top_k=top_k, gated=True, code=code if scale is None else "", deal=ids if here else None,
         **common,
     )  # fmt: skip
     middle = middle if scale is None else replace(middle, scale=scale, code=True)
@@ -338,9 +336,14 @@ def summed(parts: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.
 
 def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Activations as they are."""
-    return experts(p, p.prepared, plain(x), weights, ids, False)
+    return experts(p, p.prepared, plain(x), weights, ids)
 
 
 def moe_experts_fp8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Activations in FP8, a scale for 128 columns, before both products."""
-    return experts(p, p.prepared, fp8_input(x, p.gate_up, DEPTH, p.prepared.ahead), weights, ids, True)
+    return experts(p, p.prepared, fp8_input(x, p.gate_up, FP8_GROUP, p.prepared), weights, ids, "fp8")
+
+
+def moe_experts_int8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Activations in int8: with a scale a token, and between the products for 128 columns."""
+    return experts(p, p.prepared, int8_input(x, p.prepared), weights, ids, "int8")

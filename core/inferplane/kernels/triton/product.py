@@ -1,8 +1,8 @@
 """Matrix products `x weight^T` of plain or quantized activations and weights: tiles, whole products, splits of K.
 
-Entries meet in the activations' type, or as 8-bit numbers where both sides have 8 bits and the device multiplies them.
-Sums over the columns that share scales go to float32, are scaled there, and are added up in float32: also where the
-hardware's own FP8 sums are shorter. Any M, N and K; nothing is read on the host but shapes.
+Entries meet in the activations' type, or as 8-bit numbers where both sides have 8 bits and the device multiplies them;
+INT4 beside FP8 becomes FP8. Sums over the columns that share scales go to float32, are scaled there, and are added up in
+float32: also where the hardware's own FP8 sums are shorter. Any M, N and K; nothing is read on the host but shapes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import triton.language as tl
 from inferplane.kernels.triton.ahead import fetch, how, let_next, wait
 from inferplane.kernels.triton.arrivals import kept, last_of
 from inferplane.kernels.triton.attention import widened
-from inferplane.kernels.triton.packed import FP8, INT8, PLAIN, Packed
-from inferplane.kernels.triton.rows import encoded, scale_of
+from inferplane.kernels.triton.fp8_int4 import TOGETHER, in_fp8
+from inferplane.kernels.triton.fp8_int4 import tile as tile_of_int4
+from inferplane.kernels.triton.packed import FP8, INT4, INT8, PLAIN, Packed
+from inferplane.kernels.triton.rows import encoded, scale_of, silu
 from inferplane.kernels.triton.tiles import Products
 
 RASTER = 8
 """Tiles of rows that are done side by side, so that they find each other's weights in the cache."""
+MOST_WHOLE = tl.constexpr(131072)
+"""Columns of int8 whose sum an int32 holds, -128 among the weights: 131072 x 127 x 128 is below 2^31."""
 
 
 @triton.jit
@@ -52,16 +56,33 @@ def multiply(a, b, A_KIND: tl.constexpr, B_KIND: tl.constexpr, FP8_DOT: tl.const
 
 
 @triton.jit
-def tile(
+def whole_numbers(
+    x, x_scale, x_row, x_inside, w, w_scale, n, n_inside, first, last,
+    K: tl.constexpr, W_ROW: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """`tile` of int8 with a scale a row on either side, at most `MOST_WHOLE` columns: summed up in int32, scaled once."""
+    within = tl.arange(0, BK)
+    acc = tl.zeros([BM, BN], tl.int32)
+    source, weight = x + x_row[:, None] * K, w + n.to(tl.int64)[None, :] * W_ROW
+    for k in range(first, last, BK):
+        column = k + within
+        a = tl.load(source + column[None, :], mask=x_inside[:, None] & (column < K)[None, :], other=0)
+        b = tl.load(weight + column[:, None], mask=n_inside[None, :] & (column < K)[:, None], other=0)
+        acc = tl.dot(a, b, acc, out_dtype=tl.int32)
+    scaled = acc.to(tl.float32) * tl.load(w_scale + n // ROWS * GROUPS, mask=n_inside, other=0.0)[None, :]
+    return scaled * tl.load(x_scale + x_row, mask=x_inside, other=0.0)[:, None]
+
+
+@triton.jit
+def by_turns(
     x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, first, last,
     K: tl.constexpr, W_ROW: tl.constexpr, X_ROW_SCALES: tl.constexpr, GROUPS: tl.constexpr,
     A_KIND: tl.constexpr, X_GROUP: tl.constexpr, B_KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Columns `first` to `last` of K: float32 `[BM, BN]`, scaled. `x_row` are rows of `x` `[., K]`, side by side.
-    A_KIND 4: plain rows, coded here in FP8 with a scale for BK columns. X_ROW_SCALES 0: one scale for all rows.
-    """
+    """`tile` of any other forms: each loop turn's sums go to float32 and are scaled there."""
     KIND: tl.constexpr = 1 if A_KIND == 4 else A_KIND
     HALF: tl.constexpr = BK // 2 if B_KIND == 3 else BK
     within = tl.arange(0, HALF)
@@ -117,6 +138,62 @@ def tile(
 
 
 @triton.jit
+def one_tile(
+    x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, first, last,
+    K: tl.constexpr, W_ROW: tl.constexpr, X_ROW_SCALES: tl.constexpr, GROUPS: tl.constexpr,
+    A_KIND: tl.constexpr, X_GROUP: tl.constexpr, B_KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """`tile` without GATED."""
+    if FP8_DOT and B_KIND == 3 and (A_KIND == 1 or A_KIND == 4):
+        return tile_of_int4(
+            x, x_scale, x_row, x_inside, w, w_scale, n, n_inside, 0, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
+            A_KIND == 4, X_GROUP, ROWS, GROUP, BM, BN, BK, False,
+        )  # fmt: skip
+    elif A_KIND == 2 and B_KIND == 2 and X_GROUP == 0 and GROUP == 0 and not ZERO and K <= MOST_WHOLE:
+        return whole_numbers(
+            x, x_scale, x_row, x_inside, w, w_scale, n, n_inside, first, last, K, W_ROW, GROUPS, ROWS, BM, BN, BK,
+        )  # fmt: skip
+    else:
+        return by_turns(
+            x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
+            A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
+        )  # fmt: skip
+
+
+@triton.jit
+def tile(
+    x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, outputs, first, last,
+    K: tl.constexpr, W_ROW: tl.constexpr, X_ROW_SCALES: tl.constexpr, GROUPS: tl.constexpr,
+    A_KIND: tl.constexpr, X_GROUP: tl.constexpr, B_KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    dtype: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Columns `first` to `last` of K: float32 `[BM, BN]`, scaled. `x_row` are rows of `x` `[., K]`, side by side.
+    A_KIND 4: plain rows, coded here in FP8 with a scale for BK columns. X_ROW_SCALES 0: one scale for all rows. GATED:
+    `silu` of that times the same of rows n + outputs of the weight.
+    """
+    if GATED and BM <= TOGETHER and FP8_DOT and B_KIND == 3 and (A_KIND == 1 or A_KIND == 4):
+        return tile_of_int4(
+            x, x_scale, x_row, x_inside, w, w_scale, n, n_inside, outputs, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
+            A_KIND == 4, X_GROUP, ROWS, GROUP, BM, BN, BK, True,
+        )  # fmt: skip
+    else:
+        acc = one_tile(
+            x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
+            A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
+        )  # fmt: skip
+        if GATED:
+            up = one_tile(
+                x, x_scale, x_row, x_inside, w, w_scale, w_zero, n + outputs, n_inside, first, last, K, W_ROW,
+                X_ROW_SCALES, GROUPS, A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
+            )  # fmt: skip
+            acc = silu(acc) * up
+        return acc
+
+
+@triton.jit
 def fetch_rows(w, n, first, last, W_ROW: tl.constexpr, B_KIND: tl.constexpr, FETCH: tl.constexpr):
     """Rows `n` of a weight, columns `first` to `last`, but no more than FETCH bytes of each."""
     row = w + n.to(tl.int64) * W_ROW
@@ -124,11 +201,6 @@ def fetch_rows(w, n, first, last, W_ROW: tl.constexpr, B_KIND: tl.constexpr, FET
         fetch(row + first // 2, tl.minimum((last - first) // 2, FETCH))
     else:
         fetch(row + first, tl.minimum((last - first) * (w.dtype.element_ty.primitive_bitwidth // 8), FETCH))
-
-
-@triton.jit
-def silu(x):
-    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -159,15 +231,9 @@ def _product(
             fetch_rows(w, row + outputs, first, last, W_ROW, B_KIND, FETCH)
     wait(AHEAD)
     acc = tile(
-        x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
-        A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
+        x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, outputs, first, last, K, W_ROW, X_ROW_SCALES,
+        GROUPS, A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype, GATED,
     )  # fmt: skip
-    if GATED:
-        up = tile(
-            x, x_scale, x_row, x_inside, w, w_scale, w_zero, n + outputs, n_inside, first, last, K, W_ROW,
-            X_ROW_SCALES, GROUPS, A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
-        )  # fmt: skip
-        acc = silu(acc) * up
     let_next(AHEAD)
     inside = x_inside[:, None] & n_inside[None, :]
     if SPLITS > 1:
@@ -245,7 +311,8 @@ def form(x: Activations, weight: Packed, fp8: bool) -> dict[str, object]:
         "K": weight.columns, "W_ROW": weight.data.stride(-2), "A_KIND": x.kind, "B_KIND": weight.kind,
         "X_ROW_SCALES": x.row_scales, "X_GROUP": x.group, "ROWS": weight.rows,
         "GROUPS": 1 if weight.scale is None else weight.scale.shape[-1], "GROUP": weight.group,
-        "ZERO": weight.zero is not None, "FP8_DOT": fp8, "BK": depth,
+        "ZERO": weight.zero is not None, "FP8_DOT": fp8 and (weight.kind != INT4 or in_fp8(weight)),
+        "BK": depth,
         "dtype": tl.bfloat16 if x.kind != PLAIN and x.dtype == torch.float32 else DTYPES[x.dtype],
     }  # fmt: skip
 

@@ -13,6 +13,8 @@ from inferplane.kernels.triton.handed import hand, handed
 
 FP8_MAX = 448.0
 INT8_MAX = 127.0
+MOST_COLUMNS = 16384
+"""Of rows that one program holds in registers, of a gated MLP twice."""
 
 
 @triton.jit
@@ -54,6 +56,11 @@ def encoded(x, scale, FP8: tl.constexpr):
         return to_fp8_bits(tl.minimum(tl.maximum(y, -448.0), 448.0))
     else:
         return round_half_even(tl.minimum(tl.maximum(y, -127.0), 127.0)).to(tl.int8)
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -221,16 +228,19 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
 
 
 def gated(x: torch.Tensor, quantize: str = "", group: int = 128, ahead: bool = False) -> tuple[torch.Tensor, ...]:
-    """`silu(x[:, :I]) * x[:, I:]` of `x` `[T, 2 I]`: `[T, I]`, or its data and scales; arguments as for `norm`."""
+    """`silu(x[:, :I]) * x[:, I:]` of `x` `[T, 2 I]`: `[T, I]`, or its data and scales; arguments as for `norm`, whole
+    rows of at most `MOST_COLUMNS`.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, width)
-    data, scales = codes_for(x, width, group, quantize == "fp8") if quantize else (out, out)
-    block = min(1024, max(triton.next_power_of_2(width), group if quantize else 16))
+    data, scales = codes_for(x, width, group or width, quantize == "fp8") if quantize else (out, out)
+    whole = max(triton.next_power_of_2(width), group if quantize else 16, 16)
+    block = whole if quantize and not group else min(1024, whole)
     if rows:
         _silu_mul[(rows, triton.cdiv(width, block))](
-            x, out, raw(data), scales, x.stride(0), width,
-            BLOCK=block, GROUP=group if quantize else 0, FP8=quantize == "fp8", num_warps=_warps(block), **how(ahead),
+            x, out, raw(data), scales, x.stride(0), width, BLOCK=block, GROUP=(group or block) if quantize else 0,
+            FP8=quantize == "fp8", num_warps=_warps(block), **how(ahead),
         )  # fmt: skip
     return (data, scales) if quantize else (out,)
 
