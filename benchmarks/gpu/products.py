@@ -22,6 +22,8 @@ ROWS = (1, 16, 64, 4096)
 EXPERTS = ((16, 32, 4096, 7168), (16, 32, 7168, 2048), (4, 8192, 4096, 7168), (8, 4096, 7168, 2048))
 """Experts, rows of each, outputs and columns."""
 WEIGHT_ONLY = ("int4_group", "int8_group")
+CODED = {"fp8_block": "fp8", "int4_group64": "fp8", "int8_row": "int8"}
+"""Formats whose activations have 8 bits, and which: products in FP8 and in int8, which have one roof."""
 
 
 def quantized(outputs: int, columns: int, format: str, *experts: int) -> QTensor:
@@ -51,14 +53,14 @@ def gemm(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]) -
     for outputs, columns in DENSE:
         for rows in ROWS:
             label = f"gemm {rows} x {outputs} x {columns}"
-            for format in ("fp8_block", *(WEIGHT_ONLY if rows <= 64 else ())):
+            for format in (*CODED, *(WEIGHT_ONLY if rows <= 64 else ())):
                 nbytes = outputs * columns * FORMATS[format][1] / 8 + 2 * rows * (outputs + columns)
                 calls: dict[str, list[Any]] = {}
                 for _ in range(copies(nbytes)):
                     for name, call in dense_calls(rows, outputs, columns, format).items():
                         calls.setdefault(name, []).append(call)
                 flops = 2 * rows * outputs * columns
-                rate = roof.get("fp8_tflops", roof["bf16_tflops"]) if format == "fp8_block" else roof["bf16_tflops"]
+                rate = roof.get("fp8_tflops", roof["bf16_tflops"]) if format in CODED else roof["bf16_tflops"]
                 floor = max(nbytes / roof["copy_gbps"] / 1e3, flops / rate / 1e6)
                 for name, made in calls.items():
                     yield timed(label, name, format, made, nbytes, flops, floor)
@@ -67,15 +69,22 @@ def gemm(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]) -
 
 def dense_calls(rows: int, outputs: int, columns: int, format: str) -> dict[str, Any]:
     """Ours with activations coded before ("core") and while timed, and torch's of the same numbers."""
-    from inferplane.kernels.triton.linear import fp8_rows
+    from inferplane.kernels.triton.linear import fp8_rows, linear_fp8, linear_int8
     from inferplane.kernels.triton.packed import pack
     from inferplane.kernels.triton.product import plain, product
 
     how, weight = tiles(), quantized(outputs, columns, format)
     x, packed = torch.randn(rows, columns, device=cases.DEVICE, dtype=cases.BF16), pack(weight)
     makers: dict[str, Callable[[], Any]] = {}
-    if format != "fp8_block":
+    if format not in CODED:
         return peers.offered({f"triton:linear {format}": lambda: lambda: product(plain(x), packed, how)})
+    if format != "fp8_block":
+        linear = linear_fp8 if CODED[format] == "fp8" else linear_int8
+        op = SimpleNamespace(weight=packed, prepared=how, bias=None, out_dtype=None)
+        of_codes = coded_rows(x, format)
+        makers[f"triton:product core {format}"] = lambda: lambda: product(of_codes, packed, how)
+        makers[f"triton_{CODED[format]}:{linear.__name__}"] = lambda: lambda: linear(op, x)
+        return peers.offered(makers)
     codes = fp8_rows(x, 128)
     makers["triton:product core"] = lambda: lambda: product(codes, packed, how)
     makers["triton_fp8:linear_fp8"] = lambda: lambda: product(fp8_rows(x, 128), packed, how)
@@ -90,6 +99,13 @@ def dense_calls(rows: int, outputs: int, columns: int, format: str) -> dict[str,
     return peers.offered(makers)
 
 
+def coded_rows(x: torch.Tensor, format: str) -> Any:
+    """Activations as beside weights of this format: in FP8 by 128 columns, in int8 by rows."""
+    from inferplane.kernels.triton.linear import fp8_rows, int8_input
+
+    return fp8_rows(x, 128) if CODED[format] == "fp8" else int8_input(x, tiles())
+
+
 def scaled(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], Any]:
     """torch's FP8 product with a scale a row on either side."""
     a, b = encode(x, "fp8_row"), encode(weight, "fp8_row")
@@ -101,7 +117,7 @@ def scaled(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], Any]:
 def experts(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]) -> Iterator[Row]:
     """Equal groups: the contiguous form with many rows, the masked one with few."""
     for count, each, outputs, columns in EXPERTS:
-        for format in ("plain", "fp8_block", "int4_group"):
+        for format in ("plain", *CODED, "int4_group"):
             bits = 16 if format == "plain" else FORMATS[format][1]
             nbytes = count * (outputs * columns * bits / 8 + 2 * each * (outputs + columns))
             calls: dict[str, list[Any]] = {}
@@ -109,7 +125,7 @@ def experts(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]
                 for name, call in expert_calls(count, each, outputs, columns, format).items():
                     calls.setdefault(name, []).append(call)
             flops = 2 * count * each * outputs * columns
-            rate = roof.get("fp8_tflops", roof["bf16_tflops"]) if format == "fp8_block" else roof["bf16_tflops"]
+            rate = roof.get("fp8_tflops", roof["bf16_tflops"]) if format in CODED else roof["bf16_tflops"]
             floor = max(nbytes / roof["copy_gbps"] / 1e3, flops / rate / 1e6)
             for name, made in calls.items():
                 yield timed(
@@ -119,8 +135,7 @@ def experts(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]
 
 
 def expert_calls(count: int, each: int, outputs: int, columns: int, format: str) -> dict[str, Any]:
-    """Ours, with FP8 weights under FP8 activations, and torch's grouped product in bfloat16."""
-    from inferplane.kernels.triton.linear import fp8_rows
+    """Ours, with activations of 8 bits where the format has them, and torch's grouped product in bfloat16."""
     from inferplane.kernels.triton.moe import grouped, masked
     from inferplane.kernels.triton.packed import pack
     from inferplane.kernels.triton.product import plain
@@ -131,7 +146,7 @@ def expert_calls(count: int, each: int, outputs: int, columns: int, format: str)
     x = torch.randn(count * capacity, columns, device=cases.DEVICE, dtype=cases.BF16)
     wide = torch.randn(count, outputs, columns, device=cases.DEVICE, dtype=cases.BF16) if format == "plain" else None
     packed = pack(wide if wide is not None else quantized(outputs, columns, format, count))
-    rows = fp8_rows(x, 128) if format == "fp8_block" else plain(x)
+    rows = coded_rows(x, format) if format in CODED else plain(x)
     counts = torch.full((count,), each, device=cases.DEVICE, dtype=torch.int32)
     given = SimpleNamespace(pairs=count * capacity, fp8=how.fp8)
 

@@ -135,8 +135,8 @@ def bound(op, capability):
     return choice.label, choice.why, choice.uncoded
 
 
-def asked(format: str, *shape: int):
-    return replace(placeholder(*shape, format=format), act="fp8")
+def asked(format: str, *shape: int, act: str = "fp8"):
+    return replace(placeholder(*shape, format=format), act=act)
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "fp8_row"])
@@ -153,6 +153,36 @@ def test_a_checkpoint_that_asks_has_its_activations_coded_without_a_pin(format):
     assert bound(Linear(placeholder(512, 256, format=format)), (9, 0))[0] == "triton:linear"
 
 
-def test_int4_experts_beside_fp8():
-    experts = MoEExperts(asked("int4_group64", 4, 512, 256), asked("int4_group64", 4, 256, 256))
-    assert bound(experts, (9, 0))[0] == "triton_fp8:moe_experts_fp8"
+@pytest.mark.parametrize("format", ["int4_row", "int4_group", "int4_group64", "int4_group32"])
+def test_int4_meets_activations_in_fp8_where_the_checkpoint_asks(format):
+    experts = MoEExperts(asked(format, 4, 512, 256), asked(format, 4, 256, 256))
+    linear = Linear(asked(format, 512, 256))
+    mlp = GatedMLP(linear, Linear(asked(format, 256, 256)))
+    for op, name in ((linear, "linear"), (mlp, "gated_mlp"), (experts, "moe_experts")):
+        label, why, uncoded = bound(op, (9, 0))
+        assert label == f"triton_fp8:{name}_fp8" and not uncoded
+        assert "codes activations in fp8, as the checkpoint asks" in why
+        assert bound(op, (8, 0))[0] == f"triton:{name}"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_int8_weights_meet_activations_in_int8_where_that_is_asked_for(capability):
+    weight = asked("int8_row", 512, 256, act="int8")
+    linear, down = Linear(weight), Linear(asked("int8_row", 256, 256, act="int8"))
+    experts = MoEExperts(asked("int8_row", 4, 512, 256, act="int8"), asked("int8_row", 4, 256, 256, act="int8"))
+    router = Linear(placeholder(4, 256), out_dtype=torch.float32)
+    mixture = MoE(router, MoERoute(None, 2), experts, GatedMLP(linear, down))
+    ops = ((linear, "linear"), (GatedMLP(linear, down), "gated_mlp"), (experts, "moe_experts"), (mixture, "moe"))
+    for op, name in ops:
+        label, why, uncoded = bound(op, capability)
+        assert label == f"triton_int8:{name}_int8" and not uncoded
+        assert "codes activations in int8, as the checkpoint asks" in why
+    unasked = Linear(placeholder(512, 256, format="int8_row"))
+    assert bound(unasked, capability)[0] == "triton:linear"
+
+
+def test_a_shared_mlp_in_another_format_keeps_a_mixture_from_being_coded_whole():
+    experts = MoEExperts(asked("int8_row", 4, 512, 256, act="int8"), asked("int8_row", 4, 256, 256, act="int8"))
+    shared = GatedMLP(Linear(placeholder(512, 256)), Linear(placeholder(256, 256)))
+    op = MoE(Linear(placeholder(4, 256), out_dtype=torch.float32), MoERoute(None, 2), experts, shared)
+    assert answers(op)[1]["triton_int8:moe_int8"] == ["needs a shared MLP in INT8"]

@@ -31,8 +31,8 @@ LIMIT_S = 60
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 GRID_CONTROL = ("ACQBULK", "PREEXIT")
 """What `griddepcontrol.wait` and `griddepcontrol.launch_dependents` become."""
-CUDA_MIX = ("HGMMA", "QGMMA", "HMMA", "QMMA", "IGMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCIMMA", "UTMALDG", "UTMASTG", "LDGSTS", "USETMAXREG",
-            *GRID_CONTROL)  # fmt: skip
+CUDA_MIX = ("HGMMA", "QGMMA", "HMMA", "QMMA", "IGMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCIMMA",
+            "UTMALDG", "UTMASTG", "LDGSTS", "USETMAXREG", *GRID_CONTROL)  # fmt: skip
 
 
 def source(launch: Launch) -> ASTSource:

@@ -31,7 +31,7 @@ def test_rows_are_made(part):
     rows = list(parts.PARTS[part]())
     ours = [row for row in rows[1:] if not row["peer"]]
     assert ours and all(row["us"] == 1.0 and row["floor_us"] >= 0 for row in ours), ours
-    assert {row["kv"] for row in ours} >= {"fp8_block", "int4_group"}
+    assert {row["kv"] for row in ours} >= {"fp8_block", "int4_group", "int4_group64", "int8_row"}
     assert check.table({part: rows}).count("\n") == 1 + len(rows)
     assert part in check.LIMITS_S
 
@@ -42,6 +42,14 @@ def test_dense_calls_agree_with_one_another():
     want = calls["torch bf16"]().float()
     for name in ("triton:product core", "triton_fp8:linear_fp8"):
         assert (calls[name]().float() - want).abs().max() <= 0.06 * want.abs().max(), name
+
+
+@pytest.mark.parametrize(("format", "linear"), [("int4_group64", "fp8:linear_fp8"), ("int8_row", "int8:linear_int8")])
+def test_dense_calls_with_coded_activations_agree(format, linear):
+    torch.manual_seed(5)
+    calls = products.dense_calls(80, 136, 256, format)
+    before, whole = calls[f"triton:product core {format}"]().float(), calls[f"triton_{linear}"]().float()
+    assert torch.equal(before, whole) and before.abs().max() > 10
 
 
 def test_masked_blocks_are_of_one_expert():

@@ -10,9 +10,12 @@ import torch
 from inferplane.kernels.triton import Products, rows
 from inferplane.kernels.triton.enter import mla_norm_rope_write
 from inferplane.kernels.triton.handed import handed
-from inferplane.kernels.triton.linear import linear_fp8
+from inferplane.kernels.triton.linear import linear_fp8, linear_int8
+from inferplane.kernels.triton.matrices import FP8_ERROR
+from inferplane.kernels.triton.moe import moe_experts_fp8
 from inferplane.kernels.triton.packed import pack
 from inferplane.ops import MLADims, Quantize, encode
+from inferplane.ops.op import relative_error
 from inferplane.plugin import paged_layout
 from inferplane.types.batch import Query, make_batch
 
@@ -54,11 +57,34 @@ def test_codes_of_a_low_rank_query(format, group):
     same_codes(mla_norm_rope_write(op, torch.randn(3, 160), torch.randn(3, 64), batch, kv), format, group)
 
 
-def test_who_reads_takes_them():
+READERS = [
+    ("fp8_block", "fp8", 128, linear_fp8),
+    ("int4_group64", "fp8", 128, linear_fp8),
+    ("int4_group32", "fp8", 128, linear_fp8),
+    ("int8_row", "int8", 0, linear_int8),
+]
+
+
+@pytest.mark.parametrize(("weights", "format", "group", "linear"), READERS)
+def test_who_reads_takes_them(weights, format, group, linear):
     """A product with other codes than its own would make is another product: so it is seen that they are taken."""
-    weight = pack(encode(torch.randn(16, 128), "fp8_block"))
-    op = SimpleNamespace(weight=weight, prepared=Products(), bias=None, out_dtype=None)
+    weight = pack(encode(torch.randn(16, 128), weights))
+    op = SimpleNamespace(weight=weight, prepared=Products(fp8=True), bias=None, out_dtype=None)
     x = torch.randn(2, 128).bfloat16()
+    data, scale = rows.quantize(SimpleNamespace(format=format, group=group), x)
+    given, twice = (rows.hand(x.clone(), format, group, data, scale * n) for n in (1, 2))
+    torch.testing.assert_close(linear(op, twice), linear(op, given) * 2)
+    if weights in ("fp8_block", "int8_row"):
+        torch.testing.assert_close(linear(op, given), linear(op, x))
+
+
+def test_experts_take_them_too():
+    torch.manual_seed(3)
+    expert = lambda n, k: pack(encode(torch.randn(3, n, k), "int4_group64"))  # noqa: E731
+    op = SimpleNamespace(gate_up=expert(64, 128), down=expert(128, 32), prepared=Products(fp8=True), partial=False)
+    x, weights, ids = torch.randn(2, 128).bfloat16(), torch.rand(2, 2), torch.tensor([[0, 2], [2, 1]])
     data, scale = rows.quantize(SimpleNamespace(format="fp8", group=128), x)
-    given = rows.hand(x.clone(), "fp8", 128, data, scale * 2)
-    torch.testing.assert_close(linear_fp8(op, given), linear_fp8(op, x) * 2)
+    same, none = (rows.hand(x.clone(), "fp8", 128, data, scale * n) for n in (1, 0))
+    assert not moe_experts_fp8(op, none, weights, ids).any()
+    given, coded_here = moe_experts_fp8(op, same, weights, ids), moe_experts_fp8(op, x, weights, ids)
+    assert 0 < relative_error(given, coded_here) < 2 * FP8_ERROR, "by 128 columns, and by 64"

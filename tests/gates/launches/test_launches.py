@@ -9,7 +9,7 @@ import pytest
 
 from inferplane.engine.capture import why_not_together
 from inferplane.engine.rows import GREEDY, PLAIN
-from tests.gates.launches.models import CODED_MODELS, DRAFTING, MODELS
+from tests.gates.launches.models import CODED_MODELS, DRAFTING, LAYERS, MODELS
 from tests.gates.launches.steps import PRODUCTS, Between, between, cycle, drafting, planned, step
 
 MOST_BETWEEN = {(GREEDY,): 73, (PLAIN,): 158}
@@ -69,6 +69,12 @@ def test_verification_and_drafts_are_launched_at_once(drafter, sequences, drafts
     assert glue <= MOST_BETWEEN[kinds] + CHAINED * (drafts - 1)
     record_property("launches", len(names))
     record_property("beside_the_networks", glue)
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name.endswith(("INT4, coded", "INT8"))])
+def test_norms_code_for_int4_experts_and_for_int8(model):
+    """So that of many rows only attention's result is coded by a kernel of its own, once a layer."""
+    assert step(MODELS[model](), 64, 2).count("_quantize") == LAYERS
 
 
 def test_several_are_found():

@@ -1,8 +1,9 @@
 """Matrix products `x weight^T` of plain or quantized activations and weights: tiles, whole products, splits of K.
 
 Entries meet in the activations' type, or as 8-bit numbers where both sides have 8 bits and the device multiplies them;
-INT4 beside FP8 becomes FP8. Sums over the columns that share scales go to float32, are scaled there, and are added up in
-float32: also where the hardware's own FP8 sums are shorter. Any M, N and K; nothing is read on the host but shapes.
+INT4 beside FP8 becomes FP8. Sums over the columns that share scales go to float32, are scaled there, and are added up
+in float32: also where the hardware's own FP8 sums are shorter. int8 by rows is summed up in int32. Any M, N and K;
+nothing is read on the host but shapes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def whole_numbers(
     K: tl.constexpr, W_ROW: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """`tile` of int8 with a scale a row on either side, at most `MOST_WHOLE` columns: summed up in int32, scaled once."""
+    """`tile` of int8 with a scale a row on either side, at most `MOST_WHOLE` columns: summed up and scaled once."""
     within = tl.arange(0, BK)
     acc = tl.zeros([BM, BN], tl.int32)
     source, weight = x + x_row[:, None] * K, w + n.to(tl.int64)[None, :] * W_ROW
