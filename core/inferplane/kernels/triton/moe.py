@@ -315,8 +315,8 @@ def experts(
     common: dict[str, Any] = {"pairs": pairs, "fp8": products.fp8, "ahead": products.ahead}
     scale = static_of(p.down) if code == "fp8" else None  # of the middle, where the second product brings one
     middle = grouped(
-        x, p.gate_up, dealing, how, top_k=top_k, gated=True, code=code if scale is None else "", deal=ids if here else None,
-        **common,
+        x, p.gate_up, dealing, how, top_k=top_k, gated=True, code=code if scale is None else "",
+        deal=ids if here else None, **common,
     )  # fmt: skip
     middle = middle if scale is None else replace(middle, scale=scale, code=True)
     weights = weights.contiguous()
