@@ -34,7 +34,7 @@ CODED_MODELS = {name: make for name, make in MODELS.items() if name.endswith("co
 DRAFTING: dict[str, Callable[[], Runner]] = {
     f"DeepSeek-V3 with MTP, {form}": partial(
         planned,
-        {**REAL["DeepSeek-V3, 4 layers"], "num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, **FORMS[form]},
+        {**REAL["DeepSeek-V3, 4 layers"], "num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, **FORMS[form][0]},
         mtp=True,
         drafting_layer=True,
         drafts=3,
