@@ -112,4 +112,5 @@ def middle(both: torch.Tensor, down: Packed, format: str, products: Products) ->
     if format == "fp8" and static_of(down) is not None:
         return fp8_input(gate(both, ahead=products.ahead)[0], down, 0, products)
     group = 0 if format == "int8" and both.shape[1] // 2 <= MOST_COLUMNS else FP8_GROUP
-    return coded(*gate(both, format, group, products.ahead), group, both.dtype)
+    data, scale = gate(both, format, group, products.ahead)
+    return coded(data, scale, group, both.dtype)
