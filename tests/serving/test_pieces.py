@@ -27,9 +27,10 @@ class Reader:
         self.tokens: list[int] = []
         self.reasons: list[str] = []
         self.offered = self.taken = self.yielded = 0
+        self._busy = False
 
     def at_once(self, piece: Piece) -> bool:
-        assert piece.delta.finish_reason is None
+        assert piece.delta.finish_reason is None and not self._busy
         self.offered += 1
         if not self._takes(self.offered):
             return False
@@ -44,7 +45,9 @@ class Reader:
                 for piece in several:
                     self.tokens += piece.delta.token_ids
                     self.reasons += [piece.delta.finish_reason] if piece.delta.finish_reason else []
+                self._busy = True
                 await asyncio.sleep(0.002)  # what comes meanwhile waits, and is not offered
+                self._busy = False
             assert job.completion_tokens == len(self.tokens)
 
 

@@ -87,6 +87,15 @@ def test_parts_of_characters_in_any_order_decode_as_a_whole(bytes_, raw, size):
     assert run(bytes_, ids, sizes=(size,))[0].text == bytes_.decode(ids) == bytes(raw).decode(errors="replace")
 
 
+@pytest.mark.parametrize("broken", range(14, 20))
+@pytest.mark.parametrize("whole", ["é", "日", "🎉"])
+def test_a_character_after_many_broken_ones_is_waited_for(bytes_, broken, whole):
+    """However many are given up, the last few bytes may yet become a character."""
+    one = Bytes(bytes_)
+    ids = one.ids[0xFF : 0xFF + 1] * broken + one(whole) + one("b")
+    assert run(bytes_, ids)[0].text == "\ufffd" * broken + whole + "b"
+
+
 @given(st.lists(PIECES.map("".join) | st.binary(max_size=60).map(lambda b: b"\xff" + b), max_size=6), st.integers(1, 4))
 def test_runs_of_bytes_between_texts(spaces, parts, size):
     """Decoders that spell bytes as tokens give up a whole run for one byte that does not belong to a character."""
@@ -210,7 +219,7 @@ def test_stop_strings(bytes_, text, stops, size, data):
     found, pieces = run(bytes_, bytes_.encode(text), stops, sizes=(size,))
     at = [text.find(s) for s in stops if s in text]
     assert found.stopped == bool(at)
-    if size == 1 and found.stopped:  # the stop string that is complete first decides; then the one that began first
+    if found.stopped:  # the stop string that is complete first decides; then the one that began first
         ends = min(text.find(s) + len(s) for s in stops if s in text)
         assert len(found.text) < ends
         assert text.startswith(found.text) and any(text.startswith(s, len(found.text)) for s in stops)
