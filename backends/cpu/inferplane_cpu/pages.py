@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -57,7 +58,10 @@ _rooms = _Rooms()
 def empty(*shape: int) -> torch.Tensor:
     """Bytes for a weight, `[*shape]`, aligned to 64 and on huge pages where there are any; not written."""
     nbytes = math.prod(shape)
-    return _rooms.take(nbytes).view(shape) if nbytes and offered() else torch.empty(shape, dtype=torch.uint8)
+    if nbytes and offered():
+        with contextlib.suppress(OSError):  # where addresses are limited, the weight may fit and a whole room not
+            return _rooms.take(nbytes).view(shape)
+    return torch.empty(shape, dtype=torch.uint8)
 
 
 def settle(memory: torch.Tensor) -> None:

@@ -81,5 +81,15 @@ def test_nothing_is_asked_for_where_the_system_was_told_not_to(tmp_path, monkeyp
     assert empty(4, 5).shape == (4, 5)
 
 
+@asked
+def test_where_no_room_can_be_had_a_weight_is_where_it_fits(monkeypatch):
+    def full(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(pages, "_rooms", pages._Rooms())
+    monkeypatch.setattr(pages.mmap, "mmap", full)
+    assert empty(4, 5).shape == (4, 5)
+
+
 def test_nothing():
     assert empty(0, 64).shape == (0, 64)
