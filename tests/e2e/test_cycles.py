@@ -4,6 +4,8 @@ them, on a device that records by remembering the call.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -135,6 +137,68 @@ def test_little_room(opened, folders):
     assert found["together"] == found["apart"] == found["eager"] and found["eager"][1]["num_preemptions_total"] > 0
     assert cycles.replayed > 8 and cycles.apart["too few blocks are free for all drafts"] > 0
     assert llm.engine.allocator.used == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_keeps_its_blocks_between_its_chunks(opened, folders, way):
+    """It took them all as it joined, so that it need not push anybody out, or out itself, when it is half read."""
+    llm = opened(way, folders / "mtp", spec("mtp", None), max_batch=2, max_model_len=160, max_step_tokens=24)
+    (asked,) = prompts(160, (120,))
+    request, held = llm.engine.add(asked, SamplingParams(max_tokens=4, **GREEDY), frozenset()), []
+    while not request.generated:
+        llm.engine.step()
+        held.append(len(request.blocks))
+    need = -(-120 // llm.runner.cache.block_tokens)
+    assert len(held) == 5 and min(held) >= need > -(-24 // llm.runner.cache.block_tokens)
+
+
+@pytest.mark.parametrize("policy", ["normal", "accept_all"])
+def test_drafts_are_written_to_blocks_of_their_own_sequence(opened, folders, policy):
+    """Whatever stands: also the last of the most drafts has a place that nobody else has."""
+    given = spec("mtp", None, 7, adaptive=False, accept_policy=policy)
+    llm = opened("together", folders / "mtp", given, max_batch=3, max_model_len=160)
+    cycles, n, own, seen = llm.engine.speculator.cycles, llm.runner.cache.block_tokens, [], []
+    fill, layer = cycles._fill, cycles.cycle.layer
+
+    def filled(bucket, size, chosen):
+        own[:] = [list(s.request.blocks) for s in chosen]
+        return fill(bucket, size, chosen)
+
+    def written(batch, hidden):
+        for row, (slot, position) in enumerate(zip(batch.slots.tolist(), batch.positions.tolist())):
+            if slot >= 0:
+                seen.append(position)
+                assert own[row // batch.max_query_tokens][position // n] == slot // n
+        return layer(batch, hidden)
+
+    cycles._fill, cycles.cycle = filled, replace(cycles.cycle, layer=written)
+    ends = [SamplingParams(max_tokens=tokens, **GREEDY) for tokens in (38, 34, 34)]  # with the last token of a block
+    asked = [llm.engine.add(p, end, frozenset()) for p, end in zip(prompts(160, (11, 15, 31)), ends)]
+    while llm.engine.busy:
+        llm.engine.step()
+        assert all(len(r.blocks) <= -(-(r.computed + 7) // n) for r in asked), "what was too much comes back"
+    assert all(r.finish_reason == "length" for r in asked), [r.error for r in asked]
+    assert cycles.replayed > 3 and cycles.off == "" and seen
+
+
+def test_a_sequence_shorter_than_the_padding_runs_apart(opened, folders):
+    llm = opened("together", folders / "mtp", spec("mtp", None, 7), max_batch=2, max_model_len=160)
+    llm.generate(prompts(160, (1,)), SamplingParams(max_tokens=30, **GREEDY))
+    cycles = llm.engine.speculator.cycles
+    assert cycles.apart["a sequence is shorter than what is padded"] > 0 and cycles.replayed > 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_closing_lets_go_of_the_drafting_layer(opened, folders, way):
+    """Its cache, and what the records read."""
+    llm = opened(way, folders / "mtp", spec("mtp", None), max_batch=2, max_model_len=160)
+    llm.generate(prompts(160, (12, 15)), SamplingParams(max_tokens=9, **GREEDY))
+    refs = [weakref.ref(llm.runner.cache.layers[-1].entries[0])]
+    refs += [weakref.ref(bucket.numbers) for bucket in llm.engine.speculator.cycles.buckets.values()]
+    assert len(refs) > 1 or way == "apart"
+    llm.close()
+    gc.collect()
+    assert [r() for r in refs] == [None] * len(refs)
 
 
 ASKED = {

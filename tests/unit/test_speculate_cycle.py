@@ -10,7 +10,7 @@ from inferplane.engine import rng
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.rows import FULL, GREEDY, PLAIN, SHORT, SampleRow, draws
 from inferplane.engine.sampler import Sampler
-from inferplane.engine.speculate import SpeculativeConfig, needs_probabilities, verify
+from inferplane.engine.speculate import SpeculativeConfig, cycle, needs_probabilities, verify
 from inferplane.engine.speculate.chain import chain
 from inferplane.engine.speculate.cycle import Cycle, Form, Turn
 from inferplane.ops import SampleTokens
@@ -163,6 +163,17 @@ def test_a_recorded_cycle_gives_each_sequence_what_it_gets_alone(strategy, kinds
             counts.add((rows, len(tokens)))
         assert torch.allclose(kv[:, :-1], mine["kv"][:, :-1], atol=1e-5), "entries of padding, or of drafts not wanted"
     assert len(counts) > 6, "sequences hardly differ"
+
+
+@pytest.mark.parametrize("kinds", [(GREEDY,), (PLAIN,), (GREEDY, PLAIN, SHORT, FULL)])
+def test_no_more_rows_are_drawn_at_once_than_a_device_takes(kinds, monkeypatch):
+    case, config, form = situation(2, kinds), SpeculativeConfig("mtp"), Form(MOST, kinds)
+    want, _ = cycle_over(config, form)(*inputs({**case, "kv": case["kv"].clone()}))
+    monkeypatch.setattr(cycle, "DEVICE_ENTRIES", 5 * V)
+    sizes, plain = [], Sampler._draw
+    monkeypatch.setattr(Sampler, "_draw", lambda self, x, group: sizes.append(len(x)) or plain(self, x, group))
+    table, _ = cycle_over(config, form)(*inputs(case))
+    assert sizes == [5, 5, 5, 5, 4] * len(kinds) and torch.equal(table, want)
 
 
 def test_rows_that_are_not_finite_are_told():

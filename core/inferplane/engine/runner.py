@@ -365,7 +365,7 @@ class Runner:
         """Let go of weights and cache, the draft model's too; ranks that follow end."""
         if self.ranks is not None:
             self.ranks.close()
-        self.steps, self.cache, self.decode = {}, None, None
+        self.steps, self.cache, self.decode, self.cycles = {}, None, None, None
         self.loaded.packed.clear()
         if self.draft is not None:
             self.draft.close()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from inferplane.engine import rng
-from inferplane.engine.rows import GREEDY, PLAIN, SHORTLIST_TOKENS, Group, Prepared
+from inferplane.engine.rows import DEVICE_ENTRIES, GREEDY, PLAIN, SHORTLIST_TOKENS, Group, Prepared
 from inferplane.engine.sampler import Sampler
 from inferplane.engine.speculate.chain import Forward, chain
 from inferplane.engine.speculate.config import SpeculativeConfig
@@ -121,8 +121,8 @@ class Cycle:
         drawn: torch.Tensor | None = None
         p: torch.Tensor | None = None
         for kind in form.kinds:
-            group = _group(kind, turn, tokens, None if numbers is None else numbers[0], logits.shape[1])
-            step = Prepared(seeds, positions, (group,), None, None, None, None, None, ())
+            groups = _groups(kind, turn, tokens, None if numbers is None else numbers[0], logits.shape[1])
+            step = Prepared(seeds, positions, groups, None, None, None, None, None, ())
             ids = self.sampler.sample(logits, step)
             mine = _each(turn.kind == kind, tokens) if drawn is not None else None
             drawn = ids if drawn is None or mine is None else torch.where(mine, ids, drawn)
@@ -174,12 +174,18 @@ def _each(x: torch.Tensor, tokens: int) -> torch.Tensor:
     return x[:, None].expand(-1, tokens).reshape(-1)
 
 
-def _group(kind: int, turn: Turn, tokens: int, uniform: torch.Tensor | None, vocab: int) -> Group:
-    """All rows, drawn in one way."""
-    temperature, every = _each(turn.temperature, tokens), slice(None)
+def _groups(kind: int, turn: Turn, tokens: int, uniform: torch.Tensor | None, vocab: int) -> tuple[Group, ...]:
+    """All rows, drawn in one way, no more in a group than a device's kernel takes at once."""
+    rows, most = tokens * turn.rows.shape[0], max(1, DEVICE_ENTRIES // vocab)
+    parts = [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
+    return tuple(_group(kind, turn, tokens, uniform, vocab, part) for part in parts)
+
+
+def _group(kind: int, turn: Turn, tokens: int, uniform: torch.Tensor | None, vocab: int, part: slice) -> Group:
+    temperature, drawn = _each(turn.temperature, tokens)[part], None if uniform is None else uniform[part]
     if kind == GREEDY:
-        return Group(kind, every, torch.zeros_like(temperature), None, None, None, None, 0)
+        return Group(kind, part, torch.zeros_like(temperature), None, None, None, None, 0)
     if kind == PLAIN:
-        return Group(kind, every, temperature, None, None, None, uniform, 0)
-    top_k, top_p, min_p = (_each(x, tokens) for x in (turn.top_k, turn.top_p, turn.min_p))
-    return Group(kind, every, temperature, top_k, top_p, min_p, uniform, min(SHORTLIST_TOKENS, vocab))
+        return Group(kind, part, temperature, None, None, None, drawn, 0)
+    top_k, top_p, min_p = (_each(x, tokens)[part] for x in (turn.top_k, turn.top_p, turn.min_p))
+    return Group(kind, part, temperature, top_k, top_p, min_p, drawn, min(SHORTLIST_TOKENS, vocab))

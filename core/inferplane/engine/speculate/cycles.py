@@ -110,7 +110,7 @@ class Cycles:
             table = None if why or size is None else self._replay(size, chosen)
         if table is None:
             for s in chosen:
-                self.scheduler.shorten(s.request, s.request.computed + s.rows)
+                self.scheduler.shorten(s.request, s.request.tokens + len(s.drafts))
             self.apart[why or self.off] += 1
             return None
         self.replayed += 1
