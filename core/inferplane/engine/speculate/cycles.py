@@ -134,9 +134,11 @@ class Cycles:
                 recorded = self.backend.capture(lambda b: (self.cycle(replace(turn, batch=b), form),), turn.batch)
             except Exception as error:
                 self.off = f"recording a cycle of {size.sequences} sequences failed: {type(error).__name__}: {error}"
+                self.buckets.clear()
                 return None
             if recorded is None:
                 self.off = "the device records no steps"
+                self.buckets.clear()
                 return None
             bucket.records[form] = recorded
         (table,) = recorded.replay()
