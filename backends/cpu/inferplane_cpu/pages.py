@@ -105,8 +105,11 @@ _mover = _Mover()
 
 def _move(first: int, last: int) -> None:
     if _collapses():
-        begin = first // HUGE * HUGE
-        _madvise()(begin, -(-last // HUGE) * HUGE - begin, COLLAPSE)
+        begin, end = first // HUGE * HUGE, -(-last // HUGE) * HUGE
+        if _madvise()(begin, end - begin, COLLAPSE):  # it ends at what lies beside and cannot be moved
+            begin, end = -(-first // HUGE) * HUGE, last // HUGE * HUGE
+            if begin < end:
+                _madvise()(begin, end - begin, COLLAPSE)
     else:  # the system does it by and by
         begin = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
         _madvise()(begin, last // mmap.PAGESIZE * mmap.PAGESIZE - begin, mmap.MADV_HUGEPAGE)

@@ -71,6 +71,17 @@ def test_settled_memory_keeps_what_it_holds():
         assert on_huge_pages(tensor) >= 7 * HUGE // 1024
 
 
+def test_what_lies_beside_does_not_keep_memory_from_being_moved(monkeypatch):
+    asked_for = []
+    monkeypatch.setattr(pages, "_collapses", lambda: True)
+    monkeypatch.setattr(pages, "_madvise", lambda: lambda at, nbytes, _: asked_for.append((at, nbytes)) or -1)
+    pages._move(3 * HUGE + 64, 7 * HUGE + 64)
+    assert asked_for == [(3 * HUGE, 5 * HUGE), (4 * HUGE, 3 * HUGE)]
+    asked_for.clear()
+    pages._move(3 * HUGE + 64, 4 * HUGE + 64)
+    assert asked_for == [(3 * HUGE, 2 * HUGE)], "no whole page is its own"
+
+
 def test_nothing_is_asked_for_where_the_system_was_told_not_to(tmp_path, monkeypatch):
     told = tmp_path / "enabled"
     told.write_text("always madvise [never]\n")
