@@ -2,10 +2,10 @@
 """Writes the page of the cpu backend's results and its plots anew from the JSON files that `turns.py` left.
 
     pip install matplotlib
-    python benchmarks/cpu/page.py             # docs/benchmarks-cpu.md and docs/images/cpu-SHAPE.svg
+    python benchmarks/cpu/page.py             # docs/benchmarks-cpu.md and docs/images/cpu-SHAPE-INSTRUCTIONS.svg
     python benchmarks/cpu/page.py --no-plots  # the page alone
 
-Of each shape and test the newest file counts: names begin with the date.
+Of each shape, instruction set and test the newest file counts: names begin with the date.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ Inferplane's speed over this engine's, in the same precision, and in brackets th
 """
 
 
+def instructions(report):
+    """The instruction set that a machine's native kernels used: "native kernels on amx (of ...)"."""
+    return report["native"].split()[3]
+
+
 def newest(folder):
-    """`{shape: {test: (file, report, results)}}`, of the last day, and of its files the one with most turns."""
+    """`{(shape, instruction set): {test: (file, report, results)}}`, of the last day, its file with most turns."""
     found = {}
     reports = [(file, json.loads(file.read_text())) for file in folder.glob("*.json")]
     for file, report in sorted(reports, key=lambda x: (x[0].name[:10], x[1]["turns"], x[0].name)):
         for test, results in report["results"].items():
             name = f"{test} 1" if test.startswith("decode") and test.count(" ") == 2 else test  # one sequence
-            found.setdefault(report["shape"], {})[name] = (file, report, results)
+            found.setdefault((report["shape"], instructions(report)), {})[name] = (file, report, results)
     return found
 
 
@@ -61,8 +66,9 @@ def section(test, file, report, results):
 
 def page(found):
     lines = [INTRODUCTION]
-    for shape, tests in sorted(found.items()):
-        lines += [f"## {shape}", "", f"![{shape}: tokens a second of each engine](images/cpu-{shape}.svg)", ""]
+    for (shape, isa), tests in sorted(found.items()):
+        image = f"![{shape}: tokens a second of each engine](images/cpu-{shape}-{isa}.svg)"
+        lines += [f"## {shape}, {isa}", "", image, ""]
         for test, of in sorted(tests.items()):
             lines += section(test, *of)
     return "\n".join(lines).rstrip() + "\n"
@@ -76,11 +82,11 @@ def main():
     args = parser.parse_args()
     found = newest(args.results)
     (args.docs / "benchmarks-cpu.md").write_text(page(found))
-    for shape, tests in {} if args.no_plots else found.items():
+    for (shape, isa), tests in {} if args.no_plots else found.items():
         with tempfile.NamedTemporaryFile("w", suffix=".json") as chosen:
             json.dump({"shape": shape, "results": {test: of[2] for test, of in sorted(tests.items())}}, chosen)
             chosen.flush()
-            svg = str(args.docs / f"images/cpu-{shape}.svg")
+            svg = str(args.docs / f"images/cpu-{shape}-{isa}.svg")
             subprocess.run([sys.executable, str(HERE / "plot.py"), chosen.name, "--svg", svg], check=True)
 
 

@@ -2,7 +2,7 @@
 """Draws results of `turns.py`: a panel for each test, a bar for each peer and precision, the spread of its turns.
 
     pip install matplotlib
-    python benchmarks/cpu/plot.py results/2026-11-21-qwen3-0.6b-decode.json --svg docs/images/cpu-qwen3-0.6b.svg
+    python benchmarks/cpu/plot.py results/2026-11-21-qwen3-0.6b-decode.json --svg docs/images/cpu-qwen3-0.6b-amx.svg
 
 In decoding of one sequence a tick shows where the measured bandwidth would be used up.
 """
