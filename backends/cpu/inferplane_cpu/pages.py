@@ -1,4 +1,4 @@
-"""Weights on huge pages: with small ones reading waits for addresses, half the bandwidth in a virtual machine."""
+"""Weights on huge pages: with small ones reading waits for addresses, most of all in a virtual machine."""
 
 from __future__ import annotations
 
