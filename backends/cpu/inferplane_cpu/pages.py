@@ -26,6 +26,9 @@ ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 COLLAPSE = 25
 """MADV_COLLAPSE (Linux 6.1): small pages are copied to huge ones at once, and at the same address."""
 
+ENOUGH = 8
+"""Pages in a row that could not be moved: the system has no more, and looking for each costs it a search."""
+
 
 @cache
 def offered(enabled: Path = ENABLED) -> bool:
@@ -106,10 +109,12 @@ _mover = _Mover()
 def _move(first: int, last: int) -> None:
     if _collapses():
         begin, end = first // HUGE * HUGE, -(-last // HUGE) * HUGE
-        if _madvise()(begin, end - begin, COLLAPSE):  # it ends at what lies beside and cannot be moved
-            begin, end = -(-first // HUGE) * HUGE, last // HUGE * HUGE
-            if begin < end:
-                _madvise()(begin, end - begin, COLLAPSE)
+        if _madvise()(begin, end - begin, COLLAPSE):  # it ended at one that cannot be moved, or not just now
+            failed = 0
+            for at in range(begin, end, HUGE):
+                failed = failed + 1 if _madvise()(at, HUGE, COLLAPSE) else 0
+                if failed == ENOUGH:
+                    return
     else:  # the system does it by and by
         begin = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
         _madvise()(begin, last // mmap.PAGESIZE * mmap.PAGESIZE - begin, mmap.MADV_HUGEPAGE)
