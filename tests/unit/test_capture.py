@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from inferplane import LLM, SamplingParams
 from inferplane.engine.buckets import Buckets, Size
-from inferplane.engine.capture import DecodeSteps, blank, fill, places
+from inferplane.engine.capture import DecodeSteps, blank, fill, places, why_not, why_not_together
 from inferplane.kvcache import paged_layout
 from inferplane.ops import Attention
 from inferplane.types import HOST, Backend, KVCache, KVRequest
@@ -261,3 +262,18 @@ def test_a_kernel_that_cannot_be_recorded_is_named():
     llm = LLM("demo", device="cpu", dtype="float32", max_batch=2, max_model_len=64)
     assert "cannot be recorded" in llm.runner.decode.off
     llm.close()
+
+
+@pytest.mark.parametrize("site", ["layers.0.mlp", "mtp.mlp", "sample"])
+def test_what_keeps_one_part_from_being_recorded_keeps_all_from_being_recorded_together(site):
+    def plan(safe):
+        kernel = SimpleNamespace(name="cpu.slow", capture_safe=safe)
+        choice = SimpleNamespace(kernel=kernel, children={}, op="mlp", variant=None)
+        found = ("decode", site, SimpleNamespace(name="mlp"), choice)
+        return SimpleNamespace(sites=lambda kind: [found[1:]], distinct=lambda: [found])
+
+    options = SimpleNamespace(capture=True, ranks=1)
+    assert why_not_together(plan(True), options) == ""
+    told = f"cpu.slow at {site} cannot be recorded"
+    assert why_not_together(plan(False), options) == told
+    assert why_not(plan(False), options) == (told if site.startswith("layers") else "")

@@ -13,15 +13,8 @@ REASONS = (
     *("failed", "generation_failed", "headers_too_large", "http_error", "internal_error", "invalid_api_key"),
     *("invalid_json", "invalid_value", "loading", "malformed_http", "missing_required_parameter", "model_not_found"),
     *("no_chat_template", "queue_full", "shutting_down", "template_failed", "timeout", "too_many"),
-    *(
-        "too_many_connections",
-        "too_slow",
-        "unknown_parameter",
-        "unsupported",
-        "unsupported_encoding",
-        "unsupported_media_type",
-    ),
-    *("unsupported_version", OTHER),
+    *("too_many_connections", "too_slow", "unknown_parameter", "unsupported", "unsupported_encoding"),
+    *("unsupported_media_type", "unsupported_version", OTHER),
 )
 """Why requests are refused: the codes of `ApiError`, and what is refused before there is a request."""
 COUNTED = (*((REJECTED, reason) for reason in REASONS), (ABORTED, "disconnect"))
