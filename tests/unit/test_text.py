@@ -182,6 +182,11 @@ def test_a_space_after_special_tokens(spaces, bytes_):
                 run(tokenizer, ids, prompt=tokenizer.encode("x"))[0].text
             )
 
+        for specials in (1, 5, 6, 7, 40):
+            prompt = [*tokenizer.encode("x"), *[eos] * specials]
+            assert run(tokenizer, ids, prompt=prompt)[0].text == run(tokenizer, ids, prompt=prompt[:1])[0].text
+            assert run(tokenizer, ids, prompt=[eos] * specials)[0].text == tokenizer.decode(ids)
+
 
 def test_parts_of_a_character_are_held_back(bytes_):
     ids = [bytes_.encode("a")[0], *Bytes(bytes_)("é🎉"), *bytes_.encode("b")]

@@ -161,6 +161,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         first = max(0, len(prompt) - CONTEXT_TOKENS)
+        while first and not tokenizer.decode(prompt[first:]):  # special tokens only: a first word would lose its space
+            first = max(0, 2 * first - len(prompt))
         for _ in range(3):  # back to where a character of up to four byte tokens begins
             if first and tokenizer.decode(prompt[first:]).startswith(REPLACEMENT):
                 first -= 1
