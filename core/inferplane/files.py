@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the process."""
+"""Files: what a checkpoint's must be, and files that are there whole or not at all, whatever ends the process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,26 @@ import secrets
 import stat
 from pathlib import Path
 
-from inferplane.errors import UsageError
+from inferplane.errors import CheckpointError, UsageError
 
 _OPENED = ("/dev/fd/", "/dev/stdout", "/dev/stderr", "/proc/")
 """Names of what a process has opened; a file behind them may have other writers."""
+AGAIN = "fetch the file again"
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a regular file, which a link may lead to.
+
+    Raises:
+        CheckpointError: there is none, or it is a directory, a pipe, a device, a link that leads nowhere.
+    """
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}.", remedy=AGAIN) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is no regular file.", remedy=AGAIN)
+    return found.st_size
 
 
 def write_whole(path: Path, text: str) -> None:

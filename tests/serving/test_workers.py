@@ -29,6 +29,11 @@ def workers(live: Live) -> list[int]:
     return found
 
 
+def mapped(pid: int) -> str:
+    """Files that a process has in its memory."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
 def answer(live: Live, **more: Any) -> Any:
     """A request over a connection of its own, so that any process may take it; the process's log tells which did."""
     with httpx.Client(base_url=live.url, timeout=120) as client:
@@ -51,6 +56,8 @@ def test_workers_share_the_engine_are_replaced_and_end_together():
                 a.raise_for_status().json()["choices"][0]["text"] for a in pool.map(lambda _: answer(live), range(48))
             }
         assert len(texts) == 1
+        for pid in (live.process.pid, *workers(live)):  # the engine's process has torch, and it alone
+            assert "/tokenizers" in mapped(pid) and "/torch/" not in mapped(pid)
         stats = live.at_rest()
         assert stats['inferplane:request_success_total{finished_reason="length"}'] == 48  # one engine counted them all
         os.kill(workers(live)[0], signal.SIGKILL)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -264,6 +266,47 @@ def test_encoding(bytes_, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="no tokenizer"):
         Tokenizer(tmp_path)
+
+
+TOLD = """
+import json, sys
+from pathlib import Path
+from inferplane.engine.text import Tokenizer
+for folder, kind in json.loads(sys.argv[1]):
+    t = Tokenizer(Path(folder), kind)
+    ids = t.encode("Hello <eos> wörld")
+    special, plain = t.fast.all_special_ids, t.fast.encode("a b", add_special_tokens=False)
+    print(json.dumps([t.kind, ids, t.decode(ids), special, plain]))
+sys.exit("torch was imported" if "torch" in sys.modules else 0)
+"""
+
+
+def test_who_is_told_the_kind_loads_the_same_tokenizer_without_torch(tmp_path):
+    """What the server's process does: its engine's has chosen, and tells."""
+    classes = ("PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2TokenizerFast")
+    folders = {tmp_path / f"{make.__name__}-{c}": (make, c) for make in (byte_level, metaspace) for c in classes}
+    chosen = []
+    for folder, (make, name) in folders.items():
+        save(make(), folder)
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
+        chosen.append(Tokenizer(folder))
+    want = []
+    for t in chosen:
+        ids = t.encode("Hello <eos> wörld")
+        special, plain = t.fast.all_special_ids, t.fast.encode("a b", add_special_tokens=False)
+        want.append([t.kind, ids, t.decode(ids), special, plain])
+    assert len({kind for kind, *_ in want}) > 1
+    told = json.dumps([[str(t.folder), t.kind] for t in chosen])
+    done = subprocess.run([sys.executable, "-c", TOLD, told], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == want
+
+
+def test_a_kind_that_is_none_of_transformers_is_not_imported(bytes_):
+    for kind in ("this.T", "T", ""):
+        assert Tokenizer(bytes_.folder, kind).kind == bytes_.kind
+    assert "this" not in sys.modules
 
 
 def test_code_in_a_checkpoint_is_not_run(bytes_, tmp_path):

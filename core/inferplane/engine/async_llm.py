@@ -123,7 +123,7 @@ class AsyncLLM:
             if self._tokenizer is None:
                 if self.info.folder is None:
                     raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
-                self._tokenizer = Tokenizer(Path(self.info.folder))
+                self._tokenizer = Tokenizer(Path(self.info.folder), self.info.tokenizer)
             return self._tokenizer
 
     @property

@@ -56,6 +56,7 @@ class ModelInfo:
         block_tokens: tokens in a block.
         end_ids: tokens that end a text.
         speculative: how drafts are made; "" without speculation.
+        tokenizer: `kind` of the `Tokenizer` that an engine in a process of its own has loaded.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ModelInfo:
     block_tokens: int
     end_ids: tuple[int, ...] = ()
     speculative: str = ""
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True)

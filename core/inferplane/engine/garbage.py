@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def let_be() -> None:
@@ -13,3 +15,19 @@ def let_be() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Let nobody look for garbage among libraries while they are imported, nor later: they stay to the end.
+
+    The collector walks again and again through what grows; that was measured to be a sixth of the time.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was:
+            gc.enable()

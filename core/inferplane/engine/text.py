@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from inferplane.errors import CheckpointError, UsageError
+from inferplane.files import AGAIN, file_size
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no character, or not yet."""
@@ -40,21 +42,18 @@ class Tokenizer:
 
     Args:
         folder: holds `tokenizer.json` or what transformers needs instead.
+        kind: `kind` of the folder's tokenizer in a process that has loaded it; "": transformers finds out.
 
     Raises:
         CheckpointError: there is no tokenizer that transformers can load without running the checkpoint's code.
     """
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        from inferplane.models.jsontext import AGAIN, file_size
-
+    def __init__(self, folder: Path, kind: str = "") -> None:
         for name in _FILES:
             if os.path.lexists(folder / name) and file_size(folder / name) > LIMIT_BYTES:
                 raise CheckpointError(f"{folder / name} has more than {LIMIT_BYTES} bytes.", remedy=AGAIN)
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(
+            self._inner: Any = _loader(kind).from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
         except BaseException as error:  # a panic in the tokenizers library is no Exception
@@ -104,10 +103,30 @@ class Tokenizer:
         return self._inner
 
     @property
+    def kind(self) -> str:
+        """The class that transformers chose, with its module."""
+        chosen = type(self._inner)
+        return f"{chosen.__module__}.{chosen.__qualname__}"
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a text: the tokenizer's own and those of generation_config.json."""
         found = {self._inner.eos_token_id} if self._inner.eos_token_id is not None else set()
         return frozenset(found | end_ids(self.folder))
+
+
+def _loader(kind: str) -> Any:
+    """The class of transformers that is known by `Tokenizer.kind`, else the one that chooses among them.
+
+    To choose takes the model's configuration, and with it torch: a second or two, and 170 MB. Who was told the choice
+    needs neither.
+    """
+    module, _, name = kind.rpartition(".")
+    if module.startswith("transformers."):
+        return getattr(importlib.import_module(module), name)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def end_ids(folder: Path) -> frozenset[int]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
-from inferplane.models.jsontext import AGAIN, read_text
+from inferplane.files import AGAIN
+from inferplane.models.jsontext import read_text
 
 _MEND = "correct the entry, or fetch the file again"
 LIMIT_BYTES = 2**20

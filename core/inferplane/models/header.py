@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 
 from inferplane.errors import CheckpointError
-from inferplane.models.jsontext import AGAIN, Scan, file_size, read_scan, reading
+from inferplane.files import AGAIN, file_size
+from inferplane.models.jsontext import Scan, read_scan, reading
 
 DTYPES = {
     "F64": torch.float64,

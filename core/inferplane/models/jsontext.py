@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import codecs
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from json.decoder import scanstring  # type: ignore[attr-defined]  # what the json module reads its own strings with
 from pathlib import Path
 
 from inferplane.errors import CheckpointError
+from inferplane.files import AGAIN, file_size
 
-AGAIN = "fetch the file again"
 MOST_SKIPPED = 10_000
 """Values that are passed over in one text; metadata hold a handful."""
 MOST_DEPTH = 16
@@ -45,21 +44,6 @@ def reading(path: Path) -> Iterator[None]:
             f"{path} cannot be read: {error.strerror or error}.",
             remedy="allow this user to read it, or fetch the file again",
         ) from error
-
-
-def file_size(path: Path) -> int:
-    """Bytes of a regular file, which a link may lead to.
-
-    Raises:
-        CheckpointError: there is none, or it is a directory, a pipe, a device, a link that leads nowhere.
-    """
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be opened: {error.strerror}.", remedy=AGAIN) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is no regular file.", remedy=AGAIN)
-    return found.st_size
 
 
 def read_text(path: Path, limit_bytes: int) -> str:

@@ -1,7 +1,7 @@
 """How a server starts: what can be refused at once, then the engine's process, and what serves while that one loads.
 
 Nothing heavy is imported here. The engine's process takes seconds to import and to load, so it is started first; the
-web framework and the tokenizer's library are imported beside it.
+web framework and the tokenizer's library are imported beside it. Torch is imported there alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inferplane.engine import AsyncLLM
-from inferplane.engine.garbage import let_be
+from inferplane.engine.garbage import importing, let_be
 from inferplane.errors import UsageError
 from inferplane.serving import logs
 from inferplane.serving.configure import Resolved
@@ -109,12 +109,14 @@ def _serve(
     reading = threading.Event()
     options = {**engine_options(settings, pins), "progress": lambda done, total: reading.set()}
     opening = _beside(lambda: AsyncLLM(settings.model, process=True, **options), "load")
-    from inferplane.serving.counts import CELLS, Counts
-    from inferplane.serving.http.gate import Keys
-    from inferplane.serving.places import Board, Places
-    from inferplane.serving.run import Life
-    from inferplane.serving.workers import Workers
+    with importing():
+        from inferplane.serving.counts import CELLS, Counts
+        from inferplane.serving.http.gate import Keys
+        from inferplane.serving.places import Board, Places
+        from inferplane.serving.run import Life
+        from inferplane.serving.workers import Workers
 
+        import_tokenizers()
     while not (reading.is_set() or opening.done() or told):
         reading.wait(0.02)
     if opening.done():
@@ -145,14 +147,19 @@ def _beside(work: Callable[[], T], name: str) -> Future[T]:
     return answer
 
 
-def prepared(engine: Callable[[], AsyncLLM]) -> AsyncLLM:
-    """An engine, waited for while what the tokenizer needs is imported; that takes as long as all else together.
+def import_tokenizers() -> None:
+    """Import what all kinds of tokenizers need; that takes as long as all else together.
 
-    It is for the thread that loads, once the server's own imports are done: threads that import the same packages at
-    the same time can block each other.
+    It is for a process whose own imports are done: threads that import the same packages at the same time can block
+    each other.
     """
     with contextlib.suppress(ImportError):  # said when it is used
-        from transformers import AutoTokenizer as AutoTokenizer
+        from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
+
+
+def prepared(engine: Callable[[], AsyncLLM]) -> AsyncLLM:
+    """An engine, waited for; what is there then stays."""
+    import_tokenizers()
     found = engine()
     let_be()
     return found

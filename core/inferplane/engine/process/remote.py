@@ -32,7 +32,13 @@ from inferplane.errors import EngineError, InferplaneError, InferplaneWarning, U
 
 CLOSE_S = 30.0
 """Seconds beyond draining that the engine's process has for its end; then it is killed."""
-_START = "import sys; sys.path[:] = sys.argv[1].split('\\n'); from inferplane.engine.process.server import main; main()"
+_START = """import sys
+sys.path[:] = sys.argv[1].split("\\n")
+from inferplane.engine.garbage import importing
+with importing():
+    from inferplane.engine.process.server import main
+main()
+"""
 
 
 class RemoteEngine:

@@ -15,12 +15,13 @@ import sys
 import warnings
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from inferplane.engine.client import RequestId
-from inferplane.engine.garbage import let_be
+from inferplane.engine.garbage import importing, let_be
 from inferplane.engine.llm import LLM
 from inferplane.engine.local import LocalEngine
 from inferplane.engine.process import messages
@@ -129,10 +130,12 @@ def _load(message: messages.Load, owner: Connection) -> LocalEngine:
     with warnings.catch_warnings():
         warnings.showwarning = showwarning  # type: ignore[assignment]
         llm = LLM(message.model, progress=progress, **message.options)
-        if llm.files.has_tokenizer:
-            _ = llm.tokenizer  # now, not at the first request
+        with importing():
+            kind = llm.tokenizer.kind if llm.files.has_tokenizer else ""  # now, not at the first request
     let_be()
-    return LocalEngine(llm, rest=trimmer())
+    engine = LocalEngine(llm, rest=trimmer())
+    engine.info = replace(engine.info, tokenizer=kind)
+    return engine
 
 
 async def _run(sock: socket.socket) -> None:

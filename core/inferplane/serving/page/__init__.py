@@ -45,7 +45,7 @@ def routes(service: Service) -> APIRouter:
         server = {"status": condition.status, "ready": condition.ready, "detail": condition.detail}
         info = asdict(service.model.info) if service.model is not None else None
         if info is not None:
-            del info["folder"]  # where it lies is the operator's business
+            del info["folder"], info["tokenizer"]  # where it lies is the operator's business; for other processes
         stats = await service.stats()
         return JSONResponse({"server": {**server, "version": __version__}, "info": info, "stats": stats})
 

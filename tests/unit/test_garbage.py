@@ -1,0 +1,37 @@
+"""What is done about the collector while libraries are imported."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from inferplane.engine.garbage import importing
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    was = gc.isenabled()
+    yield
+    gc.unfreeze()
+    (gc.enable if was else gc.disable)()
+
+
+def test_nobody_looks_for_garbage_while_importing_nor_among_it_later():
+    gc.enable()
+    before = gc.get_freeze_count()
+    with importing():
+        assert not gc.isenabled()
+        made = [[] for _ in range(1000)]
+    assert gc.isenabled() and gc.get_freeze_count() >= before + len(made)
+
+
+def test_the_collector_is_left_as_it_was():
+    gc.enable()
+    with pytest.raises(ImportError), importing():
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    with importing():
+        pass
+    assert not gc.isenabled()
