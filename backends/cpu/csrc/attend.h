@@ -4,7 +4,7 @@
 // (maximum, sum, weighted values); partial results are merged in order. Spans may be computed by several threads, and
 // the arithmetic is the same whoever computes them, however many queries are asked together: chunk-invariant.
 #pragma once
-#include "kept.h"
+#include "fetch.h"
 
 namespace {
 
@@ -85,10 +85,11 @@ inline AttendPlan plan_attention(const Attend &a, const ip_batch &b, int threads
 }
 
 // part = {maximum, sum, values[v_dim]} of R heads of one token over keys low .. high of a span that begins at `begin`;
-// values[j] points to those of key `begin + j`, which are multiplied with by[j] where `by` is not null.
-template <int R, class Entry>
+// values[j] points to those of key `begin + j`, which are multiplied with by[j] where `by` is not null. D registers of
+// values are summed at a time; meanwhile `next` is fetched.
+template <int R, int D, class Entry>
 inline void weigh(const Attend &a, const Entry *const *values, const float *by, int64_t begin, int64_t low, int64_t high,
-                  float *scores, float *part, int64_t stride) {
+                  float *scores, float *part, int64_t stride, Fetch &next) {
   int64_t padded = round_up(high - begin, kLanes);
   for (int r = 0; r < R; r++) {
     float *s = scores + r * kSpan, *to = part + r * stride;
@@ -110,11 +111,6 @@ inline void weigh(const Attend &a, const Entry *const *values, const float *by, 
     to[0] = top;
     to[1] = sum(all);
   }
-#ifdef __AVX512F__
-  constexpr int D = 4;
-#else
-  constexpr int D = 1;
-#endif
   for (int64_t c = 0; c < a.v_dim; c += D * kLanes) {
     F acc[R][D];
     for (int r = 0; r < R; r++)
@@ -122,15 +118,16 @@ inline void weigh(const Attend &a, const Entry *const *values, const float *by, 
     bool whole = c + D * kLanes <= a.v_dim;
     for (int64_t j = low; j < high; j++) {
       const Entry *v = values[j - begin] + c;
+      next.some(1);
       F value[D];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int d = 0; d < D; d++)
         value[d] = whole ? load16(v + d * kLanes)
                          : c + d * kLanes < a.v_dim ? load16(v + d * kLanes, a.v_dim - c - d * kLanes) : F{};
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
         F p = splat(scores[r * kSpan + j - begin]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int d = 0; d < D; d++) acc[r][d] = fma(p, value[d], acc[r][d]);
       }
     }
@@ -139,13 +136,13 @@ inline void weigh(const Attend &a, const Entry *const *values, const float *by, 
   }
 }
 
-// Has n rows of `dim` entries from `first` on brought near: they lie apart, so the processor does not foresee them.
-inline void fetch_rows(const Kept &k, int64_t slot, int64_t first, int64_t n, int64_t dim) {
-  int64_t size = k.coded() ? 1 : sizeof(bf16);
-  const char *at = (const char *)k.data + (slot * k.stride + first) * size;
-  for (int64_t i = 0; i < n; i++)
-    for (int64_t c = 0; c < dim * size; c += 64) _mm_prefetch(at + i * k.stride * size + c, _MM_HINT_T1);
-}
+// Registers in which a row of values is summed: of one or two query rows with wide values, and else. With all of a row in
+// registers it is read once, from its beginning to its end.
+#ifdef __AVX512F__
+constexpr int kMost = 8, kFew = 4;
+#else
+constexpr int kMost = 1, kFew = 1;
+#endif
 
 // Query rows of a task as its keys want them.
 struct Queries {
@@ -163,8 +160,11 @@ inline Queries queries_of(const Attend &a, int64_t m, RowAt row) {
 template <class Entry>
 inline void weigh_span(const Attend &a, const AttendTask &t, int64_t g, int64_t begin, int64_t end,
                        const Entry *const *values, const float *by, float *scores, float *part, int64_t token_stride,
-                       int64_t stride) {
+                       int64_t stride, Fetch &next) {
   int64_t group = a.heads / a.kv_heads;
+  bool wide = a.v_dim > kFew * kLanes;
+  auto one = wide ? weigh<1, kMost, Entry> : weigh<1, kFew, Entry>;
+  auto two = wide ? weigh<2, kMost, Entry> : weigh<2, kFew, Entry>;
   for (int64_t i = 0; i < t.tokens; i++) {
     int64_t high = min64(end, t.position + i + 1);
     int64_t low = a.window ? max64(begin, t.position + i + 1 - a.window) : begin;
@@ -175,21 +175,36 @@ inline void weigh_span(const Attend &a, const AttendTask &t, int64_t g, int64_t 
         memset(p + 2, 0, (size_t)(stride - 2) * sizeof(float));
         h += 1;
       } else if (h + 4 <= group) {
-        weigh<4>(a, values, by, begin, low, high, s, p, stride), h += 4;
+        weigh<4, kFew>(a, values, by, begin, low, high, s, p, stride, next), h += 4;
       } else if (h + 2 <= group) {
-        weigh<2>(a, values, by, begin, low, high, s, p, stride), h += 2;
+        two(a, values, by, begin, low, high, s, p, stride, next), h += 2;
       } else {
-        weigh<1>(a, values, by, begin, low, high, s, p, stride), h += 1;
+        one(a, values, by, begin, low, high, s, p, stride, next), h += 1;
       }
     }
   }
 }
 
-// The partial results of a task's tokens, for one KV head and one span: part[token * token_stride + head * stride].
+// The keys of a span that a task's tokens look at.
+struct Keys {
+  int64_t begin, from, end;  // of the span; those that are seen
+  Keys(const Attend &a, const AttendTask &t, int64_t span)
+      : begin(span * kSpan), from(a.window ? max64(begin, t.position + 1 - a.window) : begin),
+        end(min64(begin + kSpan, t.position + t.tokens)) {}
+};
+
+inline Fetch fetch_keys(const Attend &a, const AttendTask &t, int64_t g, int64_t span) {
+  Keys keys(a, t, span);
+  return {a.k, t.table, a.block, keys.from, keys.end, g * a.dim, a.dim};
+}
+
+// The partial results of a task's tokens, for one KV head and one span: part[token * token_stride + head * stride]. While
+// keys are read values are fetched, and `next` while these are read.
 inline void attend_span(const Attend &a, const AttendTask &t, int64_t g, int64_t span, const Queries &q, float *part,
-                        int64_t token_stride, int64_t stride) {
-  int64_t begin = span * kSpan, end = min64(begin + kSpan, t.position + t.tokens), m = q.rows.m;
-  int64_t from = a.window ? max64(begin, t.position + 1 - a.window) : begin;
+                        int64_t token_stride, int64_t stride, Fetch next) {
+  const Keys seen(a, t, span);
+  int64_t begin = seen.begin, from = seen.from, end = seen.end, m = q.rows.m;
+  Fetch fetch(a.v, t.table, a.block, from, a.latents() ? from : end, g * a.v_dim, a.v_dim);
   float *scores = scratch(8)->get<float>((m + 2) * kSpan), *k_scale = scores + m * kSpan, *v_scale = k_scale + kSpan;
   bf16 *keys = scratch(14)->get<bf16>(a.k.coded() ? kSpan * a.dim : 0);  // in bf16
   const bf16 *values[kSpan];
@@ -200,8 +215,6 @@ inline void attend_span(const Attend &a, const AttendTask &t, int64_t g, int64_t
   for (int64_t b = first_block; b <= last_block; b++) {
     int64_t skip = max64(0, begin - b * a.block), n = min64(a.block, begin + kSpan - b * a.block) - skip;
     int64_t j = b * a.block + skip - begin, slot = (int64_t)t.table[b] * a.block + skip, ld = a.k.stride;
-    if (b < last_block) fetch_rows(a.k, (int64_t)t.table[b + 1] * a.block, g * a.dim, n, a.dim);
-    if (!a.latents()) fetch_rows(a.v, slot, g * a.v_dim, min64(n, end - begin - j), a.v_dim);
     const bf16 *k = a.k.rows() + slot * ld + g * a.dim;
     if (a.codes()) {
       const int8_t *of = a.k.codes() + slot * ld + g * a.dim;
@@ -212,6 +225,7 @@ inline void attend_span(const Attend &a, const AttendTask &t, int64_t g, int64_t
         if (a.tiles()) widen_codes(of + i * ld, a.dim, keys + i * a.dim);
       }
       if (!a.tiles()) {
+        fetch.some(n);
         codes_dot(of, ld, n, a.dim, q.codes, scores + j, kSpan);
         continue;
       }
@@ -224,18 +238,23 @@ inline void attend_span(const Attend &a, const AttendTask &t, int64_t g, int64_t
       const bf16 *v = a.latents() ? k : a.v.rows() + slot * a.v.stride + g * a.v_dim;
       for (int64_t i = 0; i < n; i++) values[j + i] = v + i * (a.latents() ? ld : a.v.stride);
     }
-    if (a.tiles())
+    if (a.tiles()) {
+      fetch.some(n);
       dot(k, ld, n, a.dim, q.rows, 0, scores + j, kSpan);
-    else
-      dot_few(k, ld, n, a.dim, q.rows, 0, scores + j, kSpan);
+      continue;
+    }
+    for (int64_t i = 0; i < n; i += 4) {
+      fetch.some(4);
+      dot_few(k + i * ld, ld, min64(4, n - i), a.dim, q.rows, 0, scores + j + i, kSpan);
+    }
   }
-  if (!a.codes()) return weigh_span(a, t, g, begin, end, values, nullptr, scores, part, token_stride, stride);
+  if (!a.codes()) return weigh_span(a, t, g, begin, end, values, nullptr, scores, part, token_stride, stride, next);
   for (int64_t r = 0; r < m; r++) {
     F by = splat(a.tiles() ? 1.0f : q.codes.scale[r]);
     float *s = scores + r * kSpan;
     for (int64_t j = 0; j < kSpan; j += kLanes) store(s + j, load<F>(s + j) * (load<F>(k_scale + j) * by));
   }
-  weigh_span(a, t, g, begin, end, codes, v_scale, scores, part, token_stride, stride);
+  weigh_span(a, t, g, begin, end, codes, v_scale, scores, part, token_stride, stride, next);
 }
 
 // Merges `count` partial results that stand `step` floats apart.
@@ -257,26 +276,40 @@ inline void merge_spans(const float *part, int64_t step, int64_t count, int64_t 
   }
 }
 
+// KV head u % kv_heads of task u / kv_heads is a unit of work: the keys that it reads first.
+inline Fetch fetch_unit(const Attend &a, const AttendPlan &plan, int64_t u) {
+  if (u >= plan.count * a.kv_heads) return {};
+  const AttendTask &t = plan.tasks[u / a.kv_heads];
+  return fetch_keys(a, t, u % a.kv_heads, t.span);
+}
+
+// Has keys brought near before the queries are there.
+inline void expect(Team &team, const Attend &a, const AttendPlan &plan) { fetch_unit(a, plan, team.id).some(kSpan); }
+
 // `before(task, g)` is called by whoever takes a KV head of a task, before anything is read for it.
 template <class Before>
-inline void attend(Team &team, const Attend &a, const AttendPlan &plan, Before before) {
-  int64_t group = a.heads / a.kv_heads, size = part_size(a);
+inline void attend(Team &team, const Attend &a, const AttendPlan &plan, Before before, bool expected = false) {
+  int64_t group = a.heads / a.kv_heads, size = part_size(a), expects = expected ? team.id : -1;
   team.each(plan.count * a.kv_heads, 1, [&](int64_t first, int64_t last) {
     for (int64_t u = first; u < last; u++) {
       const AttendTask &t = plan.tasks[u / a.kv_heads];
       int64_t g = u % a.kv_heads;
+      if (u != expects) fetch_unit(a, plan, u).some(kSpan);
+      expects = u + team.count;  // most likely
+      Fetch next_unit = fetch_unit(a, plan, expects);
       before(t, g);
       Queries q = queries_of(a, t.tokens * group, [&](int64_t r) {
         return a.q + ((t.first + r / group) * a.heads + g * group + r % group) * a.dim;
       });
       if (plan.shared) {
         float *part = plan.partial + (t.part + t.span - t.first_span) * a.heads * size;
-        attend_span(a, t, g, t.span, q, part, t.all_spans * a.heads * size, size);
+        attend_span(a, t, g, t.span, q, part, t.all_spans * a.heads * size, size, next_unit);
         continue;
       }
       float *part = scratch(9)->get<float>(t.tokens * t.spans * a.heads * size);
       for (int64_t c = 0; c < t.spans; c++)
-        attend_span(a, t, g, t.span + c, q, part + c * a.heads * size, t.spans * a.heads * size, size);
+        attend_span(a, t, g, t.span + c, q, part + c * a.heads * size, t.spans * a.heads * size, size,
+                    c + 1 < t.spans ? fetch_keys(a, t, g, t.span + c + 1) : next_unit);
       for (int64_t i = 0; i < t.tokens; i++)
         for (int64_t h = g * group; h < (g + 1) * group; h++)
           merge_spans(part + (i * t.spans * a.heads + h) * size, a.heads * size, t.spans, a.v_dim,

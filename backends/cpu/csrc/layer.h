@@ -80,7 +80,7 @@ inline void enter_and_attend(Team &team, const ip_layer &l, const ip_step &step,
         enter_head(l, step, cache, qkv, t, l.heads + g, q);
         enter_head(l, step, cache, qkv, t, l.heads + l.kv_heads + g, q);
       }
-    });
+    }, true);
   } else {
     enter(team, l, step, cache, qkv, q);
     team.barrier();
@@ -189,6 +189,7 @@ inline const bf16 *layer(Team &team, const ip_layer &l, const ip_step &step, con
     attend_latents(team, l, step, cache, first.y, b, a, plan, phases);
   } else {
     linear(team, l.qkv, first.y, width, m, b.qkv, l.qkv.n, 0);
+    if (plan.whole) expect(team, a, plan);
     team.barrier();
     phases.end(kProject);
     enter_and_attend(team, l, step, cache, b.qkv, b.q, a, plan, phases);

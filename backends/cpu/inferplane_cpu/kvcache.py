@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
+
 from inferplane.plugin import KVLayout, paged_layout
+from inferplane_cpu import pages
 
 BLOCK_TOKENS = 16
 """Small, because a partly filled block is wasted memory and the host gathers blocks of any size equally well."""
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros on huge pages, each of which the system zeroes when it is touched: an unused cache costs nothing."""
+    return pages.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
 def layouts() -> tuple[KVLayout, ...]:
     """Every layout on offer, the plan's own dtype first."""
-    return tuple(paged_layout(BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "fp8", "int8"))
+    return tuple(paged_layout(BLOCK_TOKENS, kv_dtype, zeros=_zeros) for kv_dtype in ("auto", "fp8", "int8"))

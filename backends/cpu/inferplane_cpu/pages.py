@@ -1,4 +1,4 @@
-"""Weights on huge pages: with small ones reading waits for addresses, most of all in a virtual machine."""
+"""Weights and caches on huge pages: with small ones reading waits for addresses, most of all in a virtual machine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
+import numpy as np
 import torch
 
 HUGE = 2**21
@@ -60,11 +61,22 @@ _rooms = _Rooms()
 
 def empty(*shape: int) -> torch.Tensor:
     """Bytes for a weight, `[*shape]`, aligned to 64 and on huge pages where there are any; not written."""
-    nbytes = math.prod(shape)
+    found = _taken(math.prod(shape))
+    return torch.empty(shape, dtype=torch.uint8) if found is None else found.view(shape)
+
+
+def zeros(nbytes: int) -> torch.Tensor:
+    """Zeros `[nbytes]` as `empty` gives bytes; what is not touched takes no memory."""
+    found = _taken(nbytes)  # never used before, so zeros
+    return torch.from_numpy(np.zeros(nbytes, np.uint8)) if found is None else found
+
+
+def _taken(nbytes: int) -> torch.Tensor | None:
+    """Bytes on huge pages; None where there are none."""
     if nbytes and offered():
         with contextlib.suppress(OSError):  # where addresses are limited, the weight may fit and a whole room not
-            return _rooms.take(nbytes).view(shape)
-    return torch.empty(shape, dtype=torch.uint8)
+            return _rooms.take(nbytes)
+    return None
 
 
 def settle(memory: torch.Tensor) -> None:

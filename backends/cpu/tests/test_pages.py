@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from inferplane.plugin import KVRequest
 from inferplane_cpu import pages
-from inferplane_cpu.pages import HUGE, ROOM, empty, offered, settle
+from inferplane_cpu.kvcache import layouts
+from inferplane_cpu.pages import HUGE, ROOM, empty, offered, settle, zeros
 
 asked = pytest.mark.skipif(not offered(), reason="not run: the system gives no huge pages")
 
@@ -111,7 +113,7 @@ def test_nothing_is_asked_for_where_the_system_was_told_not_to(tmp_path, monkeyp
     monkeypatch.setattr(pages, "offered", lambda: False)
     monkeypatch.setattr(pages._mover, "add", lambda storage: pytest.fail("asked"))
     settle(torch.zeros(4 * HUGE, dtype=torch.uint8))
-    assert empty(4, 5).shape == (4, 5)
+    assert empty(4, 5).shape == (4, 5) and zeros(20).tolist() == [0] * 20
 
 
 @asked
@@ -121,8 +123,21 @@ def test_where_no_room_can_be_had_a_weight_is_where_it_fits(monkeypatch):
 
     monkeypatch.setattr(pages, "_rooms", pages._Rooms())
     monkeypatch.setattr(pages.mmap, "mmap", full)
-    assert empty(4, 5).shape == (4, 5)
+    assert empty(4, 5).shape == (4, 5) and zeros(20).tolist() == [0] * 20
+
+
+@asked
+@pytest.mark.parametrize("layout", layouts(), ids=lambda layout: layout.name)
+def test_a_cache_is_zeros_on_huge_pages_that_nobody_has_touched(layout):
+    blocks, before = 8 * HUGE // (16 * 8 * 128), refused()
+    kv = layout.build(KVRequest("gqa", 8, 128, 128), blocks, torch.bfloat16, torch.device("cpu"))
+    first = kv.entries[0].view(torch.uint8).flatten()
+    touched = on_huge_pages(first)
+    first[: 4 * HUGE].fill_(1)
+    assert on_huge_pages(first) - touched + refused() - before >= 3 * HUGE // 1024
+    assert on_huge_pages(first) - touched <= 5 * HUGE // 1024, "what lies behind takes none"
+    assert not first[4 * HUGE :].any() and not any(t.view(torch.uint8).any() for t in kv.stored()[1:])
 
 
 def test_nothing():
-    assert empty(0, 64).shape == (0, 64)
+    assert empty(0, 64).shape == (0, 64) and zeros(0).shape == (0,)

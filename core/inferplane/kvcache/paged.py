@@ -8,6 +8,7 @@ written, so that what attention reads never depends on how a prompt was cut into
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -48,6 +49,10 @@ class _Part:
     dim: int
 
 
+Zeros = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+"""Makes a tensor of zeros: shape, dtype, device."""
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on the host in memory that the system zeroes when it is touched, so an unused cache costs nothing."""
     if device.type != HOST:
@@ -76,6 +81,7 @@ class PagedKV(BlockedKV):
         device: where the tensors live.
         kv_dtype: a name of `KV_DTYPES`.
         power_of_two: scales are rounded up to powers of two, so that multiplying by one is exact in any float format.
+        zeros: makes the tensors.
     """
 
     def __init__(
@@ -88,15 +94,16 @@ class PagedKV(BlockedKV):
         device: torch.device,
         kv_dtype: str = "auto",
         power_of_two: bool = False,
+        zeros: Zeros = _zeros,
     ) -> None:
         self.power_of_two = power_of_two
         self.request, self.blocks, self.block_tokens, self.layout = request, blocks, block_tokens, layout
         self.dtype, self.spec = dtype, KV_DTYPES[kv_dtype]
         slots = blocks * block_tokens + 1
         kept = self.spec.dtype or dtype
-        self.entries = [_zeros((slots, p.heads, p.dim), kept, device) for p in _parts(request)]
+        self.entries = [zeros((slots, p.heads, p.dim), kept, device) for p in _parts(request)]
         self.scales = (
-            [_zeros((slots, p.heads), torch.float32, device) for p in _parts(request)] if self.spec.limit else []
+            [zeros((slots, p.heads), torch.float32, device) for p in _parts(request)] if self.spec.limit else []
         )
 
     def blocked(self) -> tuple[torch.Tensor, ...]:
@@ -145,7 +152,9 @@ def latents(kv: LayerKV) -> torch.Tensor:
     return cast(PagedKV, kv).blocked()[0].flatten(2)
 
 
-def paged_layout(block_tokens: int, kv_dtype: str = "auto", *, power_of_two: bool = False) -> KVLayout:
+def paged_layout(
+    block_tokens: int, kv_dtype: str = "auto", *, power_of_two: bool = False, zeros: Zeros = _zeros
+) -> KVLayout:
     """Core's storage with `block_tokens` tokens a block, named "paged_<tokens>" or "paged_<tokens>_<kv dtype>", and
     then "_p2" with scales that are powers of two.
 
@@ -153,6 +162,7 @@ def paged_layout(block_tokens: int, kv_dtype: str = "auto", *, power_of_two: boo
         block_tokens: tokens a block, at least 1.
         kv_dtype: "auto" (the plan's dtype), "fp8" or "int8".
         power_of_two: round scales up to powers of two: cheap to apply and exact, at up to twice the rounding error.
+        zeros: makes the tensors, `(shape, dtype, device)`, where a device has memory that suits a cache better.
 
     Raises:
         UsageError: unknown KV dtype, or a block of no tokens.
@@ -164,7 +174,7 @@ def paged_layout(block_tokens: int, kv_dtype: str = "auto", *, power_of_two: boo
     name = f"paged_{block_tokens}" + ("" if kv_dtype == "auto" else f"_{kv_dtype}") + ("_p2" if power_of_two else "")
 
     def build(request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
-        return PagedKV(request, blocks, block_tokens, name, dtype, device, kv_dtype, power_of_two)
+        return PagedKV(request, blocks, block_tokens, name, dtype, device, kv_dtype, power_of_two, zeros)
 
     def bytes_per_block(request: KVRequest, dtype: torch.dtype) -> int:
         spec = KV_DTYPES[kv_dtype]
