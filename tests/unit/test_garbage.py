@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import pytest
 
@@ -17,13 +18,21 @@ def _as_it_was():
     (gc.enable if was else gc.disable)()
 
 
-def test_nobody_looks_for_garbage_while_importing_nor_among_it_later():
+def test_nobody_looks_for_garbage_while_importing_nor_among_it_later(monkeypatch):
     gc.enable()
     before = gc.get_freeze_count()
     with importing():
         assert not gc.isenabled()
         made = [[] for _ in range(1000)]
+        monkeypatch.setitem(sys.modules, "imported_now", made)
     assert gc.isenabled() and gc.get_freeze_count() >= before + len(made)
+
+
+def test_what_was_there_can_be_collected_when_nothing_was_imported():
+    before = gc.get_freeze_count()
+    with importing():
+        pass
+    assert gc.get_freeze_count() == before
 
 
 def test_the_collector_is_left_as_it_was():

@@ -20,8 +20,11 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
     """
     pinned, speculative = pins(args.ops), speculation(args)
     with screen.loading(f"starting {args.model}") as loading:
-        from inferplane.cli.sampling import choose
-        from inferplane.engine import LLM, ModelFiles
+        from inferplane.engine.garbage import importing
+
+        with importing():
+            from inferplane.cli.sampling import choose
+            from inferplane.engine import LLM, ModelFiles
 
         params = choose(args, ModelFiles(args.model).folder)
         loading.phase(f"loading {args.model}")
@@ -42,7 +45,8 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
         )
         loading.phase("reading the tokenizer")
         try:
-            _ = llm.tokenizer  # read at first use, which would be after the bar
+            with importing():
+                _ = llm.tokenizer  # read at first use, which would be after the bar
         except BaseException:
             llm.close()
             raise

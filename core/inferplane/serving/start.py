@@ -159,7 +159,6 @@ def import_tokenizers() -> None:
 
 def prepared(engine: Callable[[], AsyncLLM]) -> AsyncLLM:
     """An engine, waited for; what is there then stays."""
-    import_tokenizers()
     found = engine()
     let_be()
     return found

@@ -108,12 +108,16 @@ def _end_with_parent() -> None:
 def main() -> None:
     """A worker. Standard input: the settings. Arguments: the descriptors of socket and board, the board's size and this
     process's slot on it, the engine's address."""
-    from inferplane.engine import AsyncLLM
-    from inferplane.serving.http.gate import Keys
-    from inferplane.serving.run import Life
-    from inferplane.serving.start import prepared
+    from inferplane.engine.garbage import importing
 
     began = time.monotonic()
+    with importing():
+        from inferplane.engine import AsyncLLM
+        from inferplane.serving.http.gate import Keys
+        from inferplane.serving.run import Life
+        from inferplane.serving.start import import_tokenizers, prepared
+
+        import_tokenizers()
     fd, board, slots, slot = map(int, sys.argv[2:6])
     address = sys.argv[6]
     given = json.loads(sys.stdin.buffer.readline())
