@@ -303,6 +303,20 @@ def test_who_is_told_the_kind_loads_the_same_tokenizer_without_torch(tmp_path):
     assert [json.loads(line) for line in done.stdout.splitlines()] == want
 
 
+def test_a_kind_is_loaded_with_what_all_classes_take(bytes_, monkeypatch):
+    """mistral-common's refuses what only AutoTokenizer and most classes know."""
+    from transformers import tokenization_utils_base
+
+    class Strict:
+        @classmethod
+        def from_pretrained(cls, folder, *, local_files_only):
+            assert folder == str(bytes_.folder) and local_files_only
+            return cls()
+
+    monkeypatch.setattr(tokenization_utils_base, "Strict", Strict, raising=False)
+    assert type(Tokenizer(bytes_.folder, "transformers.tokenization_utils_base.Strict").fast) is Strict
+
+
 def test_a_kind_that_is_none_of_transformers_is_not_imported(bytes_):
     for kind in ("this.T", "T", ""):
         assert Tokenizer(bytes_.folder, kind).kind == bytes_.kind
@@ -318,6 +332,7 @@ def test_code_in_a_checkpoint_is_not_run(bytes_, tmp_path):
     path.write_text(json.dumps(entries | {"tokenizer_class": "T"}))
     with contextlib.suppress(CheckpointError):  # to refuse is right, to take the tokenizer.json beside it as well
         assert Tokenizer(tmp_path).encode("a") == bytes_.encode("a")
+    assert Tokenizer(tmp_path, bytes_.kind).encode("a") == bytes_.encode("a")
     assert not (tmp_path / "ran").exists()
 
 

@@ -53,9 +53,7 @@ class Tokenizer:
             if os.path.lexists(folder / name) and file_size(folder / name) > LIMIT_BYTES:
                 raise CheckpointError(f"{folder / name} has more than {LIMIT_BYTES} bytes.", remedy=AGAIN)
         try:
-            self._inner: Any = _loader(kind).from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
+            self._inner: Any = _load(str(folder), kind)
         except BaseException as error:  # a panic in the tokenizers library is no Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
                 raise
@@ -115,18 +113,19 @@ class Tokenizer:
         return frozenset(found | end_ids(self.folder))
 
 
-def _loader(kind: str) -> Any:
-    """The class of transformers that is known by `Tokenizer.kind`, else the one that chooses among them.
+def _load(folder: str, kind: str) -> Any:
+    """A folder's tokenizer, of the class of transformers that `kind` names, else of the one that transformers chooses.
 
     To choose takes the model's configuration, and with it torch: a second or two, and 170 MB. Who was told the choice
     needs neither.
     """
     module, _, name = kind.rpartition(".")
     if module.startswith("transformers."):
-        return getattr(importlib.import_module(module), name)
+        chosen = getattr(importlib.import_module(module), name)
+        return chosen.from_pretrained(folder, local_files_only=True)  # some take nothing else
     from transformers import AutoTokenizer
 
-    return AutoTokenizer
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def end_ids(folder: Path) -> frozenset[int]:
