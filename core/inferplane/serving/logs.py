@@ -34,6 +34,8 @@ def safe(value: Any) -> Any:
         return value
     text = str(value)
     cut = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+    if cut.isprintable():
+        return cut
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in cut)
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from inferplane.engine.garbage import let_be
 from inferplane.serving import logs, tracing
 from inferplane.serving.counts import REJECTED, Counts
 from inferplane.serving.http.app import gated, health_app, metrics_app, whole_app
@@ -131,6 +132,7 @@ class Life:
 
     async def _load(self) -> None:
         await self._service.load(self._opener)
+        let_be()  # tokenizer and routes, too
         if self._workers is not None and self._service.engine is not None:
             self._workers.start(self._settings.http_workers - 1, self._service.engine.address)
         model = self._service.model
