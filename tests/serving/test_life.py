@@ -290,13 +290,15 @@ def leave(server: Live, body: dict, pieces: int, path: str = "/v1/completions") 
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("point", ["accepted", "prompt", "first", "fifth", "whole", "queued"])
+@pytest.mark.parametrize("point", ["accepted", "prompt", "first", "fifth", "whole", "large", "queued"])
 def test_leaving_frees_everything(small, point, n):
     before = small.at_rest()
     body = {**LONG, "stream": point in ("first", "fifth"), "n": n}
     hogs = []
     if point == "prompt":
         body["prompt"] = "x = 1\n" * 250
+    if point == "large":
+        body["padding"] = "x" * 400_000
     if point == "queued":
         with ThreadPoolExecutor(2) as pool:
             hogs = [pool.submit(stream, small, max_tokens=150) for _ in range(2)]
@@ -305,7 +307,7 @@ def test_leaving_frees_everything(small, point, n):
             assert all(h.result()[1][-1] == "[DONE]" for h in hogs)
     else:
         leave(small, body, {"first": 1, "fifth": 5}.get(point, 0))
-        if point == "whole":
+        if point in ("whole", "large"):
             time.sleep(0.3)
     after = small.at_rest()
     name = 'inferplane:requests_aborted_total{cause="disconnect"}'

@@ -1,12 +1,14 @@
 """The door to the routes that generate: a request for which there is no place is refused before they are entered.
 
 A burst is answered in the order of its arrival, and to accept a request costs many times what it costs to refuse one.
-So refusals do not stand in line behind the work of those that were accepted: only a body that is there already is read,
-and only to learn which dialect's error its sender understands.
+So refusals do not stand in line behind the work of those that were accepted. Only a body that is there already is read,
+and only to learn which dialect's error its sender understands; and those that were accepted go on one by one.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Collection, MutableMapping
 from typing import Any
 
@@ -16,6 +18,34 @@ from inferplane.serving.places import Reserved
 from inferplane.serving.service import Service
 from inferplane.serving.tracing import carried
 from inferplane.serving.wire import parse
+
+
+class Turns:
+    """Lets those who wait go on one by one, one in each pass of the loop: what came meanwhile is heard in between."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+
+    async def mine(self) -> None:
+        """Wait for a turn; the first one in a pass goes on at once."""
+        loop = asyncio.get_running_loop()
+        if not self._taken:
+            self._taken = True
+            loop.call_soon(self._next)
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # its client has not left
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._next)
+                return
+        self._taken = False
 
 
 class Door:
@@ -29,6 +59,7 @@ class Door:
 
     def __init__(self, service: Service, paths: Collection[str], native: Collection[str]) -> None:
         self._service, self._paths, self._native = service, frozenset(paths), frozenset(native)
+        self.turns = Turns()
 
     def leads(self, method: str, path: str) -> bool:
         """Whether a request generates."""

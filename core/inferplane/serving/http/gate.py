@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
-from inferplane.serving.errors import ApiError
+from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.http.door import Door
 from inferplane.serving.http.protocol import MOST_HEADER_BYTES
 from inferplane.serving.places import Reserved
@@ -159,14 +159,15 @@ class Body:
 
 
 class _Passage:
-    """One request on its way through the gate."""
+    """One request on its way through the gate, in the task that its connection has made for it."""
 
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
         self._gate, self._scope, self._receive, self._send = gate, scope, receive, send
         self._began = time.monotonic()
         self._status: int | None = None
         self._complete = False
-        self._gone = False
+        self._gone = self._late = False
+        self._task = asyncio.current_task()
         self._held_bytes = 0
         self._reserved: Reserved | None = None
         self._body = Body(self._counted_send)
@@ -264,10 +265,19 @@ class _Passage:
         most = self._gate._settings.max_body_bytes
         if self._declared() > most:
             raise ApiError(413, f"The body is larger than {most} bytes.", code="body_too_large")
+        limit = asyncio.get_running_loop().call_later(self._gate._settings.body_timeout_s, self._too_late)
         try:
-            return await asyncio.wait_for(self._read(most), self._gate._settings.body_timeout_s)
-        except asyncio.TimeoutError:
+            return await self._read(most)
+        except asyncio.CancelledError:
+            if not self._late:
+                raise
             raise ApiError(408, "The body did not arrive in time.", code="body_timeout") from None
+        finally:
+            limit.cancel()
+
+    def _too_late(self) -> None:
+        self._late = True
+        self._end()
 
     async def _read(self, most: int) -> bytes | None:
         body, gate = bytearray(), self._gate
@@ -304,29 +314,35 @@ class _Passage:
         scope = self._scope
         if scope["method"] == "HEAD":  # as GET; the connection sends no body
             scope = {**scope, "method": "GET"}
-        routes = asyncio.ensure_future(self._gate._app(scope, receive, self._counted_send))
-        watch = asyncio.ensure_future(self._watch())
+        failed: Exception | None = None
+        when_lost = scope.get("state", {}).get("when_lost") or (lambda left: None)
+        when_lost(self._left)
         try:
-            await asyncio.wait((routes, watch), return_when=asyncio.FIRST_COMPLETED)
-            if not routes.done() and not self._complete:
-                self._gone = True
-                routes.cancel()
-            await asyncio.gather(routes, return_exceptions=True)
+            if self._reserved is not None:
+                await self._gate._door.turns.mine()
+            await self._gate._app(scope, receive, self._counted_send)
+        except asyncio.CancelledError:
+            if not self._gone:
+                raise
+        except Exception as error:
+            failed = error
         finally:
-            watch.cancel()
-            routes.cancel()
-            await asyncio.gather(routes, watch, return_exceptions=True)
-        failed = None if routes.cancelled() else routes.exception()
+            when_lost(None)
         if failed is not None:
             log.error("a route failed", exc_info=failed, extra={"facts": {"request_id": self._id}})
             if self._status is None:
-                await self._refuse(ApiError(500, "The request failed inside the server.", code="internal_error"))
+                await self._refuse(internal())
             elif not self._complete:
                 raise failed
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def _left(self) -> None:
+        if not self._complete:
+            self._gone = True
+            self._end()
+
+    def _end(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
 
     async def _counted_send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -28,11 +28,14 @@ def connection_class(
 
     class Connection(H11Protocol):
         _patience: asyncio.TimerHandle | None = None
+        _left: Callable[[], object] | None = None
+        _lost = False
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             # Routes get this with every request's scope.
-            self.app_state = {**self.app_state, "cut_off": transport.abort, "transport": transport}
+            own = {"cut_off": transport.abort, "transport": transport, "when_lost": self._when_lost}
+            self.app_state = {**self.app_state, **own}
             if len(self.connections) > max_connections:
                 refused("too_many_connections")
                 transport.abort()
@@ -53,6 +56,18 @@ def connection_class(
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
             super().connection_lost(exc)
+            self._lost = True
+            if self._left is not None:
+                self._left()
+
+        def _when_lost(self, left: Callable[[], object] | None) -> None:
+            """Have this called when the client leaves, soon if it has left; None: no longer."""
+            self._left = left
+            if left is None:
+                return
+            self.flow.resume_reading()  # a large body may have paused it, and who does not read hears of nothing
+            if self._lost:
+                self.loop.call_soon(left)
 
         def _wait_for_headers(self) -> None:
             self._patience = self.loop.call_later(header_timeout_s, self.transport.abort)
