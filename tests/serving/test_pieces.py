@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from inferplane.serving.errors import ApiError
+from inferplane.serving.http import answer
 from inferplane.serving.http.gate import Body
 from inferplane.serving.job import Piece
 from inferplane.serving.service import Service
@@ -26,7 +27,7 @@ class Reader:
         self._takes = takes
         self.tokens: list[int] = []
         self.reasons: list[str] = []
-        self.offered = self.taken = self.yielded = 0
+        self.offered = self.taken = self.yielded = self.batches = 0
         self._busy = False
 
     def at_once(self, piece: Piece) -> bool:
@@ -45,9 +46,11 @@ class Reader:
                 for piece in several:
                     self.tokens += piece.delta.token_ids
                     self.reasons += [piece.delta.finish_reason] if piece.delta.finish_reason else []
-                self._busy = True
-                await asyncio.sleep(0.002)  # what comes meanwhile waits, and is not offered
-                self._busy = False
+                self.batches += 1
+                if self.batches % 2:  # a reader that is always slower than the engine would not be offered anything
+                    self._busy = True
+                    await asyncio.sleep(0.002)  # what comes meanwhile waits, and is not offered
+                    self._busy = False
             assert job.completion_tokens == len(self.tokens)
 
 
@@ -115,5 +118,35 @@ def test_a_body_takes_the_short_way_only_where_the_client_keeps_up():
             assert not body.ready
             await body.send(b"c")
             assert long_way.pop()["body"] == b"c"
+
+    check(work)
+
+
+def test_silence_is_filled_until_the_stream_ends(monkeypatch: pytest.MonkeyPatch):
+    async def work() -> None:
+        long_way: list[Any] = []
+
+        async def send(message: Any) -> None:
+            long_way.append(message["body"])
+
+        body, wire = Body(send), Wire()
+        body.transport = cast("asyncio.Transport", wire)
+        pulse = answer._Pulse(body, b":")
+        pulse.write(b"x")
+        pulse._beaten()
+        assert wire.got == b"1\r\nx\r\n"  # no silence yet
+        pulse.stop()
+
+        monkeypatch.setattr(answer, "PING_S", 0.1)
+        pulse = answer._Pulse(body, b":")
+        await asyncio.sleep(0.3)
+        assert wire.got.endswith(b"1\r\n:\r\n") and not long_way
+        wire.unread = 1
+        await asyncio.sleep(0.3)
+        assert long_way[:1] == [b":"]
+        pulse.stop()
+        wire.unread, wire.got, told = 0, b"", len(long_way)
+        await asyncio.sleep(0.3)
+        assert (wire.got, len(long_way)) == (b"", told)
 
     check(work)

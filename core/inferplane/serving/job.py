@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -81,8 +81,12 @@ class Job:
 
     async def begin(self, patience_s: float) -> None:
         """Wait for the first piece, but not longer than this; ApiError when the engine refuses the request."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._some(), patience_s)
+        if not self._pieces:
+            impatient = asyncio.get_running_loop().call_later(patience_s, self._wake)
+            try:
+                await self._news()
+            finally:
+                impatient.cancel()
         if self._pieces and isinstance(self._pieces[0], ApiError):
             raise self._pieces[0]
 
@@ -124,8 +128,15 @@ class Job:
     async def _some(self) -> None:
         """Wait until there is a piece. One task at a time reads a job."""
         while not self._pieces:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._news()
+
+    async def _news(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def close(self) -> None:
         """End what still runs. The engine frees its blocks within a step."""
@@ -137,7 +148,7 @@ class Job:
         which, index = divmod(choice, self.ask.n)
         try:
             await self._engine.feed(
-                lambda delta: self._take(choice, delta),
+                partial(self._take, choice),
                 self.prompts[which],
                 self.params[which],
                 f"{self.name}.{choice}",
@@ -173,8 +184,7 @@ class Job:
 
     def _put(self, piece: Piece | ApiError) -> None:
         self._pieces.append(piece)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
 
 
 def _failure(delta: Delta) -> ApiError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,8 @@ PING_S = 15.0
 """Seconds of silence after which a stream sends a sign of life."""
 IGNORED = "x-inferplane-ignored"
 MOST_NAMES_CHARACTERS = 400
+Answer = Callable[[Scope, bytes], Awaitable[Response]]
+"""From a request's scope and body to what answers it."""
 log = logging.getLogger("inferplane.serving")
 
 
@@ -95,12 +97,13 @@ class Generation(Response):
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._begun = True
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        pulse = _Pulse(scope[BODY], self._rendering.ping)
+        body: Body = scope[BODY]
+        pulse, rendered = _Pulse(body, self._rendering.ping), self._rendering.piece
 
         def at_once(piece: Piece) -> bool:
-            if not pulse.ready:
+            if not body.ready:
                 return False
-            pulse.write(self._rendering.piece(job, piece))
+            pulse.write(rendered(job, piece))
             return True
 
         try:
@@ -128,11 +131,9 @@ class _Pulse:
 
     def __init__(self, body: Body, ping: bytes) -> None:
         self._body, self._ping, self._last = body, ping, time.monotonic()
-        self._beat = asyncio.create_task(self._beating()) if ping else None
-
-    @property
-    def ready(self) -> bool:
-        return self._body.ready
+        self._loop = asyncio.get_running_loop()
+        self._beat = self._loop.call_later(PING_S, self._beaten) if ping else None
+        self._behind: asyncio.Task[None] | None = None
 
     def write(self, data: bytes) -> None:
         if data:
@@ -145,14 +146,19 @@ class _Pulse:
             await self._body.send(data)
 
     def stop(self) -> None:
-        if self._beat is not None:
-            self._beat.cancel()
+        for pending in (self._beat, self._behind):
+            if pending is not None:
+                pending.cancel()
 
-    async def _beating(self) -> None:
-        while True:
-            await asyncio.sleep(max(0.1, self._last + PING_S - time.monotonic()))
-            if time.monotonic() - self._last >= PING_S:
-                await self.send(self._ping)
+    def _beaten(self) -> None:
+        quiet_s = time.monotonic() - self._last
+        if quiet_s >= PING_S:
+            quiet_s = 0.0
+            if self._body.ready:
+                self.write(self._ping)
+            elif self._behind is None or self._behind.done():
+                self._behind = self._loop.create_task(self.send(self._ping))
+        self._beat = self._loop.call_later(max(0.1, PING_S - quiet_s), self._beaten)
 
 
 async def gather(job: Job) -> list[Choice]:
@@ -177,3 +183,21 @@ def refuse(error: ApiError, body: Any) -> JSONResponse:
     """An error as a response."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return JSONResponse(body, error.status, headers)
+
+
+def told(error: ApiError, scope: Scope) -> Response:
+    """An error that ends a request, as OpenAI words it; the log tells it, too."""
+    scope[FACTS]["error"] = error.code
+    return refuse(error, error.body())
+
+
+async def answered(answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request whose body comes in one piece, as a framework would."""
+    try:
+        response = await answer(scope, (await receive())["body"])
+    except ApiError as error:
+        response = told(error, scope)
+    except Exception:
+        await told(internal(), scope)(scope, receive, send)
+        raise  # the gate logs it
+    await response(scope, receive, send)

@@ -11,11 +11,11 @@ from starlette.responses import Response
 from inferplane.serving import native
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http import chat
-from inferplane.serving.http.answer import Generation, refuse
+from inferplane.serving.http.answer import Answer, Generation, refuse
 from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRendering, CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRendering, EmbeddingRequest
-from inferplane.serving.http.gate import REQUEST_ID
+from inferplane.serving.http.gate import REQUEST_ID, Scope
 from inferplane.serving.service import Service
 from inferplane.serving.wire import parse, unknown_fields, validate
 
@@ -27,37 +27,51 @@ NATIVE = (COMPLETIONS, CHAT, *ALIASES)
 PATHS = (*NATIVE, EMBEDDINGS)
 """Routes that take a place."""
 
-Answer = Callable[[dict[str, Any], str], Awaitable[Generation]]
+Speak = Callable[[dict[str, Any], str], Awaitable[Generation]]
+"""From a body's fields and the request's id to an answer."""
+
+
+def answers(service: Service) -> dict[str, Answer]:
+    """Of every path what answers a POST."""
+    found: dict[str, Answer] = {
+        COMPLETIONS: _bilingual(service, lambda data, request_id: _completion(service, data, request_id)),
+        CHAT: _bilingual(service, lambda data, request_id: _chat(service, data, request_id)),
+        EMBEDDINGS: lambda scope, body: _embeddings(service, body),
+    }
+    return {**found, **{alias: found[path] for alias, path in ALIASES.items()}}
 
 
 def routes(service: Service) -> APIRouter:
-    """Routes over a service."""
+    """Routes over a service, to be described and listed; `answers` is the short way to the same."""
     router = APIRouter()
-    answers: dict[str, Answer] = {
-        COMPLETIONS: lambda data, request_id: _completion(service, data, request_id),
-        CHAT: lambda data, request_id: _chat(service, data, request_id),
-    }
-    for path, route in [*((p, p) for p in answers), *ALIASES.items()]:
+    for path, answer in answers(service).items():
         router.add_api_route(
-            path, _endpoint(service, answers[route]), methods=["POST"], include_in_schema=path == route
+            path,
+            _endpoint(answer),
+            methods=["POST"],
+            name="embeddings" if path == EMBEDDINGS else "endpoint",
+            include_in_schema=path not in ALIASES,
         )
-
-    @router.post(EMBEDDINGS)
-    async def embeddings(request: Request) -> Response:
-        data = await _data(service, request)
-        with service.counted():
-            return _embeddings(service, data)
-
     return router
 
 
-def _endpoint(service: Service, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        data = await _data(service, request)
-        request_id = request.scope[REQUEST_ID]
+        return await answer(request.scope, await request.body())
+
+    return endpoint
+
+
+def _bilingual(service: Service, speak: Speak) -> Answer:
+    """OpenAI's dialect or the native one, as the body speaks."""
+
+    async def answer(scope: Scope, body: bytes) -> Response:
+        with service.counted():
+            data = parse(body)
+        request_id = scope[REQUEST_ID]
         if not native.is_native(data):
             with service.counted():
-                return await answer(data, request_id)
+                return await speak(data, request_id)
         try:
             with service.counted():
                 return await _native(service, data, request_id)
@@ -65,13 +79,7 @@ def _endpoint(service: Service, answer: Answer) -> Callable[[Request], Awaitable
             asked = data.get("req_id")
             return refuse(error, native.refusal(error, asked if isinstance(asked, str) else None))
 
-    return endpoint
-
-
-async def _data(service: Service, request: Request) -> dict[str, Any]:
-    body = await request.body()
-    with service.counted():
-        return parse(body)
+    return answer
 
 
 async def _completion(service: Service, data: dict[str, Any], request_id: str) -> Generation:
@@ -94,11 +102,12 @@ async def _chat(service: Service, data: dict[str, Any], request_id: str) -> Gene
     return Generation(service, ask, rendering, stream=bool(request.stream), ignored=unknown_fields(request))
 
 
-def _embeddings(service: Service, data: dict[str, Any]) -> Generation:
-    request = validate(EmbeddingRequest, data)
-    model = service.served
-    rendering = EmbeddingRendering(request, model.check_name(request.model), model.info.width)
-    ask = request.ask(service.settings.pooling)
+async def _embeddings(service: Service, body: bytes) -> Generation:
+    with service.counted():
+        request = validate(EmbeddingRequest, parse(body))
+        model = service.served
+        rendering = EmbeddingRendering(request, model.check_name(request.model), model.info.width)
+        ask = request.ask(service.settings.pooling)
     return Generation(service, ask, rendering, stream=False, ignored=unknown_fields(request))
 
 
