@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ def decide(
     drawn = sampler.sample(some, step)
     # A broken kernel's usual sign, shown by the op `sample`. Raised for the step, it then ends the requests it is
     # in, found one by one.
-    if not bool(some.gather(1, drawn[:, None]).isfinite().all().to(HOST)):
+    if not all(map(math.isfinite, some.gather(1, drawn[:, None])[:, 0].to(HOST).tolist())):
         raise FloatingPointError(NOT_FINITE)
     deciding = [s for s in chosen if s.last]
     drafts = [s.drafts for s in deciding]
@@ -84,8 +85,10 @@ def decide(
         kept = [t[:n] for n, *t in table]
     else:
         kept = [[int(t)] for t in drawn.to(HOST).tolist()]
-    stood = [t for new, d in zip(kept, drafts) for t in (*new, *([0] * (1 + len(d) - len(new))))]
-    found = sampler.logprobs(some, torch.tensor(stood, device=some.device), step)
+    found = None
+    if step.logprobs is not None:
+        stood = [t for new, d in zip(kept, drafts) for t in (*new, *([0] * (1 + len(d) - len(new))))]
+        found = sampler.logprobs(some, torch.tensor(stood, device=some.device), step)
     listed = iter(found.lists(step.alternatives)) if found is not None else iter(())
     tokens: list[list[int]] = []
     scores: list[list[TokenLogprob]] = []

@@ -262,8 +262,12 @@ def _banned(rows: Sequence[SampleRow], vocab: int, stuck: set[int]) -> tuple[np.
 
 
 def send(tree: Any, device: Any) -> Any:
-    """The same tree of tuples with its arrays as tensors on the device, sent in one copy for each dtype."""
+    """The same tree of tuples with its arrays as tensors on the device: sent in one copy for each dtype, or to the host
+    not at all.
+    """
     arrays = list(_arrays(tree))
+    if torch.device(device).type == HOST:
+        return _rebuilt(tree, iter([torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]))
     sent: dict[int, torch.Tensor] = {}
     for dtype in {a.dtype for a in arrays}:
         some = [(i, a) for i, a in enumerate(arrays) if a.dtype == dtype]
