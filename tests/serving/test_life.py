@@ -20,6 +20,7 @@ import pytest
 
 import inferplane
 from inferplane.plugins import host
+from inferplane.serving.run import ECHO_S
 from tests.serving.live import Live, engine_pids
 
 LONG = {"prompt": "x = [", "max_tokens": 1200, "temperature": 0, "ignore_eos": True}
@@ -203,6 +204,8 @@ def test_a_second_signal_ends_it_at_once():
         pids = engine_pids(server)
         server.process.send_signal(signal.SIGTERM)
         server.event("draining")
+        server.process.send_signal(signal.SIGTERM)  # a launcher's, to the whole group: the same one
+        time.sleep(2 * ECHO_S)
         assert server.process.poll() is None
         begun = time.monotonic()
         assert server.stop() == 128 + signal.SIGTERM
@@ -217,6 +220,8 @@ def test_a_signal_while_it_loads_leaves_no_folder(tmp_path):
         until(lambda: any(tmp_path.glob("inferplane-*")))
         server.stop()
         assert not any(event["event"] == "ready" for event in server.log)
+        told = [event["event"] for event in server.log]
+        assert told.index("listening") < told.index("draining") < told.index("ended")
     until(lambda: not any(tmp_path.iterdir()))
 
 

@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any, TextIO
 
@@ -66,16 +67,20 @@ class Writer(logging.Handler):
 
     Args:
         out: where to; lines that find `MOST_LINES` before them are dropped, and counted in a line of their own.
+        everywhere: facts of every line.
     """
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, everywhere: Mapping[str, Any] | None = None) -> None:
         super().__init__()
+        self._everywhere = everywhere or {}
         self._out, self._dropped = out, 0
         self._lines: queue.Queue[str | None] = queue.Queue(MOST_LINES)
         self._thread = threading.Thread(target=self._write, name="inferplane-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self._everywhere:
+            record.facts = {**self._everywhere, **getattr(record, "facts", {})}
         try:
             self._lines.put_nowait(self.format(record))
         except queue.Full:
@@ -104,15 +109,16 @@ def finish() -> None:
             handler.finish()
 
 
-def set_up(form: str, level: str) -> None:
+def set_up(form: str, level: str, **everywhere: Any) -> None:
     """Send the log to standard error.
 
     Args:
         form: "json", "text", or "auto": text on a terminal.
         level: what is logged.
+        everywhere: facts of every line.
     """
     text = form == "text" or (form == "auto" and sys.stderr.isatty())
-    handler = Writer(sys.stderr)
+    handler = Writer(sys.stderr, everywhere)
     handler.setFormatter(TextLines() if text else JsonLines())
     for name, least in NAMES.items():
         logger = logging.getLogger(name)

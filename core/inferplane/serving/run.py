@@ -1,7 +1,7 @@
 """A server's life: ports first, then the model, then requests, then the end that signals ask for.
 
 The first SIGTERM or Ctrl-C drains: new requests are refused, live ones have `drain_s` seconds, what is left is aborted
-with a terminal event. The second ends the process at once. A model that cannot be loaded, or an engine that dies, ends
+with a terminal event. A second ends the process at once. A model that cannot be loaded, or an engine that dies, ends
 it with exit code 1, for whoever started it to start it again.
 """
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
 
 KEEP_ALIVE_S = 30
+ECHO_S = 0.3
+"""A signal so soon after the first is the same one: launchers signal a child, and then its group."""
 log = logging.getLogger("inferplane.serving")
 
 
@@ -62,6 +64,7 @@ class Life:
         told: signals that came before the loop.
         places: for sequences, when several processes share them.
         counts: of the whole server, likewise.
+        others: whether others answer on these sockets while it loads; then it takes connections only once it is ready.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Life:
         told: Sequence[int] = (),
         places: Places | None = None,
         counts: Counts | None = None,
+        others: bool = False,
     ) -> None:
         self._settings, self._keys, self._sockets, self._began = settings, keys, sockets, began
         self._opener, self._workers = opener, workers
@@ -84,23 +88,21 @@ class Life:
             self._service.others_end = workers.end
         self._stop = asyncio.Event()
         self._gates: list[Gate] = []
-        self._told = told
+        self._told, self._others = told, others
+        self._stopped_at = 0.0
 
     async def live(self) -> int:
         """Serve to the end; the exit code."""
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number)
-        for heard in self._told:
-            self._on_signal(heard)
         servers = self._servers()
         addresses = {name: _address(s) for name, s in self._sockets.items()}
         calls = await self._start_grpc(addresses)
-        serving = [asyncio.create_task(s.serve(sockets=[self._sockets[name]])) for name, s in servers.items()]
         sweeping = [asyncio.create_task(gate.sweep()) for gate in self._gates]
-        log.info("listening", extra={"facts": addresses})
-        loading = asyncio.ensure_future(self._load())
         waiting = [asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._service.failed.wait())]
+        serving = [asyncio.create_task(self._listen(server, self._sockets[name])) for name, server in servers.items()]
+        if not self._others:
+            log.info("listening", extra={"facts": addresses})
+        self._hear()
+        loading = asyncio.ensure_future(self._load())
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             failed = self._service.failure
@@ -110,7 +112,8 @@ class Life:
                 server.should_exit = True
             if calls is not None:
                 await calls.stop(FLUSH_S)
-            await asyncio.wait(serving, timeout=FLUSH_S)
+            if not self._others or self._service.serving.is_set():
+                await asyncio.wait(serving, timeout=FLUSH_S)
             for task in (*serving, *sweeping, *waiting):
                 task.cancel()
             if self._tracer is not None:
@@ -120,12 +123,28 @@ class Life:
         log.info("ended", extra={"facts": {"why": failed or "signal"}})
         return 1 if failed else 0
 
+    async def _listen(self, server: uvicorn.Server, sock: socket.socket) -> None:
+        """Answer on a socket; where others do so too, once there is a model, for until then they have one."""
+        if self._others:
+            await self._service.serving.wait()
+        await server.serve(sockets=[sock])
+
+    def _hear(self) -> None:
+        """Act on signals, those that came before the loop among them."""
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        for heard in self._told:
+            self._on_signal(heard)
+
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
+            if time.monotonic() - self._stopped_at < ECHO_S:
+                return
             log.warning("ending at once", extra={"facts": {"signal": signal.Signals(number).name}})
             logs.finish()
             os._exit(128 + number)  # the engine's process ends with this one's connection
         log.info("draining", extra={"facts": {"signal": signal.Signals(number).name}})
+        self._stopped_at = time.monotonic()
         self._stop.set()
 
     # -- parts

@@ -78,7 +78,7 @@ class Service:
         self.places = places or Places(settings.max_batch + settings.max_waiting)
         self.counts = counts or Counts()
         self.failure = ""
-        self.failed = asyncio.Event()
+        self.failed, self.serving = asyncio.Event(), asyncio.Event()
         self.started = time.monotonic()
         self._silent_since: float | None = None
         self._stalled = ""
@@ -108,6 +108,7 @@ class Service:
             raise
         self.engine = engine
         self.state = "serving"
+        self.serving.set()
         self._watch = asyncio.create_task(self._watching(engine))
 
     async def drain(self, drain_s: float) -> None:

@@ -1,7 +1,8 @@
 """More processes for HTTP over one engine: parsing, templates and JSON then have several cores.
 
 The process that was started serves as well, and has the engine. Each of the others inherits the listening socket,
-connects to the engine by itself, and ends with the first one: its standard input is a pipe that then closes.
+connects to the engine by itself, takes connections once it has done so, and ends with the first one: its standard input
+is a pipe that then closes.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Workers:
 
 def _end_with_parent() -> None:
     """Standard input ends when the first process does; then nobody is left to answer for."""
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not through sys.stdin: its lock, held here, is needed when the interpreter ends
+        pass
     os._exit(1)
 
 
@@ -124,7 +126,7 @@ def main() -> None:
     values: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     settings = Settings(**values)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    logs.set_up(settings.log_format, settings.log_level)
+    logs.set_up(settings.log_format, settings.log_level, worker=slot)
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)
     shared = Board(slots, CELLS, board)
@@ -136,6 +138,7 @@ def main() -> None:
         lambda: prepared(lambda: AsyncLLM.connect(address)),
         places=Places(settings.max_batch + settings.max_waiting, shared, slot),
         counts=Counts(shared, slot),
+        others=True,
     )
     try:
         code = asyncio.run(life.live())
