@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
 import torch
 
-from inferplane import LLM, SamplingParams
+from inferplane import LLM, AsyncLLM, SamplingParams
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.models import Build, Config, as_config, build
 from inferplane.types import HOST, Placement
@@ -261,3 +262,62 @@ def test_calls_that_can(llm):
         assert [t for d in llm.stream(prompt, greedy) for t in d.token_ids] == want.token_ids
     many = llm.generate([(1, 2, 3), torch.tensor([1, 2, 3])], (greedy, greedy))
     assert [r.token_ids for r in many] == [want.token_ids] * 2
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"rol": "user", "content": "hi"}], r"Message 0 lacks 'role'.*write 'role' in place of 'rol'"),
+        ([{"content": "hi"}], "Message 0 lacks 'role'.*give it a role"),
+        ([{"role": "user", "content": "hi"}, {"role": "user"}], "Message 1 lacks 'content'.*give it a content"),
+        ([{"role": None, "content": "hi"}], r"messages\[0\] has the role None.*'user'"),
+    ],
+)
+def test_messages_that_lack_something(llm, monkeypatch, messages, says):
+    monkeypatch.setattr(llm, "_tokenizer", Echo())
+    for ask in (llm.chat, llm.stream_chat):
+        with pytest.raises(UsageError, match=says) as caught:
+            ask(messages)
+        told(caught.value)
+    assert not llm.engine.busy
+
+
+def test_a_message_that_calls_tools_needs_no_content(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_tokenizer", Echo())
+    monkeypatch.setattr(llm, "_detokenizer", lambda *asked: None)
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": []}]
+    assert llm.chat(said, SamplingParams(max_tokens=2, ignore_eos=True)).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda llm: SamplingParams(max_token=5), "SamplingParams takes no max_token.*perhaps max_tokens was meant"),
+        (lambda llm: LLM(LLAMA, max_modellen=3), "LLM takes no max_modellen.*perhaps max_model_len was meant"),
+        (
+            lambda llm: LLM(LLAMA, top_k=3),
+            r"LLM takes no top_k.*generate, stream or chat: params=SamplingParams\(top_k=3",
+        ),
+        (lambda llm: llm.generate([1], max_tokens=3), r"generate takes no max_tokens.*pass params: params=Sampl"),
+        (lambda llm: llm.generate(prompt=[1]), "generate takes no prompt.*perhaps prompts was meant"),
+        (lambda llm: llm.stream([1], temperature=0), "stream takes no temperature"),
+        (lambda llm: llm.chat([{"role": "user", "content": "x"}], n=1), "chat takes no n"),
+        (lambda llm: llm.embed([1], normalise=True), "embed takes no normalise.*perhaps normalize was meant"),
+        (lambda llm: llm.logits([1], whatever=1), "logits takes no whatever"),
+    ],
+)
+def test_keywords_that_nobody_takes(llm, ask, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        ask(llm)
+    told(caught.value)
+    assert not llm.engine.busy
+
+
+def test_an_engine_in_a_thread_has_no_address_and_says_so_without_raising():
+    llm = AsyncLLM(LLAMA, device=HOST, load_format="dummy", dtype="float32", kv_cache_bytes=1 << 20, max_batch=4)
+    try:
+        assert getattr(llm, "address", None) == ""
+        with pytest.raises(UsageError, match="generate takes no max_tokens"):
+            llm.generate([1], max_tokens=3)
+    finally:
+        asyncio.run(llm.shutdown())

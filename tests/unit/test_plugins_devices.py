@@ -6,8 +6,11 @@ import logging
 
 import pytest
 
-from inferplane.errors import DeviceError, UsageError
+from inferplane.engine import ModelFiles, RunnerOptions
+from inferplane.engine.runner import Runner
+from inferplane.errors import DeviceError, PluginError, UsageError
 from tests.unit.fake_wheels import HEAD, backend, names, serving
+from tests.unit.small import LLAMA
 
 ABSENT = 'Probe(Presence.ABSENT, "no driver found.", "install the driver")'
 BROKEN = 'Probe(Presence.BROKEN, "driver 1 is older than runtime 2", "upgrade the driver")'
@@ -182,3 +185,34 @@ def test_probed_once_and_only_when_needed(wheels):
     assert names(host) == names(host) == ["homely", "toy"]
     host.backend("toy")
     assert fake_toy.calls == [1]
+
+
+@pytest.mark.parametrize(
+    ("opens", "says"),
+    [
+        ('raise RuntimeError("no such board")', "RuntimeError: no such board"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("return None", "Fake_toy.open() returned None, not a DeviceState"),
+    ],
+)
+def test_a_device_that_fails_to_open_names_its_plugin_and_the_stage(wheels, opens, says):
+    source = serving("toy").replace('raise AssertionError("nobody asked for it to be opened")', opens)
+    assert opens in source
+    wheels.install("acme", "1.5", {"toy": "fake_toy"}, fake_toy=source)
+    host = wheels.discover()
+    with pytest.raises(PluginError) as caught:
+        Runner.open(ModelFiles(LLAMA), host, "toy", RunnerOptions(load_format="dummy"))
+    assert f"acme 1.5 (toy), open: {says}" in str(caught.value) and "-toy in INFERPLANE_PLUGINS" in caught.value.remedy
+    assert [(r.stage, r.devices) for r in host.quarantined()] == [("open", ("toy",))]
+
+
+def test_what_a_device_says_itself_when_it_is_opened_stays_as_it_is(wheels):
+    source = serving("toy").replace(
+        'raise AssertionError("nobody asked for it to be opened")',
+        "from inferplane.errors import DeviceError; raise DeviceError('busy.')",
+    )
+    wheels.install("acme", "1.5", {"toy": "fake_toy"}, fake_toy=source)
+    host = wheels.discover()
+    with pytest.raises(DeviceError, match=r"^busy\.$"):
+        host.open(host.backend("toy"))
+    assert not host.quarantined()

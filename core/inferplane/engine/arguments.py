@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields
+from difflib import get_close_matches
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +114,21 @@ def conversation(messages: Any) -> Sequence[Mapping[str, Any]]:
             there_is='lists of {"role": ..., "content": ...}',
             remedy="use generate for a plain prompt",
         )
+    for i, message in enumerate(messages):
+        for name in ("role", "content"):
+            if name in message or (name == "content" and "tool_calls" in message):
+                continue
+            close = get_close_matches(name, map(str, message), n=1)
+            raise UsageError(
+                f"Message {i} lacks {name!r}: messages[{i}] = {short(dict(message))}.",
+                there_is='lists of {"role": ..., "content": ...}',
+                remedy=f"write {name!r} in place of {close[0]!r}" if close else f"give it a {name}",
+            )
+        if not isinstance(message["role"], str):
+            raise UsageError(
+                f"messages[{i}] has the role {short(message['role'])}.",
+                there_is="words, as 'system', 'user' and 'assistant'",
+            )
     return messages
 
 

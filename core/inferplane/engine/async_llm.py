@@ -14,6 +14,7 @@ from inferplane.engine import arguments
 from inferplane.engine.arguments import Prompt
 from inferplane.engine.client import EngineClient, Health, ModelInfo, Order, Question, RequestId
 from inferplane.engine.embedding import check_dimensions, embedding_params, finished
+from inferplane.engine.keywords import known_keywords
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.results import Delta
 from inferplane.engine.text import Tokenizer
@@ -140,18 +141,13 @@ class AsyncLLM:
 
     @property
     def address(self) -> str:
-        """Where other processes of the same user reach the engine (`AsyncLLM.connect`).
-
-        Raises:
-            UsageError: the engine runs in a thread of this process.
-        """
-        found: str = getattr(self._client, "address", "")
-        if not found:
-            raise UsageError("The engine runs in a thread of this process.", remedy="pass process=True")
-        return found
+        """Where other processes of the same user reach the engine (`AsyncLLM.connect`); "": nowhere, for it runs in a
+        thread of this one."""
+        return str(getattr(self._client, "address", ""))
 
     # -- requests
 
+    @known_keywords
     async def generate(
         self,
         prompt: Prompt,
@@ -192,6 +188,7 @@ class AsyncLLM:
         finally:
             self._leave(request_id, order, box, ended)
 
+    @known_keywords
     async def embed(
         self,
         prompt: Prompt,

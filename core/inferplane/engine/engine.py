@@ -63,7 +63,7 @@ class Engine:
         self.device = runner.backend.torch_device_indexed
         self.vocab = runner.model.vocab
         self.allocator = BlockAllocator(self.cache.blocks)
-        limits = Limits(max_batch, max_step_tokens, runner.max_model_len, max_new_sequences, max_waiting)
+        limits = Limits(max_batch, max_step_tokens, runner.max_model_len, max_new_sequences, max_waiting, runner.cut)
         facts = (runner.files.name, str(runner.dtype), runner.options.kv_dtype, str(runner.options.quantization))
         root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if prefix_cache else None
         lookahead = 1 if speculative is not None and speculative.keys_next_token else 0
@@ -326,8 +326,9 @@ class Engine:
             raise UsageError(f"chunk_tokens = {chunk_tokens}.", there_is="values of 1 and more")
         if len(prompt) > self.scheduler.limits.max_model_len:
             raise CapacityError(
-                f"A prompt of {len(prompt)} tokens exceeds the model's {self.scheduler.limits.max_model_len}.",
-                remedy="shorten it, or raise max_model_len",
+                f"A prompt of {len(prompt)} tokens exceeds the {'cache' if self.scheduler.limits.cut else 'model'}'s "
+                f"{self.scheduler.limits.max_model_len}.",
+                remedy=f"shorten it, or {self.scheduler.limits.longer}",
             )
         step = chunk_tokens or self.scheduler.limits.max_step_tokens
         out = []

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from types import TracebackType
 from typing import Any
 
@@ -19,15 +17,18 @@ from inferplane.engine.constrain import Constraint, Grammars
 from inferplane.engine.embedding import check_dimensions, embedding_params, finished
 from inferplane.engine.engine import DEFAULT_STEP_TOKENS, Engine
 from inferplane.engine.explained import explained, explained_text
+from inferplane.engine.keywords import known_keywords
+from inferplane.engine.outcome import SEE_EXPLAIN, results_of, tell_failures
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.ranks import ranks_for
 from inferplane.engine.request import Request
 from inferplane.engine.results import Delta, Result
 from inferplane.engine.rng import as_int64, child_seed
-from inferplane.engine.runner import InferplaneWarning, Runner, RunnerOptions
+from inferplane.engine.runner import Runner, RunnerOptions
 from inferplane.engine.sources import ModelFiles
 from inferplane.engine.speculate import SpeculativeConfig, with_drafter
 from inferplane.engine.text import Detokenizer, Tokenizer, end_ids
+from inferplane.engine.turns import Turns
 from inferplane.errors import GenerationError, UsageError
 from inferplane.plugins import host
 
@@ -35,7 +36,7 @@ Progress = Callable[[int, int], None]
 
 
 class LLM:
-    """A model on one device.
+    """A model on one device. Calls from several threads take turns.
 
         llm = LLM("demo")
         print(llm.generate(["def main():"], SamplingParams(max_tokens=40))[0].text)
@@ -73,6 +74,7 @@ class LLM:
         asked, what there is and what to do; nothing stays allocated.
     """
 
+    @known_keywords
     def __init__(
         self,
         model: Any = "demo",
@@ -144,7 +146,8 @@ class LLM:
         )
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None
-        self._grammars_lock = Lock()
+        self._loading = RLock()  # of the tokenizer and of the grammars
+        self._turns = Turns(self.engine)
 
     # -- text
 
@@ -155,11 +158,12 @@ class LLM:
         Raises:
             UsageError: the model has no folder. CheckpointError: the folder has no usable tokenizer.
         """
-        if self._tokenizer is None:
-            if self.files.folder is None:
-                raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
-            self._tokenizer = Tokenizer(self.files.folder)
-        return self._tokenizer
+        with self._loading:
+            if self._tokenizer is None:
+                if self.files.folder is None:
+                    raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
+                self._tokenizer = Tokenizer(self.files.folder)
+            return self._tokenizer
 
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a text."""
@@ -183,6 +187,7 @@ class LLM:
 
     # -- generating
 
+    @known_keywords
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Result]:
@@ -199,20 +204,21 @@ class LLM:
         """
         many = arguments.prompt_list(prompts)
         each = arguments.sampling_list(params, len(many))
-        encoded = [self._encode(p) for p in many]
         groups: list[list[Request]] = []
-        try:
-            for ids, p in zip(encoded, each):
-                groups.append([])
-                for i in range(p.n):
-                    groups[-1].append(self.add(ids, p, i))
-            while any(r.finish_reason is None for group in groups for r in group):
-                self.engine.step()
-        finally:
-            for request in (r for group in groups for r in group):
-                self.engine.end(request, "abort")
-        _tell_failures([r for group in groups for r in group])
-        return [_results(group) for group in groups]
+        with self._turns:
+            encoded = [self._encode(p) for p in many]
+            try:
+                for ids, p in zip(encoded, each):
+                    groups.append([])
+                    for i in range(p.n):
+                        groups[-1].append(self.add(ids, p, i))
+                while any(r.finish_reason is None for group in groups for r in group):
+                    self._turns.step()
+            finally:
+                for request in (r for group in groups for r in group):
+                    self.engine.end(request, "abort")
+        tell_failures([r for group in groups for r in group])
+        return [results_of(group) for group in groups]
 
     def add(self, prompt: Prompt, params: SamplingParams, index: int = 0, **more: Any) -> Request:
         """Queue a prompt without running it; `engine.step()` does. For front ends with a loop of their own.
@@ -241,11 +247,12 @@ class LLM:
         """
         if params.constraint is None:
             return None
-        with self._grammars_lock:
+        with self._loading:
             if self._grammars is None:
                 self._grammars = Grammars(self.tokenizer.fast, self.engine.vocab, self.end_ids())
         return self._grammars.start(params)
 
+    @known_keywords
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Continue one prompt, piece by piece. Closing the iterator early ends the request and frees its blocks.
 
@@ -259,26 +266,29 @@ class LLM:
         prompt, params = arguments.one_prompt(prompt), arguments.sampling(params)
         if params.n > 1:
             raise UsageError(f"stream with n = {params.n}.", remedy="use generate, or one stream a sequence")
-        request = self.add(prompt, params)
+        with self._turns:
+            request = self.add(prompt, params)
         text, sent = request.text, 0
         try:
             while True:
-                # Other streams and calls of generate step this request too, while nobody asks for its next piece.
-                while request.finish_reason is None and sent == len(request.generated):
-                    self.engine.step()
-                reason, new = request.finish_reason, request.generated[sent:]
-                sent += len(new)
-                piece = text.take(end=reason is not None) if text else ""
-                scored = None if request.logprobs is None else request.logprobs[sent - len(new) : sent]
+                with self._turns:
+                    # Other streams and calls step this request too, while nobody asks for its next piece.
+                    while request.finish_reason is None and sent == len(request.generated):
+                        self._turns.step()
+                    reason, new = request.finish_reason, request.generated[sent:]
+                    sent += len(new)
+                    piece = text.take(end=reason is not None) if text else ""
+                    scored = None if request.logprobs is None else request.logprobs[sent - len(new) : sent]
                 if reason == "error":
-                    raise GenerationError(f"The request failed while it ran: {request.error}.", remedy=_SEE_EXPLAIN)
+                    raise GenerationError(f"The request failed while it ran: {request.error}.", remedy=SEE_EXPLAIN)
                 if reason is not None:
                     yield Delta(piece, new, reason, request.timings(), logprobs=scored)
                     return
                 yield Delta(piece, new, logprobs=scored)
         finally:
-            self.engine.end(request, "abort")
+            self._turns.leave(request)
 
+    @known_keywords
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Result:
         """The reply to a conversation, rendered by the checkpoint's own chat template.
 
@@ -291,12 +301,14 @@ class LLM:
         """
         return self.generate([self.tokenizer.chat(arguments.conversation(messages))], arguments.sampling(params))[0]
 
+    @known_keywords
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
     ) -> Iterator[Delta]:
         """As `chat`, piece by piece."""
         return self.stream(self.tokenizer.chat(arguments.conversation(messages)), arguments.sampling(params))
 
+    @known_keywords
     def logits(self, prompts: Sequence[Sequence[int]], *, chunk_tokens: int | None = None) -> list[torch.Tensor]:
         """Logits after every token of each prompt.
 
@@ -310,8 +322,10 @@ class LLM:
         Raises:
             UsageError, CapacityError: as `generate`.
         """
-        return [self.engine.logits(self._encode(p), chunk_tokens) for p in arguments.prompt_list(prompts)]
+        with self._turns:
+            return [self.engine.logits(self._encode(p), chunk_tokens) for p in arguments.prompt_list(prompts)]
 
+    @known_keywords
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -350,10 +364,11 @@ class LLM:
 
     def close(self) -> None:
         """Free the weights and the cache; what still runs is aborted. A second call does nothing."""
-        self.engine.close()
-        if self._grammars is not None:
-            self._grammars.close()
-        self.runner.close()
+        with self._turns:
+            self.engine.close()
+            if self._grammars is not None:
+                self._grammars.close()
+            self.runner.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -362,39 +377,3 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-_SEE_EXPLAIN = "see explain for the kernels in use, and pin another provider"
-
-
-def _tell_failures(requests: list[Request]) -> None:
-    """Raise when every request failed; warn when some did: their results carry the reason."""
-    failed = [r for r in requests if r.finish_reason == "error"]
-    if not failed:
-        return
-    what = f"{len(failed)} of {len(requests)} requests failed while they ran: {failed[0].error}."
-    if len(failed) == len(requests):
-        raise GenerationError(what, remedy=_SEE_EXPLAIN)
-    warnings.warn(what, InferplaneWarning, stacklevel=3)
-
-
-def _results(group: list[Request]) -> Result:
-    """The first sequence's result, with those of all of them when there are several."""
-    each = tuple(map(_result, group))
-    return each[0] if len(each) == 1 else replace(each[0], samples=each)
-
-
-def _result(request: Request) -> Result:
-    if request.text is not None:
-        request.text.take(end=True)
-    return Result(
-        request.text.text if request.text is not None else "",
-        request.generated,
-        request.finish_reason or "abort",
-        request.timings(),
-        request.prompt,
-        request.error,
-        request.logprobs,
-        request.prompt_logprobs,
-        embedding=request.embedding,
-    )

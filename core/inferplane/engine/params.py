@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from inferplane.engine.keywords import known_keywords
 from inferplane.errors import UsageError
 
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
@@ -142,6 +143,9 @@ class SamplingParams:
             bad = [i for i in ids if i >= vocab]
             if bad:
                 raise UsageError(f"SamplingParams: {name} names token {bad[0]}.", there_is=f"ids 0 to {vocab - 1}")
+
+
+SamplingParams.__init__ = known_keywords(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 def _several(value: Any) -> tuple[Any, ...]:

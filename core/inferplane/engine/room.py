@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
-from inferplane.errors import CapacityError
+from inferplane.errors import CapacityError, InferplaneWarning
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,12 @@ class Room:
     budget_bytes: int
     window: int | None
 
-    def longest(self, most_tokens: int, *, asked: bool) -> int:
+    def longest(self, most_tokens: int, *, asked: bool, told: bool = False) -> int:
         """The most tokens of a sequence, of `most_tokens` that the model allows or somebody asked for.
+
+        Args:
+            most_tokens: see above. asked: somebody did; less will not do.
+            told: somebody said what the cache may take; he hears of it when that makes sequences shorter.
 
         Raises:
             CapacityError: there is no room for one block, or not for what was asked for.
@@ -45,5 +50,13 @@ class Room:
                 "bytes.",
                 there_is=f"{self.budget_bytes} bytes for {self.blocks}",
                 remedy="lower max_model_len, or raise kv_cache_bytes",
+            )
+        if told:
+            warnings.warn(
+                f"kv_cache_bytes = {self.budget_bytes} holds {self.blocks} KV blocks of {self.block_bytes} bytes: "
+                f"sequences have at most {self.blocks * self.block_tokens} of the model's {most_tokens} tokens. To do: "
+                "raise kv_cache_bytes.",
+                InferplaneWarning,
+                stacklevel=2,
             )
         return self.blocks * self.block_tokens

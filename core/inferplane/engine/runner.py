@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -57,8 +57,8 @@ class Runner:
     Attributes: `backend`, `state` (None when not opened), `plan`, `steps` (step kind -> bound model), `cache`,
     `max_model_len`, `verdicts` (the canary's), `loaded`, `ranks` (who shares the model, None: nobody), `draft` (a draft
     model's runner, or None: a plan and weights of its own, and a cache of as many blocks of the same size, so that
-    block tables are shared), `decode` (runs decode steps), `cycles` (runs them with the drafting layer's), `spent_s`
-    (seconds of each phase of `open`, a draft model's left out).
+    block tables are shared), `cut` (`max_model_len` is the cache's), `decode` (runs decode steps), `cycles` (runs them
+    with the drafting layer's), `spent_s` (seconds of each phase of `open`, a draft model's left out).
     """
 
     def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
@@ -75,6 +75,7 @@ class Runner:
         self.ranks: Ranks | None = None
         self.decode: DecodeSteps | None = None
         self.cycles: Cycles | None = None
+        self.cut = False
         limit = files.config.positions
         if options.max_model_len is not None:
             if options.max_model_len < 1 or (limit and options.max_model_len > limit):
@@ -126,7 +127,7 @@ class Runner:
 
     def _open(self, progress: Callable[[int, int], None] | None) -> None:
         with self._spending("open"):
-            self.state = self.backend.open()
+            self.state = self.host.open(self.backend)
         self.host.emit(Event("device.opened", {"device": self.backend.name, "name": self.state.name}))
         self._prepare()
         if self.options.draft is not None and (self.ranks is None or self.ranks.rank == 0):  # who drafts, does it alone
@@ -271,7 +272,7 @@ class Runner:
         """Check the chosen kernels; demote those that are wrong, and bind again, until all that is chosen is right."""
         checked: set[int] = set()
         while True:
-            verdicts = [v for v in run_canary(self.plan, self.backend.torch_device_indexed, self.offer, checked)]
+            verdicts = [*run_canary(self.plan, self.backend.torch_device_indexed, self.offer, checked)]
             self.verdicts += verdicts
             checked |= {id(v.kernel) for v in verdicts}
             for v in verdicts:
@@ -297,8 +298,7 @@ class Runner:
         warnings.warn(what, InferplaneWarning, stacklevel=5)
 
     def _warn(self) -> None:
-        left = self.plan.hot_references()
-        if left:
+        if left := self.plan.hot_references():
             ops = sorted({op for _, _, op in left})
             warnings.warn(
                 f"On device {self.backend.name!r} {len(left)} hot op(s) run on their slow reference: {', '.join(ops)}. "
@@ -336,8 +336,7 @@ class Runner:
 
     def _build_cache(self) -> None:
         """The cache, and the draft model's: as many blocks as the budget holds of both together."""
-        layouts = self.plan.layouts
-        block_tokens = next(iter(layouts.values())).block_tokens
+        block_tokens = next(iter(self.plan.layouts.values())).block_tokens
         block_bytes = self.block_bytes() + (self.draft.block_bytes() if self.draft is not None else 0)
         budget = self.options.kv_cache_bytes
         if budget is None:
@@ -346,7 +345,9 @@ class Runner:
         if self.ranks is not None:
             blocks = self.ranks.agree(blocks, self._facts(), self.loaded.nbytes)
         room = Room(blocks, block_tokens, block_bytes, budget, self.window)
-        self.max_model_len = room.longest(self.max_model_len, asked=self.options.max_model_len is not None)
+        allowed, asked = self.max_model_len, self.options.max_model_len is not None
+        self.max_model_len = room.longest(allowed, asked=asked, told=self.options.kv_cache_bytes is not None)
+        self.cut = self.max_model_len < allowed
         for runner in filter(None, (self, self.draft)):
             requests, limit = runner._kv_requests(), runner.max_model_len
             runner.cache = self.backend.build_kv_cache(requests, runner.plan.layouts, blocks, runner.dtype)
@@ -382,8 +383,7 @@ class Runner:
             return self.decode(batch) if self.decode is not None else self._step(batch)
 
     def _step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, hidden = self.steps[batch.kind](batch, self.cache)
-        return logits, hidden
+        return cast(tuple[torch.Tensor, torch.Tensor], self.steps[batch.kind](batch, self.cache))
 
     def follow(self) -> None:
         """Run the steps that rank 0 runs, until it closes the model."""

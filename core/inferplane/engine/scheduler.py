@@ -30,6 +30,7 @@ class Limits:
         max_model_len: tokens of a sequence.
         max_new_sequences: sequences that may join in one step.
         max_waiting: requests that may wait; None: any number.
+        cut: `max_model_len` is what the cache holds, less than what the model allows.
     """
 
     max_batch: int
@@ -37,6 +38,12 @@ class Limits:
     max_model_len: int
     max_new_sequences: int = 64
     max_waiting: int | None = None
+    cut: bool = False
+
+    @property
+    def longer(self) -> str:
+        """What to do for longer sequences."""
+        return "raise kv_cache_bytes" if self.cut else "raise max_model_len"
 
 
 @dataclass(frozen=True)
@@ -104,9 +111,9 @@ class Scheduler:
         """
         if prompt_tokens + max_tokens > self.limits.max_model_len:
             raise CapacityError(
-                f"A prompt of {prompt_tokens} tokens and max_tokens={max_tokens} exceed the model's "
-                f"{self.limits.max_model_len} tokens.",
-                remedy="shorten the prompt, lower max_tokens, or raise max_model_len",
+                f"A prompt of {prompt_tokens} tokens and max_tokens={max_tokens} exceed the "
+                f"{'cache' if self.limits.cut else 'model'}'s {self.limits.max_model_len} tokens.",
+                remedy=f"shorten the prompt, lower max_tokens, or {self.limits.longer}",
             )
         need = self.blocks_for(prompt_tokens + max_tokens - 1)
         if self.window is not None:  # as many as it holds at once: a window, a step's tokens, and a block cut by each

@@ -37,7 +37,7 @@ def tuned(
     """
     runner = Runner(files, host, host.backend(device, index=index), options)
     backend = runner.backend
-    runner.state = backend.open()
+    runner.state = host.open(backend)
     runner._prepare()
     settings = runner.plan.settings
     bench = Bench(settings.device, backend.torch_device_indexed, settings.dtype, settings.features, runner.offer)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pluggy
 
-from inferplane.errors import PluginError
+from inferplane.errors import InferplaneError, PluginError
 from inferplane.plugins import discovery, hookspecs
 from inferplane.plugins.choice import VARIABLE, Choice
 from inferplane.plugins.claims import settle
@@ -28,7 +28,7 @@ from inferplane.plugins.records import (
     same_distribution,
 )
 from inferplane.plugins.registration import REGISTER_HOOKS, Registrations, checked_kernels
-from inferplane.types import Backend, Kernel
+from inferplane.types import Backend, DeviceState, Kernel
 
 log = logging.getLogger("inferplane")
 
@@ -110,6 +110,22 @@ class PluginHost:
     def backend_for_explain(self, device: str) -> Backend:
         """As `backend`, but also for a device whose probe says it is not here: for questions that need no hardware."""
         return self._devices.instance(self._devices.choose_for_explain(device))
+
+    def open(self, backend: Backend) -> DeviceState:
+        """Open a backend's device.
+
+        Raises:
+            DeviceError: as the backend says it. PluginError: it raised something else, or returned no state.
+        """
+        state, error = guarded(backend.open)
+        if isinstance(error, InferplaneError):
+            raise error
+        if error is not None:
+            raise self._devices.fail(backend.name, "open", error) from error
+        if not isinstance(state, DeviceState):
+            words = f"{type(backend).__name__}.open() returned {state!r}, not a DeviceState"
+            raise self._devices.fail(backend.name, "open", words)
+        return state
 
     # -- contributions
 

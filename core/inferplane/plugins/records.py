@@ -16,10 +16,11 @@ OURS = "inferplane"
 """The distribution whose plugins are in-tree."""
 
 Stage = Literal[
-    "metadata", "import", "validate", "api-version", "register", "claim", "load", "probe", "kernels", "event"
+    "metadata", "import", "validate", "api-version", "register", "claim", "load", "probe", "open", "kernels", "event"
 ]
 """Where a plugin failed: reading its entry points; importing it; its form; its API version; its register hooks; a name
-that another plugin serves; importing what it registered; its probe; its list of kernels; its observer."""
+that another plugin serves; importing what it registered; its probe; opening its device; its list of kernels; its
+observer."""
 
 
 @dataclass(frozen=True)
