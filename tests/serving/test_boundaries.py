@@ -40,6 +40,11 @@ LISTS: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "ignore_eos": ([True, False], [0, "true", []]),
     "user": (["x", ""], [5, "x" * 5000]),
+    "timeout": ([60, 0.5e9], [0, -1, "1", True]),
+    "response_format": ([{"type": "text"}, {"type": "json_object"}], [5, {}, {"type": "x"}, {"type": "json_schema"}]),
+    "regex": (["x+"], ["(", 5]),
+    "grammar": (['start: "x"'], ["nonsense", 5]),
+    "guided_json": ([], [{}]),
     "stream_options": ([], [5, {"include_usage": 1}, {}, {"include_usage": True}]),  # without a stream
 }
 COMPLETIONS: dict[str, tuple[list[Any], list[Any]]] = {
@@ -61,7 +66,6 @@ CHAT: dict[str, tuple[list[Any], list[Any]]] = {
     "logprobs": ([True, False], [1, "x"]),
     "tools": ([[]], [5, [{}], [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}]]),
     "tool_choice": (["none", "auto"], ["required", "any", 5]),
-    "response_format": ([{"type": "text"}], [5, {}, {"type": "x"}, {"type": "json_schema"}]),
     "modalities": ([["text"]], [["audio"], "text"]),
     "functions": ([], [[], [{}]]),
     "messages": (

@@ -11,12 +11,13 @@ import pytest
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRequest
+from inferplane.serving.http.embeddings import EmbeddingRequest
 from inferplane.serving.http.tools import ToolPlan, ToolReader, calls_in
 from inferplane.serving.model import ServedModel
 from inferplane.serving.native import NativeRequest, is_native
 from inferplane.serving.rendering import Frame, event
 from inferplane.serving.settings import Settings
-from inferplane.serving.wire import parse, unknown_fields, validate
+from inferplane.serving.wire import CONSTRAINTS, parse, unknown_fields, validate
 
 # ---------------------------------------------------------------- JSON
 
@@ -68,6 +69,11 @@ def test_numbers_too_large_for_their_field_are_refused():
         (ChatRequest, {"messages": [{"role": "user"}], "tools": [{"type": "x"}]}, "tools[0].type"),
         (ChatRequest, {"messages": [{"role": "user"}], "response_format": {"type": "x"}}, "response_format"),
         (ChatRequest, {"messages": [{"role": "user"}], "audio": {}}, "audio"),
+        (CompletionRequest, {"prompt": "x", "timeout": 0}, "timeout"),
+        (ChatRequest, {"messages": [{"role": "user"}], "timeout": -1}, "timeout"),
+        (EmbeddingRequest, {"input": "x", "timeout": "1"}, "timeout"),
+        (CompletionRequest, {"prompt": "x", "response_format": {"type": "x"}}, "response_format"),
+        *((CompletionRequest, {"prompt": "x", name: "x"}, name) for name in CONSTRAINTS[3:]),
         (NativeRequest, {"text": "x", "topp": 2}, "topp"),
         (NativeRequest, {"text": "x", "max_dec_len": 0}, "max_dec_len"),
         (NativeRequest, {"text": "x", "req_id": "a b"}, "req_id"),

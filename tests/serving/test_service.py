@@ -140,8 +140,10 @@ def test_limits_of_the_server_hold():
     async def work() -> None:
         async with running(max_prompt_tokens=5, max_output_tokens=7, max_n=2) as service:
             for ask in (Ask([[1] * 6]), Ask([[1]], max_tokens=8), Ask([[1]], n=3)):
-                with pytest.raises(ApiError):
+                with pytest.raises(ApiError) as refused:
                     await served(service, ask)
+                if ask.max_tokens is not None:  # no shorter prompt would help
+                    assert (refused.value.param, refused.value.code) == ("max_tokens", "invalid_value")
             (tokens, _) = (await served(service, Ask([[1] * 5], {"temperature": 0})))[0]
             assert len(tokens) <= 7
 

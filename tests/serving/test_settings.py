@@ -55,6 +55,18 @@ def test_every_name_of_the_source_system_means_a_setting():
 def test_what_is_not_supported_is_refused_not_ignored(variable):
     with pytest.raises(UsageError, match=variable):
         resolve({}, {variable: "2"})
+    with pytest.raises(UsageError, match="torchrun"):
+        resolve({}, {variable: "2"})
+
+
+@pytest.mark.parametrize("variable", ["DISABLE_STREAMING", "USE_CACHE_KV_INT8", "USE_HF_TOKENIZER"])
+def test_switches_of_the_source_system_are_read_as_those_of_our_own(variable):
+    for text in ("1", "true", "Yes", " on "):
+        assert resolve({}, {variable: text}).settings != Settings()
+    for text in ("0", "false", "No", "off", ""):
+        assert resolve({}, {variable: text}).settings == Settings()
+    with pytest.raises(UsageError, match=f"{variable}=maybe"):
+        resolve({}, {variable: "maybe"})
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,8 @@ def test_what_is_not_supported_is_refused_not_ignored(variable):
         ({}, {}, "- 1", "is no list of settings"),
         ({}, {}, "a: [", "cannot be read"),
         ({}, {}, "!!python/object/apply:os.getcwd []", "cannot be read"),
-        ({}, {}, "tls_cert: x", "both tls_cert and tls_key"),
+        ({}, {}, "tls_cert: x", "tls_cert without tls_key"),
+        ({}, {}, "tls_key: x", "also pass tls_cert"),
         ({}, {}, "port: 81\nhealth_port: 81", "on one port"),
     ],
 )

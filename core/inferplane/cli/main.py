@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = WRONG_USAGE if isinstance(error, UsageError) else FAILED
     except Exception as error:
         # Not raised on purpose: a bug here or in a plugin, and its report needs the traceback.
-        if not screen.json:
+        if not screen.json and screen.log is None:
             traceback.print_exc()
         screen.crash(error)
         code = FAILED

@@ -40,6 +40,7 @@ class Screen:
 
     def __init__(self, *, json: bool = False, debug: bool = False) -> None:
         self.json, self.debug = json, debug
+        self.log: Callable[[Exception], None] | None = None  # where errors go instead
 
     @cached_property
     def out(self) -> Console:
@@ -102,6 +103,9 @@ class Screen:
 
     def error(self, error: InferplaneError) -> None:
         """What was asked, what there is, what to do."""
+        if self.log is not None:
+            self.log(error)
+            return
         if self.json:
             data = {"kind": type(error).__name__, "what": error.what, "there_is": error.there_is}
             self._json_line({"error": {**data, "remedy": error.remedy}})
@@ -112,6 +116,9 @@ class Screen:
 
     def crash(self, error: Exception) -> None:
         """An error that nobody foresaw; its traceback has been printed, or goes into the JSON."""
+        if self.log is not None:
+            self.log(error)
+            return
         what, remedy = f"{type(error).__name__}: {error}", "report it, with the traceback and the command"
         if self.json:
             import traceback

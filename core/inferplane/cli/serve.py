@@ -28,8 +28,11 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Serve until a signal."""
     resolved = resolve(args)
+    from inferplane.serving import logs
     from inferplane.serving.start import run as serve
 
+    if logs.is_json(resolved.settings.log_format):
+        screen.log = logs.tell_end
     return serve(resolved, pins(resolved.settings.op))
 
 

@@ -18,7 +18,7 @@ from inferplane.engine.keywords import known_keywords
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.results import Delta
 from inferplane.engine.text import Tokenizer
-from inferplane.errors import UsageError
+from inferplane.errors import InferplaneError, UsageError
 
 if TYPE_CHECKING:
     from inferplane.engine.llm import LLM
@@ -335,6 +335,8 @@ class AsyncLLM:
             return Health(**await asyncio.wait_for(self._ask("health"), timeout_s))
         except asyncio.TimeoutError:
             return Health(alive=False, failure=f"no answer within {timeout_s:g} s")
+        except InferplaneError as error:
+            return Health(alive=False, failure=error.what.rstrip("."))  # what to do about it, whoever asks knows
         except Exception as error:
             return Health(alive=False, failure=str(error))
 

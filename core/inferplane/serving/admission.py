@@ -101,7 +101,9 @@ def sampling_of(ask: Ask, prompt: Sequence[int], settings: Settings, max_model_l
     most = min(room, settings.max_output_tokens or room)
     if ask.max_tokens is not None and ask.max_tokens > most:
         name = ask.word("max_tokens")
-        why = "this server's limit" if most < room else f"what {len(prompt)} tokens of prompt leave of {max_model_len}"
+        if most < room:
+            raise invalid(f"{name} = {ask.max_tokens} exceeds {most}, this server's limit.", name)
+        why = f"what {len(prompt)} tokens of prompt leave of {max_model_len}"
         raise invalid(f"{name} = {ask.max_tokens} exceeds {most}, {why}.", name, "context_length_exceeded")
     max_tokens = ask.max_tokens or most
     if ask.sampling.get("min_tokens", 0) > max_tokens:

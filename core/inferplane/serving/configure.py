@@ -118,8 +118,6 @@ def _read_file(path: str) -> _Given:
 
 # -- one value
 
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-
 
 def _convert(f: Field[Any], value: Any, origin: str) -> Any:
     """A value as the setting's type, within its range."""
@@ -166,9 +164,9 @@ def _truth(value: Any) -> bool:
     if isinstance(value, bool):
         return value
     word = str(value).strip().lower()
-    if word not in (*_TRUE, *_FALSE):
+    if word not in (*source_names.TRUE, *source_names.FALSE):
         raise ValueError
-    return word in _TRUE
+    return word in source_names.TRUE
 
 
 def _text(value: Any) -> str:
@@ -195,7 +193,8 @@ _PARSERS: dict[str, Any] = {
 
 def _check_together(settings: Settings) -> None:
     if (settings.tls_cert is None) != (settings.tls_key is None):
-        raise UsageError("TLS needs both tls_cert and tls_key.", remedy="name the other file, too")
+        have, other = ("key", "cert") if settings.tls_cert is None else ("cert", "key")
+        raise UsageError(f"tls_{have} without tls_{other}: TLS needs both.", remedy=f"also pass tls_{other}")
     ports = [p for p in (settings.port, settings.health_port, settings.metrics_port, settings.grpc_port) if p]
     if len(set(ports)) != len(ports):
         raise UsageError(

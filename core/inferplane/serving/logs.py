@@ -12,9 +12,12 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any, TextIO
+
+from inferplane.errors import InferplaneError
 
 MOST_CHARACTERS = 300
 """Of a value in the log."""
@@ -109,6 +112,27 @@ def finish() -> None:
             handler.finish()
 
 
+def is_json(form: str) -> bool:
+    """Whether a log of this form has JSON lines; `form` as for `set_up`."""
+    return form == "json" or (form == "auto" and not sys.stderr.isatty())
+
+
+def tell_end(error: Exception) -> None:
+    """Write the error that ends the process as the log's last line, in JSON and whole, be the log set up or not."""
+    finish()
+    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    data = {"time": now, "level": "error", "event": "failed"}
+    if isinstance(error, InferplaneError):
+        said = {"what": error.what, "there_is": error.there_is, "to_do": error.remedy}
+        data.update({name: words for name, words in said.items() if words})
+    else:
+        data["what"] = f"{type(error).__name__}: {error}"
+        data["trace"] = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-4000:]
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(json.dumps(data) + "\n")
+        sys.stderr.flush()
+
+
 def set_up(form: str, level: str, **everywhere: Any) -> None:
     """Send the log to standard error.
 
@@ -117,9 +141,8 @@ def set_up(form: str, level: str, **everywhere: Any) -> None:
         level: what is logged.
         everywhere: facts of every line.
     """
-    text = form == "text" or (form == "auto" and sys.stderr.isatty())
     handler = Writer(sys.stderr, everywhere)
-    handler.setFormatter(TextLines() if text else JsonLines())
+    handler.setFormatter(JsonLines() if is_json(form) else TextLines())
     for name, least in NAMES.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

@@ -17,7 +17,7 @@ from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import SSE, Choice, compact
-from inferplane.serving.wire import ID_PATTERN, SMALLEST_TOP_P, Body, Count, Part, Stops, TokenId
+from inferplane.serving.wire import CONSTRAINTS, ID_PATTERN, SMALLEST_TOP_P, Body, Count, Part, Stops, TokenId
 
 if TYPE_CHECKING:
     from inferplane.serving.model import ServedModel
@@ -77,7 +77,7 @@ class NativeRequest(Body):
     eos_token_ids: TokenId | Annotated[list[TokenId], Field(max_length=16)] | None = None
     stop_sequences: Stops | None = None
     stream: bool | None = None
-    timeout: Annotated[int, Field(ge=1, le=3600)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=3600)] | None = None
     return_usage: bool | None = None
     return_all_tokens: bool | None = None
     response_type: Literal["fastdeploy"] | None = None
@@ -101,6 +101,10 @@ async def ask_of(request: NativeRequest, model: ServedModel, native_text: str) -
     Raises:
         ApiError: no text, or more than one; fields that contradict each other.
     """
+    more = request.model_extra or {}
+    found = next((name for name in CONSTRAINTS if more.get(name) is not None), None)
+    if found is not None:
+        raise invalid(f"{found} is not supported in this dialect; use OpenAI's.", found, "unsupported")
     _only_one(request, "topp", "top_p")
     _only_one(request, "infer_seed", "seed")
     asked = _only_one(request, "max_dec_len", "seq_len", "max_tokens")

@@ -120,7 +120,7 @@ class Life:
                 await asyncio.to_thread(self._tracer.close)
         if loading.done():
             loading.result()  # raises what the model raised
-        log.info("ended", extra={"facts": {"why": failed or "signal"}})
+        log.info("ended", extra={"facts": {"why": "the engine died" if failed else "signal"}})
         return 1 if failed else 0
 
     async def _listen(self, server: uvicorn.Server, sock: socket.socket) -> None:

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 from inferplane.errors import UsageError
 
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+"""How a switch may be written, in either case."""
+
 
 class Meaning(NamedTuple):
     """A setting and how a variable's text becomes its value; None from `convert` leaves the setting alone."""
@@ -18,8 +21,15 @@ class Meaning(NamedTuple):
     convert: Callable[[str], Any] = str
 
 
-def _if_set(value: Any) -> Callable[[str], Any]:
-    return lambda text: value if text.strip() not in ("", "0") else None
+def _if_true(value: Any) -> Callable[[str], Any]:
+    """ValueError for what is no switch."""
+
+    def convert(text: str) -> Any:
+        if text.lower() not in (*TRUE, *FALSE):
+            raise ValueError
+        return value if text.lower() in TRUE else None
+
+    return convert
 
 
 def _method(text: str) -> str | None:
@@ -40,9 +50,9 @@ NAMES: dict[str, Meaning] = {
     "BATCH_SIZE": Meaning("max_batch"),
     "MAX_CACHED_TASK_NUM": Meaning("max_waiting"),
     "CHECK_HEALTH_INTERVAL": Meaning("stall_s"),
-    "DISABLE_STREAMING": Meaning("disable_streaming", _if_set(True)),
-    "USE_CACHE_KV_INT8": Meaning("kv_dtype", _if_set("int8")),
-    "USE_HF_TOKENIZER": Meaning("native_text", _if_set("raw")),
+    "DISABLE_STREAMING": Meaning("disable_streaming", _if_true(True)),
+    "USE_CACHE_KV_INT8": Meaning("kv_dtype", _if_true("int8")),
+    "USE_HF_TOKENIZER": Meaning("native_text", _if_true("raw")),
     "SPECULATE_METHOD": Meaning("speculate_method", _method),
     "SPECULATE_MAX_DRAFT_TOKEN_NUM": Meaning("speculate_max_draft_token_num"),
     "SPECULATE_MODEL_PATH": Meaning("draft_model_name_or_path"),
@@ -60,6 +70,8 @@ WITHOUT_EFFECT = {
 
 ONLY = {"MP_NUM": "1", "MP_NNODE": "1"}
 """Variables of which one value is supported: another would silently serve something else than was asked."""
+RANKS = "several processes share a model by `torchrun --nproc-per-node N -m inferplane serve MODEL`"
+"""What there is instead."""
 
 
 def read(environ: Mapping[str, str]) -> tuple[dict[str, tuple[str, Any]], list[str]]:
@@ -70,13 +82,16 @@ def read(environ: Mapping[str, str]) -> tuple[dict[str, tuple[str, Any]], list[s
     """
     for name, value in ONLY.items():
         if environ.get(name, value).strip() not in ("", value):
-            raise UsageError(f"{name}={environ[name]}.", there_is=f"{name}={value}", remedy="unset it")
+            raise UsageError(f"{name}={environ[name]}.", there_is=f"{name}={value}", remedy=f"unset it; {RANKS}")
     if environ.get("SERVICE_HTTP_PORT", "").strip() == "-1":
         raise UsageError("SERVICE_HTTP_PORT=-1 turns HTTP off, and there is no other service.", remedy="name a port")
     found: dict[str, tuple[str, Any]] = {}
     for name, meaning in NAMES.items():
         text = environ.get(name, "").strip()
-        meant: Any = meaning.convert(text) if text else None
+        try:
+            meant: Any = meaning.convert(text) if text else None
+        except ValueError as error:
+            raise UsageError(f"{name}={environ[name]}.", there_is=", ".join((*TRUE, *FALSE))) from error
         if meant is not None:
             found.setdefault(meaning.setting, (name, meant))
     notes = [f"{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if environ.get(name)]

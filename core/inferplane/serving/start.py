@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -220,7 +221,10 @@ def read_keys(settings: Settings) -> list[str]:
         try:
             lines = Path(settings.api_key_file).read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"api_key_file {settings.api_key_file} cannot be read: {error}.") from error
+            raise UsageError(
+                f"api_key_file {settings.api_key_file} cannot be read: {error}.",
+                remedy="name a text file with one key a line",
+            ) from error
         found = [line.strip() for line in lines if line.strip()]
         if not found:
             raise UsageError(f"api_key_file {settings.api_key_file} holds no key.", remedy="write one a line")
@@ -243,6 +247,11 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(
+                f"{host} is no address of this machine: {error.strerror}.",
+                remedy="choose another --host; 0.0.0.0 listens on all that it has",
+            ) from error
         raise UsageError(
             f"Port {port} of {host} cannot be had: {error.strerror or error}.",
             remedy=f"choose another {flag}, or end what has it",

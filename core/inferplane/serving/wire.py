@@ -32,11 +32,19 @@ Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Timeout = Annotated[float, Field(gt=0)]
+"""Seconds for a whole request; never more than the server's."""
 BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]  # one spelling each: two biases of one token
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
+CONSTRAINTS = (
+    *("response_format", "regex", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("structured_outputs", "json_schema", "ebnf"),
+)
+"""What a text may be constrained by, in the words of one server or another: never ignored."""
 PASSED = (
     *("temperature", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty"),
     *("min_tokens", "ignore_eos", "stop_token_ids", "stop"),
@@ -83,6 +91,7 @@ class Sampling(Body):
     min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_TOKEN_IDS)] | None = None
+    timeout: Timeout | None = Field(None, description="Seconds for the whole request.")
     return_token_ids: bool | None = Field(None, description="Also return the ids of the generated tokens.")
 
     def sampling(self) -> dict[str, Any]:

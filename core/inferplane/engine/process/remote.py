@@ -30,6 +30,8 @@ from inferplane.engine.process.messages import FromCaller, FromEngine
 from inferplane.engine.results import Delta, FinishReason, Timings
 from inferplane.errors import EngineError, InferplaneError, InferplaneWarning, UsageError
 
+MOST_ADDRESS_BYTES = 103
+"""Of a Unix socket: what the strictest of the systems takes, without the zero at the end."""
 CLOSE_S = 30.0
 """Seconds beyond draining that the engine's process has for its end; then it is killed."""
 _START = """import sys
@@ -82,7 +84,15 @@ class RemoteEngine:
         if not hasattr(socket, "AF_UNIX"):
             raise UsageError("process=True on this platform.", remedy="leave it out: the engine runs in a thread")
         folder = tempfile.mkdtemp(prefix="inferplane-")  # readable by this user only
-        load = messages.Load(*_plain(model, options), address=os.path.join(folder, "engine"))
+        address = os.path.join(folder, "engine")
+        if len(os.fsencode(address)) > MOST_ADDRESS_BYTES:
+            os.rmdir(folder)
+            raise UsageError(
+                f"The path of the folder for temporary files is too long for the engine's socket: {folder}.",
+                there_is=f"room for {MOST_ADDRESS_BYTES} bytes in a socket's path, here {len(os.fsencode(address))}",
+                remedy="set TMPDIR to a shorter path",
+            )
+        load = messages.Load(*_plain(model, options), address=address)
         ours, theirs = socket.socketpair()
         try:
             first = _framed(load)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, invalid
-from inferplane.serving.http.chat_wire import AsObject, AsSchema, ChatRequest, Message, NamedTool
+from inferplane.serving.http import constraints
+from inferplane.serving.http.chat_wire import ChatRequest, Message, NamedTool
 from inferplane.serving.http.tools import Call, ToolPlan, ToolReader, described, new_call_id
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import DONE, SSE, Choice, Frame, event, finite, usage
@@ -18,13 +19,7 @@ if TYPE_CHECKING:
     from inferplane.engine.results import TokenLogprob
     from inferplane.serving.model import ServedModel
 
-WORDS = {
-    "prompt": "messages",
-    "logprobs": "top_logprobs",
-    "json_schema": "response_format",
-    "regex": "response_format",
-}
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
+WORDS = {**constraints.WORDS, "prompt": "messages", "logprobs": "top_logprobs"}
 ANY_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -56,33 +51,25 @@ async def ask_of(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> As
     if request.logprobs:
         sampling["logprobs"] = request.top_logprobs or 0
     words = {**WORDS, "max_tokens": "max_completion_tokens" if request.max_completion_tokens else "max_tokens"}
-    schema = _schema(request)
-    if schema is not None and plan.mode in ("required", "named"):
-        raise invalid("response_format and a tool_choice that demands a call exclude each other.", "response_format")
+    sampling.update(request.constraint())
     if plan.mode in ("required", "named"):
-        schema, words["json_schema"] = plan.schema(), "tools"
-    if schema is not None:
-        sampling["json_schema"] = schema
+        found = next((name for name in ("json_schema", "regex", "grammar") if name in sampling), None)
+        if found is not None:
+            name = WORDS.get(found, found)
+            raise invalid(f"{name} and a tool_choice that demands a call exclude each other.", name)
+        sampling["json_schema"], words["json_schema"] = plan.schema(), "tools"
     text = await _render(request, model, plan)
     return Ask(
         prompts=[text],
         sampling=sampling,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         n=request.n or 1,
+        timeout_s=request.timeout,
         special=False,
         operation="chat",
         model=request.model or "",
         words=words,
     )
-
-
-def _schema(request: ChatRequest) -> dict[str, Any] | None:
-    form = request.response_format
-    if isinstance(form, AsObject):
-        return ANY_OBJECT
-    if isinstance(form, AsSchema):
-        return ANY_OBJECT if form.json_schema.json_schema is None else form.json_schema.json_schema
-    return None
 
 
 async def _render(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> str:

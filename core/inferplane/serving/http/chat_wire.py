@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from inferplane.serving.wire import Alternatives, Count, Part, Sampling, Usage
+from inferplane.serving.http.constraints import Constrained
+from inferplane.serving.wire import Alternatives, Count, FunctionName, Part, Usage
 
 MOST_MESSAGES, MOST_TOOLS, MOST_PARTS = 2048, 128, 1024
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class TextPart(Part):
@@ -76,38 +76,7 @@ class NamedTool(Part):
     function: NamedFunction
 
 
-class SchemaOfAnswer(Part):
-    """A named JSON schema."""
-
-    name: FunctionName
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class AsText(Part):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class AsObject(Part):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class AsSchema(Part):
-    """JSON that fits a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: SchemaOfAnswer
-
-
-ResponseFormat = Annotated[AsText | AsObject | AsSchema, Field(discriminator="type")]
-
-
-class ChatRequest(Sampling):
+class ChatRequest(Constrained):
     """A conversation to be answered."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -115,7 +84,6 @@ class ChatRequest(Sampling):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

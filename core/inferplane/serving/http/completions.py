@@ -13,9 +13,10 @@ from pydantic import Field
 
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.http.constraints import WORDS, Constrained
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import DONE, SSE, Choice, Frame, event, finite, usage, with_own
-from inferplane.serving.wire import MOST_TOKENS, Alternatives, Part, Sampling, TokenId, Usage
+from inferplane.serving.wire import MOST_TOKENS, Alternatives, Part, TokenId, Usage
 
 if TYPE_CHECKING:
     from inferplane.engine.results import TokenLogprob
@@ -30,7 +31,7 @@ Texts = Annotated[list[Text], Field(min_length=1)]
 ManyIds = Annotated[list[Ids], Field(min_length=1)]
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(Constrained):
     """A text to be continued."""
 
     prompt: Text | Texts | Ids | ManyIds
@@ -53,7 +54,7 @@ class CompletionRequest(Sampling):
         n = self.n or 1
         if self.best_of is not None and self.best_of != n:
             raise invalid("best_of other than n is not supported.", "best_of", "unsupported")
-        sampling = self.sampling()
+        sampling = {**self.sampling(), **self.constraint()}
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
             if self.echo:
@@ -62,7 +63,15 @@ class CompletionRequest(Sampling):
         if asked == 0 and sampling.get("min_tokens"):
             raise invalid("min_tokens exceeds max_tokens = 0.", "min_tokens")
         # One token has to be generated to have the prompt run; it is not shown.
-        return Ask(prompts=self.prompts(), sampling=sampling, max_tokens=max(asked, 1), n=n, model=self.model or "")
+        return Ask(
+            prompts=self.prompts(),
+            sampling=sampling,
+            max_tokens=max(asked, 1),
+            n=n,
+            timeout_s=self.timeout,
+            model=self.model or "",
+            words=WORDS,
+        )
 
 
 class CompletionLogprobs(Part):

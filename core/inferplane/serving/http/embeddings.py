@@ -18,9 +18,9 @@ from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import SSE, Choice
-from inferplane.serving.wire import FORMS, MOST_TOKENS, Body, Part, TokenId
+from inferplane.serving.wire import FORMS, MOST_TOKENS, Body, Part, Timeout, TokenId
 
-WORDS = {"prompt": "input", "n": "input"}
+WORDS = {"prompt": "input", "n": "input", "timeout_s": "timeout"}
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -42,6 +42,7 @@ class EmbeddingRequest(Body):
     )
     pooling: Literal["last", "mean"] | None = Field(None, description="Instead of the server's own.")
     user: str | None = Field(None, max_length=4096)
+    timeout: Timeout | None = Field(None, description="Seconds for the whole request.")
 
     def ask(self, pooling: str) -> Ask:
         """What is asked of the engine.
@@ -53,7 +54,8 @@ class EmbeddingRequest(Body):
         prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         sampling = {"temperature": 0.0, "ignore_eos": True, "pooling": self.pooling or pooling}
         model = self.model or ""
-        return Ask(prompts, sampling, max_tokens=1, operation="embeddings", model=model, words=WORDS)
+        more: Any = {"timeout_s": self.timeout, "operation": "embeddings", "model": model, "words": WORDS}
+        return Ask(prompts, sampling, max_tokens=1, **more)
 
 
 class Embedding(Part):

@@ -33,6 +33,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset(("/health", "/v2/health/live", "/v2/health/ready"))
 """Paths that need no key."""
+PROBED = OPEN | {"/metrics"}
+"""Paths that machines ask for again and again; what went well there is no news."""
 PAGE = frozenset(("/status", "/status/page.css", "/status/page.js", "/status/data", "/status/kernels", "/metrics"))
 """Paths that a browser may read with a key as its password."""
 FACTS = "inferplane.facts"
@@ -225,7 +227,8 @@ class _Passage:
         facts = {"method": self._scope["method"], "path": self._scope["path"], "status": self._status, "ms": took_ms}
         ended = {} if self._complete else {"ended": "client left" if self._gone else "cut off"}
         everything = {"request_id": self._id, **facts, **ended, **self._scope[FACTS]}
-        log.info("request", extra={"facts": everything})
+        probe = self._status == 200 and self._scope["path"] in PROBED
+        log.log(logging.DEBUG if probe else logging.INFO, "request", extra={"facts": everything})
         if self._status is not None and self._status >= 400 and not self._scope.get(FOLLOWED):
             why = str(self._scope[FACTS].get("error", self._status))
             self._gate._door.trace(self._scope, self._status, why, took_ms / 1000)
