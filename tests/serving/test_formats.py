@@ -225,3 +225,25 @@ def test_names_that_are_given_replace_the_model_s_own():
         with pytest.raises(ApiError, match=r"There is: chat, best, default\.") as refused:
             given.check_name(gone)
         assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("[", []),
+        ('[{"na', []),
+        ('[{"name": "ge', []),
+        ('[{"name": "get", "arguments": ', [("get", "")]),
+        ('[{"name": "get", "arguments": {"a": [1, "x', [("get", '{"a": [1, "x')]),
+        ('[{"name": "get", "arguments": {"a": 1}}', [("get", '{"a": 1}')]),
+        (
+            '[ {"name": "get", "arguments": {"a": 1}} , {"name" : "get", "arguments" : {"b',
+            [("get", '{"a": 1}'), ("get", '{"b')],
+        ),
+    ],
+)
+def test_demanded_calls_that_are_cut_off_are_calls_as_far_as_they_came(text, calls):
+    reader = ToolReader(ToolPlan("required", TOOLS))
+    assert reader.feed(text) == ""
+    content, found = reader.end()
+    assert (content, [(c.name, c.arguments) for c in found]) == ("", calls)

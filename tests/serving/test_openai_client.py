@@ -235,6 +235,16 @@ def test_required_tool_and_the_answer_to_it(api):
     assert isinstance(more, ChatCompletion)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_demanded_call_that_is_cut_off_is_no_content(api, choice):
+    asked = {"model": "default", "messages": MESSAGES, "tools": [TOOL], "tool_choice": choice, "max_tokens": 20}
+    done = api.chat.completions.create(**asked, seed=4).choices[0]
+    assert done.finish_reason == "length" and not done.message.content
+    (call,) = done.message.tool_calls
+    streamed = streamed_calls(api.chat.completions.create(**asked, seed=4, stream=True))
+    assert streamed == {0: (call.function.name, call.function.arguments)}
+
+
 def streamed_calls(chunks) -> dict[int, tuple[str, str]]:
     """Calls of a stream, by index, put together as clients do it."""
     found: dict[int, tuple[str, str]] = {}

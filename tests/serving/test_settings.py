@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inferplane.cli.main import verb_parser
 from inferplane.errors import UsageError
 from inferplane.serving import source_names
 from inferplane.serving.configure import resolve
@@ -102,6 +103,34 @@ def test_a_variable_that_means_nothing_is_told():
     (note,) = resolve({}, {"INFERPLANE_MAX_BACH": "8"}).notes
     assert "INFERPLANE_MAX_BATCH" in note
     assert not resolve({}, {"INFERPLANE_PLUGINS": "only"}).notes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("64MiB", 2**26), ("1.5 gib", 3 * 2**29), ("2G", 2**31), ("4096", 4096), ("4096B", 4096)]
+)
+def test_sizes_have_units(tmp_path, text, count):
+    path = tmp_path / "serving.yaml"
+    path.write_text(f"kv_cache_bytes: {text}\nmax_body_bytes: 1MiB\n")
+    assert resolve({"kv_cache_bytes": text}, {}).settings.kv_cache_bytes == count
+    found = resolve({}, {}, str(path)).settings
+    assert (found.kv_cache_bytes, found.max_body_bytes) == (count, 2**20)
+    for bad in ("MiB", "1.5", "-1MiB", "1XiB", "0.0001KiB", True):
+        with pytest.raises(UsageError, match="kv_cache_bytes"):
+            resolve({"kv_cache_bytes": bad}, {})
+
+
+def test_the_origin_of_a_switch_is_the_flag_that_was_typed():
+    assert resolve({"prefix_cache": False}, {}).origins["prefix_cache"] == "flag --no-prefix-cache"
+    assert resolve({"prefix_cache": True}, {}).origins["prefix_cache"] == "flag --prefix-cache"
+
+
+def test_drafting_has_the_flags_of_other_commands():
+    parser = verb_parser("config")[0]
+    for flags in ("--speculate mtp --drafts 2", "--speculate-method mtp --speculate-max-draft-token-num 2"):
+        args = parser.parse_all(["show", *flags.split(), "--draft-model", "demo-draft"])
+        found = (args.speculate_method, args.speculate_max_draft_token_num, args.draft_model_name_or_path)
+        assert found == ("mtp", "2", "demo-draft")
+        assert not hasattr(args, "model")
 
 
 def test_secrets_are_not_shown():

@@ -57,7 +57,8 @@ def add_settings(parser: Parser) -> None:
             group.add_argument(flag, metavar=metavar, action="append", default=argparse.SUPPRESS, help=words)
         else:
             shown = "" if f.default in (None, "auto") else f" ({f.default})"
-            group.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=words + shown)
+            flags = [f.metadata["short"], flag] if "short" in f.metadata else [flag]
+            group.add_argument(*flags, dest=name, metavar=metavar, default=argparse.SUPPRESS, help=words + shown)
 
 
 def resolve(args: argparse.Namespace) -> Resolved:

@@ -7,6 +7,7 @@ The first that names a setting decides: a flag, a variable `INFERPLANE_<NAME>`, 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ _Given = dict[str, tuple[str, Any]]
 
 def _sources(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | None) -> tuple[list[_Given], list[str]]:
     """What was given, the first to decide first; and notes."""
-    by_flag = {name: (f"flag --{name.replace('_', '-')}", value) for name, value in flags.items()}
+    by_flag = {name: (_flag(name, value), value) for name, value in flags.items()}
     by_variable: _Given = {}
     notes = []
     for variable, text in environ.items():
@@ -91,6 +92,11 @@ def _sources(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | N
     named = {name: (f"variable {variable}", value) for name, (variable, value) in by_source.items()}
     path = path or environ.get(FILE_VARIABLE)
     return [by_flag, by_variable, named, _read_file(path) if path else {}], [*notes, *more]
+
+
+def _flag(name: str, value: Any) -> str:
+    no = "no-" if value is False else ""
+    return f"flag --{no}{name.replace('_', '-')}"
 
 
 def _read_file(path: str) -> _Given:
@@ -123,7 +129,7 @@ def _convert(f: Field[Any], value: Any, origin: str) -> Any:
     """A value as the setting's type, within its range."""
     kind = str(f.type).removesuffix(" | None")
     try:
-        out = _PARSERS[kind](value)
+        out = _PARSERS["bytes" if f.metadata.get("bytes") else kind](value)
     except (TypeError, ValueError) as error:
         raise _wrong(f, value, origin, _form(f, kind)) from error
     low, high = f.metadata.get("range", (None, None))
@@ -141,17 +147,35 @@ def _wrong(f: Field[Any], value: Any, origin: str, form: str) -> UsageError:
 
 
 def _form(f: Field[Any], kind: str) -> str:
-    words = {"int": "whole numbers", "float": "numbers", "bool": "true, false"}.get(kind, "text")
+    if f.metadata.get("bytes"):
+        kind = "bytes"
+    words = {
+        "bytes": "bytes, as 1048576 or 64MiB,",
+        "int": "whole numbers",
+        "float": "numbers",
+        "bool": "true, false",
+    }.get(kind, "text")
     low, high = f.metadata.get("range", (None, None))
     if low is not None:
         words += f" from {low} to {high}" if high is not None else f" of {low} and more"
     return words
 
 
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?:(?P<unit>[KMGT])(?:i?B)?|B)?", re.IGNORECASE)
+
+
 def _whole(value: Any) -> int:
     if isinstance(value, (bool, float)):
         raise TypeError
     return int(value)
+
+
+def _bytes(value: Any) -> int:
+    """A number of bytes, or with a unit of powers of 1024: 64MiB, 1.5 GiB, 2G."""
+    found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None or not found["unit"]:
+        return _whole(value if found is None else found["number"])
+    return int(float(found["number"]) * 1024 ** "KMGT".index(found["unit"].upper()) * 1024)
 
 
 def _number(value: Any) -> float:
@@ -184,6 +208,7 @@ def _several(value: Any) -> tuple[str, ...]:
 
 _PARSERS: dict[str, Any] = {
     "int": _whole,
+    "bytes": _bytes,
     "float": _number,
     "bool": _truth,
     "str": _text,

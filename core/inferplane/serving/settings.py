@@ -42,7 +42,7 @@ PORT = (0, 65535)
 @dataclass(frozen=True)
 class Settings:
     """How to serve. `metadata` of a field: `words` for help, `section`, and where they apply `range`, `choices`,
-    `metavar`, `secret`."""
+    `metavar`, `secret`, `bytes` (units are taken), `short` (another flag, as other commands have it)."""
 
     model: str = _model("demo", "a folder in the Hugging Face layout, or demo", metavar="MODEL")
     served_model_name: tuple[str, ...] = _model(
@@ -69,7 +69,7 @@ class Settings:
     max_batch: int = _engine(32, "sequences in a step", range=(1, None), metavar="N")
     max_step_tokens: int = _engine(2048, "tokens in a step; longer prompts are cut", range=(1, None), metavar="N")
     kv_cache_bytes: int | None = _engine(
-        None, "memory for the KV cache; left out: 30 %% of what is free", range=(1, None), metavar="N"
+        None, "memory for the KV cache; left out: 30 %% of what is free", range=(1, None), metavar="SIZE", bytes=True
     )
     prefix_cache: bool = _engine(True, "reuse the cache for equal beginnings of prompts")
     speculate_method: str | None = _engine(
@@ -77,10 +77,14 @@ class Settings:
         "draft several tokens a step",
         choices=("ngram", "inference_with_reference", "draft_model", "mtp", "eagle"),
         metavar="M",
+        short="--speculate",
     )
-    speculate_max_draft_token_num: int = _engine(1, "drafts a step", range=(1, None), metavar="N")
+    speculate_max_draft_token_num: int = _engine(1, "drafts a step", range=(1, None), metavar="N", short="--drafts")
     draft_model_name_or_path: str | None = _engine(
-        None, "folder of the draft model or EAGLE head; demo-draft, demo-eagle: for the demo model", metavar="X"
+        None,
+        "folder of the draft model or EAGLE head; demo-draft, demo-eagle: for the demo model",
+        metavar="X",
+        short="--draft-model",
     )
 
     host: str = _network("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's", metavar="A")
@@ -104,7 +108,7 @@ class Settings:
     max_output_tokens: int | None = _limit(None, "most tokens generated for a prompt", range=(1, None), metavar="N")
     max_n: int = _limit(64, "sequences for a prompt", range=(1, 128), metavar="N")
     max_prompts: int = _limit(64, "prompts in a request", range=(1, 1024), metavar="N")
-    max_body_bytes: int = _limit(4 * MIB, "bytes of a request's body", range=(1024, None), metavar="N")
+    max_body_bytes: int = _limit(4 * MIB, "bytes of a request's body", range=(1024, None), metavar="SIZE", bytes=True)
     max_connections: int = _limit(1024, "connections at a time", range=(1, None), metavar="N")
     header_timeout_s: float = _limit(10.0, "seconds for a request's headers to arrive", range=(0.1, 600), metavar="S")
     body_timeout_s: float = _limit(30.0, "seconds for a request's body to arrive", range=(0.1, 600), metavar="S")

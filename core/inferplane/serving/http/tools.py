@@ -7,6 +7,7 @@ keeps to. A call that may be made ("auto") is read in the form its family writes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import uuid
@@ -20,6 +21,7 @@ MARKS, MARK, MARK_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin
 _MARKED = re.compile(rf"{re.escape(MARK)}\s*function{re.escape(MARK_SEP)}([^\n]+)\n```json\n(.*?)\n```", re.DOTALL)
 _TAGGED = re.compile(rf"{TAG}\s*(.*?)\s*(?:{TAG_END}|$)", re.DOTALL)
 _BARE = '{"name"'
+_BEGUN = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,20 @@ def calls_in(text: str, known: Collection[str]) -> list[Call] | None:
     return found if good else None
 
 
+def cut_calls(text: str, known: Collection[str]) -> list[Call]:
+    """The calls of a list of calls that was cut off, the last one's arguments as far as they came."""
+    found, at, decoder = [], text.find("[") + 1, json.JSONDecoder()
+    with contextlib.suppress(ValueError, RecursionError):
+        while True:
+            at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,"))
+            data, at = decoder.raw_decode(text, at)
+            found += [call for call in [_call_of(data)] if call is not None]
+    begun = _BEGUN.match(text, at)
+    if begun is not None:
+        found.append(Call(begun[1], begun[2]))
+    return [call for call in found if call.name in known]
+
+
 def _each(text: str) -> list[Any]:
     """Objects that stand behind each other, separated by semicolons or line ends."""
     out = []
@@ -145,6 +161,8 @@ class ToolReader:
         if not held or self._plan.mode in ("none", "named"):
             return held, []
         calls = calls_in(held, self._plan.tools or {})
+        if calls is None and self._plan.mode == "required":  # cut off: what there is of calls is no content
+            return "", cut_calls(held, self._plan.tools or {})[:MOST_CALLS]
         return ("", calls[:MOST_CALLS]) if calls else (held, [])
 
     def _may_be_bare(self) -> bool:
