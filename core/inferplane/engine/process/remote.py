@@ -188,7 +188,7 @@ class RemoteEngine:
         if refusal is None:
             return answer
         if question == "health":
-            answer.set_result(asdict(Health(alive=False, failure=str(refusal))))
+            answer.set_result(asdict(Health(alive=False, failure=refusal.what.rstrip("."))))
         else:
             answer.set_exception(refusal)
         return answer
