@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from inferplane.serving.run import ECHO_S
 from tests.serving.live import Live, engine_pids
 from tests.serving.test_life import LONG, leave, running, stream, wait_gone
 from tests.serving.test_raw_socket import BODY, JSON, post
@@ -179,6 +180,7 @@ def test_the_second_signal_in_a_crowd_leaves_nothing_behind():
         pids = engine_pids(server)
         server.process.send_signal(signal.SIGTERM)
         server.event("draining")
+        time.sleep(2 * ECHO_S)  # sooner it would be the first one's echo
         assert server.stop() == 128 + signal.SIGTERM
         wait_gone(pids)
         with socket.create_server((server.host, server.port)):
