@@ -12,6 +12,7 @@ import pytest
 
 import inferplane
 from inferplane.plugins import host
+from tests.serving.live import Live
 
 DEMO = Path(inferplane.__file__).parent / "models" / "demo"
 
@@ -72,6 +73,13 @@ def test_the_log_is_json_to_its_last_line(tmp_path):
         assert lines[-1]["what"] and lines[-1]["to_do"]
     done = run_serve("--port", "0", "--host", "1.2.3.4", "--log-format", "text")
     assert done.stderr.startswith("error: ")
+
+
+def test_warnings_are_in_the_log():
+    with Live("--kv-cache-bytes", "200000") as server:
+        assert server.stop() == 0
+        events = [json.loads(line) for line in server.text.splitlines()]
+        assert any(e["level"] == "warning" and "kv_cache_bytes" in e["event"] for e in events), server.text
 
 
 def test_a_folder_that_no_socket_fits_in_is_told_at_once(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ class Screen:
 
     def __init__(self, *, json: bool = False, debug: bool = False) -> None:
         self.json, self.debug = json, debug
-        self.log: Callable[[Exception], None] | None = None  # where errors go instead
+        self.log: Callable[[Exception], None] | None = None  # where errors go instead; warnings then go to the log
 
     @cached_property
     def out(self) -> Console:
@@ -162,10 +162,12 @@ class Screen:
                 usual = warnings.showwarning
 
                 def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-                    if issubclass(category, InferplaneWarning):
-                        self.warning(str(message))
-                    else:
+                    if not issubclass(category, InferplaneWarning):
                         usual(message, category, *where, **more)
+                    elif self.log is not None:
+                        logging.getLogger("inferplane.serving").warning("%s", message)
+                    else:
+                        self.warning(str(message))
 
                 warnings.showwarning = show
                 yield
