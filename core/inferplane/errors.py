@@ -7,6 +7,14 @@ like; `str()` joins them into one sentence each, on lines of their own where the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """Names for a message: the first few, and how many more there are."""
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
+
 
 class InferplaneError(Exception):
     """Root of every error raised on purpose by Inferplane.

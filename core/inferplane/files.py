@@ -30,6 +30,20 @@ def file_size(path: Path) -> int:
     return found.st_size
 
 
+def check_writable(path: Path) -> None:
+    """Raise UsageError when `write_whole` could not write this file: tried, and nothing stays of it."""
+    if path.is_dir():
+        raise _unwritable(path, "it is a folder")
+    if path.exists() and not _may_be_replaced(path, path.stat().st_mode):
+        return
+    try:
+        partial = _partial(Path(os.path.realpath(path)))
+        partial.touch(exist_ok=False)
+        partial.unlink()
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file whole, UTF-8, or leave what was there. A link is followed; a file keeps its mode.
 
@@ -44,20 +58,31 @@ def write_whole(path: Path, text: str) -> None:
             mode = path.stat().st_mode
         except FileNotFoundError:
             mode = None
-        if mode is not None and (not stat.S_ISREG(mode) or str(path.absolute()).startswith(_OPENED)):
+        if mode is not None and not _may_be_replaced(path, mode):
             with open(path, "ab") as file:
                 file.write(data)
         else:
             _replace(Path(os.path.realpath(path)), data, mode)
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{str(path)!r} cannot be written: {error}.", remedy="name a file in a folder of yours"
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def _may_be_replaced(path: Path, mode: int) -> bool:
+    return stat.S_ISREG(mode) and not str(path.absolute()).startswith(_OPENED)
+
+
+def _unwritable(path: Path, error: Exception | str) -> UsageError:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error  # it would name the partial file
+    return UsageError(f"{str(path)!r} cannot be written: {why}.", remedy="name a file in a folder of yours")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def _replace(path: Path, data: bytes, mode: int | None) -> None:
     """Put a file in the place of another, or of none."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    partial = _partial(path)
     try:
         with open(partial, "xb") as file:
             if mode is not None:

@@ -12,13 +12,13 @@ from itertools import pairwise
 
 import pytest
 
-from inferplane.cli.bench import check, kinds, plots, report, statistics, workload
+from inferplane.cli.bench import check, kinds, plots, report, startup_runs, statistics, workload
 from inferplane.cli.bench.drive import Step, Timed, Trace, continuous, static
 from inferplane.cli.bench.lengths import Lengths, lengths
 from inferplane.cli.main import verb_parser
-from inferplane.cli.screen import Screen
+from inferplane.cli.screen import Screen, counted
 from inferplane.engine import SamplingParams
-from inferplane.errors import CapacityError, GenerationError, UsageError
+from inferplane.errors import CapacityError, DeviceError, GenerationError, UsageError
 from inferplane.files import write_whole
 from tests.unit import fake_model
 from tests.unit.test_schemas import check as check_schema
@@ -43,8 +43,39 @@ def test_lengths_are_what_the_words_say():
 
 @pytest.mark.parametrize("words", ["0", "5-3", "0-3", "-4", "exp:0", "exp:", "exp:5:0", "1.5", "normal:3", ""])
 def test_lengths_that_mean_nothing(words):
-    with pytest.raises(UsageError, match="is no length"):
+    with pytest.raises(UsageError, match=r"^'.*' is no length"):
         lengths(words)
+
+
+def test_a_length_that_means_nothing_names_its_option():
+    for flag in ("--input-len", "--output-len"):
+        with pytest.raises(UsageError, match=f"^{flag} 'abc' is no length in tokens"):
+            check(parsed("latency", flag, "abc"))
+
+
+@pytest.mark.parametrize("flag", ["--save", "--html"])
+def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measured(flag, tmp_path):
+    with pytest.raises(UsageError, match=rf"^{flag}: '/proc/x\.json' cannot be written: No such file") as caught:
+        check(parsed("latency", flag, "/proc/x.json"))
+    assert caught.value.remedy
+    kept = tmp_path / "old.json"
+    kept.write_text("old")
+    check(parsed("latency", flag, str(kept)))
+    check(parsed("latency", flag, str(tmp_path / "new.json")))
+    check(parsed("latency", flag, "/dev/null"))
+    assert [p.name for p in tmp_path.iterdir()] == ["old.json"] and kept.read_text() == "old"
+
+
+def test_what_a_process_that_starts_a_model_was_refused_keeps_its_parts():
+    said = {"kind": "DeviceError", "what": "Device 'x' is absent.", "there_is": "y", "remedy": "install x"}
+    error = startup_runs._refusal("noise\n" + json.dumps({"error": said}) + "\n")
+    assert type(error) is DeviceError
+    assert (error.what, error.there_is, error.remedy) == (said["what"], "y", "install x")
+    assert all(startup_runs._refusal(x) is None for x in ("", "noise", "[]", '{"error": {"kind": "Path"}}', "5"))
+
+
+def test_one_repeat_is_no_repeats():
+    assert (counted(1, "repeat"), counted(2, "repeat")) == ("1 repeat", "2 repeats")
 
 
 def test_synthetic_jobs_repeat_with_their_seed():

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import pytest
 from inferplane import __version__
 from inferplane.cli import arguments, main, screen
 from inferplane.cli.interrupt import Interrupt
+from inferplane.cli.load import stats
 from inferplane.cli.main import DONE, FAILED, INTERRUPTED, VERBS, WRONG_USAGE, verb_parser
+from inferplane.engine.results import Timings
 from inferplane.errors import DeviceError, UsageError
 from inferplane.plugins import choice, discovery
 from tests.e2e.processes import heeding_ctrl_c
@@ -147,6 +150,33 @@ def test_a_bug_keeps_its_traceback(cli, monkeypatch):
     assert code == FAILED
     assert "Traceback" in err and "ZeroDivisionError: by nothing (a bug" in err
     assert "Traceback" in json.loads(cli("generate", "--json")[2])["error"]["traceback"]
+
+
+def test_a_full_disk_behind_standard_output_is_no_bug():
+    command = [sys.executable, "-m", "inferplane", "ops", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    told = json.loads(done.stderr)["error"]
+    assert done.returncode == FAILED and told["remedy"]
+    assert told["what"] == "Standard output cannot be written: No space left on device."
+
+
+def test_another_oserror_stays_a_bug(cli, monkeypatch):
+    monkeypatch.setattr(main, "_run", raising(OSError("elsewhere")))
+    code, _, err = cli("generate")
+    assert code == FAILED and "Traceback" in err and "OSError: elsewhere (a bug" in err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first_s", "says"),
+    [
+        (1, 0.0042, "1 prompt token, 2 generated (stop), first token 0.0042 s"),
+        (3, 0.031, "3 prompt tokens, 2 generated"),
+    ],
+)
+def test_the_line_of_figures_counts_and_rounds_for_readers(tokens, first_s, says):
+    line = stats(Timings(0.0, first_s, 1.0, tokens, 2, 0, 0), "toy", "stop", None)
+    assert line.startswith(says) and ("0.03 s" in line) == (tokens == 3)
 
 
 def test_interrupts_are_silent(cli, monkeypatch):

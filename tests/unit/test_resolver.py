@@ -196,6 +196,8 @@ def test_a_demoted_kernel_is_passed_over_with_the_reason():
 def test_strict_refuses_hot_references_by_name():
     with pytest.raises(BindError, match=r"4 hot op\(s\).*toy.*linear at gate_up \(decode\)"):
         plan(MLP, kernel("silu_mul"), strict=True)
+    with pytest.raises(BindError, match=r"\d+ hot op\(s\).* and \d+ more\. To do"):
+        plan(tiny_v3(), strict=True)
     plan(MLP, kernel("linear"), strict=True)  # silu_mul is not hot
     plan(MLP, kernel("gated_mlp"), strict=True)
     with pytest.raises(BindError, match="mla_expanded"):

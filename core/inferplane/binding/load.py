@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from inferplane.binding.plan import Plan
-from inferplane.errors import CheckpointError, KernelError
+from inferplane.errors import CheckpointError, KernelError, first_of
 from inferplane.ops import encode
 from inferplane.types import HOST, PLAIN, STATIC, QTensor, Shard, Weight
 from inferplane.types.qtensor import largest
@@ -69,18 +69,15 @@ class Loaded:
     def complaints(self, model: str) -> Iterator[str]:
         """What a user should know about the files of a model that was loaded all the same, a sentence each."""
 
-        def first(names: list[str]) -> str:
-            return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-
         if self.broken:
             yield (
-                f"{model}: {len(self.broken)} weight(s) hold NaN or infinity: {first(self.broken)}. Requests that meet "
-                "them will fail; fetch the files again."
+                f"{model}: {len(self.broken)} weight(s) hold NaN or infinity: {first_of(self.broken)}. Requests that "
+                "meet them will fail; fetch the files again."
             )
         if self.unused:
             yield (
                 f"{model}: {len(self.unused)} tensor(s) of the checkpoint are not part of the model and were not read: "
-                f"{first(self.unused)}. Check that its config belongs to it."
+                f"{first_of(self.unused)}. Check that its config belongs to it."
             )
 
 
@@ -199,8 +196,7 @@ def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
             wrong.append(f"{found}{more[0]} for {weight.shape}{each}{more[1] if each else ''}")
     if missing:
         raise CheckpointError(
-            f"The checkpoint lacks {len(missing)} tensor(s) the model needs: {', '.join(missing[:5])}"
-            f"{', ...' if len(missing) > 5 else ''}.",
+            f"The checkpoint lacks {len(missing)} tensor(s) the model needs: {first_of(missing)}.",
             remedy="check that all its files are there and that its config belongs to it",
         )
     if wrong:

@@ -13,7 +13,7 @@ import torch
 
 from inferplane.binding.choice import Choice, Expand, Options
 from inferplane.binding.resolver import Resolver
-from inferplane.errors import BindError
+from inferplane.errors import BindError, first_of
 from inferplane.ops import OPS, Op
 from inferplane.ops.quantize import FORMATS
 from inferplane.types import (
@@ -232,7 +232,7 @@ def bind(
             remedy="drop deterministic, or use a device whose kernels are batch-invariant (see explain)",
         )
     if strict and (left := plan.hot_references()):
-        listed = ", ".join(f"{op} at {site or 'the root'} ({kind})" for kind, site, op in left[:5])
+        listed = first_of([f"{op} at {site or 'the root'} ({kind})" for kind, site, op in left])
         raise BindError(
             f"strict=True, but {len(left)} hot op(s) of device {settings.device!r} have no kernel: {listed}.",
             remedy="drop strict, or see the reasons in explain",

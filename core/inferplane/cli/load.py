@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.arguments import pins, speculation
-from inferplane.cli.screen import Screen
+from inferplane.cli.screen import Screen, counted
 
 if TYPE_CHECKING:
     from inferplane.engine import LLM, SamplingParams, Timings
@@ -56,15 +56,19 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
 def stats(timings: Timings, device: str, reason: str | None, drawn_seed: int | None) -> str:
     """One line: tokens in and out, seconds to the first, speed of the others, where; and a seed nobody chose."""
     parts = [
-        f"{timings.prompt_tokens} prompt tokens",
+        counted(timings.prompt_tokens, "prompt token"),
         f"{timings.generated_tokens} generated" + (f" ({reason})" if reason else ""),
-        f"first token {timings.first_token_s:.2f} s",
+        f"first token {_seconds(timings.first_token_s)}",
         f"{timings.tokens_per_s:.1f} tokens/s",
         device,
     ]
     if drawn_seed is not None:
         parts.append(f"seed {drawn_seed}")
     return ", ".join(parts)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 0.01 else f"{value:.2g} s"
 
 
 def timings_data(timings: Timings) -> dict[str, Any]:

@@ -71,13 +71,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         screen.error(error)
         code = WRONG_USAGE if isinstance(error, UsageError) else FAILED
+    except OSError as error:
+        if _of_stdout(error):
+            _let_go_of_stdout()
+            remedy = "make room where it leads to, or send it elsewhere"
+            screen.error(InferplaneError(f"Standard output cannot be written: {error.strerror}.", remedy=remedy))
+            code = FAILED
+        else:
+            code = _crashed(error, screen)
     except Exception as error:
-        # Not raised on purpose: a bug here or in a plugin, and its report needs the traceback.
-        if not screen.json and screen.log is None:
-            traceback.print_exc()
-        screen.crash(error)
-        code = FAILED
+        code = _crashed(error, screen)
     return code
+
+
+def _crashed(error: Exception, screen: Screen) -> int:
+    """Tell what was not raised on purpose: a bug here or in a plugin, and its report needs the traceback."""
+    if not screen.json and screen.log is None:
+        traceback.print_exception(error)
+    screen.crash(error)
+    return FAILED
+
+
+def _of_stdout(error: OSError) -> bool:
+    """Whether it came of writing to standard output, which is done here and by the screen alone; it names no file."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return error.filename is None and frames[-1].f_globals.get("__name__") in (__name__, Screen.__module__)
 
 
 def verb_parser(verb: str) -> tuple[Parser, Any]:

@@ -237,6 +237,11 @@ class _Notes(logging.Handler):
             self._screen.note(record.getMessage())
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, as "1 repeat" and "3 repeats"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _tidy(words: str) -> str:
     """Blanks in a line made one, those before it kept; empty lines left out."""
     lines = [(line[: len(line) - len(line.lstrip())], line.split()) for line in words.splitlines()]

@@ -11,6 +11,7 @@ Source: https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_
 from __future__ import annotations
 
 import math
+import re
 import sys
 import threading
 import time
@@ -32,6 +33,12 @@ SLOW_KEPT_S = 60.0
 """Seconds that a constraint which took too long is refused unseen; the machine may have been busy."""
 NO_TEXT = "NoExtensionBias"
 """What llguidance says of a grammar that no token can begin."""
+_PLACE = re.compile(r"^at \d+\(\d+\):\s*")
+_MENDED = {
+    "json_schema": "mend the schema; llguidance's docs/json_schema.md lists what is taken",
+    "regex": "mend the expression; it is in the syntax of Rust's crate regex",
+    "grammar": "mend the grammar; its syntax is in llguidance's docs/syntax.md",
+}
 STACK_BYTES = 64 * 2**20
 """Stack on which constraints are compiled: well above that on which they were tried out."""
 SPACES = 40
@@ -180,10 +187,11 @@ class Grammars:
                         if len(self._known) > KEPT_CONSTRAINTS:
                             self._known.popitem(last=False)
         if isinstance(found, tuple):
+            kind = params.constraint[0]
             why = "no text fits it" if found[0] == NO_TEXT else found[0]
-            raise UsageError(
-                f"The {params.constraint[0]} is refused: {why}.", remedy="see docs of llguidance for its syntax"
-            )
+            if kind != "grammar":  # a place in a text that was made of it
+                why = _PLACE.sub("", why)
+            raise UsageError(f"The {kind} is refused: {why}.", remedy=_MENDED[kind])
         return Constraint(found.deep_copy(), self._ends, -(-self._vocab // 32))
 
     def close(self) -> None:

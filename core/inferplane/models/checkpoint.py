@@ -15,7 +15,7 @@ from typing import IO
 
 import torch
 
-from inferplane.errors import CheckpointError
+from inferplane.errors import CheckpointError, first_of
 from inferplane.models.header import SUFFIX, Entry, read_header, read_index
 from inferplane.models.jsontext import reading
 from inferplane.types import Shard
@@ -84,8 +84,7 @@ class SafetensorsFolder:
             )
         if missing:
             raise CheckpointError(
-                f"{self.folder / INDEX} names {len(missing)} file(s) that are not there: "
-                f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}.",
+                f"{self.folder / INDEX} names {len(missing)} file(s) that are not there: {first_of(missing, 3)}.",
                 remedy="fetch the missing files",
             )
         return files

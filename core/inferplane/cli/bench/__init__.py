@@ -14,6 +14,7 @@ from inferplane.cli.arguments import Parser, add_examples, add_json, add_model, 
 from inferplane.cli.bench.lengths import FORMS, lengths
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
+from inferplane.files import check_writable
 
 KINDS = {
     "latency": "one batch of equal prompts, all at once",
@@ -113,10 +114,14 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {value}.", there_is=f"whole numbers from {least}")
     if args.rate is not None and not 0 < args.rate < float("inf"):
         raise UsageError(f"--rate {args.rate:g}.", there_is="numbers above 0")
-    args.input_lengths, args.output_lengths = lengths(args.input_len), lengths(args.output_len)
+    args.input_lengths = lengths(args.input_len, "--input-len")
+    args.output_lengths = lengths(args.output_len, "--output-len")
     if args.kind != "throughput" and {args.input_lengths.kind, args.output_lengths.kind} != {"fixed"}:
         raise UsageError(f"bench {args.kind} takes fixed lengths only.", remedy="use bench throughput")
     for option in ("save", "html"):
         path = getattr(args, option)
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise UsageError(f"--{option} {path} cannot be written.", remedy="name a file in a folder that exists")
+        if path is not None:
+            try:
+                check_writable(path)
+            except UsageError as error:
+                raise UsageError(f"--{option}: {error.what}", remedy=error.remedy) from error

@@ -46,13 +46,16 @@ class Lengths:
         return f"exp:{self.mean:g}" + ("" if self.high is None else f":{self.high}")
 
 
-def lengths(words: str) -> Lengths:
+def lengths(words: str, flag: str = "") -> Lengths:
     """What a command's words mean: "128", "16-256", "exp:64", "exp:64:512".
+
+    Args:
+        words: what was typed. flag: behind which option.
 
     Raises:
         UsageError: they mean nothing, or a length below 1.
     """
-    wrong = UsageError(f"{words!r} is no length in tokens.", there_is=FORMS)
+    wrong = UsageError(f"{flag and f'{flag} '}{words!r} is no length in tokens.", there_is=FORMS)
     if match := re.fullmatch(r"(\d+)(?:-(\d+))?", words):
         low, high = int(match[1]), int(match[2] or match[1])
         if not 1 <= low <= high:

@@ -10,6 +10,7 @@ from inferplane.cli.bench import plots, statistics
 from inferplane.cli.bench.drive import Trace
 from inferplane.cli.bench.kinds import Measured
 from inferplane.cli.bench.plots import Line
+from inferplane.cli.screen import counted
 
 BUCKETS = 60
 DISTRIBUTIONS = {
@@ -86,7 +87,7 @@ def _rates(measured: Measured) -> list[str]:
         found["continuous over static batching"] = measured.ratio
     rows = [[name, *(f"{s[c]:.4g}" for c in columns), s["unit"]] for name, s in found.items()]
     title = "Phases of a start" if measured.kind == "startup" else "Rates"
-    words = f"<h2>{title} over {measured.options['repeats']} repeats</h2>"
+    words = f"<h2>{title} over {counted(measured.options['repeats'], 'repeat')}</h2>"
     return [words, _table(("", *columns, "unit"), rows)] if rows else []
 
 

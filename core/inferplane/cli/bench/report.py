@@ -9,7 +9,7 @@ from typing import Any
 from inferplane.cli.bench.drive import Trace
 from inferplane.cli.bench.kinds import Measured
 from inferplane.cli.bench.page import page
-from inferplane.cli.screen import Screen
+from inferplane.cli.screen import Screen, counted
 from inferplane.files import write_whole
 
 SCHEMA = 1
@@ -83,7 +83,7 @@ def show(measured: Measured, screen: Screen) -> None:
             table.add_row(LATENCIES[name], *(f"{1e3 * s[column]:.2f}" for column in COLUMNS))
         tables.append(table)
     if measured.rates:
-        table = _table(Table, f"over {measured.options['repeats']} repeats", "median", "min", "max", "")
+        table = _table(Table, f"over {counted(measured.options['repeats'], 'repeat')}", "median", "min", "max", "")
         for name, s in measured.rates.items():
             factor, unit = (1e3, "ms") if s["unit"] == "s" else (1, s["unit"])
             figures = (f"{factor * s[column]:.2f}" for column in ("median", "min", "max"))

@@ -8,7 +8,18 @@ import time
 
 
 def main() -> None:
-    """Start, and tell how long each phase took."""
+    """Start, and tell how long each phase took, or why it cannot be done."""
+    from inferplane.errors import InferplaneError
+
+    try:
+        _start()
+    except InferplaneError as error:
+        told = {"kind": type(error).__name__, "what": error.what, "there_is": error.there_is, "remedy": error.remedy}
+        sys.stdout.write("\n" + json.dumps({"error": told}) + "\n")
+        raise SystemExit(1) from None
+
+
+def _start() -> None:
     entered = time.time()
     asked = json.loads(sys.stdin.readline())
     phases = {"interpreter": max(0.0, entered - asked["begun"])}

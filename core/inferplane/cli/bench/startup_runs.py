@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from inferplane.errors import GenerationError
+from inferplane import errors
+from inferplane.errors import GenerationError, InferplaneError
 
 PROMPT_ID = 1
 
@@ -20,6 +21,7 @@ def run(args: argparse.Namespace, told: Callable[[], None]) -> list[dict[str, An
 
     Raises:
         GenerationError: one ended without an answer; its own words are in the message.
+        InferplaneError: what the model's start raised there.
     """
     from inferplane.cli.bench.kinds import model_options
 
@@ -34,8 +36,23 @@ def run(args: argparse.Namespace, told: Callable[[], None]) -> list[dict[str, An
             check=False,
         )
         if done.returncode:
+            if (refused := _refusal(done.stdout)) is not None:
+                raise refused
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise GenerationError(f"A process did not start the model: {lines[-1]}")
         out.append(json.loads(done.stdout.splitlines()[-1]))
         told()
     return out
+
+
+def _refusal(said: str) -> InferplaneError | None:
+    """The error that a process ended with, if it was one raised on purpose."""
+    try:
+        told = json.loads(said.splitlines()[-1])["error"]
+        kind: Any = getattr(errors, told.pop("kind"), object)
+        refused: InferplaneError | None = None
+        if issubclass(kind, InferplaneError):
+            refused = kind(told.pop("what"), **told)
+        return refused
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None
