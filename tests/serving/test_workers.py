@@ -85,7 +85,8 @@ def test_workers_share_the_engine_are_replaced_and_end_together():
             live.process.send_signal(signal.SIGTERM)
             done = [r.result() for r in running]
         assert [d.json()["usage"]["completion_tokens"] for d in done] == [60] * 6
-        assert live.stop() == 0
+        assert live.process.wait(60) == 0
+        assert live.stop() == 0  # the log is read to its end
         assert workers(live) == []
         assert [line for line in live.text.splitlines() if not line.startswith("{")] == []
         assert {e.get("worker") for e in live.log if e["event"] == "draining"} == {None, 1, 2}
