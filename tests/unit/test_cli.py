@@ -179,6 +179,13 @@ def test_the_line_of_figures_counts_and_rounds_for_readers(tokens, first_s, says
     assert line.startswith(says) and ("0.03 s" in line) == (tokens == 3)
 
 
+def test_a_model_without_tokenizer_is_told_before_it_is_loaded(cli):
+    code, out, err = cli("generate", "demo-draft", "-p", "x", "--device", "cpu")
+    assert (code, out) == (FAILED, "")
+    first, *others = err.splitlines()
+    assert first.startswith("error: demo-draft has no tokenizer") and others == [x for x in others if x[:6] == "to do:"]
+
+
 def test_interrupts_are_silent(cli, monkeypatch):
     monkeypatch.setattr(main, "_run", raising(KeyboardInterrupt()))
     assert cli("generate") == (INTERRUPTED, "", "")

@@ -216,3 +216,21 @@ def test_what_a_device_says_itself_when_it_is_opened_stays_as_it_is(wheels):
     with pytest.raises(DeviceError, match=r"^busy\.$"):
         host.open(host.backend("toy"))
     assert not host.quarantined()
+
+
+def test_a_word_for_any_accelerator_is_answered_with_their_kinds(wheels):
+    wheels.install("acme", "1.5", {"x": "fake_x"}, fake_x=plugin(xpu=(ABSENT, 3), cuda=(ABSENT, 9)))
+    for word in ("gpu", "GPU"):
+        with pytest.raises(DeviceError, match=f"Unknown device '{word}'") as caught:
+            wheels.discover().backend(word)
+        assert caught.value.remedy.startswith("name the kind: cuda, xpu, homely") and "perhaps" not in str(caught.value)
+
+
+def test_a_listed_module_that_is_not_found_names_the_path(wheels, monkeypatch):
+    monkeypatch.setenv("INFERPLANE_PLUGINS", "inferplane_nope.plugin")
+    (record,) = wheels.discover("inferplane_nope.plugin").quarantined()
+    assert (record.stage, record.reason) == ("import", "ModuleNotFoundError: No module named 'inferplane_nope'")
+    assert "folder that holds inferplane_nope on PYTHONPATH" in record.remedy
+    wheels.module("fake_lacking", "import no_such_dependency")
+    (record,) = wheels.discover("fake_lacking").quarantined()
+    assert "PYTHONPATH" not in record.remedy and "no_such_dependency" in record.reason

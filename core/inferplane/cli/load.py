@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.arguments import pins, speculation
 from inferplane.cli.screen import Screen, counted
+from inferplane.errors import CheckpointError
 
 if TYPE_CHECKING:
     from inferplane.engine import LLM, SamplingParams, Timings
@@ -26,7 +27,13 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
             from inferplane.cli.sampling import choose
             from inferplane.engine import LLM, ModelFiles
 
-        params = choose(args, ModelFiles(args.model).folder)
+        files = ModelFiles(args.model)
+        if files.folder is not None and not files.has_tokenizer and not (files.folder / "vocab.json").exists():
+            raise CheckpointError(
+                f"{args.model} has no tokenizer: {files.folder} holds none of its files.",
+                remedy="add its tokenizer.json; a draft model is named by --draft-model, beside its model",
+            )
+        params = choose(args, files.folder)
         loading.phase(f"loading {args.model}")
         llm = LLM(
             args.model,

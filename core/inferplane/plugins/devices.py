@@ -23,9 +23,11 @@ from inferplane.plugins.records import (
     same_distribution,
 )
 from inferplane.plugins.registration import AUTO, unfit
-from inferplane.types import Backend, Presence, Probe
+from inferplane.types import HOST, Backend, Presence, Probe
 
 log = logging.getLogger("inferplane")
+
+_ANY_ACCELERATOR = ("gpu", "accelerator")
 
 
 class Devices:
@@ -252,6 +254,10 @@ class Devices:
         close = difflib.get_close_matches(device.lower(), known, n=1)
         remedy = f"install the plugin that serves it, or name its module in {VARIABLE}"
         remedy = f"perhaps {close[0]!r} was meant; otherwise {remedy}" if close else remedy
+        if device.lower() in _ANY_ACCELERATOR:  # its letters resemble some of them, which says nothing
+            kinds = sorted((e for e in self.entries() if e.torch_device != HOST), key=lambda e: -e.auto_rank)
+            if kinds:
+                remedy = f"name the kind: {', '.join(e.name for e in kinds)}; `inferplane devices` tells which is here"
         return DeviceError(f"Unknown device {device!r}.", there_is=there_is, remedy=remedy)
 
 

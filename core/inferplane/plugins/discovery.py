@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from inferplane.plugins.choice import Choice
+from inferplane.plugins.choice import VARIABLE, Choice
 from inferplane.plugins.hookspecs import API_VERSION, HOOKS, PROJECT
 from inferplane.plugins.records import (
     OURS,
@@ -28,6 +28,7 @@ from inferplane.plugins.records import (
     Quarantined,
     Rejected,
     guarded,
+    in_words,
     normalized,
     quarantine,
     same_distribution,
@@ -158,7 +159,15 @@ def _load_point(point: metadata.EntryPoint) -> Any:
 
 def _load_module(item: str) -> Any:
     module, _, attribute = item.partition(":")
-    loaded = importlib.import_module(module)
+    try:
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{module}.".startswith(f"{error.name}."):
+            raise  # something that it imports itself
+        remedy = (
+            f"install it, put the folder that holds {error.name.partition('.')[0]} on PYTHONPATH, or take {item} off"
+        )
+        raise Rejected("import", in_words(error), f"{remedy} {VARIABLE}") from error
     return getattr(loaded, attribute) if attribute else loaded
 
 
