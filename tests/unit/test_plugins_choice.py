@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inferplane import plugins
 from inferplane.errors import UsageError
 from inferplane.plugins.choice import Choice, parse
 
@@ -60,3 +61,16 @@ def test_a_family_covers_its_variants():
     assert choice.excludes("other:one") == "other:one"
     assert choice.excludes("other") is None
     assert choice.excludes("family") is None
+
+
+def test_what_of_the_variable_has_no_effect_is_told_in_every_process(wheels, monkeypatch, caplog):
+    monkeypatch.setenv("INFERPLANE_PLUGINS", "inferplane_nope.plugin,-homelyy")
+    with caplog.at_level("WARNING", logger="inferplane"):
+        plugins.host.__wrapped__()
+    missing, unmatched = (record.getMessage() for record in caplog.records)
+    assert "No module named 'inferplane_nope'" in missing and "To do: install it, put the folder" in missing
+    assert unmatched == "INFERPLANE_PLUGINS: -homelyy leaves nothing out"
+    caplog.clear()
+    monkeypatch.setenv("INFERPLANE_PLUGINS", "-homely")
+    plugins.host.__wrapped__()
+    assert not caplog.records

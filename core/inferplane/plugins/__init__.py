@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint
@@ -25,15 +26,27 @@ __all__ = [
     "host",
 ]
 
+log = logging.getLogger("inferplane")
+
 
 @functools.cache
 def host() -> PluginHost:
-    """The process's plugin host, built at the first call from installed entry points and `INFERPLANE_PLUGINS`.
+    """The process's plugin host, built at the first call from installed entry points and `INFERPLANE_PLUGINS`; what of
+    that variable has no effect is logged.
 
     Raises:
         UsageError: `INFERPLANE_PLUGINS` cannot be read.
     """
-    return discover(os.environ.get(VARIABLE))
+    spec = os.environ.get(VARIABLE)
+    found, listed = discover(spec), parse(spec).modules
+    # What somebody typed and nothing came of is told once, whatever he does next; the doctor tells it again.
+    for record in found.quarantined():
+        if record.entry_point in listed:
+            log.warning("%s names a plugin that is left out: %s. To do: %s.", VARIABLE, record, record.remedy)
+    for note in found.notes():
+        if VARIABLE in note:
+            log.warning("%s", note)
+    return found
 
 
 def discover(spec: str | None, entry_points: Iterable[EntryPoint] | None = None) -> PluginHost:
