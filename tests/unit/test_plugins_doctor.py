@@ -114,3 +114,24 @@ def test_more_threads_than_cores(wheels, monkeypatch):
     line = lines(doctor(wheels.discover()), "host threads")[0]
     assert line.status == "warn"
     assert line.remedy.startswith("set OMP_NUM_THREADS=")
+
+
+def test_extras_say_what_they_are_for_and_what_they_lack(wheels):
+    needs = ("fakesrv>=2 ; extra == 'serving'", "fakepb ; extra == 'serving'", "fakeguide>=1 ; extra == 'constrained'")
+    more = "".join(f"Requires-Dist: {need}\n" for need in needs)
+    (path,) = wheels.folder.glob("inferplane-*.dist-info/METADATA")
+    path.write_text(path.read_text() + more)
+    wheels.install("fakesrv", "1.0", {})  # too old
+    wheels.install("fakeguide", "1.2", {})
+    report = doctor(wheels.discover())
+    assert lines(report, "extra serving") == [
+        Line(
+            "extra serving",
+            "warn",
+            "for inferplane serve: lacks fakesrv, fakepb",
+            "pip install 'inferplane[serving]' where it is wanted",
+        )
+    ]
+    (constrained,) = lines(report, "extra constrained")
+    assert (constrained.status, constrained.remedy) == ("ok", "")
+    assert not lines(report, "extra otel"), "this wheel has none"

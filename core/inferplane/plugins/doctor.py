@@ -11,12 +11,15 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
+from inferplane.errors import first_of
 from inferplane.plugins.choice import VARIABLE
 from inferplane.plugins.discovery import installed
 from inferplane.plugins.hookspecs import API_VERSION
 from inferplane.plugins.host import PluginHost
-from inferplane.plugins.records import DeviceEntry, guarded, in_words
+from inferplane.plugins.records import OURS, DeviceEntry, guarded, in_words
 from inferplane.types import Memory, Presence
 from inferplane.types.backend import host_memory
 
@@ -28,6 +31,13 @@ _OF_PRESENCE: dict[Presence, Status] = {
     Presence.BROKEN: "fail",
 }
 _SMALL_HOST_CORES = 8
+EXTRAS = {
+    "serving": "inferplane serve",
+    "constrained": "text held to a schema, a regular expression or a grammar",
+    "otel": "spans of requests",
+    "test": "inferplane conform",
+}
+"""Extra -> what needs it; a vendor's is its device's matter."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ def doctor(host: PluginHost, *, open_devices: bool = False) -> Report:
             architecture and memory, and whether it works at all.
     """
     devices = list(_devices(host, open_devices))  # first: loading devices may send plugins into quarantine
-    return Report((*_python(), *_plugins(host), *devices, *_host()))
+    return Report((*_python(), *_extras(), *_plugins(host), *devices, *_host()))
 
 
 def _python() -> Iterator[Line]:
@@ -95,6 +105,24 @@ def _python() -> Iterator[Line]:
         yield Line("transformers", "ok", str(version))
     else:
         yield Line("transformers", "fail", "not installed", "pip install transformers: it reads configs and tokenizers")
+
+
+def _extras() -> Iterator[Line]:
+    """Of the wheel's extras, which are complete here; none is told of where there is no wheel's metadata."""
+    wanted, error = guarded(lambda: [Requirement(line) for line in metadata.requires(OURS) or ()])
+    for extra, use in EXTRAS.items() if error is None else ():
+        packages = {r.name: r.specifier for r in wanted if r.marker is not None and r.marker.evaluate({"extra": extra})}
+        lacking = [name for name, versions in packages.items() if not _has(name, versions)]
+        if lacking:
+            remedy = f"pip install '{OURS}[{extra}]' where it is wanted"
+            yield Line(f"extra {extra}", "warn", f"for {use}: lacks {first_of(lacking)}", remedy)
+        elif packages:
+            yield Line(f"extra {extra}", "ok", f"for {use}")
+
+
+def _has(name: str, versions: SpecifierSet) -> bool:
+    found, error = guarded(partial(metadata.version, name))
+    return error is None and bool(versions.contains(str(found), prereleases=True))
 
 
 def _plugins(host: PluginHost) -> Iterator[Line]:
