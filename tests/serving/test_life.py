@@ -284,9 +284,9 @@ def test_a_request_that_takes_too_long_is_told(small):
     with small.client() as client:
         body = {"text": "x = [", "max_dec_len": 1500, "timeout": 1, "min_dec_len": 1500}
         whole = client.post("/v1/completions", json=body)
-        assert (whole.status_code, whole.json()["error_code"]) == (504, 504)
+        assert (whole.status_code, whole.json()["error_code"]) == (408, 408)
         *_, last = client.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
-        assert json.loads(last)["error_code"] == 504
+        assert json.loads(last)["error_code"] == 408
 
 
 def test_disable_streaming_sends_one_piece():

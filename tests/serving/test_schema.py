@@ -22,12 +22,8 @@ CHECKS = (
 )
 """All but positive_data_acceptance: what a schema can say is not all (a prompt may be too long for the model)."""
 
-MAY_BE_LATE = '[checks.not_a_server_error]\nexpected-statuses = ["2xx", "3xx", "4xx", "504"]\n'
-"""504 is what a request asks for whose `timeout` is shorter than any answer takes; see below."""
-
 
 def test_every_operation_keeps_to_its_description(tmp_path):
-    (tmp_path / "schemathesis.toml").write_text(MAY_BE_LATE)
     with Live("--max-output-tokens", "4", "--max-batch", "16", "--api-key", "k") as server:
         engine = engine_pids(server)
         command = [str(Path(sys.executable).with_name("st")), "run", f"{server.url}/openapi.json"]
@@ -38,10 +34,6 @@ def test_every_operation_keeps_to_its_description(tmp_path):
         command += ["--suppress-health-check", "all"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stdout[-12000:] + done.stderr[-3000:]
-        late = [e for e in server.log if e["event"] == "request" and e["status"] == 504]
-        assert late and all(e["error"] == "timeout" and e["ms"] < 5000 for e in late), (
-            late
-        )  # none ran into the server's
         assert set(engine) <= set(engine_pids(server)), "the engine was started again"
         server.at_rest()
         assert server.stop() == 0

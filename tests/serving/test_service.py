@@ -191,7 +191,12 @@ def test_a_request_that_runs_out_of_time_says_so():
         async with running() as service:
             with pytest.raises(ApiError) as late:
                 await served(service, Ask([[1]], max_tokens=500, timeout_s=0.02))
-            assert (late.value.status, late.value.code) == (504, "timeout")
+            assert (late.value.status, late.value.code) == (408, "timeout")
+        async with running(request_timeout_s=0.02) as service:
+            for own in (None, 60):
+                with pytest.raises(ApiError) as late:
+                    await served(service, Ask([[1]], max_tokens=500, timeout_s=own))
+                assert (late.value.status, late.value.code) == (504, "timeout")
 
     check(work)
 

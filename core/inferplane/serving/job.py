@@ -176,7 +176,7 @@ class Job:
                 if self.first_token_s is None or delta.timings.first_token_s < self.first_token_s:
                     self.first_token_s = delta.timings.first_token_s
         if reason not in (None, "stop", "length"):
-            self._put(_failure(delta))
+            self._put(_failure(delta, self.ask.timeout_s, self.params[0].timeout_s))
             return
         piece = Piece(choice, delta)
         if reason is not None or self._pieces or self._at_once is None or not self._at_once(piece):
@@ -187,10 +187,12 @@ class Job:
         self._wake()
 
 
-def _failure(delta: Delta) -> ApiError:
-    """A sequence that ended otherwise than by itself."""
+def _failure(delta: Delta, own_limit_s: float | None, limit_s: float | None) -> ApiError:
+    """A sequence that ended otherwise than by itself. Of two time limits its client answers for his own."""
     if delta.finish_reason == "timeout":
-        return ApiError(504, "The request ran into its time limit.", code="timeout")
+        if own_limit_s is not None and own_limit_s == limit_s:
+            return ApiError(408, f"The request ran into its own time limit, {own_limit_s:g} s.", code="timeout")
+        return ApiError(504, "The request ran into this server's time limit.", code="timeout")
     if delta.finish_reason == "abort":
         return ApiError(503, "The request was ended by the server.", code="aborted", retry_after_s=5)
     return ApiError(500, f"The request failed while it ran: {delta.error}.", code="generation_failed")

@@ -44,14 +44,14 @@ ERRORS = {
     "400": "the request cannot be meant; `param` names the field",
     "401": "the key is missing or wrong",
     "404": "no such model or route",
-    "408": "the body did not arrive in time",
+    "408": "the body did not arrive in time, or the request ran into its own `timeout`",
     "409": "a request with this id is alive",
     "413": "the body is too large",
     "415": "the body is not JSON",
     "429": "the queue is full; see Retry-After",
     "500": "the request failed inside the server",
     "503": "loading, shutting down, or not healthy",
-    "504": "the request ran into its time limit",
+    "504": "the request ran into the server's time limit",
 }
 
 
