@@ -32,11 +32,11 @@ def file_size(path: Path) -> int:
 
 def check_writable(path: Path) -> None:
     """Raise UsageError when `write_whole` could not write this file: tried, and nothing stays of it."""
-    if path.is_dir():
-        raise _unwritable(path, "it is a folder")
-    if path.exists() and not _may_be_replaced(path, path.stat().st_mode):
-        return
     try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        if path.exists() and not _may_be_replaced(path, path.stat().st_mode):
+            return
         partial = _partial(Path(os.path.realpath(path)))
         partial.touch(exist_ok=False)
         partial.unlink()

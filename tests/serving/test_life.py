@@ -219,12 +219,14 @@ def small():
         assert server.stop() == 0
 
 
-def leave(server: Live, body: dict, pieces: int, path: str = "/v1/completions") -> None:
-    """Ask, read so many pieces, and close the connection."""
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+def leave(server: Live, body: dict, pieces: int, *before: dict) -> None:
+    """Ask, read so many pieces, and close the connection; what is asked before comes with it, in one piece."""
+    asked = b""
+    for data in (json.dumps(b).encode() for b in (*before, body)):
+        asked += b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        asked += b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
     with server.connect() as sock:
-        sock.sendall(head.encode() + data)
+        sock.sendall(asked)
         got = b""
         while got.count(b"\ndata: ") < pieces:
             got += sock.recv(65536)
@@ -258,6 +260,18 @@ def test_leaving_frees_everything(small, point, n):
     if point in ("first", "fifth"):
         assert after[name] - before.get(name, 0) == n
     assert after.get(generated, 0) - before.get(generated, 0) < 1200
+
+
+@pytest.mark.parametrize("short", [False, True], ids=["whole", "streamed"])
+def test_leaving_during_a_connection_s_second_request_frees_everything(small, short):
+    before = small.at_rest()
+    first = {**LONG, "max_tokens": 2, "stream": short}
+    leave(small, {**LONG, "stream": True}, 3 + 5 * short, first)  # a short stream has five events at most
+    after = small.at_rest()
+    name = 'inferplane:requests_aborted_total{cause="disconnect"}'
+    assert after[name] - before.get(name, 0) == 1
+    generated = "inferplane:generation_tokens_total"
+    assert after[generated] - before.get(generated, 0) < 1200
 
 
 def test_a_full_queue_is_a_429_at_once_and_nobody_is_lost(small):

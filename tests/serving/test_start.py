@@ -82,6 +82,13 @@ def test_warnings_are_in_the_log():
         assert any(e["level"] == "warning" and "kv_cache_bytes" in e["event"] for e in events), server.text
 
 
+def test_a_plugin_that_is_left_out_is_told_in_the_log():
+    with Live(environment={"INFERPLANE_PLUGINS": "no_such_module"}) as server:
+        assert server.stop() == 0
+        events = [json.loads(line) for line in server.text.splitlines()]
+        assert any(e["level"] == "warning" and "no_such_module" in e["event"] for e in events), server.text
+
+
 def test_a_folder_that_no_socket_fits_in_is_told_at_once(tmp_path, monkeypatch):
     deep = tmp_path / ("x" * 130)
     deep.mkdir()

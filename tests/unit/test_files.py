@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from inferplane.errors import UsageError
-from inferplane.files import write_whole
+from inferplane.files import check_writable, write_whole
 
 
 @pytest.mark.parametrize("path", ["/", "a\0b", ".", "none/a.json", "x" * 300])
@@ -34,7 +34,7 @@ def test_what_stands_at_a_path_stays_what_it_is(tmp_path):
         assert pipe.is_fifo() and os.read(reader, 100) == b"told"
     finally:
         os.close(reader)
-    command = "import sys; from pathlib import Path; from inferplane.files import write_whole; " + (
+    command = "import sys; from pathlib import Path; from inferplane.files import check_writable, write_whole; " + (
         "print('first', flush=True); write_whole(Path('/dev/stdout'), 'whole')"
     )
     with open(path, "wb") as out:
@@ -42,3 +42,10 @@ def test_what_stands_at_a_path_stays_what_it_is(tmp_path):
     assert path.read_text() == "first\nwhole"
     assert subprocess.run([sys.executable, "-c", command], stdout=subprocess.PIPE).stdout == b"first\nwhole"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "link", "pipe"]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, ".", "none/a.json", "a\0b"])
+def test_what_could_not_be_written_is_told_before(name, tmp_path):
+    with pytest.raises(UsageError, match="cannot be written"):
+        check_writable(tmp_path / name)
+    assert not list(tmp_path.iterdir())

@@ -89,6 +89,34 @@ def test_a_stream_dropped_in_the_middle_of_a_step_of_its_own_thread_ends_after_i
     assert during[0] == 0 and llm.engine.metrics.finished["abort"] == 1
 
 
+@pytest.mark.parametrize("call", ["add", "end", "logits"])
+def test_a_stream_dropped_in_the_middle_of_any_call_of_its_own_thread_ends_after_it(llm, monkeypatch, call):
+    long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    streams, original, inside, nested = [llm.stream(PROMPTS[0], long)], getattr(llm.engine, call), [], []
+    next(streams[0])
+    end = llm.engine.end
+
+    def dropping(*args, **more):
+        inside.append(call)
+        streams.clear()  # as the collector of garbage may
+        try:
+            return original(*args, **more)
+        finally:
+            inside.pop()
+
+    def ending(*args, **more):
+        nested.append(list(inside))
+        return end(*args, **more)
+
+    monkeypatch.setattr(llm.engine, "end", ending)
+    if call == "end":
+        original = ending
+    monkeypatch.setattr(llm.engine, call, dropping)
+    (scored if call == "logits" else generated)(llm, PROMPTS[1])
+    assert llm.engine.metrics.finished["abort"] == 1
+    assert all(len(names) <= (call == "end") for names in nested), nested
+
+
 def test_closing_waits_for_the_call_of_another_thread(monkeypatch):
     llm = LLM(LLAMA, device=HOST, load_format="dummy", dtype="float32", kv_cache_bytes=1 << 20, max_batch=4)
     inside, step, results = Event(), llm.engine.step, []

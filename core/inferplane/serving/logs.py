@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any, TextIO
 
@@ -23,6 +23,8 @@ MOST_CHARACTERS = 300
 """Of a value in the log."""
 MOST_LINES = 10_000
 """Lines that may wait for a slow reader."""
+WHOLE_BYTES = 4096
+"""A pipe takes so many from one process before it takes any from another (`PIPE_BUF` of Linux)."""
 GATHER_S = 0.02
 """Lines that come within this time are written together: each time the thread wakes, the server's own one waits."""
 NAMES = {
@@ -111,8 +113,21 @@ class Writer(logging.Handler):
             if dropped:
                 text.append(f'{{"event": "lines dropped", "count": {dropped}}}')
             with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-                self._out.write("".join(f"{line}\n" for line in text))
-                self._out.flush()
+                for piece in _pieces(text):
+                    self._out.write(piece)
+                    self._out.flush()
+
+
+def _pieces(lines: Iterable[str]) -> Iterator[str]:
+    """Whole lines together, as many as a pipe takes at once: other processes' lines are never within them."""
+    piece = ""
+    for line in lines:
+        if piece and len(piece) + len(line) >= WHOLE_BYTES:
+            yield piece
+            piece = ""
+        piece += f"{line}\n"
+    if piece:
+        yield piece
 
 
 def finish() -> None:
@@ -127,11 +142,16 @@ def is_json(form: str) -> bool:
     return form == "json" or (form == "auto" and not sys.stderr.isatty())
 
 
-def tell_end(error: Exception) -> None:
-    """Write the error that ends the process as the log's last line, in JSON and whole, be the log set up or not."""
+def tell_end(error: Exception, **everywhere: Any) -> None:
+    """Write the error that ends the process as the log's last line, in JSON and whole, be the log set up or not.
+
+    Args:
+        error: see above.
+        everywhere: facts of every line.
+    """
     finish()
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    data = {"time": now, "level": "error", "event": "failed"}
+    data = {"time": now, "level": "error", "event": "failed", **everywhere}
     if isinstance(error, InferplaneError):
         said = {"what": error.what, "there_is": error.there_is, "to_do": error.remedy}
         data.update({name: words for name, words in said.items() if words})

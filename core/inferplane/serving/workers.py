@@ -104,6 +104,7 @@ def _end_with_parent() -> None:
     """Standard input ends when the first process does; then nobody is left to answer for."""
     while os.read(0, 4096):  # not through sys.stdin: its lock, held here, is needed when the interpreter ends
         pass
+    logs.finish()
     os._exit(1)
 
 
@@ -142,6 +143,11 @@ def main() -> None:
     )
     try:
         code = asyncio.run(life.live())
+    except Exception as error:
+        if not logs.is_json(settings.log_format):
+            raise
+        logs.tell_end(error, worker=slot)
+        code = 1
     finally:
         logs.finish()
     sys.exit(code)

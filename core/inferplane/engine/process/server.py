@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -118,6 +119,23 @@ class Connection:
         self.writer.close()
 
 
+class _Telling(logging.Handler):
+    """Tells what Inferplane logs within its block; this process has no log of its own."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self._tell, self._logger = tell, logging.getLogger("inferplane")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(record.getMessage())
+
+    def __enter__(self) -> None:
+        self._logger.addHandler(self)
+
+    def __exit__(self, *unused: object) -> None:
+        self._logger.removeHandler(self)
+
+
 def _load(message: messages.Load, owner: Connection) -> LocalEngine:
     """Load the model, telling how far it is and what there is to warn of."""
 
@@ -127,7 +145,7 @@ def _load(message: messages.Load, owner: Connection) -> LocalEngine:
     def showwarning(message: Warning | str, *unused: Any) -> None:
         owner.post(messages.Warned(str(message)))
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _Telling(showwarning):
         warnings.showwarning = showwarning  # type: ignore[assignment]
         llm = LLM(message.model, progress=progress, **message.options)
         with importing():

@@ -318,8 +318,8 @@ class _Passage:
         if scope["method"] == "HEAD":  # as GET; the connection sends no body
             scope = {**scope, "method": "GET"}
         failed: Exception | None = None
-        when_lost = scope.get("state", {}).get("when_lost") or (lambda left: None)
-        when_lost(self._left)
+        when_lost = scope.get("state", {}).get("when_lost")
+        forget = when_lost(self._left) if when_lost is not None else None
         try:
             if self._reserved is not None:
                 await self._gate._door.turns.mine()
@@ -330,7 +330,8 @@ class _Passage:
         except Exception as error:
             failed = error
         finally:
-            when_lost(None)
+            if forget is not None:
+                forget()
         if failed is not None:
             log.error("a route failed", exc_info=failed, extra={"facts": {"request_id": self._id}})
             if self._status is None:

@@ -60,14 +60,18 @@ def connection_class(
             if self._left is not None:
                 self._left()
 
-        def _when_lost(self, left: Callable[[], object] | None) -> None:
-            """Have this called when the client leaves, soon if it has left; None: no longer."""
+        def _when_lost(self, left: Callable[[], object]) -> Callable[[], None]:
+            """Have this called when the client leaves, soon if it has left, until what is returned is called."""
             self._left = left
-            if left is None:
-                return
             self.flow.resume_reading()  # a large body may have paused it, and who does not read hears of nothing
             if self._lost:
                 self.loop.call_soon(left)
+
+            def forget() -> None:
+                if self._left is left:  # the connection's next request may have come before the last one was done
+                    self._left = None
+
+            return forget
 
         def _wait_for_headers(self) -> None:
             self._patience = self.loop.call_later(header_timeout_s, self.transport.abort)
