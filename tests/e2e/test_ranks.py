@@ -120,6 +120,8 @@ def test_the_command_line(tmp_path):
 
 def test_what_two_ranks_cannot_share(tmp_path):
     make("llama", "odd", tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "core" / "inferplane" / "models" / "demo" / name, tmp_path / "model")
     _, err = done(torchrun("-m", "inferplane", "generate", tmp_path / "model", "--device", "cpu", "-p", "x"), code=1)
     assert "vocab_size = 101 cannot be shared equally by 2 ranks" in err or "num_attention_heads = 5 cannot" in err
 

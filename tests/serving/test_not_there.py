@@ -16,7 +16,8 @@ INFERPLANE = (sys.executable, "-m", "inferplane")
     ids=["model", "device"],
 )
 def test_nothing_listens(words, code):
-    serve = subprocess.run([*INFERPLANE, "serve", "--port", "0", *words], capture_output=True, text=True, check=False)
+    serving = [*INFERPLANE, "serve", "--port", "0", "--log-format", "text"]
+    serve = subprocess.run([*serving, *words], capture_output=True, text=True, check=False)
     other = subprocess.run([*INFERPLANE, "generate", "-p", "x", *words], capture_output=True, text=True, check=False)
     assert serve.returncode == other.returncode == code
     assert serve.stderr == other.stderr
