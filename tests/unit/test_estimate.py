@@ -10,14 +10,14 @@ import pytest
 
 from inferplane import LLM
 from inferplane.cli import main
-from inferplane.cli.estimate import amount, size_of
+from inferplane.cli.estimate import amount
 from inferplane.cli.main import DONE, FAILED, WRONG_USAGE
 from inferplane.engine import ModelFiles, Runner, RunnerOptions
 from inferplane.engine.estimate import Estimate, estimate
 from inferplane.engine.scheduler import Limits, Scheduler
-from inferplane.errors import UsageError
 from inferplane.kvcache import BlockAllocator
 from inferplane.plugins import host
+from inferplane.units import size_of
 from tests.e2e.test_async import CONFIG, OPTIONS
 from tests.house.rules import REPOSITORY
 
@@ -121,8 +121,8 @@ def test_sizes():
         1536,
         7,
     ]
-    for bad in ("", "GiB", "-1", "0", "1 parsec", "1e3"):
-        with pytest.raises(UsageError):
+    for bad in ("", "GiB", "-1", "1 parsec", "1e3", "1.5"):
+        with pytest.raises(ValueError, match="is no size"):
             size_of(bad)
     assert [amount(n) for n in (0, 1023, 2**20, 3 * 2**40)] == ["0 B", "1023 B", "1.0 MiB", "3.0 TiB"]
 
@@ -142,5 +142,6 @@ def test_command(capsys, monkeypatch):
     assert main.main([*small, "--json"]) == FAILED
     data = json.loads(capsys.readouterr().out)
     jsonschema.validate(data, schema)
-    assert data["fits"] is False
+    for wrong in ("many", "0"):
+        assert main.main(["estimate", "--memory", wrong]) == WRONG_USAGE
     assert main.main(["estimate", "--memory", "many"]) == WRONG_USAGE

@@ -8,20 +8,19 @@ Nothing is loaded: weights are counted as the plan packs them, the KV cache as t
 from __future__ import annotations
 
 import argparse
-import re
+import contextlib
 from typing import TYPE_CHECKING
 
 from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, binding_options
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
+from inferplane.units import size_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from inferplane.engine.estimate import Estimate
     from inferplane.plugins import PluginHost
-
-UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     from inferplane.quant import unsaved
 
     options = binding_options(args, arch=args.arch, max_batch=whole("max_batch", args.max_batch, 1))
-    memory = size_of(args.memory) if args.memory is not None else None
+    memory = _memory(args.memory) if args.memory is not None else None
     files = model_files(args.model)
     check_arch(host(), args.device, args.arch)
     runner = Runner.plan_only(files, host(), args.device, options)
@@ -70,16 +69,11 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     return int(found.fits is False)
 
 
-def size_of(text: str) -> int:
-    """Bytes that a size such as "80GiB", "24G" or "512 MiB" names; units are powers of 1024.
-
-    Raises:
-        UsageError: it is no size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
-    if match is None or not float(match[1]):
-        raise UsageError(f"--memory {text!r} is no amount of memory.", there_is="for example 80GiB, 512MiB, 24G")
-    return int(float(match[1]) * UNITS[match[2].lower()])
+def _memory(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if found := size_of(text):
+            return found
+    raise UsageError(f"--memory {text!r} is no amount of memory.", there_is="for example 80GiB, 512MiB, 24G")
 
 
 def amount(count: float) -> str:

@@ -28,7 +28,7 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
             from inferplane.engine import LLM, ModelFiles
 
         files = ModelFiles(args.model)
-        if files.folder is not None and not files.has_tokenizer and not (files.folder / "vocab.json").exists():
+        if files.folder is not None and not files.has_tokenizer:
             raise CheckpointError(
                 f"{args.model} has no tokenizer: {files.folder} holds none of its files.",
                 remedy="add its tokenizer.json; a draft model is named by --draft-model, beside its model",

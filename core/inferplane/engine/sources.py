@@ -58,7 +58,7 @@ class ModelFiles:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the folder holds a tokenizer's files."""
-        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
         return self.folder is not None and any((self.folder / name).exists() for name in names)
 
     def _pickled(self) -> bool:

@@ -7,7 +7,6 @@ The first that names a setting decides: a flag, a variable `INFERPLANE_<NAME>`, 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from inferplane.errors import UsageError
 from inferplane.serving import source_names
 from inferplane.serving.settings import FIELDS, Settings
+from inferplane.units import size_of
 
 PREFIX = "INFERPLANE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
@@ -161,9 +161,6 @@ def _form(f: Field[Any], kind: str) -> str:
     return words
 
 
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?:(?P<unit>[KMGT])(?:i?B)?|B)?", re.IGNORECASE)
-
-
 def _whole(value: Any) -> int:
     if isinstance(value, (bool, float)):
         raise TypeError
@@ -171,11 +168,7 @@ def _whole(value: Any) -> int:
 
 
 def _bytes(value: Any) -> int:
-    """A number of bytes, or with a unit of powers of 1024: 64MiB, 1.5 GiB, 2G."""
-    found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is None or not found["unit"]:
-        return _whole(value if found is None else found["number"])
-    return int(float(found["number"]) * 1024 ** "KMGT".index(found["unit"].upper()) * 1024)
+    return size_of(value) if isinstance(value, str) else _whole(value)
 
 
 def _number(value: Any) -> float:

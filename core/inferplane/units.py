@@ -1,0 +1,20 @@
+"""Amounts of memory as people write them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+
+
+def size_of(text: str) -> int:
+    """Bytes that a size such as "80GiB", "24G", "512 MiB" or "7" names; units are powers of 1024.
+
+    Raises:
+        ValueError: it is no size, or a part of a byte.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None or ("." in found[1] and not found[2]):
+        raise ValueError(f"{text!r} is no size")
+    return int(Fraction(found[1]) * 1024 ** " kmgt".index(found[2].lower() or " "))
