@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from inferplane.serving.start import PACKAGES
 from tests.e2e.processes import heeding_ctrl_c
 from tests.house.rules import SOURCE_PATHS
 
@@ -64,6 +66,13 @@ def session(leader):
     return found
 
 
+def until(process, there):
+    """Wait for processes of its session, known by their command lines, as long as it runs itself."""
+    while not there(session(process.pid)):
+        assert process.poll() is None, process.communicate()[1].decode()
+        time.sleep(0.05)
+
+
 def ended(process, said=b""):
     """Its exit code, as a shell reports it; it has left nobody behind and printed one line at most."""
     try:
@@ -106,8 +115,7 @@ def test_a_signal_ends_it_quietly(name, tmp_path):
 def test_bench_ends_what_it_starts(number, tmp_path):
     """Start-up is timed in processes of their own."""
     child = start(["-m", "inferplane", "bench", "startup", *ON], tmp_path)
-    while not [line for line in session(child.pid) if "startup_child" in line]:
-        time.sleep(0.05)
+    until(child, lambda lines: any("startup_child" in line for line in lines))
     (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
     assert ended(child) == 128 + number
 
@@ -117,19 +125,18 @@ def test_bench_ends_what_it_starts(number, tmp_path):
 def test_conform_ends_pytest(number, tmp_path):
     """After a Ctrl-C that it answers, pytest reports what it has, with its own code; evidence is whole or not there."""
     child = start(["-m", "inferplane", *CONFORM], tmp_path)
-    while not [line for line in session(child.pid) if "pytest" in line]:
-        time.sleep(0.05)
+    until(child, lambda lines: any("pytest" in line for line in lines))
     (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
     assert ended(child) in {signal.SIGINT: (2, 130), signal.SIGTERM: (143,)}[number]
     whole(tmp_path)
 
 
 @linux
+@pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason="not run: what serving needs is not installed")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_ends_while_it_loads(number, tmp_path):
     """It drains, which is no failure."""
     child = start(["-m", "inferplane", *SERVE, "--log-level", "error"], tmp_path)
-    while len(session(child.pid)) < 2:  # the engine's process
-        time.sleep(0.05)
+    until(child, lambda lines: len(lines) > 1)  # the engine's process
     (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
     assert ended(child) == 0
