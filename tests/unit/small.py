@@ -60,9 +60,10 @@ def quantized(format):
     return lambda name: format if name.endswith(("_proj.weight", "_mqa.weight")) else PLAIN
 
 
-def tiny_llama(*, format=PLAIN, placement=WHOLE_MODEL, **changes):
+def tiny_llama(*, format=PLAIN, placement=WHOLE_MODEL, positions=256, **changes):
     """A Llama of three layers, nothing read."""
-    return llama(Build(Config({**LLAMA, **changes}), placement, quantized(format), positions=256))
+    config = {**LLAMA, "max_position_embeddings": positions, **changes}
+    return llama(Build(Config(config), placement, quantized(format), positions=positions))
 
 
 def tiny_v3(*, format=PLAIN, mtp=False, **changes):

@@ -1,124 +1,50 @@
 // Attention over a paged cache, for grouped queries and for latents.
-//
-// Keys are taken in spans of kSpan positions counted from the sequence's beginning. A span gives a partial result
-// (maximum, sum, weighted values); partial results are merged in order. Spans may be computed by several threads, and
-// the arithmetic is the same whoever computes them, however many queries are asked together: chunk-invariant.
 #pragma once
-#include "fetch.h"
+#include "attend_plan.h"
 
 namespace {
 
-constexpr int64_t kSpan = 256;
-
-struct Attend {
-  const bf16 *q;            // [tokens, heads, dim]
-  Kept k, v;                // of a slot and head g: `dim` entries from g * dim, `v_dim` entries from g * v_dim; latents: v is k
-  int64_t heads, kv_heads, dim, v_dim, block, window;
-  float scale;
-  bf16 *out;                // [tokens, heads, v_dim]
-  bool latents() const { return v.data == k.data; }
-  // A decision by the model's sizes alone: a score must not depend on how many ask.
-  bool tiles() const { return heads >= 8 * kv_heads; }
-  // Int8 entries with one scale a key, so that sums may be scaled in place of them.
-  bool codes() const { return k.coded() && !latents(); }
-};
-
-inline Attend attend_on(const ip_cache &c, const bf16 *q, int64_t heads, int64_t kv_heads, int64_t dim, int64_t v_dim,
-                        int64_t window, float scale, bf16 *out) {
-  bool latents = c.v == c.k;
-  Kept k = keys_of(c, kv_heads * dim);
-  return {q, k, latents ? k : values_of(c, kv_heads * v_dim), heads, kv_heads, dim, v_dim, c.block, window, scale, out};
-}
-
-// Some query tokens of a sequence, and the spans they look at.
-struct AttendTask {
-  int64_t first, tokens;    // rows of q
-  int64_t position;         // of the first one
-  const int32_t *table;
-  int64_t span, spans;      // this task's
-  int64_t part;             // first partial result; all spans of a token stand together
-  int64_t all_spans, first_span;
-};
-
-struct AttendPlan {
-  AttendTask *tasks = nullptr;
-  int64_t count = 0, parts = 0;
-  float *partial = nullptr;  // [parts, heads, 2 + v_dim], when spans are shared out
-  bool shared = false;
-  bool whole = false;        // each sequence is one task: nobody looks at keys that another task of the step writes
-};
-
-inline int64_t part_size(const Attend &a) { return 2 + round_up(a.v_dim, kLanes); }
-
-inline AttendPlan plan_attention(const Attend &a, const ip_batch &b, int threads, Scratch s[2]) {
-  int64_t group = a.heads / a.kv_heads, tile = max64(1, 16 / group), most = 0, units = 0, longest = 0, sequences = 0;
-  auto spans_of = [&](int64_t position, int64_t tokens, int64_t *first) {
-    int64_t low = a.window ? max64(0, position + 1 - a.window) : 0;
-    *first = low / kSpan;
-    return (position + tokens - 1) / kSpan + 1 - *first;
-  };
-  for (int64_t i = 0; i < b.sequences; i++) {
-    if (!b.lens[i]) continue;
-    int64_t n = b.start[i + 1] - b.start[i], first;
-    sequences++, units += (n + tile - 1) / tile;
-    longest = max64(longest, spans_of(b.lens[i] - n, n, &first));
-    most += (n + tile - 1) / tile * (spans_of(b.lens[i] - n, n, &first) + 1);
-  }
-  AttendPlan plan;
-  plan.shared = threads > 1 && longest > 1 && units * a.kv_heads < 4 * threads;
-  plan.tasks = s[0].get<AttendTask>(max64(most, 1));
-  for (int64_t i = 0; i < b.sequences; i++) {
-    if (!b.lens[i]) continue;
-    int64_t n = b.start[i + 1] - b.start[i];
-    for (int64_t t = 0; t < n; t += tile) {
-      AttendTask task = {b.start[i] + t, min64(tile, n - t), b.lens[i] - n + t, b.tables + i * b.table_width,
-                         0, 0, plan.parts, 0, 0};
-      task.all_spans = spans_of(task.position, task.tokens, &task.first_span);
-      task.span = task.first_span, task.spans = plan.shared ? 1 : task.all_spans;
-      for (int64_t c = 0; c < (plan.shared ? task.all_spans : 1); c++, task.span++) plan.tasks[plan.count++] = task;
-      plan.parts += task.tokens * task.all_spans;
-    }
-  }
-  plan.whole = !plan.shared && plan.count == units && units == sequences;
-  if (plan.shared) plan.partial = s[1].get<float>(plan.parts * a.heads * part_size(a));
-  return plan;
-}
-
-// part = {maximum, sum, values[v_dim]} of R heads of one token over keys low .. high of a span that begins at `begin`;
-// values[j] points to those of key `begin + j`, which are multiplied with by[j] where `by` is not null. D registers of
-// values are summed at a time; meanwhile `next` is fetched.
-template <int R, int D, class Entry>
-inline void weigh(const Attend &a, const Entry *const *values, const float *by, int64_t begin, int64_t low, int64_t high,
-                  float *scores, float *part, int64_t stride, Fetch &next) {
+// Of one head and token over keys low .. high of a span that begins at `begin`: part = {maximum, sum, zeros}, and scores
+// become weights, times by[j] where `by` is not null.
+inline void soften(const Attend &a, const float *by, int64_t begin, int64_t low, int64_t high, float *s, float *part,
+                   int64_t size) {
   int64_t padded = round_up(high - begin, kLanes);
-  for (int r = 0; r < R; r++) {
-    float *s = scores + r * kSpan, *to = part + r * stride;
-    for (int64_t j = 0; j < low - begin; j++) s[j] = -__builtin_inff();
-    for (int64_t j = high - begin; j < padded; j++) s[j] = -__builtin_inff();
-    F most = splat(-__builtin_inff()), all = F{};
-    for (int64_t j = 0; j < padded; j += kLanes) {
-      F v = load<F>(s + j) * a.scale;
-      store(s + j, v);
-      most = v > most ? v : most;
-    }
-    float top = most[0];
-    for (int l = 1; l < kLanes; l++) top = most[l] > top ? most[l] : top;
-    for (int64_t j = 0; j < padded; j += kLanes) {
-      F p = vexp(load<F>(s + j) - top);
-      all = all + p;
-      store(s + j, by ? p * load<F>(by + j) : p);
-    }
-    to[0] = top;
-    to[1] = sum(all);
+  for (int64_t j = 0; j < low - begin; j++) s[j] = -__builtin_inff();
+  for (int64_t j = high - begin; j < padded; j++) s[j] = -__builtin_inff();
+  F most = splat(-__builtin_inff()), all = F{};
+  for (int64_t j = 0; j < padded; j += kLanes) {
+    F v = load<F>(s + j) * a.scale;
+    store(s + j, v);
+    most = v > most ? v : most;
   }
+  float top = most[0];
+  for (int l = 1; l < kLanes; l++) top = most[l] > top ? most[l] : top;
+  for (int64_t j = 0; j < padded; j += kLanes) {
+    F p = vexp(load<F>(s + j) - top);
+    all = all + p;
+    store(s + j, by ? p * load<F>(by + j) : p);
+  }
+  part[0] = top;
+  part[1] = sum(all);
+  memset(part + 2, 0, (size_t)(size - 2) * sizeof(float));
+}
+
+// Adds the values of keys low .. high to R heads' parts, each times its weight; values[j] points to those of key
+// `begin + j`. D registers of values are summed at a time.
+template <int R, int D, class Entry>
+inline void weigh(const Attend &a, const Entry *const *values, int64_t g, int64_t begin, int64_t low, int64_t high,
+                  const float *weights, float *part, int64_t stride, Ahead &ahead, int64_t fours) {
   for (int64_t c = 0; c < a.v_dim; c += D * kLanes) {
-    F acc[R][D];
-    for (int r = 0; r < R; r++)
-      for (int d = 0; d < D; d++) acc[r][d] = F{};
     bool whole = c + D * kLanes <= a.v_dim;
+    F acc[R][D];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int d = 0; d < D; d++)
+        acc[r][d] = c + d * kLanes < a.v_dim ? load<F>(part + r * stride + 2 + c + d * kLanes) : F{};
     for (int64_t j = low; j < high; j++) {
-      const Entry *v = values[j - begin] + c;
-      next.some(1);
+      const Entry *v = values[j - begin] + g * a.v_dim + c;
+      if (!(j & 3)) ahead.some(fours);
       F value[D];
 #pragma GCC unroll 8
       for (int d = 0; d < D; d++)
@@ -126,13 +52,16 @@ inline void weigh(const Attend &a, const Entry *const *values, const float *by, 
                          : c + d * kLanes < a.v_dim ? load16(v + d * kLanes, a.v_dim - c - d * kLanes) : F{};
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        F p = splat(scores[r * kSpan + j - begin]);
+        F p = splat(weights[r * kSpan + j - begin]);
 #pragma GCC unroll 8
         for (int d = 0; d < D; d++) acc[r][d] = fma(p, value[d], acc[r][d]);
       }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < R; r++)
-      for (int d = 0; d < D && c + d * kLanes < a.v_dim; d++) store(part + r * stride + 2 + c + d * kLanes, acc[r][d]);
+#pragma GCC unroll 8
+      for (int d = 0; d < D; d++)
+        if (c + d * kLanes < a.v_dim) store(part + r * stride + 2 + c + d * kLanes, acc[r][d]);
   }
 }
 
@@ -151,38 +80,9 @@ struct Queries {
 };
 
 template <class RowAt>
-inline Queries queries_of(const Attend &a, int64_t m, RowAt row) {
-  if (a.codes() && !a.tiles()) return {{m, a.dim, 0, nullptr, nullptr, nullptr}, codes_of(scratch(0), m, a.dim, row)};
-  return {rows_of(scratch(0), m, a.dim, row), {}};
-}
-
-// Weighs the values of a span with the scores of a task's tokens and one KV head.
-template <class Entry>
-inline void weigh_span(const Attend &a, const AttendTask &t, int64_t g, int64_t begin, int64_t end,
-                       const Entry *const *values, const float *by, float *scores, float *part, int64_t token_stride,
-                       int64_t stride, Fetch &next) {
-  int64_t group = a.heads / a.kv_heads;
-  bool wide = a.v_dim > kFew * kLanes;
-  auto one = wide ? weigh<1, kMost, Entry> : weigh<1, kFew, Entry>;
-  auto two = wide ? weigh<2, kMost, Entry> : weigh<2, kFew, Entry>;
-  for (int64_t i = 0; i < t.tokens; i++) {
-    int64_t high = min64(end, t.position + i + 1);
-    int64_t low = a.window ? max64(begin, t.position + i + 1 - a.window) : begin;
-    for (int64_t h = 0; h < group;) {
-      float *s = scores + (i * group + h) * kSpan, *p = part + i * token_stride + (g * group + h) * stride;
-      if (low >= high) {  // this token sees nothing of the span
-        p[0] = -__builtin_inff(), p[1] = 0;
-        memset(p + 2, 0, (size_t)(stride - 2) * sizeof(float));
-        h += 1;
-      } else if (h + 4 <= group) {
-        weigh<4, kFew>(a, values, by, begin, low, high, s, p, stride, next), h += 4;
-      } else if (h + 2 <= group) {
-        two(a, values, by, begin, low, high, s, p, stride, next), h += 2;
-      } else {
-        one(a, values, by, begin, low, high, s, p, stride, next), h += 1;
-      }
-    }
-  }
+inline Queries queries_of(const Attend &a, Scratch s[2], int64_t m, RowAt row) {
+  if (a.codes() && !a.tiles()) return {{m, a.dim, 0, nullptr, nullptr, nullptr}, codes_of(s, m, a.dim, row)};
+  return {rows_of(s, m, a.dim, row), {}};
 }
 
 // The keys of a span that a task's tokens look at.
@@ -193,68 +93,131 @@ struct Keys {
         end(min64(begin + kSpan, t.position + t.tokens)) {}
 };
 
-inline Fetch fetch_keys(const Attend &a, const AttendTask &t, int64_t g, int64_t span) {
-  Keys keys(a, t, span);
-  return {a.k, t.table, a.block, keys.from, keys.end, g * a.dim, a.dim};
+// Where the results of a unit of work go: part + token * token_stride + head * stride.
+struct Parts {
+  float *part;
+  int64_t token_stride, stride;
+};
+
+// One unit's scores over one span: of its `heads` KV heads from g on.
+struct Unit {
+  const AttendTask &t;
+  int64_t g, heads;
+  const Queries *q;  // [heads]
+};
+
+// From the scores of a span to its results: values[j] points to those of key begin + j and KV head u.g, times
+// by[(head - u.g) * kSpan + j] where `by` is not null.
+template <class Entry>
+inline void weigh_span(const Attend &a, const Unit &u, const Keys &seen, const Entry *const *values, const float *by,
+                       float *scores, const Parts &to, Ahead &ahead) {
+  const int64_t group = a.heads / a.kv_heads, m = u.t.tokens * group, begin = seen.begin;
+  const bool wide = a.v_dim > kFew * kLanes;
+  auto one = wide ? weigh<1, kMost, Entry> : weigh<1, kFew, Entry>;
+  auto two = wide ? weigh<2, kMost, Entry> : weigh<2, kFew, Entry>;
+  auto high_of = [&](int64_t i) { return min64(seen.end, u.t.position + i + 1); };
+  auto low_of = [&](int64_t i) { return a.window ? max64(begin, u.t.position + i + 1 - a.window) : begin; };
+  auto part_of = [&](int64_t g, int64_t i, int64_t h) {
+    return to.part + i * to.token_stride + ((u.g + g) * group + h) * to.stride;
+  };
+  for (int64_t g = 0; g < u.heads; g++)
+    for (int64_t i = 0; i < u.t.tokens; i++)
+      for (int64_t h = 0, low = low_of(i), high = high_of(i); h < group; h++) {
+        float *p = part_of(g, i, h), *s = scores + (g * m + i * group + h) * kSpan;
+        if (low < high) {
+          soften(a, by ? by + g * kSpan : nullptr, begin, low, high, s, p, to.stride);
+        } else {  // this token sees nothing of the span
+          p[0] = -__builtin_inff(), p[1] = 0;
+          memset(p + 2, 0, (size_t)(to.stride - 2) * sizeof(float));
+        }
+      }
+  const int64_t all = fours_of(a.v_dim, sizeof(Entry));
+  for (int64_t w = begin; w < seen.end; w += kWindow)
+    for (int64_t g = 0; g < u.heads; g++) {
+      int64_t fours = all;
+      for (int64_t i = 0; i < u.t.tokens; i++) {
+        int64_t low = max64(w, low_of(i)), high = min64(w + kWindow, high_of(i));
+        for (int64_t h = 0; h < group && low < high;) {
+          float *s = scores + (g * m + i * group + h) * kSpan, *p = part_of(g, i, h);
+          if (h + 4 <= group)
+            weigh<4, kFew>(a, values, g, begin, low, high, s, p, to.stride, ahead, fours), h += 4;
+          else if (h + 2 <= group)
+            two(a, values, g, begin, low, high, s, p, to.stride, ahead, fours), h += 2;
+          else
+            one(a, values, g, begin, low, high, s, p, to.stride, ahead, fours), h += 1;
+          fours = 0;  // once is enough
+        }
+      }
+    }
 }
 
-// The partial results of a task's tokens, for one KV head and one span: part[token * token_stride + head * stride]. While
-// keys are read values are fetched, and `next` while these are read.
-inline void attend_span(const Attend &a, const AttendTask &t, int64_t g, int64_t span, const Queries &q, float *part,
-                        int64_t token_stride, int64_t stride, Fetch next) {
+// The partial results of a unit of work over one span. Keys are read as they lie, all heads of one before the next, and so
+// are values, a window at a time: a stream that processors foresee.
+inline void attend_span(const Attend &a, const Unit &u, int64_t span, const Parts &to, Ahead &ahead) {
+  const AttendTask &t = u.t;
   const Keys seen(a, t, span);
-  int64_t begin = seen.begin, from = seen.from, end = seen.end, m = q.rows.m;
-  Fetch fetch(a.v, t.table, a.block, from, a.latents() ? from : end, g * a.v_dim, a.v_dim);
-  float *scores = scratch(8)->get<float>((m + 2) * kSpan), *k_scale = scores + m * kSpan, *v_scale = k_scale + kSpan;
+  const int64_t begin = seen.begin, m = u.q[0].rows.m, rows = u.heads * m;
+  float *scores = scratch(8)->get<float>((rows + 2 * u.heads) * kSpan), *k_scale = scores + rows * kSpan;
+  float *v_scale = k_scale + u.heads * kSpan;
   bf16 *keys = scratch(14)->get<bf16>(a.k.coded() ? kSpan * a.dim : 0);  // in bf16
   const bf16 *values[kSpan];
   const int8_t *codes[kSpan];
-  if (a.codes()) memset(k_scale, 0, 2 * kSpan * sizeof(float));
+  const int64_t fours = fours_of(a.dim, a.k.coded() ? 1 : sizeof(bf16));
+  if (!a.latents())
+    ahead.values = {a.v, t.table, a.block, seen.from, seen.end, u.g * a.v_dim, u.heads * a.v_dim};
+  if (a.codes()) memset(k_scale, 0, (size_t)(2 * u.heads * kSpan) * sizeof(float));
   // Whole blocks, also where the sequence ends within one: a key's score must not depend on what stands behind it.
-  int64_t first_block = from / a.block, last_block = (end - 1) / a.block;
+  int64_t first_block = seen.from / a.block, last_block = (seen.end - 1) / a.block;
   for (int64_t b = first_block; b <= last_block; b++) {
     int64_t skip = max64(0, begin - b * a.block), n = min64(a.block, begin + kSpan - b * a.block) - skip;
     int64_t j = b * a.block + skip - begin, slot = (int64_t)t.table[b] * a.block + skip, ld = a.k.stride;
-    const bf16 *k = a.k.rows() + slot * ld + g * a.dim;
     if (a.codes()) {
-      const int8_t *of = a.k.codes() + slot * ld + g * a.dim;
       for (int64_t i = 0; i < n; i++) {
-        codes[j + i] = a.v.codes() + (slot + i) * a.v.stride + g * a.v_dim;
-        k_scale[j + i] = a.k.scale[(slot + i) * a.k.groups + g];
-        v_scale[j + i] = a.v.scale[(slot + i) * a.v.groups + g];
-        if (a.tiles()) widen_codes(of + i * ld, a.dim, keys + i * a.dim);
+        codes[j + i] = a.v.codes() + (slot + i) * a.v.stride + u.g * a.v_dim;
+        for (int64_t g = 0; g < u.heads; g++) {
+          k_scale[g * kSpan + j + i] = a.k.scale[(slot + i) * a.k.groups + u.g + g];
+          v_scale[g * kSpan + j + i] = a.v.scale[(slot + i) * a.v.groups + u.g + g];
+        }
       }
-      if (!a.tiles()) {
-        fetch.some(n);
-        codes_dot(of, ld, n, a.dim, q.codes, scores + j, kSpan);
-        continue;
+      for (int64_t g = 0; g < u.heads; g++) {
+        const int8_t *of = a.k.codes() + slot * ld + (u.g + g) * a.dim;
+        float *s = scores + g * m * kSpan + j;
+        ahead.some((n + 3) / 4 * fours);
+        if (!a.tiles()) {
+          codes_dot(of, ld, n, a.dim, u.q[g].codes, s, kSpan);
+          continue;
+        }
+        for (int64_t i = 0; i < n; i++) widen_codes(of + i * ld, a.dim, keys + i * a.dim);
+        dot(keys, a.dim, n, a.dim, u.q[g].rows, 0, s, kSpan);
       }
-      k = keys, ld = a.dim;
-    } else {
-      if (a.k.coded()) {
-        k = keys + j * a.dim, ld = a.dim;
-        for (int64_t i = 0; i < n; i++) read_back(a.k, slot + i, 0, a.dim, keys + (j + i) * a.dim);
-      }
-      const bf16 *v = a.latents() ? k : a.v.rows() + slot * a.v.stride + g * a.v_dim;
-      for (int64_t i = 0; i < n; i++) values[j + i] = v + i * (a.latents() ? ld : a.v.stride);
-    }
-    if (a.tiles()) {
-      fetch.some(n);
-      dot(k, ld, n, a.dim, q.rows, 0, scores + j, kSpan);
       continue;
     }
-    for (int64_t i = 0; i < n; i += 4) {
-      fetch.some(4);
-      dot_few(k + i * ld, ld, min64(4, n - i), a.dim, q.rows, 0, scores + j + i, kSpan);
+    const bf16 *k = a.k.rows() + slot * ld + u.g * a.dim;
+    if (a.k.coded()) {  // latents
+      k = keys + j * a.dim, ld = a.dim;
+      for (int64_t i = 0; i < n; i++) read_back(a.k, slot + i, 0, a.dim, keys + (j + i) * a.dim);
     }
+    const bf16 *v = a.latents() ? k : a.v.rows() + slot * a.v.stride + u.g * a.v_dim;
+    for (int64_t i = 0; i < n; i++) values[j + i] = v + i * (a.latents() ? ld : a.v.stride);
+    int64_t step = a.tiles() ? n : 4;
+    for (int64_t i = 0; i < n; i += step)
+      for (int64_t g = 0; g < u.heads; g++) {
+        ahead.some((step + 3) / 4 * fours);
+        const bf16 *from = k + i * ld + g * a.dim;
+        float *s = scores + g * m * kSpan + j + i;
+        if (a.tiles())
+          dot(from, ld, n, a.dim, u.q[g].rows, 0, s, kSpan);
+        else
+          dot_few(from, ld, min64(step, n - i), a.dim, u.q[g].rows, 0, s, kSpan);
+      }
   }
-  if (!a.codes()) return weigh_span(a, t, g, begin, end, values, nullptr, scores, part, token_stride, stride, next);
-  for (int64_t r = 0; r < m; r++) {
-    F by = splat(a.tiles() ? 1.0f : q.codes.scale[r]);
-    float *s = scores + r * kSpan;
-    for (int64_t j = 0; j < kSpan; j += kLanes) store(s + j, load<F>(s + j) * (load<F>(k_scale + j) * by));
+  if (!a.codes()) return weigh_span(a, u, seen, values, nullptr, scores, to, ahead);
+  for (int64_t r = 0; r < rows; r++) {
+    F by = splat(a.tiles() ? 1.0f : u.q[r / m].codes.scale[r % m]);
+    float *s = scores + r * kSpan, *of = k_scale + r / m * kSpan;
+    for (int64_t j = 0; j < kSpan; j += kLanes) store(s + j, load<F>(s + j) * (load<F>(of + j) * by));
   }
-  weigh_span(a, t, g, begin, end, codes, v_scale, scores, part, token_stride, stride, next);
+  weigh_span(a, u, seen, codes, v_scale, scores, to, ahead);
 }
 
 // Merges `count` partial results that stand `step` floats apart.
@@ -276,42 +239,58 @@ inline void merge_spans(const float *part, int64_t step, int64_t count, int64_t 
   }
 }
 
-// KV head u % kv_heads of task u / kv_heads is a unit of work: the keys that it reads first.
-inline Fetch fetch_unit(const Attend &a, const AttendPlan &plan, int64_t u) {
-  if (u >= plan.count * a.kv_heads) return {};
-  const AttendTask &t = plan.tasks[u / a.kv_heads];
-  return fetch_keys(a, t, u % a.kv_heads, t.span);
+// KV heads `heads` of task n / parts from n % parts * heads on are a unit of work: the keys that it reads first.
+inline Fetch fetch_unit(const Attend &a, const AttendPlan &plan, int64_t n, int64_t span = 0) {
+  int64_t parts = a.kv_heads / plan.heads;
+  if (n >= plan.count * parts) return {};
+  const AttendTask &t = plan.tasks[n / parts];
+  Keys seen(a, t, t.span + span);
+  return {a.k, t.table, a.block, seen.from, seen.end, n % parts * plan.heads * a.dim, plan.heads * a.dim};
 }
 
-// Has keys brought near before the queries are there.
-inline void expect(Team &team, const Attend &a, const AttendPlan &plan) { fetch_unit(a, plan, team.id).some(kSpan); }
+inline int64_t first_fours(const Attend &a, const AttendPlan &plan) {
+  return kAheadKeys / 4 * plan.heads * fours_of(a.dim, a.k.coded() ? 1 : sizeof(bf16));
+}
 
-// `before(task, g)` is called by whoever takes a KV head of a task, before anything is read for it.
+// Has the first keys brought near before the queries are there.
+inline void expect(Team &team, const Attend &a, const AttendPlan &plan) {
+  fetch_unit(a, plan, team.first_of(plan.count * (a.kv_heads / plan.heads))).some(first_fours(a, plan));
+}
+
+// `before(task, g)` is called for each KV head of a task by whoever takes it, before anything is read for it.
 template <class Before>
-inline void attend(Team &team, const Attend &a, const AttendPlan &plan, Before before, bool expected = false) {
-  int64_t group = a.heads / a.kv_heads, size = part_size(a), expects = expected ? team.id : -1;
-  team.each(plan.count * a.kv_heads, 1, [&](int64_t first, int64_t last) {
-    for (int64_t u = first; u < last; u++) {
-      const AttendTask &t = plan.tasks[u / a.kv_heads];
-      int64_t g = u % a.kv_heads;
-      if (u != expects) fetch_unit(a, plan, u).some(kSpan);
-      expects = u + team.count;  // most likely
-      Fetch next_unit = fetch_unit(a, plan, expects);
-      before(t, g);
-      Queries q = queries_of(a, t.tokens * group, [&](int64_t r) {
-        return a.q + ((t.first + r / group) * a.heads + g * group + r % group) * a.dim;
-      });
-      if (plan.shared) {
-        float *part = plan.partial + (t.part + t.span - t.first_span) * a.heads * size;
-        attend_span(a, t, g, t.span, q, part, t.all_spans * a.heads * size, size, next_unit);
-        continue;
+inline void attend(Team &team, const Attend &a, const AttendPlan &plan, Before before) {
+  static thread_local Scratch rows[2 * kHeadsAtOnce];
+  int64_t group = a.heads / a.kv_heads, size = part_size(a), parts = a.kv_heads / plan.heads, soon = -1;
+  Ahead ahead;
+  team.each(plan.count * parts, 1, [&](int64_t first, int64_t last) {
+    for (int64_t n = first; n < last; n++) {
+      const AttendTask &t = plan.tasks[n / parts];
+      Queries q[kHeadsAtOnce];
+      const Unit u = {t, n % parts * plan.heads, plan.heads, q};
+      if (n == soon)
+        ahead.keys = ahead.next;
+      else
+        (ahead.keys = fetch_unit(a, plan, n)).some(first_fours(a, plan));
+      for (int64_t i = 0; i < u.heads; i++) {
+        int64_t g = u.g + i;
+        before(t, g);
+        q[i] = queries_of(a, rows + 2 * i, t.tokens * group, [&](int64_t r) {
+          return a.q + ((t.first + r / group) * a.heads + g * group + r % group) * a.dim;
+        });
       }
-      float *part = scratch(9)->get<float>(t.tokens * t.spans * a.heads * size);
-      for (int64_t c = 0; c < t.spans; c++)
-        attend_span(a, t, g, t.span + c, q, part + c * a.heads * size, t.spans * a.heads * size, size,
-                    c + 1 < t.spans ? fetch_keys(a, t, g, t.span + c + 1) : next_unit);
+      float *part = plan.shared ? plan.partial + (t.part + t.span - t.first_span) * a.heads * size
+                                : scratch(9)->get<float>(t.tokens * t.spans * a.heads * size);
+      int64_t token_stride = (plan.shared ? t.all_spans : t.spans) * a.heads * size;
+      for (int64_t c = 0; c < t.spans; c++) {
+        ahead.next = c + 1 < t.spans ? fetch_unit(a, plan, n, c + 1) : fetch_unit(a, plan, n + 1);
+        attend_span(a, u, t.span + c, {part + c * a.heads * size, token_stride, size}, ahead);
+        ahead.keys = ahead.next;
+      }
+      soon = n + 1;  // most likely
+      if (plan.shared) continue;
       for (int64_t i = 0; i < t.tokens; i++)
-        for (int64_t h = g * group; h < (g + 1) * group; h++)
+        for (int64_t h = u.g * group; h < (u.g + u.heads) * group; h++)
           merge_spans(part + (i * t.spans * a.heads + h) * size, a.heads * size, t.spans, a.v_dim,
                       a.out + ((t.first + i) * a.heads + h) * a.v_dim);
     }

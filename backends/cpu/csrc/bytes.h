@@ -58,7 +58,10 @@ inline void bytes_tile(const uint8_t *panel, const Bytes &x, int64_t i, int32_t 
 #pragma GCC unroll 4
     for (int l = 0; l < 4; l++) {
       __m512i line = _mm512_loadu_si512(panel + (c + l) * 64);
-      if (MT <= 4) _mm_prefetch((const char *)panel + (c + l) * 64 + 2048, _MM_HINT_T0);
+      if (kForeseen)
+        ask_ahead<MT>(panel + (c + l) * 64);
+      else if (MT <= 4)
+        _mm_prefetch((const char *)panel + (c + l) * 64 + 2048, _MM_HINT_T0);
 #pragma GCC unroll 8
       for (int r = 0; r < MT; r++)
         acc[r][l % N] = _mm512_dpbusd_epi32(acc[r][l % N], line, _mm512_set1_epi32(q[r][c + l]));

@@ -289,7 +289,7 @@ int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, 
 }
 
 void sample_entry(const ip_sampling *asked, int64_t *tokens) {
-  in_parallel(asked->rows * asked->vocab, [&](Team &team) {
+  in_parallel(asked->rows > 1 ? asked->rows * asked->vocab : 0, [&](Team &team) {  // a row is one thread's
     if (asked->half)
       sample<bf16>(team, *asked, tokens);
     else

@@ -16,19 +16,41 @@ class Fetch {
     if (left_) at_ = data_ + (*table_ * block + first % block) * row_;
   }
 
-  // The next `n` of them.
+  bool left() const { return left_ > 0; }
+
+  // The next `n` fours of lines.
   inline __attribute__((always_inline)) void some(int64_t n) {
     for (; n > 0 && left_ > 0; n--) {
-      for (int64_t b = 0; b < bytes_; b += 64) _mm_prefetch(at_ + b, _MM_HINT_T1);
-      left_--, run_--, at_ += row_;
+      const char *at = at_ + line_;
+#pragma GCC unroll 4
+      for (int line = 0; line < 256; line += 64) _mm_prefetch(at + line, _MM_HINT_T1);
+      line_ += 256;
+      if (line_ < bytes_) continue;
+      line_ = 0, left_--, run_--, at_ += row_;
       if (run_ == 0 && left_ > 0) run_ = block_, at_ = data_ + *++table_ * block_ * row_;
     }
   }
 
  private:
   const int32_t *table_ = nullptr;
-  int64_t left_ = 0, run_ = 0, block_ = 0, row_ = 0, bytes_ = 0;
+  int64_t left_ = 0, run_ = 0, block_ = 0, row_ = 0, bytes_ = 0, line_ = 0;
   const char *data_ = nullptr, *at_ = nullptr;
 };
+
+// What is on its way: the keys of a span, then its values, then the keys that are read after them.
+struct Ahead {
+  Fetch keys, values, next;
+  inline __attribute__((always_inline)) void some(int64_t fours) {
+    if (keys.left())
+      keys.some(fours);
+    else if (values.left())
+      values.some(fours);
+    else
+      next.some(fours);
+  }
+};
+
+// Of one head, of four keys: fours of lines.
+inline int64_t fours_of(int64_t entries, int64_t size) { return max64(1, entries * size / 64); }
 
 }  // namespace

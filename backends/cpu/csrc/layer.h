@@ -80,7 +80,7 @@ inline void enter_and_attend(Team &team, const ip_layer &l, const ip_step &step,
         enter_head(l, step, cache, qkv, t, l.heads + g, q);
         enter_head(l, step, cache, qkv, t, l.heads + l.kv_heads + g, q);
       }
-    }, true);
+    });
   } else {
     enter(team, l, step, cache, qkv, q);
     team.barrier();

@@ -163,6 +163,16 @@ inline Scales scales_of(const ip_matrix &w, int64_t panel) {
 inline F scale_of(const ip_matrix &w, int64_t panel, int64_t g) { return scales_of(w, panel).at(w.group ? g : 0); }
 
 constexpr int64_t kAhead = 8192;  // bytes of a weight that are on their way
+#if defined(__AVX512BF16__) && !defined(INFERPLANE_AMX)
+constexpr int kForeseen = 2;  // AMD Zen: with so few rows asking ahead is slower than what the processor foresees
+#else
+constexpr int kForeseen = 0;
+#endif
+template <int MT>
+inline void ask_ahead(const uint8_t *line) {
+  if (MT > kForeseen) _mm_prefetch((const char *)line + kAhead, _MM_HINT_T1);
+}
+
 #if defined(__AVX512VNNI__)
 constexpr int kQuantRows = 8;   // rows of activations that a line is multiplied with while it is at hand
 constexpr int kSplitRows = 2;   // so few have two chains of sums each, or they wait for themselves
@@ -193,7 +203,7 @@ inline void quant_tile(const ip_matrix &w, int64_t panel, const Quantized &x, in
 #pragma GCC unroll 8
       for (int l = 0; l < lines; l++) {
         Line line = line_at(p + 64 * l);
-        _mm_prefetch((const char *)p + 64 * l + kAhead, _MM_HINT_T1);
+        ask_ahead<MT>(p + 64 * l);
         if (KIND == IP_INT8) {
 #pragma GCC unroll 8
           for (int i = 0; i < MT; i++) (split && l % 2 ? t[i] : s[i]).add(line, q[16 * i + l], q[16 * i + l + 8]);

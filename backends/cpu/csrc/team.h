@@ -1,5 +1,5 @@
-// Threads that share one call: the OpenMP team, chunks that are taken when a thread is free, waiting that gives the core
-// up after a short while, and memory that each thread keeps for the next call.
+// Threads that share one call: the OpenMP team, chunks that each takes from a share of its own and then from the others',
+// waiting that gives the core up after a short while, and memory that each thread keeps for the next call.
 #pragma once
 #include <omp.h>
 #include <sched.h>
@@ -13,43 +13,59 @@ namespace {
 
 constexpr int kSpins = 4000;  // about 50 us of waiting before the core is offered to others
 
-// Work is counted over the whole call: chunks that were given out, and chunks that are done.
+constexpr int kShares = 32;  // of more threads several begin in one share
+
+// Work is counted over the whole call: chunks that were given out of each share, and chunks that its threads have done. A
+// line for each share: one that all write to goes from core to core with every chunk.
 struct Shared {
-  alignas(64) int64_t given = 0;
-  alignas(64) int64_t done = 0;
+  struct alignas(64) Share {
+    int64_t given = 0, done = 0;
+  } shares[kShares];
 };
 
 class Team {
  public:
   const int id, count;
-  Team(Shared *shared, int id, int count) : id(id), count(count), shared_(shared) {}
+  Team(Shared *shared, int id, int count)
+      : id(id), count(count), shared_(shared), shares_(count < kShares ? count : kShares) {}
 
-  // Calls f(first, last) for chunks of 0 .. total; who is free takes the next. Every thread of the team makes the same
-  // calls in the same order.
+  // Calls f(first, last) for chunks of 0 .. total. A thread takes the chunks of its share in their order, so that what it
+  // reads is one stream, which processors foresee: in turns with others, what came of itself or was asked for ahead was
+  // another's. Who has none left takes others'. Every thread of the team makes the same calls in the same order.
   template <class Fn>
   void each(int64_t total, int64_t chunk, Fn f) {
     if (count == 1) {
       if (total > 0) f((int64_t)0, total);
       return;
     }
-    int64_t begin = planned_;
-    planned_ += (total + chunk - 1) / chunk;
-    int64_t next = __atomic_load_n(&shared_->given, __ATOMIC_RELAXED);
-    while (next < planned_) {
-      if (!__atomic_compare_exchange_n(&shared_->given, &next, next + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
-        continue;
-      int64_t first = (next - begin) * chunk;
-      f(first, min64(first + chunk, total));
-      __atomic_fetch_add(&shared_->done, 1, __ATOMIC_RELEASE);
-      next = __atomic_load_n(&shared_->given, __ATOMIC_RELAXED);
+    int64_t chunks = (total + chunk - 1) / chunk, even = chunks / shares_, more = chunks % shares_;
+    planned_ += chunks;
+    for (int s = 0; s < shares_; s++) of_share_[s] += even + (s < more);
+    int64_t *done = &shared_->shares[id % shares_].done;
+    for (int i = 0, s = id % shares_; i < shares_; i++, s = s + 1 < shares_ ? s + 1 : 0) {
+      int64_t end = (s + 1) * even + min64(s + 1, more), last = of_share_[s];
+      int64_t *given = &shared_->shares[s].given, next = __atomic_load_n(given, __ATOMIC_RELAXED);
+      while (next < last) {
+        if (!__atomic_compare_exchange_n(given, &next, next + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
+        int64_t first = (end - (last - next)) * chunk;
+        f(first, min64(first + chunk, total));
+        __atomic_fetch_add(done, 1, __ATOMIC_RELEASE);
+        next = __atomic_load_n(given, __ATOMIC_RELAXED);
+      }
     }
+  }
+
+  // The chunk of so many that this thread takes first, if nobody has taken it.
+  int64_t first_of(int64_t chunks) const {
+    int64_t s = id % shares_;
+    return s * (chunks / shares_) + min64(s, chunks % shares_);
   }
 
   // All chunks of the calls before it are done, and seen, when it returns. It waits for work, not for threads: one
   // that lost its core between two chunks holds nobody up, and finds later that everything was done.
   void barrier() {
     if (count == 1) return;
-    for (int i = 0; __atomic_load_n(&shared_->done, __ATOMIC_ACQUIRE) < planned_; i++) {
+    for (int i = 0; done() < planned_; i++) {
       if (i < kSpins)
         _mm_pause();
       else
@@ -58,8 +74,15 @@ class Team {
   }
 
  private:
+  int64_t done() const {
+    int64_t all = 0;
+    for (int s = 0; s < shares_; s++) all += __atomic_load_n(&shared_->shares[s].done, __ATOMIC_ACQUIRE);
+    return all;
+  }
+
   Shared *shared_;
-  int64_t planned_ = 0;
+  int shares_;
+  int64_t planned_ = 0, of_share_[kShares] = {};
 };
 
 // Threads of a team that this thread would lead. OpenMP keeps that number for each thread, and torch sets it in a thread

@@ -56,6 +56,28 @@ def test_a_chain_gives_what_its_layers_give_in_turn(name, format, lengths, sched
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(("format", "kv_dtype"), [(PLAIN, "auto"), ("int4_group32", "auto"), (PLAIN, "int8")])
+def test_any_number_of_threads_gives_the_same_bits(format, kv_dtype):
+    """A sequence of three spans, and three short ones: alone, in a share for each thread, and 40 threads in 32."""
+    tree = tiny_llama(format=format, positions=640)
+    weights = stepping.draw_weights(tree, torch.bfloat16)
+    draw = torch.Generator().manual_seed(3)
+    before = torch.get_num_threads()
+    try:
+        for lengths in ((600,), (40, 37, 29)):
+            prompts = [torch.randint(0, 97, (n,), generator=draw).tolist() for n in lengths]
+            found = []
+            for threads in (1, 2, 3, 40):
+                torch.set_num_threads(threads)
+                bound = bound_model(tree, weights, max(lengths) + 1, True, kv_dtype=kv_dtype)
+                found.append(stepping.run(bound, prompts, SCHEDULES["tokens"]))
+            assert all(rows.isfinite().all() for rows in found[0])
+            for other in found[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_layers_of_two_windows_go_in_turn():
     """One plan of attention serves one window; a chain over two gives its turn back, and the results stay."""
     tree = tiny_llama()
