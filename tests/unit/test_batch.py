@@ -45,6 +45,18 @@ def test_integers_are_of_the_promised_width():
         assert getattr(b, name).dtype is torch.int32, name
 
 
+def test_a_device_gets_one_copy_a_width_with_aligned_parts(monkeypatch):
+    here = step([*FEW, *MANY])
+    monkeypatch.setattr("inferplane.types.batch.HOST", "elsewhere")
+    sent = step([*FEW, *MANY])
+    for name in ("ids", "positions", "slots", "logit_rows", "query_start", "seq_lens", "block_tables"):
+        a, b = getattr(here, name), getattr(sent, name)
+        assert torch.equal(a, b) and a.dtype is b.dtype and b.is_contiguous(), name
+        assert b.storage_offset() * b.element_size() % 64 == 0, name
+    assert len({t.untyped_storage().data_ptr() for t in (sent.ids, sent.positions, sent.slots, sent.logit_rows)}) == 1
+    assert sent.seq_lens.untyped_storage().data_ptr() == sent.block_tables.untyped_storage().data_ptr()
+
+
 @pytest.mark.parametrize("part", ["few", "many"])
 def test_each_part_is_the_batch_it_would_be_alone(part):
     whole = step([*FEW, *MANY])

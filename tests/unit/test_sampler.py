@@ -291,3 +291,37 @@ def test_random_numbers_follow_the_place_in_the_text():
     assert together.tolist() == torch.cat(apart).tolist()
     step = ours.prepare([row(p, generated=[1], drafts=[2, 3][:i], seed=77) for i in range(3)])
     assert step.seeds.tolist() == [77] * 3 and step.positions.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_rows_that_want_the_likeliest_alone_are_prepared_once(rows, monkeypatch):
+    monkeypatch.setattr("inferplane.engine.rows.DEVICE_ENTRIES", 4 * V)  # four rows are drawn at once
+    ours, plain = sampler(), SamplingParams(temperature=0.0)
+    x = torch.randn(rows, V, generator=torch.Generator().manual_seed(rows))
+    step = ours.prepare([row(plain)] * rows)
+    assert step is ours.prepare([row(plain, seed=9, generated=(1, 2))] * rows)
+    assert ours.sample(x, step).tolist() == x.argmax(-1).tolist()
+    assert torch.equal(ours.probabilities(x, step).argmax(-1), x.argmax(-1))
+    assert ours.logprobs(x, x.argmax(-1), step) is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"params": SamplingParams(temperature=0.0, logprobs=2)},
+        {"params": SamplingParams(temperature=0.0, min_tokens=3, max_tokens=9)},
+        {"params": SamplingParams(temperature=0.0, logit_bias={5: 100.0})},
+        {"params": SamplingParams(temperature=0.0, repetition_penalty=1.5), "prompt": (5,)},
+        {"params": SamplingParams(temperature=0.0), "allowed": bits([5])},
+        {"params": SamplingParams(temperature=0.5)},
+    ],
+    ids=["logprobs", "min_tokens", "bias", "penalty", "constraint", "warm"],
+)
+def test_rows_that_ask_for_more_are_heard(asked):
+    ours, plain = sampler(), row(SamplingParams(temperature=0.0))
+    params = asked.pop("params")
+    assert plain.likeliest_alone and not row(params, **asked).likeliest_alone
+    step = ours.prepare([plain, row(params, **asked)])
+    kept = (step.logprobs, step.banned, step.bias, step.penalties, step.masks)
+    warm = any(group.uniform is not None for group in step.groups)
+    assert step.seeds is not None and (warm or any(x is not None for x in kept))

@@ -70,7 +70,7 @@ def decide(
     drawn = sampler.sample(some, step)
     # A broken kernel's usual sign, shown by the op `sample`. Raised for the step, it then ends the requests it is
     # in, found one by one.
-    if not all(map(math.isfinite, some.gather(1, drawn[:, None])[:, 0].to(HOST).tolist())):
+    if not all(map(math.isfinite, some.gather(1, drawn.unsqueeze(1)).squeeze(1).to(HOST).tolist())):
         raise FloatingPointError(NOT_FINITE)
     deciding = [s for s in chosen if s.last]
     drafts = [s.drafts for s in deciding]
@@ -79,6 +79,7 @@ def decide(
         p = uniforms = None
         if needs_probabilities(config) and any(g.uniform is not None for g in step.groups):
             p = sampler.probabilities(some, step)
+            assert step.seeds is not None and step.positions is not None, "they draw"
             uniforms = torch.stack([rng.uniform(step.seeds, step.positions, stream) for stream in (1, 2)], 1)
         verified = verify(drawn, drafts, config, p, uniforms)
         table = torch.cat((verified.counts[:, None], verified.tokens), 1).to(HOST).tolist()

@@ -95,6 +95,19 @@ class SampleRow:
     end_ids: Collection[int] = ()
     allowed: np.ndarray | None = None
 
+    @property
+    def likeliest_alone(self) -> bool:
+        """Whether it takes the likeliest token of the logits as they are, and asks for nothing else."""
+        p = self.params
+        return (
+            p.temperature < COLDEST
+            and self.allowed is None
+            and p.logprobs is None
+            and self.position >= p.min_tokens
+            and not p.logit_bias
+            and not p.penalizes
+        )
+
 
 @dataclass(frozen=True)
 class Group:
@@ -126,8 +139,9 @@ class Prepared:
     """What a step's rows ask for, on the device. What no row asks for is None.
 
     Args:
-        seeds: int64 `[R]`, for further random numbers: `rng.uniform(seeds, positions, stream)`, streams from 1 on.
-        positions: int64 `[R]`.
+        seeds: int64 `[R]`, for further random numbers: `rng.uniform(seeds, positions, stream)`, streams from 1 on;
+            None where `positions` is.
+        positions: int64 `[R]`; None may stand where all rows take the likeliest token.
         groups: rows by how they are drawn, and no more in a group than are best drawn at once.
         penalties: row, token int64 and times generated float32, `[N]` each; then repetition, frequency and presence
             penalty, float32 `[R]` each.
@@ -138,8 +152,8 @@ class Prepared:
         alternatives: how many each of these rows wants, on the host.
     """
 
-    seeds: torch.Tensor
-    positions: torch.Tensor
+    seeds: torch.Tensor | None
+    positions: torch.Tensor | None
     groups: tuple[Group, ...]
     penalties: tuple[torch.Tensor, ...] | None
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
@@ -175,6 +189,15 @@ def prepare(rows: Sequence[SampleRow], vocab: int, device: Any) -> Prepared:
     alternatives = tuple(rows[i].params.logprobs or 0 for i in wanting)
     prepared: Any = (first, second, tuple(Group(*g) for g in groups), *rest, alternatives)
     return Prepared(*prepared)
+
+
+def prepare_likeliest(rows: int, vocab: int, device: Any) -> Prepared:
+    """What `rows` rows ask for that ask for nothing but their likeliest tokens: the same in every step."""
+    most = max(1, DEVICE_ENTRIES // vocab)
+    slices = [slice(i, min(i + most, rows)) for i in range(0, rows, most)]
+    zeros = torch.zeros(rows, device=device)
+    groups = tuple(Group(GREEDY, at, zeros[at], None, None, None, None, 0) for at in slices)
+    return Prepared(None, None, groups, None, None, None, None, None, ())
 
 
 def draws(p: SamplingParams, vocab: int) -> int:

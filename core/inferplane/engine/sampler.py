@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from inferplane.engine.logprobs import Logprobs, score
-from inferplane.engine.rows import GREEDY, SHORT, Group, Prepared, SampleRow, prepare, rows_at_once
+from inferplane.engine.rows import GREEDY, SHORT, Group, Prepared, SampleRow, prepare, prepare_likeliest, rows_at_once
 from inferplane.ops.sampling import WEIGHT_BITS, invert, kept_weights, likeliest
 from inferplane.types import HOST
 
@@ -47,10 +47,16 @@ class Sampler:
         self._shorten = torch.device(device).type != HOST if shorten is None else shorten
         self._never = torch.full((), -torch.inf, device=device)
         self._bits = torch.arange(32, dtype=torch.int32, device=device)
+        self._likeliest: dict[int, Prepared] = {}
 
     def prepare(self, rows: Sequence[SampleRow]) -> Prepared:
         """Gather what the rows ask for and send it to the device; once a step, on the host."""
-        return prepare(rows, self.vocab, self.device)
+        if not all(r.likeliest_alone for r in rows):
+            return prepare(rows, self.vocab, self.device)
+        found = self._likeliest.get(len(rows))
+        if found is None:
+            found = self._likeliest[len(rows)] = prepare_likeliest(len(rows), self.vocab, self.device)
+        return found
 
     def process(self, logits: torch.Tensor, step: Prepared) -> torch.Tensor:
         """Logits after penalties, biases, bans and constraints: float32 `[R, V]`, the same tensor if there are none.
