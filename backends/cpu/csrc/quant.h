@@ -200,6 +200,8 @@ inline void quant_tile(const ip_matrix &w, int64_t panel, const Quantized &x, in
       if (split) t[i].begin(0);
     }
     for (int64_t b = 0; b < blocks; b++, p += 64 * lines, q += 16 * x.m) {
+      // A long panel puts them out of the nearest cache before the next one asks for them again.
+      if (KIND == IP_INT8 && MT <= kForeseen) _mm_prefetch((const char *)(q + 8 * 16 * x.m), _MM_HINT_T0);
 #pragma GCC unroll 8
       for (int l = 0; l < lines; l++) {
         Line line = line_at(p + 64 * l);

@@ -15,11 +15,13 @@ constexpr int kSpins = 4000;  // about 50 us of waiting before the core is offer
 
 constexpr int kShares = 32;  // of more threads several begin in one share
 
-// Work is counted over the whole call: chunks that were given out of each share, and chunks that its threads have done. A
-// line for each share: one that all write to goes from core to core with every chunk.
+// A line for each share: one that all write to would go from core to core with every chunk. `taken` is of one part of the
+// call: its number, and how many chunks were taken from the share's beginning and from its end. `done` are the chunks that
+// the share's threads have done in the whole call.
 struct Shared {
   struct alignas(64) Share {
-    int64_t given = 0, done = 0;
+    uint64_t taken = 0;
+    int64_t done = 0;
   } shares[kShares];
 };
 
@@ -31,26 +33,24 @@ class Team {
 
   // Calls f(first, last) for chunks of 0 .. total. A thread takes the chunks of its share in their order, so that what it
   // reads is one stream, which processors foresee: in turns with others, what came of itself or was asked for ahead was
-  // another's. Who has none left takes others'. Every thread of the team makes the same calls in the same order.
+  // another's. Who has none left takes from the ends of others'. Every thread of the team makes the same calls in the same
+  // order.
   template <class Fn>
   void each(int64_t total, int64_t chunk, Fn f) {
     if (count == 1) {
       if (total > 0) f((int64_t)0, total);
       return;
     }
+    while (total / chunk >= kMostChunks) chunk *= 2;
     int64_t chunks = (total + chunk - 1) / chunk, even = chunks / shares_, more = chunks % shares_;
-    planned_ += chunks;
-    for (int s = 0; s < shares_; s++) of_share_[s] += even + (s < more);
     int64_t *done = &shared_->shares[id % shares_].done;
+    planned_ += chunks, part_++;
     for (int i = 0, s = id % shares_; i < shares_; i++, s = s + 1 < shares_ ? s + 1 : 0) {
-      int64_t end = (s + 1) * even + min64(s + 1, more), last = of_share_[s];
-      int64_t *given = &shared_->shares[s].given, next = __atomic_load_n(given, __ATOMIC_RELAXED);
-      while (next < last) {
-        if (!__atomic_compare_exchange_n(given, &next, next + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
-        int64_t first = (end - (last - next)) * chunk;
+      int64_t begin = s * even + min64(s, more), own = even + (s < more), n;
+      while ((n = take(shared_->shares[s].taken, own, i == 0)) >= 0) {
+        int64_t first = (begin + n) * chunk;
         f(first, min64(first + chunk, total));
         __atomic_fetch_add(done, 1, __ATOMIC_RELEASE);
-        next = __atomic_load_n(given, __ATOMIC_RELAXED);
       }
     }
   }
@@ -74,6 +74,22 @@ class Team {
   }
 
  private:
+  static constexpr int kBits = 20;
+  static constexpr int64_t kMostChunks = (int64_t)1 << kBits;
+
+  // A chunk of a share of `own`, from its beginning or its end; -1: none is left of it, or this part is over.
+  int64_t take(uint64_t &taken, int64_t own, bool from_beginning) const {
+    uint64_t now = __atomic_load_n(&taken, __ATOMIC_RELAXED);
+    while (true) {
+      uint64_t part = now >> 2 * kBits, base = part == part_ ? now : part_ << 2 * kBits;
+      int64_t first = base >> kBits & (kMostChunks - 1), last = base & (kMostChunks - 1);
+      if (part > part_ || first + last >= own) return -1;
+      uint64_t next = base + (from_beginning ? (uint64_t)kMostChunks : 1);
+      if (__atomic_compare_exchange_n(&taken, &now, next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        return from_beginning ? first : own - 1 - last;
+    }
+  }
+
   int64_t done() const {
     int64_t all = 0;
     for (int s = 0; s < shares_; s++) all += __atomic_load_n(&shared_->shares[s].done, __ATOMIC_ACQUIRE);
@@ -82,7 +98,8 @@ class Team {
 
   Shared *shared_;
   int shares_;
-  int64_t planned_ = 0, of_share_[kShares] = {};
+  int64_t planned_ = 0;
+  uint64_t part_ = 0;
 };
 
 // Threads of a team that this thread would lead. OpenMP keeps that number for each thread, and torch sets it in a thread
