@@ -319,9 +319,9 @@ def test_rows_that_want_the_likeliest_alone_are_prepared_once(rows, monkeypatch)
 )
 def test_rows_that_ask_for_more_are_heard(asked):
     ours, plain = sampler(), row(SamplingParams(temperature=0.0))
-    params = asked.pop("params")
-    assert plain.likeliest_alone and not row(params, **asked).likeliest_alone
-    step = ours.prepare([plain, row(params, **asked)])
+    more = row(**asked)
+    assert plain.likeliest_alone and not more.likeliest_alone
+    step = ours.prepare([plain, more])
     kept = (step.logprobs, step.banned, step.bias, step.penalties, step.masks)
     warm = any(group.uniform is not None for group in step.groups)
     assert step.seeds is not None and (warm or any(x is not None for x in kept))

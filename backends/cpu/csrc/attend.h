@@ -33,7 +33,7 @@ inline void soften(const Attend &a, const float *by, int64_t begin, int64_t low,
 // `begin + j`. D registers of values are summed at a time.
 template <int R, int D, class Entry>
 inline void weigh(const Attend &a, const Entry *const *values, int64_t g, int64_t begin, int64_t low, int64_t high,
-                  const float *weights, float *part, int64_t stride, Ahead &ahead, int64_t fours) {
+                  const float *weights, float *part, int64_t stride, Ahead &ahead, int64_t bytes) {
   for (int64_t c = 0; c < a.v_dim; c += D * kLanes) {
     bool whole = c + D * kLanes <= a.v_dim;
     F acc[R][D];
@@ -44,7 +44,7 @@ inline void weigh(const Attend &a, const Entry *const *values, int64_t g, int64_
         acc[r][d] = c + d * kLanes < a.v_dim ? load<F>(part + r * stride + 2 + c + d * kLanes) : F{};
     for (int64_t j = low; j < high; j++) {
       const Entry *v = values[j - begin] + g * a.v_dim + c;
-      if (!(j & 3)) ahead.some(fours);
+      if (!(j & 3) && c == 0) ahead.some(4 * bytes);
       F value[D];
 #pragma GCC unroll 8
       for (int d = 0; d < D; d++)
@@ -131,21 +131,21 @@ inline void weigh_span(const Attend &a, const Unit &u, const Keys &seen, const E
           memset(p + 2, 0, (size_t)(to.stride - 2) * sizeof(float));
         }
       }
-  const int64_t all = fours_of(a.v_dim, sizeof(Entry));
+  const int64_t row = a.v_dim * (int64_t)sizeof(Entry);
   for (int64_t w = begin; w < seen.end; w += kWindow)
     for (int64_t g = 0; g < u.heads; g++) {
-      int64_t fours = all;
+      int64_t bytes = row;
       for (int64_t i = 0; i < u.t.tokens; i++) {
         int64_t low = max64(w, low_of(i)), high = min64(w + kWindow, high_of(i));
         for (int64_t h = 0; h < group && low < high;) {
           float *s = scores + (g * m + i * group + h) * kSpan, *p = part_of(g, i, h);
           if (h + 4 <= group)
-            weigh<4, kFew>(a, values, g, begin, low, high, s, p, to.stride, ahead, fours), h += 4;
+            weigh<4, kFew>(a, values, g, begin, low, high, s, p, to.stride, ahead, bytes), h += 4;
           else if (h + 2 <= group)
-            two(a, values, g, begin, low, high, s, p, to.stride, ahead, fours), h += 2;
+            two(a, values, g, begin, low, high, s, p, to.stride, ahead, bytes), h += 2;
           else
-            one(a, values, g, begin, low, high, s, p, to.stride, ahead, fours), h += 1;
-          fours = 0;  // once is enough
+            one(a, values, g, begin, low, high, s, p, to.stride, ahead, bytes), h += 1;
+          bytes = 0;  // once is enough
         }
       }
     }
@@ -162,7 +162,7 @@ inline void attend_span(const Attend &a, const Unit &u, int64_t span, const Part
   bf16 *keys = scratch(14)->get<bf16>(a.k.coded() ? kSpan * a.dim : 0);  // in bf16
   const bf16 *values[kSpan];
   const int8_t *codes[kSpan];
-  const int64_t fours = fours_of(a.dim, a.k.coded() ? 1 : sizeof(bf16));
+  const int64_t row = a.dim * (a.k.coded() ? 1 : (int64_t)sizeof(bf16));
   if (!a.latents())
     ahead.values = {a.v, t.table, a.block, seen.from, seen.end, u.g * a.v_dim, u.heads * a.v_dim};
   if (a.codes()) memset(k_scale, 0, (size_t)(2 * u.heads * kSpan) * sizeof(float));
@@ -182,7 +182,7 @@ inline void attend_span(const Attend &a, const Unit &u, int64_t span, const Part
       for (int64_t g = 0; g < u.heads; g++) {
         const int8_t *of = a.k.codes() + slot * ld + (u.g + g) * a.dim;
         float *s = scores + g * m * kSpan + j;
-        ahead.some((n + 3) / 4 * fours);
+        ahead.some(n * row);
         if (!a.tiles()) {
           codes_dot(of, ld, n, a.dim, u.q[g].codes, s, kSpan);
           continue;
@@ -202,7 +202,7 @@ inline void attend_span(const Attend &a, const Unit &u, int64_t span, const Part
     int64_t step = a.tiles() ? n : 4;
     for (int64_t i = 0; i < n; i += step)
       for (int64_t g = 0; g < u.heads; g++) {
-        ahead.some((step + 3) / 4 * fours);
+        ahead.some(step * row);
         const bf16 *from = k + i * ld + g * a.dim;
         float *s = scores + g * m * kSpan + j + i;
         if (a.tiles())
@@ -248,30 +248,39 @@ inline Fetch fetch_unit(const Attend &a, const AttendPlan &plan, int64_t n, int6
   return {a.k, t.table, a.block, seen.from, seen.end, n % parts * plan.heads * a.dim, plan.heads * a.dim};
 }
 
-inline int64_t first_fours(const Attend &a, const AttendPlan &plan) {
-  return kAheadKeys / 4 * plan.heads * fours_of(a.dim, a.k.coded() ? 1 : sizeof(bf16));
+inline int64_t first_bytes(const Attend &a, const AttendPlan &plan) {
+  return kAheadKeys * plan.heads * a.dim * (a.k.coded() ? 1 : (int64_t)sizeof(bf16));
 }
 
+// A unit of work whose first keys are on their way.
+struct Expected {
+  int64_t unit = -1;
+  Fetch keys;
+};
+
 // Has the first keys brought near before the queries are there.
-inline void expect(Team &team, const Attend &a, const AttendPlan &plan) {
-  fetch_unit(a, plan, team.first_of(plan.count * (a.kv_heads / plan.heads))).some(first_fours(a, plan));
+inline Expected expect(Team &team, const Attend &a, const AttendPlan &plan) {
+  int64_t n = team.first_of(plan.count * (a.kv_heads / plan.heads));
+  Expected e = {n, fetch_unit(a, plan, n)};
+  e.keys.some(first_bytes(a, plan));
+  return e;
 }
 
 // `before(task, g)` is called for each KV head of a task by whoever takes it, before anything is read for it.
 template <class Before>
-inline void attend(Team &team, const Attend &a, const AttendPlan &plan, Before before) {
+inline void attend(Team &team, const Attend &a, const AttendPlan &plan, Before before, Expected soon = {}) {
   static thread_local Scratch rows[2 * kHeadsAtOnce];
-  int64_t group = a.heads / a.kv_heads, size = part_size(a), parts = a.kv_heads / plan.heads, soon = -1;
+  int64_t group = a.heads / a.kv_heads, size = part_size(a), parts = a.kv_heads / plan.heads;
   Ahead ahead;
   team.each(plan.count * parts, 1, [&](int64_t first, int64_t last) {
     for (int64_t n = first; n < last; n++) {
       const AttendTask &t = plan.tasks[n / parts];
       Queries q[kHeadsAtOnce];
       const Unit u = {t, n % parts * plan.heads, plan.heads, q};
-      if (n == soon)
-        ahead.keys = ahead.next;
+      if (n == soon.unit)
+        ahead.keys = soon.keys;
       else
-        (ahead.keys = fetch_unit(a, plan, n)).some(first_fours(a, plan));
+        (ahead.keys = fetch_unit(a, plan, n)).some(first_bytes(a, plan));
       for (int64_t i = 0; i < u.heads; i++) {
         int64_t g = u.g + i;
         before(t, g);
@@ -287,7 +296,7 @@ inline void attend(Team &team, const Attend &a, const AttendPlan &plan, Before b
         attend_span(a, u, t.span + c, {part + c * a.heads * size, token_stride, size}, ahead);
         ahead.keys = ahead.next;
       }
-      soon = n + 1;  // most likely
+      soon = {n + 1, ahead.next};  // most likely
       if (plan.shared) continue;
       for (int64_t i = 0; i < t.tokens; i++)
         for (int64_t h = u.g * group; h < (u.g + u.heads) * group; h++)

@@ -52,48 +52,91 @@ struct AttendPlan {
   int64_t heads = 1;         // KV heads of a unit of work, which stand side by side in the cache
 };
 
-// As many as leave each thread equally much to do: then a thread reads long runs of the cache, which processors foresee.
-inline int64_t heads_at_once(const Attend &a, int64_t tasks, int threads) {
-  for (int64_t h = min64(a.kv_heads, kHeadsAtOnce); h > 1; h--) {
-    int64_t units = tasks * (a.kv_heads / h);
-    if (a.kv_heads % h == 0 && (units % threads == 0 || units >= 8 * threads)) return h;
-  }
-  return 1;
-}
-
 inline int64_t part_size(const Attend &a) { return 2 + round_up(a.v_dim, kLanes); }
 
-inline AttendPlan plan_attention(const Attend &a, const ip_batch &b, int threads, Scratch s[2]) {
-  int64_t group = a.heads / a.kv_heads, tile = max64(1, 16 / group), most = 0, units = 0, longest = 0, sequences = 0;
-  auto spans_of = [&](int64_t position, int64_t tokens, int64_t *first) {
-    int64_t low = a.window ? max64(0, position + 1 - a.window) : 0;
-    *first = low / kSpan;
-    return (position + tokens - 1) / kSpan + 1 - *first;
-  };
-  for (int64_t i = 0; i < b.sequences; i++) {
-    if (!b.lens[i]) continue;
-    int64_t n = b.start[i + 1] - b.start[i], first;
-    sequences++, units += (n + tile - 1) / tile;
-    longest = max64(longest, spans_of(b.lens[i] - n, n, &first));
-    most += (n + tile - 1) / tile * (spans_of(b.lens[i] - n, n, &first) + 1);
+// Query tokens of one sequence that are one task, and the spans that they look at.
+struct Tile {
+  int64_t sequence, token, tokens, position, low, first_span, spans;
+  // Keys of a span, for all tokens.
+  int64_t work(int64_t span) const {
+    return tokens * (min64((span + 1) * kSpan, position + tokens) - max64(span * kSpan, low));
   }
-  AttendPlan plan;
-  plan.shared = threads > 1 && longest > 1 && (units * a.kv_heads < 4 * threads || units < threads);
-  plan.tasks = s[0].get<AttendTask>(max64(most, 1));
+};
+
+template <class Fn>
+inline void each_tile(const Attend &a, const ip_batch &b, Fn f) {
+  int64_t rows = max64(1, 16 / (a.heads / a.kv_heads));
   for (int64_t i = 0; i < b.sequences; i++) {
-    if (!b.lens[i]) continue;
     int64_t n = b.start[i + 1] - b.start[i];
-    for (int64_t t = 0; t < n; t += tile) {
-      AttendTask task = {b.start[i] + t, min64(tile, n - t), b.lens[i] - n + t, b.tables + i * b.table_width,
-                         0, 0, plan.parts, 0, 0};
-      task.all_spans = spans_of(task.position, task.tokens, &task.first_span);
-      task.span = task.first_span, task.spans = plan.shared ? 1 : task.all_spans;
-      for (int64_t c = 0; c < (plan.shared ? task.all_spans : 1); c++, task.span++) plan.tasks[plan.count++] = task;
-      plan.parts += task.tokens * task.all_spans;
+    for (int64_t t = 0; t < n && b.lens[i]; t += rows) {
+      int64_t tokens = min64(rows, n - t), position = b.lens[i] - n + t;
+      int64_t low = a.window ? max64(0, position + 1 - a.window) : 0, first = low / kSpan;
+      f(Tile{i, b.start[i] + t, tokens, position, low, first, (position + tokens - 1) / kSpan + 1 - first});
     }
   }
-  plan.whole = !plan.shared && plan.count == units && units == sequences;
-  plan.heads = heads_at_once(a, max64(plan.count, 1), threads);
+}
+
+// The work of the thread that has most of it, where who is free takes the next unit: a span of a task or all of them, and
+// `heads` KV heads.
+inline int64_t longest_of(const Attend &a, const ip_batch &b, int threads, bool shared, int64_t heads) {
+  constexpr int64_t kCounted = 64;  // of more units only the largest and the sum are looked at
+  int64_t load[kShares] = {}, total = 0, largest = 0, units = 0, some = min64(threads, kShares);
+  auto add = [&](int64_t work) {
+    for (int64_t h = 0; h < a.kv_heads; h += heads, units++) {
+      int64_t *least = load;
+      for (int64_t t = 1; t < some && units < kCounted; t++)
+        if (load[t] < *least) least = load + t;
+      *least += work * heads, total += work * heads;
+    }
+    largest = max64(largest, work * heads);
+  };
+  each_tile(a, b, [&](const Tile &t) {
+    int64_t all = 0;
+    for (int64_t c = t.first_span; c < t.first_span + t.spans; c++) {
+      if (shared) add(t.work(c));
+      all += t.work(c);
+    }
+    if (!shared) add(all);
+  });
+  if (units > kCounted || threads > kShares) return total / threads + largest;
+  for (int64_t t = 1; t < some; t++) load[0] = max64(load[0], load[t]);
+  return load[0];
+}
+
+// As many heads at once as cost no more than a tenth of the time: then a thread reads long runs of the cache, which
+// processors foresee. Tasks are cut into spans only where that helps, since then there is one barrier more.
+inline void cut(AttendPlan &plan, const Attend &a, const ip_batch &b, int threads, bool several) {
+  int64_t best = INT64_MAX;
+  for (int pass = 0; pass < 2; pass++)
+    for (int64_t h = min64(a.kv_heads, kHeadsAtOnce); h > 0; h--)
+      for (int shared = 0; shared <= (several && threads > 1) && a.kv_heads % h == 0; shared++) {
+        int64_t time = threads > 1 ? longest_of(a, b, threads, shared, h) : 0;
+        if (pass && time <= best + best / 10) {
+          plan.heads = h, plan.shared = shared;
+          return;
+        }
+        best = min64(best, time);
+      }
+}
+
+inline AttendPlan plan_attention(const Attend &a, const ip_batch &b, int threads, Scratch s[2]) {
+  int64_t most = 0, units = 0, sequences = 0, before = -1;
+  bool several = false;
+  each_tile(a, b, [&](const Tile &t) {
+    units++, most += t.spans, sequences += t.sequence != before, several |= t.spans > 1;
+    before = t.sequence;
+  });
+  AttendPlan plan;
+  cut(plan, a, b, threads, several);
+  plan.tasks = s[0].get<AttendTask>(max64(most, 1));
+  each_tile(a, b, [&](const Tile &t) {
+    AttendTask task = {t.token,      t.tokens, t.position, b.tables + t.sequence * b.table_width, t.first_span, t.spans,
+                       plan.parts, t.spans,  t.first_span};
+    if (plan.shared) task.spans = 1;
+    for (int64_t c = 0; c < (plan.shared ? t.spans : 1); c++, task.span++) plan.tasks[plan.count++] = task;
+    plan.parts += t.tokens * t.spans;
+  });
+  plan.whole = !plan.shared && units == sequences;
   if (plan.shared) plan.partial = s[1].get<float>(plan.parts * a.heads * part_size(a));
   return plan;
 }

@@ -18,13 +18,13 @@ class Fetch {
 
   bool left() const { return left_ > 0; }
 
-  // The next `n` fours of lines.
-  inline __attribute__((always_inline)) void some(int64_t n) {
-    for (; n > 0 && left_ > 0; n--) {
+  // The next `bytes` of them, in fours of lines; what was asked for too much is asked for less the next time.
+  inline __attribute__((always_inline)) void some(int64_t bytes) {
+    for (owed_ += bytes; owed_ > 0 && left_ > 0;) {
       const char *at = at_ + line_;
 #pragma GCC unroll 4
       for (int line = 0; line < 256; line += 64) _mm_prefetch(at + line, _MM_HINT_T1);
-      line_ += 256;
+      owed_ -= min64(256, bytes_ - line_), line_ += 256;
       if (line_ < bytes_) continue;
       line_ = 0, left_--, run_--, at_ += row_;
       if (run_ == 0 && left_ > 0) run_ = block_, at_ = data_ + *++table_ * block_ * row_;
@@ -33,24 +33,21 @@ class Fetch {
 
  private:
   const int32_t *table_ = nullptr;
-  int64_t left_ = 0, run_ = 0, block_ = 0, row_ = 0, bytes_ = 0, line_ = 0;
+  int64_t left_ = 0, run_ = 0, block_ = 0, row_ = 0, bytes_ = 0, line_ = 0, owed_ = 0;
   const char *data_ = nullptr, *at_ = nullptr;
 };
 
 // What is on its way: the keys of a span, then its values, then the keys that are read after them.
 struct Ahead {
   Fetch keys, values, next;
-  inline __attribute__((always_inline)) void some(int64_t fours) {
+  inline __attribute__((always_inline)) void some(int64_t bytes) {
     if (keys.left())
-      keys.some(fours);
+      keys.some(bytes);
     else if (values.left())
-      values.some(fours);
+      values.some(bytes);
     else
-      next.some(fours);
+      next.some(bytes);
   }
 };
-
-// Of one head, of four keys: fours of lines.
-inline int64_t fours_of(int64_t entries, int64_t size) { return max64(1, entries * size / 64); }
 
 }  // namespace

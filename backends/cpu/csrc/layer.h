@@ -71,7 +71,7 @@ inline void enter(Team &team, const ip_layer &l, const ip_step &step, const ip_c
 
 // What `enter` does, and attention: head by head by one thread where that can be, which saves a barrier.
 inline void enter_and_attend(Team &team, const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *qkv,
-                             bf16 *q, const Attend &a, const AttendPlan &plan, Phases &phases) {
+                             bf16 *q, const Attend &a, const AttendPlan &plan, const Expected &soon, Phases &phases) {
   if (plan.whole) {
     int64_t group = l.heads / l.kv_heads;
     attend(team, a, plan, [&](const AttendTask &task, int64_t g) {
@@ -80,7 +80,7 @@ inline void enter_and_attend(Team &team, const ip_layer &l, const ip_step &step,
         enter_head(l, step, cache, qkv, t, l.heads + g, q);
         enter_head(l, step, cache, qkv, t, l.heads + l.kv_heads + g, q);
       }
-    });
+    }, soon);
   } else {
     enter(team, l, step, cache, qkv, q);
     team.barrier();
@@ -189,10 +189,11 @@ inline const bf16 *layer(Team &team, const ip_layer &l, const ip_step &step, con
     attend_latents(team, l, step, cache, first.y, b, a, plan, phases);
   } else {
     linear(team, l.qkv, first.y, width, m, b.qkv, l.qkv.n, 0);
-    if (plan.whole) expect(team, a, plan);
+    Expected soon;
+    if (plan.whole) soon = expect(team, a, plan);
     team.barrier();
     phases.end(kProject);
-    enter_and_attend(team, l, step, cache, b.qkv, b.q, a, plan, phases);
+    enter_and_attend(team, l, step, cache, b.qkv, b.q, a, plan, soon, phases);
   }
   linear(team, l.o, b.mixed, l.o.k, m, b.y, width, 0);
   team.barrier();

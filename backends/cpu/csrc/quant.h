@@ -164,7 +164,7 @@ inline F scale_of(const ip_matrix &w, int64_t panel, int64_t g) { return scales_
 
 constexpr int64_t kAhead = 8192;  // bytes of a weight that are on their way
 #if defined(__AVX512BF16__) && !defined(INFERPLANE_AMX)
-constexpr int kForeseen = 2;  // AMD Zen: with so few rows asking ahead is slower than what the processor foresees
+constexpr int kForeseen = 2;  // Zen 4, measured: with so few rows asking is slower than what the processor foresees
 #else
 constexpr int kForeseen = 0;
 #endif

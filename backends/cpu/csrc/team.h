@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kSpins = 4000;  // about 50 us of waiting before the core is offered to others
 
-constexpr int kShares = 32;  // of more threads several begin in one share
+constexpr int kShares = 32;  // with more threads, several start in the same share
 
 // A line for each share: one that all write to would go from core to core with every chunk. `taken` is of one part of the
 // call: its number, and how many chunks were taken from the share's beginning and from its end. `done` are the chunks that

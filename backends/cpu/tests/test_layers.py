@@ -1,5 +1,7 @@
 """Whole layers as native calls, alone and all of a model in one, against the same layers made of smaller kernels."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from inferplane.ops import CausalLM
 from inferplane.plugin import PLAIN
 from inferplane.plugins import host
 from inferplane_cpu.native import forced, instruction_sets, native
-from tests.unit.small import V3, WHOLE_MODEL, tiny_llama
+from tests.unit.small import V3, WHOLE_MODEL, tiny_llama, tiny_v3
 
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -56,21 +58,36 @@ def test_a_chain_gives_what_its_layers_give_in_turn(name, format, lengths, sched
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("format", "kv_dtype"), [(PLAIN, "auto"), ("int4_group32", "auto"), (PLAIN, "int8")])
-def test_any_number_of_threads_gives_the_same_bits(format, kv_dtype):
-    """A sequence of three spans, and three short ones: alone, in a share for each thread, and 40 threads in 32."""
-    tree = tiny_llama(format=format, positions=640)
+MANY_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
+LATENTS = partial(tiny_v3, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize(
+    ("make", "kv_dtype"),
+    [
+        (partial(tiny_llama, positions=640, **MANY_HEADS), "auto"),
+        (partial(tiny_llama, positions=640, **MANY_HEADS), "int8"),
+        (partial(tiny_llama, positions=640, format="int4_group32"), "auto"),
+        (LATENTS, "auto"),
+    ],
+    ids=["many_heads", "int8_cache", "int4", "latents"],
+)
+def test_any_number_of_threads_gives_the_same_bits(make, kv_dtype, name):
+    """Long sequences, short ones, and one of each: alone, in a share for each thread, and 40 threads in 32 shares."""
+    tree = make()
     weights = stepping.draw_weights(tree, torch.bfloat16)
     draw = torch.Generator().manual_seed(3)
-    before = torch.get_num_threads()
+    before, most = torch.get_num_threads(), 200 if make is LATENTS else 600
     try:
-        for lengths in ((600,), (40, 37, 29)):
+        for lengths in ((most,), (40, 37, 29), (most, 14)):
             prompts = [torch.randint(0, 97, (n,), generator=draw).tolist() for n in lengths]
             found = []
             for threads in (1, 2, 3, 40):
                 torch.set_num_threads(threads)
-                bound = bound_model(tree, weights, max(lengths) + 1, True, kv_dtype=kv_dtype)
-                found.append(stepping.run(bound, prompts, SCHEDULES["tokens"]))
+                with forced(name):
+                    bound = bound_model(tree, weights, most + 1, True, kv_dtype=kv_dtype)
+                    found.append(stepping.run(bound, prompts, SCHEDULES["tokens"]))
             assert all(rows.isfinite().all() for rows in found[0])
             for other in found[1:]:
                 assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

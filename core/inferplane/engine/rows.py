@@ -195,7 +195,7 @@ def prepare_likeliest(rows: int, vocab: int, device: Any) -> Prepared:
     """What `rows` rows ask for that ask for nothing but their likeliest tokens: the same in every step."""
     most = max(1, DEVICE_ENTRIES // vocab)
     slices = [slice(i, min(i + most, rows)) for i in range(0, rows, most)]
-    zeros = torch.zeros(rows, device=device)
+    zeros = torch.zeros(rows, dtype=torch.float32, device=device)
     groups = tuple(Group(GREEDY, at, zeros[at], None, None, None, None, 0) for at in slices)
     return Prepared(None, None, groups, None, None, None, None, None, ())
 
