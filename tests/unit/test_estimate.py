@@ -142,6 +142,6 @@ def test_command(capsys, monkeypatch):
     assert main.main([*small, "--json"]) == FAILED
     data = json.loads(capsys.readouterr().out)
     jsonschema.validate(data, schema)
+    assert data["fits"] is False
     for wrong in ("many", "0"):
         assert main.main(["estimate", "--memory", wrong]) == WRONG_USAGE
-    assert main.main(["estimate", "--memory", "many"]) == WRONG_USAGE
