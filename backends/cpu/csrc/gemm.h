@@ -139,17 +139,28 @@ inline void weight_tile(const ip_matrix &w, int64_t row, int64_t c, bf16 *to) {
   for (int i = 0; i < kPanelRows; i++) _mm512_store_si512(to + i * kStep, r[i]);
 }
 
-// The memory that `weight_tile` will read.
-inline void fetch_tile(const ip_matrix &w, int64_t row, int64_t c) {
-  if (row >= w.n) return;
+// The lines that `weight_tile` will read, asked for one after the other: sixteen at once would take the places in which
+// a core keeps its misses, and what is multiplied meanwhile waits for places too.
+struct TileLines {
+  const char *at = nullptr;
+  int64_t apart = 0, left = 0;
+  void one() {
+    if (left <= 0) return;
+    _mm_prefetch(at, _MM_HINT_T1);
+    at += apart, left--;
+  }
+  void rest() {
+    while (left > 0) one();
+  }
+};
+
+inline TileLines tile_lines(const ip_matrix &w, int64_t row, int64_t c) {
   if (w.kind == IP_BF16 || w.kind == IP_FP8) {
     int64_t size = w.kind == IP_BF16 ? 2 : 1;
-    const char *at = (const char *)w.data + (row * w.ld + c) * size;
-    for (int64_t i = 0; i < min64(kPanelRows, w.n - row); i++) _mm_prefetch(at + i * w.ld * size, _MM_HINT_T1);
-    return;
+    return {(const char *)w.data + (row * w.ld + c) * size, w.ld * size, min64(kPanelRows, w.n - row)};
   }
-  const uint8_t *line = (const uint8_t *)w.data + row / kPanelRows * panel_bytes(w) + c / line_columns(w) * 64;
-  for (int64_t q = 0; q < kStep / line_columns(w); q++) _mm_prefetch((const char *)line + q * 64, _MM_HINT_T1);
+  const char *line = (const char *)w.data + row / kPanelRows * panel_bytes(w) + c / line_columns(w) * 64;
+  return {line, 64, row < w.n ? kStep / line_columns(w) : 0};
 }
 
 // Rows a thread takes at a time.
@@ -164,12 +175,13 @@ struct Blocks {
   int64_t first, rows, padded;  // of blocks of rows
   int64_t count() const { return rows * ((padded + kGemmColumns - 1) / kGemmColumns); }
   int64_t column(int64_t b) const { return b / rows * kGemmColumns; }
-  int64_t steps(int64_t b) const { return min64(kGemmColumns, padded - column(b)) / kStep; }
+  int64_t tiles(int64_t b) const { return b < count() ? min64(kGemmColumns, padded - column(b)) / kStep * 2 : 0; }
 };
 
 // `half(j, h)`, h 0 or 1, is where the sixteen rows of the weight begin that block j of `blocks` is made of. put(j, panel,
 // sums) receives its four tiles [16 weight rows, 16 rows of activations]: sums[0], [1]: the first sixteen times panels
-// `panel` and `panel + 1`; [2], [3]: the second. A block is laid out while the one before it is multiplied.
+// `panel` and `panel + 1`; [2], [3]: the second. A block is laid out while the one
+// before it is multiplied, and the memory of the next one is asked for.
 template <class Half, class Put>
 inline void gemm(Team &team, const ip_matrix &w, const PanelsOf &x, int64_t blocks, Half half, Put put) {
   int64_t chunk = gemm_chunk(w, blocks * 32, team.count) / 32, panels = panel_count(x);
@@ -181,22 +193,26 @@ inline void gemm(Team &team, const ip_matrix &w, const PanelsOf &x, int64_t bloc
       for (int64_t j0 = first; j0 < last; j0 += chunk) {
         Blocks of = {&w, j0, min64(chunk, last - j0), x.padded};
         float *sums = scratch(7)->get<float>(of.rows * pairs * 1024);
-        // Tile u of block b, and what block b + 1 will read.
         auto lay = [&](int64_t b, int64_t u) {
-          int64_t next = b + 1 < of.count() ? b + 1 : b;
           weight_tile(w, half(j0 + b % of.rows, u & 1), of.column(b) + u / 2 * kStep,
                       weights + (b & 1) * 32 * kGemmColumns + u * 512);
-          if (u < 2 * of.steps(next)) fetch_tile(w, half(j0 + next % of.rows, u & 1), of.column(next) + u / 2 * kStep);
         };
-        for (int64_t u = 0; u < 2 * of.steps(0); u++) lay(0, u);
+        TileLines soon;
+        auto ask = [&](int64_t b, int64_t u) {
+          soon.rest();
+          soon = tile_lines(w, half(j0 + b % of.rows, u & 1), of.column(b) + u / 2 * kStep);
+        };
+        for (int64_t u = 0; u < of.tiles(0); u++) lay(0, u);
+        for (int64_t u = 0; u < of.tiles(1); u++) ask(1, u);
         for (int64_t b = 0; b < of.count(); b++) {
-          int64_t units = b + 1 < of.count() ? 2 * of.steps(b + 1) : 0, laid = 0, c = of.column(b);
+          int64_t laid = 0, asked = 0, c = of.column(b);
           for (int64_t p = 0; p < pairs; p++) {
             float *at = sums + (b % of.rows * pairs + p) * 1024;
-            for (int64_t to = units * (p + 1) / pairs; laid < to; laid++) lay(b + 1, laid);
+            for (int64_t to = of.tiles(b + 1) * (p + 1) / pairs; laid < to; laid++) lay(b + 1, laid);
+            for (int64_t to = of.tiles(b + 2) * (p + 1) / pairs; asked < to; asked++) ask(b + 2, asked);
             const bf16 *block = weights + (b & 1) * 32 * kGemmColumns;
-            tile_products({block, block + 512, kStep, 1024}, x.at(p0 + 2 * p, c), x.at(p0 + 2 * p + 1, c), of.steps(b),
-                          c == 0, {at, 512, 256});
+            tile_products({block, block + 512, kStep, 1024}, x.at(p0 + 2 * p, c), x.at(p0 + 2 * p + 1, c), of.tiles(b) / 2,
+                          c == 0, {at, 512, 256}, [&] { soon.one(); });
             if (c + kGemmColumns >= x.padded) put(j0 + b % of.rows, p0 + 2 * p, at);
           }
         }

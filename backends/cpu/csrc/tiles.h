@@ -21,6 +21,11 @@ struct TileRows {
   int64_t row, step;
 };
 
+// What a product does besides at each of its steps.
+struct Nothing {
+  void operator()() const {}
+};
+
 // Tile [i][j], of the upper or lower rows and the first or second panel, is at + i * lower + j * second, [16, 16].
 struct TileSums {
   float *at;
@@ -32,8 +37,10 @@ inline void tiles_begin() { amx_configure(16); }
 inline void tiles_end() { _tile_release(); }  // torch's kernels use the tiles too, with shapes of their own
 
 // sums += w times two panels [steps, 16 pairs of columns, 16]; `begin`: from zero.
+template <class Meanwhile = Nothing>
 inline __attribute__((always_inline)) void tile_products(const TileRows &w, const uint32_t *x0, const uint32_t *x1,
-                                                         int64_t steps, bool begin, const TileSums &sums) {
+                                                         int64_t steps, bool begin, const TileSums &sums,
+                                                         Meanwhile meanwhile = {}) {
   const bf16 *upper = w.upper, *lower = w.lower;
   float *s0 = sums.at, *s1 = s0 + sums.second, *s2 = s0 + sums.lower, *s3 = s1 + sums.lower;
   size_t row = (size_t)w.row * sizeof(bf16);
@@ -56,9 +63,11 @@ inline __attribute__((always_inline)) void tile_products(const TileRows &w, cons
     _tile_loadd(5, lower, row);
     _tile_loadd(7, x1, 64);
     _tile_dpbf16ps(0, 4, 6);
+    meanwhile();
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
+    meanwhile();
     upper += w.step, lower += w.step, x0 += 256, x1 += 256;
   }
   _tile_stored(0, s0, 64);
@@ -73,8 +82,9 @@ inline void tiles_end() {}
 
 // Eight rows of w and both panels: sixteen sums, more than the processor has under way, and each of w's pairs is brought
 // to a register once for two products.
+template <class Meanwhile>
 inline void tile_quarter(const bf16 *w, int64_t row, int64_t step, const uint32_t *x0, const uint32_t *x1, int64_t steps,
-                        bool begin, float *s0, float *s1) {
+                         bool begin, float *s0, float *s1, Meanwhile meanwhile) {
   constexpr int kRows = 8;
   __m512 a[kRows], b[kRows];
 #pragma GCC unroll 8
@@ -83,6 +93,7 @@ inline void tile_quarter(const bf16 *w, int64_t row, int64_t step, const uint32_
     b[r] = begin ? __m512{} : _mm512_load_ps(s1 + r * 16);
   }
   for (int64_t s = 0; s < steps; s++, w += step, x0 += 256, x1 += 256) {
+    meanwhile();
     for (int c = 0; c < 16; c++) {
       __m512bh left = (__m512bh)_mm512_load_si512(x0 + c * 16), right = (__m512bh)_mm512_load_si512(x1 + c * 16);
 #pragma GCC unroll 8
@@ -101,12 +112,13 @@ inline void tile_quarter(const bf16 *w, int64_t row, int64_t step, const uint32_
 }
 
 // sums += w times two panels [steps, 16 pairs of columns, 16]; `begin`: from zero.
+template <class Meanwhile = Nothing>
 inline void tile_products(const TileRows &w, const uint32_t *x0, const uint32_t *x1, int64_t steps, bool begin,
-                          const TileSums &sums) {
+                          const TileSums &sums, Meanwhile meanwhile = {}) {
   for (int h = 0; h < 4; h++) {
     const bf16 *from = (h < 2 ? w.upper : w.lower) + h % 2 * 8 * w.row;
     float *to = sums.at + h / 2 * sums.lower + h % 2 * 128;
-    tile_quarter(from, w.row, w.step, x0, x1, steps, begin, to, to + sums.second);
+    tile_quarter(from, w.row, w.step, x0, x1, steps, begin, to, to + sums.second, meanwhile);
   }
 }
 #endif
