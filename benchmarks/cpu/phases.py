@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where a step on the cpu backend spends its time: the parts of the native layers, and what lies around them.
+"""Where a step on the cpu backend spends its time: the parts of the native calls, and what lies around them.
 
     python benchmarks/cpu/phases.py --shape small                                       # a minute
     python benchmarks/cpu/phases.py --shape qwen3-0.6b --ours int8 --prefill 512 2048 --folder models
@@ -37,13 +37,17 @@ class Parts:
 
     def __enter__(self):
         self.before = dict(vars(self.model))
+        self.undo = lambda: None
+        if self.model.whole is not None:  # one call, which counts its parts itself
+            self.model.whole = self.timed("call", self.model.whole)
+            return self
         for name in ("embed", "norm", "head"):
             setattr(self.model, name, self.timed(name, getattr(self.model, name)))
         layers = self.model.layers
         if (chain := getattr(layers, "chain", None)) is not None:
             layers.chain, self.undo = self.timed("layers", chain), lambda: setattr(layers, "chain", chain)
         else:
-            self.model.layers, self.undo = tuple(self.timed("layers", one) for one in layers), lambda: None
+            self.model.layers = tuple(self.timed("layers", one) for one in layers)
         return self
 
     def __exit__(self, *_):
@@ -68,9 +72,9 @@ class Parts:
         result = engine_step()
         whole = (time.perf_counter() - start) * 1e6
         library().ip_phases(None)
-        native = {f"  {name}": ns / 1e3 for name, ns in zip(self.names, self.ns, strict=True)}
+        native = {f"  {name}": ns / 1e3 for name, ns in zip(self.names, self.ns, strict=True) if ns}
         known = sum(self.now.values())
-        inside = {"  around native": self.now.get("layers", 0.0) - sum(native.values())}
+        inside = {"  around native": self.now.get("call", self.now.get("layers", 0.0)) - sum(native.values())}
         self.steps.append({"step": whole, **self.now, **native, **inside, "rest": whole - known})
         return result
 
@@ -106,7 +110,7 @@ def watched(llm, kind, prompts, params):
 
 
 def medians(steps):
-    return {name: statistics.median(s[name] for s in steps) for name in steps[-1]}
+    return {name: statistics.median(s.get(name, 0.0) for s in steps) for name in steps[-1]}
 
 
 def show(title, steps):

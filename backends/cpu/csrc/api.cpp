@@ -78,7 +78,8 @@ extern "C" {
 
 const int32_t *ip_struct_bytes(void) {
   static const int32_t bytes[] = {sizeof(ip_matrix),  sizeof(ip_cache), sizeof(ip_batch),    sizeof(ip_latent),
-                                  sizeof(ip_experts), sizeof(ip_layer), sizeof(ip_sampling), sizeof(ip_step)};
+                                  sizeof(ip_experts), sizeof(ip_layer), sizeof(ip_sampling), sizeof(ip_step),
+                                  sizeof(ip_model),   sizeof(ip_ends)};
   return bytes;
 }
 
@@ -102,7 +103,7 @@ int ip_select(const char *name) {
 
 const char *ip_phases(int64_t *ns) {
   ip_phase_ns = ns;
-  return "begin attn_norm project enter attend out mlp_norm mlp down";
+  return "begin attn_norm project enter attend out mlp_norm mlp down embed norm head";
 }
 
 int64_t ip_packed_bytes(const ip_matrix *w) { return packed_bytes(*w); }
@@ -157,6 +158,10 @@ int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, con
 int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
                       const ip_bf16 *x, const ip_bf16 *residual, ip_bf16 *out, ip_bf16 *out_residual) {
   return now().decoder_layers(layers, caches, count, step, x, residual, out, out_residual);
+}
+
+int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_ends *ends) {
+  return now().model_step(model, caches, step, ends);
 }
 
 void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 *x, const ip_bf16 *residual,

@@ -46,15 +46,17 @@ void expand_entry(const ip_matrix *w, int64_t first, int64_t last, bf16 *out) {
   in_parallel((last - first) * w->k, [&](Team &team) { expand(team, *w, first, last, out); });
 }
 
+void embed_row(const ip_matrix &w, int64_t id, bf16 *out) {
+  if (id >= 0 && id < w.n)
+    expand_row(w, id, out);
+  else
+    memset(out, 0, (size_t)w.k * sizeof(bf16));
+}
+
 void rows_entry(const ip_matrix *w, const int64_t *ids, int64_t count, bf16 *out) {
   in_parallel(count * w->k, [&](Team &team) {
     team.each(count, 4, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; i++) {
-        if (ids[i] >= 0 && ids[i] < w->n)
-          expand_row(*w, ids[i], out + i * w->k);
-        else
-          memset(out + i * w->k, 0, (size_t)w->k * sizeof(bf16));
-      }
+      for (int64_t i = first; i < last; i++) embed_row(*w, ids[i], out + i * w->k);
     });
   });
 }
@@ -259,31 +261,88 @@ bool alike(const ip_layer &a, const ip_layer &b) {
   return a.latent->latent == b.latent->latent && a.latent->rope == b.latent->rope;
 }
 
-int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
-                         const bf16 *x, const bf16 *residual, bf16 *out, bf16 *out_residual) {
-  int64_t m = step->tokens, rows = round_up(m * layers[0]->o.n, kLanes);
-  if (m > kOwnRows) return 0;
-  for (int64_t i = 1; i < count; i++)
-    if (!alike(*layers[0], *layers[i]) || caches[i].block != caches[0].block) return 0;
-  Phases phases(true);
-  LayerBuffers shared = layer_buffers(layers, count, m);
-  clear_attended(*layers[0], m, shared);
-  AttendPlan plan =
-      plan_attention(attend_of(*layers[0], caches[0], shared), step->batch, team_size(), scratch(10));
-  in_parallel(count * layer_work(*layers[0], m), [&](Team &team) {
-    Phases counted = team.id == 0 ? phases : Phases(false);
-    counted.end(kBegin);
-    const bf16 *in = x, *r = residual;
+// Layers of few tokens in one call, each with its own cache and the results of the one before.
+struct Chain {
+  const ip_layer *const *layers;
+  const ip_cache *caches;
+  int64_t count;
+  const ip_step *step;
+  LayerBuffers shared;
+  AttendPlan plan;
+
+  int64_t width() const { return layers[0]->o.n; }
+  int64_t work() const { return count * layer_work(*layers[0], step->tokens); }
+
+  // Whether they can be one: few tokens, and layers of one size.
+  static bool fits(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step) {
+    if (step->tokens > kOwnRows) return false;
+    for (int64_t i = 1; i < count; i++)
+      if (!alike(*layers[0], *layers[i]) || caches[i].block != caches[0].block) return false;
+    return true;
+  }
+
+  Chain(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step)
+      : layers(layers), caches(caches), count(count), step(step), shared(layer_buffers(layers, count, step->tokens)) {
+    clear_attended(*layers[0], step->tokens, shared);
+    plan = plan_attention(attend_of(*layers[0], caches[0], shared), step->batch, team_size(), scratch(10));
+  }
+
+  // As `layer`, for all of them.
+  const bf16 *run(Team &team, const bf16 *x, const bf16 *residual, bf16 *out, bf16 *out_residual, Phases &phases) const {
+    int64_t rows = round_up(step->tokens * width(), kLanes);
     for (int64_t i = 0; i < count; i++) {
       bool last = i + 1 == count;
       LayerBuffers b = shared;
       b.y += 2 * i * rows;
       if (b.tasks) b.tasks += i;
       bf16 *to = last ? out : b.y + rows;
-      r = layer(team, *layers[i], *step, caches[i], in, r, to, last ? out_residual : nullptr, b,
-                attend_of(*layers[i], caches[i], shared), plan, counted);
-      in = to;
+      residual = layer(team, *layers[i], *step, caches[i], x, residual, to, last ? out_residual : nullptr, b,
+                       attend_of(*layers[i], caches[i], shared), plan, phases);
+      x = to;
     }
+    return residual;
+  }
+};
+
+int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
+                         const bf16 *x, const bf16 *residual, bf16 *out, bf16 *out_residual) {
+  if (!Chain::fits(layers, caches, count, step)) return 0;
+  Phases phases(true);
+  Chain chain(layers, caches, count, step);
+  in_parallel(chain.work(), [&](Team &team) {
+    Phases counted = team.id == 0 ? phases : Phases(false);
+    counted.end(kBegin);
+    chain.run(team, x, residual, out, out_residual, counted);
+  });
+  return 1;
+}
+
+int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_ends *ends) {
+  if (!Chain::fits(model->layers, caches, model->count, step)) return 0;
+  Phases phases(true);
+  Chain chain(model->layers, caches, model->count, step);
+  int64_t m = step->tokens, width = chain.width();
+  bf16 *x = scratch(30)->get<bf16>(2 * m * width), *out = x + m * width;
+  in_parallel(chain.work(), [&](Team &team) {
+    Phases counted = team.id == 0 ? phases : Phases(false);
+    counted.end(kBegin);
+    team.each(m, 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) embed_row(model->embed, ends->ids[i], x + i * width);
+    });
+    team.barrier();
+    counted.end(kEmbed);
+    const bf16 *residual = chain.run(team, x, nullptr, out, nullptr, counted);
+    Normed last = add_norm(team, out, residual, model->norm, model->eps, m, width, nullptr, nullptr, 18);
+    if (team.id == 0) memcpy(ends->hidden, last.y, (size_t)(m * width) * sizeof(bf16));
+    counted.end(kNorm);
+    multiply(
+        team, model->head, ends->wanted, [&](int64_t i) { return last.y + (ends->rows ? ends->rows[i] : i) * width; },
+        [&](int64_t i, int64_t j, int64_t n, float *sums) {
+          add_bias(model->head, j, n, sums);
+          memcpy(ends->logits + i * model->head.n + j, sums, (size_t)n * sizeof(float));
+        });
+    team.barrier();
+    counted.end(kHead);
   });
   return 1;
 }
@@ -319,4 +378,4 @@ int64_t read_entry(const void *data, int64_t bytes) {
 extern const Table TABLE = {NAME,           linear_entry,   linear_many_entry, expand_entry, rows_entry,
                             rms_norm_entry, silu_mul_entry, rope_entry,        attention_entry,
                             attention_many_entry, mla_entry, moe_entry, route_entry,        decoder_layer_entry, decoder_layers_entry,
-                            sample_entry,   read_entry};
+                            model_step_entry, sample_entry,   read_entry};

@@ -102,8 +102,26 @@ typedef struct {
   int64_t tokens;
 } ip_step;
 
-// Bytes of the structs above in the order matrix, cache, batch, latent, experts, layer, sampling, step, so that a caller
-// can tell whether it means the same ones.
+// A language model: rows of `embed`, layers in turn, a norm, and the head.
+typedef struct {
+  const ip_layer *const *layers;
+  int64_t count;
+  ip_matrix embed, head;  // the same weight where they share one
+  const ip_bf16 *norm;
+  float eps;
+} ip_model;
+
+// What a model's step begins with and what it gives: token ids [tokens]; the `wanted` rows whose logits are asked for (null:
+// all); their logits [wanted, head.n]; and hidden [tokens, width], what the last norm gives.
+typedef struct {
+  const int64_t *ids, *rows;
+  int64_t wanted;
+  float *logits;
+  ip_bf16 *hidden;
+} ip_ends;
+
+// Bytes of the structs above in the order matrix, cache, batch, latent, experts, layer, sampling, step, model, ends, so that
+// a caller can tell whether it means the same ones.
 const int32_t *ip_struct_bytes(void);
 
 // -- instruction sets
@@ -180,8 +198,8 @@ void ip_sample(const ip_sampling *asked, int64_t *tokens);
 
 // Reads every byte of `bytes` (a multiple of 64) at `data`, 64-byte aligned, and returns what says that it did.
 int64_t ip_read(const void *data, int64_t bytes);
-// Names of a layer's parts, separated by spaces. From now on each layer's call adds to ns[part] the nanoseconds that
-// its calling thread spent on it, waiting included; null: no longer.
+// Names of the parts of a layer and of a model around its layers, separated by spaces. From now on each call of layers adds
+// to ns[part] the nanoseconds that its calling thread spent on it, waiting included; null: no longer.
 const char *ip_phases(int64_t *ns);
 
 // -- layers
@@ -193,6 +211,10 @@ void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 
 // before, for few tokens and layers of one size; 1 when it was done, 0 where it is not for them.
 int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
                       const ip_bf16 *x, const ip_bf16 *residual, ip_bf16 *out, ip_bf16 *out_residual);
+
+// A whole step of few tokens, with the very results of its parts in turn; 1 when it was done, 0 where it is not for them:
+// then nothing is read or written. An id that `embed` has no row for counts as a row of zeros.
+int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_ends *ends);
 
 #ifdef __cplusplus
 }

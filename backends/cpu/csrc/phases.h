@@ -1,4 +1,4 @@
-// What a layer's call spends on each of its parts, counted by the thread that made it while somebody asks for it.
+// What a call of layers spends on each of its parts, counted by the thread that made it while somebody asks for it.
 #pragma once
 #include <time.h>
 
@@ -9,7 +9,7 @@ extern int64_t *ip_phase_ns;  // api.cpp; null: nobody asks
 namespace {
 
 // In the order of `ip_phases`.
-enum Phase { kBegin, kAttnNorm, kProject, kEnter, kAttend, kOut, kMlpNorm, kMlp, kDown, kPhases };
+enum Phase { kBegin, kAttnNorm, kProject, kEnter, kAttend, kOut, kMlpNorm, kMlp, kDown, kEmbed, kNorm, kHead };
 
 class Phases {
  public:

@@ -57,9 +57,12 @@ class Row {
 
   // The id of the largest logit, the lowest of equals; of the first NaN if there is one.
   int64_t likeliest() const {
-    for (int64_t i = 0; i < tokens_; i += kWide) {
-      V x = at(i);
-      if (uint32_t found = lanes(nan_ ? (N)(x != x) : (N)(x == top_))) return i + __builtin_ctz(found);
+    for (int64_t p = 0; p < pieces_; p++) {
+      if (!nan_ && !any(p, top_)) continue;
+      for (int64_t i = p * kPiece; i < end_of(p); i += kWide) {
+        V x = at(i);
+        if (uint32_t found = lanes(nan_ ? (N)(x != x) : (N)(x == top_))) return i + __builtin_ctz(found);
+      }
     }
     return 0;
   }

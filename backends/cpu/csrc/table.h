@@ -18,6 +18,7 @@ struct Table {
   decltype(&ip_route) route;
   decltype(&ip_decoder_layer) decoder_layer;
   decltype(&ip_decoder_layers) decoder_layers;
+  decltype(&ip_model_step) model_step;
   decltype(&ip_sample) sample;
   decltype(&ip_read) read;
 };

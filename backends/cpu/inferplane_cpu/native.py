@@ -130,7 +130,26 @@ class Sampling(Structure):
     ]
 
 
-_STRUCTS = (Matrix, Cache, Steps, Latent, Experts, Layer, Sampling, Step)
+class Model(Structure):
+    """`ip_model`: a language model."""
+
+    _fields_ = [
+        ("layers", c_void_p),
+        ("count", c_int64),
+        ("embed", Matrix),
+        ("head", Matrix),
+        ("norm", c_void_p),
+        ("eps", c_float),
+    ]
+
+
+class Ends(Structure):
+    """`ip_ends`: what a model's step begins with, and what it gives."""
+
+    _fields_ = [("ids", c_void_p), ("rows", c_void_p), ("wanted", c_int64), ("logits", c_void_p), ("hidden", c_void_p)]
+
+
+_STRUCTS = (Matrix, Cache, Steps, Latent, Experts, Layer, Sampling, Step, Model, Ends)
 """In the order of `ip_struct_bytes`."""
 _P, _I = c_void_p, c_int64
 _Begins = ctypes.CFUNCTYPE(None)
@@ -168,6 +187,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_phases": (c_char_p, _P),
     "ip_decoder_layer": (None, POINTER(Layer), POINTER(Step), _P, _P, _P, _P),
     "ip_decoder_layers": (c_int, _P, POINTER(Cache), _I, POINTER(Step), _P, _P, _P, _P),
+    "ip_model_step": (c_int, POINTER(Model), POINTER(Cache), POINTER(Step), POINTER(Ends)),
 }
 
 

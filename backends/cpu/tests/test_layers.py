@@ -1,5 +1,6 @@
-"""Whole layers as native calls, alone and all of a model in one, against the same layers made of smaller kernels."""
+"""Whole layers as native calls: alone, all of a model in one, with what surrounds them, and made of smaller kernels."""
 
+import types
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from inferplane.models import Build, Config, deepseek_v3
 from inferplane.ops import CausalLM
 from inferplane.plugin import PLAIN
 from inferplane.plugins import host
+from inferplane.types.batch import Query, make_batch
 from inferplane_cpu.native import forced, instruction_sets, native
 from tests.unit.small import V3, WHOLE_MODEL, tiny_llama, tiny_v3
 
@@ -27,7 +29,10 @@ SCHEDULES = {
 """The last twelve tokens singly, or as up to seven rows a step; at nine and more rows the chain gives its turn back."""
 
 
-def bound_model(tree, weights, tokens, chained, whole=True, kv_dtype="auto"):
+def bound_model(tree, weights, tokens, chained, whole=True, kv_dtype="auto", step=True):
+    """The bound model. Its steps of few tokens are one call; unless `step`, all layers are; unless `chained`, each is;
+    unless `whole`, none is.
+    """
     subject = Subject.of(host(), "cpu", "bfloat16")
     if not whole:
         subject.kernels = [k for k in subject.kernels if k.op != "decoder_layer"]
@@ -36,6 +41,8 @@ def bound_model(tree, weights, tokens, chained, whole=True, kv_dtype="auto"):
         return bound
     view = bound.steps["decode"].__self__
     assert hasattr(view.layers, "chain")
+    if not (chained and step):
+        view.whole = None
     if not chained:
         view.layers = tuple(view.layers)
     return bound
@@ -44,18 +51,55 @@ def bound_model(tree, weights, tokens, chained, whole=True, kv_dtype="auto"):
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("format", [PLAIN, "int8_group", "int4_group32", "fp8_block"])
 @pytest.mark.parametrize(("lengths", "schedule"), [("one", "tokens"), ("ragged", "tokens"), ("ragged", "drafts")])
-def test_a_chain_gives_what_its_layers_give_in_turn(name, format, lengths, schedule):
-    tree = tiny_llama(format=format)
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_one_call_gives_what_its_parts_give_in_turn(name, format, lengths, schedule, tied):
+    tree = tiny_llama(format=format, tie_word_embeddings=tied)
     weights = stepping.draw_weights(tree, torch.bfloat16)
     draw = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS[lengths]]
     found = []
     with forced(name):
-        for chained in (True, False):
-            bound = bound_model(tree, weights, max(LENGTHS[lengths]), chained)
+        for chained, step in ((True, True), (True, False), (False, False)):
+            bound = bound_model(tree, weights, max(LENGTHS[lengths]), chained, step=step)
             found.append(stepping.run(bound, prompts, SCHEDULES[schedule]))
-    for one, other in zip(*found, strict=True):
+    for one, layers, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+        assert torch.equal(layers, other)
+
+
+def test_a_step_in_one_call_gives_the_logits_that_are_asked_for():
+    """Of several rows a sequence, the last one or two; and hidden states of all rows."""
+    tree = tiny_llama(format="int4_group32")
+    bound = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40, True)
+    view = bound.steps["decode"].__self__
+    queries = [Query([3, 4, 5], 0, [0, 1], 1), Query([6, 7, 8, 9], 0, [2, 3], 2)]
+    batch = make_batch(queries, block_tokens=16, device="cpu")
+    assert batch.logit_rows.tolist() == [2, 5, 6]
+    one = view.whole(batch, bound.cache)
+    assert one is not None
+    view.whole = None
+    parts = bound.steps["decode"](batch, bound.cache)
+    assert one[0].shape == (3, 97) and one[0].isfinite().all()
+    assert all(torch.equal(a, b) for a, b in zip(one, parts, strict=True))
+
+
+def test_a_step_in_one_call_is_only_for_what_it_knows():
+    """More rows than it takes, and a norm by another kernel, go by the parts."""
+    tree = tiny_llama()
+    bound = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40, True)
+    view = bound.steps["decode"].__self__
+
+    def step(rows):
+        queries = [Query([3, 4, 5][:rows], 0, [i], 1) for i in range(3)]
+        return make_batch(queries, block_tokens=16, device="cpu")
+
+    assert view.whole(step(3), bound.cache) is None
+    assert view.whole(step(2), bound.cache) is not None
+    del view.described
+    view.norm = types.MethodType(lambda p, x, residual: (x, residual), view.norm.__self__)
+    assert view.whole(step(2), bound.cache) is None
+    logits, hidden = bound.steps["decode"](step(2), bound.cache)
+    assert logits.shape == (3, 97) and hidden.shape[0] == 6
 
 
 MANY_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
@@ -100,12 +144,14 @@ def test_layers_of_two_windows_go_in_turn():
     tree = tiny_llama()
     weights = stepping.draw_weights(tree, torch.bfloat16)
     bound = bound_model(tree, weights, 40, True)
+    assert bound.steps["decode"].__self__.whole is not None
     first, second, _ = (layer.__self__ for layer in bound.steps["decode"].__self__.layers)
     prompt = [list(range(2, 38))]
     whole = stepping.run(bound, prompt, SCHEDULES["tokens"])[0]
     first.layer.window, second.layer.window = 0, 5
     windowed = stepping.run(bound, prompt, SCHEDULES["tokens"])[0]
     assert not torch.equal(whole, windowed)
+    bound.steps["decode"].__self__.whole = None
     bound.steps["decode"].__self__.layers = tuple(bound.steps["decode"].__self__.layers)
     assert torch.equal(windowed, stepping.run(bound, prompt, SCHEDULES["tokens"])[0])
 

@@ -32,6 +32,7 @@ class View:
     """What a kernel or a body sees as its first argument: the op's fields by name, and `prepared`."""
 
     prepared: Any = None
+    whole: Callable[..., Any] | None = None
 
 
 def link(plan: Plan, packed: Packed) -> dict[StepKind, Callable[..., Any]]:
@@ -106,11 +107,13 @@ class _Linker:
 
 
 def _chain(view: View, name: str, kernels: list[Kernel | None]) -> None:
-    """Mark a tuple of bound ops whose kernels share a chain."""
-    chains = {None if kernel is None else kernel.chain for kernel in kernels}
-    chain = chains.pop()
+    """Mark a tuple of bound ops whose kernels share a chain, and the model that they are of."""
+    chains = {(None, None) if kernel is None else (kernel.chain, kernel.whole) for kernel in kernels}
+    chain, whole = chains.pop()
     if chains or chain is None:
         return
+    if whole is not None:
+        view.whole = types.MethodType(whole, view)
     bound = Chained(getattr(view, name))
     views = tuple(layer.__self__ for layer in bound)
     bound.chain = types.MethodType(chain, views)

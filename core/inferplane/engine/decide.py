@@ -70,7 +70,7 @@ def decide(
     drawn = sampler.sample(some, step)
     # A broken kernel's usual sign, shown by the op `sample`. Raised for the step, it then ends the requests it is
     # in, found one by one.
-    if not all(map(math.isfinite, some.gather(1, drawn.unsqueeze(1)).squeeze(1).to(HOST).tolist())):
+    if not _finite(some, drawn):
         raise FloatingPointError(NOT_FINITE)
     deciding = [s for s in chosen if s.last]
     drafts = [s.drafts for s in deciding]
@@ -101,6 +101,14 @@ def decide(
         mine = [next(listed) for _ in range(1 + len(s.drafts))] if wants else []
         scores.append(mine[: len(new)])
     return Decided(tokens, scores, prompts)
+
+
+def _finite(logits: torch.Tensor, drawn: torch.Tensor) -> bool:
+    """Whether the logits of the drawn tokens are numbers."""
+    if logits.device.type == HOST:  # without torch's operators, whose code no step has left in the caches
+        entries = logits.numpy()
+        return all(math.isfinite(entries[place]) for place in enumerate(drawn.tolist()))
+    return all(map(math.isfinite, logits.gather(1, drawn.unsqueeze(1)).squeeze(1).to(HOST).tolist()))
 
 
 def _rows(s: Scheduled) -> list[SampleRow]:

@@ -93,9 +93,9 @@ class Sampler:
             step: of the same R rows.
         """
         logits = self.process(logits, step)
+        if len(step.groups) == 1:  # of all rows
+            return self._draw(logits, step.groups[0])
         drawn = [self._draw(logits[group.rows], group) for group in step.groups]
-        if len(drawn) == 1:
-            return drawn[0]
         tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         for group, ids in zip(step.groups, drawn):
             tokens[group.rows] = ids

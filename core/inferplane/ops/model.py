@@ -199,6 +199,10 @@ class CausalLM(Op, name="causal_lm"):
         return self.embed.weight.shape[0] * (1 if self.embed.reduce is None else self.embed.reduce.ranks)
 
     def __call__(self, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = getattr(self, "whole", None)  # what its layers' kernels offer (`Kernel.whole`)
+        if whole is not None and (done := whole(batch, cache)) is not None:
+            result: tuple[torch.Tensor, torch.Tensor] = done
+            return result
         x, residual = in_turn(self.layers, self.embed(batch.ids), batch, cache.layers)
         x, _ = self.norm(x, residual)
         logits = self.head(x, batch)

@@ -106,6 +106,9 @@ class Kernel:
         chain: of a "decoder_layer" kernel: `(views, x, residual, batch, caches) -> (x, residual)`, all layers of a
             model in one call, each with its view and cache and the results of the one before. It is used where every
             layer is bound to a kernel with this same function, and must give what the kernels give in turn.
+        whole: of a "decoder_layer" kernel with a chain: `(model, batch, cache) -> (logits, hidden)`, a model's whole
+            step in one call, given the model's view (`embed`, `layers`, `norm`, `head`). It must give what these give
+            in turn, and gives None where it does not know the kernels that they are bound to, or for other steps.
         capture_safe: it may run under graph capture.
         batch_invariant: a row's result does not depend on the other rows.
         needs_host_lens: it reads `batch.host_lens`.
@@ -123,6 +126,7 @@ class Kernel:
     packs: Mapping[str, Packing] = field(default_factory=dict)
     prepare: Callable[[Any, Context], Any] | None = None
     chain: Callable[..., Any] | None = None
+    whole: Callable[..., Any] | None = None
     capture_safe: bool = False
     batch_invariant: bool = False
     needs_host_lens: bool = False

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
-from inferplane_cpu.kernels.attention import LAYOUTS, cache, kv_b_of, steps, tiled
+from inferplane_cpu.kernels.attention import LAYOUTS, cache, tiled
+from inferplane_cpu.kernels.described import CODED, chained, native_layer, native_step
 from inferplane_cpu.kernels.linear import WHEN_CODED, narrow
-from inferplane_cpu.kernels.moe import MOST_EXPERTS, routing
-from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, coded, matrices
-from inferplane_cpu.native import Cache, Experts, Latent, Layer, Step, library
+from inferplane_cpu.kernels.moe import MOST_EXPERTS
+from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS
+from inferplane_cpu.kernels.step import whole
+from inferplane_cpu.native import library
 
 KERNELS = Kernels()
 
@@ -136,100 +138,14 @@ ALL_BYTES = (
     _if_served(_all_bytes),
 )
 LINEARS = ("attn.qkv", "attn.q_a", "attn.q_b", "attn.kv_a", "attn.o", "mlp.gate_up", "mlp.down")
-CODED = object()
-"""What is prepared for a kernel whose products round activations to 8 bits."""
 PACKS = {f"{path}.weight": PACKING for path in (*LINEARS, "mlp.shared.gate_up", "mlp.shared.down")}
 PACKS |= {"mlp.experts.gate_up": PACKING, "mlp.experts.down": PACKING}
-
-
-def _stack(weight: Any, alone: bool, bias: torch.Tensor | None = None) -> Any:
-    """A weight's matrices; `alone`: for activations of 8 bits."""
-    found = matrices(weight, bias)
-    return coded(found) if alone else found
-
-
-def _matrix(child: Any, alone: bool = False) -> Any:
-    """A linear layer's matrix; the view holds what the copy of it points to."""
-    child.described = _stack(child.weight, alone, child.bias)
-    return child.described[0]
-
-
-def _describe(p: Any, rounded: bool) -> Layer:
-    """The layer as the library reads it, described once and kept on its view; the view keeps the tensors."""
-    attn, layer, alone = p.attn, Layer(rounded=rounded), p.prepared is CODED
-    layer.attn_norm, layer.attn_eps = p.attn_norm.norm.weight.data_ptr(), p.attn_norm.norm.eps
-    layer.mlp_norm, layer.mlp_eps = p.mlp_norm.norm.weight.data_ptr(), p.mlp_norm.norm.eps
-    layer.o = _matrix(attn.o, alone)
-    enter = attn.enter
-    layer.rope, layer.interleaved = enter.rope.table.data_ptr(), enter.rope.interleaved
-    if hasattr(attn, "qkv"):
-        layer.qkv = _matrix(attn.qkv, alone)
-        if enter.q_norm is not None:
-            layer.q_norm, layer.q_eps = enter.q_norm.weight.data_ptr(), enter.q_norm.eps
-            layer.k_norm, layer.k_eps = enter.k_norm.weight.data_ptr(), enter.k_norm.eps
-        layer.heads, layer.kv_heads = attn.heads
-        layer.head_dim, layer.window, layer.scale = attn.head_dim, attn.few.kv.window or 0, attn.few.scale
-    else:
-        p.latent = _describe_latent(attn, alone)
-        layer.latent = ctypes.addressof(p.latent)
-        layer.heads, layer.kv_heads, layer.scale = attn.dims.heads, 1, attn.absorbed.scale
-    mlp = p.mlp
-    if hasattr(mlp, "experts"):
-        p.routed = _describe_experts(mlp, alone)
-        layer.routed = ctypes.addressof(p.routed)
-        mlp = mlp.shared
-    if mlp is not None:
-        layer.gate_up, layer.down = _matrix(mlp.gate_up, alone), _matrix(mlp.down, alone)
-    return layer
-
-
-def _describe_latent(attn: Any, alone: bool) -> Latent:
-    d, enter = attn.dims, attn.enter
-    made = Latent(nope=d.nope, rope=d.rope, value=d.value, latent=d.latent)
-    made.q_b, made.kv_a = _matrix(attn.q_b, alone), _matrix(attn.kv_a, alone)
-    made.kv_b = kv_b_of(attn.absorbed, attn.absorbed.kv_b)
-    made.kv_a_norm, made.kv_a_eps = enter.kv_a_norm.weight.data_ptr(), enter.kv_a_norm.eps
-    if attn.q_a is not None:
-        made.q_a = _matrix(attn.q_a, alone)
-        made.q_a_norm, made.q_a_eps = enter.q_a_norm.weight.data_ptr(), enter.q_a_norm.eps
-    return made
-
-
-def _describe_experts(mlp: Any, alone: bool) -> Experts:
-    route, experts = mlp.route, mlp.experts
-    experts.described = gate_up, down = _stack(experts.gate_up, alone), _stack(experts.down, alone)
-    made = routing(route, len(gate_up))
-    made.router = _matrix(mlp.router)
-    made.gate_up, made.down = ctypes.addressof(gate_up), ctypes.addressof(down)
-    return made
-
-
-def _step(batch: Batch) -> Step:
-    """A step as the library reads it, described once and kept on the batch, whose tensors it points to."""
-    step = Step()
-    step.batch = steps(batch)
-    step.positions, step.slots, step.tokens = batch.positions.data_ptr(), batch.slots.data_ptr(), batch.tokens
-    return step
-
-
-def _native_layer(p: Any, rounded: bool) -> Layer:
-    found: Layer | None = p.__dict__.get("layer")
-    if found is None:
-        found = p.layer = _describe(p, rounded)
-    return found
-
-
-def _native_step(batch: Batch) -> Step:
-    found: Step | None = batch.__dict__.get("native")
-    if found is None:
-        found = batch.__dict__["native"] = _step(batch)
-    return found
 
 
 def _run(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layer, step = _native_layer(p, rounded), _native_step(batch)
+    layer, step = native_layer(p, rounded), native_step(batch)
     step.cache = cache(kv)
     x = x.contiguous()
     out, summed = torch.empty_like(x), torch.empty_like(x)
@@ -240,30 +156,18 @@ def _run(
     return out, summed
 
 
-class Described:
-    """All layers of a model and their caches as the library reads them."""
-
-    def __init__(self, views: tuple[Any, ...], caches: tuple[LayerKV, ...]) -> None:
-        self.of = caches
-        self.layers = (ctypes.c_void_p * len(views))(*(ctypes.addressof(_native_layer(p, False)) for p in views))
-        self.caches = (Cache * len(views))(*(cache(kv) for kv in caches[: len(views)]))
-
-
 def chain(
     views: tuple[Any, ...], x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, caches: tuple[LayerKV, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All layers in one call, with nothing but barriers between them; one after the other where it takes none."""
-    found: Described | None = views[0].__dict__.get("chained")
-    if found is None or found.of is not caches:
-        found = views[0].chained = Described(views, caches)
-    x = x.contiguous()
+    found, x = chained(views, caches), x.contiguous()
     out, summed = torch.empty_like(x), torch.empty_like(x)
     other = None if residual is None else (residual := residual.contiguous()).data_ptr()
     if library().ip_decoder_layers(
         found.layers,
         found.caches,
         len(views),
-        ctypes.byref(_native_step(batch)),
+        ctypes.byref(native_step(batch)),
         x.data_ptr(),
         other,
         out.data_ptr(),
@@ -282,6 +186,7 @@ def chain(
     when=_when(("fp8_block",), "decode"),
     rank=RANK_PORTABLE,
     chain=chain,
+    whole=whole,
     batch_invariant=True,
 )
 def decoder_layer(
@@ -298,6 +203,7 @@ def decoder_layer(
     rank=RANK_PORTABLE,
     packs=PACKS,
     chain=chain,
+    whole=whole,
     batch_invariant=True,
 )
 def decoder_layer_panels(
@@ -331,6 +237,7 @@ def decoder_layer_many_panels(
     packs=PACKS,
     prepare=lambda op, ctx: CODED,
     chain=chain,
+    whole=whole,
     batch_invariant=True,
     **WHEN_CODED,
 )

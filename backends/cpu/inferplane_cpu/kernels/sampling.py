@@ -8,7 +8,6 @@ count by falling probability, blocks are intervals of logits, and only the membe
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -57,12 +56,10 @@ def sample_native(
     given = (temperature, top_p, min_p, uniform, top_k)
     kept = [None if x is None else x.contiguous() for x in given]  # until the call is over
     rows, vocab = logits.shape
-    asked = Sampling(logits.data_ptr(), logits.dtype is torch.bfloat16, logits.stride(0), rows, vocab)
-    names = ("temperature", "top_p", "min_p", "uniform", "top_k")
-    for name, x in zip(names, kept, strict=True):
-        setattr(asked, name, None if x is None else x.data_ptr())
+    pointers = [None if x is None else x.data_ptr() for x in kept]
+    asked = Sampling(logits.data_ptr(), logits.dtype is torch.bfloat16, logits.stride(0), rows, vocab, *pointers)
     tokens = torch.empty(rows, dtype=torch.int64)
-    library().ip_sample(ctypes.byref(asked), tokens.data_ptr())
+    library().ip_sample(asked, tokens.data_ptr())
     return tokens
 
 
