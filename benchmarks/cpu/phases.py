@@ -40,7 +40,6 @@ class Parts:
         self.undo = lambda: None
         if self.model.whole is not None:  # one call, which counts its parts itself
             self.model.whole = self.timed("call", self.model.whole)
-            return self
         for name in ("embed", "norm", "head"):
             setattr(self.model, name, self.timed(name, getattr(self.model, name)))
         layers = self.model.layers
@@ -74,7 +73,8 @@ class Parts:
         library().ip_phases(None)
         native = {f"  {name}": ns / 1e3 for name, ns in zip(self.names, self.ns, strict=True) if ns}
         known = sum(self.now.values())
-        inside = {"  around native": self.now.get("call", self.now.get("layers", 0.0)) - sum(native.values())}
+        calls = self.now.get("call", 0.0) + self.now.get("layers", 0.0)  # of one alone, the other gives its turn back
+        inside = {"  around native": calls - sum(native.values())}
         self.steps.append({"step": whole, **self.now, **native, **inside, "rest": whole - known})
         return result
 

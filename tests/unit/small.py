@@ -55,15 +55,18 @@ V3 = {
 }
 
 
-def quantized(format):
-    """Format by checkpoint name: that of every projection."""
-    return lambda name: format if name.endswith(("_proj.weight", "_mqa.weight")) else PLAIN
+PROJECTIONS, ENDS = ("_proj.weight", "_mqa.weight"), ("embed_tokens.weight", "lm_head.weight")
 
 
-def tiny_llama(*, format=PLAIN, placement=WHOLE_MODEL, positions=256, **changes):
+def quantized(format, names=PROJECTIONS):
+    """Format by the end of a checkpoint's name: unless said otherwise, that of every projection."""
+    return lambda name: format if name.endswith(names) else PLAIN
+
+
+def tiny_llama(*, format=PLAIN, placement=WHOLE_MODEL, positions=256, names=PROJECTIONS, **changes):
     """A Llama of three layers, nothing read."""
     config = {**LLAMA, "max_position_embeddings": positions, **changes}
-    return llama(Build(Config(config), placement, quantized(format), positions=positions))
+    return llama(Build(Config(config), placement, quantized(format, names), positions=positions))
 
 
 def tiny_v3(*, format=PLAIN, mtp=False, **changes):

@@ -8,7 +8,7 @@ import torch
 
 from inferplane.binding import DictSource, View, link, load
 from inferplane.errors import KernelError
-from inferplane.ops import GatedMLP, Linear, RMSNorm
+from inferplane.ops import CausalLM, GatedMLP, Linear, RMSNorm
 from inferplane.types import Packing, Weight, When
 from tests.unit.small import F32, bound, function, kernel, plan, tensors_for, tiny_llama, tiny_v3, w
 
@@ -181,3 +181,44 @@ def test_a_kernel_is_imported_once(module):
     sys.modules["planted_kernels"] = Counting("planted_kernels")
     linked(model, kernel("rms_norm", target="planted_kernels:norm"), kinds=("decode",))
     assert len(seen) == 2, "once to check its parameters, once to keep it; not once a layer"
+
+
+def test_what_all_layers_kernels_offer_is_used():
+    """A chain where all share it, and a whole step where they share that as well."""
+
+    def chain(views, x, residual, batch, caches):
+        return x, residual
+
+    def whole(model, batch, cache):
+        return None
+
+    dense = When(needs=(("a gated MLP", lambda op: op.mlp.name == "gated_mlp"),))
+    for other, chained, stepped in (
+        ({"chain": chain, "whole": whole}, True, whole),
+        ({"chain": chain}, True, None),
+        ({}, False, None),
+    ):
+        first = kernel("decoder_layer", "dense", when=dense, chain=chain, whole=whole)
+        _, steps = linked(tiny_v3(), first, kernel("decoder_layer", "any", 50, **other))
+        view = steps["decode"].__self__
+        assert [layer.__func__ for layer in view.layers].count(first.target) == 1
+        assert (hasattr(view.layers, "chain"), view.whole) == (chained, stepped)
+    with pytest.raises(KernelError, match="no chain"):
+        kernel("decoder_layer", whole=whole)
+
+
+def test_a_whole_step_is_the_models_and_gathered_like_any():
+    """What it gives is the model's, and the ranks' columns of its logits are joined."""
+    half, states = torch.zeros(1, 2), torch.ones(1, 3)
+    asked = []
+
+    def whole(model, batch, cache):
+        asked.append((model, batch, cache))
+        return half, states
+
+    view = View()
+    view.whole, view.gather = whole, lambda x: torch.cat((x, x), 1)
+    logits, hidden = CausalLM.__call__(view, "batch", "cache")
+    assert asked == [(view, "batch", "cache")] and logits.shape == (1, 4) and hidden is states
+    view.gather = None
+    assert CausalLM.__call__(view, "batch", "cache")[0] is half

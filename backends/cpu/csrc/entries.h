@@ -46,17 +46,15 @@ void expand_entry(const ip_matrix *w, int64_t first, int64_t last, bf16 *out) {
   in_parallel((last - first) * w->k, [&](Team &team) { expand(team, *w, first, last, out); });
 }
 
-void embed_row(const ip_matrix &w, int64_t id, bf16 *out) {
-  if (id >= 0 && id < w.n)
-    expand_row(w, id, out);
-  else
-    memset(out, 0, (size_t)w.k * sizeof(bf16));
-}
-
 void rows_entry(const ip_matrix *w, const int64_t *ids, int64_t count, bf16 *out) {
   in_parallel(count * w->k, [&](Team &team) {
     team.each(count, 4, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; i++) embed_row(*w, ids[i], out + i * w->k);
+      for (int64_t i = first; i < last; i++) {
+        if (ids[i] >= 0 && ids[i] < w->n)
+          expand_row(*w, ids[i], out + i * w->k);
+        else
+          memset(out + i * w->k, 0, (size_t)w->k * sizeof(bf16));
+      }
     });
   });
 }
@@ -319,6 +317,10 @@ int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, 
 
 int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_ends *ends) {
   if (!Chain::fits(model->layers, caches, model->count, step)) return 0;
+  for (int64_t i = 0; i < step->tokens; i++)
+    if (ends->ids[i] < 0 || ends->ids[i] >= model->embed.n) return -1;
+  for (int64_t i = 0; i < ends->wanted && ends->rows; i++)
+    if (ends->rows[i] < 0 || ends->rows[i] >= step->tokens) return -1;
   Phases phases(true);
   Chain chain(model->layers, caches, model->count, step);
   int64_t m = step->tokens, width = chain.width();
@@ -327,7 +329,7 @@ int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_ste
     Phases counted = team.id == 0 ? phases : Phases(false);
     counted.end(kBegin);
     team.each(m, 1, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; i++) embed_row(model->embed, ends->ids[i], x + i * width);
+      for (int64_t i = first; i < last; i++) expand_row(model->embed, ends->ids[i], x + i * width);
     });
     team.barrier();
     counted.end(kEmbed);

@@ -212,8 +212,8 @@ void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 
 int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
                       const ip_bf16 *x, const ip_bf16 *residual, ip_bf16 *out, ip_bf16 *out_residual);
 
-// A whole step of few tokens, with the very results of its parts in turn; 1 when it was done, 0 where it is not for them:
-// then nothing is read or written. An id that `embed` has no row for counts as a row of zeros.
+// A whole step of few tokens, with the very results of its parts in turn; 1 when it was done, 0 where it is not for so many
+// tokens or such layers, -1 when an id or a row is out of range: then nothing is written.
 int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_ends *ends);
 
 #ifdef __cplusplus

@@ -1,12 +1,13 @@
 """Whole layers as native calls: alone, all of a model in one, with what surrounds them, and made of smaller kernels."""
 
 import types
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from inferplane.conformance import stepping
+from inferplane.conformance import stepping, test_models
 from inferplane.conformance.configs import TINY, model
 from inferplane.conformance.subject import Subject
 from inferplane.models import Build, Config, deepseek_v3
@@ -14,8 +15,9 @@ from inferplane.ops import CausalLM
 from inferplane.plugin import PLAIN
 from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
+from inferplane_cpu.kernels.step import whole
 from inferplane_cpu.native import forced, instruction_sets, native
-from tests.unit.small import V3, WHOLE_MODEL, tiny_llama, tiny_v3
+from tests.unit.small import ENDS, PROJECTIONS, V3, WHOLE_MODEL, tiny_llama, tiny_v3
 
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -40,7 +42,7 @@ def bound_model(tree, weights, tokens, chained, whole=True, kv_dtype="auto", ste
     if not whole:
         return bound
     view = bound.steps["decode"].__self__
-    assert hasattr(view.layers, "chain")
+    assert hasattr(view.layers, "chain") and view.whole is not None
     if not (chained and step):
         view.whole = None
     if not chained:
@@ -48,58 +50,122 @@ def bound_model(tree, weights, tokens, chained, whole=True, kv_dtype="auto", ste
     return bound
 
 
+def counted(view, calls):
+    """Have a model's steps in one call counted: True for those that it served."""
+    whole = view.whole
+
+    def count(*args):
+        done = whole(*args)
+        calls.append(done is not None)
+        return done
+
+    view.whole = count
+
+
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("format", [PLAIN, "int8_group", "int4_group32", "fp8_block"])
+@pytest.mark.parametrize(
+    ("format", "ends"),
+    [
+        *((format, ends) for format in (PLAIN, "fp8_block") for ends in ("own", "tied")),
+        *((format, ends) for format in ("int8_group", "int4_group32") for ends in ("own", "tied", "coded")),
+        ("int8_row", "coded"),
+        ("fp8_block", "head"),
+    ],
+)
 @pytest.mark.parametrize(("lengths", "schedule"), [("one", "tokens"), ("ragged", "tokens"), ("ragged", "drafts")])
-@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-def test_one_call_gives_what_its_parts_give_in_turn(name, format, lengths, schedule, tied):
-    tree = tiny_llama(format=format, tie_word_embeddings=tied)
+def test_one_call_gives_what_its_parts_give_in_turn(name, format, lengths, schedule, ends):
+    """With a bfloat16 head of its own, one that the embedding shares, and head or both in the layers' format."""
+    coded = {"head": ENDS[1:], "coded": ENDS}.get(ends, ())
+    tree = tiny_llama(format=format, names=(*PROJECTIONS, *coded), tie_word_embeddings=ends == "tied")
     weights = stepping.draw_weights(tree, torch.bfloat16)
     draw = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS[lengths]]
-    found = []
+    found, calls = [], []
     with forced(name):
         for chained, step in ((True, True), (True, False), (False, False)):
             bound = bound_model(tree, weights, max(LENGTHS[lengths]), chained, step=step)
+            if step:
+                counted(bound.steps["decode"].__self__, calls)
             found.append(stepping.run(bound, prompts, SCHEDULES[schedule]))
     for one, layers, other in zip(*found, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(layers, other)
+    assert calls and all(calls), "steps that one call did not serve"
 
 
-def test_a_step_in_one_call_gives_the_logits_that_are_asked_for():
-    """Of several rows a sequence, the last one or two; and hidden states of all rows."""
-    tree = tiny_llama(format="int4_group32")
+@pytest.mark.parametrize("name", SETS)
+def test_a_step_in_one_call_gives_the_logits_that_are_asked_for(name):
+    """Of several rows a sequence the last one or two, or none; and hidden states of all rows."""
+    tree = tiny_llama(format="int4_group32", names=(*PROJECTIONS, *ENDS))
     bound = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40, True)
     view = bound.steps["decode"].__self__
-    queries = [Query([3, 4, 5], 0, [0, 1], 1), Query([6, 7, 8, 9], 0, [2, 3], 2)]
-    batch = make_batch(queries, block_tokens=16, device="cpu")
-    assert batch.logit_rows.tolist() == [2, 5, 6]
-    one = view.whole(batch, bound.cache)
-    assert one is not None
-    view.whole = None
-    parts = bound.steps["decode"](batch, bound.cache)
-    assert one[0].shape == (3, 97) and one[0].isfinite().all()
-    assert all(torch.equal(a, b) for a, b in zip(one, parts, strict=True))
+    whole = view.whole
+    with forced(name):
+        for wanted, rows in (((1, 2), [2, 5, 6]), ((0, 1), [6]), ((0, 0), [])):
+            queries = [Query([3, 4, 5], 0, [0, 1], wanted[0]), Query([6, 7, 8, 9], 0, [2, 3], wanted[1])]
+            batch = make_batch(queries, block_tokens=16, device="cpu")
+            assert batch.logit_rows.tolist() == rows
+            one = whole(view, batch, bound.cache)
+            assert one is not None
+            view.whole = None
+            parts = bound.steps["decode"](batch, bound.cache)
+            assert one[0].shape == (len(rows), 97) and one[0].isfinite().all() and one[1].shape[0] == 7
+            assert all(torch.equal(a, b) for a, b in zip(one, parts, strict=True))
 
 
-def test_a_step_in_one_call_is_only_for_what_it_knows():
-    """More rows than it takes, and a norm by another kernel, go by the parts."""
+def step_of(rows):
+    return make_batch([Query([3, 4, 5][:rows], 0, [i], 1) for i in range(3)], block_tokens=16, device="cpu")
+
+
+@pytest.mark.parametrize("part", ["norm", "head", "embed"])
+def test_a_step_in_one_call_is_only_for_what_it_knows(part):
+    """More rows than it takes, and parts bound to another kernel, go by the parts."""
     tree = tiny_llama()
     bound = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40, True)
     view = bound.steps["decode"].__self__
-
-    def step(rows):
-        queries = [Query([3, 4, 5][:rows], 0, [i], 1) for i in range(3)]
-        return make_batch(queries, block_tokens=16, device="cpu")
-
-    assert view.whole(step(3), bound.cache) is None
-    assert view.whole(step(2), bound.cache) is not None
+    assert view.whole(view, step_of(3), bound.cache) is None
+    served = view.whole(view, step_of(2), bound.cache)
+    assert served is not None
     del view.described
-    view.norm = types.MethodType(lambda p, x, residual: (x, residual), view.norm.__self__)
-    assert view.whole(step(2), bound.cache) is None
-    logits, hidden = bound.steps["decode"](step(2), bound.cache)
-    assert logits.shape == (3, 97) and hidden.shape[0] == 6
+    kernel = getattr(view, part)
+    calls = []
+
+    def other(p, *args):
+        calls.append(1)
+        return kernel(*args)
+
+    setattr(view, part, types.MethodType(other, kernel.__self__))
+    assert view.whole(view, step_of(2), bound.cache) is None
+    assert torch.equal(bound.steps["decode"](step_of(2), bound.cache)[0], served[0])
+    assert calls == [1]
+
+
+def test_what_is_out_of_range_is_told_by_the_parts():
+    tree = tiny_llama()
+    bound = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40, True)
+    step, good = bound.steps["decode"], step_of(2)
+    for changes in ({"ids": good.ids.index_fill(0, torch.tensor([3]), 97)}, {"ids": good.ids - 5}):
+        with pytest.raises(IndexError, match="out of range"):
+            step(replace(good, **changes), bound.cache)
+    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+        step(replace(good, logit_rows=good.logit_rows + 4), bound.cache)
+    assert step(good, bound.cache)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", ["all rows", "hidden states"])
+def test_conformance_sees_a_wrong_step(wrong):
+    subject = Subject.of(host(), "cpu", "bfloat16")
+
+    def broken(view, batch, cache):
+        if wrong == "all rows":
+            return whole(view, replace(batch, logit_rows=None), cache)
+        found = whole(view, batch, cache)
+        return found and (found[0], found[1] * 1.5)
+
+    subject.kernels = [k if k.whole is None else replace(k, whole=broken) for k in subject.kernels]
+    case = test_models.Case(TINY["llama"], "bfloat16", "", "llama")
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=r"instead of|are wrong by"):
+        test_models.test_what_a_step_gives(case, subject, lambda **figures: None)
 
 
 MANY_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
@@ -144,7 +210,6 @@ def test_layers_of_two_windows_go_in_turn():
     tree = tiny_llama()
     weights = stepping.draw_weights(tree, torch.bfloat16)
     bound = bound_model(tree, weights, 40, True)
-    assert bound.steps["decode"].__self__.whole is not None
     first, second, _ = (layer.__self__ for layer in bound.steps["decode"].__self__.layers)
     prompt = [list(range(2, 38))]
     whole = stepping.run(bound, prompt, SCHEDULES["tokens"])[0]

@@ -33,6 +33,7 @@ class View:
 
     prepared: Any = None
     whole: Callable[..., Any] | None = None
+    """Of a model: what its layers' kernels offer (`Kernel.whole`)."""
 
 
 def link(plan: Plan, packed: Packed) -> dict[StepKind, Callable[..., Any]]:
@@ -108,12 +109,12 @@ class _Linker:
 
 def _chain(view: View, name: str, kernels: list[Kernel | None]) -> None:
     """Mark a tuple of bound ops whose kernels share a chain, and the model that they are of."""
-    chains = {(None, None) if kernel is None else (kernel.chain, kernel.whole) for kernel in kernels}
-    chain, whole = chains.pop()
+    chains = {None if kernel is None else kernel.chain for kernel in kernels}
+    chain = chains.pop()
     if chains or chain is None:
         return
-    if whole is not None:
-        view.whole = types.MethodType(whole, view)
+    if len(wholes := {kernel.whole for kernel in kernels if kernel is not None}) == 1:
+        view.whole = wholes.pop()  # not bound to the view: nothing may keep itself alive
     bound = Chained(getattr(view, name))
     views = tuple(layer.__self__ for layer in bound)
     bound.chain = types.MethodType(chain, views)

@@ -144,14 +144,7 @@ def run(bound: Bound, prompts: Sequence[Sequence[int]], schedule: Schedule) -> l
     Returns:
         float32 `[tokens, vocab]` on the host for each prompt.
     """
-    size = bound.cache.block_tokens
-    # Blocks are handed out from the end, round the sequences, so that no table is a run of consecutive numbers.
-    free = list(range(bound.cache.blocks))
-    tables: list[list[int]] = [[] for _ in prompts]
-    for place in range(max(math.ceil(len(p) / size) for p in prompts)):
-        for table, prompt in zip(tables, prompts, strict=True):
-            if place * size < len(prompt):
-                table.append(free.pop())
+    size, tables = bound.cache.block_tokens, _tables(bound, prompts)
     done = [0] * len(prompts)
     out: list[list[torch.Tensor]] = [[] for _ in prompts]
     with torch.inference_mode():
@@ -175,3 +168,39 @@ def run(bound: Bound, prompts: Sequence[Sequence[int]], schedule: Schedule) -> l
                 start += counts[i]
                 done[i] += counts[i]
     return [torch.cat(parts) for parts in out]
+
+
+def last_step(
+    bound: Bound, prompts: Sequence[Sequence[int]], counts: Sequence[int], wanted: Sequence[int | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and hidden states of a step over the last tokens of prompts whose others are cached; `run` came first.
+
+    Args:
+        bound: the model.
+        prompts: those that `run` ran.
+        counts: tokens of each that the step takes.
+        wanted: of these, how many of the last want logits; None: all.
+
+    Returns:
+        float32 `[rows that want them, vocab]` and `[tokens, width]` on the host.
+    """
+    queries = [
+        Query(prompt[-count:], len(prompt) - count, table, some)
+        for prompt, count, table, some in zip(prompts, counts, _tables(bound, prompts), wanted, strict=True)
+    ]
+    batch = make_batch(queries, block_tokens=bound.cache.block_tokens, device=bound.device)
+    with torch.inference_mode():
+        logits, hidden = bound.steps[batch.kind](batch, bound.cache)
+    return logits.to(HOST).float(), hidden.to(HOST).float()
+
+
+def _tables(bound: Bound, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Each prompt's blocks: handed out from the end, round the sequences, so that no table is a run of numbers."""
+    size = bound.cache.block_tokens
+    free = list(range(bound.cache.blocks))
+    tables: list[list[int]] = [[] for _ in prompts]
+    for place in range(max(math.ceil(len(p) / size) for p in prompts)):
+        for table, prompt in zip(tables, prompts, strict=True):
+            if place * size < len(prompt):
+                table.append(free.pop())
+    return tables

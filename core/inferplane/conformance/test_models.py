@@ -21,6 +21,7 @@ from inferplane.ops import CausalLM
 
 LENGTHS = (70, 19, 33)
 SLICE_LENGTHS = (21, 5, 9)
+LAST_COUNTS, LAST_WANTED = (3, 1, 3), (1, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ def pytest_generate_tests(metafunc):
         made = [Case(c, d, s, f"{m}/{d}/{s}") for m, c in TINY.items() for d in dtypes for s in stepping.SCHEDULES]
     else:
         dtype = "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes))
-        made = [Case(c, dtype, "", f"{m}/{dtype}") for m, c in SLICES.items()]
+        some = SLICES if metafunc.function is test_two_layers_at_true_sizes else TINY
+        made = [Case(c, dtype, "", f"{m}/{dtype}") for m, c in some.items()]
     metafunc.parametrize("case", made, ids=lambda c: c.id)
 
 
@@ -52,6 +54,22 @@ def test_tiny_model(case, device, measured):
     bound = stepping.on_device(device, tree, DTYPES[case.dtype], weights, max(LENGTHS))
     got = stepping.run(bound, prompts, stepping.SCHEDULES[case.schedule])
     compare(case, bound, got, want, measured)
+
+
+def test_what_a_step_gives(case, device, measured):
+    """Hidden states of all rows, and logits of those that want them, in a step of few tokens."""
+    tree = model(case.config)
+    weights = stepping.draw_weights(tree, DTYPES[case.dtype], steady_routes=True)
+    prompts = draw_prompts(SLICE_LENGTHS, case.config["vocab_size"])
+    reference = stepping.on_references(tree, weights, max(SLICE_LENGTHS))
+    bound = stepping.on_device(device, tree, DTYPES[case.dtype], weights, max(SLICE_LENGTHS))
+    for one in (reference, bound):
+        stepping.run(one, prompts, stepping.SCHEDULES["whole_prompt"])
+    logits, hidden = stepping.last_step(reference, prompts, LAST_COUNTS, (None, None, None))
+    some, states = stepping.last_step(bound, prompts, LAST_COUNTS, LAST_WANTED)
+    ends = [sum(LAST_COUNTS[: i + 1]) for i in range(len(LAST_COUNTS))]
+    rows = [row for end, wanted in zip(ends, LAST_WANTED, strict=True) for row in range(end - wanted, end)]
+    compare(case, bound, [some, states], [logits[rows], hidden], measured)
 
 
 @pytest.mark.slow
@@ -77,12 +95,12 @@ def compare(case: Case, bound: stepping.Bound, got: list[torch.Tensor], want: li
     tolerance = CausalLM.tolerance[DTYPES[case.dtype]]
     worst, where = 0.0, ""
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert g.shape == w.shape, f"sequence {i}: logits {list(g.shape)} instead of {list(w.shape)}"
+        assert g.shape == w.shape, f"result {i}: {list(g.shape)} instead of {list(w.shape)}"
         off = ((g - w).abs().amax(1) / w.abs().max()).nan_to_num(float("inf"))
         if off.max().item() > worst:
             worst = off.max().item()
             first = int((off > tolerance).int().argmax())
-            where = f"sequence {i}, first at token {first} of {len(w)}" if worst > tolerance else ""
+            where = f"result {i}, first at row {first} of {len(w)}" if worst > tolerance else ""
     measured(error=worst, tolerance=tolerance)
     if worst > tolerance:
         plan = explain(bound.plan)

@@ -106,8 +106,8 @@ def decide(
 def _finite(logits: torch.Tensor, drawn: torch.Tensor) -> bool:
     """Whether the logits of the drawn tokens are numbers."""
     if logits.device.type == HOST:  # without torch's operators, whose code no step has left in the caches
-        entries = logits.numpy()
-        return all(math.isfinite(entries[place]) for place in enumerate(drawn.tolist()))
+        entries, vocab = logits.numpy(), logits.shape[1]
+        return all(0 <= t < vocab and math.isfinite(entries[i, t]) for i, t in enumerate(drawn.tolist()))
     return all(map(math.isfinite, logits.gather(1, drawn.unsqueeze(1)).squeeze(1).to(HOST).tolist()))
 
 

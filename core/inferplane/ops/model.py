@@ -200,12 +200,13 @@ class CausalLM(Op, name="causal_lm"):
 
     def __call__(self, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
         whole = getattr(self, "whole", None)  # what its layers' kernels offer (`Kernel.whole`)
-        if whole is not None and (done := whole(batch, cache)) is not None:
-            result: tuple[torch.Tensor, torch.Tensor] = done
-            return result
-        x, residual = in_turn(self.layers, self.embed(batch.ids), batch, cache.layers)
-        x, _ = self.norm(x, residual)
-        logits = self.head(x, batch)
+        done = None if whole is None else whole(self, batch, cache)
+        if done is not None:
+            logits, x = done
+        else:
+            x, residual = in_turn(self.layers, self.embed(batch.ids), batch, cache.layers)
+            x, _ = self.norm(x, residual)
+            logits = self.head(x, batch)
         return logits if self.gather is None else self.gather(logits), x
 
     def cost(self, load: Load) -> Cost:

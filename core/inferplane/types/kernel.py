@@ -106,9 +106,11 @@ class Kernel:
         chain: of a "decoder_layer" kernel: `(views, x, residual, batch, caches) -> (x, residual)`, all layers of a
             model in one call, each with its view and cache and the results of the one before. It is used where every
             layer is bound to a kernel with this same function, and must give what the kernels give in turn.
-        whole: of a "decoder_layer" kernel with a chain: `(model, batch, cache) -> (logits, hidden)`, a model's whole
-            step in one call, given the model's view (`embed`, `layers`, `norm`, `head`). It must give what these give
-            in turn, and gives None where it does not know the kernels that they are bound to, or for other steps.
+        whole: of a "decoder_layer" kernel with a chain: `(model, batch, cache) -> (logits, hidden)`, a model's step in
+            one call, given the model's view: to the last bit what `embed`, `layers`, `norm` and `head` give in turn,
+            which is the logits of `batch.logit_rows` alone and the hidden states of all rows. It gives None where it
+            does not know the kernels that they are bound to, and for other steps; then they run in turn. Views do not
+            change after the first step. What the kernels declare (`capture_safe`, ...) must hold for it too.
         capture_safe: it may run under graph capture.
         batch_invariant: a row's result does not depend on the other rows.
         needs_host_lens: it reads `batch.host_lens`.
@@ -133,6 +135,18 @@ class Kernel:
     extra_error: float = 0.0
     codes: str = ""
     note: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what could never be used.
+
+        Raises:
+            KernelError: `whole` without `chain`.
+        """
+        if self.whole is not None and self.chain is None:
+            raise KernelError(
+                f"Kernel {self.name} for op {self.op!r} offers a whole step, and no chain.",
+                remedy="declare a chain too",
+            )
 
     @property
     def name(self) -> str:

@@ -51,11 +51,11 @@ def served(p: Any) -> bool:
     rows = embed is linear.embedding_panels or (
         embed is basic.embedding and p.embed.__self__.weight.dtype is torch.bfloat16
     )
-    return rows and norm is add_rms_norm and head in HEADS and p.gather is None
+    return rows and norm is add_rms_norm and head in HEADS
 
 
 def whole(p: Any, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Logits and hidden states of a model's step in one call; None where it is not for it."""
+    """Logits and hidden states of a model's step in one call; None where it is not for it (`Kernel.whole`)."""
     found: Whole | bool | None = p.__dict__.get("described")
     if found is None:
         found = p.described = Whole(p) if served(p) else False
@@ -72,6 +72,7 @@ def whole(p: Any, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Ten
     hidden = torch.empty(batch.tokens, model.head.k, dtype=torch.bfloat16)
     pointers = batch.ids.data_ptr(), None if rows is None else rows.data_ptr()
     ends = Ends(*pointers, wanted, logits.data_ptr(), hidden.data_ptr())
-    if library().ip_model_step(model, layers.caches, native_step(batch), ends):
-        return logits, hidden
-    return None
+    done = library().ip_model_step(model, layers.caches, native_step(batch), ends)
+    if not done:  # layers of two kinds: so will it be in the next step
+        p.described = False
+    return (logits, hidden) if done == 1 else None  # else an id or a row is out of range, and the parts say so
