@@ -4,6 +4,8 @@
 
 namespace {
 
+constexpr int kFoldRows = 4;  // of kv_b that are folded at a time into queries after the first, for which it is near
+
 struct Mla {
   const bf16 *q_nope, *q_rope;
   int64_t nope_row, nope_head, rope_row, rope_head;  // strides
@@ -22,33 +24,39 @@ inline const bf16 *kv_b_rows(const Mla &m, int64_t first, int64_t n) {
   return rows;
 }
 
+// sums += x[r] times row r of w, for R rows in their order.
+template <int R>
+inline void add_rows(const bf16 *w, int64_t ld, const bf16 *x, int64_t width, float *sums) {
+  F each[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) each[r] = splat(widen1(x[r]));
+  for (int64_t c = 0; c < width; c += kLanes) {
+    F sum = load<F>(sums + c);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+      sum = fma(each[r], width - c >= kLanes ? load16(w + r * ld + c) : load16(w + r * ld + c, width - c), sum);
+    store(sums + c, sum);
+  }
+}
+
 // folded[t, h] = [q_nope[t, h] W_k[h] | q_rope[t, h]]; put(t, from, to) writes the latter.
 template <class Put>
 inline void mla_fold(Team &team, const Mla &m, Put put) {
-  constexpr int D = 4;
   team.each(m.heads, 1, [&](int64_t first, int64_t last) {
+    float *sums = scratch(8)->get<float>(round_up(m.latent, kLanes));
     for (int64_t h = first; h < last; h++) {
       const bf16 *w = kv_b_rows(m, h * (m.nope + m.value), m.nope);
       for (int64_t t = 0; t < m.tokens; t++) {
         const bf16 *q = m.q_nope + t * m.nope_row + h * m.nope_head;
         bf16 *to = m.folded + (t * m.heads + h) * (m.latent + m.rope);
-        for (int64_t c = 0; c < m.latent; c += D * kLanes) {
-          F acc[D] = {};
-          bool whole = c + D * kLanes <= m.latent;
-          for (int64_t n = 0; n < m.nope; n++) {
-            F x = splat(widen1(q[n]));
-            for (int d = 0; d < D; d++) {
-              int64_t left = m.latent - c - d * kLanes;
-              const bf16 *at = w + n * m.latent + c + d * kLanes;
-              if (whole || left >= kLanes)
-                acc[d] = fma(x, load16(at), acc[d]);
-              else if (left > 0)
-                acc[d] = fma(x, load16(at, left), acc[d]);
-            }
-          }
-          for (int d = 0; d < D && c + d * kLanes < m.latent; d++)
-            store16(to + c + d * kLanes, acc[d], m.latent - c - d * kLanes);
-        }
+        memset(sums, 0, (size_t)round_up(m.latent, kLanes) * sizeof(float));
+        int64_t n = 0;
+        for (; t && n + kFoldRows <= m.nope; n += kFoldRows)
+          add_rows<kFoldRows>(w + n * m.latent, m.latent, q + n, m.latent, sums);
+        // From memory row by row, a stream that processors foresee; in narrow columns over all rows, with the sums in
+        // registers, it came at a quarter of the speed.
+        for (; n < m.nope; n++) add_rows<1>(w + n * m.latent, m.latent, q + n, m.latent, sums);
+        for (int64_t c = 0; c < m.latent; c += kLanes) store16(to + c, load<F>(sums + c), m.latent - c);
         put(t, m.q_rope + t * m.rope_row + h * m.rope_head, to + m.latent);
       }
     }
