@@ -54,7 +54,7 @@ inline void mla_fold(Team &team, const Mla &m, Put put) {
         for (; t && n + kFoldRows <= m.nope; n += kFoldRows)
           add_rows<kFoldRows>(w + n * m.latent, m.latent, q + n, m.latent, sums);
         // From memory row by row, a stream that processors foresee; in narrow columns over all rows, with the sums in
-        // registers, it came at a quarter of the speed.
+        // registers, it came at less than a third of the speed.
         for (; n < m.nope; n++) add_rows<1>(w + n * m.latent, m.latent, q + n, m.latent, sums);
         for (int64_t c = 0; c < m.latent; c += kLanes) store16(to + c, load<F>(sums + c), m.latent - c);
         put(t, m.q_rope + t * m.rope_row + h * m.rope_head, to + m.latent);
