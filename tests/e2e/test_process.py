@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,21 @@ def test_a_model_that_cannot_be_loaded_raises_here(options: dict[str, Any], erro
     model = options.pop("model", CONFIG)
     with pytest.raises(error):
         AsyncLLM(model, process=True, **{**OPTIONS, **options})
+
+
+def test_warnings_go_where_they_are_asked_for() -> None:
+    """And not through the filters of this process, which other threads change while they import."""
+    model, told = {**CONFIG, "max_position_embeddings": 4096}, []
+    few = {"process": True, **OPTIONS, "kv_cache_bytes": 1 << 17}
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("ignore")
+        asyncio.run(AsyncLLM(model, warned=told.append, **few).shutdown())
+        assert len(told) == 1 and "kv_cache_bytes = 131072 holds" in told[0]
+        warnings.simplefilter("always")
+        asyncio.run(AsyncLLM(model, **few).shutdown())
+    assert [str(w.message) for w in raised] == told
+    with pytest.raises(UsageError, match="warned without process"):
+        AsyncLLM(model, warned=told.append, **OPTIONS)
 
 
 ORPHAN = """

@@ -75,8 +75,10 @@ def test_the_log_is_json_to_its_last_line(tmp_path):
     assert done.stderr.startswith("error: ")
 
 
-def test_warnings_are_in_the_log():
-    with Live("--kv-cache-bytes", "200000") as server:
+@pytest.mark.parametrize("filters", ["", "ignore"])
+def test_warnings_are_in_the_log(filters):
+    """Also while libraries that are imported meanwhile silence Python's warnings, as some do."""
+    with Live("--kv-cache-bytes", "200000", environment={"PYTHONWARNINGS": filters}) as server:
         assert server.stop() == 0
         events = [json.loads(line) for line in server.text.splitlines()]
         assert any(e["level"] == "warning" and "kv_cache_bytes" in e["event"] for e in events), server.text

@@ -60,21 +60,31 @@ class AsyncLLM:
             it unnoticed. That process finds plugins as this one did at its start: by installed distributions and by the
             environment, not by what was registered by hand. Otherwise it runs in a thread.
         max_waiting: requests that may wait; more are refused with a CapacityError. None: any number.
+        warned: with `process`, told what there is to warn of while the model is loaded. None: that goes through
+            `warnings`, whose filters every thread changes for all: one that imports a library can make it unheard.
         options: every other argument of `LLM`.
 
     Raises:
-        As `LLM`. EngineError: the process ended while it was starting.
+        As `LLM`. UsageError: `warned` without `process`. EngineError: the process ended while it was starting.
     """
 
     def __init__(
-        self, model: Any = "demo", *, process: bool = False, max_waiting: int | None = None, **options: Any
+        self,
+        model: Any = "demo",
+        *,
+        process: bool = False,
+        max_waiting: int | None = None,
+        warned: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> None:
         options["max_waiting"] = max_waiting
         client: EngineClient
         if process:
             from inferplane.engine.process import RemoteEngine
 
-            client = RemoteEngine.start(model, options)
+            client = RemoteEngine.start(model, options, warned)
+        elif warned is not None:
+            raise UsageError("warned without process=True.", remedy="leave it out: warnings are raised here")
         else:
             from inferplane.engine.llm import LLM
             from inferplane.engine.local import LocalEngine

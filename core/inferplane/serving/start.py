@@ -109,7 +109,8 @@ def _serve(
         signal.signal(number, lambda number, frame: told.append(number))
     reading = threading.Event()
     options = {**engine_options(settings, pins), "progress": lambda done, total: reading.set()}
-    opening = _beside(lambda: AsyncLLM(settings.model, process=True, **options), "load")
+    warned = lambda words: log.warning("%s", words)  # noqa: E731
+    opening = _beside(lambda: AsyncLLM(settings.model, process=True, warned=warned, **options), "load")
     with importing():
         from inferplane.serving.counts import CELLS, Counts
         from inferplane.serving.http.gate import Keys

@@ -70,12 +70,13 @@ class RemoteEngine:
         self._reader = threading.Thread(target=self._read, name="inferplane-reader", daemon=True)
 
     @classmethod
-    def start(cls, model: Any, options: Mapping[str, Any]) -> RemoteEngine:
+    def start(cls, model: Any, options: Mapping[str, Any], warned: Callable[[str], None] | None = None) -> RemoteEngine:
         """Start a process and load a model there.
 
         Args:
             model: as for `LLM`.
             options: its other arguments.
+            warned: see `AsyncLLM`.
 
         Raises:
             As `LLM`. UsageError: an argument cannot travel to another process. EngineError: the process ended.
@@ -113,7 +114,7 @@ class RemoteEngine:
         engine._process, engine._folder, engine.address = process, folder, load.address
         try:
             ours.sendall(first)
-            engine._await_ready(progress)
+            engine._await_ready(progress, warned)
         except BaseException:
             process.kill()
             engine._dispose()
@@ -136,7 +137,7 @@ class RemoteEngine:
         engine = cls(sock)
         engine.address = address
         try:
-            engine._await_ready(None)
+            engine._await_ready()
         except BaseException:
             engine._dispose()
             raise
@@ -218,7 +219,9 @@ class RemoteEngine:
 
     # -- threads
 
-    def _await_ready(self, progress: Callable[[int, int], None] | None) -> None:
+    def _await_ready(
+        self, progress: Callable[[int, int], None] | None = None, warned: Callable[[str], None] | None = None
+    ) -> None:
         """Follow the loading to its end, then begin to serve."""
         while True:
             message = self._receive()
@@ -230,7 +233,9 @@ class RemoteEngine:
                 break
             if isinstance(message, messages.Progress) and progress is not None:
                 progress(message.done, message.total)
-            if isinstance(message, messages.Warned):
+            if isinstance(message, messages.Warned) and warned is not None:
+                warned(message.text)
+            elif isinstance(message, messages.Warned):
                 warnings.warn(message.text, InferplaneWarning, stacklevel=5)
         self.info = message.info
         self._reader.start()

@@ -29,6 +29,7 @@ from inferplane.engine.process import messages
 from inferplane.engine.process.memory import one_heap, trimmer
 from inferplane.engine.process.messages import Fault, FromCaller, FromEngine
 from inferplane.engine.results import Delta
+from inferplane.errors import InferplaneWarning
 
 MOST_UNREAD_BYTES = 64 * 2**20
 """A caller that leaves so much unread is disconnected, and its requests are ended."""
@@ -147,6 +148,7 @@ def _load(message: messages.Load, owner: Connection) -> LocalEngine:
 
     with warnings.catch_warnings(), _Telling(showwarning):
         warnings.showwarning = showwarning  # type: ignore[assignment]
+        warnings.simplefilter("always", InferplaneWarning)  # the owner's process has the filters
         llm = LLM(message.model, progress=progress, **message.options)
         with importing():
             kind = llm.tokenizer.kind if llm.files.has_tokenizer else ""  # now, not at the first request
