@@ -59,7 +59,7 @@ inline void bytes_tile(const uint8_t *panel, const Bytes &x, int64_t i, int32_t 
     for (int l = 0; l < 4; l++) {
       __m512i line = _mm512_loadu_si512(panel + (c + l) * 64);
       if (kForeseen)
-        ask_ahead<MT>(panel + (c + l) * 64);
+        ask_ahead<IP_W8A8, MT>(panel + (c + l) * 64);
       else if (MT <= 4)
         _mm_prefetch((const char *)panel + (c + l) * 64 + 2048, _MM_HINT_T0);
 #pragma GCC unroll 8
