@@ -1,6 +1,7 @@
 // The functions of one instruction set; a file for each includes this with its own compiler flags.
 #pragma once
 #include "layer.h"
+#include "likeliest.h"
 #include "linear.h"
 #include "mla.h"
 #include "moe.h"
@@ -325,8 +326,11 @@ int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_ste
   Chain chain(model->layers, caches, model->count, step);
   int64_t m = step->tokens, width = chain.width();
   bf16 *x = scratch(30)->get<bf16>(2 * m * width), *out = x + m * width;
+  Likeliest *found = scratch(31)->get<Likeliest>(team_size() * kOwnRows);
+  for (int64_t i = 0; i < team_size() * kOwnRows; i++) found[i] = {};
   in_parallel(chain.work(), [&](Team &team) {
     Phases counted = team.id == 0 ? phases : Phases(false);
+    Likeliest *mine = found + team.id * kOwnRows;
     counted.end(kBegin);
     team.each(m, 1, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) expand_row(model->embed, ends->ids[i], x + i * width);
@@ -342,10 +346,15 @@ int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_ste
         [&](int64_t i, int64_t j, int64_t n, float *sums) {
           add_bias(model->head, j, n, sums);
           memcpy(ends->logits + i * model->head.n + j, sums, (size_t)n * sizeof(float));
+          mine[i].take(j, n, sums);
         });
     team.barrier();
     counted.end(kHead);
   });
+  for (int64_t i = 0; i < ends->wanted && ends->likeliest; i++) {
+    for (int t = 1; t < team_size(); t++) found[i].take(found[t * kOwnRows + i]);
+    ends->likeliest[i] = found[i].token();
+  }
   return 1;
 }
 

@@ -112,11 +112,13 @@ typedef struct {
 } ip_model;
 
 // What a model's step begins with and what it gives: token ids [tokens]; the `wanted` rows whose logits are asked for (null:
-// all); their logits [wanted, head.n]; and hidden [tokens, width], what the last norm gives.
+// all); their logits [wanted, head.n]; the likeliest token of each, int64 [wanted], as ip_sample chooses it, or null; and hidden
+// [tokens, width], what the last norm gives.
 typedef struct {
   const int64_t *ids, *rows;
   int64_t wanted;
   float *logits;
+  int64_t *likeliest;
   ip_bf16 *hidden;
 } ip_ends;
 

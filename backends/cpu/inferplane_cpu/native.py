@@ -146,7 +146,14 @@ class Model(Structure):
 class Ends(Structure):
     """`ip_ends`: what a model's step begins with, and what it gives."""
 
-    _fields_ = [("ids", c_void_p), ("rows", c_void_p), ("wanted", c_int64), ("logits", c_void_p), ("hidden", c_void_p)]
+    _fields_ = [
+        ("ids", c_void_p),
+        ("rows", c_void_p),
+        ("wanted", c_int64),
+        ("logits", c_void_p),
+        ("likeliest", c_void_p),
+        ("hidden", c_void_p),
+    ]
 
 
 _STRUCTS = (Matrix, Cache, Steps, Latent, Experts, Layer, Sampling, Step, Model, Ends)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from ctypes import c_float
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,11 @@ def decide(
     Raises:
         FloatingPointError: the logits of a row that decides hold NaN or infinity.
     """
+    if all(s.last and not s.drafts and s.request.likeliest_next for s in chosen):  # most steps, so in few lines
+        drawn = sampler.likeliest(logits)
+        if not _finite(logits, drawn, sampler.vocab):
+            raise FloatingPointError(NOT_FINITE)
+        return Decided([[token] for token in drawn.tolist()], [[] for _ in chosen], [[] for _ in chosen])
     rows: list[SampleRow] = []
     at: list[int] = []
     prompts: list[list[TokenLogprob | None]] = []
@@ -70,7 +76,7 @@ def decide(
     drawn = sampler.sample(some, step)
     # A broken kernel's usual sign, shown by the op `sample`. Raised for the step, it then ends the requests it is
     # in, found one by one.
-    if not _finite(some, drawn):
+    if not _finite(some, drawn, sampler.vocab):
         raise FloatingPointError(NOT_FINITE)
     deciding = [s for s in chosen if s.last]
     drafts = [s.drafts for s in deciding]
@@ -85,7 +91,7 @@ def decide(
         table = torch.cat((verified.counts[:, None], verified.tokens), 1).to(HOST).tolist()
         kept = [t[:n] for n, *t in table]
     else:
-        kept = [[int(t)] for t in drawn.to(HOST).tolist()]
+        kept = [[token] for token in drawn.tolist()]
     found = None
     if step.logprobs is not None:
         stood = [t for new, d in zip(kept, drafts) for t in (*new, *([0] * (1 + len(d) - len(new))))]
@@ -103,12 +109,18 @@ def decide(
     return Decided(tokens, scores, prompts)
 
 
-def _finite(logits: torch.Tensor, drawn: torch.Tensor) -> bool:
-    """Whether the logits of the drawn tokens are numbers."""
-    if logits.device.type == HOST:  # without torch's operators, whose code no step has left in the caches
-        entries, vocab = logits.numpy(), logits.shape[1]
-        return all(0 <= t < vocab and math.isfinite(entries[i, t]) for i, t in enumerate(drawn.tolist()))
-    return all(map(math.isfinite, logits.gather(1, drawn.unsqueeze(1)).squeeze(1).to(HOST).tolist()))
+def _finite(logits: torch.Tensor, drawn: torch.Tensor, vocab: int) -> bool:
+    """Whether the logits of the drawn tokens, of `vocab` a row, are numbers."""
+    if not (logits.is_cpu and logits.dtype is torch.float32):
+        return all(map(math.isfinite, logits.gather(1, drawn.unsqueeze(1)).squeeze(1).to(HOST).tolist()))
+    # Without operators of torch or NumPy, whose code no step has left in the caches.
+    first, (row, column) = logits.data_ptr(), logits.stride()
+    for i, token in enumerate(drawn.tolist()):
+        if not (
+            0 <= token < vocab and math.isfinite(c_float.from_address(first + 4 * (i * row + token * column)).value)
+        ):
+            return False
+    return True
 
 
 def _rows(s: Scheduled) -> list[SampleRow]:

@@ -202,8 +202,8 @@ class Engine:
         if cycled is None:
             queries = self.scheduler.queries(chosen)
             batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=self.device)
-            logits, hidden = self.runner.run(batch)
             with torch.inference_mode():
+                logits, hidden = self.runner.run(batch)
                 tokens, scores, prompts = self._decide(chosen, queries, logits)
                 pooled = parts(chosen, hidden)
         else:  # of sequences that ask for tokens alone

@@ -20,17 +20,18 @@ def parts(chosen: Sequence[Scheduled], hidden: torch.Tensor) -> list[torch.Tenso
     Raises:
         FloatingPointError: a pooled vector holds NaN or infinity.
     """
-    out, row = [], 0
+    out: list[torch.Tensor | None] = []
+    row = 0
     for s in chosen:
-        out.append(_part(s, hidden[row : row + s.count]))
+        r = s.request
+        done = r.params.pooling is None or r.generated
+        out.append(r.pooled if done else _part(s, hidden[row : row + s.count]))
         row += s.rows
     return out
 
 
-def _part(s: Scheduled, rows: torch.Tensor) -> torch.Tensor | None:
+def _part(s: Scheduled, rows: torch.Tensor) -> torch.Tensor:
     r = s.request
-    if r.params.pooling is None or r.generated:
-        return r.pooled
     if r.params.pooling == "last":
         found = rows[-1].float().to(HOST)
     else:

@@ -11,7 +11,7 @@ from inferplane.engine import rng
 from inferplane.engine.constrain import Constraint
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.results import FinishReason, Timings, TokenLogprob
-from inferplane.engine.rows import History
+from inferplane.engine.rows import History, takes_likeliest
 from inferplane.engine.text import Detokenizer
 
 if TYPE_CHECKING:
@@ -78,9 +78,15 @@ class Request:
             self.seed = rng.fresh_seed() if own is None else rng.as_int64(own)
         if self.params.timeout_s is not None and self.deadline is None:
             self.deadline = self.arrived + self.params.timeout_s
+        self.likeliest = takes_likeliest(self.params) and self.params.prompt_logprobs is None
         self.history = History(self.prompt) if self.params.penalizes else None
         self.logprobs: list[TokenLogprob] | None = None if self.params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if self.params.prompt_logprobs is None else [None]
+
+    @property
+    def likeliest_next(self) -> bool:
+        """Whether its next token is the likeliest of the logits as they are, and nothing else is asked for."""
+        return self.likeliest and self.constraint is None and len(self.generated) >= self.params.min_tokens
 
     @property
     def needs_every_row(self) -> bool:

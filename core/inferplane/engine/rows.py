@@ -71,6 +71,13 @@ class History:
         return ids, counts
 
 
+def takes_likeliest(p: SamplingParams) -> bool:
+    """Whether rows of a request take the likeliest token of the logits as they are, and ask for nothing else; a
+    constraint and `min_tokens` aside.
+    """
+    return p.temperature < COLDEST and p.logprobs is None and not p.logit_bias and not p.penalizes
+
+
 @dataclass(frozen=True)
 class SampleRow:
     """A place whose next token is wanted.
@@ -98,15 +105,7 @@ class SampleRow:
     @property
     def likeliest_alone(self) -> bool:
         """Whether it takes the likeliest token of the logits as they are, and asks for nothing else."""
-        p = self.params
-        return (
-            p.temperature < COLDEST
-            and self.allowed is None
-            and p.logprobs is None
-            and self.position >= p.min_tokens
-            and not p.logit_bias
-            and not p.penalizes
-        )
+        return takes_likeliest(self.params) and self.allowed is None and self.position >= self.params.min_tokens
 
 
 @dataclass(frozen=True)

@@ -300,17 +300,15 @@ class Runner:
     def _warn(self) -> None:
         if left := self.plan.hot_references():
             ops = sorted({op for _, _, op in left})
-            warnings.warn(
+            self._tell(
                 f"On device {self.backend.name!r} {len(left)} hot op(s) run on their slow reference: {', '.join(ops)}. "
-                "See explain for the reasons; strict=True refuses such a plan.",
-                InferplaneWarning,
-                stacklevel=4,
+                "See explain for the reasons; strict=True refuses such a plan."
             )
 
     def _warn_loaded(self) -> None:
         told = unsaved(self.plan, self.options.quantization)
         for what in (*told, *self.files.complaints(), *self.loaded.complaints(self.files.name)):
-            warnings.warn(what, InferplaneWarning, stacklevel=4)
+            self._tell(what)
 
     def _readers(self) -> dict[str, Any]:
         from inferplane.models.registry import resolve
@@ -375,12 +373,15 @@ class Runner:
 
     def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """One step: logits float32 `[R, V]` of the rows that want them, and hidden states `[T, D]`."""
-        told: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.ranks is not None:
-            assert self.cache is not None
-            told = self.ranks.step(batch, self.cache.block_tokens)
-        with told, torch.inference_mode():
-            return self.decode(batch) if self.decode is not None else self._step(batch)
+        if not torch.is_inference_mode_enabled():  # as it is within the engine's steps
+            with torch.inference_mode():
+                return self.run(batch)
+        step = self._step if self.decode is None else self.decode
+        if self.ranks is None:
+            return step(batch)
+        assert self.cache is not None
+        with self.ranks.step(batch, self.cache.block_tokens):
+            return step(batch)
 
     def _step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return cast(tuple[torch.Tensor, torch.Tensor], self.steps[batch.kind](batch, self.cache))
@@ -389,8 +390,7 @@ class Runner:
         """Run the steps that rank 0 runs, until it closes the model."""
         assert self.ranks is not None and self.cache is not None
         for queries in self.ranks.steps():
-            device = self.backend.torch_device_indexed
-            batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=device)
+            batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=self.backend.torch_device_indexed)
             with torch.inference_mode():
                 self.steps[batch.kind](batch, self.cache)
 

@@ -53,10 +53,17 @@ class Sampler:
         """Gather what the rows ask for and send it to the device; once a step, on the host."""
         if not all(r.likeliest_alone for r in rows):
             return prepare(rows, self.vocab, self.device)
-        found = self._likeliest.get(len(rows))
+        return self._for_likeliest(len(rows))
+
+    def _for_likeliest(self, rows: int) -> Prepared:
+        found = self._likeliest.get(rows)
         if found is None:
-            found = self._likeliest[len(rows)] = prepare_likeliest(len(rows), self.vocab, self.device)
+            found = self._likeliest[rows] = prepare_likeliest(rows, self.vocab, self.device)
         return found
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each row, int64 `[R]`: as `sample` for rows that ask for nothing else."""
+        return self.sample(logits, self._for_likeliest(logits.shape[0]))
 
     def process(self, logits: torch.Tensor, step: Prepared) -> torch.Tensor:
         """Logits after penalties, biases, bans and constraints: float32 `[R, V]`, the same tensor if there are none.

@@ -168,17 +168,17 @@ def make_batch(
         last = n if q.logits is None else min(q.logits, n)
         wanted += range(start + n - last, start + n)
     width = max(len(q.blocks) for q in queries)
-    tables = [block for q in queries for block in (*q.blocks, *([0] * (width - len(q.blocks))))]
+    tables = [(*q.blocks, *([0] * (width - len(q.blocks)))) for q in queries]
     all_wanted = len(wanted) == len(ids)
     on_device = _sent((ids, positions, slots, [] if all_wanted else wanted), np.int64, device)
-    query_start, seq_lens, flat_tables = _sent((starts, lens, tables), np.int32, device)
+    query_start, seq_lens, block_tables = _sent((starts, lens, tables), np.int32, device)
     whole = Batch(
         ids=on_device[0],
         positions=on_device[1],
         slots=on_device[2],
         query_start=query_start,
         seq_lens=seq_lens,
-        block_tables=flat_tables.view(len(queries), width),
+        block_tables=block_tables,
         logit_rows=None if all_wanted else on_device[3],
         kind="decode" if split == len(queries) else "mixed",
         max_query_tokens=max(counts),
@@ -194,18 +194,22 @@ def make_batch(
     )
 
 
-def _sent(parts: Sequence[Sequence[int]], dtype: Any, device: torch.device | str) -> Sequence[torch.Tensor]:
-    """Each part as a tensor on the device, sent in one copy; each begins at a multiple of 64 bytes, for kernels."""
-    if torch.device(device).type == HOST:
-        return [torch.from_numpy(np.array(part, dtype)) for part in parts]
-    flat: list[int] = []
+def _sent(parts: Sequence[Sequence[Any]], dtype: Any, device: torch.device | str) -> Sequence[torch.Tensor]:
+    """Each part, numbers or rows of numbers, as a tensor on the device.
+
+    They are sent in one copy; each begins at a multiple of 64 bytes, for kernels.
+    """
+    arrays = [np.array(part, dtype) for part in parts]
+    if (device if isinstance(device, str) else device.type) == HOST:
+        return [torch.from_numpy(array) for array in arrays]
+    pieces: list[np.ndarray] = []
     sizes: list[int] = []
-    for part in parts:
-        gap = -len(part) % (64 // np.dtype(dtype).itemsize)
-        flat += part
-        flat += [0] * gap
-        sizes += (len(part), gap)
-    return torch.from_numpy(np.array(flat, dtype)).to(device).split_with_sizes(sizes)[::2]
+    for array in arrays:
+        gap = -array.size % (64 // array.itemsize)
+        pieces += (array.reshape(-1), np.zeros(gap, dtype))
+        sizes += (array.size, gap)
+    sent = torch.from_numpy(np.concatenate(pieces)).to(device).split_with_sizes(sizes)[::2]
+    return [part.view(array.shape) for part, array in zip(sent, arrays)]
 
 
 def _part(batch: Batch, first: int, last: int, kind: StepKind) -> Batch:

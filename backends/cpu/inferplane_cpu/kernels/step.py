@@ -16,6 +16,7 @@ from inferplane.plugin import Batch, KVCache
 from inferplane_cpu.kernels import linear
 from inferplane_cpu.kernels.described import chained, native_step
 from inferplane_cpu.kernels.rowwise import add_rms_norm
+from inferplane_cpu.kernels.sampling import set_likeliest
 from inferplane_cpu.native import BF16, Ends, Matrix, Model, library
 
 ROWS = 8
@@ -70,9 +71,13 @@ def whole(p: Any, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Ten
     wanted = batch.tokens if rows is None else rows.shape[0]
     logits = torch.empty(wanted, model.head.n, dtype=torch.float32)
     hidden = torch.empty(batch.tokens, model.head.k, dtype=torch.bfloat16)
+    likeliest = torch.empty(wanted, dtype=torch.int64)
     pointers = batch.ids.data_ptr(), None if rows is None else rows.data_ptr()
-    ends = Ends(*pointers, wanted, logits.data_ptr(), hidden.data_ptr())
+    ends = Ends(*pointers, wanted, logits.data_ptr(), likeliest.data_ptr(), hidden.data_ptr())
     done = library().ip_model_step(model, layers.caches, native_step(batch), ends)
     if not done:  # layers of two kinds: so will it be in the next step
         p.described = False
-    return (logits, hidden) if done == 1 else None  # else an id or a row is out of range, and the parts say so
+    if done != 1:  # an id or a row is out of range, and the parts say so
+        return None
+    set_likeliest(logits, likeliest)
+    return logits, hidden
