@@ -27,7 +27,7 @@ inline void gated(Team &team, const ip_matrix &w, const bf16 *x, int64_t m, bf16
   int64_t inner = w.n / 2, width = w.k, chunk = min64(chunk_rows(w, team.count), inner);
   for (int64_t i0 = 0; i0 < m; i0 += kRowTile) {
     int64_t tile = min64(kRowTile, m - i0);
-    Laid laid = lay_out(w, tile, [&](int64_t i) { return x + (i0 + i) * width; });
+    Laid laid = lay_out(w, tile, first_row(team, inner, chunk), [&](int64_t i) { return x + (i0 + i) * width; });
     team.each(inner, chunk, [&](int64_t first, int64_t last) {
       for (int64_t j = first; j < last; j += chunk) {
         int64_t n = min64(chunk, last - j);

@@ -20,6 +20,11 @@ inline int64_t chunk_rows(const ip_matrix &w, int threads) {
   return rows;
 }
 
+// The row that a thread reads first of `total` in chunks.
+inline int64_t first_row(const Team &team, int64_t total, int64_t chunk) {
+  return min64(team.first_of((total + chunk - 1) / chunk) * chunk, total - 1);
+}
+
 struct Laid {
   Rows rows;
   Quantized q;
@@ -44,16 +49,18 @@ inline void products(const ip_matrix &w, int64_t first, int64_t last, const Laid
   }
 }
 
-// Activations as the products with `w` want them; each thread lays out its own, which is cheaper than a barrier.
+// Activations as the products with `w` want them; each thread lays out its own, which is cheaper than a barrier. `first` is
+// the row of w that the thread reads first.
 template <class RowAt>
-inline Laid lay_out(const ip_matrix &w, int64_t m, RowAt row) {
+inline Laid lay_out(const ip_matrix &w, int64_t m, int64_t first, RowAt row) {
   if (w.kind == IP_W8A8) {
     Bytes bytes = bytes_in(scratch(2), m, w);
     for (int64_t i = 0; i < m; i++) fill_bytes(bytes, i, row(i), w.k);
     return {{}, {}, bytes};
   }
   Laid laid = {rows_of(scratch(0), m, w.k, row), {}, {}};
-  if (w.kind == IP_INT8 || w.kind == IP_INT4) laid.q = quantize(scratch(2), laid.rows, w);
+  if (w.kind == IP_INT8 || w.kind == IP_INT4)
+    laid.q = quantize(scratch(2), laid.rows, w, (const char *)w.data + first / kPanel * panel_bytes(w));
   return laid;
 }
 
@@ -63,7 +70,7 @@ inline void multiply(Team &team, const ip_matrix &w, int64_t m, RowAt row, Put p
   int64_t chunk = chunk_rows(w, team.count);
   for (int64_t i0 = 0; i0 < m; i0 += kRowTile) {
     int64_t tile = min64(kRowTile, m - i0);
-    Laid laid = lay_out(w, tile, [&](int64_t i) { return row(i0 + i); });
+    Laid laid = lay_out(w, tile, first_row(team, w.n, chunk), [&](int64_t i) { return row(i0 + i); });
     team.each(w.n, chunk, [&](int64_t first, int64_t last) {
       for (int64_t j = first; j < last; j += chunk) {
         int64_t n = min64(chunk, last - j);

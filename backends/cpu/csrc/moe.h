@@ -50,7 +50,7 @@ inline void plan_moe(Moe &m) {
 
 // The hidden entries of every pair.
 inline void moe_gate_up(Team &team, const Moe &m) {
-  int64_t laid_task = -1;
+  int64_t laid_task = -1, laid_token = -1;  // a token that is alone with several experts is laid out once
   Laid laid = {};
   int64_t chunk = chunk_rows(m.gate_up[0], team.count);
   chunk = min64(chunk, round_up(m.inner, 16));
@@ -62,9 +62,10 @@ inline void moe_gate_up(Team &team, const Moe &m) {
     for (int64_t u = first; u < last; u++) {
       const MoeTask &t = m.tasks[u / chunks];
       const ip_matrix &w = m.gate_up[t.expert];
-      if (laid_task != u / chunks) {
-        laid = lay_out(w, t.count, [&](int64_t r) { return m.x + m.order[t.first + r] / m.top * m.ldx; });
-        laid_task = u / chunks;
+      int64_t token = t.count == 1 ? m.order[t.first] / m.top : -1;
+      if (token < 0 ? laid_task != u / chunks : laid_token != token) {
+        laid = lay_out(w, t.count, u % chunks * chunk, [&](int64_t r) { return m.x + m.order[t.first + r] / m.top * m.ldx; });
+        laid_task = u / chunks, laid_token = token;
       }
       int64_t j = u % chunks * chunk, n = min64(chunk, m.inner - j);
       int64_t ld = straddles ? round_up(w.n, 16) : chunk;
@@ -94,7 +95,8 @@ inline void moe_down(Team &team, const Moe &m) {
       const MoeTask &t = m.tasks[u / down_chunks];
       const ip_matrix &w = m.down[t.expert];
       if (laid_task != u / down_chunks) {
-        laid = lay_out(w, t.count, [&](int64_t r) { return m.hidden + m.order[t.first + r] * m.inner; });
+        laid = lay_out(w, t.count, u % down_chunks * down_chunk,
+                       [&](int64_t r) { return m.hidden + m.order[t.first + r] * m.inner; });
         laid_task = u / down_chunks;
       }
       int64_t j = u % down_chunks * down_chunk, n = min64(down_chunk, m.width - j);

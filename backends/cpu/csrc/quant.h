@@ -38,7 +38,10 @@ inline I split_codes(I rounded, int32_t *first, int32_t *second) {
 }
 #endif
 
-inline Quantized quantize(Scratch scratch[3], const Rows &x, const ip_matrix &w) {
+constexpr int64_t kSoonLines = 8;  // asked for with each group of columns
+
+// `soon`: what is read next, of which a few lines a group come meanwhile; null: nothing.
+inline Quantized quantize(Scratch scratch[3], const Rows &x, const ip_matrix &w, const char *soon) {
   int64_t g = group_of(w), groups = groups_of(w), blocks = g / kStep;
   int32_t *q = scratch[0].get<int32_t>(x.m * groups * blocks * 16), offset = (int32_t)offset_of(w);
   float *scale = scratch[1].get<float>(x.m * groups);
@@ -46,6 +49,7 @@ inline Quantized quantize(Scratch scratch[3], const Rows &x, const ip_matrix &w)
   for (int64_t i = 0; i < x.m; i++)
     for (int64_t b = 0; b < groups; b++) {
       int64_t at = b * x.m + i, have = min64(g, x.padded - b * g);
+      for (int64_t l = 0; l < kSoonLines && soon && i == 0; l++, soon += 64) _mm_prefetch(soon, _MM_HINT_T1);
       const bf16 *from = x.x + i * x.padded + b * g;
       F value[8];
       I top = I{};

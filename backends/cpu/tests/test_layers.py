@@ -15,6 +15,7 @@ from inferplane.ops import CausalLM
 from inferplane.plugin import PLAIN
 from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
+from inferplane_cpu.kernels.sampling import likeliest_of
 from inferplane_cpu.kernels.step import whole
 from inferplane_cpu.native import forced, instruction_sets, native
 from tests.unit.small import ENDS, PROJECTIONS, V3, WHOLE_MODEL, tiny_llama, tiny_v3
@@ -111,6 +112,33 @@ def test_a_step_in_one_call_gives_the_logits_that_are_asked_for(name):
             parts = bound.steps["decode"](batch, bound.cache)
             assert one[0].shape == (len(rows), 97) and one[0].isfinite().all() and one[1].shape[0] == 7
             assert all(torch.equal(a, b) for a, b in zip(one, parts, strict=True))
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("kind", ["as they come", "equals", "NaN", "all alike"])
+def test_a_step_in_one_call_knows_the_likeliest_tokens(name, kind):
+    """Those that the op `sample` finds in its logits, for these very logits alone."""
+    tree = tiny_llama(vocab_size=5001)  # several pieces for every thread
+    weights = stepping.draw_weights(tree, torch.bfloat16)
+    head = weights[id(tree.head.weight)]
+    if kind == "equals":
+        head[2500:5000] = head[:2500]
+    elif kind == "NaN":
+        head[[4990, 33, 4000]] = torch.nan
+    elif kind == "all alike":
+        head.zero_()
+    bound = bound_model(tree, weights, 40, True)
+    view = bound.steps["decode"].__self__
+    greedy = torch.zeros(6), None, None, None, None
+    with forced(name):
+        logits, _ = view.whole(view, replace(step_of(2), logit_rows=None), bound.cache)
+        found = view.sample(logits, *greedy)
+        assert found is likeliest_of(logits) and likeliest_of(logits.clone()) is None
+        assert torch.equal(found, view.sample(logits.clone(), *greedy))
+        want = torch.full((6,), 33) if kind == "NaN" else (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+        assert torch.equal(found, want)
+        assert len(set(want.tolist())) > 1 or kind in ("NaN", "all alike")
+        assert view.sample(logits[2:3], torch.zeros(1), None, None, None, None).tolist() == found[2:3].tolist()
 
 
 def step_of(rows):
