@@ -3,8 +3,13 @@
 import warnings
 
 import pytest
+import torch
 
+from inferplane.engine.decide import decide
 from inferplane.engine.params import SamplingParams
+from inferplane.engine.request import Request
+from inferplane.engine.scheduler import Scheduled
+from inferplane.types.batch import Query
 from tests.unit.fake_model import V, alone, engine, interrupted, right
 from tests.unit.test_engine_steps import greedy, some
 
@@ -247,3 +252,24 @@ def test_ends_of_text(script):
         assert (token.generated, token.finish_reason) == (whole[:cut], "stop")
         assert token.text.ids == whole[: cut - 1], "the token that ends it is no part of the text"
         assert 0 <= max(whole) < V
+
+
+@pytest.mark.parametrize(
+    ("drawn", "value"), [([2, 2, 2], 0.0), ([16], 0.0), ([-1], 0.0), ([3], torch.nan), ([3], -torch.inf), ([], 0.0)]
+)
+def test_what_a_broken_sampler_draws_fails_the_step(drawn, value):
+    """A token too many or too few, one that is none, one whose logit is no number."""
+    request = Request(1, [5, 6], SamplingParams(temperature=0), computed=1)
+    logits = torch.zeros(64, 16).index_fill(1, torch.tensor([3]), value)[:1]  # memory goes on behind the row
+
+    class Broken:
+        def likeliest(self, logits):
+            return torch.tensor(drawn, dtype=torch.int64)
+
+    def decided():
+        return decide([Scheduled(request, 1)], [Query([6], 1, [0], 1)], logits, Broken(), None)
+
+    with pytest.raises(FloatingPointError, match="NaN or infinity"):
+        decided()
+    drawn[:] = [4]
+    assert decided().tokens == [[4]]

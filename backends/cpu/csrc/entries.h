@@ -318,6 +318,7 @@ int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, 
 
 int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_ends *ends) {
   if (!Chain::fits(model->layers, caches, model->count, step)) return 0;
+  if (ends->wanted > kOwnRows) return -1;  // some row more than once
   for (int64_t i = 0; i < step->tokens; i++)
     if (ends->ids[i] < 0 || ends->ids[i] >= model->embed.n) return -1;
   for (int64_t i = 0; i < ends->wanted && ends->rows; i++)

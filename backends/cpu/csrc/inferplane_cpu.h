@@ -111,9 +111,9 @@ typedef struct {
   float eps;
 } ip_model;
 
-// What a model's step begins with and what it gives: token ids [tokens]; the `wanted` rows whose logits are asked for (null:
-// all); their logits [wanted, head.n]; the likeliest token of each, int64 [wanted], as ip_sample chooses it, or null; and hidden
-// [tokens, width], what the last norm gives.
+// What a model's step begins with and what it gives: token ids [tokens]; the `wanted` rows whose logits are asked for
+// (null: all); their logits [wanted, head.n]; the likeliest token of each, int64 [wanted], as ip_sample chooses it, or
+// null; and hidden [tokens, width], what the last norm gives.
 typedef struct {
   const int64_t *ids, *rows;
   int64_t wanted;
@@ -215,7 +215,8 @@ int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int
                       const ip_bf16 *x, const ip_bf16 *residual, ip_bf16 *out, ip_bf16 *out_residual);
 
 // A whole step of few tokens, with the very results of its parts in turn; 1 when it was done, 0 where it is not for so many
-// tokens or such layers, -1 when an id or a row is out of range: then nothing is written.
+// tokens or such layers, -1 when an id or a row is out of range or more rows are asked for than it takes: then nothing is
+// written.
 int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_ends *ends);
 
 #ifdef __cplusplus

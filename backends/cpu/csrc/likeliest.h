@@ -1,4 +1,5 @@
-// The likeliest token of a row of logits whose pieces come in any order, by any thread; as Row::likeliest in sampling.h.
+// The likeliest token of a row of logits whose pieces come in any order, from any thread; as Row::likeliest in
+// sampling.h.
 #pragma once
 #include <math.h>
 
@@ -11,16 +12,16 @@ class alignas(64) Likeliest {  // of one thread: no two write to a line
   // Logits of tokens j .. j + n.
   void take(int64_t j, int64_t n, const float *logits) {
     F most = splat(-INFINITY);
-    I odd = {};
+    I nans = {};
     int64_t c = 0;
     for (; c + kLanes <= n; c += kLanes) {
       F x = load<F>(logits + c);
-      odd |= x != x;
+      nans |= x != x;
       most = x > most ? x : most;
     }
     float top = -INFINITY;
     for (int l = 0; l < kLanes; l++) top = most[l] > top ? most[l] : top;
-    bool nan = sum(odd) != 0;
+    bool nan = sum(nans) != 0;
     for (; c < n; c++) nan |= logits[c] != logits[c], top = logits[c] > top ? logits[c] : top;
     if (nan) {
       for (c = 0; logits[c] == logits[c];) c++;

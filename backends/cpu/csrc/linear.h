@@ -20,9 +20,10 @@ inline int64_t chunk_rows(const ip_matrix &w, int threads) {
   return rows;
 }
 
-// The row that a thread reads first of `total` in chunks.
+// The row that a thread takes first of `total` in chunks, unless another has; -1 where it has no chunks of its own.
 inline int64_t first_row(const Team &team, int64_t total, int64_t chunk) {
-  return min64(team.first_of((total + chunk - 1) / chunk) * chunk, total - 1);
+  int64_t row = team.first_of((total + chunk - 1) / chunk) * chunk;
+  return row < total ? row : -1;
 }
 
 struct Laid {
@@ -49,8 +50,8 @@ inline void products(const ip_matrix &w, int64_t first, int64_t last, const Laid
   }
 }
 
-// Activations as the products with `w` want them; each thread lays out its own, which is cheaper than a barrier. `first` is
-// the row of w that the thread reads first.
+// Activations as the products with `w` want them; each thread lays out its own, which is cheaper than a barrier. `first`
+// is the row of w that the thread is likely to read first, -1 for none.
 template <class RowAt>
 inline Laid lay_out(const ip_matrix &w, int64_t m, int64_t first, RowAt row) {
   if (w.kind == IP_W8A8) {
@@ -60,7 +61,8 @@ inline Laid lay_out(const ip_matrix &w, int64_t m, int64_t first, RowAt row) {
   }
   Laid laid = {rows_of(scratch(0), m, w.k, row), {}, {}};
   if (w.kind == IP_INT8 || w.kind == IP_INT4)
-    laid.q = quantize(scratch(2), laid.rows, w, (const char *)w.data + first / kPanel * panel_bytes(w));
+    laid.q = quantize(scratch(2), laid.rows, w,
+                      first < 0 ? nullptr : (const char *)w.data + first / kPanel * panel_bytes(w));
   return laid;
 }
 

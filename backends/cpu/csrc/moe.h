@@ -64,7 +64,8 @@ inline void moe_gate_up(Team &team, const Moe &m) {
       const ip_matrix &w = m.gate_up[t.expert];
       int64_t token = t.count == 1 ? m.order[t.first] / m.top : -1;
       if (token < 0 ? laid_task != u / chunks : laid_token != token) {
-        laid = lay_out(w, t.count, u % chunks * chunk, [&](int64_t r) { return m.x + m.order[t.first + r] / m.top * m.ldx; });
+        laid = lay_out(w, t.count, u % chunks * chunk,
+                       [&](int64_t r) { return m.x + m.order[t.first + r] / m.top * m.ldx; });
         laid_task = u / chunks, laid_token = token;
       }
       int64_t j = u % chunks * chunk, n = min64(chunk, m.inner - j);

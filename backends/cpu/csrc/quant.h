@@ -38,18 +38,20 @@ inline I split_codes(I rounded, int32_t *first, int32_t *second) {
 }
 #endif
 
-constexpr int64_t kSoonLines = 8;  // asked for with each group of columns
+constexpr int64_t kSoonLines = 8;     // asked for with each group of columns
+constexpr int64_t kSoonBytes = 32768;  // and so many at most
 
 // `soon`: what is read next, of which a few lines a group come meanwhile; null: nothing.
 inline Quantized quantize(Scratch scratch[3], const Rows &x, const ip_matrix &w, const char *soon) {
   int64_t g = group_of(w), groups = groups_of(w), blocks = g / kStep;
+  const char *until = soon ? soon + kSoonBytes : soon;
   int32_t *q = scratch[0].get<int32_t>(x.m * groups * blocks * 16), offset = (int32_t)offset_of(w);
   float *scale = scratch[1].get<float>(x.m * groups);
   int32_t *start = scratch[2].get<int32_t>(x.m * groups);
   for (int64_t i = 0; i < x.m; i++)
     for (int64_t b = 0; b < groups; b++) {
       int64_t at = b * x.m + i, have = min64(g, x.padded - b * g);
-      for (int64_t l = 0; l < kSoonLines && soon && i == 0; l++, soon += 64) _mm_prefetch(soon, _MM_HINT_T1);
+      for (int64_t l = 0; l < kSoonLines && soon != until; l++, soon += 64) _mm_prefetch(soon, _MM_HINT_T1);
       const bf16 *from = x.x + i * x.padded + b * g;
       F value[8];
       I top = I{};
@@ -168,9 +170,9 @@ inline F scale_of(const ip_matrix &w, int64_t panel, int64_t g) { return scales_
 
 constexpr int64_t kAhead = 8192;  // bytes of a weight that are on their way
 #if defined(__AVX512BF16__) && !defined(INFERPLANE_AMX)
-// Zen 4, measured. Bytes that are read with so few rows it foresees by itself, and asking is slower. Nibbles, of which a line
-// takes four times the arithmetic, it does not; and what is asked for comes as far as the second cache, which is too far from
-// so much arithmetic.
+// Zen 4, measured. Bytes that are read with so few rows it foresees by itself, and asking is slower. Nibbles, of which a
+// line takes more arithmetic, it does not; and what is asked for far ahead comes as far as the second cache, from where it
+// is asked for again.
 constexpr int kForeseen = 2;
 constexpr int64_t kNear = 2048;
 #else
@@ -181,7 +183,7 @@ template <int KIND, int MT>
 inline void ask_ahead(const uint8_t *line) {
   if (KIND != IP_INT4 && MT <= kForeseen) return;
   _mm_prefetch((const char *)line + kAhead, _MM_HINT_T1);
-  if (kNear) _mm_prefetch((const char *)line + kNear, _MM_HINT_T0);
+  if (kNear && KIND != IP_W8A8) _mm_prefetch((const char *)line + kNear, _MM_HINT_T0);
 }
 
 #if defined(__AVX512VNNI__)

@@ -177,6 +177,10 @@ def test_what_is_out_of_range_is_told_by_the_parts():
             step(replace(good, **changes), bound.cache)
     with pytest.raises((IndexError, RuntimeError), match="out of range"):
         step(replace(good, logit_rows=good.logit_rows + 4), bound.cache)
+    for times in (3, 2000):  # of three rows
+        often = replace(good, logit_rows=good.logit_rows.repeat(times))
+        assert step.__self__.whole(step.__self__, often, bound.cache) is None
+        assert step(often, bound.cache)[0].shape == (3 * times, 97)
     assert step(good, bound.cache)[0].isfinite().all()
 
 

@@ -55,7 +55,7 @@ def decide(
     """
     if all(s.last and not s.drafts and s.request.likeliest_next for s in chosen):  # most steps, so in few lines
         drawn = sampler.likeliest(logits)
-        if not _finite(logits, drawn, sampler.vocab):
+        if not _finite(logits, drawn):
             raise FloatingPointError(NOT_FINITE)
         return Decided([[token] for token in drawn.tolist()], [[] for _ in chosen], [[] for _ in chosen])
     rows: list[SampleRow] = []
@@ -76,7 +76,7 @@ def decide(
     drawn = sampler.sample(some, step)
     # A broken kernel's usual sign, shown by the op `sample`. Raised for the step, it then ends the requests it is
     # in, found one by one.
-    if not _finite(some, drawn, sampler.vocab):
+    if not _finite(some, drawn):
         raise FloatingPointError(NOT_FINITE)
     deciding = [s for s in chosen if s.last]
     drafts = [s.drafts for s in deciding]
@@ -109,18 +109,17 @@ def decide(
     return Decided(tokens, scores, prompts)
 
 
-def _finite(logits: torch.Tensor, drawn: torch.Tensor, vocab: int) -> bool:
-    """Whether the logits of the drawn tokens, of `vocab` a row, are numbers."""
+def _finite(logits: torch.Tensor, drawn: torch.Tensor) -> bool:
+    """Whether the logits of the drawn tokens are numbers, and there is one for each row."""
     if not (logits.is_cpu and logits.dtype is torch.float32):
         return all(map(math.isfinite, logits.gather(1, drawn.unsqueeze(1)).squeeze(1).to(HOST).tolist()))
     # Without operators of torch or NumPy, whose code no step has left in the caches.
-    first, (row, column) = logits.data_ptr(), logits.stride()
-    for i, token in enumerate(drawn.tolist()):
-        if not (
-            0 <= token < vocab and math.isfinite(c_float.from_address(first + 4 * (i * row + token * column)).value)
-        ):
-            return False
-    return True
+    (rows, width), (to_row, to_column), first = logits.shape, logits.stride(), logits.data_ptr()
+    tokens = drawn.tolist()
+    if len(tokens) != rows or not all(0 <= token < width for token in tokens):
+        return False
+    places = (first + 4 * (i * to_row + token * to_column) for i, token in enumerate(tokens))
+    return all(math.isfinite(c_float.from_address(at).value) for at in places)
 
 
 def _rows(s: Scheduled) -> list[SampleRow]:

@@ -35,7 +35,8 @@ SLACK, ROUNDING = 0.01, 2.0**-20
 def set_likeliest(logits: torch.Tensor, tokens: torch.Tensor) -> None:
     """Keep the likeliest token of each row, int64 `[R]`, on the logits `[R, V]`: it was found while they were made.
 
-    It goes with this very tensor: a part, a copy, and what is made of them have none.
+    It goes with this very tensor, which nobody may change in place, nor the tokens. A part, a clone, and what is made
+    of them have none.
     """
     logits.__dict__["likeliest"] = tokens
 

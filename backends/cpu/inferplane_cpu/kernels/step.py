@@ -77,7 +77,7 @@ def whole(p: Any, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Ten
     done = library().ip_model_step(model, layers.caches, native_step(batch), ends)
     if not done:  # layers of two kinds: so will it be in the next step
         p.described = False
-    if done != 1:  # an id or a row is out of range, and the parts say so
+    if done != 1:  # an id or a row is out of range, or rows are asked for again and again: the parts know
         return None
     set_likeliest(logits, likeliest)
     return logits, hidden

@@ -143,8 +143,12 @@ def _load(message: messages.Load, owner: Connection) -> LocalEngine:
     def progress(done: int, total: int) -> None:
         owner.post(messages.Progress(done, total))
 
+    told: set[str] = set()
+
     def showwarning(message: Warning | str, *unused: Any) -> None:
-        owner.post(messages.Warned(str(message)))
+        if str(message) not in told:  # a draft model's may be the very words
+            told.add(str(message))
+            owner.post(messages.Warned(str(message)))
 
     with warnings.catch_warnings(), _Telling(showwarning):
         warnings.showwarning = showwarning  # type: ignore[assignment]
