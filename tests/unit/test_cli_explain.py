@@ -153,9 +153,9 @@ def test_step_kinds_that_differ_are_both_shown(cli):
 
     data = json.loads(cli("--device", "npu", "--json")[1])
     decode, mixed = ([s for s in data["sites"] if s["step_kind"] == kind] for kind in ("decode", "mixed"))
-    assert [row.alike for row in rows(decode)] == [row.alike for row in rows(mixed)]
+    assert [row.says(verbose=True) for row in rows(decode)] == [row.says(verbose=True) for row in rows(mixed)]
     mixed[3]["chosen"]["kernel"] = "another"
-    assert [row.alike for row in rows(decode)] != [row.alike for row in rows(mixed)]
+    assert [row.says(verbose=True) for row in rows(decode)] != [row.says(verbose=True) for row in rows(mixed)]
     assert [(row.depth, row.label) for row in rows(decode)][:4] == [
         (0, "model"),
         (1, "embed"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from inferplane.plugin import (
     DeviceState,
     Feature,
     Features,
+    InferplaneWarning,
     Kernel,
     KVLayout,
     KVRequest,
@@ -43,6 +45,7 @@ class CpuBackend(Backend):
         return Probe(
             Presence.AVAILABLE,
             f"{platform.machine()}, {threads.chosen()}; {native().reason}",
+            native().remedy,
             versions={"torch": torch.__version__},
             devices=1,
         )
@@ -50,6 +53,13 @@ class CpuBackend(Backend):
     def open(self) -> DeviceState:
         """Settle the number of threads, unless `OMP_NUM_THREADS` does, and describe the processor."""
         threads.settle()
+        if native().remedy:
+            warnings.warn(
+                f"Device cpu computes without its native kernels, several times slower: {native().reason}. To do: "
+                f"{native().remedy}.",
+                InferplaneWarning,
+                stacklevel=2,
+            )
         capability = torch.backends.cpu.get_cpu_capability()
         name = f"{platform.machine()} ({capability}; {native().reason})"
         return DeviceState("cpu", name, capability.lower(), self.features(), host_memory())

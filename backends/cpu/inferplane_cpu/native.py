@@ -17,6 +17,8 @@ import torch
 from inferplane.plugin import Feature, InferplaneWarning, UsageError
 
 VARIABLE = "INFERPLANE_CPU_ISA"
+UNWANTED = "INFERPLANE_NO_NATIVE"
+"""With what the note begins that an installation leaves where the kernels were not wanted."""
 """Names the instruction set to use ("avx2", "avx512", "avx512_bf16", "amx"), or "none" for torch's operators alone."""
 
 TILES = ("avx512_bf16", "amx")
@@ -199,10 +201,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Native(NamedTuple):
-    """What was found: the library, or None and why."""
+    """What was found: the library, or None and why; then what to do about it, empty where nobody has to do anything."""
 
     library: ctypes.CDLL | None
     reason: str
+    remedy: str = ""
 
     @property
     def feature(self) -> Feature:
@@ -229,7 +232,9 @@ def native() -> Native:
     if not found:
         note = folder / "native.txt"
         told = note.read_text().strip() if note.exists() else "Inferplane runs from a source tree without them"
-        return Native(None, f"the native kernels were not built: {told}")
+        unwanted = told.startswith(UNWANTED)
+        remedy = "" if unwanted else "install Inferplane again where there is a C++ compiler"
+        return Native(None, f"the native kernels were not built: {told}", remedy)
     openmp = _openmp()
     if not openmp:
         return Native(None, "torch has loaded no OpenMP library whose threads the native kernels could share")
@@ -259,7 +264,8 @@ def _chosen(library: ctypes.CDLL) -> Native:
     if not there:
         return Native(None, "the native kernels need a processor with AVX2")
     if asked and library.ip_select(asked.encode()):
-        return Native(None, f"{VARIABLE}={asked}, but this processor has {there}")
+        remedy = f"set {VARIABLE} to one of these or to none, or leave it out"
+        return Native(None, f"{VARIABLE}={asked}, but this processor has {there}", remedy)
     library.ip_on_thread(_thread_begins)
     return Native(library, f"native kernels on {library.ip_current().decode()} (of {there})")
 

@@ -1,5 +1,6 @@
 """Native kernels on every instruction set this machine has: against their oracles, in all sizes, and row by row."""
 
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -200,6 +201,13 @@ def test_without_native_kernels(value, reason, monkeypatch):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(reason) >= 2
+    missed = value != "none" if SETS else bool(native().remedy)  # and nobody asked for that
+    assert ("Device cpu computes without its native kernels" in done.stderr) == missed
+    doctor = [sys.executable, "-m", "inferplane", "doctor", "--json"]
+    done = subprocess.run(doctor, capture_output=True, text=True, check=False)
+    (line,) = [x for x in json.loads(done.stdout)["lines"] if x["subject"] == "device cpu"]
+    assert reason in line["detail"]
+    assert (line["status"], bool(line["remedy"])) == (("warn", True) if missed else ("ok", False))
 
 
 class Tomorrow(Structure):

@@ -28,11 +28,10 @@ class Row:
     depth: int
     entry: dict[str, Any]
 
-    @property
-    def alike(self) -> tuple[Any, ...]:
-        """Equal for rows that say the same of two step kinds."""
+    def says(self, *, verbose: bool) -> tuple[Any, ...]:
+        """Equal for rows that say the same of two step kinds; with `verbose` also of the losers."""
         e = self.entry
-        return self.label, self.depth, e["op"], str(e["chosen"]), str(e["rejected"])
+        return self.label, self.depth, e["op"], str(e["chosen"]), str(e["rejected"]) if verbose else ""
 
     @property
     def troubled(self) -> bool:
@@ -57,7 +56,8 @@ def plan_lines(
     columns = {kind: list(rows([site for site in data["sites"] if site["step_kind"] == kind])) for kind in kinds}
     shown: dict[str, list[Row]] = {}
     for kind in kinds:
-        same = next((k for k, r in shown.items() if [x.alike for x in r] == [x.alike for x in columns[kind]]), None)
+        words = [x.says(verbose=verbose) for x in columns[kind]]
+        same = next((k for k, r in shown.items() if [x.says(verbose=verbose) for x in r] == words), None)
         if same is None:
             shown[kind] = columns[kind]
         else:

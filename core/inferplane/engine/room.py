@@ -37,7 +37,7 @@ class Room:
         if self.blocks < 1:
             raise CapacityError(
                 f"One KV block takes {self.block_bytes} bytes; the cache may take {self.budget_bytes}.",
-                remedy="raise kv_cache_bytes",
+                remedy=f"raise kv_cache_bytes: {self.block_tokens} tokens take {self.block_bytes}",
             )
         held = most_tokens  # at once: with a window, blocks before it are given back
         if self.window is not None:

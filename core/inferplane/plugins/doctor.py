@@ -150,7 +150,8 @@ def _devices(host: PluginHost, open_devices: bool) -> Iterator[Line]:
         detail = f"{probe.presence.value}: {probe.reason} [{entry.distribution} {entry.version}]"
         if probe.versions:
             detail += "; " + ", ".join(f"{name} {version}" for name, version in probe.versions.items())
-        yield Line(f"device {entry.name}", _OF_PRESENCE[probe.presence], detail, probe.remedy)
+        status = "warn" if probe.available and probe.remedy else _OF_PRESENCE[probe.presence]
+        yield Line(f"device {entry.name}", status, detail, probe.remedy)
         if open_devices and probe.available:
             yield _opened(host, entry)
     if not any(entry.probe.available for entry in entries):

@@ -113,10 +113,11 @@ def unsaved(plan: Plan, scheme: str | None) -> list[str]:
         return []
     count, every = len(set().union(*found.values())), sum(w.format in formats for w in plan.weights.values())
     dtype = str(plan.settings.dtype).removeprefix("torch.")
+    do = "Leave" if dtype == "bfloat16" else "Ask for another dtype (bfloat16), or leave"
     return [
         f"quantization = {scheme!r} saves nothing for {count} of {every} weights: on device {plan.settings.device!r} "
         f"no kernel of {', '.join(sorted(found))} takes them quantized in {dtype}: they are rounded, then expanded. "
-        "Ask for another dtype (bfloat16), or leave quantization out; explain has each kernel's reason."
+        f"{do} quantization out; explain has each kernel's reason."
     ]
 
 

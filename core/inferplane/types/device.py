@@ -25,7 +25,7 @@ class Probe:
     Args:
         presence: ABSENT (the runtime or the hardware is not there), AVAILABLE, or BROKEN (there, but unusable).
         reason: one sentence for a person: what was looked for and found.
-        remedy: what to install or change; empty when available.
+        remedy: what to install or change; when available, what would make it better, usually nothing.
         versions: versions that matter, by package ("torch": "2.13.0").
         devices: number of devices seen, None when that needs opening them.
     """
