@@ -57,7 +57,7 @@ def decide(
         drawn = sampler.likeliest(logits)
         if not _finite(logits, drawn):
             raise FloatingPointError(NOT_FINITE)
-        return Decided([[token] for token in drawn.tolist()], [[] for _ in chosen], [[] for _ in chosen])
+        return Decided([[token] for token in _listed(drawn)], [[] for _ in chosen], [[] for _ in chosen])
     rows: list[SampleRow] = []
     at: list[int] = []
     prompts: list[list[TokenLogprob | None]] = []
@@ -91,7 +91,7 @@ def decide(
         table = torch.cat((verified.counts[:, None], verified.tokens), 1).to(HOST).tolist()
         kept = [t[:n] for n, *t in table]
     else:
-        kept = [[token] for token in drawn.tolist()]
+        kept = [[token] for token in _listed(drawn)]
     found = None
     if step.logprobs is not None:
         stood = [t for new, d in zip(kept, drafts) for t in (*new, *([0] * (1 + len(d) - len(new))))]
@@ -111,15 +111,20 @@ def decide(
 
 def _finite(logits: torch.Tensor, drawn: torch.Tensor) -> bool:
     """Whether the logits of the drawn tokens are numbers, and there is one for each row."""
-    if not (logits.is_cpu and logits.dtype is torch.float32):
+    if logits.device.type != HOST or logits.dtype is not torch.float32:
         return all(map(math.isfinite, logits.gather(1, drawn.unsqueeze(1)).squeeze(1).to(HOST).tolist()))
     # Without operators of torch or NumPy, whose code no step has left in the caches.
     (rows, width), (to_row, to_column), first = logits.shape, logits.stride(), logits.data_ptr()
-    tokens = drawn.tolist()
+    tokens = _listed(drawn)
     if len(tokens) != rows or not all(0 <= token < width for token in tokens):
         return False
     places = (first + 4 * (i * to_row + token * to_column) for i, token in enumerate(tokens))
     return all(math.isfinite(c_float.from_address(at).value) for at in places)
+
+
+def _listed(tokens: torch.Tensor) -> list[int]:
+    found: list[int] = (tokens if tokens.device.type == HOST else tokens.to(HOST)).tolist()
+    return found
 
 
 def _rows(s: Scheduled) -> list[SampleRow]:
