@@ -141,7 +141,9 @@ def summary(shape, test, runs, beside):
         out["inferplane_is_faster_by"] = statistics.median(ratios)
         out["at_least"] = lower_bound(ratios)
         out["ratios"] = sorted(ratios)
-    out["probe_gb_s"] = statistics.median((a + b) / 2 for _, a, b in runs)
+    probes = [(a + b) / 2 for _, a, b in runs]
+    out["probe_gb_s"] = statistics.median(probes)
+    out["turns"] = [{"tokens_per_s": tokens / s, "probe_gb_s": probe} for s, probe in zip(seconds, probes, strict=True)]
     return out
 
 
