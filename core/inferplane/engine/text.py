@@ -123,9 +123,22 @@ def _load(folder: str, kind: str) -> Any:
     if module.startswith("transformers."):
         chosen = getattr(importlib.import_module(module), name)
         return chosen.from_pretrained(folder, local_files_only=True)  # some take nothing else
-    from transformers import AutoTokenizer
+    import transformers
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    _check_class(Path(folder) / "tokenizer_config.json", transformers)
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _check_class(settings: Path, transformers: Any) -> None:
+    """Refuse a tokenizer whose class only the checkpoint's own code has: transformers before 5.21 took another one."""
+    from inferplane.models.config import read_object
+
+    entries = read_object(settings) if settings.is_file() else {}
+    own, name = entries.get("auto_map"), entries.get("tokenizer_class")
+    if not isinstance(own, Mapping) or "AutoTokenizer" not in own or not isinstance(name, str):
+        return
+    if not hasattr(transformers, name):
+        raise ValueError(f"its class {name} is code of the checkpoint's own, which is not run")
 
 
 def end_ids(folder: Path) -> frozenset[int]:
