@@ -17,9 +17,9 @@ import torch
 from inferplane.plugin import Feature, InferplaneWarning, UsageError
 
 VARIABLE = "INFERPLANE_CPU_ISA"
+"""Names the instruction set to use ("avx2", "avx512", "avx512_bf16", "amx"), or "none" for torch's operators alone."""
 UNWANTED = "INFERPLANE_NO_NATIVE"
 """With what the note begins that an installation leaves where the kernels were not wanted."""
-"""Names the instruction set to use ("avx2", "avx512", "avx512_bf16", "amx"), or "none" for torch's operators alone."""
 
 TILES = ("avx512_bf16", "amx")
 """Instruction sets with products and attention for many tokens (csrc/tiles.h)."""

@@ -123,6 +123,7 @@ def _finite(logits: torch.Tensor, drawn: torch.Tensor) -> bool:
 
 
 def _listed(tokens: torch.Tensor) -> list[int]:
+    """Tokens as integers, copied only from another device: to the host itself that is an operator, too."""
     found: list[int] = (tokens if tokens.device.type == HOST else tokens.to(HOST)).tolist()
     return found
 
