@@ -9,10 +9,10 @@
 #include "sampling.h"
 #include "table.h"
 #include "tiles.h"
-#if defined(__AVX512BF16__)
+#include "layer_bytes.h"
+#if defined(INFERPLANE_MANY)
 #include "layer_many.h"
 #endif
-#include "layer_bytes.h"
 
 namespace {
 
@@ -22,7 +22,7 @@ int linear_many_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m,
     in_parallel(w->n * w->k / 8 * m, [&](Team &team) { bytes_linear(team, *w, bytes, x, ldx, y, ldy, wide); });
     return 1;
   }
-#if defined(__AVX512BF16__)
+#if defined(INFERPLANE_MANY)
   PanelsOf panels = panels_in(scratch(16), m, w->k);
   in_parallel(w->n * w->k / 4 * m, [&](Team &team) {
     fill_panels(team, panels, w->k, [&](int64_t i) { return x + i * ldx; });
@@ -92,7 +92,7 @@ void attention_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache
 
 int attention_many_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
                          int64_t dim, int64_t v_dim, float scale, int64_t window, bf16 *out) {
-#if defined(__AVX512BF16__)
+#if defined(INFERPLANE_MANY)
   Attend a = attend_on(*cache, q, heads, kv_heads, dim, v_dim, window, scale, out);
   if (!attends_many(a)) return 0;
   ManyPlan many = plan_many(*batch, kv_heads, team_size(), scratch(17));
@@ -216,7 +216,7 @@ void decoder_layer_entry(const ip_layer *l, const ip_step *step, const bf16 *x, 
   LayerBuffers b = layer_buffers(&l, 1, m);
   Attend a = attend_of(*l, step->cache, b);
   clear_attended(*l, m, b);
-#if defined(__AVX512BF16__)
+#if defined(INFERPLANE_MANY)
   if (l->rounded && !l->latent && !l->routed && m > kRowTile && attends_many(a) && l->qkv.kind == IP_W8A8) {
     LayerBytes bytes = layer_bytes_in(scratch(21), m, *l);
     ManyPlan many = plan_many(step->batch, l->kv_heads, team_size(), scratch(17));

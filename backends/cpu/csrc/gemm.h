@@ -280,4 +280,29 @@ inline void gemm_rows(Team &team, const ip_matrix &w, const PanelsOf &x, void *y
       [&](int64_t j, int64_t panel, float *sums) { put_rows(w, x, j * 32, panel, sums, y, ldy, wide); });
 }
 
+// As `interleaved`, for any values.
+inline __m512i narrowed(const float *rows) {
+  __m512i even = _mm512_cvtepu16_epi32((__m256i)narrow(load<F>(rows)));
+  return _mm512_or_si512(even, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)narrow(load<F>(rows + 16))), 16));
+}
+
+// silu(gate) * up, both rounded to bf16 first, as the panels of the product with `down`.
+inline void gated_panels(Team &team, const ip_matrix &w, const PanelsOf &x, const PanelsOf &to) {
+  int64_t inner = w.n / 2;
+  gemm(
+      team, w, x, inner / 16, [&](int64_t j, int h) { return h * inner + j * 16; },
+      [&](int64_t j, int64_t panel, float *sums) {
+        for (int h = 0; h < 2; h++) {
+          uint32_t *at = to.at(panel + h, j * 16);
+          for (int r = 0; r < 16; r++) {
+            float *gate = sums + h * 256 + r * 16;
+            F a = (F)_mm512_castsi512_ps(rounded(gate)), b = (F)_mm512_castsi512_ps(rounded(gate + 512));
+            store(gate, silu(a) * b);
+          }
+          for (int r = 0; r < 8; r++) _mm512_store_si512(at + r * 16, narrowed(sums + h * 256 + r * 32));
+          if (inner % kStep && j * 16 + 16 == inner) memset(at + 128, 0, 128 * sizeof(uint32_t));
+        }
+      });
+}
+
 }  // namespace

@@ -1,6 +1,7 @@
 // Products with many rows, and a decoder layer for many tokens, where weights and activations have 8 bits (W8A8).
 #pragma once
 #include "layer.h"
+#include "many.h"
 
 namespace {
 
@@ -64,7 +65,7 @@ inline void bytes_linear(Team &team, const ip_matrix &w, const Bytes &b, const b
   bytes_rows(team, w, b, y, ldy, wide);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(INFERPLANE_MANY)
 // Bytes of one product after the other, in the same memory.
 struct LayerBytes {
   Bytes in, wide, inner;

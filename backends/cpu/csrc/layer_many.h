@@ -1,7 +1,7 @@
 // A decoder layer for many tokens on tiles: what a product wants of its activations is written by whoever makes them.
 #pragma once
-#include "attend_many.h"
 #include "layer.h"
+#include "many.h"
 
 namespace {
 
@@ -21,31 +21,6 @@ inline void norm_panels(Team &team, const PanelsOf &to, const bf16 *x, const bf1
       fill_panel(to, p, d, [&](int64_t i) { return y + i % kPanelRows * d; });
     }
   });
-}
-
-// As `interleaved`, for any values.
-inline __m512i narrowed(const float *rows) {
-  __m512i even = _mm512_cvtepu16_epi32((__m256i)narrow(load<F>(rows)));
-  return _mm512_or_si512(even, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)narrow(load<F>(rows + 16))), 16));
-}
-
-// silu(gate) * up, both rounded to bf16 first, as the panels of the product with `down`.
-inline void gated_panels(Team &team, const ip_matrix &w, const PanelsOf &x, const PanelsOf &to) {
-  int64_t inner = w.n / 2;
-  gemm(
-      team, w, x, inner / 16, [&](int64_t j, int h) { return h * inner + j * 16; },
-      [&](int64_t j, int64_t panel, float *sums) {
-        for (int h = 0; h < 2; h++) {
-          uint32_t *at = to.at(panel + h, j * 16);
-          for (int r = 0; r < 16; r++) {
-            float *gate = sums + h * 256 + r * 16;
-            F a = (F)_mm512_castsi512_ps(rounded(gate)), b = (F)_mm512_castsi512_ps(rounded(gate + 512));
-            store(gate, silu(a) * b);
-          }
-          for (int r = 0; r < 8; r++) _mm512_store_si512(at + r * 16, narrowed(sums + h * 256 + r * 32));
-          if (inner % kStep && j * 16 + 16 == inner) memset(at + 128, 0, 128 * sizeof(uint32_t));
-        }
-      });
 }
 
 inline void layer_many(Team &team, const ip_layer &l, const ip_step &step, const bf16 *x, const bf16 *residual, bf16 *out,

@@ -148,16 +148,20 @@ struct Sums {
 struct Scales {
   const float *full;
   const bf16 *half;  // where `full` is null
+#ifndef __AVX512F__
+  // Eight of the sixteen.
+  inline __m256 half_at(int64_t g, int h) const {
+    int64_t at = g * kLanes + h * 8;
+    return full ? _mm256_loadu_ps(full + at) : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + at)));
+  }
+#endif
   inline F at(int64_t g) const {
     if (full) return load<F>(full + g * kLanes);
 #ifdef __AVX512F__
     return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(half + g * kLanes)));
 #else
-    F v;
-    __m256 two[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + g * kLanes))),
-                     _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + g * kLanes + 8)))};
-    memcpy(&v, two, 64);
-    return v;
+    __m256 two[2] = {half_at(g, 0), half_at(g, 1)};
+    return load<F>(two);
 #endif
   }
 };
@@ -193,6 +197,7 @@ constexpr int kSplitRows = 2;   // so few have two chains of sums each, or they 
 constexpr int kQuantRows = 4, kSplitRows = 0;
 #endif
 
+#if defined(__AVX512F__)
 // out[i * ldo ..] for the 16 rows of a panel and MT rows of activations.
 template <int KIND, int MT>
 inline void quant_tile(const ip_matrix &w, int64_t panel, const Quantized &x, int64_t i0, float *out, int64_t ldo) {
@@ -244,6 +249,64 @@ inline void quant_tile(const ip_matrix &w, int64_t panel, const Quantized &x, in
   int64_t have = min64(kLanes, w.n - panel * kLanes);
   for (int i = 0; i < MT; i++) store_f(out + (i0 + i) * ldo, acc[i] * row, have);
 }
+#else
+// out[i * ldo ..] for the 16 rows of a panel and MT rows of activations, in registers that GCC's vectors of 64 bytes are
+// not kept in. Columns whose nibbles are high in their bytes are summed by themselves, sixteen times too large, where one
+// row asks.
+template <int KIND, int MT>
+inline void quant_tile(const ip_matrix &w, int64_t panel, const Quantized &x, int64_t i0, float *out, int64_t ldo) {
+  const uint8_t *p = (const uint8_t *)w.data + panel * panel_bytes(w);
+  const int32_t *q = x.quads + i0 * 16;
+  const int64_t blocks = x.group / kStep;
+  constexpr int lines = KIND == IP_INT8 ? 8 : 4;
+  constexpr bool apart = KIND == IP_INT4 && MT == 1;
+  const __m256i mask = _mm256_set1_epi16(KIND == IP_INT8 ? 255 : 15), upper = _mm256_set1_epi16(240);
+  Scales scales = scales_of(w, panel);
+  __m256 acc[MT][2] = {};
+  for (int64_t g = 0; g < x.groups; g++) {
+    __m256i s[MT][2], t[2] = {};
+    const int64_t at = g * x.m + i0;
+#pragma GCC unroll 4
+    for (int i = 0; i < MT; i++) s[i][0] = s[i][1] = _mm256_set1_epi32(x.start[at + i]);
+    for (int64_t b = 0; b < blocks; b++, p += 64 * lines, q += 16 * x.m) {
+#pragma GCC unroll 8
+      for (int l = 0; l < lines; l++) {
+        ask_ahead<KIND, MT>(p + 64 * l);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+          __m256i v = _mm256_loadu_si256((const __m256i *)(p + 64 * l + 32 * h)), odd = _mm256_srli_epi16(v, 8);
+          auto add = [](__m256i sum, __m256i entries, int32_t pair) {
+            return _mm256_add_epi32(sum, _mm256_madd_epi16(entries, _mm256_set1_epi32(pair)));
+          };
+          __m256i a = _mm256_and_si256(v, mask), c = KIND == IP_INT8 ? odd : _mm256_and_si256(odd, mask), e, d;
+          if (KIND == IP_INT4) {
+            e = _mm256_and_si256(apart ? v : _mm256_srli_epi16(v, 4), apart ? upper : mask);
+            d = apart ? _mm256_and_si256(odd, upper) : _mm256_srli_epi16(v, 12);
+          }
+#pragma GCC unroll 4
+          for (int i = 0; i < MT; i++) {
+            const int32_t *of = q + 16 * i + (KIND == IP_INT8 ? l : 2 * l);
+            s[i][h] = add(add(s[i][h], a, of[0]), c, of[8]);
+            if (KIND == IP_INT4) (apart ? t[h] : s[i][h]) = add(add(apart ? t[h] : s[i][h], e, of[1]), d, of[9]);
+          }
+        }
+      }
+    }
+    for (int h = 0; h < 2; h++) {
+      __m256 scale = w.group ? scales.half_at(g, h) : _mm256_set1_ps(1);
+#pragma GCC unroll 4
+      for (int i = 0; i < MT; i++) {
+        if (apart) s[i][h] = _mm256_add_epi32(s[i][h], _mm256_srai_epi32(t[h], 4));
+        __m256 by = _mm256_mul_ps(scale, _mm256_set1_ps(x.scale[at + i]));
+        acc[i][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(s[i][h]), by, acc[i][h]);
+      }
+    }
+  }
+  F row = w.group ? splat(1.0f) : scales.at(0);
+  int64_t have = min64(kLanes, w.n - panel * kLanes);
+  for (int i = 0; i < MT; i++) store_f(out + (i0 + i) * ldo, load<F>(acc[i]) * row, have);
+}
+#endif
 
 template <int KIND, int MT = kQuantRows>
 inline void quant_rows(const ip_matrix &w, int64_t panel, const Quantized &x, int64_t i, int64_t rows, float *out,

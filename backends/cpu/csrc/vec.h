@@ -33,8 +33,17 @@ inline F splat(float x) { return x - F{}; }
 inline U long16(H h) { return (U)_mm512_cvtepu16_epi32((__m256i)h); }
 inline H short16(U u) { return (H)_mm512_cvtepi32_epi16((__m512i)u); }
 #else
-inline U long16(H h) { return __builtin_convertvector(h, U); }
-inline H short16(U u) { return __builtin_convertvector(u, H); }
+inline U long16(H h) {
+  __m128i part[2];
+  memcpy(part, &h, 32);
+  __m256i wide[2] = {_mm256_cvtepu16_epi32(part[0]), _mm256_cvtepu16_epi32(part[1])};
+  return load<U>(wide);
+}
+inline H short16(U u) {
+  __m256i wide[2];
+  memcpy(wide, &u, 64);
+  return (H)_mm256_permute4x64_epi64(_mm256_packus_epi32(wide[0], wide[1]), 0xd8);
+}
 #endif
 inline F widen(H h) { return (F)(long16(h) << 16); }
 inline F load16(const bf16 *p) { return widen(load<H>(p)); }

@@ -21,8 +21,10 @@ VARIABLE = "INFERPLANE_CPU_ISA"
 UNWANTED = "INFERPLANE_NO_NATIVE"
 """With what the note begins that an installation leaves where the kernels were not wanted."""
 
-TILES = ("avx512_bf16", "amx")
-"""Instruction sets with products and attention for many tokens (csrc/tiles.h)."""
+TILES = ("avx2", "avx512_bf16", "amx")
+"""Instruction sets with products and attention for many tokens (csrc/many.h)."""
+AHEAD = ("avx2", "amx")
+"""Those whose products with many rows are faster than oneDNN's: it has none in bf16 on AVX2."""
 BF16, INT8, INT4, FP8, W8A8 = range(5)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
 
@@ -279,6 +281,11 @@ def _openmp() -> list[str]:
         return []
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6}
     return sorted(p for p in paths if Path(p).name.startswith(("libgomp", "libiomp5", "libomp")))
+
+
+def ahead() -> bool:
+    """Whether the instruction set in use is one of `AHEAD`."""
+    return library().ip_current().decode() in AHEAD
 
 
 def library() -> Any:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from inferplane.kernels.composed.shapes import padded
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
 from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, coded, matrices, panels_times
-from inferplane_cpu.native import Matrix, library
+from inferplane_cpu.native import Matrix, ahead, library
 
 KERNELS = Kernels()
 RANK_FIXED = RANK_PORTABLE - 10
@@ -90,12 +90,12 @@ def on_tiles(w: Matrix, x: torch.Tensor, y: torch.Tensor) -> bool:
 def many_rows(p: Any, x: torch.Tensor, bias: torch.Tensor | None, varied: bool = False) -> torch.Tensor:
     """`x w^T + bias` in bf16: on tiles by the native product, else by oneDNN.
 
-    Without AMX oneDNN's product with a bf16 weight is the faster one (Zen 4, 512 and 2,048 rows), unless it is compiled
+    On AVX-512 oneDNN's product with a bf16 weight is the faster one (Zen 4, 512 and 2,048 rows), unless it is compiled
     for this number of rows alone: `varied`.
     """
     w, plain = matrix_of(p), isinstance(p.weight, torch.Tensor)
     y = x.new_empty(x.shape[0], w.n)
-    if (not plain or varied or library().ip_current() == b"amx") and on_tiles(w, x, y):
+    if (not plain or varied or ahead()) and on_tiles(w, x, y):
         return y
     if plain:
         return F.linear(padded(x), p.weight, bias)[: x.shape[0]]
