@@ -11,18 +11,18 @@ inline void soften(const Attend &a, const float *by, int64_t begin, int64_t low,
   int64_t padded = round_up(high - begin, kLanes);
   for (int64_t j = 0; j < low - begin; j++) s[j] = -__builtin_inff();
   for (int64_t j = high - begin; j < padded; j++) s[j] = -__builtin_inff();
-  F most = splat(-__builtin_inff()), all = F{};
-  for (int64_t j = 0; j < padded; j += kLanes) {
-    F v = load<F>(s + j) * a.scale;
+  V most = V{} - __builtin_inff(), all = {};
+  for (int64_t j = 0; j < padded; j += kWide) {
+    V v = load<V>(s + j) * a.scale;
     store(s + j, v);
     most = v > most ? v : most;
   }
   float top = most[0];
-  for (int l = 1; l < kLanes; l++) top = most[l] > top ? most[l] : top;
-  for (int64_t j = 0; j < padded; j += kLanes) {
-    F p = vexp(load<F>(s + j) - top);
+  for (int l = 1; l < kWide; l++) top = most[l] > top ? most[l] : top;
+  for (int64_t j = 0; j < padded; j += kWide) {
+    V p = vexp(load<V>(s + j) - top);
     all = all + p;
-    store(s + j, by ? p * load<F>(by + j) : p);
+    store(s + j, by ? p * load<V>(by + j) : p);
   }
   part[0] = top;
   part[1] = sum(all);
@@ -34,25 +34,25 @@ inline void soften(const Attend &a, const float *by, int64_t begin, int64_t low,
 template <int R, int D, class Entry>
 inline void weigh(const Attend &a, const Entry *const *values, int64_t g, int64_t begin, int64_t low, int64_t high,
                   const float *weights, float *part, int64_t stride, Ahead &ahead, int64_t bytes) {
-  for (int64_t c = 0; c < a.v_dim; c += D * kLanes) {
-    bool whole = c + D * kLanes <= a.v_dim;
-    F acc[R][D];
+  for (int64_t c = 0; c < a.v_dim; c += D * kWide) {
+    bool whole = c + D * kWide <= a.v_dim;
+    V acc[R][D];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
       for (int d = 0; d < D; d++)
-        acc[r][d] = c + d * kLanes < a.v_dim ? load<F>(part + r * stride + 2 + c + d * kLanes) : F{};
+        acc[r][d] = c + d * kWide < a.v_dim ? load<V>(part + r * stride + 2 + c + d * kWide) : V{};
     for (int64_t j = low; j < high; j++) {
       const Entry *v = values[j - begin] + g * a.v_dim + c;
       if (!(j & 3) && c == 0) ahead.some(4 * bytes);
-      F value[D];
+      V value[D];
 #pragma GCC unroll 8
       for (int d = 0; d < D; d++)
-        value[d] = whole ? load16(v + d * kLanes)
-                         : c + d * kLanes < a.v_dim ? load16(v + d * kLanes, a.v_dim - c - d * kLanes) : F{};
+        value[d] = whole ? load_v(v + d * kWide)
+                         : c + d * kWide < a.v_dim ? load_v(v + d * kWide, a.v_dim - c - d * kWide) : V{};
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        F p = splat(weights[r * kSpan + j - begin]);
+        V p = all(weights[r * kSpan + j - begin]);
 #pragma GCC unroll 8
         for (int d = 0; d < D; d++) acc[r][d] = fma(p, value[d], acc[r][d]);
       }
@@ -61,16 +61,18 @@ inline void weigh(const Attend &a, const Entry *const *values, int64_t g, int64_
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
       for (int d = 0; d < D; d++)
-        if (c + d * kLanes < a.v_dim) store(part + r * stride + 2 + c + d * kLanes, acc[r][d]);
+        if (c + d * kWide < a.v_dim) store(part + r * stride + 2 + c + d * kWide, acc[r][d]);
   }
 }
 
-// Registers in which a row of values is summed: of one or two query rows with wide values, and else. With all of a row in
+// Registers in which a row of values is summed for so many query rows, if it is wide, and else. With all of a row in
 // registers it is read once, from its beginning to its end.
 #ifdef __AVX512F__
-constexpr int kMost = 8, kFew = 4;
+constexpr int most_registers(int rows) { return rows < 4 ? 8 : 4; }
+constexpr int few_registers(int) { return 4; }
 #else
-constexpr int kMost = 1, kFew = 1;
+constexpr int most_registers(int rows) { return 8 / rows; }
+constexpr int few_registers(int rows) { return 8 / rows; }
 #endif
 
 // Query rows of a task as its keys want them.
@@ -112,9 +114,9 @@ template <class Entry>
 inline void weigh_span(const Attend &a, const Unit &u, const Keys &seen, const Entry *const *values, const float *by,
                        float *scores, const Parts &to, Ahead &ahead) {
   const int64_t group = a.heads / a.kv_heads, m = u.t.tokens * group, begin = seen.begin;
-  const bool wide = a.v_dim > kFew * kLanes;
-  auto one = wide ? weigh<1, kMost, Entry> : weigh<1, kFew, Entry>;
-  auto two = wide ? weigh<2, kMost, Entry> : weigh<2, kFew, Entry>;
+  const bool wide = a.v_dim > few_registers(1) * kWide;
+  auto one = wide ? weigh<1, most_registers(1), Entry> : weigh<1, few_registers(1), Entry>;
+  auto two = wide ? weigh<2, most_registers(2), Entry> : weigh<2, few_registers(2), Entry>;
   auto high_of = [&](int64_t i) { return min64(seen.end, u.t.position + i + 1); };
   auto low_of = [&](int64_t i) { return a.window ? max64(begin, u.t.position + i + 1 - a.window) : begin; };
   auto part_of = [&](int64_t g, int64_t i, int64_t h) {
@@ -140,7 +142,7 @@ inline void weigh_span(const Attend &a, const Unit &u, const Keys &seen, const E
         for (int64_t h = 0; h < group && low < high;) {
           float *s = scores + (g * m + i * group + h) * kSpan, *p = part_of(g, i, h);
           if (h + 4 <= group)
-            weigh<4, kFew>(a, values, g, begin, low, high, s, p, to.stride, ahead, bytes), h += 4;
+            weigh<4, few_registers(4)>(a, values, g, begin, low, high, s, p, to.stride, ahead, bytes), h += 4;
           else if (h + 2 <= group)
             two(a, values, g, begin, low, high, s, p, to.stride, ahead, bytes), h += 2;
           else
@@ -227,15 +229,15 @@ inline void merge_spans(const float *part, int64_t step, int64_t count, int64_t 
   float weight[512];
   for (int64_t i0 = 0; i0 < count; i0 += 512)
     for (int64_t i = i0; i < min64(count, i0 + 512); i++)
-      all += part[i * step + 1] * vexp(splat(part[i * step] - top))[0];
-  for (int64_t c = 0; c < v_dim; c += kLanes) {
-    F acc = F{};
+      all += part[i * step + 1] * vexp(V{} + (part[i * step] - top))[0];
+  for (int64_t c = 0; c < v_dim; c += kWide) {
+    V acc = {};
     for (int64_t i = 0; i < count; i++) {
-      if (c == 0 && i < 512) weight[i] = vexp(splat(part[i * step] - top))[0];
-      float w = i < 512 ? weight[i] : vexp(splat(part[i * step] - top))[0];
-      if (part[i * step + 1] > 0) acc = fma(splat(w), load<F>(part + i * step + 2 + c), acc);
+      if (c == 0 && i < 512) weight[i] = vexp(V{} + (part[i * step] - top))[0];
+      float w = i < 512 ? weight[i] : vexp(V{} + (part[i * step] - top))[0];
+      if (part[i * step + 1] > 0) acc = fma(V{} + w, load<V>(part + i * step + 2 + c), acc);
     }
-    store16(out + c, acc / all, v_dim - c);
+    store_v(out + c, acc / all, v_dim - c);
   }
 }
 

@@ -22,13 +22,29 @@ inline F load16(const int8_t *p, int64_t n) {
   return load16(part);
 }
 
-// The largest of sixteen magnitudes that stand as integers, which rise as they do, and NaN is above all.
-inline float magnitude(I top) {
+#ifdef __AVX512F__
+inline V load_v(const int8_t *p) { return load16(p); }
+inline V load_v(const int8_t *p, int64_t n) { return load16(p, n); }
+#else
+inline V load_v(const int8_t *p) {
+  return (V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+inline V load_v(const int8_t *p, int64_t n) {
+  if (n >= kWide) return load_v(p);
+  int8_t part[kWide] = {};
+  memcpy(part, p, (size_t)n);
+  return load_v(part);
+}
+#endif
+
+// The largest of a register's magnitudes that stand as integers, which rise as they do, and NaN is above all.
+inline float magnitude(N top) {
 #ifdef __AVX512F__
   int32_t most = _mm512_reduce_max_epi32((__m512i)top);
 #else
-  int32_t most = 0;
-  for (int l = 0; l < kLanes; l++) most = top[l] > most ? top[l] : most;
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)top), _mm256_extracti128_si256((__m256i)top, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  int32_t most = _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
 #endif
   float f;
   memcpy(&f, &most, 4);
@@ -37,9 +53,9 @@ inline float magnitude(I top) {
 
 // The largest magnitude of n entries; NaN where one is.
 inline float largest(const bf16 *x, int64_t n) {
-  I top = I{};
-  for (int64_t c = 0; c < n; c += kLanes) {
-    I size = (I)((U)load16(x + c, n - c) & 0x7fffffffu);
+  N top = {};
+  for (int64_t c = 0; c < n; c += kWide) {
+    N size = (N)load_v(x + c, n - c) & 0x7fffffff;
     top = size > top ? size : top;
   }
   return magnitude(top);

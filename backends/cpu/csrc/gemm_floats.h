@@ -101,8 +101,10 @@ inline void gated_panels(Team &team, const ip_matrix &w, const PanelsOf &x, cons
       team, w, x, inner / kPanelRows, [&](int64_t j, int h) { return h * inner + j * kPanelRows; },
       [&](int64_t j, int64_t i, int64_t n, const float *gates, const float *ups) {
         for (int64_t r = 0; r < n; r++) {
-          F gate = widen(narrow(load<F>(gates + r * kPanelRows))), up = widen(narrow(load<F>(ups + r * kPanelRows)));
-          store(to.at(i + r, j * kPanelRows), widen(narrow(silu(gate) * up)));
+          for (int64_t c = 0; c < kPanelRows; c += kWide) {
+            V gate = rounded(load<V>(gates + r * kPanelRows + c)), up = rounded(load<V>(ups + r * kPanelRows + c));
+            store(to.at(i + r, j * kPanelRows + c), rounded(silu(gate) * up));
+          }
         }
       });
 }

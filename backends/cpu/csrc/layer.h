@@ -35,9 +35,9 @@ inline void gated(Team &team, const ip_matrix &w, const bf16 *x, int64_t m, bf16
         products(w, j, j + n, laid, gate, chunk);
         products(w, inner + j, inner + j + n, laid, up, chunk);
         for (int64_t i = 0; i < tile; i++)
-          for (int64_t c = 0; c < n; c += kLanes) {
-            F a = widen(narrow(load<F>(gate + i * chunk + c))), b = widen(narrow(load<F>(up + i * chunk + c)));
-            store16(out + (i0 + i) * inner + j + c, silu(a) * b);
+          for (int64_t c = 0; c < n; c += kWide) {
+            V a = rounded(load<V>(gate + i * chunk + c)), b = rounded(load<V>(up + i * chunk + c));
+            store_v(out + (i0 + i) * inner + j + c, silu(a) * b);
           }
       }
     });

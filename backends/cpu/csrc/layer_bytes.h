@@ -43,9 +43,11 @@ inline void gated_bytes(Team &team, const ip_matrix &w, const Bytes &x, bf16 *ou
   auto pair = [&](int64_t j, int h) { return h * half + j; };
   bytes_many(team, w, x, half, pair, [&](int64_t j, int64_t i, int64_t n, const int32_t *sums) {
     for (int64_t r = 0; r < n; r++) {
-      F gate = widen(narrow(bytes_result(w, j, x, i + r, sums + r * 16)));
-      F up = widen(narrow(bytes_result(w, half + j, x, i + r, sums + 512 + r * 16)));
-      store16(out + (i + r) * inner + j * kPanel, silu(gate) * up);
+      float gate[kPanel], up[kPanel];
+      store(gate, bytes_result(w, j, x, i + r, sums + r * 16));
+      store(up, bytes_result(w, half + j, x, i + r, sums + 512 + r * 16));
+      for (int64_t c = 0; c < kPanel; c += kWide)
+        store_v(out + (i + r) * inner + j * kPanel + c, silu(rounded(load<V>(gate + c))) * rounded(load<V>(up + c)));
     }
   });
 }

@@ -27,14 +27,14 @@ inline const bf16 *kv_b_rows(const Mla &m, int64_t first, int64_t n) {
 // sums += x[r] times row r of w, for R rows in their order.
 template <int R>
 inline void add_rows(const bf16 *w, int64_t ld, const bf16 *x, int64_t width, float *sums) {
-  F each[R];
+  V each[R];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; r++) each[r] = splat(widen1(x[r]));
-  for (int64_t c = 0; c < width; c += kLanes) {
-    F sum = load<F>(sums + c);
+  for (int r = 0; r < R; r++) each[r] = all(widen1(x[r]));
+  for (int64_t c = 0; c < width; c += kWide) {
+    V sum = load<V>(sums + c);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
-      sum = fma(each[r], width - c >= kLanes ? load16(w + r * ld + c) : load16(w + r * ld + c, width - c), sum);
+      sum = fma(each[r], width - c >= kWide ? load_v(w + r * ld + c) : load_v(w + r * ld + c, width - c), sum);
     store(sums + c, sum);
   }
 }

@@ -80,8 +80,8 @@ inline void moe_gate_up(Team &team, const Moe &m) {
       }
       for (int64_t i = 0; i < t.count; i++) {
         bf16 *to = m.hidden + m.order[t.first + i] * m.inner + j;
-        for (int64_t c = 0; c < n; c += kLanes)
-          store16(to + c, silu(load_f(gate + i * ld + c, n - c)) * load_f(up + i * ld + c, n - c), n - c);
+        for (int64_t c = 0; c < n; c += kWide)
+          store_v(to + c, silu(load_v(gate + i * ld + c, n - c)) * load_v(up + i * ld + c, n - c), n - c);
       }
     }
   });

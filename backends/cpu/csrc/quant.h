@@ -18,23 +18,36 @@ struct Quantized {
   const int32_t *start;  // [groups, m]: what takes the entries' offset out of a group's sum
 };
 
-// Writes sixteen rounded activations as `Sums` multiplies them; returns them.
+// Writes sixteen activations, rounded after `inverse`, as `Sums` multiplies them; returns their sums.
+inline N rounded_codes(V value, float inverse) {
+  return __builtin_convertvector(round_even(value * inverse), N) << 16 >> 16;  // what NaN became has no lower half
+}
 #if defined(__AVX512VNNI__)
-inline I split_codes(I rounded, int32_t *first, int32_t *second) {
-  I v = rounded << 16 >> 16, low = v << 24 >> 24;  // what NaN became has no lower half
+inline N split_codes(const V *value, float inverse, int32_t *first, int32_t *second) {
+  N v = rounded_codes(*value, inverse), low = v << 24 >> 24;
   _mm_storeu_si128((__m128i *)first, _mm512_cvtepi32_epi8((__m512i)((v - low) >> 8)));
   _mm_storeu_si128((__m128i *)second, _mm512_cvtepi32_epi8((__m512i)low));
   return v;
 }
-#else
-inline I split_codes(I rounded, int32_t *first, int32_t *second) {
-  I v = rounded << 16 >> 16;  // what NaN became has no lower half
+#elif defined(__AVX512F__)
+inline N split_codes(const V *value, float inverse, int32_t *first, int32_t *second) {
+  N v = rounded_codes(*value, inverse);
   for (int c = 0; c < 4; c++) {
     const int32_t e[4] = {v[4 * c], v[4 * c + 1], v[4 * c + 2], v[4 * c + 3]};
     first[c] = (int32_t)((uint32_t)(uint16_t)e[0] | (uint32_t)e[2] << 16);
     second[c] = (int32_t)((uint32_t)(uint16_t)e[1] | (uint32_t)e[3] << 16);
   }
   return v;
+}
+#else
+inline N split_codes(const V *value, float inverse, int32_t *first, int32_t *second) {
+  N a = rounded_codes(value[0], inverse), b = rounded_codes(value[1], inverse);
+  const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  __m256i quads = _mm256_shuffle_epi8(_mm256_packs_epi32((__m256i)a, (__m256i)b), order);  // 0 and 2, 1 and 3
+  __m128i low = _mm256_castsi256_si128(quads), high = _mm256_extracti128_si256(quads, 1);
+  _mm_storeu_si128((__m128i *)first, _mm_unpacklo_epi32(low, high));
+  _mm_storeu_si128((__m128i *)second, _mm_unpackhi_epi32(low, high));
+  return a + b;
 }
 #endif
 
@@ -53,11 +66,11 @@ inline Quantized quantize(Scratch scratch[3], const Rows &x, const ip_matrix &w,
       int64_t at = b * x.m + i, have = min64(g, x.padded - b * g);
       for (int64_t l = 0; l < kSoonLines && soon != until; l++, soon += 64) _mm_prefetch(soon, _MM_HINT_T1);
       const bf16 *from = x.x + i * x.padded + b * g;
-      F value[8];
-      I top = I{};
-      for (int64_t c = 0; c < g / kLanes; c++) {
-        value[c] = c * kLanes < have ? load16(from + c * kLanes) : F{};
-        I size = (I)((U)value[c] & 0x7fffffffu);
+      V value[128 / kWide];
+      N top = {};
+      for (int64_t c = 0; c < g / kWide; c++) {
+        value[c] = c * kWide < have ? load_v(from + c * kWide) : V{};
+        N size = (N)value[c] & 0x7fffffff;
         top = size > top ? size : top;
       }
       float most = magnitude(top);
@@ -65,10 +78,10 @@ inline Quantized quantize(Scratch scratch[3], const Rows &x, const ip_matrix &w,
       float inverse = most > 0 ? 32512.0f / most : 0.0f;
       if (!(inverse < 3e38f)) scale[at] = inverse = 0.0f;  // too small to be told from zero; NaN goes the same way
       if (!(most < 3e38f)) scale[at] = most - most;        // infinite or NaN: so is every result
-      I all = I{};
+      N all = {};
       for (int64_t c = 0; c < g / kLanes; c++) {
         int32_t *to = q + ((b * blocks + c / 2) * x.m + i) * 16 + c % 2 * 4;
-        all += split_codes(__builtin_convertvector(round_even(value[c] * inverse), I), to, to + 8);
+        all += split_codes(value + c * (kLanes / kWide), inverse, to, to + 8);
       }
       start[at] = -offset * sum(all);
     }
@@ -134,6 +147,7 @@ struct Sums {
     for (int i = 0; i < 2; i++) {
       a[i] = _mm256_add_epi32(a[i], _mm256_madd_epi16(_mm256_and_si256(w.half[i], bytes), x));
       a[i] = _mm256_add_epi32(a[i], _mm256_madd_epi16(_mm256_srli_epi16(w.half[i], 8), y));
+      __asm__("" : "+x"(a[i]));  // as in quant_tile
     }
   }
   inline I end() const {
@@ -262,9 +276,11 @@ inline void quant_tile(const ip_matrix &w, int64_t panel, const Quantized &x, in
   constexpr bool apart = KIND == IP_INT4 && MT == 1;
   const __m256i mask = _mm256_set1_epi16(KIND == IP_INT8 ? 255 : 15), upper = _mm256_set1_epi16(240);
   Scales scales = scales_of(w, panel);
-  __m256 acc[MT][2] = {};
+  __m256 acc[MT][2];
+#pragma GCC unroll 4
+  for (int i = 0; i < MT; i++) acc[i][0] = acc[i][1] = __m256{};
   for (int64_t g = 0; g < x.groups; g++) {
-    __m256i s[MT][2], t[2] = {};
+    __m256i s[MT][2], t[2] = {__m256i{}, __m256i{}};
     const int64_t at = g * x.m + i0;
 #pragma GCC unroll 4
     for (int i = 0; i < MT; i++) s[i][0] = s[i][1] = _mm256_set1_epi32(x.start[at + i]);
@@ -275,8 +291,10 @@ inline void quant_tile(const ip_matrix &w, int64_t panel, const Quantized &x, in
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
           __m256i v = _mm256_loadu_si256((const __m256i *)(p + 64 * l + 32 * h)), odd = _mm256_srli_epi16(v, 8);
-          auto add = [](__m256i sum, __m256i entries, int32_t pair) {
-            return _mm256_add_epi32(sum, _mm256_madd_epi16(entries, _mm256_set1_epi32(pair)));
+          auto add = [](__m256i sum, __m256i entries, int32_t pair) __attribute__((always_inline)) {
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(entries, _mm256_set1_epi32(pair)));
+            __asm__("" : "+x"(sum));  // or GCC adds products up in a tree, for which there are too few registers
+            return sum;
           };
           __m256i a = _mm256_and_si256(v, mask), c = KIND == IP_INT8 ? odd : _mm256_and_si256(odd, mask), e, d;
           if (KIND == IP_INT4) {
@@ -292,6 +310,7 @@ inline void quant_tile(const ip_matrix &w, int64_t panel, const Quantized &x, in
         }
       }
     }
+#pragma GCC unroll 2
     for (int h = 0; h < 2; h++) {
       __m256 scale = w.group ? scales.half_at(g, h) : _mm256_set1_ps(1);
 #pragma GCC unroll 4
@@ -304,7 +323,11 @@ inline void quant_tile(const ip_matrix &w, int64_t panel, const Quantized &x, in
   }
   F row = w.group ? splat(1.0f) : scales.at(0);
   int64_t have = min64(kLanes, w.n - panel * kLanes);
-  for (int i = 0; i < MT; i++) store_f(out + (i0 + i) * ldo, load<F>(acc[i]) * row, have);
+#pragma GCC unroll 4
+  for (int i = 0; i < MT; i++) {
+    __m256 sums[2] = {acc[i][0], acc[i][1]};
+    store_f(out + (i0 + i) * ldo, load<F>(sums) * row, have);
+  }
 }
 #endif
 

@@ -17,9 +17,9 @@ inline int64_t largest(const float *x, int64_t n) {
 // score = sigmoid(logits) or softmax(logits), of n experts.
 inline void route_scores(const float *logits, int64_t n, int32_t sigmoid, float *score) {
   float top = logits[largest(logits, n)], all = 0;
-  for (int64_t c = 0; c < n; c += kLanes) {
-    F x = load_f(logits + c, n - c);
-    store_f(score + c, sigmoid ? 1.0f / (1.0f + vexp(-x)) : vexp(x - top), n - c);
+  for (int64_t c = 0; c < n; c += kWide) {
+    V x = load_v(logits + c, n - c);
+    store_v(score + c, sigmoid ? 1.0f / (1.0f + vexp(-x)) : vexp(x - top), n - c);
   }
   if (sigmoid) return;
   for (int64_t e = 0; e < n; e++) all += score[e];

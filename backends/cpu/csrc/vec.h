@@ -16,6 +16,10 @@ typedef uint16_t H __attribute__((vector_size(32)));
 
 constexpr int kLanes = 16;
 
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
 template <class V, class T>
 inline V load(const T *p) {
   V v;
@@ -154,6 +158,67 @@ inline F fma(F a, F b, F c) {
   return c;
 #endif
 }
+// One register: what chains of operations are written in, since GCC keeps vectors of two registers in memory.
+#ifdef __AVX512F__
+constexpr int kWide = 16;
+typedef F V;
+typedef I N;
+inline V load_v(const bf16 *p) { return load16(p); }
+inline V load_v(const bf16 *p, int64_t n) { return load16(p, n); }
+inline V load_v(const float *p, int64_t n) { return load_f(p, n); }
+inline void store_v(bf16 *p, V v) { store16(p, v); }
+inline void store_v(bf16 *p, V v, int64_t n) { store16(p, v, n); }
+inline void store_v(float *p, V v, int64_t n) { store_f(p, v, n); }
+inline V rounded(V v) { return widen(narrow(v)); }
+#else
+constexpr int kWide = 8;
+typedef float V __attribute__((vector_size(32)));
+typedef int32_t N __attribute__((vector_size(32)));
+inline V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline V load_v(const bf16 *p) {
+  return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+}
+inline V load_v(const bf16 *p, int64_t n) {
+  if (n >= kWide) return load_v(p);
+  bf16 part[kWide] = {};
+  memcpy(part, p, (size_t)n * sizeof(bf16));
+  return load_v(part);
+}
+inline V load_v(const float *p, int64_t n) {
+  if (n >= kWide) return load<V>(p);
+  V v = {};
+  memcpy(&v, p, (size_t)n * sizeof(float));
+  return v;
+}
+// To nearest even, in the upper halves; NaN stays NaN.
+inline __m256i rounded_up(V v) {
+  __m256i u = (__m256i)v, odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  __m256i near = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+  return _mm256_blendv_epi8(near, quiet, (__m256i)_mm256_cmp_ps((__m256)v, (__m256)v, _CMP_UNORD_Q));
+}
+inline V rounded(V v) { return (V)_mm256_and_si256(rounded_up(v), _mm256_set1_epi32((int)0xffff0000u)); }
+inline void store_v(bf16 *p, V v) {
+  __m256i u = _mm256_srli_epi32(rounded_up(v), 16);
+  _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1)));
+}
+inline void store_v(bf16 *p, V v, int64_t n) {
+  if (n >= kWide) return store_v(p, v);
+  bf16 part[kWide];
+  store_v(part, v);
+  memcpy(p, part, (size_t)n * sizeof(bf16));
+}
+inline void store_v(float *p, V v, int64_t n) { memcpy(p, &v, (size_t)min64(n, kWide) * sizeof(float)); }
+#endif
+inline V all(float x) { return x - V{}; }
+#ifndef __AVX512F__
+inline int32_t sum(N v) {
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+#endif
+
 inline F round_even(F v) {
 #ifdef __AVX512F__
   return (F)_mm512_roundscale_ps((__m512)v, 0);
@@ -162,29 +227,28 @@ inline F round_even(F v) {
   return (v + magic) - magic;
 #endif
 }
+#ifndef __AVX512F__
+inline V round_even(V v) { return (V)_mm256_round_ps((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+#endif
 
 // exp to about 2 units in the last place; below -87 it is 0. Cephes' polynomial.
-inline F vexp(F x) {
-  F low = (F)((I)(x < -87.0f));
-  x = x < -87.0f ? splat(-87.0f) : x;
-  x = x > 88.0f ? splat(88.0f) : x;
-  F n = round_even(x * 1.44269504088896341f);
-  F r = fma(n, splat(-0.693359375f), x);
-  r = fma(n, splat(2.12194440e-4f), r);
-  F y = splat(1.9875691500e-4f);
-  y = fma(y, r, splat(1.3981999507e-3f));
-  y = fma(y, r, splat(8.3334519073e-3f));
-  y = fma(y, r, splat(4.1665795894e-2f));
-  y = fma(y, r, splat(1.6666665459e-1f));
-  y = fma(y, r, splat(5.0000001201e-1f));
+inline V vexp(V x) {
+  V low = (V)((N)(x < -87.0f));
+  x = x < -87.0f ? all(-87.0f) : x;
+  x = x > 88.0f ? all(88.0f) : x;
+  V n = round_even(x * 1.44269504088896341f);
+  V r = fma(n, all(-0.693359375f), x);
+  r = fma(n, all(2.12194440e-4f), r);
+  V y = all(1.9875691500e-4f);
+  y = fma(y, r, all(1.3981999507e-3f));
+  y = fma(y, r, all(8.3334519073e-3f));
+  y = fma(y, r, all(4.1665795894e-2f));
+  y = fma(y, r, all(1.6666665459e-1f));
+  y = fma(y, r, all(5.0000001201e-1f));
   y = fma(y, r * r, r) + 1.0f;
-  I bits = (__builtin_convertvector(n, I) + 127) << 23;
-  return (F)((I)(y * (F)bits) & ~(I)low);
+  N bits = (__builtin_convertvector(n, N) + 127) << 23;
+  return (V)((N)(y * (V)bits) & ~(N)low);
 }
-inline F silu(F x) { return x / (1.0f + vexp(-x)); }
-
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+inline V silu(V x) { return x / (1.0f + vexp(-x)); }
 
 }  // namespace

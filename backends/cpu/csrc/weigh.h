@@ -13,11 +13,8 @@ namespace {
 constexpr float kWeightless = -27.75f;  // exp of it is less than 2^-40
 constexpr float kFar = -40.0f;          // where all that is further down is put
 
-// One register of logits, and marks of its lanes; the compiler does less well with two registers.
+// Marks of a register's lanes.
 #ifdef __AVX512DQ__
-constexpr int kWide = 16;
-typedef F V;
-typedef I N;
 typedef __mmask16 Where;
 inline V larger(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }  // b where one of them is NaN
 inline V smaller(V a, V b) { return (V)_mm512_min_ps((__m512)a, (__m512)b); }  // b where one of them is NaN
@@ -39,12 +36,8 @@ inline void pack(int32_t *p, N x, Where marked) {
   _mm512_storeu_si512(p, _mm512_maskz_compress_epi32(marked, (__m512i)x));
 }
 #else
-constexpr int kWide = 8;
-typedef float V __attribute__((vector_size(32)));
-typedef int32_t N __attribute__((vector_size(32)));
 typedef N Where;
 inline V larger(V a, V b) { return (V)_mm256_max_ps((__m256)a, (__m256)b); }
-inline V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline V smaller(V a, V b) { return (V)_mm256_min_ps((__m256)a, (__m256)b); }
 inline Where at_least(V a, V b) { return (N)(a >= b); }
 inline Where at_least(V a, V b, Where of) { return (N)(a >= b) & of; }
@@ -67,7 +60,6 @@ typedef uint16_t Short __attribute__((vector_size(kWide * 2)));
 
 inline float widened(float x) { return x; }
 inline float widened(bf16 x) { return widen1(x); }
-inline V all(float x) { return x - V{}; }
 
 // A register of logits, -inf behind the end.
 inline V logits_at(const float *p, int64_t n) {
