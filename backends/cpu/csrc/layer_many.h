@@ -1,4 +1,4 @@
-// A decoder layer for many tokens on tiles: what a product wants of its activations is written by whoever makes them.
+// A decoder layer for many tokens: what a product wants of its activations is written by whoever makes them.
 #pragma once
 #include "layer.h"
 #include "many.h"

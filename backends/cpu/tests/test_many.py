@@ -16,7 +16,7 @@ from inferplane_cpu.kernels.attention import LAYOUTS
 from inferplane_cpu.kernels.linear import many_rows, multiply, on_tiles
 from inferplane_cpu.kernels.packed import PANELS, Panels, matrices
 from inferplane_cpu.kvcache import layouts
-from inferplane_cpu.native import TILES, forced, instruction_sets, native
+from inferplane_cpu.native import AHEAD, TILES, forced, instruction_sets, native
 
 SETS = [name for name in TILES if name in instruction_sets()]
 pytestmark = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -95,6 +95,17 @@ def test_without_amx_many_rows_of_a_bf16_weight_are_onednns():
         found = many_rows(SimpleNamespace(weight=w), x, None)
         assert on_tiles(matrices(w)[0], x, native)
     assert torch.equal(found, torch.nn.functional.linear(padded(x), w)) and not torch.equal(found, native)
+
+
+@pytest.mark.parametrize("isa", [name for name in AHEAD if name in SETS])
+def test_where_onednn_is_behind_many_rows_of_a_bf16_weight_are_native(isa):
+    draw = torch.Generator().manual_seed(6)
+    w, x = torch.randn(200, 3000, generator=draw).bfloat16(), torch.randn(64, 3000, generator=draw).bfloat16()
+    native = torch.empty(64, 200, dtype=torch.bfloat16)
+    with forced(isa):
+        found = many_rows(SimpleNamespace(weight=w), x, None)
+        assert on_tiles(matrices(w)[0], x, native)
+    assert torch.equal(found, native) and not torch.equal(found, torch.nn.functional.linear(padded(x), w))
 
 
 def named(name):
