@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -160,6 +161,15 @@ def test_cut_off(part, tmp_path):
     """At every 64th of the file."""
     (tmp_path / "model.safetensors").write_bytes(GOOD[: len(GOOD) * part // 64])
     assert str(tmp_path / "model.safetensors") in refused(lambda: SafetensorsFolder(tmp_path))
+
+
+@pytest.mark.parametrize("space", ["", " "])
+@pytest.mark.parametrize("order", itertools.permutations(["dtype", "shape", "data_offsets"]))
+def test_entries_in_any_order_and_spelling_are_the_same(order, space, tmp_path):
+    text = f",{space}".join(f'"{k}":{space}{json.dumps(entry("F32", (2, 2), (0, 16))[k])}' for k in order)
+    (tmp_path / "model.safetensors").write_bytes(tensors("{" + text + "}"))
+    found = read_all(tmp_path)["a"]
+    assert (found.shape, found.dtype) == ((2, 2), torch.float32)
 
 
 def test_names_are_read_as_they_were_written(tmp_path):

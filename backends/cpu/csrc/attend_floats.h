@@ -3,6 +3,8 @@
 // A thread takes some query tokens of a KV head's query heads and goes through the keys in spans, which it turns into the
 // second-level cache with their values; some query rows at a time pass by. Scores, weights and results are rows of float32.
 #pragma once
+#include <float.h>
+
 #include "gemm_floats.h"
 #include "many_plan.h"
 #include "weigh.h"
@@ -40,7 +42,7 @@ struct Many {
         const bf16 *from = a.q + ((t.first + i) * a.heads + g * group + h) * a.dim;
         float *to = queries + (h * t.tokens + i) * a.dim;
         for (int64_t c = 0; c < a.dim; c += kLanes) store(to + c, load16(from + c) * a.scale);
-        top[h * t.tokens + i] = -1e30f, total[h * t.tokens + i] = 0;
+        top[h * t.tokens + i] = -FLT_MAX, total[h * t.tokens + i] = 0;
       }
     memset(sums, 0, (size_t)(group * t.tokens * a.v_dim) * sizeof(float));
   }
@@ -60,35 +62,57 @@ struct Many {
     }
   }
 
+  // The keys that a query at `position` sees, of first .. last, counted from `first`.
+  int64_t low(int64_t first, int64_t position) const {
+    return a.window ? max64(0, position + 1 - a.window - first) : 0;
+  }
+  static int64_t high(int64_t first, int64_t last, int64_t position) { return min64(last, position + 1) - first; }
+
   // Scores of keys first .. last of a query row at `position` to weights in place; `o`: what was summed before, which is
   // brought to the new maximum.
   void weigh(int64_t first, int64_t last, int64_t position, float *s, float *highest, float *sum_of, float *o) const {
-    int64_t padded = round_up(last - first, kLanes), high = min64(last, position + 1) - first;
-    int64_t low = a.window ? max64(0, position + 1 - a.window - first) : 0;
-    if (low >= high) {
-      memset(s, 0, (size_t)padded * sizeof(float));
-      return;
-    }
-    auto hide = [&](float as) {
-      for (int64_t j = 0; j < low; j++) s[j] = as;
-      for (int64_t j = high; j < padded; j++) s[j] = as;
-    };
-    hide(-__builtin_inff());
+    int64_t padded = round_up(last - first, kLanes), from = low(first, position), to = high(first, last, position);
+    if (from >= to) return;
+    for (int64_t j = 0; j < from; j++) s[j] = -__builtin_inff();
+    for (int64_t j = to; j < padded; j++) s[j] = -__builtin_inff();
     V most = all(*highest);
     for (int64_t j = 0; j < padded; j += kWide) most = larger(load<V>(s + j), most);
     float now = most[0];
     for (int l = 1; l < kWide; l++) now = most[l] > now ? most[l] : now;
     // Weights and their sum are 2^20 times too large, which their quotient does not show.
-    for (int64_t j = 0; j < padded; j += kWide) store(s + j, exp_scaled(larger(all(kFar), load<V>(s + j) - now)));
-    hide(0);
+    auto weight = [](V below) { return below < kFar ? V{} : exp_scaled(below); };  // NaN is kept
     V sums_of = {};
-    for (int64_t j = 0; j < padded; j += kWide) sums_of += load<V>(s + j);
+    for (int64_t j = 0; j < padded; j += kWide) {
+      V p = weight(load<V>(s + j) - now);
+      sums_of += p;
+      store(s + j, p);
+    }
     if (now > *highest) {
-      float change = exp_scaled(larger(all(kFar), all(*highest - now)))[0] * 0x1p-20f;
+      float change = weight(all(*highest - now))[0] * 0x1p-20f;
       for (int64_t d = 0; d < a.v_dim; d += kLanes) store(o + d, load<F>(o + d) * change);
       *sum_of *= change, *highest = now;
     }
     *sum_of += sum((__m256)sums_of);
+  }
+
+  // Adds the values of keys first .. last to a tile of query rows from `position` on, each times its weight. Keys that all of
+  // them see are added together, the others row by row: a value that is not finite must not meet a weight of zero.
+  void add_values(int64_t first, int64_t last, int64_t position, int64_t rows, const float *weights, float *o) const {
+    int64_t from = low(first, position + rows - 1), to = high(first, last, position);
+    auto add = [&](int64_t r, int64_t n, int64_t begin, int64_t end, int64_t d) {
+      if (begin < end)
+        tiles_floats(weights + r * kManySpan + begin, kManySpan, n, values + (d * kManySpan + begin * kPanelRows), end - begin,
+                     false, o + r * a.v_dim + d, a.v_dim);
+    };
+    for (int64_t d = 0; d < a.v_dim; d += kPanelRows) {
+      for (int64_t r = 0; r < rows; r++) {
+        int64_t end = high(first, last, position + r);
+        add(r, 1, low(first, position + r), from < to ? min64(from, end) : end, d);
+      }
+      if (from >= to) continue;
+      add(0, rows, from, to, d);
+      for (int64_t r = 0; r < rows; r++) add(r, 1, to, high(first, last, position + r), d);
+    }
   }
 
   void end() const {
@@ -114,9 +138,9 @@ struct Many {
             tiles_floats(queries + u * a.dim, a.dim, rows, keys + k * a.dim, a.dim, true, scores + k, kManySpan);
           for (int64_t r = 0; r < rows; r++)
             weigh(first, seen, position + r, scores + r * kManySpan, top + u + r, total + u + r, sums + (u + r) * a.v_dim);
-          for (int64_t d = 0; d < a.v_dim; d += kPanelRows)
-            tiles_floats(scores, kManySpan, rows, values + d * kManySpan, seen - first, false, sums + u * a.v_dim + d,
-                         a.v_dim);
+          for (int64_t r = 0; r < rows; r += kTileRows)
+            add_values(first, seen, position + r, min64(kTileRows, rows - r), scores + r * kManySpan,
+                       sums + (u + r) * a.v_dim);
         }
         u += rows;
       }

@@ -12,7 +12,8 @@ constexpr int64_t kGemmColumns = 256;  // columns of a block
 constexpr int64_t kGemmBlocks = 2;     // blocks of twice sixteen rows that a thread takes at a time
 constexpr int64_t kNearRows = 48;      // rows of activations that stay near while a thread's weights pass by
 
-// Activations in float32, rows `padded` entries apart, which is no multiple of a page: rows side by side are read together.
+// Activations in float32, rows `padded` entries apart: an odd number of lines, so that rows side by side, which are read
+// together, do not take the same places in a cache.
 struct PanelsOf {
   float *rows;
   int64_t m, padded;
@@ -20,7 +21,7 @@ struct PanelsOf {
 };
 
 inline PanelsOf panels_in(Scratch *s, int64_t m, int64_t k) {
-  int64_t padded = round_up(k, kLanes) + kLanes;
+  int64_t padded = round_up(k, kLanes) | kLanes;
   return {s->get<float>(m * padded), m, padded};
 }
 

@@ -143,7 +143,7 @@ int ip_threads(void);
 
 // y[i, :] = x[i, :] w^T + bias for m rows; y float32 when `wide`, else bf16.
 void ip_linear(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
-// As ip_linear, for many rows and weights of every kind, quantized ones rounded to bf16; 1 when it was done, 0 where this
+// As ip_linear, for many rows and weights of every kind, quantized ones rounded to bf16 but on AVX2; 1 when it was done, 0 where this
 // instruction set has nothing better than the caller.
 int ip_linear_many(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
 // Rows first .. last of a weight as bf16 [last - first, k].
@@ -176,8 +176,8 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
             const ip_matrix *kv_b, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t nope, int64_t rope,
             int64_t value, int64_t latent, float scale, ip_bf16 *out);
 
-// The same for many query tokens a sequence, with attention's weights rounded to bf16; sequences with few come first. 1 when
-// it was done, 0 where this instruction set has nothing better than the caller, or the sizes do not suit it.
+// The same for many query tokens a sequence, with attention's weights rounded to bf16 but on AVX2; sequences with few come
+// first. 1 when it was done, 0 where this instruction set has nothing better than the caller, or the sizes do not suit it.
 int ip_attention_many(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
                       int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out);
 

@@ -24,7 +24,7 @@ UNWANTED = "INFERPLANE_NO_NATIVE"
 TILES = ("avx2", "avx512_bf16", "amx")
 """Instruction sets with products and attention for many tokens (csrc/many.h)."""
 AHEAD = ("avx2", "amx")
-"""Those whose products with many rows are faster than oneDNN's: it has none in bf16 on AVX2."""
+"""Those whose products with many rows are faster than oneDNN's, which has none in bf16 on AVX2."""
 BF16, INT8, INT4, FP8, W8A8 = range(5)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
 
@@ -283,9 +283,9 @@ def _openmp() -> list[str]:
     return sorted(p for p in paths if Path(p).name.startswith(("libgomp", "libiomp5", "libomp")))
 
 
-def ahead() -> bool:
-    """Whether the instruction set in use is one of `AHEAD`."""
-    return library().ip_current().decode() in AHEAD
+def current() -> str:
+    """The instruction set in use."""
+    return str(library().ip_current().decode())
 
 
 def library() -> Any:

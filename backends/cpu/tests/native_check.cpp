@@ -109,7 +109,7 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
 }
 
 void products() {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT4, 32}, {IP_INT4, 0}, {IP_W8A8, 0}};
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_W8A8, 0}};
   const int64_t sizes[][3] = {{1, 1, 1}, {3, 17, 31}, {16, 33, 160}, {37, 70, 257}, {70, 200, 96}, {85, 144, 300}};
   for (auto &kind : kinds)
     for (auto &size : sizes) {
@@ -210,8 +210,15 @@ void attention(bool coded) {
       expect(isfinite(widen(out[0])), "attention");
       Step prompt(75, length < 500 ? length : 400);
       Bf16 qs(prompt.tokens * heads * dim), outs(prompt.tokens * heads * dim);
-      for (int64_t window : {0, 20})
-        ip_attention_many(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, outs);
+      Bf16 few(prompt.tokens * heads * dim);
+      for (int64_t window : {0, 20}) {
+        if (!ip_attention_many(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, outs)) continue;
+        ip_attention(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, few);
+        double worst = 0, most = 0;
+        for (int64_t i = 0; i < prompt.tokens * heads * dim; i++)
+          worst = fmax(worst, fabs(widen(outs[i]) - widen(few[i]))), most = fmax(most, fabs(widen(few[i])));
+        expect(worst <= 0.02 * most, "attention of many tokens");
+      }
       int64_t nope = 12, rope = 8, value = 20, latent = 40;
       Bf16 a(step.tokens * 3 * nope), b(step.tokens * 3 * rope), w(3 * (nope + value) * latent);
       Bf16 mixed(step.tokens * 3 * value);
@@ -249,7 +256,7 @@ void experts() {
 }
 
 void layers(bool coded) {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 64}, {IP_INT4, 32}, {IP_W8A8, 0}};
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_W8A8, 0}};
   for (auto &kind : kinds)
     for (int32_t many : {1, 8, 90}) {
       int64_t width = 70, heads = 4, kv = 2, dim = many > 8 ? 32 : 22, inner = 48, slots = 120 * 16;
@@ -270,7 +277,7 @@ void layers(bool coded) {
 
 // Latent attention, a dense layer and one with experts, alone and in one call.
 void latent_layers(bool coded) {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 64}, {IP_INT4, 32}, {IP_W8A8, 0}};
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_W8A8, 0}};
   const int64_t width = 70, heads = 3, nope = 12, rope = 8, value = 20, latent = 40, low = 90, inner = 48, slots = 120 * 16;
   for (auto &kind : kinds)
     for (int32_t many : {1, 6, 20}) {

@@ -10,9 +10,10 @@ from inferplane.binding import run_case
 from inferplane.binding.check import Bench
 from inferplane.kernels.composed.shapes import padded
 from inferplane.ops import OPS, Draw, encode
+from inferplane.types import HOST, KVRequest
 from inferplane_cpu.backend import CpuBackend
-from inferplane_cpu.kernels import kernels
-from inferplane_cpu.kernels.attention import LAYOUTS
+from inferplane_cpu.kernels import kernels, moe
+from inferplane_cpu.kernels.attention import LAYOUTS, attention, attention_many
 from inferplane_cpu.kernels.linear import many_rows, multiply, on_tiles
 from inferplane_cpu.kernels.packed import PANELS, Panels, matrices
 from inferplane_cpu.kvcache import layouts
@@ -71,13 +72,14 @@ def test_a_row_alone_is_the_same_row_among_many(n, k):
     assert torch.equal(multiply(w, x, False), alone.bfloat16())
 
 
-@pytest.mark.parametrize("format", ["plain", "int4_group"])
+@pytest.mark.parametrize("format", ["plain", "int8_group", "int4_group", "fp8_block"])
 def test_every_number_of_rows_gives_a_row_its_bits(format):
     n, k, most = 40, 300, 130
     draw = torch.Generator().manual_seed(k)
     w = torch.randn(n, k, generator=draw)
     w[3, 5], w[17] = 1e4, 0.0
-    matrix = matrices(w.bfloat16() if format == "plain" else Panels(encode(w, format)))[0]
+    weight = w.bfloat16() if format == "plain" else encode(w, format)
+    matrix = matrices(Panels(weight) if format in PANELS else weight)[0]
     x, all_rows = torch.randn(most, k, generator=draw).bfloat16(), torch.empty(most, n)
     assert on_tiles(matrix, x, all_rows)
     for m in range(1, most):
@@ -98,14 +100,20 @@ def test_without_amx_many_rows_of_a_bf16_weight_are_onednns():
 
 
 @pytest.mark.parametrize("isa", [name for name in AHEAD if name in SETS])
-def test_where_onednn_is_behind_many_rows_of_a_bf16_weight_are_native(isa):
-    draw = torch.Generator().manual_seed(6)
-    w, x = torch.randn(200, 3000, generator=draw).bfloat16(), torch.randn(64, 3000, generator=draw).bfloat16()
-    native = torch.empty(64, 200, dtype=torch.bfloat16)
+def test_where_onednn_is_behind_it_gets_no_rows(isa, monkeypatch):
+    w, x = torch.randn(200, 3000).bfloat16(), torch.randn(64, 3000).bfloat16()
+    monkeypatch.setattr(torch.nn.functional, "linear", None)
     with forced(isa):
-        found = many_rows(SimpleNamespace(weight=w), x, None)
-        assert on_tiles(matrices(w)[0], x, native)
-    assert torch.equal(found, native) and not torch.equal(found, torch.nn.functional.linear(padded(x), w))
+        assert many_rows(SimpleNamespace(weight=w), x, None).shape == (64, 200)
+
+
+def test_many_tokens_of_bf16_experts_are_onednns_but_on_avx2(tiles, monkeypatch):
+    asked = []
+    monkeypatch.setattr(moe, "moe_experts_torch", lambda p, x, weights, ids: asked.append(len(x)))
+    site = SimpleNamespace(gate_up=torch.randn(2, 64, 32).bfloat16(), down=torch.randn(2, 32, 32).bfloat16())
+    for m in (moe.FEW_ROWS, moe.FEW_ROWS + 1):
+        moe.moe_experts(site, torch.randn(m, 32).bfloat16(), torch.ones(m, 1), torch.zeros(m, 1, dtype=torch.int64))
+    assert asked == ([] if tiles == "avx2" else [moe.FEW_ROWS + 1])
 
 
 def named(name):
@@ -124,6 +132,36 @@ def test_attention(label, sequences, layout):
         return d.normal(batch.tokens, op.heads, op.kv.dim), batch, kv
 
     judge("native:attention_many", replace(sample, op=op, inputs=inputs, step_kind="mixed"), layout)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("wrong", ["key", "value", "query"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_reach_whoever_sees_them_alone(number, wrong, window, tiles):
+    if tiles != "avx2":
+        pytest.skip("not so there: a weight of zero meets the value")
+    n, at = 75, 40
+    request = KVRequest("gqa", 2, 32, 32, window)
+    batch, kv = Draw(
+        1, torch.bfloat16, build_kv=lambda r, blocks: layouts()[0].build(r, blocks, torch.bfloat16, HOST)
+    ).step(request, [(n, 0)])
+    q, k, v = (
+        torch.rand(n, heads, 32, generator=torch.Generator().manual_seed(heads)).bfloat16() for heads in (4, 2, 2)
+    )
+    {"query": q, "key": k, "value": v}[wrong][at, 0, 3] = -number
+    kv.write(batch.slots, k, v)
+    site = SimpleNamespace(heads=4, kv=request, scale=0.3)
+    many, few = attention_many(site, q, batch, kv), attention(site, q, batch, kv)
+    seen = torch.zeros(n, dtype=torch.bool)
+    seen[at : n if window is None else at + window] = True
+    if wrong == "query":
+        seen[at + 1 :] = False
+    if wrong == "key" and number == float("inf"):
+        seen[:] = False  # its weight is zero, where a query is positive
+    heads = slice(0, 1) if wrong == "query" else slice(0, 2)
+    assert torch.equal(~many[:, heads].isfinite().flatten(1).all(1), seen)
+    assert torch.equal(many.isfinite(), few.isfinite())
+    assert torch.allclose(many.nan_to_num(0, 0, 0), few.nan_to_num(0, 0, 0), atol=0.01)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,6 +7,7 @@ without gaps or overlaps.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,6 +50,11 @@ MOST_FILES = 2**12
 MOST_FILE_NAME_BYTES = 255
 """File systems have none with longer names."""
 MOST_DIMS = 16
+
+LISTS = ("shape", "data_offsets")
+_NUMBER = r"(?:0|[1-9][0-9]{0,18})"
+_MEMBER = rf'"(dtype|shape|data_offsets)":("[A-Z0-9_]{{1,16}}"|\[(?:{_NUMBER}(?:,{_NUMBER}){{0,{MOST_DIMS}}})?\])'
+_ENTRY = re.compile(rf"\{{{_MEMBER},{_MEMBER},{_MEMBER}\}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,19 @@ def _metadata(scan: Scan, key: str) -> None:
         raise ValueError(f"__metadata__ holds no string under {key!r}")
 
 
-def _entry(path: Path, scan: Scan, base: int) -> Entry:
+def _usual(scan: Scan) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
+    """The dtype, shape and offsets of an entry as every known program writes it, and pass over it; None: as it was."""
+    if (found := _ENTRY.match(scan.text, scan.at)) is None:
+        return None
+    parts = {found[1]: found[2], found[3]: found[4], found[5]: found[6]}
+    if len(parts) < 3 or parts["dtype"][0] != '"' or '"' in (parts["shape"][0], parts["data_offsets"][0]):
+        return None
+    scan.at = found.end()
+    shape, offsets = (tuple(map(int, parts[k][1:-1].split(","))) if len(parts[k]) > 2 else () for k in LISTS)
+    return parts["dtype"][1:-1], shape, offsets
+
+
+def _members(scan: Scan) -> tuple[str | None, tuple[int, ...] | None, tuple[int, ...] | None]:
     dtype, shape, offsets = None, None, None
     for key in scan.members():
         if key == "dtype" and dtype is None:
@@ -132,6 +150,11 @@ def _entry(path: Path, scan: Scan, base: int) -> Entry:
             offsets = scan.sizes()
         else:
             raise ValueError(f"{key!r} is unexpected, or there twice")
+    return dtype, shape, offsets
+
+
+def _entry(path: Path, scan: Scan, base: int) -> Entry:
+    dtype, shape, offsets = _usual(scan) or _members(scan)
     if dtype is None or shape is None or offsets is None or len(offsets) != 2:
         raise ValueError("it lacks its dtype, its shape, or two data_offsets")
     if dtype not in DTYPES:

@@ -117,7 +117,7 @@ def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tenso
 
 @KERNELS("attention", "native", when=MANY, rank=RANK_PORTABLE)
 def attention_many(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """On tiles: 64 query tokens of a group's heads over keys as they lie in the cache; weights rounded to bf16."""
+    """On tiles: some query tokens of a group's heads over keys as they lie; weights rounded to bf16, but on AVX2."""
     q = q.contiguous()
     out = q.new_empty(q.shape[0], p.heads, p.kv.v_dim)
     return out if _attend(library().ip_attention_many, p, q, batch, kv, out) else attention(p, q, batch, kv)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from inferplane.kernels.composed.shapes import padded
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
 from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, coded, matrices, panels_times
-from inferplane_cpu.native import Matrix, ahead, library
+from inferplane_cpu.native import AHEAD, Matrix, current, library
 
 KERNELS = Kernels()
 RANK_FIXED = RANK_PORTABLE - 10
@@ -81,7 +81,7 @@ def matrix_of(p: Any) -> Matrix:
 
 
 def on_tiles(w: Matrix, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether tiles did `y = x w^T + bias`, in bf16 or float32; quantized weights are rounded to bf16 for it."""
+    """Whether tiles did `y = x w^T + bias`, in bf16 or float32; but on AVX2, quantized weights are rounded to bf16."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     wide = y.dtype is torch.float32
     return bool(library().ip_linear_many(w, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), w.n, wide))
@@ -90,12 +90,12 @@ def on_tiles(w: Matrix, x: torch.Tensor, y: torch.Tensor) -> bool:
 def many_rows(p: Any, x: torch.Tensor, bias: torch.Tensor | None, varied: bool = False) -> torch.Tensor:
     """`x w^T + bias` in bf16: on tiles by the native product, else by oneDNN.
 
-    On AVX-512 oneDNN's product with a bf16 weight is the faster one (Zen 4, 512 and 2,048 rows), unless it is compiled
-    for this number of rows alone: `varied`.
+    On AVX-512 without AMX oneDNN's product with a bf16 weight is the faster one (Zen 4, 512 and 2,048 rows), unless it
+    is compiled for this number of rows alone: `varied`.
     """
     w, plain = matrix_of(p), isinstance(p.weight, torch.Tensor)
     y = x.new_empty(x.shape[0], w.n)
-    if (not plain or varied or ahead()) and on_tiles(w, x, y):
+    if (not plain or varied or current() in AHEAD) and on_tiles(w, x, y):
         return y
     if plain:
         return F.linear(padded(x), p.weight, bias)[: x.shape[0]]
@@ -115,7 +115,7 @@ def linear_fixed(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 @KERNELS("linear", "native", when=STORED, rank=RANK_PORTABLE)
 def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Few rows by the native product, many by oneDNN's, on the same weight."""
+    """Few rows by the native product, many by the faster of `many_rows`, on the same weight."""
     if x.shape[0] <= FEW_ROWS or p.out_dtype is torch.float32:
         return linear_fixed(p, x)
     return many_rows(p, x, p.bias)
@@ -165,7 +165,7 @@ def lm_head_fixed(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 @KERNELS("lm_head", "native", when=HEAD, rank=RANK_PORTABLE)
 def lm_head(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Few rows by the native product, in float32; many by oneDNN's, widened."""
+    """Few rows by the native product, in float32; many by the faster of `many_rows`, widened."""
     rows = selected(x, batch)
     if rows.shape[0] <= FEW_ROWS:
         return multiply(matrix_of(p), rows, True)

@@ -11,7 +11,7 @@ from inferplane.kernels.composed.moe import moe_route as moe_route_torch
 from inferplane.plugin import PLAIN, RANK_PORTABLE, KernelError, Kernels, When
 from inferplane_cpu.kernels.linear import RANK_FIXED, WHEN_CODED, narrow
 from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, coded, matrices
-from inferplane_cpu.native import Experts, ahead, library
+from inferplane_cpu.native import Experts, current, library
 
 KERNELS = Kernels()
 NO_SUCH_EXPERT = -1
@@ -94,8 +94,8 @@ def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch
 
 @KERNELS("moe_experts", "native", when=STORED, rank=RANK_PORTABLE)
 def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Few tokens by native products, many by oneDNN's, on the same weights."""
-    if x.shape[0] <= FEW_ROWS or not isinstance(p.gate_up, torch.Tensor) or ahead():
+    """Few tokens by native products, many by oneDNN's, on the same weights; on AVX2 oneDNN has none in bf16."""
+    if x.shape[0] <= FEW_ROWS or not isinstance(p.gate_up, torch.Tensor) or current() == "avx2":
         return moe_experts_fixed(p, x, weights, ids)
     least, most = ids.aminmax()
     if least < 0 or most >= len(p.gate_up):
