@@ -215,7 +215,7 @@ void attention(bool coded) {
         if (!ip_attention_many(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, outs)) continue;
         ip_attention(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, few);
         double worst = 0, most = 0;
-        for (int64_t i = 0; i < prompt.tokens * heads * dim; i++)
+        for (int64_t i = 0; i < (prompt.tokens - 1) * heads * dim; i++)  // the last row is padding
           worst = fmax(worst, fabs(widen(outs[i]) - widen(few[i]))), most = fmax(most, fabs(widen(few[i])));
         expect(worst <= 0.02 * most, "attention of many tokens");
       }
