@@ -24,7 +24,7 @@ struct Many {
   float *values;      // [v_dim / 16, kManySpan, 16]
   float *scores;      // [kQueryRows, kManySpan], overwritten by weights
   float *sums;        // [group, tokens, v_dim]
-  float *top, *total;  // [group, tokens]
+  float *top, *total; // [group, tokens]
   bf16 *read;         // keys or values read back from int8: [16, dim or v_dim]
 
   int64_t slot(int64_t key) const { return (int64_t)t.table[key / a.block] * a.block + key % a.block; }
@@ -126,8 +126,8 @@ struct Many {
 
   void run() const {
     begin();
-    int64_t end_key = t.position + t.tokens, low = a.window ? max64(0, t.position + 1 - a.window) : 0;
-    for (int64_t first = low; first < end_key; first += kManySpan) {
+    int64_t end_key = t.position + t.tokens;
+    for (int64_t first = low(0, t.position); first < end_key; first += kManySpan) {
       int64_t last = min64(first + kManySpan, end_key);
       lay(first, last);
       for (int64_t u = 0; u < group * t.tokens;) {

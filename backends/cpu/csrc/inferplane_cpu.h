@@ -143,8 +143,8 @@ int ip_threads(void);
 
 // y[i, :] = x[i, :] w^T + bias for m rows; y float32 when `wide`, else bf16.
 void ip_linear(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
-// As ip_linear, for many rows and weights of every kind, quantized ones rounded to bf16 but on AVX2; 1 when it was done, 0 where this
-// instruction set has nothing better than the caller.
+// As ip_linear, for many rows and weights of every kind, quantized ones rounded to bf16 but on AVX2; 1 when it was done, 0
+// where this instruction set has nothing better than the caller.
 int ip_linear_many(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
 // Rows first .. last of a weight as bf16 [last - first, k].
 void ip_expand(const ip_matrix *w, int64_t first, int64_t last, ip_bf16 *out);

@@ -18,10 +18,10 @@ struct Quantized {
   const int32_t *start;  // [groups, m]: what takes the entries' offset out of a group's sum
 };
 
-// Writes sixteen activations, rounded after `inverse`, as `Sums` multiplies them; returns their sums.
 inline N rounded_codes(V value, float inverse) {
   return __builtin_convertvector(round_even(value * inverse), N) << 16 >> 16;  // what NaN became has no lower half
 }
+// Writes sixteen activations, times `inverse` and rounded, as products with panels want them; returns them, or sums of them.
 #if defined(__AVX512VNNI__)
 inline N split_codes(const V *value, float inverse, int32_t *first, int32_t *second) {
   N v = rounded_codes(*value, inverse), low = v << 24 >> 24;
@@ -102,14 +102,6 @@ struct Line {
 inline Line line_at(const uint8_t *p) {
   return {{_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))}};
 }
-inline Line low_nibbles(Line w) {
-  const __m256i mask = _mm256_set1_epi8(15);
-  return {{_mm256_and_si256(w.half[0], mask), _mm256_and_si256(w.half[1], mask)}};
-}
-inline Line high_nibbles(Line w) {
-  return low_nibbles({{_mm256_srli_epi16(w.half[0], 4), _mm256_srli_epi16(w.half[1], 4)}});
-}
-inline Line upper_nibbles(Line w) { return w; }  // nothing asks
 #endif
 
 // Sixteen rows' exact products with one group of one row of activations.

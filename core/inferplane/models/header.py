@@ -128,7 +128,7 @@ def _metadata(scan: Scan, key: str) -> None:
 
 
 def _usual(scan: Scan) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """The dtype, shape and offsets of an entry as every known program writes it, and pass over it; None: as it was."""
+    """The dtype, shape and offsets of an entry written without spaces, which is passed over; None: any other."""
     if (found := _ENTRY.match(scan.text, scan.at)) is None:
         return None
     parts = {found[1]: found[2], found[3]: found[4], found[5]: found[6]}
