@@ -4,6 +4,8 @@
 // Keys are then a first factor as they lie in the cache, weights a second one once pairs of keys are interleaved, maxima and
 // sums are sixteen queries wide, and V alone is transposed, once for all queries of a task.
 #pragma once
+#include <float.h>
+
 #include "gemm.h"
 #include "many_plan.h"
 
@@ -11,12 +13,12 @@ namespace {
 
 constexpr float kGrowth = 8.0f;       // a weight is at most 2^kGrowth
 
-// 2^x to 2^-13 of it, enough for what becomes bf16; x is at most kGrowth, or NaN, which is kept.
+// 2^x to 2^-13 of it, enough for what becomes bf16; x is at most kGrowth, or NaN, which is kept. Zero below 2^-126.
 inline F exp2_short(F x) {
-  __m512 v = _mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)x);
+  __m512 v = (__m512)x;
   F r = (F)_mm512_reduce_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // from 0 to 1, and scalef takes the rest
   F y = fma(fma(fma(splat(0.0782680f), r, splat(0.2263077f)), r, splat(0.6954243f)), r, splat(1.0f));
-  return (F)_mm512_scalef_ps((__m512)y, v);
+  return (F)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), (__m512)y, v);
 }
 
 // One KV head's part of a task, for two tiles of 16 tokens of each of its query heads at a time.
@@ -31,6 +33,8 @@ struct Many {
   float *sums;               // [pairs, 2, v_dim, 16]
   F *top, *all;              // [pairs, 2]
   mutable int64_t ahead = 0, ahead_end = 0;  // keys of the next span that are still to be fetched
+  mutable uint64_t infinite[kSpan / 64];     // keys of a span whose values are not all finite; those are zero in `turned`
+  mutable bool any_infinite;
 
   int64_t head(int64_t pair) const { return g * (a.heads / a.kv_heads) + pair / of_head; }
   int64_t token(int64_t pair, int64_t tile) const { return pair % of_head * 32 + tile * 16; }
@@ -45,25 +49,37 @@ struct Many {
         fill_panel(x, 2 * p + i, a.dim, [&](int64_t r) {
           return a.q + ((t.first + token(p, i) + r % 16) * a.heads + head(p)) * a.dim;
         });
-        top[2 * p + i] = splat(-1e30f), all[2 * p + i] = F{};
+        top[2 * p + i] = splat(-FLT_MAX), all[2 * p + i] = F{};
       }
     memset(sums, 0, (size_t)(pairs * 2 * a.v_dim * 16) * sizeof(float));
   }
 
+  // A value of one key and head, in bf16; `to` is where it goes when it must be read back.
+  const bf16 *value(int64_t key, bf16 *to) const {
+    if (!a.v.coded()) return a.v.rows() + slot(key) * a.v.stride + g * a.v_dim;
+    read_back(a.v, slot(key), g * a.v_dim, a.v_dim, to);
+    return to;
+  }
+
   // V of keys first .. last as [values, keys], zeros behind the last.
   void turn(int64_t first, int64_t last) const {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    memset(infinite, 0, sizeof infinite), any_infinite = false;
     for (int64_t k = first; k < last; k += 32) {
       const bf16 *rows[32] = {};
-      for (int64_t i = 0; i < min64(32, last - k); i++) {
-        rows[i] = a.v.coded() ? values + i * a.v_dim : a.v.rows() + slot(k + i) * a.v.stride + g * a.v_dim;
-        if (a.v.coded()) read_back(a.v, slot(k + i), g * a.v_dim, a.v_dim, values + i * a.v_dim);
-      }
+      for (int64_t i = 0; i < min64(32, last - k); i++) rows[i] = value(k + i, values + i * a.v_dim);
       for (int64_t d = 0; d < a.v_dim; d += 16) {
         __m512i r[16];
         for (int i = 0; i < 16; i++) {
           __m512i even = rows[2 * i] ? _mm512_cvtepu16_epi32((__m256i)load<H>(rows[2 * i] + d)) : __m512i{};
           __m512i odd = rows[2 * i + 1] ? _mm512_cvtepu16_epi32((__m256i)load<H>(rows[2 * i + 1] + d)) : __m512i{};
           r[i] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+          uint32_t bad = _mm512_cmpeq_epi16_mask(_mm512_and_si512(r[i], exponent), exponent);
+          if (__builtin_expect(bad != 0, 0)) {
+            r[i] = _mm512_maskz_mov_epi16(~bad, r[i]), any_infinite = true;
+            uint64_t of = (uint64_t)!!(bad & 0x55555555) | (uint64_t)!!(bad & 0xaaaaaaaa) << 1;
+            infinite[(k - first) / 64] |= of << ((k - first) % 64 + 2 * i);
+          }
         }
         transpose16(r);
         bf16 *to = turned + ((k - first) / 32 * (a.v_dim / 16) + d / 16) * 512;
@@ -104,15 +120,17 @@ struct Many {
     lines(a.k, a.dim), lines(a.v, a.v_dim);
   }
 
+  // Of the sixteen queries from `position` on, those that see a key.
+  __mmask16 seen(int64_t key, int64_t position) const {
+    int64_t from = key - position, to = a.window ? key + a.window - position : 16;
+    uint32_t low = from <= 0 ? 0xffff : from >= 16 ? 0 : 0xffffu << from;
+    return (__mmask16)(low & (to >= 16 ? 0xffff : to <= 0 ? 0 : (1u << to) - 1));
+  }
+
   // Scores of one tile to weights in place, pairs of keys interleaved; what was summed before is brought to the new maximum.
   void weigh_tile(int64_t first, int64_t last, int64_t position, float *s, F *highest, F *total, float *o) const {
     const F by = splat(a.scale * 1.44269504f);
     int64_t n = last - first;
-    auto seen = [&](int64_t key) {  // of the sixteen queries, those that see a key
-      int64_t from = key - position, to = a.window ? key + a.window - position : 16;
-      uint32_t low = from <= 0 ? 0xffff : from >= 16 ? 0 : 0xffffu << from;
-      return (__mmask16)(low & (to >= 16 ? 0xffff : to <= 0 ? 0 : (1u << to) - 1));
-    };
     bool all_seen = last - 1 <= position && (!a.window || first + a.window > position + 15);
     F most = *highest;
     if (all_seen) {
@@ -126,7 +144,7 @@ struct Many {
       most = (F)_mm512_max_ps((__m512)most, (__m512)others);
     } else {
       for (int64_t j = 0; j < n; j++)
-        most = (F)_mm512_mask_max_ps((__m512)most, seen(first + j), (__m512)most, (__m512)(load<F>(s + j * 16) * by));
+        most = (F)_mm512_mask_max_ps((__m512)most, seen(first + j, position), (__m512)most, (__m512)(load<F>(s + j * 16) * by));
     }
     // A maximum that has grown a little stays what it was: what was summed before need not be brought to a new one.
     F old = *highest;
@@ -135,7 +153,7 @@ struct Many {
     F sum0 = F{}, sum1 = F{}, less = F{} - most;
     auto weight = [&](int64_t j) {
       F p = exp2_short(fma(load<F>(s + j * 16), by, less));
-      return all_seen ? p : (F)_mm512_maskz_mov_ps(seen(first + j), (__m512)p);
+      return all_seen ? p : (F)_mm512_maskz_mov_ps(seen(first + j, position), (__m512)p);
     };
     int64_t j = 0;
     for (; j + 1 < n; j += 2) {
@@ -166,6 +184,18 @@ struct Many {
       const uint32_t *weights = (const uint32_t *)scores;
       tile_products({v, v + 512, kStep, a.v_dim * kStep}, weights, weights + kSpan * 16, keys / kStep, false,
                     {o + d * 16, 256, a.v_dim * 16});
+    }
+  }
+
+  // Adds the values that are not finite to those of sixteen queries that see them: no weight of zero may meet them.
+  void add_infinite(int64_t first, int64_t last, int64_t position, const float *s, float *o) const {
+    for (int64_t key = first; key < last; key++) {
+      if (!(infinite[(key - first) / 64] >> (key - first) % 64 & 1)) continue;
+      const bf16 *v = value(key, values), *weights = (const bf16 *)(s + (key - first) / 2 * 16) + (key - first) % 2;
+      __mmask16 queries_of = seen(key, position);
+      for (int64_t d = 0; d < a.v_dim; d++)
+        for (int64_t q = 0; q < 16; q++)
+          if ((v[d] & 0x7f80) == 0x7f80 && queries_of >> q & 1) o[d * 16 + q] += widen1(weights[2 * q]) * widen1(v[d]);
     }
   }
 
@@ -202,6 +232,9 @@ struct Many {
         weigh_tile(first, keys, position, scores, top + 2 * p, all + 2 * p, o);
         weigh_tile(first, keys, position + 16, scores + kSpan * 16, top + 2 * p + 1, all + 2 * p + 1, o + a.v_dim * 16);
         add_values(round_up(keys - first, 32), o);
+        if (!any_infinite) continue;
+        add_infinite(first, keys, position, scores, o);
+        add_infinite(first, keys, position + 16, scores + kSpan * 16, o + a.v_dim * 16);
       }
     }
     end();

@@ -37,7 +37,7 @@ from inferplane.models import Build, SafetensorsFolder, build
 from inferplane.models.eagle import WithEagle, with_eagle
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import READERS, online, row_formats, stored, unsaved
+from inferplane.quant import READERS, latent_formats, online, row_formats, stored, unsaved
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 from inferplane.types.batch import make_batch
 
@@ -221,10 +221,14 @@ class Runner:
     def _bind(self, *, assumed: bool) -> None:
         names = None if self.options.load_format == "dummy" or not self.files.has_weights else set(self.files.names())
         scheme, config = self.options.quantization, self.files.config
-        found = stored(config.get("quantization_config"), names) if scheme is None else online(scheme, config)
+        settings = self._settings(assumed)
+        if scheme is None:
+            found = stored(config.get("quantization_config"), names)
+        else:
+            found = online(scheme, config, latent_formats(self.kernels, settings))
         self.readers = {**READERS, **found.readers}
         placement = Placement() if self.ranks is None else self.ranks.placement
-        rows = row_formats(self.kernels, self._settings(assumed)) if self.ranks is None else frozenset()
+        rows = row_formats(self.kernels, settings) if self.ranks is None else frozenset()
         unread, length = list(found.unread), self.max_model_len
         plans = Build(config, placement, found.format_of, length, self.options.mtp, unread, found.acts, rows)
         self.model: CausalLM = build(plans, self.host.models())

@@ -140,6 +140,8 @@ class MLAExpanded(Op, name="mla_expanded", hot=True):
             Sample("chunks", make(small), _queries(small, [(9, 70), (33, 128)])),
             Sample("v3_dims", make(real), _queries(real, [(17, 60)])),
             Sample("fp8", make(real, format="fp8_block"), _queries(real, [(19, 33)])),
+            Sample("int8", make(small, format="int8_group"), _queries(small, [(9, 70), (33, 0)])),
+            Sample("int4", make(real, format="int4_group32"), _queries(real, [(17, 60)])),
             Sample("scaled", scaled, _queries(real, [(17, 30), (12, 0)])),
         ]
 
@@ -205,6 +207,8 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
             Sample("drafts", make(small), _queries(small, [(1, 0), (3, 64), (8, 127)]), "decode"),
             Sample("v3_dims", make(real), _queries(real, [(1, 100), (2, 30)]), "decode"),
             Sample("fp8", make(real, format="fp8_block"), _queries(real, [(1, 90), (3, 20)]), "decode"),
+            Sample("int8", make(small, format="int8_group"), _queries(small, [(1, 9), (6, 70)]), "decode"),
+            Sample("int4", make(real, format="int4_group32"), _queries(real, [(1, 90), (3, 20)]), "decode"),
             Sample("v3_heads", make(wide), _queries(wide, [(1, 100), (2, 30)]), "decode"),
             Sample("scaled", scaled, _queries(real, [(1, 90), (3, 20)]), "decode"),
         ]

@@ -75,20 +75,32 @@ class DecoderLayer(Op, name="decoder_layer"):
                     out.append(
                         Sample(f"{label}_{name}_{sample.label}", layer(sample.op, other), inputs, sample.step_kind)
                     )
-        whole = out[0].op
-        assert isinstance(whole, DecoderLayer) and isinstance(whole.attn, GQABlock) and isinstance(whole.mlp, GatedMLP)
-
-        mixed = next(sample for sample in out if sample.label == "gqa_mlp_mixed")
-        for format, label in (("int8_group", "gqa_mlp_int8"), ("int8_row", "gqa_mlp_int8_row")):
-
-            def int8(linear: Linear, format: str = format) -> Linear:
-                return replace(linear, weight=replace(linear.weight, format=format))
-
-            attn8 = replace(whole.attn, qkv=int8(whole.attn.qkv), o=int8(whole.attn.o))
-            mlp8 = replace(whole.mlp, gate_up=int8(whole.mlp.gate_up), down=int8(whole.mlp.down))
-            op = replace(whole, attn=attn8, mlp=mlp8)
-            out += [replace(out[0], label=label, op=op), replace(mixed, label=f"{label}_mixed", op=op)]
+        by_label = {sample.label: sample for sample in out}
+        for format, label in (("int8_group", "int8"), ("int8_row", "int8_row")):
+            for like, name in (("gqa_mlp_decode", ""), ("gqa_mlp_mixed", "_mixed"), ("mla_mlp_decode", "")):
+                sample = by_label[like]
+                op = _quantized(sample.op, format)
+                out.append(replace(sample, label=f"{like[:7]}_{label}{name}", op=op))
         return out
+
+
+def _quantized(layer: Any, format: str) -> DecoderLayer:
+    """A layer of a sample with all its linear layers in another format; what latent attention shares stays shared."""
+
+    def linears(op: Any, *names: str) -> Any:
+        found = {name: getattr(op, name) for name in names}
+        return replace(
+            op, **{name: replace(x, weight=replace(x.weight, format=format)) for name, x in found.items() if x}
+        )
+
+    attn = layer.attn
+    if isinstance(attn, MLABlock):
+        expanded = linears(attn.expanded, "kv_b")
+        absorbed = replace(attn.absorbed, kv_b=expanded.kv_b.weight)
+        attn = replace(linears(attn, "q_a", "q_b", "kv_a", "o"), expanded=expanded, absorbed=absorbed)
+    else:
+        attn = linears(attn, "qkv", "o")
+    return replace(layer, attn=attn, mlp=linears(layer.mlp, "gate_up", "down"))
 
 
 def in_turn(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,19 +48,21 @@ HEAD = "lm_head.weight"
 EXPERTS = ("*.experts.*_proj.weight", "*.experts.*.w[123].weight")
 DENSE = ("*_proj.weight", "*_proj_with_mqa.weight")
 """Names of weights of linear layers. Norms and routers are read as they are, and embeddings that no head is tied to."""
-KEPT = ("*.kv_b_proj.weight",)
-"""Linear layers that attention also reads by itself, folded into the query: kept as they are."""
+LATENT = ("*.kv_b_proj.weight",)
+"""Linear layers that attention also reads by itself, folded into the query: quantized where its kernels read them so."""
 
 ROWS = 2048
 """Rows that are quantized at a time, which bounds what is held in float32."""
 
 
-def online(scheme: str, config: Mapping[str, Any]) -> Stored:
+def online(scheme: str, config: Mapping[str, Any], latent: Collection[str] = ()) -> Stored:
     """Weight formats by name, and readers for them that quantize.
 
     Args:
         scheme: a name of `SCHEMES`.
         config: of the checkpoint.
+        latent: formats in which the device's kernels read `kv_b_proj` (`latent_formats`); in others it stays as it is,
+            and so it does where the scheme codes activations for it, which attention does not.
 
     Raises:
         UsageError: an unknown scheme, or a checkpoint that is quantized already.
@@ -78,8 +80,8 @@ def online(scheme: str, config: Mapping[str, Any]) -> Stored:
         def like(*patterns: str) -> bool:
             return any(fnmatch.fnmatchcase(name, p) for p in patterns)
 
-        if like(*KEPT):
-            return PLAIN
+        if like(*LATENT):
+            return s.dense if s.dense in latent and s.dense not in s.acts else PLAIN
         return s.head if name == HEAD else s.experts if like(*EXPERTS) else s.dense if like(*DENSE) else PLAIN
 
     return Stored(format_of, s.acts, {format: partial(_read, format=format) for format in _formats(s)})
@@ -92,7 +94,22 @@ def row_formats(kernels: Iterable[Kernel], settings: Settings) -> frozenset[str]
         kernels: of the device.
         settings: what the plan is made for.
     """
-    found = [k.when for k in kernels if k.op == "embedding" and (k.batch_invariant or not settings.deterministic)]
+    return _formats_of("embedding", kernels, settings)
+
+
+def latent_formats(kernels: Iterable[Kernel], settings: Settings) -> frozenset[str]:
+    """Quantized formats of `kv_b_proj` that some kernel folds into queries, and some expands latents with.
+
+    Args:
+        kernels: of the device.
+        settings: what the plan is made for.
+    """
+    kernels = list(kernels)
+    return _formats_of("mla_absorbed", kernels, settings) & _formats_of("mla_expanded", kernels, settings)
+
+
+def _formats_of(op: str, kernels: Iterable[Kernel], settings: Settings) -> frozenset[str]:
+    found = [k.when for k in kernels if k.op == op and (k.batch_invariant or not settings.deterministic)]
     fitting = [w for w in found if settings.dtype in w.dtypes and not settings.features.lacking(w.features)]
     return frozenset(f for w in fitting for f in w.formats) - {PLAIN}
 

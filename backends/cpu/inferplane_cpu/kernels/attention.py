@@ -11,7 +11,7 @@ import torch
 from inferplane.kernels.composed.attention import expand_and_attend
 from inferplane.plugin import PLAIN, RANK_COMPOSED, RANK_PORTABLE, Batch, Kernels, LayerKV, When
 from inferplane_cpu.kernels.linear import many_rows
-from inferplane_cpu.kernels.packed import matrices
+from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
 from inferplane_cpu.kvcache import BLOCK_TOKENS
 from inferplane_cpu.native import Cache, Matrix, Steps, library
 
@@ -42,6 +42,10 @@ def _latent_bf16(op: Any) -> bool:
     return weight.dtype in (None, torch.bfloat16) and getattr(op.kv_b, "bias", None) is None
 
 
+def _without_bias(op: Any) -> bool:
+    return getattr(op.kv_b, "bias", None) is None
+
+
 PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",))
 FEW = When(dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",), needs=(("few query tokens", _few),))
 MANY = When(
@@ -57,7 +61,13 @@ LATENT = When(
     features=("native",),
     needs=(("a kv_b in bfloat16 or FP8 without bias", _latent_bf16),),
 )
+LATENT_PANELS = replace(
+    LATENT,
+    formats=PANELS,
+    needs=(("a kv_b without bias", _without_bias),),
+)
 EXPANDED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native", "tiles"), needs=LATENT.needs)
+KV_B, KV_B_ROWS = {"kv_b": PACKING}, {"kv_b.weight": PACKING}
 LATENT_FP8 = replace(LATENT, formats=("fp8_block",))
 
 
@@ -160,6 +170,26 @@ def _mla(p: Any, kv_b: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
 def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """All heads are rows over one read of the latents."""
     return _mla(p, p.kv_b, q_nope, q_rope, batch, kv)
+
+
+@KERNELS("mla_absorbed", "native", when=LATENT_PANELS, packs=KV_B, rank=RANK_PORTABLE, batch_invariant=True)
+def mla_absorbed_panels(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """As `mla_absorbed`, for a `kv_b` of 8 or 4 bits."""
+    return _mla(p, p.kv_b, q_nope, q_rope, batch, kv)
+
+
+@KERNELS("mla_expanded", "native", when=LATENT_PANELS, packs=KV_B_ROWS, rank=RANK_COMPOSED, needs_host_lens=True)
+def mla_expanded_panels(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """As torch's, with a `kv_b` of 8 or 4 bits that is expanded in passing."""
+    return expand_and_attend(p, q_nope, q_rope, batch, kv, lambda latent: many_rows(p.kv_b, latent, None))
+
+
+@KERNELS("mla_expanded", "native", when=LATENT_PANELS, packs=KV_B_ROWS, rank=RANK_SLOW, batch_invariant=True)
+def mla_expanded_panels_fixed(
+    p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV
+) -> torch.Tensor:
+    """As `mla_expanded_fixed`, for a `kv_b` of 8 or 4 bits."""
+    return _mla(p, p.kv_b.weight, q_nope, q_rope, batch, kv)
 
 
 @KERNELS("mla_expanded", "native", when=LATENT_FP8, rank=RANK_COMPOSED, needs_host_lens=True)

@@ -82,9 +82,13 @@ def _bounded(op: Any) -> bool:
     return not _stacks(op) or (op.mlp.experts.gate_up.shape[0] <= MOST_EXPERTS and not op.mlp.experts.partial)
 
 
-def _kv_b(op: Any) -> bool:
+def _kept_kv_b(op: Any) -> bool:
     kept = not _latent(op) or op.attn.absorbed.kv_b.format in (PLAIN, "fp8_block")
     return kept and (not _latent(op) or op.attn.expanded.kv_b.bias is None)
+
+
+def _packed_kv_b(op: Any) -> bool:
+    return _latent(op) and op.attn.absorbed.kv_b.format in PANELS and op.attn.expanded.kv_b.bias is None
 
 
 def _all_packed(op: Any) -> bool:
@@ -106,15 +110,16 @@ NEEDS = (
     ("bfloat16 weights, a float32 rotary table and a float32 bias of the router", _if_served(_bf16)),
     ("an inner width that is a multiple of 16", _if_served(_sixteens)),
     (f"all experts here, at most {MOST_EXPERTS}", _if_served(_bounded)),
-    ("a kv_b in bfloat16 or FP8 without bias", _if_served(_kv_b)),
 )
+KEPT_KV_B = ("a kv_b in bfloat16 or FP8 without bias", _if_served(_kept_kv_b))
+PACKED_KV_B = ("latent attention with a kv_b of 8 or 4 bits without bias", _if_served(_packed_kv_b))
 
 
 def _tiled(op: Any) -> bool:
     return op.attn.name == "gqa_block" and op.mlp.name == "gated_mlp" and tiled(op.attn.head_dim)
 
 
-def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any) -> When:
+def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any = KEPT_KV_B) -> When:
     features: tuple[str, ...] = ("native",)
     if step_kind == "mixed":
         features = ("native", "tiles")
@@ -128,7 +133,7 @@ def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any) -> When:
         kv_layouts=LAYOUTS,
         step_kinds=(step_kind,),
         features=features,
-        needs=(*NEEDS, *needs),
+        needs=(*NEEDS, kv_b, *needs),
     )
 
 
@@ -140,6 +145,7 @@ ALL_BYTES = (
 LINEARS = ("attn.qkv", "attn.q_a", "attn.q_b", "attn.kv_a", "attn.o", "mlp.gate_up", "mlp.down")
 PACKS = {f"{path}.weight": PACKING for path in (*LINEARS, "mlp.shared.gate_up", "mlp.shared.down")}
 PACKS |= {"mlp.experts.gate_up": PACKING, "mlp.experts.down": PACKING}
+PACKS_KV_B = {**PACKS, "attn.absorbed.kv_b": PACKING, "attn.expanded.kv_b.weight": PACKING}
 
 
 def _run(
@@ -206,6 +212,16 @@ def decoder_layer(
     whole=whole,
     batch_invariant=True,
 )
+@KERNELS(
+    "decoder_layer",
+    "native",
+    when=_when(PANELS, "decode", ALL_PACKED, kv_b=PACKED_KV_B),
+    rank=RANK_PORTABLE,
+    packs=PACKS_KV_B,
+    chain=chain,
+    whole=whole,
+    batch_invariant=True,
+)
 def decoder_layer_panels(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,6 +251,18 @@ def decoder_layer_many_panels(
     when=_when(BYTES, "decode", ALL_BYTES),
     rank=RANK_PORTABLE,
     packs=PACKS,
+    prepare=lambda op, ctx: CODED,
+    chain=chain,
+    whole=whole,
+    batch_invariant=True,
+    **WHEN_CODED,
+)
+@KERNELS(
+    "decoder_layer",
+    "native",
+    when=_when(BYTES, "decode", ALL_BYTES, kv_b=PACKED_KV_B),
+    rank=RANK_PORTABLE,
+    packs=PACKS_KV_B,
     prepare=lambda op, ctx: CODED,
     chain=chain,
     whole=whole,
