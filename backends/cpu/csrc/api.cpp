@@ -10,6 +10,7 @@
 
 int64_t *ip_phase_ns = nullptr;
 void (*ip_thread_begins)() = nullptr;
+int64_t ip_asked_near = 8192;  // where a line is asked for the first time (quant.h): the second time then costs nothing
 
 namespace {
 
@@ -57,6 +58,8 @@ struct Found {
     if (bf16) add(&table_avx512_bf16);
     if (amx) add(&table_amx);
     if (count) current = tables[count - 1];
+    unsigned family = (one.a >> 8 & 15) + (one.a >> 20 & 255);
+    if (Cpuid(0, 0).b == signature_AMD_ebx && family == 0x19) ip_asked_near = 2048;  // Zen 4
   }
   void add(const Table *t) {
     if (count) strcat(names, " ");

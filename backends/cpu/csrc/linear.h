@@ -7,17 +7,28 @@ namespace {
 
 constexpr int64_t kRowTile = 64;       // rows of activations at a time
 constexpr int64_t kChunkBytes = 65536; // weights a thread takes at a time
+constexpr int64_t kGatedBytes = 262144; // and of either half of two that belong together
 
 inline Scratch *scratch(int which) {
   static thread_local Scratch all[32];
   return &all[which];
 }
 
+inline int64_t row_bytes(const ip_matrix &w) {
+  return max64(1, w.kind == IP_BF16 ? w.k * 2 : w.kind == IP_INT4 ? w.k / 2 : w.k);
+}
+
 inline int64_t chunk_rows(const ip_matrix &w, int threads) {
-  int64_t row = max64(1, w.kind == IP_BF16 ? w.k * 2 : w.kind == IP_INT4 ? w.k / 2 : w.k);
   int64_t most = round_up((w.n + threads * 4 - 1) / (threads * 4), 16);
-  int64_t rows = max64(16, min64(round_up(kChunkBytes / row, 16), most));
-  return rows;
+  return max64(16, min64(round_up(kChunkBytes / row_bytes(w), 16), most));
+}
+
+// Of the gate's rows, and as many of the other half's, of `inner` in each of `count` weights. Going from one half to the
+// other costs what a processor has foreseen (Zen 5: some half a microsecond), so these are larger, and of one size.
+inline int64_t gated_rows(const ip_matrix &w, int64_t inner, int64_t count, int threads) {
+  int64_t most = max64(16, min64(kGatedBytes / row_bytes(w), inner * count / (threads * 4)));
+  int64_t chunks = (inner + most - 1) / most;
+  return round_up((inner + chunks - 1) / chunks, 16);
 }
 
 // The row that a thread takes first of `total` in chunks, unless another has; -1 where it has no chunks of its own.

@@ -52,8 +52,7 @@ inline void plan_moe(Moe &m) {
 inline void moe_gate_up(Team &team, const Moe &m) {
   int64_t laid_task = -1, laid_token = -1;  // a token that is alone with several experts is laid out once
   Laid laid = {};
-  int64_t chunk = chunk_rows(m.gate_up[0], team.count);
-  chunk = min64(chunk, round_up(m.inner, 16));
+  int64_t chunk = gated_rows(m.gate_up[0], m.inner, m.count, team.count);
   int64_t chunks = (m.inner + chunk - 1) / chunk;
   // Panels begin at multiples of 16 rows; where the up rows do not, all rows are taken at once.
   bool straddles = in_panels(m.gate_up[0]) && m.inner % kLanes;

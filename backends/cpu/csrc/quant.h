@@ -9,6 +9,8 @@
 #include "dot.h"
 #include "pack.h"
 
+extern int64_t ip_asked_near;  // api.cpp; bytes ahead of a line of weights from where it is asked for a second time
+
 namespace {
 
 struct Quantized {
@@ -180,20 +182,20 @@ inline F scale_of(const ip_matrix &w, int64_t panel, int64_t g) { return scales_
 
 constexpr int64_t kAhead = 8192;  // bytes of a weight that are on their way
 #if defined(__AVX512BF16__) && !defined(INFERPLANE_AMX)
-// Zen 4, measured. Bytes that are read with so few rows it foresees by itself, and asking is slower. Nibbles, of which a
-// line takes more arithmetic, it does not; and what is asked for far ahead comes as far as the second cache, from where it
-// is asked for again.
+// Zen 4 and 5, measured. Bytes that are read with so few rows they foresee by themselves, and asking is slower. Nibbles, of
+// which a line takes more arithmetic, they do not; and what Zen 4 is asked for far ahead comes as far as the second cache,
+// from where it is asked for again (ip_asked_near); on Zen 5 that costs a tenth of the speed.
 constexpr int kForeseen = 2;
-constexpr int64_t kNear = 2048;
+constexpr bool kAsksTwice = true;
 #else
 constexpr int kForeseen = 0;
-constexpr int64_t kNear = 0;
+constexpr bool kAsksTwice = false;
 #endif
 template <int KIND, int MT>
 inline void ask_ahead(const uint8_t *line) {
   if (KIND != IP_INT4 && MT <= kForeseen) return;
   _mm_prefetch((const char *)line + kAhead, _MM_HINT_T1);
-  if (kNear && KIND != IP_W8A8) _mm_prefetch((const char *)line + kNear, _MM_HINT_T0);
+  if (kAsksTwice && KIND != IP_W8A8) _mm_prefetch((const char *)line + ip_asked_near, _MM_HINT_T0);
 }
 
 #if defined(__AVX512VNNI__)

@@ -49,7 +49,7 @@ EXPERTS = ("*.experts.*_proj.weight", "*.experts.*.w[123].weight")
 DENSE = ("*_proj.weight", "*_proj_with_mqa.weight")
 """Names of weights of linear layers. Norms and routers are read as they are, and embeddings that no head is tied to."""
 LATENT = ("*.kv_b_proj.weight",)
-"""Linear layers that attention also reads by itself, folded into the query: quantized where its kernels read them so."""
+"""Linear layers that attention also folds into the query: quantized where its kernels read them so."""
 
 ROWS = 2048
 """Rows that are quantized at a time, which bounds what is held in float32."""
