@@ -2,20 +2,23 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from inferplane import LLM
-from inferplane.binding import DictSource
+from inferplane.binding import DictSource, Settings
 from inferplane.cli import main
 from inferplane.engine.options import InferplaneWarning
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import FORMATS, encode
-from inferplane.quant.online import online, quantize, unsaved
-from inferplane.types import QTensor, Shard
+from inferplane.plugin import When
+from inferplane.quant.online import SCHEMES, latent_formats, online, quantize, unsaved
+from inferplane.types import Features, QTensor, Shard
 from inferplane_cpu.native import instruction_sets
 from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
+from tests.unit.small import kernel
 
 WEIGHT_ONLY = {"weight_only_int8": "int8_group", "weight_only_int4": "int4_group32"}
 
@@ -49,6 +52,54 @@ def test_linear_layers_only(scheme):
     assert format_of("lm_head.weight") == format_of(f"{p}block_sparse_moe.experts.1.w2.weight") == WEIGHT_ONLY[scheme]
     for name in ("model.embed_tokens", f"{p}self_attn.kv_b_proj", f"{p}mlp.gate", f"{p}input_layernorm"):
         assert format_of(f"{name}.weight") == "plain"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_attention_folds_is_quantized_where_its_kernels_read_it_so(scheme):
+    """And where no activations are coded for it."""
+    name, every = "model.layers.3.self_attn.kv_b_proj.weight", frozenset(FORMATS)
+    assert (
+        online(scheme, {}).format_of(name)
+        == online(scheme, {}, every - {SCHEMES[scheme].dense}).format_of(name)
+        == "plain"
+    )
+    assert online(scheme, {}, every).format_of(name) == WEIGHT_ONLY.get(scheme, "plain")
+
+
+def test_formats_that_both_forms_of_latent_attention_read():
+    def reads(op, *formats, **options):
+        return kernel(op, when=When((torch.bfloat16,), ("plain", *formats), **options))
+
+    settings = Settings("toy", torch.bfloat16, "", Features())
+    absorbed, expanded = (
+        reads("mla_absorbed", "int8_group", "int4_row"),
+        reads("mla_expanded", "int8_group", "int8_row"),
+    )
+    assert latent_formats([absorbed, expanded], settings) == {"int8_group"}
+    assert not latent_formats([absorbed], settings)
+    assert not latent_formats([absorbed, reads("mla_expanded", "int8_group", features=("tiles",))], settings)
+    assert not latent_formats([absorbed, expanded], replace(settings, deterministic=True))
+    assert not latent_formats([absorbed, expanded], replace(settings, dtype=torch.float32))
+
+
+@pytest.mark.skipif(not instruction_sets(), reason="not run: no native kernels")
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_latent_attention_answers_nearly_the_same(scheme, deterministic, tmp_path):
+    random_model(deepseek_config(num_hidden_layers=2), seed=3).save_pretrained(tmp_path)
+    ids = [list(range(1, 40))]
+    found = {}
+    for quantization in (None, scheme):
+        options = {"quantization": quantization, "deterministic": deterministic, "dtype": "bfloat16"}
+        with LLM(tmp_path, device="cpu", **options) as llm:
+            found[quantization] = llm.logits(ids, chunk_tokens=7)[0]
+            kv_b = {w.format for w in llm.runner.plan.weights.values() if any("kv_b_proj" in p for p in w.parts)}
+            assert kv_b == {WEIGHT_ONLY.get(quantization, "plain")}
+            assert not llm.runner.plan.expanded
+    got, want = found[scheme], found[None]
+    correlation = torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1]
+    assert correlation > (0.995 if scheme == "weight_only_int8" else 0.95)  # of all weights, and tokens change experts
+    assert not torch.equal(got, want)
 
 
 def test_a_rank_reads_its_slice():

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "../csrc/inferplane_cpu.h"
@@ -228,6 +229,11 @@ void attention(bool coded) {
       ip_matrix kv_b = {IP_BF16, 0, 3 * (nope + value), latent, latent, (ip_bf16 *)w, nullptr, nullptr, nullptr};
       ip_mla(a, ns, b, rs, &kv_b, &step.batch, &latents, 3, nope, rope, value, latent, 0.2f, mixed);
       expect(isfinite(widen(mixed[0])), "latent attention");
+      for (auto &kind : {std::pair(IP_INT8, 128), std::pair(IP_INT4, 32), std::pair(IP_INT4, 0)}) {
+        Stored panels = weight(kind.first, kind.second, 3 * (nope + value), latent);
+        ip_mla(a, ns, b, rs, &panels.m, &step.batch, &latents, 3, nope, rope, value, latent, 0.2f, mixed);
+        expect(isfinite(widen(mixed[0])), "latent attention with a kv_b in panels");
+      }
     }
 }
 
@@ -282,9 +288,9 @@ void latent_layers(bool coded) {
   for (auto &kind : kinds)
     for (int32_t many : {1, 6, 20}) {
       auto made = [&](int64_t n, int64_t k) { return weight(kind[0], kind[1], n, k); };
-      bool panels = kind[0] != IP_BF16 && kind[0] != IP_FP8;
       Stored q_a = made(low, width), q_b = made(heads * (nope + rope), low), kv_a = made(latent + rope, width);
-      Stored kv_b = weight(panels ? IP_BF16 : kind[0], kind[1], heads * (nope + value), latent), o = made(width, heads * value);
+      Stored kv_b = weight(kind[0] == IP_W8A8 ? IP_INT8 : kind[0], kind[1], heads * (nope + value), latent);
+      Stored o = made(width, heads * value);
       Stored gate_up = made(2 * inner, width), down = made(width, inner), router = weight(IP_BF16, 0, 8, width);
       std::vector<Stored> up, back;
       std::vector<ip_matrix> ups, backs;

@@ -202,6 +202,7 @@ def test_conformance_sees_a_wrong_step(wrong):
 
 MANY_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
 LATENTS = partial(tiny_v3, num_hidden_layers=2)
+LATENTS_IN_4_BITS = partial(LATENTS, format="int4_group32")
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -212,15 +213,16 @@ LATENTS = partial(tiny_v3, num_hidden_layers=2)
         (partial(tiny_llama, positions=640, **MANY_HEADS), "int8"),
         (partial(tiny_llama, positions=640, format="int4_group32"), "auto"),
         (LATENTS, "auto"),
+        (LATENTS_IN_4_BITS, "auto"),
     ],
-    ids=["many_heads", "int8_cache", "int4", "latents"],
+    ids=["many_heads", "int8_cache", "int4", "latents", "latents_int4"],
 )
 def test_any_number_of_threads_gives_the_same_bits(make, kv_dtype, name):
     """Long sequences, short ones, and one of each: alone, in a share for each thread, and 40 threads in 32 shares."""
     tree = make()
     weights = stepping.draw_weights(tree, torch.bfloat16)
     draw = torch.Generator().manual_seed(3)
-    before, most = torch.get_num_threads(), 200 if make is LATENTS else 600
+    before, most = torch.get_num_threads(), 200 if make in (LATENTS, LATENTS_IN_4_BITS) else 600
     try:
         for lengths in ((most,), (40, 37, 29), (most, 14)):
             prompts = [torch.randint(0, 97, (n,), generator=draw).tolist() for n in lengths]
@@ -253,22 +255,29 @@ def test_layers_of_two_windows_go_in_turn():
     assert torch.equal(windowed, stepping.run(bound, prompt, SCHEDULES["tokens"])[0])
 
 
-def latents_and_experts(format):
-    """DeepSeek-V3 in small as checkpoints have it: FP8 everywhere, or 8 and 4 bits in all but kv_b and the router."""
+def latents_and_experts(format, kv_b=None):
+    """DeepSeek-V3 in small: one format everywhere but in the router, and kv_b perhaps in another."""
 
     def of(name):
         projection = name.endswith(("_proj.weight", "_mqa.weight"))
-        return format if projection and ("kv_b" not in name or format == "fp8_block") else PLAIN
+        return (kv_b or format if "kv_b" in name else format) if projection else PLAIN
 
     return deepseek_v3(Build(Config(V3), WHOLE_MODEL, of, positions=256))
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("format", [PLAIN, "int8_group", "int4_group32", "fp8_block"])
+@pytest.mark.parametrize(
+    ("format", "kv_b"),
+    [
+        *((format, None) for format in (PLAIN, "int8_group", "int4_group32", "fp8_block")),
+        ("int4_group32", PLAIN),
+        ("int8_group", "int4_row"),
+    ],
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_latents_and_experts_in_one_call(name, format, schedule):
+def test_latents_and_experts_in_one_call(name, format, kv_b, schedule):
     """The chain gives what its layers give in turn, and these what smaller kernels give."""
-    tree = latents_and_experts(format)
+    tree = latents_and_experts(format, kv_b)
     weights = stepping.draw_weights(tree, torch.bfloat16, steady_routes=True)
     draw = torch.Generator().manual_seed(4)
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS["ragged"]]

@@ -1,0 +1,102 @@
+"""Latent attention with a kv_b of 8 and 4 bits: against its oracle in odd sizes, and row by row."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inferplane.ops import OPS, Draw, encode
+from inferplane.ops.mla import MLADims
+from inferplane.types import HOST, KVRequest
+from inferplane_cpu.kernels.attention import LAYOUTS, mla_absorbed, mla_absorbed_panels, mla_expanded_panels
+from inferplane_cpu.kernels.packed import PANELS, Panels
+from inferplane_cpu.kvcache import layouts
+from inferplane_cpu.native import forced, instruction_sets, native
+
+SETS = instruction_sets()
+pytestmark = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
+SIZES = {
+    "whole panels": MLADims(2, 32, 16, 48, 128),
+    "heads share panels": MLADims(5, 24, 16, 40, 160),
+    "less than a panel": MLADims(3, 7, 16, 5, 32),
+    "a rest of columns": MLADims(2, 128, 64, 128, 544),
+}
+SEQUENCES = [(1, 0), (1, 90), (3, 64), (6, 31)]
+TOKENS = sum(n for n, _ in SEQUENCES)
+
+
+def site(dims, kv_b):
+    return SimpleNamespace(kv_b=kv_b, dims=dims, scale=(dims.nope + dims.rope) ** -0.5, kv=dims.request)
+
+
+def case(dims, layout, seed):
+    """A step's queries, batch and cache; a few queries a hundred times larger than the rest."""
+    draw = Draw(
+        seed, torch.bfloat16, build_kv=lambda r, blocks: layouts_named(layout).build(r, blocks, torch.bfloat16, HOST)
+    )
+    batch, kv = draw.step(dims.request, SEQUENCES, written=True)
+    q_nope, q_rope = draw.normal(TOKENS, dims.heads, dims.nope), draw.normal(TOKENS, dims.heads, dims.rope)
+    q_nope[:, :, ::13] *= 100
+    return q_nope / 30, q_rope / 30, batch, kv
+
+
+def layouts_named(name):
+    return next(x for x in layouts() if x.name == name)
+
+
+def weight(dims, format, seed=5):
+    shape = dims.heads * (dims.nope + dims.value), dims.latent
+    return encode(torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 20, format)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("format", PANELS)
+@pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
+def test_against_the_dequantized_weight(dims, format, layout, name):
+    q = weight(dims, format)
+    op = OPS["mla_absorbed"](q.dequantize(torch.float32), dims, (dims.nope + dims.rope) ** -0.5, dims.request)
+    for seed in (1, 2):
+        q_nope, q_rope, batch, kv = case(dims, layout, seed)
+        want = op(q_nope.float(), q_rope.float(), batch, kv)
+        with forced(name):
+            got = mla_absorbed_panels(site(dims, Panels(q)), q_nope, q_rope, batch, kv).float()
+            rounded = mla_absorbed(site(dims, q.dequantize(torch.bfloat16)), q_nope, q_rope, batch, kv).float()
+        room = 2**-6 * want.abs().amax((1, 2), keepdim=True)  # bf16 between folding, attention and unfolding
+        assert ((got - want).abs() <= room).all(), (got - want).abs().max()
+        assert ((rounded - want).abs() <= room).all(), "the bar itself"
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("format", ["int8_group", "int4_group32"])
+def test_a_row_is_the_same_whoever_is_beside_it(format, name):
+    dims = SIZES["heads share panels"]
+    panels = Panels(weight(dims, format))
+    q_nope, q_rope, batch, kv = case(dims, LAYOUTS[0], 3)
+    with forced(name):
+        whole = mla_absorbed_panels(site(dims, panels), q_nope, q_rope, batch, kv)
+        for i, (n, start) in enumerate(SEQUENCES):
+            first = sum(n for n, _ in SEQUENCES[:i])
+            alone = SimpleNamespace(
+                query_start=torch.tensor([0, n], dtype=torch.int32),
+                seq_lens=batch.seq_lens[i : i + 1].clone(),
+                block_tables=batch.block_tables[i : i + 1],
+            )
+            rows = slice(first, first + n)
+            got = mla_absorbed_panels(site(dims, panels), q_nope[rows], q_rope[rows], alone, kv)
+            assert torch.equal(got, whole[rows]), start
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("format", PANELS)
+def test_expanded_for_many_tokens(format, name):
+    dims = SIZES["whole panels"]
+    q = weight(dims, format)
+    request = KVRequest("mla", 1, dims.latent + dims.rope)
+    assert request == dims.request
+    q_nope, q_rope, batch, kv = case(dims, LAYOUTS[0], 4)
+    op = OPS["mla_absorbed"](q.dequantize(torch.float32), dims, (dims.nope + dims.rope) ** -0.5, dims.request)
+    want = op(q_nope.float(), q_rope.float(), batch, kv)
+    with forced(name):
+        got = mla_expanded_panels(site(dims, SimpleNamespace(weight=Panels(q))), q_nope, q_rope, batch, kv).float()
+    assert ((got - want).abs() <= 2**-6 * want.abs().amax((1, 2), keepdim=True)).all()
