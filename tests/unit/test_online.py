@@ -67,19 +67,40 @@ def test_what_attention_folds_is_quantized_where_its_kernels_read_it_so(scheme):
 
 
 def test_formats_that_both_forms_of_latent_attention_read():
-    def reads(op, *formats, **options):
-        return kernel(op, when=When((torch.bfloat16,), ("plain", *formats), **options))
+    def reads(op, *formats, provider="vendor", **options):
+        return kernel(op, provider, when=When((torch.bfloat16,), ("plain", *formats), **options))
 
     settings = Settings("toy", torch.bfloat16, "", Features())
     absorbed, expanded = (
         reads("mla_absorbed", "int8_group", "int4_row"),
         reads("mla_expanded", "int8_group", "int8_row"),
     )
-    assert latent_formats([absorbed, expanded], settings) == {"int8_group"}
-    assert not latent_formats([absorbed], settings)
-    assert not latent_formats([absorbed, reads("mla_expanded", "int8_group", features=("tiles",))], settings)
-    assert not latent_formats([absorbed, expanded], replace(settings, deterministic=True))
-    assert not latent_formats([absorbed, expanded], replace(settings, dtype=torch.float32))
+
+    def found(*kernels, settings=settings, layouts=("paged_16",), **pins):
+        return latent_formats(kernels, settings, layouts, pins)
+
+    assert found(absorbed, expanded) == {"int8_group"}
+    assert not found(absorbed)
+    assert not found(absorbed, reads("mla_expanded", "int8_group", features=("tiles",)))
+    assert not found(absorbed, expanded, settings=replace(settings, deterministic=True))
+    assert not found(absorbed, expanded, settings=replace(settings, dtype=torch.float32))
+    paged = reads("mla_absorbed", "int8_group", kv_layouts=("paged_16",))
+    assert found(paged, expanded) == {"int8_group"} and not found(paged, expanded, layouts=("paged_16_fp8",))
+    other = reads("mla_expanded", provider="other")
+    assert found(absorbed, expanded, other, mla_expanded="vendor") == {"int8_group"}
+    assert not found(absorbed, expanded, other, mla_expanded="other")
+
+
+@pytest.mark.skipif(not instruction_sets(), reason="not run: no native kernels")
+@pytest.mark.parametrize(
+    "options", [{"kv_dtype": "fp8"}, {"ops": {"mla_expanded": "torch_sdpa"}}], ids=["cache", "pin"]
+)
+def test_latent_attention_stays_exact_where_nothing_would_be_saved(options, tmp_path):
+    random_model(deepseek_config(num_hidden_layers=2), seed=3).save_pretrained(tmp_path)
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization="weight_only_int4", **options) as llm:
+        weights = llm.runner.plan.weights.values()
+        assert {w.format for w in weights if any("kv_b_proj" in p for p in w.parts)} == {"plain"}
+        assert torch.isfinite(llm.logits([[1, 2, 3]])[0]).all()
 
 
 @pytest.mark.skipif(not instruction_sets(), reason="not run: no native kernels")

@@ -52,7 +52,7 @@ typedef struct {
 // Latent attention, as in DeepSeek-V2: c = q_a x where q_a.n is not 0, and q = q_b norm(c), else q = q_b x; a head of q is
 // [nope | rope], of kv_b [nope | value] rows; the cache keeps [norm(latent) | rotated rope].
 typedef struct {
-  ip_matrix q_a, q_b, kv_a, kv_b;  // kv_b bf16, rows side by side, or FP8
+  ip_matrix q_a, q_b, kv_a, kv_b;  // kv_b bf16, rows side by side, FP8, INT8 or INT4
   const ip_bf16 *q_a_norm, *kv_a_norm;
   int64_t nope, rope, value, latent;
   float q_a_eps, kv_a_eps;
@@ -171,7 +171,7 @@ void ip_rope(const ip_bf16 *x, int64_t row_stride, int64_t head_stride, const fl
 void ip_attention(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
                   int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out);
 // Absorbed latent attention: q_nope [tokens, heads, nope] and q_rope [tokens, heads, rope] with strides, kv_b
-// [heads * (nope + value), latent] in bf16 or FP8; out [tokens, heads, value].
+// [heads * (nope + value), latent] in bf16, FP8, INT8 or INT4; out [tokens, heads, value].
 void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q_rope, const int64_t *rope_strides,
             const ip_matrix *kv_b, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t nope, int64_t rope,
             int64_t value, int64_t latent, float scale, ip_bf16 *out);

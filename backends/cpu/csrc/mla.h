@@ -136,7 +136,7 @@ inline void fold_head(const Mla &m, int64_t h, int64_t t0, int64_t n, float *sum
     }
   const uint8_t *head = (const uint8_t *)w.data + first * panel_bytes(w);
   int64_t next = h + 1 < m.heads ? (m.nope + m.value) / kPanel * panel_bytes(w) : 0;
-  if (w.kind == IP_INT8)
+  if (whole_bytes(w))
     fold_some<IP_INT8>(w, head, panels, next, by, less, n, sums, row);
   else
     fold_some<IP_INT4>(w, head, panels, next, by, less, n, sums, row);

@@ -7,7 +7,7 @@ import torch
 
 from inferplane.ops import OPS, Draw, encode
 from inferplane.ops.mla import MLADims
-from inferplane.types import HOST, KVRequest
+from inferplane.types import HOST
 from inferplane_cpu.kernels.attention import LAYOUTS, mla_absorbed, mla_absorbed_panels, mla_expanded_panels
 from inferplane_cpu.kernels.packed import PANELS, Panels
 from inferplane_cpu.kvcache import layouts
@@ -17,27 +17,26 @@ SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
 SIZES = {
     "whole panels": MLADims(2, 32, 16, 48, 128),
-    "heads share panels": MLADims(5, 24, 16, 40, 160),
-    "less than a panel": MLADims(3, 7, 16, 5, 32),
+    "heads share panels": MLADims(5, 23, 16, 37, 160),
+    "less than a panel": MLADims(3, 7, 16, 5, 64),
     "a rest of columns": MLADims(2, 128, 64, 128, 544),
 }
 SEQUENCES = [(1, 0), (1, 90), (3, 64), (6, 31)]
-TOKENS = sum(n for n, _ in SEQUENCES)
 
 
 def site(dims, kv_b):
     return SimpleNamespace(kv_b=kv_b, dims=dims, scale=(dims.nope + dims.rope) ** -0.5, kv=dims.request)
 
 
-def case(dims, layout, seed):
-    """A step's queries, batch and cache; a few queries a hundred times larger than the rest."""
+def case(dims, layout, seed, sequences=SEQUENCES):
+    """A step's queries, so large that each of their entries tells in the result, batch and cache."""
     draw = Draw(
         seed, torch.bfloat16, build_kv=lambda r, blocks: layouts_named(layout).build(r, blocks, torch.bfloat16, HOST)
     )
-    batch, kv = draw.step(dims.request, SEQUENCES, written=True)
-    q_nope, q_rope = draw.normal(TOKENS, dims.heads, dims.nope), draw.normal(TOKENS, dims.heads, dims.rope)
-    q_nope[:, :, ::13] *= 100
-    return q_nope / 30, q_rope / 30, batch, kv
+    batch, kv = draw.step(dims.request, sequences, written=True)
+    tokens = sum(n for n, _ in sequences)
+    q_nope, q_rope = draw.normal(tokens, dims.heads, dims.nope), draw.normal(tokens, dims.heads, dims.rope)
+    return q_nope * 4, q_rope, batch, kv
 
 
 def layouts_named(name):
@@ -89,14 +88,29 @@ def test_a_row_is_the_same_whoever_is_beside_it(format, name):
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("format", PANELS)
-def test_expanded_for_many_tokens(format, name):
-    dims = SIZES["whole panels"]
+@pytest.mark.parametrize("sequences", [SEQUENCES, [(70, 0)], [(65, 17), (9, 0)]], ids=["few", "prompt", "chunks"])
+@pytest.mark.parametrize("dims", [SIZES["whole panels"], SIZES["heads share panels"]], ids=["whole", "shared"])
+def test_expanded_for_many_tokens(dims, sequences, format, name):
     q = weight(dims, format)
-    request = KVRequest("mla", 1, dims.latent + dims.rope)
-    assert request == dims.request
-    q_nope, q_rope, batch, kv = case(dims, LAYOUTS[0], 4)
+    q_nope, q_rope, batch, kv = case(dims, LAYOUTS[0], 4, sequences)
     op = OPS["mla_absorbed"](q.dequantize(torch.float32), dims, (dims.nope + dims.rope) ** -0.5, dims.request)
     want = op(q_nope.float(), q_rope.float(), batch, kv)
     with forced(name):
         got = mla_expanded_panels(site(dims, SimpleNamespace(weight=Panels(q))), q_nope, q_rope, batch, kv).float()
     assert ((got - want).abs() <= 2**-6 * want.abs().amax((1, 2), keepdim=True)).all()
+
+
+@pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
+def test_the_bar_shows_one_wrong_row_of_a_head(dims):
+    """The bar of the tests above, held to a kv_b of which one row that is folded has another sign."""
+    q = weight(dims, "int8_group")
+    scale = (dims.nope + dims.rope) ** -0.5
+    q_nope, q_rope, batch, kv = case(dims, LAYOUTS[0], 1)
+    want = OPS["mla_absorbed"](q.dequantize(torch.float32), dims, scale, dims.request)(
+        q_nope, q_rope, batch, kv
+    ).float()
+    for row in range(dims.nope):
+        wrong = q.dequantize(torch.float32)
+        wrong[row] *= -1
+        got = OPS["mla_absorbed"](wrong, dims, scale, dims.request)(q_nope, q_rope, batch, kv).float()
+        assert ((got - want).abs() > 2**-6 * want.abs().amax((1, 2), keepdim=True)).any(), row

@@ -137,8 +137,9 @@ def test_attention(label, sequences, layout):
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("wrong", ["key", "value", "query"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_reach_whoever_sees_them_alone(number, wrong, window, tiles):
-    n, at = 75, 40
+@pytest.mark.parametrize(("n", "at"), [(75, 40), (75, 41), (330, 131), (330, 300)])
+def test_numbers_that_are_not_finite_reach_whoever_sees_them_alone(n, at, number, wrong, window, tiles):
+    """In even and odd keys, early and late in a span, with and without a span behind it."""
     request = KVRequest("gqa", 2, 32, 32, window)
     batch, kv = Draw(
         1, torch.bfloat16, build_kv=lambda r, blocks: layouts()[0].build(r, blocks, torch.bfloat16, HOST)

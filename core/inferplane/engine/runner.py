@@ -27,17 +27,17 @@ from inferplane.binding import (
 )
 from inferplane.engine.buckets import sizes_for
 from inferplane.engine.capture import DecodeSteps, why_not
+from inferplane.engine.offers import DEFAULT_BLOCK_TOKENS, offered
 from inferplane.engine.options import DTYPES, Draft, InferplaneWarning, RunnerOptions, pick_dtype
 from inferplane.engine.ranks import Ranks
 from inferplane.engine.room import Room
 from inferplane.engine.sources import ModelFiles
 from inferplane.errors import UsageError
-from inferplane.kvcache import paged_layout
 from inferplane.models import Build, SafetensorsFolder, build
 from inferplane.models.eagle import WithEagle, with_eagle
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import READERS, latent_formats, online, row_formats, stored, unsaved
+from inferplane.quant import READERS, latent_formats, latent_request, online, row_formats, stored, unsaved
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 from inferplane.types.batch import make_batch
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_BLOCK_TOKENS", "DTYPES", "Draft", "InferplaneWarning", "Runner", "RunnerOptions"]
 
-DEFAULT_BLOCK_TOKENS = 64
 KV_SHARE = 0.3
 """Share of free device memory that the cache may take unless told otherwise."""
 
@@ -200,23 +199,7 @@ class Runner:
 
     def offer(self, request: KVRequest) -> Sequence[KVLayout]:
         """Layouts for one kind of layer, in the KV dtype that was asked for."""
-        offers = list(self.backend.kv_layouts(request, self.dtype)) or [
-            paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "fp8", "int8")
-        ]
-        fitting = [x for x in offers if x.kv_dtype == self.options.kv_dtype]
-        blocks = self.options.block_tokens
-        if fitting and blocks is not None and not (fitting := [x for x in fitting if x.block_tokens == blocks]):
-            raise UsageError(
-                f"{self.files.name} drafts for a model with KV blocks of {blocks} tokens.",
-                there_is=f"blocks of {', '.join(sorted({str(x.block_tokens) for x in offers}))} for it",
-                remedy="use a draft model whose cache has blocks of that size, or another method",
-            )
-        if not fitting:
-            raise UsageError(
-                f"kv_dtype = {self.options.kv_dtype!r} on device {self.backend.name!r}.",
-                there_is=", ".join(sorted({x.kv_dtype for x in offers})),
-            )
-        return fitting
+        return offered(self.backend, request, self.dtype, self.options, self.files.name)
 
     def _bind(self, *, assumed: bool) -> None:
         names = None if self.options.load_format == "dummy" or not self.files.has_weights else set(self.files.names())
@@ -225,7 +208,9 @@ class Runner:
         if scheme is None:
             found = stored(config.get("quantization_config"), names)
         else:
-            found = online(scheme, config, latent_formats(self.kernels, settings))
+            request = latent_request(config)
+            layouts = [x.name for x in self.offer(request)] if request is not None else []
+            found = online(scheme, config, latent_formats(self.kernels, settings, layouts, self.options.ops))
         self.readers = {**READERS, **found.readers}
         placement = Placement() if self.ranks is None else self.ranks.placement
         rows = row_formats(self.kernels, settings) if self.ranks is None else frozenset()

@@ -76,11 +76,15 @@ class DecoderLayer(Op, name="decoder_layer"):
                         Sample(f"{label}_{name}_{sample.label}", layer(sample.op, other), inputs, sample.step_kind)
                     )
         by_label = {sample.label: sample for sample in out}
-        for format, label in (("int8_group", "int8"), ("int8_row", "int8_row")):
-            for like, name in (("gqa_mlp_decode", ""), ("gqa_mlp_mixed", "_mixed"), ("mla_mlp_decode", "")):
-                sample = by_label[like]
-                op = _quantized(sample.op, format)
-                out.append(replace(sample, label=f"{like[:7]}_{label}{name}", op=op))
+        for like, format, label in (
+            ("gqa_mlp_decode", "int8_group", "gqa_mlp_int8"),
+            ("gqa_mlp_mixed", "int8_group", "gqa_mlp_int8_mixed"),
+            ("gqa_mlp_decode", "int8_row", "gqa_mlp_int8_row"),
+            ("gqa_mlp_mixed", "int8_row", "gqa_mlp_int8_row_mixed"),
+            ("mla_mlp_decode", "int8_group", "mla_mlp_int8"),
+        ):
+            sample = by_label[like]
+            out.append(replace(sample, label=label, op=_quantized(sample.op, format)))
         return out
 
 

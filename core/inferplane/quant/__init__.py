@@ -1,7 +1,7 @@
 """Quantized checkpoints: their formats, and how they become `QTensor`s."""
 
 from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row, read_fp8_static
-from inferplane.quant.online import SCHEMES, latent_formats, online, row_formats, unsaved
+from inferplane.quant.online import SCHEMES, latent_formats, latent_request, online, row_formats, unsaved
 from inferplane.quant.stored import Stored, format_of, stored
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Stored",
     "format_of",
     "latent_formats",
+    "latent_request",
     "online",
     "read_fp8_block",
     "read_fp8_row",

@@ -15,7 +15,7 @@ from inferplane.binding import Plan, Settings, TensorSource
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops.quantize import FORMATS, encode, limit, scales
 from inferplane.quant.stored import Stored
-from inferplane.types import PLAIN, Kernel, QTensor, Shard
+from inferplane.types import PLAIN, Kernel, KVRequest, QTensor, Shard
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def online(scheme: str, config: Mapping[str, Any], latent: Collection[str] = ())
     Args:
         scheme: a name of `SCHEMES`.
         config: of the checkpoint.
-        latent: formats in which the device's kernels read `kv_b_proj` (`latent_formats`); in others it stays as it is,
+        latent: formats in which the device's kernels read `kv_b_proj` (`latent_formats`): else it stays as it is,
             and so it does where the scheme codes activations for it, which attention does not.
 
     Raises:
@@ -97,20 +97,38 @@ def row_formats(kernels: Iterable[Kernel], settings: Settings) -> frozenset[str]
     return _formats_of("embedding", kernels, settings)
 
 
-def latent_formats(kernels: Iterable[Kernel], settings: Settings) -> frozenset[str]:
+def latent_request(config: Mapping[str, Any]) -> KVRequest | None:
+    """What a layer of latent attention remembers of a token; None: the config has no such attention."""
+    rank, rope = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
+    return KVRequest("mla", 1, rank + rope) if isinstance(rank, int) and isinstance(rope, int) else None
+
+
+def latent_formats(
+    kernels: Iterable[Kernel], settings: Settings, layouts: Collection[str], pins: Mapping[str, str]
+) -> frozenset[str]:
     """Quantized formats of `kv_b_proj` that some kernel folds into queries, and some expands latents with.
 
     Args:
         kernels: of the device.
         settings: what the plan is made for.
+        layouts: names of the KV layouts, one of which the model's latents will have.
+        pins: op name -> the provider that must serve it.
     """
     kernels = list(kernels)
-    return _formats_of("mla_absorbed", kernels, settings) & _formats_of("mla_expanded", kernels, settings)
+    found = [
+        _formats_of(op, [k for k in kernels if pins.get(op, k.provider) == k.provider], settings, layouts)
+        for op in ("mla_absorbed", "mla_expanded")
+    ]
+    return found[0] & found[1]
 
 
-def _formats_of(op: str, kernels: Iterable[Kernel], settings: Settings) -> frozenset[str]:
+def _formats_of(
+    op: str, kernels: Iterable[Kernel], settings: Settings, layouts: Collection[str] | None = None
+) -> frozenset[str]:
     found = [k.when for k in kernels if k.op == op and (k.batch_invariant or not settings.deterministic)]
     fitting = [w for w in found if settings.dtype in w.dtypes and not settings.features.lacking(w.features)]
+    if layouts is not None:
+        fitting = [w for w in fitting if not w.kv_layouts or set(w.kv_layouts) & set(layouts)]
     return frozenset(f for w in fitting for f in w.formats) - {PLAIN}
 
 

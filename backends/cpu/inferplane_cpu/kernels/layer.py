@@ -212,6 +212,13 @@ def decoder_layer(
     whole=whole,
     batch_invariant=True,
 )
+def decoder_layer_panels(
+    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `decoder_layer`, for weights of 8 and 4 bits."""
+    return _run(p, x, residual, batch, kv, False)
+
+
 @KERNELS(
     "decoder_layer",
     "native",
@@ -222,10 +229,10 @@ def decoder_layer(
     whole=whole,
     batch_invariant=True,
 )
-def decoder_layer_panels(
+def decoder_layer_latent_panels(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer`, for weights of 8 and 4 bits."""
+    """As `decoder_layer_panels`, for a `kv_b` of 8 or 4 bits too."""
     return _run(p, x, residual, batch, kv, False)
 
 
@@ -251,18 +258,6 @@ def decoder_layer_many_panels(
     when=_when(BYTES, "decode", ALL_BYTES),
     rank=RANK_PORTABLE,
     packs=PACKS,
-    prepare=lambda op, ctx: CODED,
-    chain=chain,
-    whole=whole,
-    batch_invariant=True,
-    **WHEN_CODED,
-)
-@KERNELS(
-    "decoder_layer",
-    "native",
-    when=_when(BYTES, "decode", ALL_BYTES, kv_b=PACKED_KV_B),
-    rank=RANK_PORTABLE,
-    packs=PACKS_KV_B,
     prepare=lambda op, ctx: CODED,
     chain=chain,
     whole=whole,
