@@ -235,8 +235,8 @@ void attention(bool coded) {
         Bf16 rows(3 * (nope + value) * latent), want(step.tokens * 3 * value);
         ip_expand(&panels.m, 0, 3 * (nope + value), rows);
         ip_matrix plain = {IP_BF16, 0, 3 * (nope + value), latent, latent, (ip_bf16 *)rows, nullptr, nullptr, nullptr};
-        ip_mla(a, ns, b, rs, &panels.m, &step.batch, &latents, 3, nope, rope, value, latent, 0.2f, mixed);
-        ip_mla(a, ns, b, rs, &plain, &step.batch, &latents, 3, nope, rope, value, latent, 0.2f, want);
+        ip_mla(a, ns, b, rs, &panels.m, &step.batch, &latents, 3, nope, rope, value, latent, 0.002f, mixed);
+        ip_mla(a, ns, b, rs, &plain, &step.batch, &latents, 3, nope, rope, value, latent, 0.002f, want);  // or a rounding decides
         double worst = 0, most = 0;
         for (int64_t i = 0; i < (step.tokens - 1) * 3 * value; i++)
           worst = fmax(worst, fabs(widen(mixed[i]) - widen(want[i]))), most = fmax(most, fabs(widen(want[i])));
