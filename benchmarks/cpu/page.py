@@ -27,9 +27,15 @@ Inferplane's speed over this engine's, in the same precision, and in brackets th
 """
 
 
+ZEN_5 = "vendor AuthenticAMD family 26"
+
+
 def instructions(report):
-    """The instruction set that a machine's native kernels used: "native kernels on amx (of ...)"."""
-    return report["native"].split()[3]
+    """The instruction set that a machine's native kernels used: "native kernels on amx (of ...)".
+
+    Zen 5 has Zen 4's and other figures. Reports in which no processor is written down are of Zen 4 where they could be.
+    """
+    return report["native"].split()[3] + ("-zen5" if report.get("processor", "").startswith(ZEN_5) else "")
 
 
 def newest(folder):

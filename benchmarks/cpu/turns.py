@@ -161,6 +161,15 @@ def context_and_batch(text):
     return int(context), int(batch or 1)
 
 
+def processor():
+    """As Linux tells it: vendor, family, model. A virtual machine often hides the name."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    first = dict(line.split(":", 1) for line in text.partition("\n\n")[0].splitlines() if ":" in line)
+    found = {key.strip(): value.strip() for key, value in first.items()}
+    names = ("vendor_id", "cpu family", "model")
+    return " ".join(f"{name.removeprefix('cpu ').removesuffix('_id')} {found.get(name, '?')}" for name in names)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, "small", turns=7)
@@ -196,6 +205,7 @@ def main():
     report = {
         "shape": args.shape,
         "machine": platform.processor() or platform.machine(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "native": native().reason,
         "load_before_and_after": [load, os.getloadavg()],
