@@ -7,6 +7,8 @@ like; `str()` joins them into one sentence each, on lines of their own where the
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 
 
@@ -123,3 +125,11 @@ class EngineError(InferplaneError, RuntimeError):
 
 class InferplaneWarning(UserWarning):
     """Something works, but worse than it could: a demoted kernel, a hot op on its reference."""
+
+
+def warn(what: str) -> None:
+    """Warn with an `InferplaneWarning` at the user's line: the nearest caller outside Inferplane and its backends."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("inferplane"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(what, InferplaneWarning, stacklevel=level)

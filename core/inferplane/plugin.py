@@ -57,6 +57,7 @@ from inferplane.errors import (
     PluginError,
     UnsupportedModelError,
     UsageError,
+    warn,
 )
 from inferplane.kvcache.blocked import BlockedKV
 from inferplane.kvcache.paged import latents, paged_layout
@@ -153,4 +154,5 @@ __all__ = [
     "minor_of",
     "paged_layout",
     "version_of",
+    "warn",
 ]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from inferplane.errors import CheckpointError
-from inferplane.models import SafetensorsFolder, checkpoint
+from inferplane.models import SafetensorsFolder, checkpoint, filereader
 from inferplane.types.placement import WHOLE, Shard
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -23,9 +27,10 @@ WHOLE_NUMBERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
     parts=st.integers(1, 3),
     axis=st.integers(0, 1),
     chunk=st.sampled_from([1, 40, 2**20]),
+    piece=st.sampled_from([1, 24, 2**20]),
     strided=st.booleans(),
 )
-def test_reads_what_was_written(tmp_path_factory, shape, stored, asked, parts, axis, chunk, strided):
+def test_reads_what_was_written(tmp_path_factory, shape, stored, asked, parts, axis, chunk, piece, strided):
     folder = tmp_path_factory.mktemp("f")
     shape = [n * parts if i == axis else n for i, n in enumerate(shape)]
     value = (torch.rand(shape, generator=torch.Generator().manual_seed(len(shape))) * 50).to(stored)
@@ -43,6 +48,7 @@ def test_reads_what_was_written(tmp_path_factory, shape, stored, asked, parts, a
             out = room[..., 0] if strided else torch.full(want.shape, -1.0).to(dtype)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(checkpoint, "CHUNK_BYTES", chunk)
+                patch.setattr(filereader, "PIECE_BYTES", piece)
                 source.read_into("x", out, shard)
             assert torch.equal(out.float(), want.to(dtype).float())
             assert not strided or (room[..., 1].float() != 0).all()
@@ -60,8 +66,6 @@ def test_wrong_room_is_refused(tmp_path):
 
 
 def test_files_are_closed(tmp_path):
-    import os
-
     save_file({"a": torch.zeros(4)}, tmp_path / "a.safetensors")
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
     source = SafetensorsFolder(tmp_path)
@@ -71,6 +75,56 @@ def test_files_are_closed(tmp_path):
         assert len(os.listdir("/proc/self/fd")) == before
     source.read_into("a", torch.empty(4), WHOLE)  # and opened again when needed
     source.close()
+
+
+def readers():
+    """Threads that read files."""
+    return [t for t in threading.enumerate() if t.name.startswith("inferplane-read")]
+
+
+def test_no_thread_writes_after_a_read_that_failed(tmp_path, monkeypatch):
+    """A file that ends within its first piece, while a slow thread holds another: memory may go once `read` raises."""
+    monkeypatch.setattr(filereader, "PIECE_BYTES", 8)
+    path, running, ended = tmp_path / "a", threading.Event(), threading.Event()
+    path.write_bytes(bytes(range(64)))
+    reader = filereader.FileReader(path)
+    plain = os.preadv
+
+    def slow(file, buffers, start):
+        if start == 8:
+            running.set()
+            time.sleep(0.2)
+            got = plain(file, buffers, start)
+            ended.set()
+            return got
+        if start == 0:
+            assert running.wait(30)
+            return 0
+        return plain(file, buffers, start)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    with pytest.raises(CheckpointError, match="ends before its tensors do"):
+        reader.read(0, memoryview(bytearray(64)))
+    assert ended.is_set()
+    monkeypatch.setattr(os, "preadv", plain)
+    again = bytearray(40)
+    reader.read(3, memoryview(again))
+    assert again == bytes(range(3, 43))
+    assert readers()
+    reader.close()
+    assert not readers()
+    reader.close()
+
+
+@pytest.mark.parametrize("size", [7, 8, 9, 63])
+def test_a_file_that_ends_too_soon(size, tmp_path, monkeypatch):
+    monkeypatch.setattr(filereader, "PIECE_BYTES", 8)
+    path = tmp_path / "a"
+    path.write_bytes(bytes(size))
+    reader = filereader.FileReader(path)
+    with pytest.raises(CheckpointError, match="ends before its tensors do"):
+        reader.read(0, memoryview(bytearray(64)))
+    reader.close()
 
 
 def test_nothing_is_read_but_headers(tmp_path):

@@ -192,7 +192,7 @@ def test_what_the_system_refuses(when, tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     source = SafetensorsFolder(tmp_path)
-    module = {"header": "header", "tensor": "checkpoint"}[when]
+    module = {"header": "header", "tensor": "filereader"}[when]
     monkeypatch.setattr(f"inferplane.models.{module}.open", refuse, raising=False)
     read = {
         "header": lambda: SafetensorsFolder(tmp_path),

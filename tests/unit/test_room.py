@@ -34,8 +34,11 @@ OPTIONS = {"device": HOST, "load_format": "dummy", "dtype": "float32", "max_batc
 
 
 def test_a_cache_that_makes_sequences_shorter_is_told_and_is_what_to_raise():
-    with pytest.warns(InferplaneWarning, match=r"kv_cache_bytes = 130000 holds .* of the model's 256 tokens.*raise"):
+    with pytest.warns(
+        InferplaneWarning, match=r"kv_cache_bytes = 130000 holds .* of the model's 256 tokens.*raise"
+    ) as told:
         llm = LLM(LLAMA, **OPTIONS, kv_cache_bytes=130_000)
+    assert told[0].filename == __file__  # the user's line, not one of ours
     with llm:
         most = llm.runner.max_model_len
         assert most < 256

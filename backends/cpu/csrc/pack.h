@@ -4,6 +4,8 @@
 // bytes of columns 4q .. 4q + 3 of each row; IP_INT4 holds group / 8 lines whose low nibbles are columns 8q .. 8q + 3
 // and whose high nibbles are 8q + 4 .. 8q + 7. Entries are stored with an offset, so that they are unsigned.
 #pragma once
+#include <string.h>
+
 #include "inferplane_cpu.h"
 
 namespace {
@@ -30,23 +32,34 @@ inline int32_t quant_entry(const ip_matrix &w, int64_t row, int64_t column) {
   return (whole_bytes(w) ? byte : in_line < 4 ? byte & 15 : byte >> 4) - (int32_t)offset_of(w);
 }
 
+// Four entries of a row from `column` on, of which it has `columns`; zeros behind its end.
+inline uint32_t four(const int8_t *row, int64_t column, int64_t columns) {
+  uint32_t all = 0;
+  if (column + 4 <= columns)
+    memcpy(&all, row + column, 4);
+  else if (column < columns)
+    memcpy(&all, row + column, (size_t)(columns - column));
+  return all;
+}
+
+// The offset is half of what a byte or a nibble holds: adding it flips the highest bit of a number in two's complement.
 inline void pack(const ip_matrix &w, const int8_t *values, uint8_t *out) {
-  int64_t panels = (w.n + kPanel - 1) / kPanel, per_line = line_columns(w), lines = panel_bytes(w) / 64;
-  int32_t offset = (int32_t)offset_of(w);
-  auto at = [&](int64_t row, int64_t column) {
-    int32_t v = row < w.n && column < w.k ? values[row * w.k + column] : 0;
-    return (uint8_t)(v + offset);
-  };
+  int64_t panels = (w.n + kPanel - 1) / kPanel, lines = panel_bytes(w) / 64;
 #pragma omp parallel for schedule(static)
-  for (int64_t panel = 0; panel < panels; panel++)
-    for (int64_t line = 0; line < lines; line++)
-      for (int64_t r = 0; r < kPanel; r++)
-        for (int64_t e = 0; e < 4; e++) {
-          int64_t row = panel * kPanel + r, column = line * per_line + e;
-          uint8_t b = at(row, column);
-          if (w.kind == IP_INT4) b = (uint8_t)((b & 15) | at(row, column + 4) << 4);
-          out[panel * panel_bytes(w) + line * 64 + r * 4 + e] = b;
+  for (int64_t panel = 0; panel < panels; panel++) {
+    uint32_t *to = (uint32_t *)(out + panel * panel_bytes(w));
+    for (int64_t r = 0; r < kPanel; r++) {
+      int64_t row = panel * kPanel + r, columns = row < w.n ? w.k : 0;
+      const int8_t *from = columns ? values + row * w.k : values;
+      if (w.kind == IP_INT4)
+        for (int64_t line = 0; line < lines; line++) {
+          uint32_t low = four(from, 8 * line, columns) & 0x0f0f0f0f, high = four(from, 8 * line + 4, columns) & 0x0f0f0f0f;
+          to[line * kPanel + r] = (low | high << 4) ^ 0x88888888;
         }
+      else
+        for (int64_t line = 0; line < lines; line++) to[line * kPanel + r] = four(from, 4 * line, columns) ^ 0x80808080;
+    }
+  }
 }
 
 }  // namespace

@@ -2,9 +2,9 @@
 // waiting that gives the core up after a short while, and memory that each thread keeps for the next call.
 #pragma once
 #include <omp.h>
-#include <sched.h>
 #include <stdlib.h>
 
+#include "crowd.h"
 #include "vec.h"
 
 extern void (*ip_thread_begins)();  // api.cpp; may be null
@@ -17,19 +17,26 @@ constexpr int kShares = 32;  // with more threads, several start in the same sha
 
 // A line for each share: one that all write to would go from core to core with every chunk. `taken` is of one part of the
 // call: its number, and how many chunks were taken from the share's beginning and from its end. `done` are the chunks that
-// the share's threads have done in the whole call.
+// the share's threads have done in the whole call. `core` is where the share's first thread computes; -1: not yet.
 struct Shared {
   struct alignas(64) Share {
     uint64_t taken = 0;
     int64_t done = 0;
+    int core = -1;
   } shares[kShares];
+  int64_t begun_ns = now_ns();
 };
 
 class Team {
  public:
   const int id, count;
   Team(Shared *shared, int id, int count)
-      : id(id), count(count), shared_(shared), shares_(count < kShares ? count : kShares) {}
+      : id(id), count(count), shared_(shared), shares_(count < kShares ? count : kShares) {
+    if (count == 1) return;
+    since_ns_ = now_ns();
+    enter(core_now());
+    if (since_ns_ - shared->begun_ns > kHeldUpNs) spread();
+  }
 
   // Calls f(first, last) for chunks of 0 .. total. A thread takes the chunks of its share in their order, so that what it
   // reads is one stream, which processors foresee: in turns with others, what came of itself or was asked for ahead was
@@ -51,6 +58,7 @@ class Team {
         int64_t first = (begin + n) * chunk;
         f(first, min64(first + chunk, total));
         __atomic_fetch_add(done, 1, __ATOMIC_RELEASE);
+        offer();
       }
     }
   }
@@ -90,6 +98,33 @@ class Team {
     }
   }
 
+  // The core to whatever else wants it, now and then, while this thread holds no chunk.
+  void offer() {
+    uint64_t cycles = __rdtsc();
+    if (cycles - asked_ < kAskCycles) return;
+    asked_ = cycles;
+    int64_t now = now_ns();
+    if (now - since_ns_ < kOfferNs) return;
+    sched_yield();
+    since_ns_ = now_ns();
+    if (since_ns_ - now > kHeldUpNs) spread();
+  }
+
+  void enter(int core) {
+    if (id < shares_) __atomic_store_n(&shared_->shares[id].core, core, __ATOMIC_RELAXED);
+  }
+
+  // To a core where no other thread of the team is, if one is on this thread's.
+  void spread() {
+    int cores[kShares], mine = core_now(), together = 0;
+    enter(mine);
+    for (int s = 0; s < shares_; s++) {
+      cores[s] = s == id ? mine : __atomic_load_n(&shared_->shares[s].core, __ATOMIC_RELAXED);
+      together += s != id && mine >= 0 && cores[s] == mine;
+    }
+    if (together && leave(cores, shares_)) enter(core_now());
+  }
+
   int64_t done() const {
     int64_t all = 0;
     for (int s = 0; s < shares_; s++) all += __atomic_load_n(&shared_->shares[s].done, __ATOMIC_ACQUIRE);
@@ -99,7 +134,8 @@ class Team {
   Shared *shared_;
   int shares_;
   int64_t planned_ = 0;
-  uint64_t part_ = 0;
+  uint64_t part_ = 0, asked_ = __rdtsc();
+  int64_t since_ns_ = 0;  // when the core was offered last
 };
 
 // Threads of a team that this thread would lead. OpenMP keeps that number for each thread, and torch sets it in a thread

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import warnings
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -14,13 +13,13 @@ from inferplane.plugin import (
     DeviceState,
     Feature,
     Features,
-    InferplaneWarning,
     Kernel,
     KVLayout,
     KVRequest,
     Presence,
     Probe,
     host_memory,
+    warn,
 )
 from inferplane_cpu import threads
 from inferplane_cpu.kernels import kernels
@@ -54,11 +53,9 @@ class CpuBackend(Backend):
         """Settle the number of threads, unless `OMP_NUM_THREADS` does, and describe the processor."""
         threads.settle()
         if native().remedy:
-            warnings.warn(
+            warn(
                 f"Device cpu computes without its native kernels, several times slower: {native().reason}. To do: "
-                f"{native().remedy}.",
-                InferplaneWarning,
-                stacklevel=2,
+                f"{native().remedy}."
             )
         capability = torch.backends.cpu.get_cpu_capability()
         name = f"{platform.machine()} ({capability}; {native().reason})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from inferplane.plugin import Feature, InferplaneWarning, UsageError
+from inferplane.plugin import Feature, UsageError, warn
 
 VARIABLE = "INFERPLANE_CPU_ISA"
 """Names the instruction set to use ("avx2", "avx512", "avx512_bf16", "amx"), or "none" for torch's operators alone."""
@@ -253,7 +252,7 @@ def native() -> Native:
     except (OSError, AttributeError) as error:
         reason = f"the native kernels cannot be loaded: {error}"
         remedy = "Install inferplane again, from a source tree with `pip install -e .`, to build them anew."
-        warnings.warn(f"{reason}; torch's kernels work in their place, and slower. {remedy}", InferplaneWarning, 2)
+        warn(f"{reason}; torch's kernels work in their place, and slower. {remedy}")
         return Native(None, reason)
     return _chosen(library)
 

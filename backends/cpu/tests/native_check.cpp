@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "../csrc/crowd.h"
 #include "../csrc/inferplane_cpu.h"
 
 namespace {
@@ -403,7 +404,25 @@ void sampling() {
 
 }  // namespace
 
+// A thread that leaves its core is on another, which it may leave as before; with none to go to it stays.
+void cores() {
+#ifdef __linux__
+  cpu_set_t before, after;
+  if (sched_getaffinity(0, sizeof before, &before)) return;
+  std::vector<int> all;
+  for (int i = 0; i < CPU_SETSIZE; i++)
+    if (CPU_ISSET(i, &before)) all.push_back(i);
+  for (int turn = 0; turn < 100 && all.size() > 1; turn++) {
+    int here = core_now();
+    expect(leave(&here, 1) && core_now() != here, "leave");
+  }
+  expect(!leave(all.data(), (int)all.size()), "leave every core");
+  expect(!sched_getaffinity(0, sizeof after, &after) && CPU_EQUAL(&before, &after), "affinity");
+#endif
+}
+
 int main() {
+  cores();
   std::vector<char> names(ip_available(), ip_available() + strlen(ip_available()) + 1);
   for (char *name = strtok(names.data(), " "); name; name = strtok(nullptr, " ")) {
     expect(!ip_select(name), name);

@@ -1,5 +1,9 @@
 """Whole layers as native calls: alone, all of a model in one, with what surrounds them, and made of smaller kernels."""
 
+import contextlib
+import os
+import subprocess
+import sys
 import types
 from dataclasses import replace
 from functools import partial
@@ -235,6 +239,31 @@ def test_any_number_of_threads_gives_the_same_bits(make, kv_dtype, name):
             assert all(rows.isfinite().all() for rows in found[0])
             for other in found[1:]:
                 assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="not run: threads are listed on Linux only")
+def test_a_busy_neighbour_changes_speed_alone():
+    """Threads that lose their core, or are put on one together, give the same bits, and may go anywhere afterwards."""
+    tree, before, allowed = tiny_llama(positions=640, **MANY_HEADS), torch.get_num_threads(), os.sched_getaffinity(0)
+    weights = stepping.draw_weights(tree, torch.bfloat16)
+    draw = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 97, (600,), generator=draw).tolist() for _ in range(2)]
+    count = f"import os; os.sched_setaffinity(0, {{{min(allowed)}}})\nwhile True: pass"
+    try:
+        found = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            with contextlib.ExitStack() as exits:
+                if threads > 1:
+                    neighbour = exits.enter_context(subprocess.Popen([sys.executable, "-c", count]))
+                    exits.callback(neighbour.kill)
+                bound = bound_model(tree, weights, 601, True)
+                found.append(stepping.run(bound, prompts, SCHEDULES["tokens"]))
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        assert all(os.sched_getaffinity(int(task)) == allowed for task in os.listdir("/proc/self/task"))
     finally:
         torch.set_num_threads(before)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -23,7 +22,7 @@ from inferplane.engine.sampler import Sampler
 from inferplane.engine.scheduler import Limits, Scheduled, Scheduler
 from inferplane.engine.speculate import Ran, SpeculativeConfig, Speculator
 from inferplane.engine.text import Detokenizer
-from inferplane.errors import CapacityError, UsageError
+from inferplane.errors import CapacityError, UsageError, warn
 from inferplane.kvcache import BlockAllocator, root_hash
 from inferplane.types import HOST, KVCache
 from inferplane.types.batch import Query, make_batch
@@ -249,7 +248,7 @@ class Engine:
             self.speculator.propose(ran, hidden)
         except Exception as error:
             if not self.metrics.counters["spec_decode_failures_total"]:
-                warnings.warn(f"Drafting failed ({type(error).__name__}: {error}); going on without.", stacklevel=4)
+                warn(f"Drafting failed ({type(error).__name__}: {error}); going on without.")
             self.metrics.counters["spec_decode_failures_total"] += 1
 
     def _decide(self, chosen: list[Scheduled], queries: list[Query], logits: torch.Tensor) -> Decided:

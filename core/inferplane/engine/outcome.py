@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 from inferplane.engine.request import Request
 from inferplane.engine.results import Result
-from inferplane.errors import GenerationError, InferplaneWarning
+from inferplane.errors import GenerationError, warn
 
 SEE_EXPLAIN = "see explain for the kernels in use, and pin another provider"
 
@@ -20,7 +19,7 @@ def tell_failures(requests: list[Request]) -> None:
     what = f"{len(failed)} of {len(requests)} requests failed while they ran: {failed[0].error}."
     if len(failed) == len(requests):
         raise GenerationError(what, remedy=SEE_EXPLAIN)
-    warnings.warn(what, InferplaneWarning, stacklevel=4)
+    warn(what)
 
 
 def results_of(group: list[Request]) -> Result:

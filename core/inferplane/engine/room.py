@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
-from inferplane.errors import CapacityError, InferplaneWarning
+from inferplane.errors import CapacityError, warn
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,9 @@ class Room:
                 remedy="lower max_model_len, or raise kv_cache_bytes",
             )
         if told:
-            warnings.warn(
+            warn(
                 f"kv_cache_bytes = {self.budget_bytes} holds {self.blocks} KV blocks of {self.block_bytes} bytes: "
                 f"sequences have at most {self.blocks * self.block_tokens} of the model's {most_tokens} tokens. To do: "
-                "raise kv_cache_bytes.",
-                InferplaneWarning,
-                stacklevel=2,
+                "raise kv_cache_bytes."
             )
         return self.blocks * self.block_tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -32,7 +31,7 @@ from inferplane.engine.options import DTYPES, Draft, InferplaneWarning, RunnerOp
 from inferplane.engine.ranks import Ranks
 from inferplane.engine.room import Room
 from inferplane.engine.sources import ModelFiles
-from inferplane.errors import UsageError
+from inferplane.errors import UsageError, warn
 from inferplane.models import Build, SafetensorsFolder, build
 from inferplane.models.eagle import WithEagle, with_eagle
 from inferplane.ops import CausalLM
@@ -266,13 +265,13 @@ class Runner:
             checked |= {id(v.kernel) for v in verdicts}
             for v in verdicts:
                 if v.outcome is None:
-                    self._tell(f"{self._described(v.kernel)} could not be checked: it serves none of its op's samples.")
+                    warn(f"{self._described(v.kernel)} could not be checked: it serves none of its op's samples.")
             failed = [v for v in verdicts if v.failed]
             if not failed:
                 return
             for v in failed:
                 self.demoted[v.kernel] = v.reason
-                self._tell(f"{self._described(v.kernel)} gives wrong results and is not used: {v.reason}.")
+                warn(f"{self._described(v.kernel)} gives wrong results and is not used: {v.reason}.")
                 self.host.emit(
                     Event("canary.demoted", {"kernel": v.kernel.name, "op": v.kernel.op, "reason": v.reason})
                 )
@@ -283,13 +282,10 @@ class Runner:
         origin = self.host.origin(kernel, self.backend)
         return f"Kernel {kernel.name} for op {kernel.op!r} on device {self.backend.name!r} (from {origin})"
 
-    def _tell(self, what: str) -> None:
-        warnings.warn(what, InferplaneWarning, stacklevel=5)
-
     def _warn(self) -> None:
         if left := self.plan.hot_references():
             ops = sorted({op for _, _, op in left})
-            self._tell(
+            warn(
                 f"On device {self.backend.name!r} {len(left)} hot op(s) run on their slow reference: {', '.join(ops)}. "
                 "See explain for the reasons; strict=True refuses such a plan."
             )
@@ -297,7 +293,7 @@ class Runner:
     def _warn_loaded(self) -> None:
         told = unsaved(self.plan, self.options.quantization)
         for what in (*told, *self.files.complaints(), *self.loaded.complaints(self.files.name)):
-            self._tell(what)
+            warn(what)
 
     def _readers(self) -> dict[str, Any]:
         from inferplane.models.registry import resolve

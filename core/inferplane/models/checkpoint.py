@@ -11,11 +11,11 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from inferplane.errors import CheckpointError, first_of
+from inferplane.models.filereader import FileReader
 from inferplane.models.header import SUFFIX, Entry, read_header, read_index
 from inferplane.models.jsontext import reading
 from inferplane.types import Shard
@@ -41,7 +41,7 @@ class SafetensorsFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._entries: dict[str, Entry] = {}
-        self._open: tuple[Path, IO[bytes]] | None = None
+        self._open: FileReader | None = None
         index = self.folder / INDEX
         where, total_bytes = read_index(index) if os.path.lexists(index) else (None, None)
         for path in self._files() if where is None else self._shards(where):
@@ -140,27 +140,16 @@ class SafetensorsFolder:
 
     def _read(self, entry: Entry, offset: int, out: torch.Tensor) -> None:
         """Fill `out`'s memory from the file."""
-        if self._open is None or self._open[0] != entry.path:
+        if self._open is None or self._open.path != entry.path:
             self.close()
-            with reading(entry.path):
-                self._open = entry.path, open(entry.path, "rb", buffering=0)  # noqa: SIM115 - kept for the next tensor
-        file = self._open[1]
-        want = out.numel() * out.element_size()
-        if not want:
-            return
-        memory = memoryview((ctypes.c_char * want).from_address(out.data_ptr())).cast("B")
-        done = 0
-        with reading(entry.path):
-            file.seek(entry.start + offset)
-        while done < want:
-            with reading(entry.path):
-                got = file.readinto(memory[done:])  # type: ignore[attr-defined]
-            if not got:
-                raise CheckpointError(f"{entry.path} ends before its tensors do.", remedy="fetch the file again")
-            done += got
+            self._open = FileReader(entry.path)  # kept for the next tensor
+        size = out.numel() * out.element_size()
+        if size:
+            memory = memoryview((ctypes.c_char * size).from_address(out.data_ptr())).cast("B")
+            self._open.read(entry.start + offset, memory)
 
     def close(self) -> None:
         """Close the file that is open, if any."""
         if self._open is not None:
-            self._open[1].close()
+            self._open.close()
             self._open = None

@@ -52,7 +52,9 @@ LATENT = ("*.kv_b_proj.weight",)
 """Linear layers that attention also folds into the query: quantized where its kernels read them so."""
 
 ROWS = 2048
-"""Rows that are quantized at a time, which bounds what is held in float32."""
+"""Rows that are put in FP8 at a time, which bounds what is held in float32."""
+NUMBERS = 2**19
+"""Numbers that are put in integers at a time: what is made of them in between stays in a core's cache."""
 
 
 def online(scheme: str, config: Mapping[str, Any], latent: Collection[str] = ()) -> Stored:
@@ -180,16 +182,20 @@ def quantize(weight: torch.Tensor, format: str) -> QTensor:
         return QTensor.cat([encode(part, format) for part in weight.split(ROWS)])
     columns = columns or k
     groups, top = math.ceil(k / columns), limit(dtype, bits)
-    data, scale = torch.empty(n, k, dtype=dtype), torch.empty(n, groups)
-    for first in range(0, n, ROWS):
-        w = torch.nn.functional.pad(weight[first : first + ROWS].float(), (0, groups * columns - k))
+    data, scale, step = torch.empty(n, k, dtype=dtype), torch.empty(n, groups), max(1, NUMBERS // k)
+    for first in range(0, n, step):
+        w = weight[first : first + step].float()
+        if groups * columns != k:
+            w = torch.nn.functional.pad(w, (0, groups * columns - k))
+        elif w.dtype is weight.dtype:
+            w = w.clone()  # divided in place below
         tiles = w.unflatten(1, (groups, columns))
         exact = scales(tiles.abs().amax(-1), top)
         half = exact.half().float()
         s = torch.where((half > 0) & half.isfinite(), half, exact)
-        rounded = (tiles / s[..., None]).round_().clamp_(-top, top)
-        data[first : first + ROWS] = rounded.flatten(1)[:, :k].to(dtype)
-        scale[first : first + ROWS] = s
+        rounded = tiles.div_(s[..., None]).round_().clamp_(-top, top)
+        data[first : first + step] = rounded.flatten(1)[:, :k]
+        scale[first : first + step] = s
     return QTensor(data, scale, block=(1, columns), bits=bits)
 
 

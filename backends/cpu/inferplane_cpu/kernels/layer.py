@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,15 +187,12 @@ def chain(
     return x, residual
 
 
-@KERNELS(
-    "decoder_layer",
-    "native",
-    when=_when(("fp8_block",), "decode"),
-    rank=RANK_PORTABLE,
-    chain=chain,
-    whole=whole,
-    batch_invariant=True,
+_decoding = partial(
+    KERNELS, "decoder_layer", "native", rank=RANK_PORTABLE, chain=chain, whole=whole, batch_invariant=True
 )
+
+
+@_decoding(when=_when(("fp8_block",), "decode"))
 def decoder_layer(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,16 +200,7 @@ def decoder_layer(
     return _run(p, x, residual, batch, kv, False)
 
 
-@KERNELS(
-    "decoder_layer",
-    "native",
-    when=_when(PANELS, "decode", ALL_PACKED),
-    rank=RANK_PORTABLE,
-    packs=PACKS,
-    chain=chain,
-    whole=whole,
-    batch_invariant=True,
-)
+@_decoding(when=_when(PANELS, "decode", ALL_PACKED), packs=PACKS)
 def decoder_layer_panels(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,16 +208,7 @@ def decoder_layer_panels(
     return _run(p, x, residual, batch, kv, False)
 
 
-@KERNELS(
-    "decoder_layer",
-    "native",
-    when=_when(PANELS, "decode", ALL_PACKED, kv_b=PACKED_KV_B),
-    rank=RANK_PORTABLE,
-    packs=PACKS_KV_B,
-    chain=chain,
-    whole=whole,
-    batch_invariant=True,
-)
+@_decoding(when=_when(PANELS, "decode", ALL_PACKED, kv_b=PACKED_KV_B), packs=PACKS_KV_B)
 def decoder_layer_latent_panels(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,18 +232,7 @@ def decoder_layer_many_panels(
     return _run(p, x, residual, batch, kv, True)
 
 
-@KERNELS(
-    "decoder_layer",
-    "native",
-    when=_when(BYTES, "decode", ALL_BYTES),
-    rank=RANK_PORTABLE,
-    packs=PACKS,
-    prepare=lambda op, ctx: CODED,
-    chain=chain,
-    whole=whole,
-    batch_invariant=True,
-    **WHEN_CODED,
-)
+@_decoding(when=_when(BYTES, "decode", ALL_BYTES), packs=PACKS, prepare=lambda op, ctx: CODED, **WHEN_CODED)
 def decoder_layer_w8a8(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:

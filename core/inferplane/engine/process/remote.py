@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, is_dataclass, replace
@@ -28,7 +27,7 @@ from inferplane.engine.integers import as_int64
 from inferplane.engine.process import messages
 from inferplane.engine.process.messages import FromCaller, FromEngine
 from inferplane.engine.results import Delta, FinishReason, Timings
-from inferplane.errors import EngineError, InferplaneError, InferplaneWarning, UsageError
+from inferplane.errors import EngineError, InferplaneError, UsageError, warn
 
 MOST_ADDRESS_BYTES = 103
 """Of a Unix socket: what the strictest of the systems takes, without the zero at the end."""
@@ -236,7 +235,7 @@ class RemoteEngine:
             if isinstance(message, messages.Warned) and warned is not None:
                 warned(message.text)
             elif isinstance(message, messages.Warned):
-                warnings.warn(message.text, InferplaneWarning, stacklevel=5)
+                warn(message.text)
         self.info = message.info
         self._reader.start()
         self._writer.start()
