@@ -128,7 +128,7 @@ class InferplaneWarning(UserWarning):
 
 
 def warn(what: str) -> None:
-    """Warn with an `InferplaneWarning` at the user's line: the nearest caller outside Inferplane and its backends."""
+    """Warn with an `InferplaneWarning` at the nearest caller whose module's name does not begin with `inferplane`."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("inferplane"):
         frame, level = frame.f_back, level + 1

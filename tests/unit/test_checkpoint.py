@@ -116,6 +116,40 @@ def test_no_thread_writes_after_a_read_that_failed(tmp_path, monkeypatch):
     reader.close()
 
 
+def test_reads_that_give_less_than_was_asked_for(tmp_path, monkeypatch):
+    plain = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, start: plain(file, [buffers[0][:3]], start))
+    monkeypatch.setattr(filereader, "PIECE_BYTES", 8)
+    (tmp_path / "a").write_bytes(bytes(range(64)))
+    reader, room = filereader.FileReader(tmp_path / "a"), bytearray(50)
+    reader.read(9, memoryview(room))
+    reader.close()
+    assert room == bytes(range(9, 59))
+
+
+def test_threads_that_cannot_be_started(tmp_path, monkeypatch):
+    """The error is the system's, no thread is left, and the reader serves again."""
+    monkeypatch.setattr(filereader, "PIECE_BYTES", 8)
+    (tmp_path / "a").write_bytes(bytes(range(64)))
+    reader, room, plain, started = filereader.FileReader(tmp_path / "a"), bytearray(64), threading.Thread.start, []
+
+    def start(thread):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        plain(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        patch.setattr(os, "preadv", lambda *call, read=os.preadv: time.sleep(0.05) or read(*call))
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            reader.read(0, memoryview(room))
+    assert not readers()
+    reader.read(0, memoryview(room))
+    reader.close()
+    assert room == bytes(range(64))
+
+
 @pytest.mark.parametrize("size", [7, 8, 9, 63])
 def test_a_file_that_ends_too_soon(size, tmp_path, monkeypatch):
     monkeypatch.setattr(filereader, "PIECE_BYTES", 8)

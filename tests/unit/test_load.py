@@ -1,13 +1,15 @@
 """Reading weights: what is checked first, in which order, how much is held, and what each rank reads."""
 
+import math
+import warnings
 import weakref
 
 import pytest
 import torch
 
 from inferplane.binding import DictSource, link, load
-from inferplane.binding.load import DummySource
-from inferplane.errors import CheckpointError, KernelError
+from inferplane.binding.load import DummySource, finite
+from inferplane.errors import CheckpointError, InferplaneWarning, KernelError, warn
 from inferplane.ops import Embedding, GatedMLP, Linear, LMHead, MoEExperts, encode
 from inferplane.types import Packing, Placement, QTensor, Shard, Weight, When
 from tests.unit.small import BF16, F32, encoding, kernel, plan, tensors_for, tiny_llama, tiny_v3, w
@@ -338,3 +340,26 @@ def test_one_weight_used_twice_is_one():
     for op in (Embedding(shared), LMHead(shared)):
         packed = load(plan(op), DictSource({"e": torch.ones(9, 8)})).packed
         assert packed.keys() == {(id(shared), "canonical")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_is_finite(dtype):
+    """One value decides, and none does that is a number, also where the sum of all is too large for one."""
+    largest = torch.finfo(dtype).max
+    for values in ([largest, largest, 1.0], [-largest, -largest], [largest, -largest], [0.0], []):
+        assert finite(torch.tensor(values, dtype=dtype))
+    for bad in (math.nan, math.inf, -math.inf):
+        for values in ([bad], [1.0, bad, 2.0], [largest, largest, bad], [bad, -bad]):
+            assert not finite(torch.tensor(values, dtype=dtype))
+
+
+def test_a_warning_names_the_line_outside_the_packages():
+    """Whichever of them it comes from."""
+    package = {"__name__": "inferplane_toy.kernels", "warn": warn}
+    exec("def load():\n    warn('slow')", package)
+    core = {"__name__": "inferplane.engine.llm", "load": package["load"]}
+    exec("def start():\n    load()", core)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        core["start"]()
+    assert [(t.category, str(t.message), t.filename) for t in told] == [(InferplaneWarning, "slow", __file__)]

@@ -1,6 +1,7 @@
 """Quantizing while reading: which weights, how exactly, one at a time, and what is refused."""
 
 import json
+import sys
 import warnings
 from dataclasses import replace
 
@@ -35,6 +36,20 @@ def test_rounds_to_the_nearest(format, shape):
     step = q.expanded_scale()
     assert ((q.dequantize() - w.float()).abs() <= step * 0.51 + w.float().abs() * 2**-11).all()
     assert (q.data[1] == 0).all() and torch.isfinite(q.scale).all()
+
+
+@pytest.mark.parametrize("format", [*WEIGHT_ONLY.values(), "int8_row"])
+@pytest.mark.parametrize("shape", [(5, 7), (33, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pieces_give_what_the_whole_gives(format, shape, dtype, monkeypatch):
+    """And leave the plain weight as it is, whose memory a float32 one shares with them."""
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    before, whole = w.clone(), quantize(w, format)
+    for numbers in (1, 3 * shape[1]):
+        monkeypatch.setattr(sys.modules[quantize.__module__], "NUMBERS", numbers)
+        q = quantize(w, format)
+        assert torch.equal(q.data, whole.data) and torch.equal(q.scale, whole.scale)
+    assert torch.equal(w, before)
 
 
 def test_scales_beyond_float16_stay_exact():

@@ -7,7 +7,11 @@ namespace {
 
 constexpr int64_t kRowTile = 64;       // rows of activations at a time
 constexpr int64_t kChunkBytes = 65536; // weights a thread takes at a time
-constexpr int64_t kGatedBytes = 262144; // and of either half of two that belong together
+#if defined(INFERPLANE_AMX)
+constexpr int64_t kGatedBytes = 65536;  // and of either half of two that belong together
+#else
+constexpr int64_t kGatedBytes = 262144;
+#endif
 
 inline Scratch *scratch(int which) {
   static thread_local Scratch all[32];
@@ -24,7 +28,8 @@ inline int64_t chunk_rows(const ip_matrix &w, int threads) {
 }
 
 // Of the gate's rows, and as many of the other half's, of `inner` in each of `count` weights. Going from one half to the
-// other costs what a processor has foreseen (Zen 5: some half a microsecond), so these are larger, and of one size.
+// other costs what a processor has foreseen (Zen 5: some half a microsecond), so these are larger, and of one size. Tiles
+// read 16 rows side by side, or 64 where there are so many: that is slower (26 GB/s, with 16 rows 28).
 inline int64_t gated_rows(const ip_matrix &w, int64_t inner, int64_t count, int threads) {
   int64_t most = max64(16, min64(kGatedBytes / row_bytes(w), inner * count / (threads * 4)));
   int64_t chunks = (inner + most - 1) / most;

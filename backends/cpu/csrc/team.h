@@ -24,7 +24,7 @@ struct Shared {
     int64_t done = 0;
     int core = -1;
   } shares[kShares];
-  int64_t begun_ns = now_ns();
+  int64_t begun_ns;
 };
 
 class Team {
@@ -33,7 +33,7 @@ class Team {
   Team(Shared *shared, int id, int count)
       : id(id), count(count), shared_(shared), shares_(count < kShares ? count : kShares) {
     if (count == 1) return;
-    since_ns_ = now_ns();
+    asked_ = __rdtsc(), since_ns_ = now_ns();
     enter(core_now());
     if (since_ns_ - shared->begun_ns > kHeldUpNs) spread();
   }
@@ -73,12 +73,14 @@ class Team {
   // that lost its core between two chunks holds nobody up, and finds later that everything was done.
   void barrier() {
     if (count == 1) return;
-    for (int i = 0; done() < planned_; i++) {
+    int i = 0;
+    for (; done() < planned_; i++) {
       if (i < kSpins)
         _mm_pause();
       else
         sched_yield();
     }
+    if (i > kSpins) since_ns_ = now_ns();  // others have had the core
   }
 
  private:
@@ -104,9 +106,10 @@ class Team {
     if (cycles - asked_ < kAskCycles) return;
     asked_ = cycles;
     int64_t now = now_ns();
-    if (now - since_ns_ < kOfferNs) return;
+    if (now - since_ns_ < offer_after_ns()) return;
     sched_yield();
     since_ns_ = now_ns();
+    enter(core_now());
     if (since_ns_ - now > kHeldUpNs) spread();
   }
 
@@ -114,10 +117,9 @@ class Team {
     if (id < shares_) __atomic_store_n(&shared_->shares[id].core, core, __ATOMIC_RELAXED);
   }
 
-  // To a core where no other thread of the team is, if one is on this thread's.
+  // To a core where no other of the team's first threads was last, if one of them is on this thread's.
   void spread() {
     int cores[kShares], mine = core_now(), together = 0;
-    enter(mine);
     for (int s = 0; s < shares_; s++) {
       cores[s] = s == id ? mine : __atomic_load_n(&shared_->shares[s].core, __ATOMIC_RELAXED);
       together += s != id && mine >= 0 && cores[s] == mine;
@@ -134,7 +136,7 @@ class Team {
   Shared *shared_;
   int shares_;
   int64_t planned_ = 0;
-  uint64_t part_ = 0, asked_ = __rdtsc();
+  uint64_t part_ = 0, asked_ = 0;
   int64_t since_ns_ = 0;  // when the core was offered last
 };
 
@@ -152,14 +154,15 @@ inline int team_size() {
 // Runs f(team) on every thread of the team.
 template <class Fn>
 inline void in_parallel(int64_t work, Fn f) {
-  Shared shared;
   // A few microseconds of work are done sooner by one thread than by waking another.
   int threads = work < 16384 ? 1 : team_size();
   if (threads == 1 || omp_in_parallel()) {
-    Team team(&shared, 0, 1);
+    Team team(nullptr, 0, 1);
     f(team);
     return;
   }
+  Shared shared;
+  shared.begun_ns = now_ns();
 #pragma omp parallel num_threads(threads)
   {
     Team team(&shared, omp_get_thread_num(), omp_get_num_threads());

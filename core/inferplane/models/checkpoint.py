@@ -145,8 +145,9 @@ class SafetensorsFolder:
             self._open = FileReader(entry.path)  # kept for the next tensor
         size = out.numel() * out.element_size()
         if size:
-            memory = memoryview((ctypes.c_char * size).from_address(out.data_ptr())).cast("B")
-            self._open.read(entry.start + offset, memory)
+            held = (ctypes.c_char * size).from_address(out.data_ptr())
+            held.owner = out  # type: ignore[attr-defined]  # threads that read hold it, whatever becomes of this call
+            self._open.read(entry.start + offset, memoryview(held).cast("B"))
 
     def close(self) -> None:
         """Close the file that is open, if any."""

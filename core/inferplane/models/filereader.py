@@ -47,16 +47,16 @@ class FileReader:
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="inferplane-read")
-        parts = [(start + at, memory[at : at + PIECE_BYTES]) for at in pieces]
-        running = [self._threads.submit(self._fill, *part) for part in parts]
+        running = []
         try:
+            for at in pieces:
+                running.append(self._threads.submit(self._fill, start + at, memory[at : at + PIECE_BYTES]))
             for piece in running:
                 piece.result()
-        finally:  # who called may free the memory when this raises: no thread may still write there
-            for piece in running:
-                piece.cancel()
-            for piece in running:
-                piece.cancelled() or piece.exception()
+        except BaseException:  # nobody writes there any more when this raises
+            threads, self._threads = self._threads, None
+            threads.shutdown(cancel_futures=True)
+            raise
 
     def _fill(self, start: int, memory: memoryview) -> None:
         done = 0

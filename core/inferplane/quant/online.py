@@ -182,7 +182,7 @@ def quantize(weight: torch.Tensor, format: str) -> QTensor:
         return QTensor.cat([encode(part, format) for part in weight.split(ROWS)])
     columns = columns or k
     groups, top = math.ceil(k / columns), limit(dtype, bits)
-    data, scale, step = torch.empty(n, k, dtype=dtype), torch.empty(n, groups), max(1, NUMBERS // k)
+    data, scale, step = torch.empty(n, k, dtype=dtype), torch.empty(n, groups), max(1, NUMBERS // max(1, k))
     for first in range(0, n, step):
         w = weight[first : first + step].float()
         if groups * columns != k:
