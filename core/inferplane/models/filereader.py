@@ -1,6 +1,6 @@
 """A file read at positions into memory, large pieces by a few threads at once.
 
-A thread that fills fresh memory spends as long on its pages as on the copy, and meanwhile the disk has nothing to do.
+One thread that fills fresh memory waits for its pages too, and meanwhile asks the disk for nothing (decision 0028).
 """
 
 from __future__ import annotations
