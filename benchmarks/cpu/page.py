@@ -27,6 +27,13 @@ Inferplane's speed over this engine's, in the same precision, and in brackets th
 """
 
 
+SHAPES = {"qwen3-0.6b": "Qwen3-0.6B", "llama-3.2-1b": "Llama-3.2-1B", "deepseek-v2-lite": "DeepSeek-V2-Lite"}
+SETS = {
+    "amx": "AMX",
+    "avx2": "AVX2",
+    "avx512_bf16": "AVX-512 BF16 (Zen 4)",
+    "avx512_bf16-zen5": "AVX-512 BF16 (Zen 5)",
+}
 ZEN_5 = "vendor AuthenticAMD family 26"
 
 
@@ -49,6 +56,21 @@ def newest(folder):
     return found
 
 
+def title(test):
+    """`decode CONTEXT TOKENS SEQUENCES` or `prefill TOKENS` in words."""
+    kind, tokens, *more = test.split()
+    if kind != "decode":
+        return f"Prefill of {int(tokens):,} tokens"
+    sequences = "one sequence" if more[-1] == "1" else f"{more[-1]} sequences"
+    return f"Decoding, {sequences}, {int(tokens):,} tokens of context"
+
+
+def order(test):
+    """Decoding first; few sequences and few tokens first."""
+    kind, tokens, *more = test.split()
+    return kind, int(more[-1]) if more else 0, int(tokens)
+
+
 def row(name, r):
     low, high = r["spread"]
     share = f"{r['bandwidth']:.2f}" if "bandwidth" in r else ""
@@ -60,7 +82,7 @@ def row(name, r):
 
 def section(test, file, report, results):
     loads = " and ".join(f"{x[0]:.1f}" for x in report["load_before_and_after"])
-    yield f"### {test}"
+    yield f"### {title(test)}"
     yield ""
     yield f"`{file.name}`: {report['turns']} turns, {report['threads']} threads, {report['native']}; load {loads}."
     yield ""
@@ -74,8 +96,8 @@ def page(found):
     lines = [INTRODUCTION]
     for (shape, isa), tests in sorted(found.items()):
         image = f"![{shape}: tokens a second of each engine](images/cpu-{shape}-{isa}.svg)"
-        lines += [f"## {shape}, {isa}", "", image, ""]
-        for test, of in sorted(tests.items()):
+        lines += [f"## {SHAPES.get(shape, shape)}, {SETS.get(isa, isa)}", "", image, ""]
+        for test, of in sorted(tests.items(), key=lambda x: order(x[0])):
             lines += section(test, *of)
     return "\n".join(lines).rstrip() + "\n"
 

@@ -83,6 +83,7 @@ def test_help_names_listed_devices(monkeypatch):
         (["demo"], "There is no verb 'demo'", "inferplane generate demo"),
         (["--device", "x"], "There is no verb '--device'", "inferplane VERB --device"),
         (["generate", "--max-token", "3"], "no option", "--max-tokens"),
+        (["generate", "--tempratur=1", "--to-p", "2"], "no options '--tempratur' and '--to-p'.", "--top-p were meant"),
         (["generate", "--max-tokens", "three"], "--max-tokens: invalid int value: 'three'", "generate --help"),
         (["ops", "one", "two"], "no argument", "ops --help"),
         (["generate", "-p", ""], "The prompt is empty", "character"),

@@ -66,11 +66,15 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, rest: Sequence[str]) -> UsageError:
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        word = rest[0].partition("=")[0]
-        close = difflib.get_close_matches(word, known, n=1) if word.startswith("-") else []
-        remedy = f"perhaps {close[0]} was meant" if close else f"see `{self.prog} --help`"
-        what = "option" if word.startswith("-") else "argument; quote what belongs together:"
-        return UsageError(f"{self.prog} has no {what} {' '.join(rest)!r}.", remedy=remedy)
+        options = [word.partition("=")[0] for word in rest if word.startswith("-")]
+        close = [match for word in options for match in difflib.get_close_matches(word, known, n=1)]
+        if options:
+            what = f"option{'s' * (len(options) > 1)} {' and '.join(map(repr, options))}"
+        else:
+            what = f"argument; quote what belongs together: {' '.join(rest)!r}"
+        perhaps = f"perhaps {' and '.join(close)} {'were' if close[1:] else 'was'} meant"
+        remedy = perhaps if close else f"see `{self.prog} --help`"
+        return UsageError(f"{self.prog} has no {what}.", remedy=remedy)
 
 
 def device_words() -> list[str]:

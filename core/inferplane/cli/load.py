@@ -31,7 +31,8 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
         if files.folder is not None and not files.has_tokenizer:
             raise CheckpointError(
                 f"{args.model} has no tokenizer: {files.folder} holds none of its files.",
-                remedy="add its tokenizer.json; a draft model is named by --draft-model, beside its model",
+                remedy="add its tokenizer.json (`inferplane bench` needs none); "
+                "a draft model is named by --draft-model, beside its model",
             )
         params = choose(args, files.folder)
         loading.phase(f"loading {args.model}")
