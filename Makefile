@@ -21,7 +21,7 @@ SERVING := .venv-serving
 VENDORS := npu gcu kunlun dcu intel
 # What `make conformance` tests, and where its evidence goes.
 DEVICE ?= cpu
-EVIDENCE ?= backends/$(firstword $(subst :, ,$(DEVICE)))/evidence/$(shell date -u +%Y-%m-%d)-$(subst :,-,$(DEVICE)).json
+EVIDENCE ?= backends/$(firstword $(subst :, ,$(DEVICE)))/evidence/
 
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS)
 

@@ -11,16 +11,26 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from inferplane.engine import LLM, AsyncLLM, Delta, Result, SamplingParams
+    from inferplane.engine import LLM, AsyncLLM, Delta, Result, SamplingParams, SpeculativeConfig
     from inferplane.errors import InferplaneError
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Delta", "InferplaneError", "Result", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Delta",
+    "InferplaneError",
+    "Result",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "__version__",
+]
 
 _WHERE = {
     "LLM": "inferplane.engine",
     "AsyncLLM": "inferplane.engine",
     "SamplingParams": "inferplane.engine",
+    "SpeculativeConfig": "inferplane.engine",
     "Result": "inferplane.engine",
     "Delta": "inferplane.engine",
     "InferplaneError": "inferplane.errors",

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from inferplane import LLM, SamplingParams
-from inferplane.errors import GenerationError
+from inferplane.errors import EngineError, GenerationError
 
 if __name__ == "__main__":
     meeting = Path(f"/tmp/inferplane-lost-{os.environ['MASTER_PORT']}")
@@ -18,5 +18,5 @@ if __name__ == "__main__":
         while True:
             try:
                 llm.generate("def main():", SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
-            except GenerationError:
+            except (GenerationError, EngineError):
                 raise SystemExit(1) from None

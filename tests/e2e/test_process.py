@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,9 @@ def test_streams_equal_those_of_a_thread_and_nothing_stays() -> None:
         for bad, error in (([], UsageError), ([10**30], UsageError), ([1] * 600, CapacityError)):
             with pytest.raises(error):
                 await collect(llm.generate(bad))
+        for odd in ({"tenant": None}, {"priority": 1.5}, {"priority": True}, {"index": "0"}, {"tenant": "\ud800"}):
+            with pytest.raises(UsageError):
+                await collect(llm.generate(PROMPTS[0], **odd))
         with pytest.raises(UsageError, match="lives in a process"):
             _ = llm.llm
         stream = llm.generate(PROMPTS[0], LONG)
@@ -215,3 +219,39 @@ def test_messages_survive_the_journey() -> None:
     assert isinstance(messages.Fault.of(KeyError("x")).error(), EngineError)
     with pytest.raises(ValueError, match="bytes"):
         messages.body_bytes(b"\xff" * messages.HEADER_BYTES)
+
+
+def test_a_request_that_cannot_be_read_costs_nobody_else() -> None:
+    """It passed by all checks, as with a client of another version; its sender hears of it."""
+
+    async def work(llm: AsyncLLM) -> None:
+        other = asyncio.ensure_future(collect(llm.generate(PROMPTS[0], LONG)))
+        await running(llm, 1)
+        params = SamplingParams(max_tokens=3)
+        object.__setattr__(params, "ignore_eos", 1)
+        with pytest.raises(UsageError, match=r"cannot read a request.*bool"):
+            await collect(llm.generate(PROMPTS[1], params))
+        assert (await other)[1] == ["length"]
+
+    served(work)
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_a_limit_holds_while_constraints_are_compiled(monkeypatch: pytest.MonkeyPatch, process: bool) -> None:
+    """Others' constraints take the compilers; who waits behind them is told in time, and nothing of it stays."""
+
+    async def run() -> None:
+        async with AsyncLLM("demo", device="cpu", max_model_len=256, process=process) as llm:
+            slow = SamplingParams(max_tokens=2, regex="(a|b|ab|ba|aab){1,400}(c|d|cd){1,400}[a-z]{1,500}x")
+            streams = []
+            for i in range(12):
+                how = replace(slow, regex=f"{slow.regex}{i}")
+                streams.append(asyncio.ensure_future(collect(llm.generate("x", how))))
+            await asyncio.sleep(0.05)
+            began = time.monotonic()
+            late = [p async for p in llm.generate("y", SamplingParams(max_tokens=2, regex="[yz]+", timeout_s=0.01))]
+            assert [p.finish_reason for p in late] == ["timeout"] and time.monotonic() - began < 1
+            await asyncio.gather(*streams, return_exceptions=True)
+            assert (await llm.stats())["num_requests_running"] == 0
+
+    asyncio.run(run())

@@ -6,8 +6,11 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
+import llguidance
 import pytest
 
+from inferplane.engine.constrain import JSON_OPTIONS
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRequest
@@ -198,6 +201,11 @@ def test_what_required_tools_demand():
     schema = plan.schema()
     assert schema["maxItems"] == schema["minItems"] == 1
     json.dumps(schema)
+    one = ToolPlan("auto", TOOLS, parallel=False)
+    twice = '<tool_call>{"name": "get", "arguments": {}}</tool_call>' * 2
+    for plan, calls in ((one, 1), (ToolPlan("auto", TOOLS), 2)):
+        reader = ToolReader(plan)
+        assert reader.feed(twice) == "" and len(reader.end()[1]) == calls
     assert ToolPlan("auto", TOOLS).schema() is None
     assert ToolPlan("named", TOOLS, "get").schema() == {"type": "object"}
 
@@ -247,3 +255,22 @@ def test_demanded_calls_that_are_cut_off_are_calls_as_far_as_they_came(text, cal
     assert reader.feed(text) == ""
     content, found = reader.end()
     assert (content, [(c.name, c.arguments) for c in found]) == ("", calls)
+
+
+def test_schemas_of_tools_may_refer_to_themselves():
+    """With several tools in one schema, each still finds its own definitions, and `#` is the tool's schema."""
+    tree = {
+        "type": "object",
+        "properties": {"child": {"$ref": "#"}, "p": {"$ref": "#/$defs/P"}, "d": {"const": {"$ref": "#"}}},
+    }
+    tree |= {"$defs": {"P": {"type": "integer"}}, "required": ["p"], "additionalProperties": False}
+    other = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": "string"}}}
+    schema = ToolPlan("required", {"tree": tree, "other": other}).schema()
+    check = jsonschema.Draft202012Validator(schema)
+    for arguments in ({"p": 1}, {"p": 1, "child": {"p": 2}}, {"p": 1, "d": {"$ref": "#"}}):
+        assert check.is_valid([{"name": "tree", "arguments": arguments}]), arguments
+    for arguments in ({"p": "x"}, {"p": 1, "child": {}}, {"p": 1, "child": [1]}):
+        assert not check.is_valid([{"name": "tree", "arguments": arguments}]), arguments
+    assert check.is_valid([{"name": "other", "arguments": {"p": "x"}}])
+    make = llguidance.LLMatcher
+    assert make.validate_grammar(make.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)) == ""

@@ -7,6 +7,7 @@ import json
 import queue
 import signal
 import struct
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -180,6 +181,15 @@ def test_the_source_systems_form(client):
     assert again[-1][0]["tokens_all_ids"] == last["tokens_all_ids"]
 
 
+def test_a_timeout_as_triton_sends_it_counts_microseconds(client):
+    long = [*typed(tokens=1500), tensor("ignore_eos", "BOOL", True)]
+    assert client.infer("model", typed(tokens=2), timeout=30_000_000).as_numpy("token_ids").size == 2
+    with pytest.raises(InferenceServerException, match=r"time limit, 0\.02 s"):
+        client.infer("model", long, timeout=20_000)
+    with pytest.raises(InferenceServerException, match=r"time limit, 0\.05 s"):  # a tensor's counts seconds
+        client.infer("model", [*long, tensor("timeout", "FP32", 0.05)])
+
+
 def test_an_empty_final_response_when_asked_for(client):
     found = streamed(client, native(), "1", enable_empty_final_response=True)
     assert found[-1][0] is None and found[-2][0]["is_end"] == 1
@@ -310,6 +320,26 @@ def test_other_methods_are_unimplemented_and_bytes_that_are_no_message_end_the_c
         call(channel, "ServerReady", metadata=[("x", "y" * 2**20)])
     assert refused.value.code() in (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE, Code.INTERNAL)
     assert call(channel, "ServerReady").ready
+
+
+def test_bytes_that_are_no_message_end_a_stream_and_what_ran_on_it(channel, server):
+    """Its caller is told at once; the requests that it had begun end, and nothing waits for ever."""
+    tokens = ("max_tokens", "INT32", [1], struct.pack("<i", 1500))
+    fields = raw(("text_input", "BYTES", [1], string(b"x")), tokens, ("ignore_eos", "BOOL", [1], b"\1"), id="long")
+    long = schema.message("ModelInferRequest")(**fields)
+
+    def bodies() -> Iterator[bytes]:
+        yield long.SerializeToString()
+        time.sleep(0.3)
+        yield b"\xff" * 100
+        time.sleep(30)
+
+    stream = channel.stream_stream(f"/{schema.SERVICE}/ModelStreamInfer")(bodies(), timeout=25)
+    with pytest.raises(grpc.RpcError) as refused:
+        for _ in stream:
+            pass
+    assert refused.value.code() in (Code.INVALID_ARGUMENT, Code.INTERNAL), refused.value
+    server.at_rest()
 
 
 def test_a_request_id_may_live_once(channel, server):

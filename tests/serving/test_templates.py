@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import inferplane
 from inferplane.engine.text import Tokenizer
 from inferplane.serving.errors import ApiError
+from inferplane.serving.http.chat import rendered
+from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.templates import ChatTemplate
 from inferplane.serving.token_text import TokenText
+from inferplane.serving.wire import validate
 
 DEMO = Path(inferplane.__file__).parent / "models" / "demo"
 MESSAGES = [
@@ -27,6 +32,7 @@ TEMPLATES = [
     "{%- if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}\n{% endfor %}",
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}\n{% endfor %}"
     "{{ tools | tojson }}",
+    "{% for m in messages %}{% generation %}{% set x = m.content %}<{{ x }}>{% endgeneration %}{% endfor %}",
     "{% for m in messages %}\n    {% if loop.last %}{{ m.content }}{% endif %}\n{% endfor %}{{ eos_token }}",
 ]
 
@@ -160,3 +166,54 @@ class Pieces:
 def test_vocabularies_without_byte_letters():
     spelled = TokenText(Pieces())
     assert [spelled.bytes_of(i) for i in range(4)] == [b" the", b"\n", b"\xe2", b"<3>"]
+
+
+LAST_SYSTEM = (
+    "{% set ns = namespace(s='') %}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{% set ns.s = m['content'] %}{% endif %}"
+    "{% endfor %}{{ ns.s }}|{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
+    "<call>{{ m['tool_calls'][0]['function']['name'] + m['tool_calls'][0]['function']['arguments'] }}"
+    "{% elif m['role'] != 'system' %}<{{ m['role'] }}>{{ m['content'] }}{% endif %}{% endfor %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<{{ m['role'] }}>{{ m['content'] + '' }}{% endfor %}"
+)
+TOOL = {"type": "function", "function": {"name": "look", "description": "looks", "parameters": {"type": "object"}}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
+CALLED["tool_calls"][0]["function"] = {"name": "look", "arguments": '{"x": 1}'}
+
+
+def conversation(source: str, messages: list[Any], tools: list[Any] | None) -> str:
+    """What chat sends for it."""
+
+    async def run() -> str:
+        template = ChatTemplate(source, {})
+        asked = validate(ChatRequest, {"messages": messages, "tools": tools} if tools else {"messages": messages})
+        try:
+            model = SimpleNamespace(template=template, render=template.render)
+            return await rendered(asked.messages, asked.tools, model)  # type: ignore[arg-type]
+        finally:
+            await template.close()
+
+    return asyncio.run(run())
+
+
+def test_tools_are_told_where_the_template_knows_of_none():
+    system, user = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}
+    said = conversation(LAST_SYSTEM, [system, user], [TOOL])
+    assert '"name": "look"' in said.partition("|")[0] and said.endswith("Be kind.|<user>hi")
+    assert '"name": "look"' in conversation(LAST_SYSTEM, [user], [TOOL]).partition("|")[0]
+    said = conversation(NO_SYSTEM, [user, {"role": "assistant", "content": "yo"}], [TOOL])
+    assert said.startswith("<user>To call") and said.endswith("\n\nhi<assistant>yo")
+    with pytest.raises(ApiError, match="no system"):
+        conversation(NO_SYSTEM, [system, user], [TOOL])
+    assert conversation(NO_SYSTEM, [user], None) == "<user>hi"
+
+
+def test_earlier_calls_are_shown_in_the_form_that_the_template_asks_for():
+    """None where it asks whether the content is none, arguments as text where it joins them; tools are told still."""
+    user, answer = {"role": "user", "content": "hi"}, {"role": "tool", "content": "42", "tool_call_id": "1"}
+    said = conversation(LAST_SYSTEM, [user, CALLED, answer], [TOOL])
+    assert said.endswith('|<user>hi<call>look{"x": 1}<tool>42') and said.startswith("To call")
+    assert conversation(NO_SYSTEM, [user, CALLED, answer], None) == "<user>hi<assistant><tool>42"

@@ -83,7 +83,7 @@ class FakeRunner:
     """See the module. `before` is called with each batch first; `batches` and `rows` count."""
 
     def __init__(self, blocks=64, block_tokens=4, max_model_len=100_000, window=None):
-        self.window, self.cut = window, False
+        self.window, self.cut, self.ranks = window, False, None
         self.cache = KVCache((self,), blocks, block_tokens)
         self.backend = SimpleNamespace(torch_device_indexed=HOST, name="fake")
         self.model = SimpleNamespace(vocab=V, layers=(), mtp=())

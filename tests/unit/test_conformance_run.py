@@ -229,7 +229,7 @@ def test_levels(statuses, complete, proved):
 def test_evidence_says_what_stood_for_the_hardware(tmp_path):
     run = Run("Some chip, x1", "pytest", complete=True, emulated="a vendor's operators on the host")
     results = [Result(group, f"{group}/0", "passed") for group in ("hygiene", "ops", "kvcache", "models")]
-    evidence.write(tmp_path / "e.json", subject(), results, run)
+    evidence.write(str(tmp_path / "e.json"), subject(), results, run)
     written = json.loads((tmp_path / "e.json").read_text())
     assert written["level"] == "L2"
     assert written["hardware"] == "none; Some chip, x1 emulated by a vendor's operators on the host"

@@ -1,6 +1,7 @@
 """One request's fault ends that request: the others' tokens stay what they are, and no block is lost."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from inferplane.engine.decide import decide
 from inferplane.engine.params import SamplingParams
 from inferplane.engine.request import Request
 from inferplane.engine.scheduler import Scheduled
+from inferplane.errors import EngineError
 from inferplane.types.batch import Query
 from tests.unit.fake_model import V, alone, engine, interrupted, right
 from tests.unit.test_engine_steps import greedy, some
@@ -273,3 +275,26 @@ def test_what_a_broken_sampler_draws_fails_the_step(drawn, value):
         decided()
     drawn[:] = [4]
     assert decided().tokens == [[4]]
+
+
+@pytest.mark.parametrize("lost", ["ranks", "device"])
+def test_an_engine_that_can_serve_nobody_any_more_says_so(lost, monkeypatch):
+    """Its caller hears of it at once, instead of an error for each request to come."""
+    e = engine(64)
+    each = [e.add(p, PLAIN) for p in some(2, 5)]
+
+    def fail(request):
+        raise RuntimeError("gone")
+
+    def lose(*size, **more):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    e.fail_for = fail
+    if lost == "ranks":
+        monkeypatch.setattr(e.runner, "ranks", SimpleNamespace(broken="a step failed on rank 0"), raising=False)
+    else:
+        monkeypatch.setattr("inferplane.engine.engine.torch.ones", lose)
+    with pytest.raises(EngineError, match="at odds" if lost == "ranks" else "illegal memory access") as ended:
+        e.finish()
+    assert ended.value.remedy == "start the model anew"
+    assert [r.finish_reason for r in each] == ["error", None]

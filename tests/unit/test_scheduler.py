@@ -204,3 +204,17 @@ def test_what_there_is_room_for_is_admitted_and_runs(blocks, window, tokens, pro
             break
     s.remove(r)
     assert r.tokens == longest and s.allocator.used == 0
+
+
+@pytest.mark.parametrize(("blocks", "longest", "steps"), [(10, 40, 3), (30, 40, 3), (8, 40, 8)])
+def test_a_window_cuts_chunks_only_where_the_cache_is_smaller_than_a_sequence(blocks, longest, steps):
+    """A prompt of 39 tokens, 16 a step; with 8 blocks of 4 and a window of 20, 8 tokens fit beside it."""
+    s = Scheduler(BlockAllocator(blocks), BLOCK, Limits(2, 16, longest), window=20)
+    s.add(request(0, [1] * 39, 1))
+    counts = []
+    while sum(counts) < 39:
+        (chosen,) = s.schedule()
+        counts.append(chosen.count)
+        s.commit(chosen)
+        s.let_go(chosen.request)
+    assert len(counts) <= steps and max(counts) <= (16 if blocks * BLOCK >= longest else 8)

@@ -99,10 +99,13 @@ class Run:
     emulated: str = ""
 
 
-def write(path: Path, subject: Subject, results: list[Result], run: Run) -> None:
-    """Write the file, whole or not at all, with the day's date and the source tree's commit."""
-    entry = subject.entry
-    content = {
+def write(where: str, subject: Subject, results: list[Result], run: Run) -> Path:
+    """Write the file, whole or not at all, with the day's date and the source tree's commit; where it lies.
+
+    In a folder, one that is there or a path that ends in "/", it is named LEVEL-DATE.json or LEVEL-DATE-VARIANT.json.
+    """
+    entry, path = subject.entry, Path(where)
+    content: dict[str, Any] = {
         "schema": SCHEMA,
         "backend": subject.name,
         "level": level(results, complete=run.complete, emulated=bool(run.emulated)),
@@ -113,8 +116,12 @@ def write(path: Path, subject: Subject, results: list[Result], run: Run) -> None
         "command": run.command,
         "results": [r.as_json() for r in sorted(results, key=lambda r: r.case)],
     }
+    if path.is_dir() or where.endswith("/"):
+        variant = subject.name.partition(":")[2]
+        path /= "-".join(filter(None, (content["level"].lower(), content["date"], variant))) + ".json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return path
 
 
 def _versions(probed: Mapping[str, str], distribution: str, version: str) -> dict[str, str]:

@@ -66,7 +66,8 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Non
         action="store_true",
         help="two layers at true sizes also in host memory (5 GB); accelerators always run them",
     )
-    group.addoption("--evidence", dest="inferplane_evidence", metavar="FILE", help="write what ran, as JSON")
+    told = "write what ran, as JSON; in a folder under a name of its own"
+    group.addoption("--evidence", dest="inferplane_evidence", metavar="FILE", help=told)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -247,8 +248,8 @@ class _Record:
             args = self.config.invocation_params.args
             command = " ".join(["pytest", *map(str, args)])
             ran = evidence.Run(self.hardware or "none", command, complete, self.emulated)
-            evidence.write(Path(path), self.subject, results, ran)
-            terminalreporter.line(f"evidence: {path}")
+            written = evidence.write(path, self.subject, results, ran)
+            terminalreporter.line(f"evidence: {written}")
 
 
 def _status(report: pytest.TestReport) -> tuple[str, str]:

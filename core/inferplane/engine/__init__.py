@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from inferplane.engine.results import Delta, Result, Timings
     from inferplane.engine.runner import Runner, RunnerOptions
     from inferplane.engine.sources import ModelFiles
+    from inferplane.engine.speculate import SpeculativeConfig
     from inferplane.errors import InferplaneWarning
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Runner",
     "RunnerOptions",
     "SamplingParams",
+    "SpeculativeConfig",
     "Timings",
     "recorded_steps",
 ]
@@ -42,6 +44,7 @@ _WHERE = {
     "Runner": "inferplane.engine.runner",
     "RunnerOptions": "inferplane.engine.runner",
     "SamplingParams": "inferplane.engine.params",
+    "SpeculativeConfig": "inferplane.engine.speculate",
     "Timings": "inferplane.engine.results",
     "recorded_steps": "inferplane.engine.explained",
 }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from inferplane.engine.speculate import SpeculativeConfig
 
 Prompt = str | Sequence[int]
+LEAST_PRIORITY = -(2**31)
 
 
 def whole(name: str, value: Any, least: int) -> int:
@@ -91,6 +92,15 @@ def sampling(params: Any) -> SamplingParams:
             remedy="pass SamplingParams(**params)" if isinstance(params, Mapping) else "pass SamplingParams(...)",
         )
     return params
+
+
+def place(index: Any, priority: Any, tenant: Any, alone: Any) -> tuple[int, int, str, str]:
+    """Which of a prompt's sequences, how urgent and whose, as plain values."""
+    priority = whole("priority", priority, LEAST_PRIORITY)
+    for name, value in (("tenant", tenant), ("alone", alone)):
+        if not isinstance(value, str):
+            raise UsageError(f"{name} = {short(value)}.", there_is="strings")
+    return whole("index", index, 0), priority, str(tenant), str(alone)
 
 
 def sampling_list(params: Any, prompts: int) -> list[SamplingParams]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from itertools import count
 from pathlib import Path
@@ -16,7 +17,7 @@ from inferplane.engine.client import EngineClient, Health, ModelInfo, Order, Que
 from inferplane.engine.embedding import check_dimensions, embedding_params, finished
 from inferplane.engine.keywords import known_keywords
 from inferplane.engine.params import SamplingParams
-from inferplane.engine.results import Delta
+from inferplane.engine.results import Delta, Timings
 from inferplane.engine.text import Tokenizer
 from inferplane.errors import InferplaneError, UsageError
 
@@ -190,7 +191,10 @@ class AsyncLLM:
         box = self._register(request_id, order, pieces.put_nowait)
         ended = False
         try:
-            await asyncio.wrap_future(self._client.submit(order, box))
+            late = await self._queued(order, box)
+            if late is not None:
+                yield late
+                return
             while not ended:
                 piece = await pieces.get()
                 ended = piece.finish_reason is not None
@@ -262,9 +266,11 @@ class AsyncLLM:
         box = self._register(request_id, order, hand_over)
         ended = False
         try:
-            await asyncio.wrap_future(self._client.submit(order, box))
+            late = await self._queued(order, box)
+            if late is not None:
+                hand_over(late)
             await done
-            ended = True
+            ended = late is None
         finally:
             done.cancel()
             self._leave(request_id, order, box, ended)
@@ -278,7 +284,7 @@ class AsyncLLM:
         tenant: str,
         alone: str = "",
     ) -> Order:
-        params = arguments.sampling(params)
+        params, where = arguments.sampling(params), arguments.place(index, priority, tenant, alone)
         if params.n > 1:
             raise UsageError(
                 f"generate with n = {params.n}.", remedy="start n streams with n = 1 and index = 0 to n - 1"
@@ -287,7 +293,21 @@ class AsyncLLM:
         arguments.check_ids(ids, self.info.vocab)
         # The engine knows each by a number of its own: a caller may use an id again while a request that was given up
         # under it still ends.
-        return Order(next(self._ids), ids, params, index, priority, tenant, alone)
+        return Order(next(self._ids), ids, params, *where)
+
+    async def _queued(self, order: Order, box: _Mailbox) -> Delta | None:
+        """Wait until a request is queued; its last piece, if it is late before that: others' constraints take time."""
+        arrived, limit = time.monotonic(), order.params.timeout_s
+        answer = asyncio.wrap_future(self._client.submit(order, box))
+        if order.params.constraint is None or limit is None:
+            await answer
+            return None
+        try:
+            await asyncio.wait_for(answer, limit)
+        except asyncio.TimeoutError:
+            waited = time.monotonic() - arrived
+            return Delta("", [], "timeout", Timings(waited, waited, waited, len(order.prompt), 0))
+        return None
 
     def _leave(self, request_id: RequestId | None, order: Order, box: _Mailbox, ended: bool) -> None:
         """Let go of a request; one that has not ended is aborted, also when it is only about to be queued."""

@@ -22,7 +22,7 @@ from inferplane.engine.sampler import Sampler
 from inferplane.engine.scheduler import Limits, Scheduled, Scheduler
 from inferplane.engine.speculate import Ran, SpeculativeConfig, Speculator
 from inferplane.engine.text import Detokenizer
-from inferplane.errors import CapacityError, UsageError, warn
+from inferplane.errors import CapacityError, EngineError, UsageError, warn
 from inferplane.kvcache import BlockAllocator, root_hash
 from inferplane.types import HOST, KVCache
 from inferplane.types.batch import Query, make_batch
@@ -183,6 +183,7 @@ class Engine:
         except Exception as error:
             if len(chosen) == 1:
                 self.end(chosen[0].request, "error", f"{type(error).__name__}: {error}")
+                self._check_alive()
                 return [chosen[0].request]
         finally:
             for s in chosen:
@@ -194,6 +195,18 @@ class Engine:
             if s.request.finish_reason is None and s.request in self.scheduler.running:
                 touched += self._step([s])
         return touched
+
+    def _check_alive(self) -> None:
+        """After a step failed: raise EngineError if every other one would fail too, whatever it is asked for."""
+        ranks = self.runner.ranks
+        if ranks is not None and ranks.broken:
+            raise EngineError(f"The ranks are at odds: {ranks.broken}.", remedy="start the model anew")
+        try:
+            torch.ones(1, device=self.device).add_(1).item()
+        except Exception as error:  # a device that was lost, or whose context holds an error for good
+            raise EngineError(
+                f"The device does not answer any more: {type(error).__name__}: {error}.", remedy="start the model anew"
+            ) from error
 
     def _run(self, chosen: list[Scheduled]) -> list[Request]:
         self.metrics.counters["forward_rows_total"] += sum(s.rows for s in chosen)

@@ -129,6 +129,7 @@ class LLM:
         options = with_drafter(options, config)
         options.check()
         self.files = ModelFiles(model)
+        self._end_ids = _end_ids(self.files)  # once: the folder may be gone, or be another's, while the model serves
         self.runner = Runner.open(self.files, host(), device, options, progress, index=index)
         if self.runner.ranks is not None:
             if self.runner.ranks.rank:
@@ -167,10 +168,9 @@ class LLM:
 
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a text."""
-        if self.files.folder is None:
-            value = self.files.config.get("eos_token_id")
-            return frozenset([value] if isinstance(value, int) else value or ())
-        return end_ids(self.files.folder) if self._tokenizer is None else self._tokenizer.end_ids
+        if self._tokenizer is None or self.files.folder is None:
+            return self._end_ids
+        return self._end_ids | self._tokenizer.own_end_ids
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -268,7 +268,7 @@ class LLM:
             raise UsageError(f"stream with n = {params.n}.", remedy="use generate, or one stream a sequence")
         with self._turns:
             request = self.add(prompt, params)
-        text, sent = request.text, 0
+        text, sent, before = request.text, 0, None
         try:
             while True:
                 with self._turns:
@@ -276,15 +276,16 @@ class LLM:
                     while request.finish_reason is None and sent == len(request.generated):
                         self._turns.step()
                     reason, new = request.finish_reason, request.generated[sent:]
+                    before = request.prompt_logprobs if sent == 0 else None
                     sent += len(new)
                     piece = text.take(end=reason is not None) if text else ""
                     scored = None if request.logprobs is None else request.logprobs[sent - len(new) : sent]
                 if reason == "error":
                     raise GenerationError(f"The request failed while it ran: {request.error}.", remedy=SEE_EXPLAIN)
                 if reason is not None:
-                    yield Delta(piece, new, reason, request.timings(), logprobs=scored)
+                    yield Delta(piece, new, reason, request.timings(), "", scored, before, request.embedding)
                     return
-                yield Delta(piece, new, logprobs=scored)
+                yield Delta(piece, new, logprobs=scored, prompt_logprobs=before)
         finally:
             self._turns.leave(request)
 
@@ -377,3 +378,11 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _end_ids(files: ModelFiles) -> frozenset[int]:
+    """Tokens that end a text by what a model's files or config say."""
+    if files.folder is not None:
+        return end_ids(files.folder)
+    value = files.config.get("eos_token_id")
+    return frozenset([value] if isinstance(value, int) else value or ())

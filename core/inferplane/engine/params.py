@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from inferplane.engine.keywords import known_keywords
@@ -88,6 +89,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, convert in (("stop", _several), ("stop_token_ids", _several), ("logit_bias", _dict)):
             self._set(name, convert, getattr(self, name))
+        for name in _FLOATS:
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         if self.top_k == -1:  # another common spelling of "all"
             object.__setattr__(self, "top_k", 0)
         if self.json_schema is not None:
@@ -156,7 +159,12 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 def _dict(value: Any) -> dict[Any, Any]:
-    return dict(value or {})
+    return {i: _plain(bias) for i, bias in dict(value or {}).items()}
+
+
+def _plain(value: Any) -> Any:
+    """A number of another library (NumPy's, a fraction) as a float, since it travels to the engine as one."""
+    return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
 
 
 def _json_text(value: Any) -> str:
@@ -184,6 +192,10 @@ def _is_int(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _is_count(value: Any) -> bool:
     return value is None or _is_int(value, 0, MOST_LOGPROBS)
 
@@ -193,16 +205,21 @@ def _is_text(value: Any, most_bytes: int) -> bool:
 
 
 def _are_biases(biases: Mapping[Any, Any]) -> bool:
-    return len(biases) <= MOST_BIASES and all(_is_int(i, 0) and -100 <= b <= 100 for i, b in biases.items())
+    return len(biases) <= MOST_BIASES and all(
+        _is_int(i, 0) and _is_number(b) and -100 <= b <= 100 for i, b in biases.items()
+    )
 
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "timeout_s")
 
 # A value of another type makes its check raise TypeError, which counts as out of range.
 _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_tokens", lambda p: _is_int(p.max_tokens, 1), "at least 1"),
-    ("temperature", lambda p: 0 <= p.temperature < math.inf, "0 or more"),
-    ("top_p", lambda p: 0 < p.top_p <= 1, "above 0 and at most 1"),
+    ("temperature", lambda p: _is_number(p.temperature) and 0 <= p.temperature < math.inf, "0 or more"),
+    ("top_p", lambda p: _is_number(p.top_p) and 0 < p.top_p <= 1, "above 0 and at most 1"),
     ("top_k", lambda p: _is_int(p.top_k, 0), "0 (all) or more"),
-    ("min_p", lambda p: 0 <= p.min_p <= 1, "from 0 to 1"),
+    ("min_p", lambda p: _is_number(p.min_p) and 0 <= p.min_p <= 1, "from 0 to 1"),
+    ("ignore_eos", lambda p: isinstance(p.ignore_eos, bool), "True and False"),
     ("min_tokens", lambda p: _is_int(p.min_tokens, 0, p.max_tokens), "from 0 to max_tokens"),
     ("seed", lambda p: p.seed is None or _is_int(p.seed), "of whole numbers, or None"),
     ("stop", lambda p: all(isinstance(s, str) and s for s in p.stop), "of non-empty strings"),
@@ -217,9 +234,13 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda p: len(p.stop_token_ids) <= MOST_STOP_TOKEN_IDS,
         f"of at most {MOST_STOP_TOKEN_IDS} token ids",
     ),
-    ("repetition_penalty", lambda p: 0 < p.repetition_penalty < math.inf, "above 0 (1 changes nothing)"),
-    ("frequency_penalty", lambda p: -2 <= p.frequency_penalty <= 2, "from -2 to 2"),
-    ("presence_penalty", lambda p: -2 <= p.presence_penalty <= 2, "from -2 to 2"),
+    (
+        "repetition_penalty",
+        lambda p: _is_number(p.repetition_penalty) and 0 < p.repetition_penalty < math.inf,
+        "above 0 (1 changes nothing)",
+    ),
+    ("frequency_penalty", lambda p: _is_number(p.frequency_penalty) and -2 <= p.frequency_penalty <= 2, "from -2 to 2"),
+    ("presence_penalty", lambda p: _is_number(p.presence_penalty) and -2 <= p.presence_penalty <= 2, "from -2 to 2"),
     ("logit_bias", lambda p: _are_biases(p.logit_bias), f"of at most {MOST_BIASES} entries, token id -> -100 to 100"),
     ("logprobs", lambda p: _is_count(p.logprobs), f"None, or 0 to {MOST_LOGPROBS}"),
     ("prompt_logprobs", lambda p: _is_count(p.prompt_logprobs), f"None, or 0 to {MOST_LOGPROBS}"),
@@ -229,7 +250,11 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         (name, lambda p, name=name, most=most: _is_text(getattr(p, name), most), f"of 1 to {most} bytes of text")
         for name, most in MOST_GRAMMAR_BYTES.items()
     ),
-    ("timeout_s", lambda p: p.timeout_s is None or 0 < p.timeout_s < math.inf, "None, or above 0 seconds"),
+    (
+        "timeout_s",
+        lambda p: p.timeout_s is None or (_is_number(p.timeout_s) and 0 < p.timeout_s < math.inf),
+        "None, or above 0 seconds",
+    ),
 )
 
 

@@ -89,7 +89,8 @@ class Scheduler:
         self.allocator, self.block_tokens, self.limits, self.root = allocator, block_tokens, limits, root
         self.lookahead, self.window = lookahead, window
         self.most_at_once = limits.max_step_tokens
-        if window is not None:  # in a small cache, what fits beside a window and a block that both cut
+        if window is not None and limits.max_model_len > allocator.total * block_tokens:
+            # The cache is smaller than a sequence: what fits beside a window and a block that both cut.
             self.most_at_once = max(1, min(self.most_at_once, (allocator.total - 1) * block_tokens - window))
         self.waiting: list[Request] = []
         self.running: list[Request] = []

@@ -107,10 +107,10 @@ class Tokenizer:
         return f"{chosen.__module__}.{chosen.__qualname__}"
 
     @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text: the tokenizer's own and those of generation_config.json."""
-        found = {self._inner.eos_token_id} if self._inner.eos_token_id is not None else set()
-        return frozenset(found | end_ids(self.folder))
+    def own_end_ids(self) -> frozenset[int]:
+        """The token that ends a text by the tokenizer's own settings; `end_ids` has those of the folder's others."""
+        own = self._inner.eos_token_id
+        return frozenset() if own is None else frozenset([own])
 
 
 def _load(folder: str, kind: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import Field, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from inferplane.units import size_of
 
 PREFIX = "INFERPLANE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
-ELSEWHERE = {f"{PREFIX}PLUGINS", FILE_VARIABLE}
-"""Variables with the prefix that are no settings of the server."""
+PLUGIN_GROUP = "inferplane.plugins"
+"""`inferplane.plugins` knows it, but importing that imports torch."""
+ELSEWHERE = {FILE_VARIABLE, f"{PREFIX}PLUGINS", f"{PREFIX}NO_NATIVE"}
+"""Variables with the prefix that are no settings of the server; a plugin's begin with its name, too."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,12 @@ def _sources(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | N
     by_flag = {name: (_flag(name, value), value) for name, value in flags.items()}
     by_variable: _Given = {}
     notes = []
+    plugins = tuple(f"{PREFIX}{point.name.upper()}_" for point in metadata.entry_points(group=PLUGIN_GROUP))
     for variable, text in environ.items():
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or variable in ELSEWHERE or not text:
+            continue
+        if name not in FIELDS and variable.startswith(plugins):
             continue
         if name in FIELDS:
             by_variable[name] = (f"variable {variable}", text)

@@ -27,7 +27,7 @@ from inferplane.engine import AsyncLLM
 from inferplane.engine.garbage import importing, let_be
 from inferplane.errors import UsageError
 from inferplane.serving import logs
-from inferplane.serving.configure import Resolved
+from inferplane.serving.configure import PLUGIN_GROUP, Resolved
 from inferplane.serving.settings import FIELDS, Settings
 
 T = TypeVar("T")
@@ -40,8 +40,6 @@ ENGINE_OPTIONS = (
 PACKAGES = ("fastapi", "pydantic", "uvicorn", "h11", "prometheus_client")
 """What serving needs beyond what everything needs."""
 GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
-PLUGIN_GROUP = "inferplane.plugins"
-"""`inferplane.plugins` knows it, but importing that imports torch."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 log = logging.getLogger("inferplane.serving")
 

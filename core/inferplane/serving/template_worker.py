@@ -3,8 +3,8 @@
 Runs as a script, in isolation; imports nothing of Inferplane. Standard input: a line with the template, then a line for
 each conversation; standard output: a line for each. All lines are JSON.
 
-What a template may use is what transformers gives it: Jinja's immutable sandbox with loop controls, `raise_exception`,
-`strftime_now`, and a `tojson` that does not escape HTML.
+What a template may use is what transformers gives it: Jinja's immutable sandbox with loop controls, the `generation`
+tag, `raise_exception`, `strftime_now`, and a `tojson` that does not escape HTML.
 Source: https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 
@@ -28,8 +28,19 @@ def _limit_memory() -> None:
 
 
 def _environment() -> Any:
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` to `{% endgeneration %}`: what training learns from; here its body and nothing more."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
 
     def refuse(message: str) -> NoReturn:
         raise TemplateError(message)
@@ -38,7 +49,8 @@ def _environment() -> Any:
         separators, sort_keys = more.get("separators"), more.get("sort_keys", False)
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    extensions = ["jinja2.ext.loopcontrols", Generation]
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = refuse
     made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

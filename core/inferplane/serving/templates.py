@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ START_S = 30.0
 """Seconds that the process may need to start."""
 MOST_CHARACTERS = 16 * 2**20
 """Characters of a rendered conversation."""
+_NO_CONTENT = re.compile(r"content['\"]?\]? is (not )?none")
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -39,6 +41,8 @@ class ChatTemplate:
         self._plain = _Worker(source, tokens, render_s)
         self._with_tools = _Worker(tool_source, tokens, render_s) if tool_source is not None else self._plain
         self.knows_tools = tool_source is not None or "tools" in source
+        self.knows_no_content = _NO_CONTENT.search(tool_source or source) is not None
+        """It tells an assistant who only calls tools by a content of none, not by an empty one."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> ChatTemplate | None:

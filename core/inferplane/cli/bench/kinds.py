@@ -156,7 +156,7 @@ def ordinary_ids(llm: LLM) -> Sequence[int]:
         value = llm.files.config.get(name)
         special.update(value if isinstance(value, (list, tuple)) else [-1 if value is None else value])
     if llm.files.has_tokenizer:
-        special |= set(llm.tokenizer.fast.all_special_ids) | llm.tokenizer.end_ids
+        special |= set(llm.tokenizer.fast.all_special_ids) | llm.end_ids()
         special |= set(llm.tokenizer.fast.added_tokens_decoder)
         known = min(known, len(llm.tokenizer.fast))
     ids = [i for i in range(known) if i not in special]

@@ -159,6 +159,15 @@ def frame(message: FromCaller | FromEngine) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def number_of(body: bytes) -> int | None:
+    """The number of a message that is no `FromCaller` but has one, so that it can be answered with `Refused`."""
+    try:
+        number = msgspec.msgpack.decode(body).get("number")
+    except (msgspec.DecodeError, AttributeError):
+        return None
+    return number if type(number) is int else None
+
+
 def body_bytes(header: bytes) -> int:
     """Length of the body that follows a header.
 

@@ -29,7 +29,7 @@ from inferplane.engine.process import messages
 from inferplane.engine.process.memory import one_heap, trimmer
 from inferplane.engine.process.messages import Fault, FromCaller, FromEngine
 from inferplane.engine.results import Delta
-from inferplane.errors import InferplaneWarning
+from inferplane.errors import InferplaneWarning, UsageError
 
 MOST_UNREAD_BYTES = 64 * 2**20
 """A caller that leaves so much unread is disconnected, and its requests are ended."""
@@ -66,15 +66,28 @@ class Connection:
             self.writer.transport.abort()
 
     async def receive(self) -> FromCaller | None:
-        """The next message; None at the end, also of a caller that does not keep to the protocol."""
-        try:
-            size = messages.body_bytes(await self.reader.readexactly(messages.HEADER_BYTES))
-            return messages.read_caller(await self.reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-        except (ValueError, msgspec.DecodeError) as error:
-            print(f"inferplane engine: a caller is disconnected: {error}", file=sys.stderr)
-            return None
+        """The next message; None at the end, also of a caller that does not keep to the protocol.
+
+        One that asks for an answer and holds a value of a wrong type is refused, and costs nobody else anything.
+        """
+        while True:
+            try:
+                size = messages.body_bytes(await self.reader.readexactly(messages.HEADER_BYTES))
+                body = await self.reader.readexactly(size)
+                return messages.read_caller(body)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return None
+            except msgspec.ValidationError as error:
+                number = messages.number_of(body)
+                if number is None:
+                    return self._confused(error)
+                self.send(messages.Refused(number, Fault.of(UsageError(f"The engine cannot read a request: {error}."))))
+            except (ValueError, msgspec.DecodeError) as error:
+                return self._confused(error)
+
+    @staticmethod
+    def _confused(error: Exception) -> None:
+        print(f"inferplane engine: a caller is disconnected: {error}", file=sys.stderr)
 
     async def serve(
         self, engine: LocalEngine, on_close: Callable[[float], None], first: Awaitable[FromCaller | None] | None = None

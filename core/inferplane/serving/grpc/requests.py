@@ -126,6 +126,8 @@ async def _native(values: list[Any], request_id: str, service: Service) -> Wante
 
 def _typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], request_id: str) -> Wanted:
     data: dict[str, Any] = {name: value for name, value in parameters.items() if name not in CONTROL}
+    if type(data.get("timeout")) is int:  # the protocol's own: microseconds, 0 for none
+        data["timeout"] = data["timeout"] / 1e6 or None
     for name, values in given.items():
         data[name] = values if name in ("input_ids", "stop_token_ids") else _plain(name, _one(name, values))
     more = data.pop("sampling_parameters", None)

@@ -173,6 +173,8 @@ class Servicer:
 
         try:
             while (answer := await answers.get()) is not None:
+                if isinstance(answer, ApiError):
+                    await context.abort(STATUS[answer.status], answer.message)
                 unread = loop.call_later(self._service.settings.write_timeout_s, cut_off)
                 yield answer
                 unread.cancel()
@@ -210,6 +212,9 @@ class Servicer:
             while tasks:
                 await asyncio.wait(tasks)
             await answers.put(None)
+        except Exception as error:  # a message that is none of the protocol's: reading goes no further
+            log.info("a stream of requests ended: %s: %s", type(error).__name__, error)
+            await answers.put(ApiError(400, "A message of this stream is no ModelInferRequest.", code="invalid_value"))
         finally:
             for task in list(tasks):
                 task.cancel()

@@ -100,22 +100,24 @@ class Generation(Response):
         body: Body = scope[BODY]
         pulse, rendered = _Pulse(body, self._rendering.ping), self._rendering.piece
 
+        opening = self._rendering.opening(job)  # with the first piece: clients take it for the first token
+
         def at_once(piece: Piece) -> bool:
-            if not body.ready:
+            if opening or not body.ready:
                 return False
             pulse.write(rendered(job, piece))
             return True
 
         try:
             try:
-                await pulse.send(self._rendering.opening(job))
                 if self._service.settings.disable_streaming:
                     batches = _together(job)
                 else:  # several sequences' pieces of a step share a chunk
                     batches = job.batches(at_once if job.choices == 1 else None)
                 async for several in batches:
-                    await pulse.send(b"".join([self._rendering.piece(job, piece) for piece in several]))
-                await pulse.send(self._rendering.closing(job))
+                    await pulse.send(opening + b"".join([self._rendering.piece(job, piece) for piece in several]))
+                    opening = b""
+                await pulse.send(opening + self._rendering.closing(job))
             except ApiError as error:
                 await pulse.send(self._rendering.failure(error))
             except Exception:

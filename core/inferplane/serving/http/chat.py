@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inferplane.serving.admission import Ask
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.http import constraints
-from inferplane.serving.http.chat_wire import ChatRequest, Message, NamedTool
+from inferplane.serving.http.chat_wire import ChatRequest, Message, NamedTool, Tool
 from inferplane.serving.http.tools import Call, ToolPlan, ToolReader, described, new_call_id
 from inferplane.serving.job import Job, Piece
 from inferplane.serving.rendering import DONE, SSE, Choice, Frame, event, finite, usage
@@ -58,7 +58,7 @@ async def ask_of(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> As
             name = WORDS.get(found, found)
             raise invalid(f"{name} and a tool_choice that demands a call exclude each other.", name)
         sampling["json_schema"], words["json_schema"] = plan.schema(), "tools"
-    text = await _render(request, model, plan)
+    text = await rendered(request.messages, request.tools if plan.mode != "none" else None, model)
     return Ask(
         prompts=[text],
         sampling=sampling,
@@ -72,27 +72,49 @@ async def ask_of(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> As
     )
 
 
-async def _render(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> str:
-    tools = None if plan.mode == "none" else [t.model_dump(exclude_none=True) for t in request.tools or ()]
-    parsed = [_plain(m, parse=True) for m in request.messages]
-    if tools and model.template is not None and not model.template.knows_tools:
-        parsed = [{"role": "system", "content": described(tools)}, *parsed]
-    try:
-        return await model.render(parsed, tools)
-    except ApiError:
-        # Some templates take a call's arguments as data, others as text.
-        if not any(m.tool_calls for m in request.messages):
-            raise
-        return await model.render([_plain(m, parse=False) for m in request.messages], tools)
+async def rendered(messages: Sequence[Message], tools: Sequence[Tool] | None, model: ServedModel) -> str:
+    """A conversation as the model's template writes it, tools in words where the template knows of none.
+
+    Raises:
+        ApiError: the template refuses it however it is put.
+    """
+    template, refusal = model.template, None
+    given = [t.model_dump(exclude_none=True) for t in tools or ()]
+    told = described(given) if given and template is not None and not template.knows_tools else ""
+    empty = None if template is not None and template.knows_no_content else ""
+    # Some templates take a call's arguments as data, others as text; some refuse the system's role.
+    for parse in (True, False) if any(m.tool_calls for m in messages) else (True,):
+        turns = [_plain(m, empty, parse=parse) for m in messages]
+        for role in ("system", "user") if told else ("",):
+            try:
+                return await model.render(_with(told, turns, role) if told else turns, given)
+            except ApiError as error:
+                refusal = refusal or error
+    assert refusal is not None
+    raise refusal
 
 
-def _plain(message: Message, *, parse: bool) -> dict[str, Any]:
-    """A message as templates know it: plain text, the arguments of calls as data if asked for."""
+def _with(told: str, turns: Sequence[Mapping[str, Any]], role: str) -> list[Mapping[str, Any]]:
+    """A conversation whose first turn of a role begins with something told; without one, such a turn comes first."""
+    at = next((i for i, turn in enumerate(turns) if turn["role"] == role), None)
+    if at is None:
+        return [{"role": role, "content": told}, *turns]
+    return [*turns[:at], {**turns[at], "content": f"{told}\n\n{turns[at]['content'] or ''}"}, *turns[at + 1 :]]
+
+
+def _plain(message: Message, empty: str | None, *, parse: bool) -> dict[str, Any]:
+    """A message as templates know it: plain text, the arguments of calls as data if asked for.
+
+    Args:
+        message: of the request.
+        empty: the content of an assistant who only calls tools.
+        parse: see above.
+    """
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
-    out: dict[str, Any] = {"role": role, "content": content or ""}
+    out: dict[str, Any] = {"role": role, "content": content or (empty if message.tool_calls else "")}
     out.update({k: v for k in ("name", "tool_call_id") if (v := getattr(message, k)) is not None})
     if message.tool_calls:
         calls = [c.model_dump() for c in message.tool_calls]

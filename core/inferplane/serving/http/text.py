@@ -15,7 +15,8 @@ from inferplane.errors import UsageError
 from inferplane.serving import native
 from inferplane.serving.errors import invalid
 from inferplane.serving.http.answer import ignored_header
-from inferplane.serving.http.chat_wire import Message
+from inferplane.serving.http.chat import rendered
+from inferplane.serving.http.chat_wire import MOST_TOOLS, Message, Tool
 from inferplane.serving.model import DEFAULT_NAME
 from inferplane.serving.service import Service
 from inferplane.serving.wire import Body, Part, TokenId, parse, unknown_fields, validate
@@ -27,6 +28,7 @@ class TokenizeRequest(Body):
     model: str | None = Field(None, max_length=4096)
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -137,8 +139,7 @@ async def _tokenize(service: Service, data: dict[str, Any]) -> Response:
     if (asked.prompt is None) == (asked.messages is None):
         raise invalid("One of prompt and messages is required.", "prompt", "missing_required_parameter")
     if asked.messages is not None:
-        turns = [m.model_dump(exclude_none=True) for m in asked.messages]
-        text, special = await model.render(turns, None), bool(asked.add_special_tokens)
+        text, special = await rendered(asked.messages, asked.tools, model), bool(asked.add_special_tokens)
     else:
         text, special = asked.prompt or "", asked.add_special_tokens is not False
     ids = await service.encode(text, special=special)

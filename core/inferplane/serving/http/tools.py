@@ -20,6 +20,8 @@ TAG, TAG_END = "<tool_call>", "</tool_call>"
 MARKS, MARK, MARK_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _MARKED = re.compile(rf"{re.escape(MARK)}\s*function{re.escape(MARK_SEP)}([^\n]+)\n```json\n(.*?)\n```", re.DOTALL)
 _TAGGED = re.compile(rf"{TAG}\s*(.*?)\s*(?:{TAG_END}|$)", re.DOTALL)
+_DATA = frozenset(("const", "enum", "default", "examples"))
+"""What in a schema is no schema."""
 _BARE = '{"name"'
 _BEGUN = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
 
@@ -59,14 +61,35 @@ class ToolPlan:
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": schema},
+                "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for name, schema in tools.items()
+            for i, name in enumerate(tools)
         ]
-        most = MOST_CALLS if self.parallel else 1
-        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most}
+        schemas = {str(i): _moved(schema, f"#/$defs/{i}") for i, schema in enumerate(tools.values())}
+        calls_of = {"items": {"anyOf": calls}, "minItems": 1, "maxItems": self.most_calls}
+        return {"type": "array", **calls_of, "$defs": schemas}
+
+    @property
+    def most_calls(self) -> int:
+        """How many calls an answer may make."""
+        return MOST_CALLS if self.parallel else 1
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema as a part of another: what it refers to in itself is found below `to`, a JSON pointer with "#"."""
+    if isinstance(schema, list):
+        return [_moved(item, to) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    out = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            out[key] = to + value[1:]
+        else:
+            out[key] = value if key in _DATA else _moved(value, to)
+    return out
 
 
 def new_call_id() -> str:
@@ -162,8 +185,8 @@ class ToolReader:
             return held, []
         calls = calls_in(held, self._plan.tools or {})
         if calls is None and self._plan.mode == "required":  # cut off: what there is of calls is no content
-            return "", cut_calls(held, self._plan.tools or {})[:MOST_CALLS]
-        return ("", calls[:MOST_CALLS]) if calls else (held, [])
+            return "", cut_calls(held, self._plan.tools or {})[: self._plan.most_calls]
+        return ("", calls[: self._plan.most_calls]) if calls else (held, [])
 
     def _may_be_bare(self) -> bool:
         if not self._bare:  # once it is one, what follows is not looked at again
