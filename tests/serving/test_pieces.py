@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -148,5 +149,36 @@ def test_silence_is_filled_until_the_stream_ends(monkeypatch: pytest.MonkeyPatch
         wire.unread, wire.got, told = 0, b"", len(long_way)
         await asyncio.sleep(0.3)
         assert (wire.got, len(long_way)) == (b"", told)
+
+    check(work)
+
+
+@pytest.mark.parametrize("pieces", [["a", "b"], []])
+def test_a_stream_opens_with_its_first_piece(pieces: list[str]):
+    """Clients take what comes first for the first token, and the head may have gone out long before that."""
+
+    async def work() -> None:
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b"<head>"))
+
+        class Job:
+            choices = 1
+
+            async def begin(self, patience_s: float) -> None: ...
+
+            async def batches(self, at_once: Callable[[Any], bool]) -> Any:
+                assert sent == [b"<head>"] and not at_once("x")
+                for piece in pieces:
+                    yield [piece]
+
+        words = {"opening": lambda job: b"<role>", "closing": lambda job: b"<end>", "media_type": "x", "ping": b""}
+        rendering = SimpleNamespace(piece=lambda job, piece: piece.encode(), **words)
+        service = SimpleNamespace(settings=SimpleNamespace(disable_streaming=False))
+        made = answer.Generation(cast("Any", service), cast("Any", None), cast("Any", rendering), stream=True)
+        body = Body(send)
+        await made._stream(cast("Any", Job()), {answer.BODY: body}, send)
+        assert sent[1:-1] == ([b"<role>a", b"b", b"<end>"] if pieces else [b"<role><end>"])
 
     check(work)
