@@ -263,14 +263,18 @@ def test_schemas_of_tools_may_refer_to_themselves():
         "type": "object",
         "properties": {"child": {"$ref": "#"}, "p": {"$ref": "#/$defs/P"}, "d": {"const": {"$ref": "#"}}},
     }
+    tree["properties"]["default"] = {"$ref": "#/$defs/P"}  # a name, not a default
     tree |= {"$defs": {"P": {"type": "integer"}}, "required": ["p"], "additionalProperties": False}
     other = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": "string"}}}
     schema = ToolPlan("required", {"tree": tree, "other": other}).schema()
     check = jsonschema.Draft202012Validator(schema)
-    for arguments in ({"p": 1}, {"p": 1, "child": {"p": 2}}, {"p": 1, "d": {"$ref": "#"}}):
+    for arguments in ({"p": 1, "default": 2}, {"p": 1, "child": {"p": 2}}, {"p": 1, "d": {"$ref": "#"}}):
         assert check.is_valid([{"name": "tree", "arguments": arguments}]), arguments
-    for arguments in ({"p": "x"}, {"p": 1, "child": {}}, {"p": 1, "child": [1]}):
+    for arguments in ({"p": "x"}, {"p": 1, "default": "x"}, {"p": 1, "child": {}}, {"p": 1, "child": [1]}):
         assert not check.is_valid([{"name": "tree", "arguments": arguments}]), arguments
     assert check.is_valid([{"name": "other", "arguments": {"p": "x"}}])
     make = llguidance.LLMatcher
-    assert make.validate_grammar(make.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)) == ""
+    named = ToolPlan("required", {"named": {**other, "$id": "http://example.org/tool"}}).schema()
+    for compiled in (schema, named):
+        grammar = make.grammar_from_json_schema(json.dumps(compiled), overrides=JSON_OPTIONS)
+        assert make.validate_grammar(grammar) == ""

@@ -293,7 +293,7 @@ def test_an_engine_that_can_serve_nobody_any_more_says_so(lost, monkeypatch):
     if lost == "ranks":
         monkeypatch.setattr(e.runner, "ranks", SimpleNamespace(broken="a step failed on rank 0"), raising=False)
     else:
-        monkeypatch.setattr("inferplane.engine.engine.torch.ones", lose)
+        monkeypatch.setattr(e, "_probe", SimpleNamespace(zero_=lose))
     with pytest.raises(EngineError, match="at odds" if lost == "ranks" else "illegal memory access") as ended:
         e.finish()
     assert ended.value.remedy == "start the model anew"

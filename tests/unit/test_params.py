@@ -35,7 +35,7 @@ def test_forms():
         ("stop_token_ids", ([1.5], ["a"], [-1])),
         ("ignore_eos", (1, "no", None)),
         ("logit_bias", ({5: True}, {5: "1"}, {"5": 1}, {5: 101})),
-        ("timeout_s", (0, -1, True, "1")),
+        ("timeout_s", (0, -1, True, "1", 10**400, Fraction(10**400), float("nan"))),
     ],
 )
 def test_values_out_of_range(name, values):

@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, rest: Sequence[str]) -> UsageError:
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        options = [word.partition("=")[0] for word in rest if word.startswith("-")]
+        options = [word.partition("=")[0] for word in rest if word.startswith("-") and not word[1:2].isdigit()]
         close = [match for word in options for match in difflib.get_close_matches(word, known, n=1)]
         if options:
             what = f"option{'s' * (len(options) > 1)} {' and '.join(map(repr, options))}"

@@ -100,7 +100,7 @@ def place(index: Any, priority: Any, tenant: Any, alone: Any) -> tuple[int, int,
     for name, value in (("tenant", tenant), ("alone", alone)):
         if not isinstance(value, str):
             raise UsageError(f"{name} = {short(value)}.", there_is="strings")
-    return whole("index", index, 0), priority, str(tenant), str(alone)
+    return whole("index", index, 0), priority, "".join(tenant), "".join(alone)  # plain, also of an enumeration's
 
 
 def sampling_list(params: Any, prompts: int) -> list[SamplingParams]:

@@ -302,12 +302,15 @@ class AsyncLLM:
         if order.params.constraint is None or limit is None:
             await answer
             return None
-        try:
-            await asyncio.wait_for(answer, limit)
-        except asyncio.TimeoutError:
-            waited = time.monotonic() - arrived
-            return Delta("", [], "timeout", Timings(waited, waited, waited, len(order.prompt), 0))
-        return None
+        try:  # not by `wait_for`, which before Python 3.12 can swallow a cancellation that comes with the answer
+            await asyncio.wait({answer}, timeout=limit)
+            if answer.done():
+                answer.result()  # raises what refused it
+                return None
+        finally:
+            answer.cancel()  # nothing, if it is done
+        waited = time.monotonic() - arrived
+        return Delta("", [], "timeout", Timings(waited, waited, waited, len(order.prompt), 0))
 
     def _leave(self, request_id: RequestId | None, order: Order, box: _Mailbox, ended: bool) -> None:
         """Let go of a request; one that has not ended is aborted, also when it is only about to be queued."""

@@ -71,6 +71,7 @@ class Engine:
         self.speculator = Speculator(speculative, runner, self.scheduler) if speculative is not None else None
         self.metrics = Metrics()
         self.closed = False
+        self._probe = torch.zeros(1, device=self.device)  # now: a device that is full is not a lost one
         self._ids = count()
         self._commit_s = 0.0
 
@@ -202,7 +203,7 @@ class Engine:
         if ranks is not None and ranks.broken:
             raise EngineError(f"The ranks are at odds: {ranks.broken}.", remedy="start the model anew")
         try:
-            torch.ones(1, device=self.device).add_(1).item()
+            self._probe.zero_().item()
         except Exception as error:  # a device that was lost, or whose context holds an error for good
             raise EngineError(
                 f"The device does not answer any more: {type(error).__name__}: {error}.", remedy="start the model anew"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -90,7 +91,7 @@ class SamplingParams:
         for name, convert in (("stop", _several), ("stop_token_ids", _several), ("logit_bias", _dict)):
             self._set(name, convert, getattr(self, name))
         for name in _FLOATS:
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+            self._set(name, _plain, getattr(self, name))
         if self.top_k == -1:  # another common spelling of "all"
             object.__setattr__(self, "top_k", 0)
         if self.json_schema is not None:
@@ -109,7 +110,7 @@ class SamplingParams:
     def _set(self, name: str, convert: Callable[[Any], Any], value: Any) -> None:
         try:
             object.__setattr__(self, name, convert(value))
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UsageError(
                 f"SamplingParams: {name} = {_short(value)} ({error}).", remedy="see SamplingParams for its form"
             ) from error
@@ -193,7 +194,7 @@ def _is_int(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_count(value: Any) -> bool:

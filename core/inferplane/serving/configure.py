@@ -81,7 +81,8 @@ def _sources(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | N
     by_flag = {name: (_flag(name, value), value) for name, value in flags.items()}
     by_variable: _Given = {}
     notes = []
-    plugins = tuple(f"{PREFIX}{point.name.upper()}_" for point in metadata.entry_points(group=PLUGIN_GROUP))
+    points = metadata.entry_points(group=PLUGIN_GROUP)
+    plugins = tuple(f"{PREFIX}{point.name.upper().replace('-', '_').replace('.', '_')}_" for point in points)
     for variable, text in environ.items():
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or variable in ELSEWHERE or not text:

@@ -163,7 +163,7 @@ def number_of(body: bytes) -> int | None:
     """The number of a message that is no `FromCaller` but has one, so that it can be answered with `Refused`."""
     try:
         number = msgspec.msgpack.decode(body).get("number")
-    except (msgspec.DecodeError, AttributeError):
+    except (ValueError, AttributeError):  # it may hold a string that is no UTF-8, too
         return None
     return number if type(number) is int else None
 

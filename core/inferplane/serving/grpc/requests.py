@@ -105,11 +105,17 @@ async def wanted(request: Any, service: Service) -> Wanted:
         if len(given) > 1:
             odd = next(name for name in given if name != NATIVE_INPUT)
             raise invalid(f"{odd} beside {NATIVE_INPUT}, which holds the whole request.", odd)
-        return await _native(given[NATIVE_INPUT], request.id, service)
+        return await _native(given[NATIVE_INPUT], request.id, service, _limit(tensors.parameters(request)))
     return _typed(given, tensors.parameters(request), request.id)
 
 
-async def _native(values: list[Any], request_id: str, service: Service) -> Wanted:
+def _limit(parameters: Mapping[str, Any]) -> float | None:
+    """The protocol's own time limit, an integer of microseconds, in seconds; None for none."""
+    found = parameters.get("timeout")
+    return found / 1e6 or None if type(found) is int else None
+
+
+async def _native(values: list[Any], request_id: str, service: Service, limit: float | None) -> Wanted:
     data = _json(NATIVE_INPUT, _one(NATIVE_INPUT, values))
     if isinstance(data, list):
         if len(data) != 1:
@@ -119,6 +125,8 @@ async def _native(values: list[Any], request_id: str, service: Service) -> Wante
         raise invalid(f"{NATIVE_INPUT} holds no JSON object.", NATIVE_INPUT)
     if request_id:
         data.setdefault("req_id", request_id)
+    if limit is not None:
+        data.setdefault("timeout", limit)
     asked = validate(native.NativeRequest, data)
     ask = await native.ask_of(asked, service.served, service.settings.native_text)
     return Wanted(ask, NativeAnswer(asked, request_id))
@@ -126,8 +134,8 @@ async def _native(values: list[Any], request_id: str, service: Service) -> Wante
 
 def _typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], request_id: str) -> Wanted:
     data: dict[str, Any] = {name: value for name, value in parameters.items() if name not in CONTROL}
-    if type(data.get("timeout")) is int:  # the protocol's own: microseconds, 0 for none
-        data["timeout"] = data["timeout"] / 1e6 or None
+    if type(data.get("timeout")) is int:
+        data["timeout"] = _limit(parameters)
     for name, values in given.items():
         data[name] = values if name in ("input_ids", "stop_token_ids") else _plain(name, _one(name, values))
     more = data.pop("sampling_parameters", None)

@@ -100,7 +100,7 @@ class Generation(Response):
         body: Body = scope[BODY]
         pulse, rendered = _Pulse(body, self._rendering.ping), self._rendering.piece
 
-        opening = self._rendering.opening(job)  # with the first piece: clients take it for the first token
+        opening = b""
 
         def at_once(piece: Piece) -> bool:
             if opening or not body.ready:
@@ -110,6 +110,7 @@ class Generation(Response):
 
         try:
             try:
+                opening = self._rendering.opening(job)  # with the first piece: clients take it for the first token
                 if self._service.settings.disable_streaming:
                     batches = _together(job)
                 else:  # several sequences' pieces of a step share a chunk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from inferplane.serving.admission import Ask
@@ -81,14 +82,17 @@ async def rendered(messages: Sequence[Message], tools: Sequence[Tool] | None, mo
     template, refusal = model.template, None
     given = [t.model_dump(exclude_none=True) for t in tools or ()]
     told = described(given) if given and template is not None and not template.knows_tools else ""
-    empty = None if template is not None and template.knows_no_content else ""
+    calls = any(m.tool_calls for m in messages)
+    empties = (None, "") if calls and template is not None and template.knows_no_content else ("",)
     # Some templates take a call's arguments as data, others as text; some refuse the system's role.
-    for parse in (True, False) if any(m.tool_calls for m in messages) else (True,):
+    for empty, parse in product(empties, (True, False) if calls else (True,)):
         turns = [_plain(m, empty, parse=parse) for m in messages]
         for role in ("system", "user") if told else ("",):
             try:
                 return await model.render(_with(told, turns, role) if told else turns, given)
             except ApiError as error:
+                if error.code in ("too_slow", "template_failed", "no_chat_template"):  # however it is put
+                    raise
                 refusal = refusal or error
     assert refusal is not None
     raise refusal

@@ -22,6 +22,8 @@ _MARKED = re.compile(rf"{re.escape(MARK)}\s*function{re.escape(MARK_SEP)}([^\n]+
 _TAGGED = re.compile(rf"{TAG}\s*(.*?)\s*(?:{TAG_END}|$)", re.DOTALL)
 _DATA = frozenset(("const", "enum", "default", "examples"))
 """What in a schema is no schema."""
+_NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+"""What in a schema has schemas by name."""
 _BARE = '{"name"'
 _BEGUN = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
 
@@ -81,12 +83,15 @@ def _moved(schema: Any, to: str) -> Any:
     """A schema as a part of another: what it refers to in itself is found below `to`, a JSON pointer with "#"."""
     if isinstance(schema, list):
         return [_moved(item, to) for item in schema]
-    if not isinstance(schema, Mapping):
+    # One with an id of its own finds its parts itself, wherever it stands.
+    if not isinstance(schema, Mapping) or not str(schema.get("$id", "#")).startswith("#"):
         return schema
-    out = {}
+    out: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             out[key] = to + value[1:]
+        elif key in _NAMES and isinstance(value, Mapping):
+            out[key] = {name: _moved(part, to) for name, part in value.items()}
         else:
             out[key] = value if key in _DATA else _moved(value, to)
     return out
