@@ -22,6 +22,7 @@ from turns import Probe
 
 from inferplane import LLM, SamplingParams
 from inferplane_cpu.native import library
+from inferplane_cpu.pages import settled
 
 PROMPTS = 6
 """Of which the first warms up."""
@@ -99,6 +100,7 @@ def prompt(tokens, seed):
 def watched(llm, kind, prompts, params):
     """Parts of every step that all prompts but the first take, one prompt after the other."""
     llm.generate([prompts[0]], params)
+    settled()
     engine = llm.engine
     engine_step = engine.step
     with Parts(engine.runner.steps[kind].__self__) as parts:

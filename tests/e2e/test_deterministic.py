@@ -22,6 +22,7 @@ MODELS = {
     "qwen3": lambda: small("Qwen3Config", head_dim=32),
     "window": lambda: small("MistralConfig", sliding_window=20),
     "mla_moe": lambda: deepseek_config(num_hidden_layers=2),
+    "long_rows": lambda: llama_config(hidden_size=512, num_attention_heads=8, intermediate_size=528),
 }
 TORCH = {op: "torch_fixed" for op in ("linear", "lm_head", "attention")} | {"decoder_layer": "decomposition"}
 TORCH_MLA = {op: "torch_fixed" for op in ("linear", "lm_head", "mla_absorbed", "mla_expanded", "moe_experts")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -233,3 +234,15 @@ def test_evidence_says_what_stood_for_the_hardware(tmp_path):
     written = json.loads((tmp_path / "e.json").read_text())
     assert written["level"] == "L2"
     assert written["hardware"] == "none; Some chip, x1 emulated by a vendor's operators on the host"
+
+
+def test_evidence_names_its_file_in_a_folder(tmp_path):
+    """After its level, its day and the device's variant; in one that is there, and in one to be made."""
+    variant = subject()
+    variant.backend.name = f"{variant.name}:small"
+    for of, ending in ((subject(), ""), (variant, "-small")):
+        for where in (str(tmp_path), f"{tmp_path}/new{ending}/"):
+            path = evidence.write(where, of, [Result("hygiene", "hygiene/0", "passed")], Run("none", "pytest", complete=True))
+            written = json.loads(path.read_text())
+            assert written["level"] == "L0"
+            assert path == Path(where) / f"l0-{written['date']}{ending}.json"

@@ -1,7 +1,8 @@
 // Rows of bf16 weights times a few rows of bf16 activations, summed in float32.
 //
 // Every instruction set has one order of operations for a result, whatever the number of rows, so results are
-// batch-invariant. Activations are laid out once a call (`Rows`), weights are read where they lie, row-major.
+// batch-invariant: `dot`. With AMX that is the tiles' order; `dot_stream` has another one there, for weights of the kind
+// IP_BF16_VARIED. Activations are laid out once a call (`Rows`), weights are read where they lie, row-major.
 #pragma once
 #include "team.h"
 
@@ -11,8 +12,14 @@
 
 namespace {
 
+#if defined(INFERPLANE_AMX)
+constexpr bool kDotOnTiles = true;  // `dot` sums in the order of tiles.h
+#else
+constexpr bool kDotOnTiles = false;
+#endif
 constexpr int kStep = 32;  // entries that a step of the sums takes
 constexpr int64_t kLong = 512;  // columns of a row that is worth bringing near
+constexpr int64_t kAhead = 8192;  // bytes of a weight that are on their way
 
 // m rows of activations as the products want them.
 struct Rows {
@@ -22,9 +29,9 @@ struct Rows {
   const uint32_t *pairs; // AMX: tiles of 16 rows, see amx.h
 };
 
-// `row(i)` points to the entries of row i.
+// `row(i)` points to the entries of row i; `tiles`: they are for `dot` where it takes tiles.
 template <class RowAt>
-inline Rows rows_of(Scratch scratch[2], int64_t m, int64_t k, RowAt row) {
+inline Rows rows_of(Scratch scratch[2], int64_t m, int64_t k, RowAt row, bool tiles = kDotOnTiles) {
   Rows r = {m, k, round_up(k, kStep), nullptr, nullptr, nullptr};
   bf16 *x = scratch[0].get<bf16>(m * r.padded);
   for (int64_t i = 0; i < m; i++) {
@@ -33,6 +40,7 @@ inline Rows rows_of(Scratch scratch[2], int64_t m, int64_t k, RowAt row) {
   }
   r.x = x;
 #if defined(INFERPLANE_AMX)
+  if (!tiles) return r;
   uint32_t *pairs = scratch[1].get<uint32_t>(m * r.padded / 2);
   amx_pairs(x, m, r.padded, pairs);
   r.pairs = pairs;
@@ -45,6 +53,7 @@ inline Rows rows_of(Scratch scratch[2], int64_t m, int64_t k, RowAt row) {
   }
   r.split = split;
 #endif
+  (void)tiles;
   return r;
 }
 
@@ -55,9 +64,12 @@ typedef F Partial;
 typedef __m256 Partial;
 #endif
 
-// out[i * ldo + j] = sum over columns first .. first + width of w[j, .] x[i, .], for NR rows of w and MT of x. With
-// NEAR the NR rows behind them are brought near: rows side by side are more streams than the processor foresees.
-template <int NR, int MT, bool NEAR>
+// What is asked for while rows of w are read: nothing; the rows behind them, since rows side by side are more streams than
+// the processor foresees; or what lies kAhead behind, since what it foresees ends at a page.
+enum Ask { kNothing, kNextRows, kBehind };
+
+// out[i * ldo + j] = sum over columns first .. first + width of w[j, .] x[i, .], for NR rows of w and MT of x.
+template <int NR, int MT, Ask ASK>
 inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, int64_t i0, int64_t first, float *out,
                      int64_t ldo) {
   Partial acc[NR][MT] = {};
@@ -120,7 +132,8 @@ inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, i
 #pragma GCC unroll 8
     for (int r = 0; r < NR; r++) {
       at[r] = w + r * ldw + c;
-      if (NEAR) _mm_prefetch((const char *)(at[r] + NR * ldw), _MM_HINT_T1);
+      if (ASK == kNextRows) _mm_prefetch((const char *)(at[r] + NR * ldw), _MM_HINT_T1);
+      if (ASK == kBehind) _mm_prefetch((const char *)at[r] + kAhead, _MM_HINT_T1);
     }
     step(c, at);
   }
@@ -141,28 +154,28 @@ inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, i
 }
 
 // Rows i .. i + rows of x, of which there are at most MT.
-template <int NR, int MT, bool NEAR>
+template <int NR, int MT, Ask ASK>
 inline void dot_tiles(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, int64_t i, int64_t rows, int64_t first,
                       float *out, int64_t ldo) {
   if constexpr (MT > 1)
-    if (rows < MT) return dot_tiles<NR, MT - 1, NEAR>(w, ldw, width, x, i, rows, first, out, ldo);
-  dot_tile<NR, MT, NEAR>(w, ldw, width, x, i, first, out, ldo);
+    if (rows < MT) return dot_tiles<NR, MT - 1, ASK>(w, ldw, width, x, i, rows, first, out, ldo);
+  dot_tile<NR, MT, ASK>(w, ldw, width, x, i, first, out, ldo);
 }
 
-template <int NR, int MT, bool NEAR>
+template <int NR, int MT, Ask ASK>
 inline void dot_rows(const bf16 *w, int64_t ldw, int64_t width, const Rows &x, int64_t first, float *out, int64_t ldo) {
   int64_t tiles = (x.m + MT - 1) / MT, rows = (x.m + tiles - 1) / tiles;
   for (int64_t i = 0; i < x.m; i += rows)
-    dot_tiles<NR, MT, NEAR>(w, ldw, width, x, i, min64(rows, x.m - i), first, out, ldo);
+    dot_tiles<NR, MT, ASK>(w, ldw, width, x, i, min64(rows, x.m - i), first, out, ldo);
 }
 
 // As `dot`.
-template <int NR, int MT, bool NEAR>
+template <int NR, int MT, Ask ASK>
 inline void dot_block(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows &x, int64_t first, float *out,
                       int64_t ldo) {
   int64_t j = 0, whole = n / NR * NR;
-  for (; j < whole; j += NR) dot_rows<NR, MT, NEAR>(w + j * ldw, ldw, width, x, first, out + j, ldo);
-  for (j = whole; j < n; j++) dot_rows<1, MT, NEAR>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+  for (; j < whole; j += NR) dot_rows<NR, MT, ASK>(w + j * ldw, ldw, width, x, first, out + j, ldo);
+  for (j = whole; j < n; j++) dot_rows<1, MT, ASK>(w + j * ldw, ldw, width, x, first, out + j, ldo);
 }
 
 #if defined(__AVX512BF16__)
@@ -176,17 +189,24 @@ constexpr int kDotTile = 2;
 // As `dot`, without tiles: for few rows of w at a time and few of x, where setting up tiles costs more than it saves.
 inline void dot_few(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows &x, int64_t first, float *out,
                     int64_t ldo) {
-  dot_block<4, kDotTile, false>(w, ldw, n, width, x, first, out, ldo);
+  dot_block<4, kDotTile, kNothing>(w, ldw, n, width, x, first, out, ldo);
 }
+
+#if defined(INFERPLANE_AMX)
+constexpr Ask kInTurnAsks = kBehind;  // 33 to 36 of 37 GB/s; tiles, which want sixteen rows side by side, have 28 at most
+#else
+constexpr Ask kInTurnAsks = kNothing;  // Zen 4 and 5
+#endif
+constexpr int64_t kInTurn = 2;  // rows of x at most
 
 // As `dot_few`, for long rows of w that come from memory. With one or two rows of x the sums are done sooner than the
 // bytes come: then one row of w after the other is what the processor foresees best.
 inline void dot_stream(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const Rows &x, int64_t first, float *out,
                        int64_t ldo) {
 #if defined(__AVX512BF16__)
-  if (x.m <= 2) return dot_block<1, 2, false>(w, ldw, n, width, x, first, out, ldo);
+  if (x.m <= kInTurn) return dot_block<1, kInTurn, kInTurnAsks>(w, ldw, n, width, x, first, out, ldo);
 #endif
-  dot_block<4, kDotTile, true>(w, ldw, n, width, x, first, out, ldo);
+  dot_block<4, kDotTile, kNextRows>(w, ldw, n, width, x, first, out, ldo);
 }
 
 // out[i * ldo + j] for n rows w[j] and all rows x[i], over `width` columns of x that begin at `first` (a multiple of

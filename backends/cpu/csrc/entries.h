@@ -38,7 +38,7 @@ int linear_many_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m,
 
 void linear_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
   // The same bits, where no row of the weight is left over from the tiles.
-  bool same = w->kind == IP_W8A8 || (kSameAsDot && w->kind == IP_BF16 && w->n % 16 == 0);
+  bool same = w->kind == IP_W8A8 || (kDotOnTiles && is_bf16(*w) && w->n % 16 == 0);
   if (m > kRowTile && same && linear_many_entry(w, x, ldx, m, y, ldy, wide)) return;
   in_parallel(w->n * w->k / 4 * m, [&](Team &team) { linear(team, *w, x, ldx, m, y, ldy, wide); });
 }

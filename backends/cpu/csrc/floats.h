@@ -111,7 +111,7 @@ inline void weight_floats(const ip_matrix &w, int64_t row, int64_t c, int64_t wi
   int64_t have = max64(0, min64(kPanelRows, w.n - row));
   if (!have) {
     memset(to, 0, (size_t)(width * kPanelRows) * sizeof(float));
-  } else if (w.kind == IP_BF16) {
+  } else if (is_bf16(w)) {
     const bf16 *rows[kPanelRows];
     for (int64_t r = 0; r < have; r++) rows[r] = (const bf16 *)w.data + (row + r) * w.ld + c;
     turn(rows, have, width, to);

@@ -90,7 +90,7 @@ inline void fill_panels(Team &team, const PanelsOf &x, int64_t k, RowAt row) {
 inline void weight_tile(const ip_matrix &w, int64_t row, int64_t c, bf16 *to) {
   int64_t have = max64(0, min64(kPanelRows, w.n - row));
   __m512i r[kPanelRows];  // all read before any is written: rows and tiles often lie a multiple of 4096 bytes apart
-  if (w.kind == IP_BF16) {
+  if (is_bf16(w)) {
     const bf16 *from = (const bf16 *)w.data + row * w.ld + c;
     if (have == kPanelRows && c + kStep <= w.k) {
 #pragma GCC unroll 16
@@ -155,8 +155,8 @@ struct TileLines {
 };
 
 inline TileLines tile_lines(const ip_matrix &w, int64_t row, int64_t c) {
-  if (w.kind == IP_BF16 || w.kind == IP_FP8) {
-    int64_t size = w.kind == IP_BF16 ? 2 : 1;
+  if (is_bf16(w) || w.kind == IP_FP8) {
+    int64_t size = is_bf16(w) ? 2 : 1;
     return {(const char *)w.data + (row * w.ld + c) * size, w.ld * size, min64(kPanelRows, w.n - row)};
   }
   const char *line = (const char *)w.data + row / kPanelRows * panel_bytes(w) + c / line_columns(w) * 64;

@@ -2,7 +2,8 @@
 //
 // Activations are bfloat16 rows (uint16_t), row-major; `ld*` are strides between rows in entries. Every function
 // splits its work over the OpenMP team that torch uses, returns when all of it is done, and computes a row in the same
-// order of operations whatever the other rows are: results are batch-invariant on one instruction set.
+// order of operations whatever the other rows are, but where it says otherwise: results are batch-invariant on one
+// instruction set.
 #pragma once
 #include <stdint.h>
 
@@ -18,6 +19,9 @@ enum ip_kind {
   IP_INT4 = 2,  // data: 16-row panels of nibbles (value + 8), see quant.h
   IP_W8A8 = 4,  // as IP_INT8 with one scale a row; activations are rounded to 8 bits a row
   IP_FP8 = 3,   // data: e4m3 bytes [n, k] row-major; scale: float [ceil(n / group), ceil(k / 128)]
+  // As IP_BF16, for products whose sums may have another order with few rows of activations than with many, where that
+  // reads memory faster: then a row's result depends on how many come with it.
+  IP_BF16_VARIED = 5,
 };
 
 // A weight [n, k]; y = x w^T.

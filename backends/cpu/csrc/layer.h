@@ -24,7 +24,7 @@ struct LayerBuffers {
 
 // out[i, j] = silu(gate) * up, both rounded to bf16 first; `inner` is a multiple of 16.
 inline void gated(Team &team, const ip_matrix &w, const bf16 *x, int64_t m, bf16 *out) {
-  int64_t inner = w.n / 2, width = w.k, chunk = gated_rows(w, inner, 1, team.count);
+  int64_t inner = w.n / 2, width = w.k, chunk = gated_rows(w, m, inner, 1, team.count);
   for (int64_t i0 = 0; i0 < m; i0 += kRowTile) {
     int64_t tile = min64(kRowTile, m - i0);
     Laid laid = lay_out(w, tile, first_row(team, inner, chunk), [&](int64_t i) { return x + (i0 + i) * width; });

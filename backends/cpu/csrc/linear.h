@@ -7,6 +7,7 @@ namespace {
 
 constexpr int64_t kRowTile = 64;       // rows of activations at a time
 constexpr int64_t kChunkBytes = 65536; // weights a thread takes at a time
+constexpr int64_t kTurnBytes = 1048576;  // and of those read in turn: in smaller pieces 3 % slower
 #if defined(INFERPLANE_AMX)
 constexpr int64_t kGatedBytes = 65536;  // and of either half of two that belong together
 #else
@@ -18,20 +19,28 @@ inline Scratch *scratch(int which) {
   return &all[which];
 }
 
-inline int64_t row_bytes(const ip_matrix &w) {
-  return max64(1, w.kind == IP_BF16 ? w.k * 2 : w.kind == IP_INT4 ? w.k / 2 : w.k);
+inline bool is_bf16(const ip_matrix &w) { return w.kind == IP_BF16 || w.kind == IP_BF16_VARIED; }
+
+// Whether products with m rows go through w row after row in place of tiles (dot.h).
+inline bool in_turn(const ip_matrix &w, int64_t m) {
+  return kDotOnTiles && w.kind == IP_BF16_VARIED && m <= kInTurn && w.k >= kLong;
 }
 
-inline int64_t chunk_rows(const ip_matrix &w, int threads) {
+inline int64_t row_bytes(const ip_matrix &w) {
+  return max64(1, is_bf16(w) ? w.k * 2 : w.kind == IP_INT4 ? w.k / 2 : w.k);
+}
+
+inline int64_t chunk_rows(const ip_matrix &w, int64_t m, int threads) {
   int64_t most = round_up((w.n + threads * 4 - 1) / (threads * 4), 16);
-  return max64(16, min64(round_up(kChunkBytes / row_bytes(w), 16), most));
+  return max64(16, min64(round_up((in_turn(w, m) ? kTurnBytes : kChunkBytes) / row_bytes(w), 16), most));
 }
 
 // Of the gate's rows, and as many of the other half's, of `inner` in each of `count` weights. Going from one half to the
 // other costs what a processor has foreseen (Zen 5: some half a microsecond), so these are larger, and of one size. Tiles
 // read 16 rows side by side, or 64 where there are so many: that is slower (26 GB/s, with 16 rows 28).
-inline int64_t gated_rows(const ip_matrix &w, int64_t inner, int64_t count, int threads) {
-  int64_t most = max64(16, min64(kGatedBytes / row_bytes(w), inner * count / (threads * 4)));
+inline int64_t gated_rows(const ip_matrix &w, int64_t m, int64_t inner, int64_t count, int threads) {
+  int64_t bytes = in_turn(w, m) ? kTurnBytes / 2 : kGatedBytes;
+  int64_t most = max64(16, min64(bytes / row_bytes(w), inner * count / (threads * 4)));
   int64_t chunks = (inner + most - 1) / most;
   return round_up((inner + chunks - 1) / chunks, 16);
 }
@@ -50,8 +59,9 @@ struct Laid {
 
 // float32 results of weight rows first .. last for all of x: out[i * ldo + j - first].
 inline void products(const ip_matrix &w, int64_t first, int64_t last, const Laid &x, float *out, int64_t ldo) {
-  if (w.kind == IP_BF16) {
-    dot((const bf16 *)w.data + first * w.ld, w.ld, last - first, w.k, x.rows, 0, out, ldo);
+  if (is_bf16(w)) {
+    const bf16 *rows = (const bf16 *)w.data + first * w.ld;
+    (in_turn(w, x.rows.m) ? dot_stream : dot)(rows, w.ld, last - first, w.k, x.rows, 0, out, ldo);
   } else if (w.kind == IP_FP8) {
     fp8_dot(w, first, last - first, x.rows, out, ldo, scratch(5));
   } else if (w.kind == IP_W8A8) {
@@ -75,7 +85,7 @@ inline Laid lay_out(const ip_matrix &w, int64_t m, int64_t first, RowAt row) {
     for (int64_t i = 0; i < m; i++) fill_bytes(bytes, i, row(i), w.k);
     return {{}, {}, bytes};
   }
-  Laid laid = {rows_of(scratch(0), m, w.k, row), {}, {}};
+  Laid laid = {rows_of(scratch(0), m, w.k, row, !in_turn(w, m)), {}, {}};
   if (w.kind == IP_INT8 || w.kind == IP_INT4)
     laid.q = quantize(scratch(2), laid.rows, w,
                       first < 0 ? nullptr : (const char *)w.data + first / kPanel * panel_bytes(w));
@@ -85,7 +95,7 @@ inline Laid lay_out(const ip_matrix &w, int64_t m, int64_t first, RowAt row) {
 // Every row of x times every row of w; `put(i, j, n, sums)` receives n results of row i from column j on.
 template <class RowAt, class Put>
 inline void multiply(Team &team, const ip_matrix &w, int64_t m, RowAt row, Put put) {
-  int64_t chunk = chunk_rows(w, team.count);
+  int64_t chunk = chunk_rows(w, m, team.count);
   for (int64_t i0 = 0; i0 < m; i0 += kRowTile) {
     int64_t tile = min64(kRowTile, m - i0);
     Laid laid = lay_out(w, tile, first_row(team, w.n, chunk), [&](int64_t i) { return row(i0 + i); });
@@ -124,7 +134,7 @@ inline void linear(Team &team, const ip_matrix &w, const bf16 *x, int64_t ldx, i
 
 // A weight's row in bf16.
 inline void expand_row(const ip_matrix &w, int64_t row, bf16 *out) {
-  if (w.kind == IP_BF16) {
+  if (is_bf16(w)) {
     memcpy(out, (const bf16 *)w.data + row * w.ld, (size_t)w.k * sizeof(bf16));
   } else if (w.kind == IP_FP8) {
     int64_t blocks = (w.k + kBlock - 1) / kBlock;

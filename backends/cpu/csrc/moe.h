@@ -52,7 +52,7 @@ inline void plan_moe(Moe &m) {
 inline void moe_gate_up(Team &team, const Moe &m) {
   int64_t laid_task = -1, laid_token = -1;  // a token that is alone with several experts is laid out once
   Laid laid = {};
-  int64_t chunk = gated_rows(m.gate_up[0], m.inner, m.count, team.count);
+  int64_t chunk = gated_rows(m.gate_up[0], m.tokens, m.inner, m.count, team.count);
   int64_t chunks = (m.inner + chunk - 1) / chunk;
   // Panels begin at multiples of 16 rows; where the up rows do not, all rows are taken at once.
   bool straddles = in_panels(m.gate_up[0]) && m.inner % kLanes;
@@ -89,7 +89,7 @@ inline void moe_gate_up(Team &team, const Moe &m) {
 inline void moe_down(Team &team, const Moe &m) {
   int64_t laid_task = -1;
   Laid laid = {};
-  int64_t down_chunk = chunk_rows(m.down[0], team.count), down_chunks = (m.width + down_chunk - 1) / down_chunk;
+  int64_t down_chunk = chunk_rows(m.down[0], m.tokens, team.count), down_chunks = (m.width + down_chunk - 1) / down_chunk;
   team.each(m.count * down_chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t u = first; u < last; u++) {
       const MoeTask &t = m.tasks[u / down_chunks];

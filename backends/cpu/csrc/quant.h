@@ -180,7 +180,6 @@ inline Scales scales_of(const ip_matrix &w, int64_t panel) {
 }
 inline F scale_of(const ip_matrix &w, int64_t panel, int64_t g) { return scales_of(w, panel).at(w.group ? g : 0); }
 
-constexpr int64_t kAhead = 8192;  // bytes of a weight that are on their way
 #if defined(__AVX512BF16__) && !defined(INFERPLANE_AMX)
 // Zen 4 and 5, measured. Bytes that are read with so few rows they foresee by themselves, and asking is slower. Nibbles, of
 // which a line takes more arithmetic, they do not; and what Zen 4 is asked for far ahead comes as far as the second cache,

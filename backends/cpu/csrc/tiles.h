@@ -2,17 +2,11 @@
 // tokens are made of: by AMX where there is AMX, else by AVX-512's own products of pairs.
 //
 // Either takes denormal numbers for zero, and sums a result over its columns pair by pair, in one order whatever the
-// number of rows. AMX's order is also that of `dot` there (kSameAsDot); `dot` on AVX-512 sums sixteen pairs side by side.
+// number of rows. AMX's order is also that of `dot` there (kDotOnTiles); `dot` on AVX-512 sums sixteen pairs side by side.
 #pragma once
 #include "dot.h"
 
 namespace {
-
-#if defined(INFERPLANE_AMX)
-constexpr bool kSameAsDot = true;
-#else
-constexpr bool kSameAsDot = false;
-#endif
 
 // The first factor: twice sixteen rows that begin `row` entries apart; 32 columns are a step, and lie `step` entries
 // behind those before.

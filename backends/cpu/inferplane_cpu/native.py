@@ -24,7 +24,7 @@ TILES = ("avx2", "avx512_bf16", "amx")
 """Instruction sets with products and attention for many tokens (csrc/many.h)."""
 AHEAD = ("avx2", "amx")
 """Those whose products with many rows are faster than oneDNN's, which has none in bf16 on AVX2."""
-BF16, INT8, INT4, FP8, W8A8 = range(5)
+BF16, INT8, INT4, FP8, W8A8, BF16_VARIED = range(6)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
 
 

@@ -90,6 +90,12 @@ def settle(memory: torch.Tensor) -> None:
         _mover.add(storage)
 
 
+def settled() -> None:
+    """Wait until all that `settle` was asked for has been moved, or cannot be."""
+    while thread := _mover.thread:
+        thread.join()
+
+
 class _Mover:
     """Moves memory in a thread, which is there while there is something to move."""
 

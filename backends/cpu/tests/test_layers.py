@@ -99,6 +99,28 @@ def test_one_call_gives_what_its_parts_give_in_turn(name, format, lengths, sched
 
 
 @pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("of", ["dense", "experts"])
+@pytest.mark.parametrize(("lengths", "schedule"), [("one", "tokens"), ("ragged", "tokens"), ("ragged", "drafts")])
+def test_long_rows_are_summed_in_one_order_by_all_who_sum_them(name, of, lengths, schedule):
+    """On AMX one row and two have another order than more: so they have in a step's call, a layer's, and a product's."""
+    if of == "dense":
+        tree = tiny_llama(hidden_size=512, intermediate_size=528)
+    else:
+        tree = tiny_v3(hidden_size=512, q_lora_rank=512, moe_intermediate_size=528)
+    weights = stepping.draw_weights(tree, torch.bfloat16, steady_routes=True)
+    draw = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS[lengths]]
+    found = []
+    with forced(name):
+        for chained, whole_layer in ((True, True), (False, True), (False, False)):
+            bound = bound_model(tree, weights, max(LENGTHS[lengths]), chained, whole_layer)
+            found.append(stepping.run(bound, prompts, SCHEDULES[schedule])[1:])  # without the prompt, long ones in tiles
+    for one, layers, parts in zip(*found, strict=True):
+        assert torch.equal(one, layers)
+        assert torch.equal(one, parts)
+
+
+@pytest.mark.parametrize("name", SETS)
 def test_a_step_in_one_call_gives_the_logits_that_are_asked_for(name):
     """Of several rows a sequence the last one or two, or none; and hidden states of all rows."""
     tree = tiny_llama(format="int4_group32", names=(*PROJECTIONS, *ENDS))

@@ -94,7 +94,7 @@ def test_without_amx_many_rows_of_a_bf16_weight_are_onednns():
     w, x = torch.randn(200, 3000, generator=draw).bfloat16(), torch.randn(64, 3000, generator=draw).bfloat16()
     native = torch.empty(64, 200, dtype=torch.bfloat16)
     with forced("avx512_bf16"):
-        found = many_rows(SimpleNamespace(weight=w), x, None)
+        found = many_rows(SimpleNamespace(weight=w, prepared=None), x, None)
         assert on_tiles(matrices(w)[0], x, native)
     assert torch.equal(found, torch.nn.functional.linear(padded(x), w)) and not torch.equal(found, native)
 
@@ -104,13 +104,15 @@ def test_where_onednn_is_behind_it_gets_no_rows(isa, monkeypatch):
     w, x = torch.randn(200, 3000).bfloat16(), torch.randn(64, 3000).bfloat16()
     monkeypatch.setattr(torch.nn.functional, "linear", None)
     with forced(isa):
-        assert many_rows(SimpleNamespace(weight=w), x, None).shape == (64, 200)
+        assert many_rows(SimpleNamespace(weight=w, prepared=None), x, None).shape == (64, 200)
 
 
 def test_many_tokens_of_bf16_experts_are_onednns_but_on_avx2(tiles, monkeypatch):
     asked = []
     monkeypatch.setattr(moe, "moe_experts_torch", lambda p, x, weights, ids: asked.append(len(x)))
-    site = SimpleNamespace(gate_up=torch.randn(2, 64, 32).bfloat16(), down=torch.randn(2, 32, 32).bfloat16())
+    site = SimpleNamespace(
+        gate_up=torch.randn(2, 64, 32).bfloat16(), down=torch.randn(2, 32, 32).bfloat16(), prepared=None
+    )
     for m in (moe.FEW_ROWS, moe.FEW_ROWS + 1):
         moe.moe_experts(site, torch.randn(m, 32).bfloat16(), torch.ones(m, 1), torch.zeros(m, 1, dtype=torch.int64))
     assert asked == ([] if tiles == "avx2" else [moe.FEW_ROWS + 1])

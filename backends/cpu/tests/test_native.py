@@ -21,7 +21,7 @@ from inferplane_cpu.backend import CpuBackend
 from inferplane_cpu.kernels import kernels
 from inferplane_cpu.kernels.linear import multiply
 from inferplane_cpu.kernels.moe import moe_experts
-from inferplane_cpu.kernels.packed import PANELS, Panels, expanded, matrices
+from inferplane_cpu.kernels.packed import PANELS, Panels, expanded, matrices, varied
 from inferplane_cpu.kvcache import layouts
 from inferplane_cpu.native import _SIGNATURES, _STRUCTS, Matrix, forced, instruction_sets, native
 
@@ -84,6 +84,27 @@ def test_products_of_all_heights(name, make, n, k):
             assert m > 1 or torch.equal(got, multiply(matrices(w)[0], x, True)[:1])
         alone = torch.cat([multiply(matrices(w)[0], x[i : i + 1], True) for i in range(40)])
         assert torch.equal(alone, multiply(matrices(w)[0], x, True))
+
+
+@needs_library
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize(("n", "k"), [(1, 512), (17, 511), (33, 513), (64, 1024), (130, 1500)])
+def test_products_whose_order_may_vary(name, n, k):
+    """Rows of weights in turn where that reads faster: as exact, and in one order for one and for two rows."""
+    draw = torch.Generator().manual_seed(n * 1000 + k)
+    w, x = outliers((n, k), draw), outliers((20, k), draw)
+    want = x.double() @ w.double().T
+    room = (k + 4) * 2**-24 * (x.double().abs() @ w.double().abs().T)
+    fixed = matrices(w, bias := torch.randn(n, generator=draw).bfloat16())
+    found = varied(fixed)[0]
+    with forced(name):
+        got = {m: multiply(found, x[:m], True) for m in range(1, 21)}
+        tiles = multiply(fixed[0], x, True)
+    for m, y in got.items():
+        assert ((y - bias - want[:m]).abs() <= room[:m] + 2**-23 * y.abs()).all(), m
+        assert torch.equal(y, got[2][:m] if m <= 2 else tiles[:m]), m
+    in_turn = name == "amx" and n >= 16 and k >= 512  # else both have the same order
+    assert torch.equal(got[2], tiles[:2]) is not in_turn
 
 
 @needs_library
@@ -157,9 +178,11 @@ def test_an_expert_that_is_none_is_refused_and_named(format, rows, wrong):
     draw = torch.Generator().manual_seed(3)
     gate_up, down = torch.randn(4, 64, 128, generator=draw), torch.randn(4, 128, 32, generator=draw)
     if format == "plain":
-        site = SimpleNamespace(gate_up=gate_up.bfloat16(), down=down.bfloat16())
+        site = SimpleNamespace(gate_up=gate_up.bfloat16(), down=down.bfloat16(), prepared=None)
     else:
-        site = SimpleNamespace(gate_up=Panels(encode(gate_up, format)), down=Panels(encode(down, format)))
+        site = SimpleNamespace(
+            gate_up=Panels(encode(gate_up, format)), down=Panels(encode(down, format)), prepared=None
+        )
     x, weights = torch.randn(rows, 128, generator=draw).bfloat16(), torch.rand(rows, 2, generator=draw)
     ids = torch.randint(0, 4, (rows, 2), generator=draw)
     moe_experts(site, x, weights, ids)

@@ -5,76 +5,65 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import torch
-
 from inferplane.plugin import Batch, LayerKV
 from inferplane_cpu.kernels.attention import cache, kv_b_of, steps
 from inferplane_cpu.kernels.moe import routing
-from inferplane_cpu.kernels.packed import coded, matrices
+from inferplane_cpu.kernels.packed import How, described
 from inferplane_cpu.native import Cache, Experts, Latent, Layer, Model, Step
 
-CODED = object()
-"""What is prepared for a kernel whose products round activations to 8 bits."""
 
-
-def _stack(weight: Any, alone: bool, bias: torch.Tensor | None = None) -> Any:
-    """A weight's matrices; `alone`: for activations of 8 bits."""
-    found = matrices(weight, bias)
-    return coded(found) if alone else found
-
-
-def _matrix(child: Any, alone: bool = False) -> Any:
+def _matrix(child: Any, how: How) -> Any:
     """A linear layer's matrix; the view holds what the copy of it points to."""
-    child.described = _stack(child.weight, alone, child.bias)
+    child.described = described(child.weight, how, child.bias)
     return child.described[0]
 
 
 def _describe(p: Any, rounded: bool) -> Layer:
     """The layer as the library reads it, described once and kept on its view; the view keeps the tensors."""
-    attn, layer, alone = p.attn, Layer(rounded=rounded), p.prepared is CODED
+    attn, layer, how = p.attn, Layer(rounded=rounded), p.prepared
     layer.attn_norm, layer.attn_eps = p.attn_norm.norm.weight.data_ptr(), p.attn_norm.norm.eps
     layer.mlp_norm, layer.mlp_eps = p.mlp_norm.norm.weight.data_ptr(), p.mlp_norm.norm.eps
-    layer.o = _matrix(attn.o, alone)
+    layer.o = _matrix(attn.o, how)
     enter = attn.enter
     layer.rope, layer.interleaved = enter.rope.table.data_ptr(), enter.rope.interleaved
     if hasattr(attn, "qkv"):
-        layer.qkv = _matrix(attn.qkv, alone)
+        layer.qkv = _matrix(attn.qkv, how)
         if enter.q_norm is not None:
             layer.q_norm, layer.q_eps = enter.q_norm.weight.data_ptr(), enter.q_norm.eps
             layer.k_norm, layer.k_eps = enter.k_norm.weight.data_ptr(), enter.k_norm.eps
         layer.heads, layer.kv_heads = attn.heads
         layer.head_dim, layer.window, layer.scale = attn.head_dim, attn.few.kv.window or 0, attn.few.scale
     else:
-        p.latent = _describe_latent(attn, alone)
+        p.latent = _describe_latent(attn, how)
         layer.latent = ctypes.addressof(p.latent)
         layer.heads, layer.kv_heads, layer.scale = attn.dims.heads, 1, attn.absorbed.scale
     mlp = p.mlp
     if hasattr(mlp, "experts"):
-        p.routed = _describe_experts(mlp, alone)
+        p.routed = _describe_experts(mlp, how)
         layer.routed = ctypes.addressof(p.routed)
         mlp = mlp.shared
     if mlp is not None:
-        layer.gate_up, layer.down = _matrix(mlp.gate_up, alone), _matrix(mlp.down, alone)
+        layer.gate_up, layer.down = _matrix(mlp.gate_up, how), _matrix(mlp.down, how)
     return layer
 
 
-def _describe_latent(attn: Any, alone: bool) -> Latent:
+def _describe_latent(attn: Any, how: How) -> Latent:
     d, enter = attn.dims, attn.enter
     made = Latent(nope=d.nope, rope=d.rope, value=d.value, latent=d.latent)
-    made.q_b, made.kv_a = _matrix(attn.q_b, alone), _matrix(attn.kv_a, alone)
+    made.q_b, made.kv_a = _matrix(attn.q_b, how), _matrix(attn.kv_a, how)
     made.kv_b = kv_b_of(attn.absorbed, attn.absorbed.kv_b)
     made.kv_a_norm, made.kv_a_eps = enter.kv_a_norm.weight.data_ptr(), enter.kv_a_norm.eps
     if attn.q_a is not None:
-        made.q_a = _matrix(attn.q_a, alone)
+        made.q_a = _matrix(attn.q_a, how)
         made.q_a_norm, made.q_a_eps = enter.q_a_norm.weight.data_ptr(), enter.q_a_norm.eps
     return made
 
 
-def _describe_experts(mlp: Any, alone: bool) -> Experts:
+def _describe_experts(mlp: Any, how: How) -> Experts:
     route, experts = mlp.route, mlp.experts
-    experts.described = gate_up, down = _stack(experts.gate_up, alone), _stack(experts.down, alone)
+    experts.described = gate_up, down = described(experts.gate_up, how), described(experts.down, how)
     made = routing(route, len(gate_up))
-    made.router = _matrix(mlp.router)
+    made.router = _matrix(mlp.router, how)
     made.gate_up, made.down = ctypes.addressof(gate_up), ctypes.addressof(down)
     return made
 

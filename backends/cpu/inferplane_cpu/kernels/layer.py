@@ -11,10 +11,10 @@ import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
 from inferplane_cpu.kernels.attention import LAYOUTS, cache, tiled
-from inferplane_cpu.kernels.described import CODED, chained, native_layer, native_step
-from inferplane_cpu.kernels.linear import WHEN_CODED, narrow
+from inferplane_cpu.kernels.described import chained, native_layer, native_step
+from inferplane_cpu.kernels.linear import RANK_FIXED, WHEN_CODED, narrow
 from inferplane_cpu.kernels.moe import MOST_EXPERTS
-from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS
+from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, as_varied
 from inferplane_cpu.kernels.step import whole
 from inferplane_cpu.native import library
 
@@ -192,11 +192,19 @@ _decoding = partial(
 )
 
 
-@_decoding(when=_when(("fp8_block",), "decode"))
-def decoder_layer(
+@_decoding(when=_when(("fp8_block",), "decode"), rank=RANK_FIXED)
+def decoder_layer_fixed(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms, projections, rotation, cache write, attention and MLP by one team of threads, without leaving the call."""
+    return _run(p, x, residual, batch, kv, False)
+
+
+@_decoding(when=_when(("fp8_block",), "decode"), batch_invariant=False, prepare=as_varied)
+def decoder_layer(
+    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `decoder_layer_fixed`; with few tokens, weights in bfloat16 are read in their order in memory (`varied`)."""
     return _run(p, x, residual, batch, kv, False)
 
 
@@ -216,7 +224,7 @@ def decoder_layer_latent_panels(
     return _run(p, x, residual, batch, kv, False)
 
 
-@KERNELS("decoder_layer", "native", when=_when(("fp8_block",), "mixed"), rank=RANK_PORTABLE)
+@KERNELS("decoder_layer", "native", when=_when(("fp8_block",), "mixed"), rank=RANK_PORTABLE, prepare=as_varied)
 def decoder_layer_many(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,7 +240,7 @@ def decoder_layer_many_panels(
     return _run(p, x, residual, batch, kv, True)
 
 
-@_decoding(when=_when(BYTES, "decode", ALL_BYTES), packs=PACKS, prepare=lambda op, ctx: CODED, **WHEN_CODED)
+@_decoding(when=_when(BYTES, "decode", ALL_BYTES), packs=PACKS, **WHEN_CODED)
 def decoder_layer_w8a8(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,7 +254,6 @@ def decoder_layer_w8a8(
     when=_when(BYTES, "mixed", ALL_BYTES),
     rank=RANK_PORTABLE,
     packs=PACKS,
-    prepare=lambda op, ctx: CODED,
     **WHEN_CODED,
 )
 def decoder_layer_many_w8a8(

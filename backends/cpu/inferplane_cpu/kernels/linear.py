@@ -9,7 +9,16 @@ import torch.nn.functional as F
 
 from inferplane.kernels.composed.shapes import padded
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
-from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, coded, matrices, panels_times
+from inferplane_cpu.kernels.packed import (
+    BYTES,
+    MOST_CODED_COLUMNS,
+    PACKING,
+    PANELS,
+    as_coded,
+    as_varied,
+    described,
+    panels_times,
+)
 from inferplane_cpu.native import AHEAD, Matrix, current, library
 
 KERNELS = Kernels()
@@ -32,7 +41,12 @@ STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), nee
 PACKED = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS)
 CODED_ERROR = 0.03
 """What rounding activations to 8 bits a row adds to the error of a result, relative to the largest."""
-WHEN_CODED = {"codes": "int8", "extra_error": CODED_ERROR, "note": "activations coded in int8"}
+WHEN_CODED = {
+    "codes": "int8",
+    "extra_error": CODED_ERROR,
+    "note": "activations coded in int8",
+    "prepare": as_coded,
+}
 
 
 def narrow(weight: Any) -> bool:
@@ -73,10 +87,10 @@ def multiply(w: Matrix, x: torch.Tensor, wide: bool) -> torch.Tensor:
 
 
 def matrix_of(p: Any) -> Matrix:
-    """A site's matrix, described once and kept on its view."""
+    """A site's matrix as its kernel wants it, described once and kept on its view."""
     found = p.__dict__.get("matrix")
     if found is None:
-        found = p.matrix = matrices(p.weight, getattr(p, "bias", None))[0]
+        found = p.matrix = described(p.weight, p.prepared, getattr(p, "bias", None))[0]
     return found
 
 
@@ -113,7 +127,7 @@ def linear_fixed(p: Any, x: torch.Tensor) -> torch.Tensor:
     return multiply(matrix_of(p), x, p.out_dtype is torch.float32)
 
 
-@KERNELS("linear", "native", when=STORED, rank=RANK_PORTABLE)
+@KERNELS("linear", "native", when=STORED, rank=RANK_PORTABLE, prepare=as_varied)
 def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
     """Few rows by the native product, many by the faster of `many_rows`, on the same weight."""
     if x.shape[0] <= FEW_ROWS or p.out_dtype is torch.float32:
@@ -133,13 +147,10 @@ def linear_panels(p: Any, x: torch.Tensor) -> torch.Tensor:
     return linear(p, x)
 
 
-@KERNELS("linear", "native", when=ASKED, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True)
+@KERNELS("linear", "native", when=ASKED, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, prepare=as_coded)
 def linear_act(p: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights and activations in 8 bits, summed exactly: a row is the same bits on every instruction set."""
-    found = p.__dict__.get("matrix")
-    if found is None:
-        found = p.matrix = coded(matrices(p.weight, p.bias))[0]
-    return multiply(found, x, p.out_dtype is torch.float32)
+    return multiply(matrix_of(p), x, p.out_dtype is torch.float32)
 
 
 @KERNELS("linear", "native", when=CODED, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, **WHEN_CODED)
@@ -163,7 +174,7 @@ def lm_head_fixed(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     return multiply(matrix_of(p), selected(x, batch), True)
 
 
-@KERNELS("lm_head", "native", when=HEAD, rank=RANK_PORTABLE)
+@KERNELS("lm_head", "native", when=HEAD, rank=RANK_PORTABLE, prepare=as_varied)
 def lm_head(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Few rows by the native product, in float32; many by the faster of `many_rows`, widened."""
     rows = selected(x, batch)

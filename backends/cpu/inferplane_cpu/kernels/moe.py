@@ -10,7 +10,7 @@ from inferplane.kernels.composed.moe import moe_experts as moe_experts_torch
 from inferplane.kernels.composed.moe import moe_route as moe_route_torch
 from inferplane.plugin import PLAIN, RANK_PORTABLE, KernelError, Kernels, When
 from inferplane_cpu.kernels.linear import RANK_FIXED, WHEN_CODED, narrow
-from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, coded, matrices
+from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, as_varied, described
 from inferplane_cpu.native import Experts, current, library
 
 KERNELS = Kernels()
@@ -54,7 +54,7 @@ def _stacks(p: Any) -> tuple[Any, Any]:
     """The site's matrices, described once and kept on its view."""
     found = p.__dict__.get("stacks")
     if found is None:
-        found = p.stacks = matrices(p.gate_up), matrices(p.down)
+        found = p.stacks = described(p.gate_up, p.prepared), described(p.down, p.prepared)
     return found
 
 
@@ -92,7 +92,7 @@ def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch
     return out
 
 
-@KERNELS("moe_experts", "native", when=STORED, rank=RANK_PORTABLE)
+@KERNELS("moe_experts", "native", when=STORED, rank=RANK_PORTABLE, prepare=as_varied)
 def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Few tokens by native products, many by oneDNN's, on the same weights; on AVX2 oneDNN has none in bf16."""
     if x.shape[0] <= FEW_ROWS or not isinstance(p.gate_up, torch.Tensor) or current() == "avx2":
@@ -112,8 +112,6 @@ def moe_experts_panels(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torc
 @KERNELS("moe_experts", "native", when=CODED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True, **WHEN_CODED)
 def moe_experts_w8a8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """As `moe_experts_fixed`, with activations in 8 bits before both products."""
-    if p.__dict__.get("stacks") is None:
-        p.stacks = coded(matrices(p.gate_up)), coded(matrices(p.down))
     return moe_experts_fixed(p, x, weights, ids)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from inferplane.kernels.composed.shapes import padded
-from inferplane.plugin import KernelError, Packing, QTensor
+from inferplane.plugin import Context, KernelError, Packing, QTensor
 from inferplane_cpu import pages
-from inferplane_cpu.native import BF16, FP8, INT4, INT8, W8A8, Matrix, library
+from inferplane_cpu.native import BF16, BF16_VARIED, FP8, INT4, INT8, W8A8, Matrix, library
 
 PANEL_ROWS = 16
 MOST_GROUP_COLUMNS = 128
@@ -106,9 +106,39 @@ def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
 
 def coded(found: Any) -> Any:
     """The same matrices of `BYTES` for products that round activations to 8 bits a row (csrc/bytes.h)."""
+    return _turned(found, dict.fromkeys((INT8, W8A8), W8A8))
+
+
+def varied(found: Any) -> Any:
+    """The same matrices for kernels that are not batch-invariant: bf16 may be summed in another order with few rows of
+    activations than with many, where that reads memory faster (csrc/dot.h)."""
+    return _turned(found, {BF16: BF16_VARIED})
+
+
+How = Callable[[Any], Any] | None
+"""`coded`, `varied` or neither: what kernels prepare."""
+
+
+def as_coded(op: Any, ctx: Context) -> How:
+    """What kernels prepare that round activations to 8 bits."""
+    return coded
+
+
+def as_varied(op: Any, ctx: Context) -> How:
+    """What kernels prepare that are not batch-invariant."""
+    return varied
+
+
+def described(weight: Any, how: How, bias: torch.Tensor | None = None) -> Any:
+    """A weight's `matrices`, as a kernel that prepared `how` wants them."""
+    found = matrices(weight, bias)
+    return found if how is None else how(found)
+
+
+def _turned(found: Any, kinds: Mapping[int, int]) -> Any:
     made: Any = _array([Matrix.from_buffer_copy(m) for m in found])
     for matrix in made:
-        matrix.kind = W8A8
+        matrix.kind = kinds.get(matrix.kind, matrix.kind)
     made.kept = found.kept
     return made
 
