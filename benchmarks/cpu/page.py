@@ -52,23 +52,25 @@ def newest(folder):
     for file, report in sorted(reports, key=lambda x: (x[0].name[:10], x[1]["turns"], x[0].name)):
         for test, results in report["results"].items():
             name = f"{test} 1" if test.startswith("decode") and test.count(" ") == 2 else test  # one sequence
+            name = f"{name} {report['kv_dtype']}" if report.get("kv_dtype", "auto") != "auto" else name
             found.setdefault((report["shape"], instructions(report)), {})[name] = (file, report, results)
     return found
 
 
 def title(test):
-    """`decode CONTEXT TOKENS SEQUENCES` or `prefill TOKENS` in words."""
+    """`decode CONTEXT TOKENS SEQUENCES [KV-DTYPE]` or `prefill TOKENS` in words."""
     kind, tokens, *more = test.split()
     if kind != "decode":
         return f"Prefill of {int(tokens):,} tokens"
-    sequences = "one sequence" if more[-1] == "1" else f"{more[-1]} sequences"
-    return f"Decoding, {sequences}, {int(tokens):,} tokens of context"
+    sequences = "one sequence" if more[1] == "1" else f"{more[1]} sequences"
+    cache = f", Inferplane's KV cache in {more[2]}" if len(more) > 2 else ""
+    return f"Decoding, {sequences}, {int(tokens):,} tokens of context{cache}"
 
 
 def order(test):
     """Decoding first; few sequences and few tokens first."""
     kind, tokens, *more = test.split()
-    return kind, int(more[-1]) if more else 0, int(tokens)
+    return kind, int(more[1]) if more else 0, int(tokens), len(more)
 
 
 def row(name, r):

@@ -1,11 +1,11 @@
 """One peer in a process of its own: loads a model, then answers each line `decode CONTEXT TOKENS SEQUENCES` with the
 seconds of a step, or `prefill TOKENS` with seconds. Between lines it waits without using a core. `MOST` is the most
-tokens of a sequence, `BATCH` the most sequences.
+tokens of a sequence, `BATCH` the most sequences, `KV` inferplane's `kv_dtype`; others leave theirs as it is.
 
-    python peer.py inferplane:bf16|inferplane:int8|inferplane:int4 FOLDER MOST BATCH
-    python peer.py transformers:eager|transformers:sdpa|transformers:compiled FOLDER MOST BATCH
-    python peer.py llama.cpp FILE.gguf MOST BATCH      # with the Python that has llama-cpp-python
-    python peer.py openvino FOLDER MOST BATCH          # with the Python that has openvino; exported by optimum-intel
+    python peer.py inferplane:bf16|inferplane:int8|inferplane:int4 FOLDER MOST BATCH [KV]
+    python peer.py transformers:eager|transformers:sdpa|transformers:compiled FOLDER MOST BATCH [KV]
+    python peer.py llama.cpp FILE.gguf MOST BATCH [KV]   # with the Python that has llama-cpp-python
+    python peer.py openvino FOLDER MOST BATCH [KV]       # with the Python that has openvino; exported by optimum-intel
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
 
 
 class Inferplane:
-    def __init__(self, precision, folder, tokens, batch):
+    def __init__(self, precision, folder, tokens, batch, kv="auto"):
         from inferplane import LLM
 
         scheme = None if precision == "bf16" else f"weight_only_{precision}"
         self.llm = LLM(
             folder, device="cpu", dtype="bfloat16", max_model_len=tokens, max_batch=batch, quantization=scheme,
-            prefix_cache=False, max_step_tokens=batch * tokens,
+            prefix_cache=False, max_step_tokens=batch * tokens, kv_dtype=kv,
         )  # fmt: skip
 
     def run(self, prompts, tokens):
@@ -43,7 +43,7 @@ class Inferplane:
 
 
 class Transformers:
-    def __init__(self, attention, folder, tokens, batch):
+    def __init__(self, attention, folder, tokens, batch, kv="auto"):
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -85,7 +85,7 @@ class LlamaCpp:
 
     MOST = 2048
 
-    def __init__(self, _, file, tokens, batch):
+    def __init__(self, _, file, tokens, batch, kv="auto"):
         import llama_cpp as c
 
         c.llama_backend_init()
@@ -129,7 +129,7 @@ class LlamaCpp:
 class OpenVINO:
     """The model with its head cut to the last position, as OpenVINO's own generation library does it."""
 
-    def __init__(self, _, folder, tokens, batch):
+    def __init__(self, _, folder, tokens, batch, kv="auto"):
         import numpy as np
         import openvino as ov
         from openvino import opset13 as ops
@@ -183,7 +183,7 @@ PEERS = {"openvino": OpenVINO, "inferplane": Inferplane, "transformers": Transfo
 
 def main():
     name, _, option = sys.argv[1].partition(":")
-    peer = PEERS[name](option, sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    peer = PEERS[name](option, sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
     draw = random.Random(0)
     print("ready", flush=True)
     for line in sys.stdin:

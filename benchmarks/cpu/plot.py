@@ -26,8 +26,9 @@ def title(test):
     verb, *numbers = test.split()
     if verb == "prefill":
         return f"prefill of {numbers[0]} tokens"
-    batch = f"{numbers[2]} sequences" if numbers[2:] not in ([], ["1"]) else "one sequence"
-    return f"decoding, {batch}, {numbers[0]} tokens of context"
+    batch = f"{numbers[2]} sequences" if numbers[2:3] not in ([], ["1"]) else "one sequence"
+    cache = f", inferplane's KV cache in {numbers[3]}" if numbers[3:] else ""
+    return f"decoding, {batch}, {numbers[0]} tokens of context{cache}"
 
 
 def panel(axes, shape, test, by_peer):

@@ -96,7 +96,7 @@ class Probe:
 
 def start(args, folder):
     most = max([context + args.tokens + 1 for context, _ in args.decode] + [n + 1 for n in args.prefill])
-    limits = (str(most), str(max([batch for _, batch in args.decode], default=1)))
+    limits = (str(most), str(max([batch for _, batch in args.decode], default=1)), args.kv_dtype)
     names = [f"inferplane:{p}" for p in args.ours] + [f"transformers:{a}" for a in args.transformers]
     peers = [Process(sys.executable, name, folder, limits) for name in names]
     for precision, _, file in (word.partition("=") for word in args.gguf):
@@ -185,6 +185,7 @@ def main():
     )
     parser.add_argument("--openvino-python", default=sys.executable, help="a Python with openvino")
     parser.add_argument("--openvino", nargs="*", default=[], metavar="PRECISION=FOLDER", help="exported models")
+    parser.add_argument("--kv-dtype", default="auto", help="of ours; OpenVINO's is uint8 beside coded weights")
     parser.add_argument("--ours", nargs="*", default=list(BITS), choices=BITS, help="precisions of ours")
     args = parser.parse_args()
     with checkpoint(args) as folder:
@@ -210,6 +211,7 @@ def main():
         "native": native().reason,
         "load_before_and_after": [load, os.getloadavg()],
         "turns": args.turns,
+        "kv_dtype": args.kv_dtype,
         "results": results,
     }
     for test, by_peer in results.items():

@@ -23,6 +23,9 @@ MODELS = {
     "window": lambda: small("MistralConfig", sliding_window=20),
     "mla_moe": lambda: deepseek_config(num_hidden_layers=2),
     "long_rows": lambda: llama_config(hidden_size=512, num_attention_heads=8, intermediate_size=528),
+    "long_rows_moe": lambda: deepseek_config(
+        num_hidden_layers=2, hidden_size=512, moe_intermediate_size=512, q_lora_rank=512
+    ),
 }
 TORCH = {op: "torch_fixed" for op in ("linear", "lm_head", "attention")} | {"decoder_layer": "decomposition"}
 TORCH_MLA = {op: "torch_fixed" for op in ("linear", "lm_head", "mla_absorbed", "mla_expanded", "moe_experts")}
@@ -93,12 +96,12 @@ def test_native_kernels_give_the_same_bits(model, folders):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_torch_kernels_give_the_same_bits(model, folders):
-    ops = TORCH_MLA if model == "mla_moe" else TORCH
+    ops = TORCH_MLA if model.endswith("moe") else TORCH
     assert not differing(folders[model], STEPS[2:4], 8, ops)
 
 
 @pytest.mark.skipif(native().library is None, reason=f"not run: {native().reason}")
-@pytest.mark.parametrize("model", ["gqa", "qwen3", "window"])
+@pytest.mark.parametrize("model", ["gqa", "qwen3", "window", "long_rows"])
 @pytest.mark.parametrize("scheme", [None, "weight_only_int8", "weight_only_int4"])
 def test_a_layer_in_one_call_gives_the_bits_of_its_parts(model, scheme, folders):
     every, params = asked(8)

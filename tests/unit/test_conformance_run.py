@@ -242,7 +242,9 @@ def test_evidence_names_its_file_in_a_folder(tmp_path):
     variant.backend.name = f"{variant.name}:small"
     for of, ending in ((subject(), ""), (variant, "-small")):
         for where in (str(tmp_path), f"{tmp_path}/new{ending}/"):
-            path = evidence.write(where, of, [Result("hygiene", "hygiene/0", "passed")], Run("none", "pytest", complete=True))
+            path = evidence.write(
+                where, of, [Result("hygiene", "hygiene/0", "passed")], Run("none", "pytest", complete=True)
+            )
             written = json.loads(path.read_text())
             assert written["level"] == "L0"
             assert path == Path(where) / f"l0-{written['date']}{ending}.json"

@@ -87,6 +87,8 @@ const int32_t *ip_struct_bytes(void) {
   return bytes;
 }
 
+int ip_kinds(void) { return IP_KINDS; }
+
 const char *ip_available(void) { return found().names; }
 const char *ip_current(void) { return found().current ? found().current->name : ""; }
 void ip_on_thread(void (*begins)(void)) { ip_thread_begins = begins; }

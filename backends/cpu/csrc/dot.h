@@ -193,7 +193,7 @@ inline void dot_few(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const 
 }
 
 #if defined(INFERPLANE_AMX)
-constexpr Ask kInTurnAsks = kBehind;  // 33 to 36 of 37 GB/s; tiles, which want sixteen rows side by side, have 28 at most
+constexpr Ask kInTurnAsks = kBehind;  // 31 to 36 of 37 GB/s; tiles, which want sixteen rows side by side, have 29 at most
 #else
 constexpr Ask kInTurnAsks = kNothing;  // Zen 4 and 5
 #endif

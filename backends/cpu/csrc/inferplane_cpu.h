@@ -22,6 +22,7 @@ enum ip_kind {
   // As IP_BF16, for products whose sums may have another order with few rows of activations than with many, where that
   // reads memory faster: then a row's result depends on how many come with it.
   IP_BF16_VARIED = 5,
+  IP_KINDS = 6,
 };
 
 // A weight [n, k]; y = x w^T.
@@ -129,6 +130,8 @@ typedef struct {
 // Bytes of the structs above in the order matrix, cache, batch, latent, experts, layer, sampling, step, model, ends, so that
 // a caller can tell whether it means the same ones.
 const int32_t *ip_struct_bytes(void);
+// IP_KINDS as it was when the library was built.
+int ip_kinds(void);
 
 // -- instruction sets
 

@@ -24,10 +24,11 @@ struct LayerBuffers {
 
 // out[i, j] = silu(gate) * up, both rounded to bf16 first; `inner` is a multiple of 16.
 inline void gated(Team &team, const ip_matrix &w, const bf16 *x, int64_t m, bf16 *out) {
-  int64_t inner = w.n / 2, width = w.k, chunk = gated_rows(w, m, inner, 1, team.count);
+  bool turn = in_turn(w, m);
+  int64_t inner = w.n / 2, width = w.k, chunk = gated_rows(w, turn, inner, 1, team.count);
   for (int64_t i0 = 0; i0 < m; i0 += kRowTile) {
     int64_t tile = min64(kRowTile, m - i0);
-    Laid laid = lay_out(w, tile, first_row(team, inner, chunk), [&](int64_t i) { return x + (i0 + i) * width; });
+    Laid laid = lay_out(w, tile, first_row(team, inner, chunk), turn, [&](int64_t i) { return x + (i0 + i) * width; });
     team.each(inner, chunk, [&](int64_t first, int64_t last) {
       for (int64_t j = first; j < last; j += chunk) {
         int64_t n = min64(chunk, last - j);

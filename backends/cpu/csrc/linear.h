@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t kRowTile = 64;       // rows of activations at a time
 constexpr int64_t kChunkBytes = 65536; // weights a thread takes at a time
-constexpr int64_t kTurnBytes = 1048576;  // and of those read in turn: in smaller pieces 3 % slower
+constexpr int64_t kTurnBytes = 1048576;  // and of those read in turn, which is slower in small pieces (decision 30)
 #if defined(INFERPLANE_AMX)
 constexpr int64_t kGatedBytes = 65536;  // and of either half of two that belong together
 #else
@@ -21,7 +21,8 @@ inline Scratch *scratch(int which) {
 
 inline bool is_bf16(const ip_matrix &w) { return w.kind == IP_BF16 || w.kind == IP_BF16_VARIED; }
 
-// Whether products with m rows go through w row after row in place of tiles (dot.h).
+// Whether products with m rows go through w row after row in place of tiles (dot.h). Asked once a call, of all
+// its rows, and once for each expert.
 inline bool in_turn(const ip_matrix &w, int64_t m) {
   return kDotOnTiles && w.kind == IP_BF16_VARIED && m <= kInTurn && w.k >= kLong;
 }
@@ -30,16 +31,16 @@ inline int64_t row_bytes(const ip_matrix &w) {
   return max64(1, is_bf16(w) ? w.k * 2 : w.kind == IP_INT4 ? w.k / 2 : w.k);
 }
 
-inline int64_t chunk_rows(const ip_matrix &w, int64_t m, int threads) {
+inline int64_t chunk_rows(const ip_matrix &w, bool turn, int threads) {
   int64_t most = round_up((w.n + threads * 4 - 1) / (threads * 4), 16);
-  return max64(16, min64(round_up((in_turn(w, m) ? kTurnBytes : kChunkBytes) / row_bytes(w), 16), most));
+  return max64(16, min64(round_up((turn ? kTurnBytes : kChunkBytes) / row_bytes(w), 16), most));
 }
 
 // Of the gate's rows, and as many of the other half's, of `inner` in each of `count` weights. Going from one half to the
 // other costs what a processor has foreseen (Zen 5: some half a microsecond), so these are larger, and of one size. Tiles
 // read 16 rows side by side, or 64 where there are so many: that is slower (26 GB/s, with 16 rows 28).
-inline int64_t gated_rows(const ip_matrix &w, int64_t m, int64_t inner, int64_t count, int threads) {
-  int64_t bytes = in_turn(w, m) ? kTurnBytes / 2 : kGatedBytes;
+inline int64_t gated_rows(const ip_matrix &w, bool turn, int64_t inner, int64_t count, int threads) {
+  int64_t bytes = turn ? kTurnBytes / 2 : kGatedBytes;
   int64_t most = max64(16, min64(bytes / row_bytes(w), inner * count / (threads * 4)));
   int64_t chunks = (inner + most - 1) / most;
   return round_up((inner + chunks - 1) / chunks, 16);
@@ -61,7 +62,8 @@ struct Laid {
 inline void products(const ip_matrix &w, int64_t first, int64_t last, const Laid &x, float *out, int64_t ldo) {
   if (is_bf16(w)) {
     const bf16 *rows = (const bf16 *)w.data + first * w.ld;
-    (in_turn(w, x.rows.m) ? dot_stream : dot)(rows, w.ld, last - first, w.k, x.rows, 0, out, ldo);
+    bool turn = kDotOnTiles && !x.rows.pairs;
+    (turn ? dot_stream : dot)(rows, w.ld, last - first, w.k, x.rows, 0, out, ldo);
   } else if (w.kind == IP_FP8) {
     fp8_dot(w, first, last - first, x.rows, out, ldo, scratch(5));
   } else if (w.kind == IP_W8A8) {
@@ -77,15 +79,15 @@ inline void products(const ip_matrix &w, int64_t first, int64_t last, const Laid
 }
 
 // Activations as the products with `w` want them; each thread lays out its own, which is cheaper than a barrier. `first`
-// is the row of w that the thread is likely to read first, -1 for none.
+// is the row of w that the thread is likely to read first, -1 for none; `turn` is `in_turn`.
 template <class RowAt>
-inline Laid lay_out(const ip_matrix &w, int64_t m, int64_t first, RowAt row) {
+inline Laid lay_out(const ip_matrix &w, int64_t m, int64_t first, bool turn, RowAt row) {
   if (w.kind == IP_W8A8) {
     Bytes bytes = bytes_in(scratch(2), m, w);
     for (int64_t i = 0; i < m; i++) fill_bytes(bytes, i, row(i), w.k);
     return {{}, {}, bytes};
   }
-  Laid laid = {rows_of(scratch(0), m, w.k, row, !in_turn(w, m)), {}, {}};
+  Laid laid = {rows_of(scratch(0), m, w.k, row, !turn), {}, {}};
   if (w.kind == IP_INT8 || w.kind == IP_INT4)
     laid.q = quantize(scratch(2), laid.rows, w,
                       first < 0 ? nullptr : (const char *)w.data + first / kPanel * panel_bytes(w));
@@ -95,10 +97,11 @@ inline Laid lay_out(const ip_matrix &w, int64_t m, int64_t first, RowAt row) {
 // Every row of x times every row of w; `put(i, j, n, sums)` receives n results of row i from column j on.
 template <class RowAt, class Put>
 inline void multiply(Team &team, const ip_matrix &w, int64_t m, RowAt row, Put put) {
-  int64_t chunk = chunk_rows(w, m, team.count);
+  bool turn = in_turn(w, m);
+  int64_t chunk = chunk_rows(w, turn, team.count);
   for (int64_t i0 = 0; i0 < m; i0 += kRowTile) {
     int64_t tile = min64(kRowTile, m - i0);
-    Laid laid = lay_out(w, tile, first_row(team, w.n, chunk), [&](int64_t i) { return row(i0 + i); });
+    Laid laid = lay_out(w, tile, first_row(team, w.n, chunk), turn, [&](int64_t i) { return row(i0 + i); });
     team.each(w.n, chunk, [&](int64_t first, int64_t last) {
       for (int64_t j = first; j < last; j += chunk) {
         int64_t n = min64(chunk, last - j);

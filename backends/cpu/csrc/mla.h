@@ -190,7 +190,7 @@ inline void mla_unfold(Team &team, const Mla &m) {
         if (in_panels(m.kv_b)) before = from % kPanel, width = round_up(before + m.value, kPanel);
         float *sums = scratch(7)->get<float>(n * width + kLanes);
         if (in_panels(m.kv_b))
-          products(m.kv_b, from - before, from - before + width, lay_out(m.kv_b, n, from - before, row), sums, width);
+          products(m.kv_b, from - before, from - before + width, lay_out(m.kv_b, n, from - before, false, row), sums, width);
         else
           dot(kv_b_rows(m, from, m.value), m.latent, m.value, m.latent, rows_of(scratch(0), n, m.latent, row), 0, sums,
               width);

@@ -48,11 +48,14 @@ inline void plan_moe(Moe &m) {
   for (int64_t p = 0; p < pairs; p++) m.order[starts[m.ids[p]]++] = p;
 }
 
+// Whether most products with these experts go through them row after row.
+inline bool mostly_in_turn(const Moe &m, const ip_matrix &w) { return in_turn(w, m.tokens * m.top / max64(1, m.count)); }
+
 // The hidden entries of every pair.
 inline void moe_gate_up(Team &team, const Moe &m) {
   int64_t laid_task = -1, laid_token = -1;  // a token that is alone with several experts is laid out once
   Laid laid = {};
-  int64_t chunk = gated_rows(m.gate_up[0], m.tokens, m.inner, m.count, team.count);
+  int64_t chunk = gated_rows(m.gate_up[0], mostly_in_turn(m, m.gate_up[0]), m.inner, m.count, team.count);
   int64_t chunks = (m.inner + chunk - 1) / chunk;
   // Panels begin at multiples of 16 rows; where the up rows do not, all rows are taken at once.
   bool straddles = in_panels(m.gate_up[0]) && m.inner % kLanes;
@@ -63,7 +66,7 @@ inline void moe_gate_up(Team &team, const Moe &m) {
       const ip_matrix &w = m.gate_up[t.expert];
       int64_t token = t.count == 1 ? m.order[t.first] / m.top : -1;
       if (token < 0 ? laid_task != u / chunks : laid_token != token) {
-        laid = lay_out(w, t.count, u % chunks * chunk,
+        laid = lay_out(w, t.count, u % chunks * chunk, in_turn(w, t.count),
                        [&](int64_t r) { return m.x + m.order[t.first + r] / m.top * m.ldx; });
         laid_task = u / chunks, laid_token = token;
       }
@@ -89,13 +92,14 @@ inline void moe_gate_up(Team &team, const Moe &m) {
 inline void moe_down(Team &team, const Moe &m) {
   int64_t laid_task = -1;
   Laid laid = {};
-  int64_t down_chunk = chunk_rows(m.down[0], m.tokens, team.count), down_chunks = (m.width + down_chunk - 1) / down_chunk;
+  int64_t down_chunk = chunk_rows(m.down[0], mostly_in_turn(m, m.down[0]), team.count);
+  int64_t down_chunks = (m.width + down_chunk - 1) / down_chunk;
   team.each(m.count * down_chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t u = first; u < last; u++) {
       const MoeTask &t = m.tasks[u / down_chunks];
       const ip_matrix &w = m.down[t.expert];
       if (laid_task != u / down_chunks) {
-        laid = lay_out(w, t.count, u % down_chunks * down_chunk,
+        laid = lay_out(w, t.count, u % down_chunks * down_chunk, in_turn(w, t.count),
                        [&](int64_t r) { return m.hidden + m.order[t.first + r] * m.inner; });
         laid_task = u / down_chunks;
       }

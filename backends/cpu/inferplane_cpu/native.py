@@ -24,7 +24,7 @@ TILES = ("avx2", "avx512_bf16", "amx")
 """Instruction sets with products and attention for many tokens (csrc/many.h)."""
 AHEAD = ("avx2", "amx")
 """Those whose products with many rows are faster than oneDNN's, which has none in bf16 on AVX2."""
-BF16, INT8, INT4, FP8, W8A8, BF16_VARIED = range(6)
+KINDS = BF16, INT8, INT4, FP8, W8A8, BF16_VARIED = range(6)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
 
 
@@ -176,6 +176,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_on_thread": (None, _Begins),
     "ip_threads": (c_int,),
     "ip_struct_bytes": (POINTER(c_int32),),
+    "ip_kinds": (c_int,),
     "ip_available": (c_char_p,),
     "ip_current": (c_char_p,),
     "ip_linear": (None, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
@@ -247,6 +248,8 @@ def native() -> Native:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
         strange = [s.__name__ for s, size in zip(_STRUCTS, library.ip_struct_bytes()) if ctypes.sizeof(s) != size]
+        if library.ip_kinds() != len(KINDS):
+            strange.append("kinds of weights")
         if strange:
             raise OSError(f"{found[0]} was built from other sources: {', '.join(strange)} differ")
     except (OSError, AttributeError) as error:

@@ -90,10 +90,12 @@ def settle(memory: torch.Tensor) -> None:
         _mover.add(storage)
 
 
-def settled() -> None:
-    """Wait until all that `settle` was asked for has been moved, or cannot be."""
-    while thread := _mover.thread:
-        thread.join()
+def settled(timeout_s: float = 60.0) -> bool:
+    """Wait until all that `settle` was asked for has been moved, or cannot be; whether that was so in time."""
+    thread = _mover.busy()
+    if thread is not None:
+        thread.join(timeout_s)
+    return _mover.busy() is None
 
 
 class _Mover:
@@ -109,6 +111,10 @@ class _Mover:
             if self.thread is None:
                 self.thread = Thread(target=self._work, name="huge pages", daemon=True)
                 self.thread.start()
+
+    def busy(self) -> Thread | None:
+        with self._lock:
+            return self.thread
 
     def _work(self) -> None:
         while True:

@@ -72,7 +72,7 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
   Stored s = {};
   s.m = {kind, group, n, k, k, nullptr, nullptr, nullptr, nullptr};
   s.values.resize((size_t)(n * k));
-  if (kind == IP_BF16) {
+  if (kind == IP_BF16 || kind == IP_BF16_VARIED) {
     ip_bf16 *data = keep<ip_bf16>(s, n * k);
     for (int64_t i = 0; i < n * k; i++) s.values[(size_t)i] = widen(data[i] = narrow(drawn()));
     s.m.data = data;
@@ -111,8 +111,8 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
 }
 
 void products() {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_W8A8, 0}};
-  const int64_t sizes[][3] = {{1, 1, 1}, {3, 17, 31}, {16, 33, 160}, {37, 70, 257}, {70, 200, 96}, {85, 144, 300}};
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_VARIED, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_W8A8, 0}};
+  const int64_t sizes[][3] = {{1, 1, 1}, {3, 17, 31}, {16, 33, 160}, {37, 70, 257}, {70, 200, 96}, {85, 144, 300}, {1, 37, 530}, {2, 33, 512}, {66, 33, 513}};
   for (auto &kind : kinds)
     for (auto &size : sizes) {
       int64_t m = size[0], n = size[1], k = size[2];
@@ -247,34 +247,36 @@ void attention(bool coded) {
 }
 
 void experts() {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 0}, {IP_INT4, 32}, {IP_W8A8, 0}};
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_VARIED, 0}, {IP_FP8, 128}, {IP_INT8, 0}, {IP_INT4, 32}, {IP_W8A8, 0}};
   for (auto &kind : kinds)
     for (int64_t inner : {37, 48}) {
+      int64_t width = kind[0] == IP_BF16_VARIED ? 530 : 33;
       std::vector<Stored> up, down;
       std::vector<ip_matrix> ups, downs;
       for (int e = 0; e < 5; e++) {
-        up.push_back(weight(kind[0], kind[1], 2 * inner, 33)), down.push_back(weight(kind[0], kind[1], 33, inner));
+        up.push_back(weight(kind[0], kind[1], 2 * inner, width)), down.push_back(weight(kind[0], kind[1], width, inner));
         ups.push_back(up.back().m), downs.push_back(down.back().m);
       }
       for (int64_t m : {1, 70, 300}) {
-        Bf16 x(m * 33), out(m * 33);
+        Bf16 x(m * width), out(m * width);
         Array<int64_t> ids(m * 2);
         Array<float> weights(m * 2);
         for (int64_t i = 0; i < 2 * m; i++) ids[i] = i % 4, weights[i] = 0.5f;
-        expect(ip_moe(ups.data(), downs.data(), 5, x, 33, m, ids, weights, 2, out) == 0, "experts");
+        expect(ip_moe(ups.data(), downs.data(), 5, x, width, m, ids, weights, 2, out) == 0, "experts");
         for (int64_t wrong : {-1, 5, 1 << 30}) {
           ids[2 * m - 1] = wrong;
-          expect(ip_moe(ups.data(), downs.data(), 5, x, 33, m, ids, weights, 2, out) == -1, "an expert that is none");
+          expect(ip_moe(ups.data(), downs.data(), 5, x, width, m, ids, weights, 2, out) == -1, "an expert that is none");
         }
       }
     }
 }
 
 void layers(bool coded) {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_FP8, 128}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_W8A8, 0}};
+  const int kinds[][2] = {{IP_BF16, 0},   {IP_BF16_VARIED, 0}, {IP_FP8, 128}, {IP_INT8, 64},
+                          {IP_INT8, 128}, {IP_INT4, 32},       {IP_INT4, 96}, {IP_W8A8, 0}};
   for (auto &kind : kinds)
     for (int32_t many : {1, 8, 90}) {
-      int64_t width = 70, heads = 4, kv = 2, dim = many > 8 ? 32 : 22, inner = 48, slots = 120 * 16;
+      int64_t width = kind[0] == IP_BF16_VARIED ? 530 : 70, heads = 4, kv = 2, dim = many > 8 ? 32 : 22, inner = 48, slots = 120 * 16;
       Stored qkv = weight(kind[0], kind[1], (heads + 2 * kv) * dim, width), o = weight(kind[0], kind[1], width, heads * dim);
       Stored gate_up = weight(kind[0], kind[1], 2 * inner, width), down = weight(kind[0], kind[1], width, inner);
       Bf16 n1(width), n2(width), qn(dim), kn(dim);

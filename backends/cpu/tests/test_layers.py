@@ -36,11 +36,13 @@ SCHEDULES = {
 """The last twelve tokens singly, or as up to seven rows a step; at nine and more rows the chain gives its turn back."""
 
 
-def bound_model(tree, weights, tokens, chained, whole=True, kv_dtype="auto", step=True):
+def bound_model(tree, weights, tokens, chained, whole=True, kv_dtype="auto", step=True, fixed=False):
     """The bound model. Its steps of few tokens are one call; unless `step`, all layers are; unless `chained`, each is;
-    unless `whole`, none is.
+    unless `whole`, none is. With `fixed` all its native kernels are batch-invariant.
     """
     subject = Subject.of(host(), "cpu", "bfloat16")
+    if fixed:
+        subject.kernels = [k for k in subject.kernels if k.batch_invariant or k.provider != "native"]
     if not whole:
         subject.kernels = [k for k in subject.kernels if k.op != "decoder_layer"]
     bound = stepping.on_device(subject, tree, torch.bfloat16, weights, tokens, kv_dtype)
@@ -98,26 +100,35 @@ def test_one_call_gives_what_its_parts_give_in_turn(name, format, lengths, sched
     assert calls and all(calls), "steps that one call did not serve"
 
 
+def long_rows(of):
+    """A model whose weights have rows long enough to be taken in turn (csrc/dot.h: kLong)."""
+    if of == "dense":
+        return tiny_llama(hidden_size=512, intermediate_size=528)
+    return tiny_v3(hidden_size=512, q_lora_rank=512, moe_intermediate_size=528)
+
+
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("of", ["dense", "experts"])
-@pytest.mark.parametrize(("lengths", "schedule"), [("one", "tokens"), ("ragged", "tokens"), ("ragged", "drafts")])
-def test_long_rows_are_summed_in_one_order_by_all_who_sum_them(name, of, lengths, schedule):
-    """On AMX one row and two have another order than more: so they have in a step's call, a layer's, and a product's."""
-    if of == "dense":
-        tree = tiny_llama(hidden_size=512, intermediate_size=528)
-    else:
-        tree = tiny_v3(hidden_size=512, q_lora_rank=512, moe_intermediate_size=528)
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    [((12,), (1,)), ((12, 12), (1, 1)), ((12, 9, 7), (1, 1, 1)), ((21, 13, 9), (1, 4, 2))],
+)
+def test_one_row_and_two_are_summed_in_one_order_by_all(name, of, lengths, counts):
+    """By a step's call, a layer's, and the products. On AMX it is another one than that of batch-invariant kernels;
+    sequences end one by one, so that every run comes to one row.
+    """
+    tree = long_rows(of)
     weights = stepping.draw_weights(tree, torch.bfloat16, steady_routes=True)
     draw = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS[lengths]]
-    found = []
+    prompts = [torch.randint(0, 97, (n,), generator=draw).tolist() for n in lengths]
+    ways = ({"chained": True}, {"chained": False}, {"chained": False, "whole": False}, {"chained": True, "fixed": True})
     with forced(name):
-        for chained, whole_layer in ((True, True), (False, True), (False, False)):
-            bound = bound_model(tree, weights, max(LENGTHS[lengths]), chained, whole_layer)
-            found.append(stepping.run(bound, prompts, SCHEDULES[schedule])[1:])  # without the prompt, long ones in tiles
-    for one, layers, parts in zip(*found, strict=True):
-        assert torch.equal(one, layers)
-        assert torch.equal(one, parts)
+        step, layer, parts, fixed = (
+            stepping.run(bound_model(tree, weights, 64, **way), prompts, lambda i, *_: counts[i]) for way in ways
+        )
+    assert [len(rows) for rows in step] == list(lengths)
+    assert all(map(torch.equal, step, layer)) and all(map(torch.equal, step, parts))
+    assert all(map(torch.equal, step, fixed)) is (name != "amx")
 
 
 @pytest.mark.parametrize("name", SETS)

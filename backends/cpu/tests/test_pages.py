@@ -86,7 +86,7 @@ def test_settled_memory_keeps_what_it_holds(monkeypatch):
     tensor = torch.arange(8 * HUGE, dtype=torch.uint8)
     at = tensor.data_ptr()
     settle(tensor)
-    pages.settled()
+    assert pages.settled()
     assert tensor.data_ptr() == at and torch.equal(tensor, torch.arange(8 * HUGE, dtype=torch.uint8))
     assert asked_for >= {*range(at // HUGE, -(-(at + 8 * HUGE) // HUGE))}
     # The system may refuse, and take them back: a machine with little memory, or with whoever looks at its pages.

@@ -102,7 +102,8 @@ class Run:
 def write(where: str, subject: Subject, results: list[Result], run: Run) -> Path:
     """Write the file, whole or not at all, with the day's date and the source tree's commit; where it lies.
 
-    In a folder, one that is there or a path that ends in "/", it is named as in l3-2026-11-23.json, with a device's variant at the end.
+    In a folder, one that is there or a path that ends in "/", it is named as in l3-2026-11-23.json, with a device's
+    variant at the end.
     """
     entry, path = subject.entry, Path(where)
     content: dict[str, Any] = {

@@ -8,13 +8,13 @@ from typing import Any
 from inferplane.plugin import Batch, LayerKV
 from inferplane_cpu.kernels.attention import cache, kv_b_of, steps
 from inferplane_cpu.kernels.moe import routing
-from inferplane_cpu.kernels.packed import How, described
+from inferplane_cpu.kernels.packed import How, matrices_as
 from inferplane_cpu.native import Cache, Experts, Latent, Layer, Model, Step
 
 
 def _matrix(child: Any, how: How) -> Any:
     """A linear layer's matrix; the view holds what the copy of it points to."""
-    child.described = described(child.weight, how, child.bias)
+    child.described = matrices_as(how, child.weight, child.bias)
     return child.described[0]
 
 
@@ -61,9 +61,9 @@ def _describe_latent(attn: Any, how: How) -> Latent:
 
 def _describe_experts(mlp: Any, how: How) -> Experts:
     route, experts = mlp.route, mlp.experts
-    experts.described = gate_up, down = described(experts.gate_up, how), described(experts.down, how)
+    experts.described = gate_up, down = matrices_as(how, experts.gate_up), matrices_as(how, experts.down)
     made = routing(route, len(gate_up))
-    made.router = _matrix(mlp.router, how)
+    made.router = _matrix(mlp.router, None)  # in one order whatever comes with it (`as_varied`)
     made.gate_up, made.down = ctypes.addressof(gate_up), ctypes.addressof(down)
     return made
 

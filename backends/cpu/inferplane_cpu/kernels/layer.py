@@ -204,7 +204,8 @@ def decoder_layer_fixed(
 def decoder_layer(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_fixed`; with few tokens, weights in bfloat16 are read in their order in memory (`varied`)."""
+    """As `decoder_layer_fixed`; on AMX one token and two have other last bits than more: bfloat16 weights are read row
+    after row, as they lie in memory."""
     return _run(p, x, residual, batch, kv, False)
 
 
@@ -212,7 +213,7 @@ def decoder_layer(
 def decoder_layer_panels(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer`, for weights of 8 and 4 bits."""
+    """As `decoder_layer_fixed`, for weights of 8 and 4 bits."""
     return _run(p, x, residual, batch, kv, False)
 
 
@@ -224,7 +225,7 @@ def decoder_layer_latent_panels(
     return _run(p, x, residual, batch, kv, False)
 
 
-@KERNELS("decoder_layer", "native", when=_when(("fp8_block",), "mixed"), rank=RANK_PORTABLE, prepare=as_varied)
+@KERNELS("decoder_layer", "native", when=_when(("fp8_block",), "mixed"), rank=RANK_PORTABLE)
 def decoder_layer_many(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,14 +16,14 @@ from inferplane_cpu.kernels.packed import (
     PANELS,
     as_coded,
     as_varied,
-    described,
+    matrices_as,
     panels_times,
 )
 from inferplane_cpu.native import AHEAD, Matrix, current, library
 
 KERNELS = Kernels()
 RANK_FIXED = RANK_PORTABLE - 10
-"""Kernels whose rows never depend on each other, but whose large products oneDNN does faster."""
+"""Kernels whose rows never depend on each other, where those that do not promise it are faster."""
 FEW_ROWS = 32
 """With more rows a product is bound by arithmetic, and oneDNN's is faster."""
 
@@ -90,7 +90,7 @@ def matrix_of(p: Any) -> Matrix:
     """A site's matrix as its kernel wants it, described once and kept on its view."""
     found = p.__dict__.get("matrix")
     if found is None:
-        found = p.matrix = described(p.weight, p.prepared, getattr(p, "bias", None))[0]
+        found = p.matrix = matrices_as(p.prepared, p.weight, getattr(p, "bias", None))[0]
     return found
 
 
@@ -101,15 +101,15 @@ def on_tiles(w: Matrix, x: torch.Tensor, y: torch.Tensor) -> bool:
     return bool(library().ip_linear_many(w, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), w.n, wide))
 
 
-def many_rows(p: Any, x: torch.Tensor, bias: torch.Tensor | None, varied: bool = False) -> torch.Tensor:
+def many_rows(p: Any, x: torch.Tensor, bias: torch.Tensor | None, any_number: bool = False) -> torch.Tensor:
     """`x w^T + bias` in bf16: on tiles by the native product, else by oneDNN.
 
     On AVX-512 without AMX oneDNN's product with a bf16 weight is the faster one (Zen 4, 512 and 2,048 rows), unless it
-    is compiled for this number of rows alone: `varied`.
+    is compiled for this number of rows alone: with `any_number` of them there will be others.
     """
     w, plain = matrix_of(p), isinstance(p.weight, torch.Tensor)
     y = x.new_empty(x.shape[0], w.n)
-    if (not plain or varied or current() in AHEAD) and on_tiles(w, x, y):
+    if (not plain or any_number or current() in AHEAD) and on_tiles(w, x, y):
         return y
     if plain:
         return F.linear(padded(x), p.weight, bias)[: x.shape[0]]
@@ -121,24 +121,28 @@ def selected(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     return x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
 
 
+def _product(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return multiply(matrix_of(p), x, p.out_dtype is torch.float32)
+
+
 @KERNELS("linear", "native", when=STORED, rank=RANK_FIXED, batch_invariant=True)
 def linear_fixed(p: Any, x: torch.Tensor) -> torch.Tensor:
     """Every row by the native product, whatever their number."""
-    return multiply(matrix_of(p), x, p.out_dtype is torch.float32)
+    return _product(p, x)
 
 
 @KERNELS("linear", "native", when=STORED, rank=RANK_PORTABLE, prepare=as_varied)
 def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
     """Few rows by the native product, many by the faster of `many_rows`, on the same weight."""
     if x.shape[0] <= FEW_ROWS or p.out_dtype is torch.float32:
-        return linear_fixed(p, x)
+        return _product(p, x)
     return many_rows(p, x, p.bias)
 
 
 @KERNELS("linear", "native", when=PACKED, packs=WEIGHT, rank=RANK_FIXED, batch_invariant=True)
 def linear_panels_fixed(p: Any, x: torch.Tensor) -> torch.Tensor:
     """As `linear_fixed`, for weights of 8 and 4 bits."""
-    return linear_fixed(p, x)
+    return _product(p, x)
 
 
 @KERNELS("linear", "native", when=PACKED, packs=WEIGHT, rank=RANK_PORTABLE)
@@ -150,7 +154,7 @@ def linear_panels(p: Any, x: torch.Tensor) -> torch.Tensor:
 @KERNELS("linear", "native", when=ASKED, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, prepare=as_coded)
 def linear_act(p: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights and activations in 8 bits, summed exactly: a row is the same bits on every instruction set."""
-    return multiply(matrix_of(p), x, p.out_dtype is torch.float32)
+    return _product(p, x)
 
 
 @KERNELS("linear", "native", when=CODED, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, **WHEN_CODED)

@@ -10,7 +10,7 @@ from inferplane.kernels.composed.moe import moe_experts as moe_experts_torch
 from inferplane.kernels.composed.moe import moe_route as moe_route_torch
 from inferplane.plugin import PLAIN, RANK_PORTABLE, KernelError, Kernels, When
 from inferplane_cpu.kernels.linear import RANK_FIXED, WHEN_CODED, narrow
-from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, as_varied, described
+from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, as_varied, matrices_as
 from inferplane_cpu.native import Experts, current, library
 
 KERNELS = Kernels()
@@ -54,7 +54,7 @@ def _stacks(p: Any) -> tuple[Any, Any]:
     """The site's matrices, described once and kept on its view."""
     found = p.__dict__.get("stacks")
     if found is None:
-        found = p.stacks = described(p.gate_up, p.prepared), described(p.down, p.prepared)
+        found = p.stacks = matrices_as(p.prepared, p.gate_up), matrices_as(p.prepared, p.down)
     return found
 
 
@@ -68,9 +68,7 @@ def no_such_expert(ids: torch.Tensor, experts: int) -> KernelError:
     )
 
 
-@KERNELS("moe_experts", "native", when=STORED, rank=RANK_FIXED, batch_invariant=True)
-def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Each expert's gate and up, then its down, by all tokens that chose it; a token's sum in its own order."""
+def _experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     stacks = _stacks(p)
     if ids.shape != weights.shape or len(ids) != len(x):  # native code would read past their ends
         raise ValueError(f"Experts {tuple(ids.shape)} with weights {tuple(weights.shape)} for {len(x)} tokens.")
@@ -92,11 +90,17 @@ def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch
     return out
 
 
+@KERNELS("moe_experts", "native", when=STORED, rank=RANK_FIXED, batch_invariant=True)
+def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Each expert's gate and up, then its down, by all tokens that chose it; a token's sum in its own order."""
+    return _experts(p, x, weights, ids)
+
+
 @KERNELS("moe_experts", "native", when=STORED, rank=RANK_PORTABLE, prepare=as_varied)
 def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Few tokens by native products, many by oneDNN's, on the same weights; on AVX2 oneDNN has none in bf16."""
     if x.shape[0] <= FEW_ROWS or not isinstance(p.gate_up, torch.Tensor) or current() == "avx2":
-        return moe_experts_fixed(p, x, weights, ids)
+        return _experts(p, x, weights, ids)
     least, most = ids.aminmax()
     if least < 0 or most >= len(p.gate_up):
         raise no_such_expert(ids, len(p.gate_up))
@@ -106,13 +110,13 @@ def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
 @KERNELS("moe_experts", "native", when=PACKED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True)
 def moe_experts_panels(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """As `moe_experts_fixed`, for weights of 8 and 4 bits."""
-    return moe_experts_fixed(p, x, weights, ids)
+    return _experts(p, x, weights, ids)
 
 
 @KERNELS("moe_experts", "native", when=CODED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True, **WHEN_CODED)
 def moe_experts_w8a8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """As `moe_experts_fixed`, with activations in 8 bits before both products."""
-    return moe_experts_fixed(p, x, weights, ids)
+    return _experts(p, x, weights, ids)
 
 
 def routing(p: Any, experts: int) -> Experts:

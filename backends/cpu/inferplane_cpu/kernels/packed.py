@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,13 +106,21 @@ def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
 
 def coded(found: Any) -> Any:
     """The same matrices of `BYTES` for products that round activations to 8 bits a row (csrc/bytes.h)."""
-    return _turned(found, dict.fromkeys((INT8, W8A8), W8A8))
+    return _of_kind(found, lambda kind: W8A8)
 
 
 def varied(found: Any) -> Any:
     """The same matrices for kernels that are not batch-invariant: bf16 may be summed in another order with few rows of
     activations than with many, where that reads memory faster (csrc/dot.h)."""
-    return _turned(found, {BF16: BF16_VARIED})
+    return _of_kind(found, lambda kind: BF16_VARIED if kind == BF16 else kind)
+
+
+def _of_kind(found: Any, kind: Callable[[int], int]) -> Any:
+    made: Any = _array([Matrix.from_buffer_copy(m) for m in found])
+    for matrix in made:
+        matrix.kind = kind(matrix.kind)
+    made.kept = found.kept
+    return made
 
 
 How = Callable[[Any], Any] | None
@@ -125,22 +133,15 @@ def as_coded(op: Any, ctx: Context) -> How:
 
 
 def as_varied(op: Any, ctx: Context) -> How:
-    """What kernels prepare that are not batch-invariant."""
-    return varied
+    """What kernels prepare that are not batch-invariant. Results in float32 are a router's, which is small, and whose
+    last bits may choose another expert: it is summed in one order."""
+    return None if getattr(op, "out_dtype", None) is torch.float32 else varied
 
 
-def described(weight: Any, how: How, bias: torch.Tensor | None = None) -> Any:
+def matrices_as(how: How, weight: Any, bias: torch.Tensor | None = None) -> Any:
     """A weight's `matrices`, as a kernel that prepared `how` wants them."""
     found = matrices(weight, bias)
     return found if how is None else how(found)
-
-
-def _turned(found: Any, kinds: Mapping[int, int]) -> Any:
-    made: Any = _array([Matrix.from_buffer_copy(m) for m in found])
-    for matrix in made:
-        matrix.kind = kinds.get(matrix.kind, matrix.kind)
-    made.kept = found.kept
-    return made
 
 
 def expanded(w: Matrix, first: int, last: int) -> torch.Tensor:
