@@ -24,7 +24,7 @@ MODELS = {
     "mla_moe": lambda: deepseek_config(num_hidden_layers=2),
     "long_rows": lambda: llama_config(hidden_size=512, num_attention_heads=8, intermediate_size=528),
     "long_rows_moe": lambda: deepseek_config(
-        num_hidden_layers=2, hidden_size=512, moe_intermediate_size=512, q_lora_rank=512
+        num_hidden_layers=2, hidden_size=512, moe_intermediate_size=512, q_lora_rank=512, v_head_dim=128
     ),
 }
 TORCH = {op: "torch_fixed" for op in ("linear", "lm_head", "attention")} | {"decoder_layer": "decomposition"}

@@ -103,8 +103,13 @@ def test_one_call_gives_what_its_parts_give_in_turn(name, format, lengths, sched
 def long_rows(of):
     """A model whose weights have rows long enough to be taken in turn (csrc/dot.h: kLong)."""
     if of == "dense":
-        return tiny_llama(hidden_size=512, intermediate_size=528)
-    return tiny_v3(hidden_size=512, q_lora_rank=512, moe_intermediate_size=528)
+        tree = tiny_llama(hidden_size=512, intermediate_size=528, num_attention_heads=8, head_dim=64)
+        taken = [rows for layer in tree.layers for rows in (layer.attn.o, layer.mlp.down)]
+    else:
+        tree = tiny_v3(hidden_size=512, q_lora_rank=512, moe_intermediate_size=528, v_head_dim=256)
+        taken = [layer.attn.o for layer in tree.layers]
+    assert all(rows.weight.shape[1] >= 512 for rows in taken)
+    return tree
 
 
 @pytest.mark.parametrize("name", SETS)
