@@ -162,7 +162,7 @@ class Runner:
                 opened.enter_context(contextlib.closing(source))
             self.loaded = load(
                 self.plan,
-                source,
+                source if isinstance(source, DummySource) else self.view(source),
                 self.backend.torch_device_indexed,
                 readers=self._readers(),
                 progress=progress,
@@ -210,7 +210,7 @@ class Runner:
             request = latent_request(config)
             layouts = [x.name for x in self.offer(request)] if request is not None else []
             found = online(scheme, config, latent_formats(self.kernels, settings, layouts, self.options.ops))
-        self.readers = {**READERS, **found.readers}
+        self.readers, self.view = {**READERS, **found.readers}, found.view
         placement = Placement() if self.ranks is None else self.ranks.placement
         rows = row_formats(self.kernels, settings) if self.ranks is None else frozenset()
         unread, length = list(found.unread), self.max_model_len

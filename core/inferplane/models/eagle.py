@@ -38,6 +38,10 @@ def with_eagle(
         As `eagle`.
     """
     found = stored(config.get("quantization_config"), names)
+    if found.packed is not None:
+        raise UnsupportedModelError(
+            f"An EAGLE head whose weights are packed in {found.packed.bits} bits.", there_is="plain heads, and FP8"
+        )
     b = Build(config, format_of=found.format_of, positions=positions, ignored=list(found.unread), acts=found.acts)
     # Published heads have a bias or none, and their configs do not say so reliably.
     bias = "fc.bias" in names if names is not None else config.flag("bias", True)

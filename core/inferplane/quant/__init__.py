@@ -1,13 +1,16 @@
 """Quantized checkpoints: their formats, and how they become `QTensor`s."""
 
-from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row, read_fp8_static
+from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row, read_fp8_static, read_integers
 from inferplane.quant.online import SCHEMES, latent_formats, latent_request, online, row_formats, unsaved
 from inferplane.quant.stored import Stored, format_of, stored
+from inferplane.quant.unpack import Packed, Unpacked
 
 __all__ = [
     "READERS",
     "SCHEMES",
+    "Packed",
     "Stored",
+    "Unpacked",
     "format_of",
     "latent_formats",
     "latent_request",
@@ -15,6 +18,7 @@ __all__ = [
     "read_fp8_block",
     "read_fp8_row",
     "read_fp8_static",
+    "read_integers",
     "row_formats",
     "stored",
     "unsaved",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from inferplane.binding import FormatReader, TensorSource
 from inferplane.errors import CheckpointError
 from inferplane.ops import FORMATS
+from inferplane.ops.quantize import limit
 from inferplane.types import STATIC, QTensor, Shard
 from inferplane.types.qtensor import scale_shape
 
@@ -99,10 +101,59 @@ def read_fp8_static(source: TensorSource, name: str, shard: Shard) -> QTensor:
     return replace(q, act_scale=scale.reshape(1))
 
 
+def read_integers(source: TensorSource, name: str, shard: Shard, *, format: str) -> QTensor:
+    """Symmetric integers, one a byte: `name` and `name_scale`, value = data * scale. Packed ones: see `Unpacked`.
+
+    Args:
+        source: has both tensors.
+        name: the weight's name.
+        shard: this rank's slice.
+        format: one of `INTEGERS`; with a scale a row, there may be one in all.
+
+    Raises:
+        CheckpointError: the data are no int8 or exceed the format's bits; the scales are no floats or misshapen.
+
+    Source: compressed-tensors' "int-quantized".
+    """
+    shape, scales = _names(source, name)
+    dtype, bits, (rows, columns) = FORMATS[format]
+    have, kind, numbers = source.shape(scales), source.dtype(scales), source.dtype(name)
+    want = scale_shape(shape, (rows, columns or shape[-1]))
+    fits = have == want or (not columns and have in ((), (1,), (1, 1), (shape[0],)))
+    if len(shape) != 2 or numbers not in (dtype, None) or not fits or not (kind is None or kind.is_floating_point):
+        raise CheckpointError(
+            f"{name} {shape} {numbers} with {scales} {have} {kind} is no weight of {bits} bits as the config says.",
+            there_is=f"a reader for {dtype} with floating-point scales {want}",
+            remedy="fetch or export the checkpoint again",
+        )
+    data, scale = _whole(source, name, shape, dtype), _whole(source, scales, have or ())
+    low, high = (int(x) for x in data.aminmax()) if data.numel() else (0, 0)
+    if max(-low - 1, high) > limit(dtype, bits):
+        raise CheckpointError(
+            f"{name} has entries of {low} to {high}, and the config says that they have {bits} bits.",
+            remedy="fetch or export the checkpoint again",
+        )
+    scale = scale.reshape(-1, want[1]).expand(want).contiguous()
+    q = QTensor(data, scale, block=(rows, columns or shape[1]), bits=bits)
+    if shard.size == 1:
+        return q
+    first, last = shard.bounds(shape[shard.axis])
+    if shard.axis and columns and (first % columns or (last % columns and last != shape[1])):
+        raise CheckpointError(
+            f"{name}: the share of a rank, columns {first} to {last}, cuts a group of {columns} columns.",
+            remedy="choose another tensor-parallel size",
+        )
+    return q.shard(shard.axis, first, last)
+
+
+INTEGERS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group64", "int4_group32")
+"""Formats of integers that checkpoints have."""
+
 READERS: Mapping[str, FormatReader] = {
     "fp8_block": read_fp8_block,
     "fp8_row": read_fp8_row,
     f"fp8_row{STATIC}": read_fp8_static,
+    **{format: partial(read_integers, format=format) for format in INTEGERS},
 }
 """Readers of the formats that core knows; plugins register more. Weights with static scales of activations have their
 own."""

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
-from inferplane.binding import FormatReader
+from inferplane.binding import FormatReader, TensorSource
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.quant.formats import READERS, SUFFIXES
+from inferplane.quant.unpack import WEIGHT, Packed
 from inferplane.types import PLAIN, STATIC
 
 BLOCK = [128, 128]
-UNREAD = ("*.input_scale", "*.activation_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale")
+UNREAD = ("*.input_scale", "*.activation_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale", "*.input_zero_point")
 """Scales from calibration that not every checkpoint that has them is read with: what enters the cache gets scales while
 running, and so do activations unless the config says that theirs are static."""
 FP8_STATIC = "fp8" + STATIC
+GROUPS = {(8, 0): "int8_row", (8, 128): "int8_group", (4, 0): "int4_row"} | {
+    (4, 128): "int4_group",
+    (4, 64): "int4_group64",
+    (4, 32): "int4_group32",
+}
+"""Weight formats of integers by bits and the columns that share a scale; 0: all of a row."""
+WIDER = {"int4_group": "int8_group", "int4_row": "int8_row"}
+"""Where entries of 4 bits go with zero points of their own: less them they are -15 to 15."""
+INT8 = ("int", 8)
+DENSE = ("pack-quantized", "int-quantized", "naive-quantized", None)
+"""Formats of compressed-tensors in which integers are read; others drop entries, or order them for a kernel."""
 
 
 def _plain(name: str) -> str:
@@ -32,12 +44,18 @@ class Stored:
             are beside formats that are not named.
         readers: of the formats.
         unread: shell patterns of tensors that nothing reads.
+        packed: how integers are packed, where they are.
     """
 
     format_of: Callable[[str], str] = _plain
     acts: Mapping[str, str] = field(default_factory=dict)
     readers: Mapping[str, FormatReader] = field(default_factory=lambda: READERS)
     unread: tuple[str, ...] = ()
+    packed: Packed | None = None
+
+    def view(self, source: TensorSource) -> TensorSource:
+        """The checkpoint as the readers read it: without packing."""
+        return source if self.packed is None else self.packed.view(source)
 
 
 def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) -> Stored:
@@ -51,7 +69,7 @@ def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) ->
         CheckpointError: the settings are no settings.
         UnsupportedModelError: a method that is not implemented.
 
-    Source: DeepSeek-V3's README_WEIGHTS.md; the configs of compressed-tensors, vLLM's "fp8", fbgemm_fp8.
+    Source: DeepSeek-V3's README_WEIGHTS.md; the configs of compressed-tensors, vLLM's "fp8", fbgemm_fp8, GPTQ, AWQ.
     """
     if settings is None:
         return Stored()
@@ -63,20 +81,32 @@ def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) ->
     if not settings:
         return Stored()
     method = settings.get("quant_method")
-    known = {"fp8": _fp8, "compressed-tensors": _compressed, "fbgemm_fp8": lambda s: ("fp8_row", "fp8")}
+    known: Mapping[str, Callable[[Mapping[str, Any]], Found | None]] = {
+        "fp8": _fp8,
+        "compressed-tensors": _compressed,
+        "fbgemm_fp8": lambda s: Found("fp8_row", "fp8"),
+        "gptq": _gptq,
+        "awq": _awq,
+    }
     found = known[method](settings) if isinstance(method, str) and method in known else None
     if found is None:
-        block = settings.get("weight_block_size") or None
+        asked = ", ".join(f"{k} = {settings[k]!r}" for k in SAID if settings.get(k) is not None)
         raise UnsupportedModelError(
-            f"Quantization method {method!r} with blocks {block} is not implemented, or not as it is set here.",
-            there_is="'fp8' with weight_block_size [128, 128] or a scale a tensor, 'fbgemm_fp8', 'compressed-tensors' "
-            "with FP8 weights in blocks of [128, 128] or with a scale a tensor or channel",
+            f"Quantization method {method!r}{' with ' if asked else ''}{asked} is not implemented, or not as it is set "
+            "here.",
+            there_is="'fp8' with weight_block_size [128, 128] or a scale a tensor; 'fbgemm_fp8'; 'compressed-tensors' "
+            "with FP8 weights in blocks of [128, 128] or with a scale a tensor or channel, or with integers of 4 or 8 bits; "
+            "'gptq' of 4 or 8 bits; 'awq' (gemm) of 4. Integers have a scale a row or 128 columns, symmetric ones of 4 "
+            "bits also 64 or 32; those of 8 bits are symmetric",
             remedy="load an unquantized checkpoint, or add a plugin that registers the format",
         )
-    format, act = found
+    format, act, packed = found.format, found.act, found.packed
 
     def by_scales(name: str) -> str:
-        return format if any(name + suffix in names for suffix in SUFFIXES) else PLAIN  # type: ignore[operator]
+        there = {name + suffix for suffix in SUFFIXES}
+        if packed is not None:
+            there.add(name.removesuffix(WEIGHT) + packed.suffix)
+        return format if any(n in names for n in there) else PLAIN  # type: ignore[operator]
 
     def by_config(name: str) -> str:
         parts = name.removesuffix(".weight").split(".")
@@ -84,7 +114,8 @@ def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) ->
         inside = "self_attn" in parts or "mlp" in parts
         return format if expert or (inside and parts[-1].endswith(("_proj", "_proj_with_mqa"))) else PLAIN
 
-    return Stored(by_config if names is None else by_scales, {format: act} if act else {}, unread=UNREAD)
+    acts = {format: act} if act else {}
+    return Stored(by_config if names is None else by_scales, acts, unread=UNREAD, packed=packed)
 
 
 def format_of(settings: Mapping[str, Any] | None, names: Collection[str] | None) -> Callable[[str], str]:
@@ -92,26 +123,71 @@ def format_of(settings: Mapping[str, Any] | None, names: Collection[str] | None)
     return stored(settings, names).format_of
 
 
-def _fp8(settings: Mapping[str, Any]) -> tuple[str, str] | None:
+@dataclass(frozen=True)
+class Found:
+    """What settings ask for: a weight format, how activations are coded ("": not at all), how integers are packed."""
+
+    format: str
+    act: str = ""
+    packed: Packed | None = None
+
+
+SAID = ("bits", "group_size", "sym", "zero_point", "version", "format", "dynamic", "weight_block_size")
+"""Settings that a refusal repeats."""
+
+
+def _fp8(settings: Mapping[str, Any]) -> Found | None:
     block, scheme = settings.get("weight_block_size") or [], settings.get("activation_scheme")
     if block in (BLOCK, tuple(BLOCK)):
-        return "fp8_block", "fp8" if scheme == "dynamic" else ""
-    return None if block else ("fp8_row", {"dynamic": "fp8", "static": FP8_STATIC}.get(str(scheme), ""))
+        return Found("fp8_block", "fp8" if scheme == "dynamic" else "")
+    return None if block else Found("fp8_row", {"dynamic": "fp8", "static": FP8_STATIC}.get(str(scheme), ""))
 
 
-def _compressed(settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Of groups that are all FP8 and all alike."""
+def _integers(method: str, bits: Any, group: Any, symmetric: Any, *, less_one: bool = False) -> Found | None:
+    """Weights of integers, packed; the group is -1 or None for a scale a row."""
+    if not all(isinstance(x, int) for x in (bits, -1 if group is None else group, symmetric)):
+        return None
+    columns = 0 if group in (-1, None) else group
+    format = GROUPS.get((bits, columns)) if columns or group != 0 else None
+    if format is not None and not symmetric:
+        format = WIDER.get(format)
+    return None if format is None else Found(format, packed=Packed(method, bits, columns, bool(symmetric), less_one))
+
+
+def _gptq(settings: Mapping[str, Any]) -> Found | None:
+    """All modules alike; GPTQModel's `dynamic` may only leave some out, which the tensors tell too."""
+    dynamic = settings.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(isinstance(k, str) and k.startswith("-:") for k in dynamic):
+        return None
+    form = settings.get("checkpoint_format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        return None
+    bits, group = settings.get("bits"), settings.get("group_size", 0)
+    return _integers("gptq", bits, group, settings.get("sym", True), less_one=form == "gptq")
+
+
+def _awq(settings: Mapping[str, Any]) -> Found | None:
+    """AutoAWQ's layout "gemm", which always has zero points."""
+    if str(settings.get("version", "gemm")).lower() != "gemm" or settings.get("bits") != 4:
+        return None
+    return _integers("awq", 4, settings.get("group_size", 0), False) if settings.get("zero_point", True) else None
+
+
+def _compressed(settings: Mapping[str, Any]) -> Found | None:
+    """Of groups that are all alike, of FP8 or of integers."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         return None
-    found = {_group(group) for group in groups.values()}
+    found = {_group(group, settings) for group in groups.values()}
     return found.pop() if len(found) == 1 else None
 
 
-def _group(group: Any) -> tuple[str, str] | None:
+def _group(group: Any, settings: Mapping[str, Any]) -> Found | None:
     if not isinstance(group, Mapping):
         return None
     weights, inputs = group.get("weights"), group.get("input_activations")
+    if isinstance(weights, Mapping) and weights.get("type") == "int":
+        return _integer_group(weights, inputs, settings)
     if not _is_fp8(weights) or not (inputs is None or _is_fp8(inputs)):
         return None
     strategy, act = weights.get("strategy"), _act(inputs)
@@ -119,8 +195,28 @@ def _group(group: Any) -> tuple[str, str] | None:
         return None
     if strategy == "block":
         act = "" if act == FP8_STATIC else act
-        return ("fp8_block", act) if weights.get("block_structure") in (BLOCK, tuple(BLOCK)) else None
-    return ("fp8_row", act) if strategy in ("tensor", "channel") else None
+        return Found("fp8_block", act) if weights.get("block_structure") in (BLOCK, tuple(BLOCK)) else None
+    return Found("fp8_row", act) if strategy in ("tensor", "channel") else None
+
+
+def _integer_group(weights: Mapping[str, Any], inputs: Any, settings: Mapping[str, Any]) -> Found | None:
+    """Integers; activations are coded by rows, or stay as they are where that is what no kernel does."""
+    sparse = settings.get("sparsity_config") or {}
+    dense = isinstance(sparse, Mapping) and sparse.get("format", "dense") == "dense"
+    if settings.get("format") not in DENSE or not dense:
+        return None
+    if inputs is not None and (not isinstance(inputs, Mapping) or (inputs.get("type"), inputs.get("num_bits")) != INT8):
+        return None
+    strategy = weights.get("strategy")
+    if strategy not in ("tensor", "channel", "group"):
+        return None
+    group = weights.get("group_size", 0) if strategy == "group" else None
+    bits, symmetric = weights.get("num_bits"), weights.get("symmetric", True)
+    found = _integers("compressed-tensors", bits, group, symmetric)
+    if found is None or bits != 8 or found.format != "int8_row" or inputs is None:
+        return found
+    coded = inputs.get("dynamic") is True and inputs.get("symmetric", True)
+    return replace(found, act="int8" if coded else "")
 
 
 def _act(inputs: Mapping[str, Any] | None) -> str | None:

@@ -1,0 +1,230 @@
+"""Integer weights of several to a word, as GPTQ, AWQ and compressed-tensors store them: read as plain int8 tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from inferplane.binding import TensorSource
+from inferplane.errors import CheckpointError
+from inferplane.types import Shard
+
+WEIGHT = ".weight"
+SCALE = ".weight_scale"
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ keeps eight neighbours in a word: the fifth entry stands beside the first."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How integers lie in words of 32 bits.
+
+    Args:
+        method: "compressed-tensors", "gptq" or "awq": which tensors there are, and which dimension is packed.
+        bits: 4 or 8, of an entry.
+        group: columns that share a scale; 0: all of a row.
+        symmetric: the zero point is the middle of the range, whatever is stored; else it is read.
+        less_one: zero points are stored less one (GPTQ, but for its format "gptq_v2").
+
+    Source: the published layouts of GPTQ's and AWQ's checkpoints, and of compressed-tensors' "pack-quantized".
+    """
+
+    method: str
+    bits: int
+    group: int
+    symmetric: bool = True
+    less_one: bool = False
+
+    @property
+    def suffix(self) -> str:
+        """Behind a module's name, of its packed weight."""
+        return ".weight_packed" if self.method == "compressed-tensors" else ".qweight"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Behind a module's name, of every tensor that the unpacked weight and its scales are made of."""
+        if self.method == "compressed-tensors":
+            return self.suffix, ".weight_shape", ".weight_zero_point", ".weight_g_idx"
+        return self.suffix, ".scales", ".qzeros", ".g_idx"
+
+    def view(self, source: TensorSource) -> Unpacked:
+        """A checkpoint with this packing, as if it were not packed."""
+        return Unpacked(source, self)
+
+
+class Unpacked:
+    """A `TensorSource` in which a module's packed weight is `module.weight`, int8 `[N, K]`, with the zero point taken
+    off, and its scales `module.weight_scale`, `[N, groups]`; everything else is as it was.
+
+    Args:
+        source: the checkpoint.
+        packed: how it is packed.
+
+    Raises (when reading, or asked for a shape):
+        CheckpointError: tensors are missing or do not fit each other; columns are grouped out of their order.
+    """
+
+    def __init__(self, source: TensorSource, packed: Packed) -> None:
+        self.source, self.packed = source, packed
+        self._shapes: dict[str, tuple[int, int]] = {}
+
+    def names(self) -> Iterable[str]:
+        """See `TensorSource.names`."""
+        hidden: set[str] = set()
+        shown: list[str] = []
+        for name in self.source.names():
+            module = name.removesuffix(self.packed.suffix)
+            if module != name:
+                hidden |= {module + part for part in self.packed.parts}
+                shown += [module + WEIGHT, *([module + SCALE] if self._transposed else [])]
+        return [*shown, *(name for name in self.source.names() if name not in hidden)]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See `TensorSource.shape`."""
+        if module := self._module(name, WEIGHT):
+            return self._shape(module)
+        if self._transposed and (module := self._module(name, SCALE)):
+            found = self.source.shape(f"{module}.scales")
+            return None if found is None else tuple(reversed(found))
+        return self.source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """See `TensorSource.dtype`."""
+        if self._module(name, WEIGHT):
+            return torch.int8
+        if self._transposed and (module := self._module(name, SCALE)):
+            return self.source.dtype(f"{module}.scales")
+        return self.source.dtype(name)
+
+    def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
+        """See `TensorSource.read_into`."""
+        if module := self._module(name, WEIGHT):
+            values = self._values(module)
+        elif self._transposed and (module := self._module(name, SCALE)):
+            values = self._read(f"{module}.scales", out.dtype).t()
+        else:
+            return self.source.read_into(name, out, shard)
+        if shard.size > 1:
+            first, last = shard.bounds(values.shape[shard.axis])
+            values = values.narrow(shard.axis, first, last - first)
+        out.view(values.shape).copy_(values)
+        return None
+
+    # -- one module
+
+    @property
+    def _transposed(self) -> bool:
+        """Whether inputs stand before outputs."""
+        return self.packed.method != "compressed-tensors"
+
+    def _module(self, name: str, suffix: str) -> str:
+        """The module whose unpacked tensor has this name; empty: none."""
+        module = name.removesuffix(suffix)
+        return module if module != name and self.source.shape(module + self.packed.suffix) is not None else ""
+
+    def _shape(self, module: str) -> tuple[int, int]:
+        """Outputs and inputs of a module's weight."""
+        if module not in self._shapes:
+            self._shapes[module] = self._found_shape(module)
+        return self._shapes[module]
+
+    def _found_shape(self, module: str) -> tuple[int, int]:
+        name, each = module + self.packed.suffix, 32 // self.packed.bits
+        have, kind = self.source.shape(name) or (), self.source.dtype(name)
+        if len(have) != 2 or kind is not torch.int32:
+            raise self._odd(name, f"is {have} {kind}, not a matrix of int32")
+        if self.packed.method == "gptq":
+            return have[1], have[0] * each
+        if self.packed.method == "awq":
+            return have[1] * each, have[0]
+        stated = f"{module}.weight_shape"
+        if self.source.shape(stated) is None:
+            return have[0], have[1] * each
+        if self.source.shape(stated) != (2,):
+            raise self._odd(stated, f"has shape {self.source.shape(stated)}, not two numbers")
+        n, k = self._read(stated, torch.int64).tolist()
+        if n != have[0] or k < 1 or -(-k // each) != have[1]:
+            raise self._odd(stated, f"says {n} x {k}, and {name} has {have}")
+        return n, k
+
+    def _values(self, module: str) -> torch.Tensor:
+        """int8 `[N, K]`: entries less their zero points."""
+        p, (n, k) = self.packed, self._shape(module)
+        self._check_order(module, k)
+        words = self._read(module + p.suffix, torch.int32)
+        if p.method == "awq":
+            codes = entries(words, p.bits, AWQ_ORDER).t()
+        else:
+            codes = entries(words.t().contiguous() if p.method == "gptq" else words, p.bits)[:, :k]
+        del words
+        if p.symmetric:
+            return (codes ^ 128).view(torch.int8) if p.bits == 8 else codes.contiguous().view(torch.int8) - 8
+        zeros, width = self._zeros(module, n, k), p.group or k
+        values = codes.contiguous().view(torch.int8)  # of 4 bits
+        for group, columns in enumerate(values.split(width, 1)):
+            columns.sub_(zeros[:, group, None])
+        return values
+
+    def _zeros(self, module: str, n: int, k: int) -> torch.Tensor:
+        """int8 `[N, groups]`, of 4 bits."""
+        p, groups = self.packed, -(-k // (self.packed.group or k))
+        name = module + p.parts[2]
+        have, kind = self.source.shape(name), self.source.dtype(name)
+        words = -(-n * p.bits // 32)
+        if kind is torch.int8 and have == (n, groups) and not self._transposed:
+            return self._read(name, torch.int8) + 8
+        want = (groups, words) if self._transposed else (words, groups)
+        if kind is not torch.int32 or have != want:
+            raise self._odd(name, f"is {have} {kind}, not zero points {want} of int32")
+        stored = self._read(name, torch.int32)
+        codes = entries(
+            stored if self._transposed else stored.t().contiguous(), p.bits, AWQ_ORDER if p.method == "awq" else None
+        )
+        zeros = codes[:, :n].t().contiguous().view(torch.int8)
+        return (zeros + 1) & 15 if p.less_one else zeros
+
+    def _check_order(self, module: str, k: int) -> None:
+        """Scales are a run of columns each here; GPTQ's activation order may have scattered them."""
+        name = module + self.packed.parts[3]
+        if self.source.shape(name) is None:
+            return
+        have, width = self._read(name, torch.int64), self.packed.group or k
+        if not torch.equal(have, torch.arange(k) // width):
+            raise CheckpointError(
+                f"{name}: columns that share a scale do not stand together (desc_act, or actorder 'group').",
+                there_is=f"weights with scales of {width} neighbouring columns",
+                remedy="quantize the model with desc_act = false, or with actorder 'static' or 'weight'",
+            )
+
+    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        shape = self.source.shape(name)
+        if shape is None:
+            raise self._odd(name, "is not there")
+        out = torch.empty(shape, dtype=dtype)
+        self.source.read_into(name, out, Shard())
+        return out
+
+    def _odd(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{name} {what}: it is no part of a weight of {self.packed.bits} bits as {self.packed.method} packs it.",
+            remedy="fetch or export the checkpoint again",
+        )
+
+
+def entries(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Entries of 4 or 8 bits in the order in which they lie in words, the lowest bits first.
+
+    Args:
+        words: int32 `[R, C]`, contiguous.
+        bits: of an entry.
+        order: where in a word the entries are that stand beside each other; None: in their order.
+
+    Returns:
+        uint8 `[R, C * 32 / bits]`.
+    """
+    found = words.view(torch.uint8)
+    if bits == 4:
+        found = torch.stack((found & 15, found >> 4), -1).flatten(1)
+    return found if order is None else found.unflatten(1, (-1, len(order)))[..., list(order)].flatten(1)

@@ -1,0 +1,326 @@
+"""Checkpoints of integers, several to a word: GPTQ, AWQ, compressed-tensors; how they are read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inferplane import LLM
+from inferplane.binding import DictSource
+from inferplane.errors import CheckpointError, UnsupportedModelError
+from inferplane.quant import read_integers, stored
+from inferplane.types import Shard
+from inferplane_cpu.native import instruction_sets
+from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
+
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight, in the order in which a word has them
+
+
+def words(codes, bits, order=None):
+    """int32 of codes along the last dimension, the first in the lowest bits."""
+    each = 32 // bits
+    codes = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
+    if order is not None:
+        codes = codes[..., list(order)]
+    total = sum(codes[..., i] << (bits * i) for i in range(each))
+    return torch.where(total >= 2**31, total - 2**32, total).int()
+
+
+def packed(method, module, codes, scale, zero, bits, group, *, less_one=True):
+    """A module's tensors: codes `[N, K]` and zero points `[N, G]` from 0, scales `[N, G]`."""
+    n, k = codes.shape
+    if method == "compressed-tensors":
+        found = {"weight_packed": words(codes, bits), "weight_scale": scale, "weight_shape": torch.tensor([n, k])}
+        if zero is not None:
+            found["weight_zero_point"] = words(zero.t(), bits).t()
+    else:
+        zero = torch.full_like(scale, 2 ** (bits - 1)) if zero is None else zero
+        order = AWQ_COLUMNS if method == "awq" else None
+        stated = (zero.long() - 1) % 2**bits if method == "gptq" and less_one else zero.long()
+        weight = words(codes.t(), bits, order) if method == "awq" else words(codes, bits).t()
+        found = {"qweight": weight, "qzeros": words(stated.t(), bits, order), "scales": scale.t().half()}
+        if method == "gptq":
+            found["g_idx"] = (torch.arange(k) // (group or k)).int()
+    return {f"{module}.{name}": tensor.contiguous() for name, tensor in found.items()}
+
+
+def drawn(n, k, bits, group, *, symmetric, seed=0):
+    """Codes over their whole range, scales that float16 holds, zero points."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (n, k), generator=g)
+    groups = -(-k // (group or k))
+    zero = None if symmetric else torch.randint(0, 2**bits, (n, groups), generator=g)
+    return codes, (torch.rand(n, groups, generator=g) * 0.1 + 0.01).half().float(), zero
+
+
+def value(codes, scale, zero, bits, group):
+    width, k = group or codes.shape[1], codes.shape[1]
+    middle = torch.full_like(scale, 2 ** (bits - 1)) if zero is None else zero.float()
+    wide = (t.repeat_interleave(width, 1)[:, :k] for t in (middle, scale))
+    return (codes.float() - next(wide)) * next(wide)
+
+
+def config(method, bits, group, symmetric):
+    if method == "compressed-tensors":
+        strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+        weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+        return {"quant_method": method, "format": "pack-quantized", "config_groups": groups}
+    both = {"quant_method": method, "bits": bits, "group_size": group or -1}
+    return {**both, "zero_point": True, "version": "gemm"} if method == "awq" else {**both, "sym": symmetric}
+
+
+FORMS = [
+    ("compressed-tensors", 4, 128, True, "int4_group"),
+    ("compressed-tensors", 4, 32, True, "int4_group32"),
+    ("compressed-tensors", 4, 0, True, "int4_row"),
+    ("compressed-tensors", 4, 128, False, "int8_group"),
+    ("compressed-tensors", 4, 0, False, "int8_row"),
+    ("compressed-tensors", 8, 128, True, "int8_group"),
+    ("compressed-tensors", 8, 0, True, "int8_row"),
+    ("gptq", 4, 128, True, "int4_group"),
+    ("gptq", 4, 64, True, "int4_group64"),
+    ("gptq", 4, 0, True, "int4_row"),
+    ("gptq", 4, 128, False, "int8_group"),
+    ("gptq", 8, 128, True, "int8_group"),
+    ("gptq", 8, 0, True, "int8_row"),
+    ("awq", 4, 128, False, "int8_group"),
+    ("awq", 4, 0, False, "int8_row"),
+]
+
+
+def read(found, tensors, name, shard=None):
+    """As the loader does."""
+    format = found.format_of(name)
+    return read_integers(found.view(DictSource(tensors)), name, shard or Shard(), format=format)
+
+
+@pytest.mark.parametrize(("method", "bits", "group", "symmetric", "format"), FORMS)
+def test_every_value_arrives(method, bits, group, symmetric, format):
+    n, k = 24, 512
+    codes, scale, zero = drawn(n, k, bits, group, symmetric=symmetric)
+    tensors = packed(method, "a", codes, scale, zero, bits, group) | {"b.weight": torch.ones(3, 2), "a.bias": scale[0]}
+    found = stored(config(method, bits, group, symmetric), set(tensors))
+    assert (found.format_of("a.weight"), found.format_of("b.weight")) == (format, "plain")
+    view = found.view(DictSource(tensors))
+    assert set(view.names()) == {"a.weight", "a.weight_scale", "b.weight", "a.bias"}
+    assert view.shape("b.weight") == (3, 2) and view.shape("c.weight") is None and view.dtype("a.weight") is torch.int8
+    want = value(codes, scale, zero, bits, group)
+    for axis, size in ((0, 1), (0, 3), (1, 2), (1, 4)):
+        for rank in range(size):
+            got = read(found, tensors, "a.weight", Shard(axis, rank, size))
+            assert torch.equal(got.dequantize(), want.chunk(size, axis)[rank])
+    assert stored(config(method, bits, group, symmetric), None).format_of("model.layers.0.mlp.up_proj.weight") == format
+
+
+def test_columns_that_fill_no_word_and_no_group():
+    codes, scale, zero = drawn(21, 100, 4, 128, symmetric=False)
+    tensors = packed("compressed-tensors", "a", codes, scale, zero, 4, 128)
+    found = stored(config("compressed-tensors", 4, 128, False), set(tensors))
+    assert torch.equal(read(found, tensors, "a.weight").dequantize(), value(codes, scale, zero, 4, 128))
+    loose = {**tensors, "a.weight_zero_point": (zero - 8).to(torch.int8)}  # as earlier releases write them
+    assert torch.equal(read(found, loose, "a.weight").dequantize(), value(codes, scale, zero, 4, 128))
+
+
+@pytest.mark.parametrize("form", [None, "gptq", "gptq_v2"])
+def test_how_gptq_counts_zero_points(form):
+    codes, scale, zero = drawn(16, 256, 4, 128, symmetric=False)
+    tensors = packed("gptq", "a", codes, scale, zero, 4, 128, less_one=form != "gptq_v2")
+    found = stored({**config("gptq", 4, 128, False), "checkpoint_format": form}, set(tensors))
+    assert torch.equal(read(found, tensors, "a.weight").dequantize(), value(codes, scale, zero, 4, 128))
+    # Symmetric ones have theirs in the middle, whatever their writer thought of it.
+    tensors = packed("gptq", "a", codes, scale, None, 4, 128, less_one=False)
+    found = stored({**config("gptq", 4, 128, True), "checkpoint_format": form}, set(tensors))
+    assert torch.equal(read(found, tensors, "a.weight").dequantize(), value(codes, scale, None, 4, 128))
+
+
+BYTES = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def whole_bytes(inputs=TOKENS, **changes):
+    groups = {"group_0": {"targets": ["Linear"], "weights": {**BYTES, **changes}, "input_activations": inputs}}
+    return {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+
+
+@pytest.mark.parametrize("form", [(), (1,), (16,), (16, 1)])
+def test_bytes_that_are_not_packed(form):
+    g = torch.Generator().manual_seed(1)
+    data, scale = torch.randint(-128, 128, (16, 96), generator=g).to(torch.int8), torch.rand(16, 1, generator=g)
+    scale = scale if 16 in form else scale[:1]
+    tensors = {"a.weight": data, "a.weight_scale": scale.reshape(form)}
+    found = stored(whole_bytes(), set(tensors))
+    assert torch.equal(read(found, tensors, "a.weight").dequantize(), data.float() * scale)
+    assert list(found.view(DictSource(tensors)).names()) == list(tensors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "act"),
+    [
+        (whole_bytes(), "int8"),
+        (whole_bytes(None), ""),
+        (whole_bytes({**TOKENS, "dynamic": False, "strategy": "tensor"}), ""),
+        (whole_bytes({**TOKENS, "symmetric": False}), ""),
+        (whole_bytes(strategy="group", group_size=128), ""),
+    ],
+)
+def test_how_activations_are_coded(settings, act):
+    assert stored(settings, None).acts.get("int8_row", "") == act
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "gptq", "bits": 3, "group_size": 128},
+        {"quant_method": "gptq", "bits": 4, "group_size": 0},
+        {"quant_method": "gptq", "bits": 4, "group_size": 96},
+        {"quant_method": "gptq", "bits": 4, "group_size": "128"},
+        {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": False},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*down.*": {"bits": 8}}},
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+        {"quant_method": "awq", "bits": 4, "group_size": 64},
+        {"quant_method": "awq", "bits": 8, "group_size": 128},
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False},
+        {**config("compressed-tensors", 4, 128, True), "format": "marlin-24"},
+        {**config("compressed-tensors", 4, 128, True), "sparsity_config": {"format": "sparse-24-bitmask"}},
+        whole_bytes(symmetric=False),
+        whole_bytes(num_bits=6),
+        whole_bytes(strategy="block"),
+        whole_bytes({**TOKENS, "type": "float"}),
+    ],
+)
+def test_what_is_not_read_is_refused(settings):
+    with pytest.raises(UnsupportedModelError, match=r"not as it is set here.*There is:.*'gptq' of 4 or 8 bits"):
+        stored(settings, None)
+
+
+def test_modules_that_were_left_out():
+    settings = {**config("gptq", 4, 128, True), "dynamic": {"-:.*lm_head": {}}}
+    assert stored(settings, {"a.qweight", "lm_head.weight"}).format_of("lm_head.weight") == "plain"
+
+
+STATED = [
+    ({"shape": lambda t: t + 8}, "weight_shape"),
+    ({"shape": lambda t: t[:1]}, "weight_shape"),
+]
+ODD = [
+    ({"packed": lambda t: t.float()}, "not a matrix of int32"),
+    ({"packed": lambda t: t[0]}, "not a matrix of int32"),
+    ({"scale": lambda t: t[:1, :1]}, "no weight of 8 bits as the config says"),
+    ({"scale": lambda t: t.int()}, "no weight of 8 bits as the config says"),
+    ({"scale": None}, "no weight of 8 bits as the config says"),
+    ({"zero": lambda t: t[:1]}, "not zero points"),
+    ({"zero": None}, "not zero points"),
+    ({"order": lambda t: t.flip(0)}, "desc_act"),
+    ({"order": lambda t: t[:-1]}, "desc_act"),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "what"),
+    [*(("gptq", *odd) for odd in ODD), *(("compressed-tensors", *odd) for odd in ODD + STATED)],
+)
+def test_what_does_not_fit_is_refused(method, changes, what):
+    names = {
+        "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
+        "gptq": ("qweight", "scales", "qzeros", "g_idx", ""),
+    }
+    name = dict(zip(("packed", "scale", "zero", "order", "shape"), names[method], strict=True))
+    codes, scale, zero = drawn(16, 256, 4, 128, symmetric=False)
+    tensors = packed(method, "a", codes, scale, zero, 4, 128)
+    tensors.setdefault(f"a.{name['order']}", (torch.arange(256) // 128).int())
+    found = stored(config(method, 4, 128, False), set(tensors))
+    read(found, tensors, "a.weight")
+    ((which, change),) = changes.items()
+    key = f"a.{name[which]}"
+    broken = {k: v for k, v in tensors.items() if k != key}
+    if change is not None:
+        broken[key] = change(tensors[key])
+    with pytest.raises(CheckpointError, match=what):
+        read(found, broken, "a.weight")
+
+
+def test_entries_of_more_bits_than_the_config_says():
+    tensors = {"a.weight": torch.full((4, 32), 9, dtype=torch.int8), "a.weight_scale": torch.ones(4, 1)}
+    found = stored(config("compressed-tensors", 4, 0, True), set(tensors))
+    with pytest.raises(CheckpointError, match=r"entries of 9 to 9.*4 bits"):
+        read(found, tensors, "a.weight")
+
+
+def test_a_share_that_cuts_a_group():
+    codes, scale, zero = drawn(16, 384, 4, 128, symmetric=True)
+    tensors = packed("gptq", "a", codes, scale, zero, 4, 128)
+    found = stored(config("gptq", 4, 128, True), set(tensors))
+    with pytest.raises(CheckpointError, match=r"cuts a group of 128 columns.*tensor-parallel size"):
+        read(found, tensors, "a.weight", Shard(1, 0, 2))
+
+
+# -- whole models
+
+MODELS = {"llama": lambda: llama_config(hidden_size=128, intermediate_size=256), "deepseek": deepseek_config}
+WHOLE = [
+    ("gptq", 4, 128, True),
+    ("gptq", 4, 32, True),
+    ("awq", 4, 128, False),
+    ("compressed-tensors", 4, 32, True),
+    ("compressed-tensors", 4, 128, False),
+    ("compressed-tensors", 8, 0, True),
+]
+
+
+def two_folders(tmp_path, model, method, bits, group, symmetric):
+    """One model twice: quantized, and with the values that this leaves."""
+    paths = tmp_path / "quantized", tmp_path / "plain"
+    for path in paths:
+        random_model(MODELS[model](), seed=3).save_pretrained(path)
+    tensors = load_file(paths[1] / "model.safetensors")
+    plain, quantized, count = dict(tensors), {}, 0
+    for i, (name, weight) in enumerate(sorted(tensors.items())):
+        n, k = weight.shape if weight.ndim == 2 else (0, 0)
+        if not name.endswith(("_proj.weight", "_mqa.weight")) or (n % 8 or k % 8):
+            quantized[name] = weight
+            continue
+        codes, scale, zero = drawn(n, k, bits, group, symmetric=symmetric, seed=i)
+        scale = (scale / 2**bits).half().float()
+        quantized |= packed(method, name.removesuffix(".weight"), codes, scale, zero, bits, group)
+        plain[name], count = value(codes, scale, zero, bits, group), count + 1
+    assert count > 8
+    for path, found in zip(paths, (quantized, plain), strict=True):
+        save_file(found, path / "model.safetensors")
+    settings = json.loads((paths[0] / "config.json").read_text())
+    settings["quantization_config"] = config(method, bits, group, symmetric)
+    (paths[0] / "config.json").write_text(json.dumps(settings))
+    return paths
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("method", "bits", "group", "symmetric"), WHOLE)
+def test_a_model_answers_as_with_the_same_values_plain(model, method, bits, group, symmetric, tmp_path):
+    quantized, plain = two_folders(tmp_path, model, method, bits, group, symmetric)
+    ids = [list(range(1, 40)), [5, 4, 3]]
+    found = []
+    for path in (quantized, plain):
+        with LLM(path, device="cpu", dtype="float32") as llm:
+            assert not llm.runner.loaded.unused
+            found.append(llm.logits(ids))
+    for got, want in zip(*found, strict=True):
+        assert torch.isfinite(want).all() and want.std() > 0.01
+        assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+@pytest.mark.skipif(not instruction_sets(), reason="not run: no native kernels")
+@pytest.mark.parametrize(("method", "bits", "group", "symmetric"), WHOLE)
+def test_native_kernels_read_them_as_stored(method, bits, group, symmetric, tmp_path):
+    quantized, plain = two_folders(tmp_path, "llama", method, bits, group, symmetric)
+    ids, found = [list(range(1, 40))], []
+    for path in (quantized, plain):
+        with LLM(path, device="cpu", dtype="bfloat16") as llm:
+            formats = {w.format for w in llm.runner.plan.weights.values()} - {"plain"}
+            assert bool(formats) == (path == quantized) and not llm.runner.plan.expanded
+            found.append(llm.logits(ids)[0].flatten())
+    assert torch.corrcoef(torch.stack(found))[0, 1] > 0.999
