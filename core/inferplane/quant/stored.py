@@ -95,9 +95,9 @@ def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) ->
             f"Quantization method {method!r}{' with ' if asked else ''}{asked} is not implemented, or not as it is set "
             "here.",
             there_is="'fp8' with weight_block_size [128, 128] or a scale a tensor; 'fbgemm_fp8'; 'compressed-tensors' "
-            "with FP8 weights in blocks of [128, 128] or with a scale a tensor or channel, or with integers of 4 or 8 bits; "
-            "'gptq' of 4 or 8 bits; 'awq' (gemm) of 4. Integers have a scale a row or 128 columns, symmetric ones of 4 "
-            "bits also 64 or 32; those of 8 bits are symmetric",
+            "with FP8 weights in blocks of [128, 128] or with a scale a tensor or channel, or with integers of 4 or "
+            "8 bits; 'gptq' of 4 or 8 bits; 'awq' (gemm) of 4. Integers have a scale a row or 128 columns, symmetric "
+            "ones of 4 bits also 64 or 32; those of 8 bits are symmetric",
             remedy="load an unquantized checkpoint, or add a plugin that registers the format",
         )
     format, act, packed = found.format, found.act, found.packed
