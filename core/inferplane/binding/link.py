@@ -17,6 +17,7 @@ from inferplane.binding.resolver import check_parameters
 from inferplane.errors import KernelError
 from inferplane.ops import Op
 from inferplane.types import CANONICAL, Kernel, StepKind, Weight
+from inferplane.types.scratch import Scratch
 
 Packed = Mapping[tuple[int, str], Any]
 """`(id of a weight, packing name)` -> what the kernel reads."""
@@ -28,8 +29,8 @@ class Chained(tuple[Any, ...]):
     chain: Callable[..., Any]
 
 
-class View:
-    """What a kernel or a body sees as its first argument: the op's fields by name, and `prepared`."""
+class View(Scratch):
+    """What a kernel or a body sees as its first argument: the op's fields by name, `prepared`, `once(key, make)`."""
 
     prepared: Any = None
     whole: Callable[..., Any] | None = None

@@ -17,6 +17,7 @@ import torch
 
 from inferplane.errors import UsageError
 from inferplane.types.device import HOST
+from inferplane.types.scratch import Scratch
 
 StepKind = Literal["decode", "mixed"]
 STEP_KINDS: tuple[StepKind, ...] = ("decode", "mixed")
@@ -48,8 +49,10 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Scratch):
     """One ragged step over T tokens of B sequences. All tensors live on the device; integers are int64 unless said.
+
+    A kernel keeps what it computes once a step in `once(key, make)`; it is dropped with the batch.
 
     Args:
         ids: token ids `[T]`.

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 
+from inferplane.types.scratch import Scratch
+
 KVKind = Literal["gqa", "mla"]
 
 
@@ -49,11 +51,11 @@ class KVRequest:
         return max(0, tokens - query_tokens + 1 - self.window) // block_tokens
 
 
-class LayerKV(ABC):
+class LayerKV(Scratch, ABC):
     """One layer's cache, supplied by whoever owns its layout. Reference bodies use only `write` and `read`.
 
     A slot is `block * block_tokens + offset`. Attributes: `layout` (the name that kernels state in
-    `When.kv_layouts`), `block_tokens`, `request`.
+    `When.kv_layouts`), `block_tokens`, `request`. A kernel keeps what it computes once a cache in `once(key, make)`.
     """
 
     layout: str

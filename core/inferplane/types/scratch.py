@@ -1,0 +1,26 @@
+"""What is computed once for an object and dies with it: a step's lengths, a weight's description, cache pointers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Scratch:
+    """Gives an object `once`. A copy made by `dataclasses.replace` starts with nothing remembered."""
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The result of `make()`, which is called the first time only.
+
+        Args:
+            key: names the result within this object; begin it with the package that asks: "inferplane_x.lengths".
+            make: computes it. When it raises, nothing is kept and the next call tries again.
+        """
+        kept: dict[Hashable, Any] = self.__dict__.setdefault("_scratch", {})
+        try:
+            return kept[key]
+        except KeyError:
+            made = kept[key] = make()
+            return made
