@@ -85,12 +85,18 @@ def dotted(path: str) -> str:
     return path.removesuffix(".py").replace("/", ".")
 
 
-def follow_move(row: Row, text: str, path: str) -> str:
+def exported(row: Row, repository: Path) -> bool:
+    """Whether the package that a module leaves exports something of the same name: then that is what is imported."""
+    init = repository / Path(row.old).parent / "__init__.py"
+    return init.exists() and f'"{Path(row.old).stem}",' in init.read_text(encoding="utf-8")
+
+
+def follow_move(row: Row, text: str, path: str, repository: Path) -> str:
     """A text in which dotted names and paths follow a move."""
     old, new = dotted(row.old), dotted(row.new)
     if row.old.endswith(".py") or "." not in Path(row.old).name:
         again = rf"(?!{re.escape(new.removeprefix(old))}\b)" if new.startswith(f"{old}.") else ""
-        if path.endswith(".py"):
+        if path.endswith(".py") and not exported(row, repository):
             text = follow_from_imports(text, old, new)
         text = re.sub(rf"(?<![\w.]){re.escape(old)}\b{again}(?!/)", new, text)
     shorter = lambda p: re.sub(r"^(core/inferplane|backends/\w+)/", "", p)  # noqa: E731
@@ -131,12 +137,16 @@ def in_python(row: Row, text: str) -> str:
         return text
     lines = text.splitlines(keepends=True)
     before: tokenize.TokenInfo | None = None
+    promised = re.search(r"^__all__ = \[.*?^\]", text, re.MULTILINE | re.DOTALL)
+    first, last = (text[:at].count("\n") + 1 for at in promised.span()) if promised else (0, 0)
     edits: list[tuple[tuple[int, int], tuple[int, int], str]] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         made = token.string
         after_dot = before is not None and before.string == "."
         if token.type == tokenize.NAME and made == row.old and not (row.kind == "var" and after_dot):
             made = row.new
+        elif made == f'"{row.old}"' and first <= token.start[0] <= last:
+            made = f'"{row.new}"'
         elif token.type == tokenize.STRING and re.match(r"(?i)r?f", made):
             made = re.sub(r"\{[^{}]*\}", lambda m: word.sub(row.new, m.group()), made)
         if row.kind == "name" and token.type in (tokenize.STRING, tokenize.COMMENT):
@@ -163,10 +173,10 @@ def in_markdown(row: Row, text: str) -> str:
     return "".join(word.sub(row.new, p) if p.startswith("```") else in_backticks(word, row.new, p) for p in parts)
 
 
-def rename(row: Row, text: str, path: str) -> str:
+def rename(row: Row, text: str, path: str, repository: Path) -> str:
     """A file's text after a row; the text itself where the row says nothing of it."""
     if row.kind == "move":
-        return follow_move(row, text, path)
+        return follow_move(row, text, path, repository)
     if not row.covers(path):
         return text
     if row.kind == "word":
@@ -195,7 +205,7 @@ def apply(rows: list[Row], repository: Path) -> list[str]:
             continue
         for row in rows:
             if Path(row.old).stem in text:
-                text = rename(row, text, path)
+                text = rename(row, text, path, repository)
         if text != before:
             file.write_text(text, encoding="utf-8")
             changed.append(path)

@@ -218,7 +218,7 @@ def test_messages_survive_the_journey() -> None:
     assert isinstance(messages.Fault("SystemExit", "?").error(), EngineError)
     assert isinstance(messages.Fault.of(KeyError("x")).error(), EngineError)
     with pytest.raises(ValueError, match="bytes"):
-        messages.body_bytes(b"\xff" * messages.HEADER_BYTES)
+        messages.body_bytes(b"\xff" * messages.MAX_HEADER_BYTES)
 
 
 def test_a_request_that_cannot_be_read_costs_nobody_else() -> None:

@@ -87,7 +87,7 @@ OF_LLAMA = [
 OF_V3 = [
     ({"num_experts_per_tok": 9, "n_group": 1, "topk_group": 1}, "num_experts_per_tok = 9 exceeds n_routed_experts = 8"),
     ({"topk_group": 5}, "topk_group = 5 exceeds n_group = 4"),
-    ({"n_group": 8}, "n_group = 8 leaves 1 expert a group"),
+    ({"n_group": 8}, "n_group = 8 leaves 1 expert per group"),
     ({"n_group": 16}, "8 experts cannot form 16 equal groups"),
     ({"num_experts_per_tok": 5}, "num_experts_per_tok = 5 exceeds the 4 experts in topk_group = 2 groups"),
     ({"qk_rope_head_dim": 7}, "7 entries of a head.*qk_rope_head_dim"),

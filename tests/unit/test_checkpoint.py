@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from inferplane.errors import CheckpointError
-from inferplane.models import SafetensorsFolder, checkpoint, filereader
+from inferplane.models import SafetensorsFolder
+from inferplane.models.reading import checkpoint, file_reader
 from inferplane.types.placement import WHOLE, Shard
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -48,7 +49,7 @@ def test_reads_what_was_written(tmp_path_factory, shape, stored, asked, parts, a
             out = room[..., 0] if strided else torch.full(want.shape, -1.0).to(dtype)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(checkpoint, "CHUNK_BYTES", chunk)
-                patch.setattr(filereader, "PIECE_BYTES", piece)
+                patch.setattr(file_reader, "PIECE_BYTES", piece)
                 source.read_into("x", out, shard)
             assert torch.equal(out.float(), want.to(dtype).float())
             assert not strided or (room[..., 1].float() != 0).all()
@@ -84,10 +85,10 @@ def readers():
 
 def test_no_thread_writes_after_a_read_that_failed(tmp_path, monkeypatch):
     """A file that ends within its first piece, while a slow thread holds another: memory may go once `read` raises."""
-    monkeypatch.setattr(filereader, "PIECE_BYTES", 8)
+    monkeypatch.setattr(file_reader, "PIECE_BYTES", 8)
     path, running, ended = tmp_path / "a", threading.Event(), threading.Event()
     path.write_bytes(bytes(range(64)))
-    reader = filereader.FileReader(path)
+    reader = file_reader.FileReader(path)
     plain = os.preadv
 
     def slow(file, buffers, start):
@@ -119,9 +120,9 @@ def test_no_thread_writes_after_a_read_that_failed(tmp_path, monkeypatch):
 def test_reads_that_give_less_than_was_asked_for(tmp_path, monkeypatch):
     plain = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, buffers, start: plain(file, [buffers[0][:3]], start))
-    monkeypatch.setattr(filereader, "PIECE_BYTES", 8)
+    monkeypatch.setattr(file_reader, "PIECE_BYTES", 8)
     (tmp_path / "a").write_bytes(bytes(range(64)))
-    reader, room = filereader.FileReader(tmp_path / "a"), bytearray(50)
+    reader, room = file_reader.FileReader(tmp_path / "a"), bytearray(50)
     reader.read(9, memoryview(room))
     reader.close()
     assert room == bytes(range(9, 59))
@@ -129,9 +130,9 @@ def test_reads_that_give_less_than_was_asked_for(tmp_path, monkeypatch):
 
 def test_threads_that_cannot_be_started(tmp_path, monkeypatch):
     """The error is the system's, no thread is left, and the reader serves again."""
-    monkeypatch.setattr(filereader, "PIECE_BYTES", 8)
+    monkeypatch.setattr(file_reader, "PIECE_BYTES", 8)
     (tmp_path / "a").write_bytes(bytes(range(64)))
-    reader, room, plain, started = filereader.FileReader(tmp_path / "a"), bytearray(64), threading.Thread.start, []
+    reader, room, plain, started = file_reader.FileReader(tmp_path / "a"), bytearray(64), threading.Thread.start, []
 
     def start(thread):
         if started:
@@ -152,10 +153,10 @@ def test_threads_that_cannot_be_started(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [7, 8, 9, 63])
 def test_a_file_that_ends_too_soon(size, tmp_path, monkeypatch):
-    monkeypatch.setattr(filereader, "PIECE_BYTES", 8)
+    monkeypatch.setattr(file_reader, "PIECE_BYTES", 8)
     path = tmp_path / "a"
     path.write_bytes(bytes(size))
-    reader = filereader.FileReader(path)
+    reader = file_reader.FileReader(path)
     with pytest.raises(CheckpointError, match="ends before its tensors do"):
         reader.read(0, memoryview(bytearray(64)))
     reader.close()

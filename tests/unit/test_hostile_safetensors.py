@@ -48,7 +48,7 @@ CASES = {
     "length of all ones": (b"\xff" * 8 + GOOD[8:], "header has 18446744073709551615 bytes"),
     "length negative": (struct.pack("<q", -2) + GOOD[8:], "no safetensors file"),
     "length one short": (safetensors(TWO, DATA, length=len(json.dumps(TWO)) - 1), "damaged header"),
-    "length one long": (safetensors(TWO, DATA, length=len(json.dumps(TWO)) + 1), "goes on behind its end"),
+    "length one long": (safetensors(TWO, DATA, length=len(json.dumps(TWO)) + 1), "goes on after its end"),
     # the text
     "no object": (raw("[]"), "begins with"),
     "number": (raw("17"), "begins with"),
@@ -192,8 +192,8 @@ def test_what_the_system_refuses(when, tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     source = SafetensorsFolder(tmp_path)
-    module = {"header": "header", "tensor": "filereader"}[when]
-    monkeypatch.setattr(f"inferplane.models.{module}.open", refuse, raising=False)
+    module = {"header": "safetensors_header", "tensor": "file_reader"}[when]
+    monkeypatch.setattr(f"inferplane.models.reading.{module}.open", refuse, raising=False)
     read = {
         "header": lambda: SafetensorsFolder(tmp_path),
         "tensor": lambda: source.read_into("a", torch.zeros(2), WHOLE),

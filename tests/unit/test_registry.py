@@ -12,7 +12,7 @@ def test_core_and_plugins():
     mine = lambda b: "mine"  # noqa: E731
     assert constructor("LlamaForCausalLM") is llama
     assert constructor("Mine", {"Mine": mine}) is mine
-    assert constructor("Dotted", {"Dotted": "inferplane.models.llama:llama"}) is llama
+    assert constructor("Dotted", {"Dotted": "inferplane.models.families.llama:llama"}) is llama
     assert build(Build(Config({"architectures": ["Mine"]})), {"Mine": mine}) == "mine"
     assert constructor("LlamaForCausalLM", {"LlamaForCausalLM": mine}) is llama  # a plugin does not replace core's
 
@@ -23,7 +23,7 @@ def test_unknown_ones_list_what_is_known():
     assert all(name in str(caught.value) for name in ("'Foo'", "Mine", *ARCHITECTURES)) and caught.value.remedy
 
 
-@pytest.mark.parametrize("target", ["no.such.module:x", "inferplane.models.llama:nothing", "inferplane"])
+@pytest.mark.parametrize("target", ["no.such.module:x", "inferplane.models.families.llama:nothing", "inferplane"])
 def test_targets_that_cannot_be_imported(target):
     with pytest.raises(PluginError, match=f"'{target}' cannot be imported"):
         constructor("Mine", {"Mine": target})

@@ -33,10 +33,10 @@ from inferplane.engine.room import Room
 from inferplane.engine.sources import ModelFiles
 from inferplane.errors import UsageError, warn
 from inferplane.models import Build, SafetensorsFolder, build
-from inferplane.models.eagle import WithEagle, with_eagle
+from inferplane.models.families.eagle import WithEagle, with_eagle
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import READERS, latent_formats, latent_request, online, row_formats, stored, unsaved
+from inferplane.quant import READERS, formats_read_by_row, latent_formats, latent_request, online, stored, unsaved
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 from inferplane.types.batch import make_batch
 
@@ -212,7 +212,7 @@ class Runner:
             found = online(scheme, config, latent_formats(self.kernels, settings, layouts, self.options.ops))
         self.readers, self.view = {**READERS, **found.readers}, found.view
         placement = Placement() if self.ranks is None else self.ranks.placement
-        rows = row_formats(self.kernels, settings) if self.ranks is None else frozenset()
+        rows = formats_read_by_row(self.kernels, settings) if self.ranks is None else frozenset()
         unread, length = list(found.unread), self.max_model_len
         plans = Build(config, placement, found.format_of, length, self.options.mtp, unread, found.acts, rows)
         self.model: CausalLM = build(plans, self.host.models())

@@ -131,7 +131,7 @@ def _load(folder: str, kind: str) -> Any:
 
 def _check_class(settings: Path, transformers: Any) -> None:
     """Refuse a tokenizer whose class only the checkpoint's own code has: transformers before 5.21 took another one."""
-    from inferplane.models.config import read_object
+    from inferplane.models.reading.config import read_object
 
     entries = read_object(settings) if settings.is_file() else {}
     own, name = entries.get("auto_map"), entries.get("tokenizer_class")
@@ -147,7 +147,7 @@ def end_ids(folder: Path) -> frozenset[int]:
     Raises:
         CheckpointError: an entry is no token id, or one beyond the vocabulary, which would never end a text.
     """
-    from inferplane.models.config import read_object
+    from inferplane.models.reading.config import read_object
 
     found: set[int] = set()
     vocab = None

@@ -1,4 +1,4 @@
-"""What family constructors share: naming weights, sharding them, counting cache layers."""
+"""`Build`: what a family's constructor uses to declare weights, shard them over ranks and make common ops."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ from typing import Any
 import torch
 
 from inferplane.errors import CheckpointError, UnsupportedModelError
-from inferplane.models.config import Config
+from inferplane.models.reading.config import Config
 from inferplane.models.rope import rope_table
 from inferplane.ops import AddRMSNorm, AllGather, AllReduce, Embedding, GatedMLP, Linear, LMHead, RMSNorm
 from inferplane.types import PLAIN, WHOLE, Placement, Shard, Weight
 
 HEAD = "lm_head"
 FormatOf = Callable[[str], str]
-"""Weight format of a checkpoint tensor, by its name."""
+"""From the name of a checkpoint tensor to its weight format."""
 
 
-def _plain(name: str) -> str:
+def _plain_format(name: str) -> str:
     return PLAIN
 
 
 @dataclass(frozen=True)
 class Build:
-    """Everything a constructor needs beside its family's arithmetic.
+    """Everything that a family's constructor needs besides its own arithmetic.
 
     Args:
         config: the checkpoint's config.
-        placement: this process among those that share the model.
-        format_of: weight format by checkpoint name.
-        positions: positions the rotary tables must cover.
-        mtp: also build the multi-token-prediction layers.
-        ignored: shell patterns of checkpoint tensors that the family knows and does not read, filled by `ignore`.
-        acts: weight format -> how activations are coded that meet such weights.
-        row_formats: quantized formats of which the device's kernels read single rows. An embedding that is tied to a
-            head in one of them is the head's weight, kept once; else it stays plain beside the head.
+        placement: the rank of this process among those that share the model.
+        format_of: returns the weight format of a checkpoint tensor.
+        positions: number of positions that the rotary tables must cover.
+        mtp: whether to build the multi-token-prediction layers too.
+        ignored: shell patterns of checkpoint tensors that the family knows and does not read; `ignore` adds to it.
+        acts: weight format -> quantization of the activations that are multiplied by such weights.
+        formats_read_by_row: quantized formats from which the device's kernels can read single rows. If a head in one of
+            these formats is tied to the embedding, both share its weight; otherwise the embedding stays plain.
 
     Raises:
-        UnsupportedModelError: the placement divides experts and layers among different numbers of processes.
+        UnsupportedModelError: the placement divides experts and layers over different numbers of ranks.
     """
 
     config: Config
     placement: Placement = field(default_factory=Placement)
-    format_of: FormatOf = _plain
+    format_of: FormatOf = _plain_format
     positions: int = 4096
     mtp: bool = False
     ignored: list[str] = field(default_factory=list, compare=False)
     acts: Mapping[str, str] = field(default_factory=dict)
-    row_formats: frozenset[str] = frozenset()
+    formats_read_by_row: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        p = self.placement
-        if p.ep_size > 1 and (p.ep_rank, p.ep_size) != (p.tp_rank, p.tp_size):
+        place = self.placement
+        if place.ep_size > 1 and (place.ep_rank, place.ep_size) != (place.tp_rank, place.tp_size):
             raise UnsupportedModelError(
-                f"ep_size = {p.ep_size} beside tp_size = {p.tp_size} is not implemented.",
+                f"ep_size = {place.ep_size} beside tp_size = {place.tp_size} is not implemented.",
                 there_is="the same ranks for both, or ep_size = 1, with tp_size to divide every expert",
                 remedy="use Placement.shared(rank, size)",
             )
 
     def ignore(self, *patterns: str) -> None:
-        """Name checkpoint tensors that are expected and not read; others that nothing reads are reported."""
+        """Declare checkpoint tensors that are not read. Other tensors that nothing reads are reported."""
         self.ignored.extend(patterns)
 
     # -- weights
@@ -76,8 +76,15 @@ class Build:
         rows: tuple[int, ...] = (),
         **options: Any,
     ) -> Weight:
-        """A weight made of the tensors `name.weight`; `axis` is divided over the tensor-parallel ranks, unless `shards`
-        says what is read of each part. `rows` are those of each part on this rank; left out, all have equally many.
+        """Declare a weight that stacks the tensors `name.weight`.
+
+        Args:
+            names: names of the parts.
+            shape: shape on this rank.
+            axis: the axis that is divided over the tensor-parallel ranks; None: not divided.
+            shards: the slice to read of each part, where `axis` does not say it.
+            rows: rows of each part on this rank; by default the parts have equally many.
+            options: further fields of `Weight`.
 
         Raises:
             CheckpointError: the parts are stored in different formats.
@@ -90,16 +97,16 @@ class Build:
                 remedy="quantize all parts of a fused weight alike",
             )
         rows = rows or (math.prod(shape[:-1]) // len(parts),) * len(parts)
-        cut, format = shards or self.shard(axis), formats.pop()
-        return Weight(parts, shape, format=format, shard=cut, rows=rows, act=self.acts.get(format, ""), **options)
+        shard, format = shards or self.shard(axis), formats.pop()
+        return Weight(parts, shape, format=format, shard=shard, rows=rows, act=self.acts.get(format, ""), **options)
 
     def shard(self, axis: int | None) -> Shard:
-        """The slice of a divided weight that this rank reads."""
-        p = self.placement
-        return WHOLE if axis is None or p.tp_size == 1 else Shard(axis, p.tp_rank, p.tp_size)
+        """The slice that this rank reads of a weight whose `axis` is divided."""
+        place = self.placement
+        return WHOLE if axis is None or place.tp_size == 1 else Shard(axis, place.tp_rank, place.tp_size)
 
-    def share(self, name: str, size: int) -> int:
-        """This rank's share of a dimension."""
+    def local_size(self, name: str, size: int) -> int:
+        """How much of a dimension this rank has; `name` is its config entry, for errors."""
         return self.placement.part(name, size)
 
     def linear(
@@ -112,41 +119,49 @@ class Build:
         shards: tuple[Shard, ...] | None = None,
         **options: Any,
     ) -> Linear:
-        """A linear whose parts are stacked by rows; `rows` and `columns` are this rank's, `rows` of all parts together
-        where they are equal, else of each.
+        """Declare a linear layer whose weight stacks the rows of several checkpoint tensors.
 
-        `axis` 0 divides the outputs, 1 the inputs (the results are then summed over ranks by the op's `reduce`, so that
-        only the first rank may add the bias). `shards` says what is read of each part, where that differs.
+        Args:
+            names: names of the parts.
+            rows: rows on this rank: of all parts together if they are equal, or of each part.
+            columns: columns on this rank.
+            axis: 0 divides the outputs over the ranks, 1 the inputs. With 1 the block sums the results over ranks, so
+                only the first rank adds the bias.
+            bias: whether the layer has a bias.
+            shards: the slice to read of each part, where `axis` does not say it.
+            options: further fields of `Linear`.
         """
         total, each = (rows, (rows // len(names),) * len(names)) if isinstance(rows, int) else (sum(rows), rows)
         biases = None
         if bias and not (axis == 1 and self.placement.tp_rank):
-            cut = shards or self.shard(0 if axis == 0 else None)
-            biases = Weight(tuple(f"{n}.bias" for n in names), (total,), shard=cut, rows=each)
+            shard = shards or self.shard(0 if axis == 0 else None)
+            biases = Weight(tuple(f"{name}.bias" for name in names), (total,), shard=shard, rows=each)
         return Linear(self.weight(names, (total, columns), axis, shards, each), biases, **options)
 
     def router(self, name: str, experts: int, width: int) -> Linear:
-        """A router: its product is taken in float32."""
+        """Declare a router: a linear layer that computes its result in float32."""
         return self.linear(name, rows=experts, columns=width, out_dtype=torch.float32)
 
-    def rms(self, name: str, width: int, eps: float | None = None) -> RMSNorm:
-        """An RMS norm with the config's epsilon, unless the family fixes another."""
+    def rms_norm(self, name: str, width: int, eps: float | None = None) -> RMSNorm:
+        """Declare an RMS norm. `eps` defaults to the config's epsilon."""
         if eps is None:
             eps = self.config.number("rms_norm_eps", 1e-6)
         return RMSNorm(Weight((f"{name}.weight",), (width,)), eps)
 
-    def add_rms(self, name: str, width: int) -> AddRMSNorm:
-        """The same behind an addition."""
-        return AddRMSNorm(self.rms(name, width))
+    def add_rms_norm(self, name: str, width: int) -> AddRMSNorm:
+        """Declare an RMS norm that first adds the residual."""
+        return AddRMSNorm(self.rms_norm(name, width))
 
     def reduce(self) -> AllReduce | None:
-        """The sum over ranks behind a row-parallel linear; None on one rank."""
+        """The op that sums the results of a linear layer with divided inputs over the ranks; None on one rank."""
         return AllReduce(self.placement.tp_size) if self.placement.tp_size > 1 else None
 
     def mlp(self, name: str, inner: int, width: int, entry: str = "intermediate_size") -> GatedMLP:
-        """A gated MLP of `gate_proj`, `up_proj`, `down_proj`; `inner` is the size over all ranks, from the config's
-        `entry`."""
-        mine = self.share(entry, inner)
+        """Declare a gated MLP of `gate_proj`, `up_proj` and `down_proj`.
+
+        `inner` is the inner size over all ranks; `entry` is its config entry, for errors.
+        """
+        mine = self.local_size(entry, inner)
         return GatedMLP(
             gate_up=self.linear(f"{name}.gate_proj", f"{name}.up_proj", rows=2 * mine, columns=width, axis=0),
             down=self.linear(f"{name}.down_proj", rows=width, columns=mine, axis=1),
@@ -154,30 +169,30 @@ class Build:
         )
 
     def embedding(self, name: str, vocab: int, width: int) -> Embedding:
-        """The token embedding; each rank has a range of the vocabulary."""
-        mine = self.share("vocab_size", vocab)
+        """Declare the token embedding; each rank has a range of the vocabulary."""
+        mine = self.local_size("vocab_size", vocab)
         weight = self.weight((name,), (mine, width), 0)
         head = self.format_of(f"{HEAD}.weight")
-        if self.config.flag("tie_word_embeddings") and weight.format == PLAIN and head in self.row_formats:
+        if self.config.flag("tie_word_embeddings") and weight.format == PLAIN and head in self.formats_read_by_row:
             weight = replace(weight, format=head)
         return Embedding(weight, self.placement.tp_rank * mine, self.reduce())
 
     def head(self, embed: Embedding, vocab: int, width: int, name: str = HEAD) -> LMHead:
-        """The output head: the embedding's own weight when the config ties them."""
+        """Declare the output head. If the config ties it to the embedding, it shares the embedding's weight."""
         if self.config.flag("tie_word_embeddings"):
-            self.ignore(f"{name}.weight")  # some exports write it all the same
+            self.ignore(f"{name}.weight")  # some exports write it although it is tied
             format = self.format_of(f"{name}.weight")
             if format == embed.weight.format or self.format_of(embed.weight.parts[0]) == format:
                 return LMHead(embed.weight)
-            return LMHead(replace(embed.weight, format=format))  # quantized while it is read, for the head alone
-        return LMHead(self.weight((name,), (self.share("vocab_size", vocab), width), 0))
+            return LMHead(replace(embed.weight, format=format))  # the head alone is quantized, while it is read
+        return LMHead(self.weight((name,), (self.local_size("vocab_size", vocab), width), 0))
 
     def gather(self) -> AllGather | None:
-        """What joins the ranks' columns of the logits; None on one rank."""
+        """The op that joins the ranks' columns of the logits; None on one rank."""
         return AllGather(self.placement.tp_size) if self.placement.tp_size > 1 else None
 
     def rope(self, dim: int, theta: float = 10000.0) -> Weight:
-        """The rotary table for `dim` entries a head; `theta` is the base where the config states none."""
-        most = self.config.get("max_position_embeddings")
-        settings = {"max_position_embeddings": most, **self.config.rotary(theta)}
+        """Declare the rotary table for `dim` entries per head; `theta` is the base if the config states none."""
+        context = self.config.get("max_position_embeddings")
+        settings = {"max_position_embeddings": context, **self.config.rotary(theta)}
         return rope_table(settings, dim, self.positions)

@@ -1,4 +1,4 @@
-"""What several families are made of: attention by groups and by latents, experts, and the model around the layers.
+"""Building blocks that several families share: attention blocks, mixtures of experts, the model around the layers.
 
 Names of weights are those of Hugging Face checkpoints, in which these families agree.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from inferplane.errors import CheckpointError
 from inferplane.models.build import Build
-from inferplane.models.config import Config
+from inferplane.models.reading.config import Config
 from inferplane.models.rope import mscale
 from inferplane.ops import (
     FORMATS,
@@ -37,111 +37,118 @@ from inferplane.ops import (
 from inferplane.types import STATIC, KVRequest, Shard, Weight
 
 Window = int | None
-"""How many last tokens a layer attends to; None: all."""
+"""A layer's attention window in tokens; None: it attends to all tokens."""
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms on latents, whatever `rms_norm_eps` says: so in the modeling files that are published with the
-DeepSeek checkpoints, and in transformers."""
+"""Epsilon of the norms on latents. It does not depend on `rms_norm_eps`: DeepSeek's published modeling files and
+transformers use this constant too."""
 
 
-def grouped_query(
-    b: Build, *, bias: bool = False, out_bias: bool = False, norms: bool = False, theta: float = 10000.0
+def grouped_query_attention(
+    build: Build, *, bias: bool = False, out_bias: bool = False, norms: bool = False, theta: float = 10000.0
 ) -> Callable[[str, Window], GQABlock]:
-    """Grouped-query attention of a family: a function from a layer's name and window to its block.
+    """Return a function that builds a layer's grouped-query attention from the layer's name and window.
 
     Args:
-        b: its config gives heads and sizes.
-        bias: biases on q, k and v. out_bias: one on the output.
-        norms: norms on each head's q and k.
-        theta: rotary base where the config states none.
+        build: its config gives heads and sizes.
+        bias: whether q, k and v have biases. out_bias: whether the output has one.
+        norms: whether each head's q and k have norms.
+        theta: rotary base if the config states none.
 
     Raises:
         CheckpointError: the config lacks an entry or contradicts itself.
         UsageError: the ranks cannot share the heads.
     """
-    c = b.config
-    width, heads = c.size("hidden_size"), c.size("num_attention_heads")
-    kv_heads = c.size("num_key_value_heads", heads)
+    config = build.config
+    width, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    kv_heads = config.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(
-            f"{c.name}: num_attention_heads = {heads} cannot be shared equally by num_key_value_heads = {kv_heads}.",
+            f"{config.name}: num_attention_heads = {heads} cannot be shared equally by "
+            f"num_key_value_heads = {kv_heads}.",
             remedy="correct the entries, or fetch the file again",
         )
-    if c.get("head_dim") is None and width % heads:
+    if config.get("head_dim") is None and width % heads:
         raise CheckpointError(
-            f"{c.name}: hidden_size = {width} cannot be divided into num_attention_heads = {heads} equal heads.",
+            f"{config.name}: hidden_size = {width} cannot be divided into num_attention_heads = {heads} equal heads.",
             remedy="correct the entries, or add head_dim",
         )
-    dim = c.size("head_dim", width // heads)
-    h, (g, kv_shard) = b.share("num_attention_heads", heads), b.placement.heads("num_key_value_heads", kv_heads)
-    shards = (Shard(0, b.placement.tp_rank, b.placement.tp_size), kv_shard, kv_shard)
-    rope = Rope(b.rope(dim, theta))
+    dim = config.size("head_dim", width // heads)
+    local_heads, (local_kv_heads, kv_shard) = (
+        build.local_size("num_attention_heads", heads),
+        build.placement.heads("num_key_value_heads", kv_heads),
+    )
+    shards = (Shard(0, build.placement.tp_rank, build.placement.tp_size), kv_shard, kv_shard)
+    rows = (local_heads * dim, local_kv_heads * dim, local_kv_heads * dim)
+    rope = Rope(build.rope(dim, theta))
 
     def block(name: str, window: Window = None) -> GQABlock:
-        request = KVRequest("gqa", g, dim, dim, window)
-        q_norm, k_norm = (b.rms(f"{name}.{part}_norm", dim) if norms else None for part in "qk")
+        request = KVRequest("gqa", local_kv_heads, dim, dim, window)
+        q_norm, k_norm = (build.rms_norm(f"{name}.{part}_norm", dim) if norms else None for part in "qk")
         qkv = [f"{name}.{part}_proj" for part in "qkv"]
         return GQABlock(
-            qkv=b.linear(*qkv, rows=(h * dim, g * dim, g * dim), columns=width, axis=0, bias=bias, shards=shards),
-            o=b.linear(f"{name}.o_proj", rows=width, columns=h * dim, axis=1, bias=out_bias),
+            qkv=build.linear(*qkv, rows=rows, columns=width, axis=0, bias=bias, shards=shards),
+            o=build.linear(f"{name}.o_proj", rows=width, columns=local_heads * dim, axis=1, bias=out_bias),
             enter=NormRopeWrite(rope, KVWrite(request), q_norm, k_norm),
-            few=Attention(h, dim**-0.5, request, "few"),
-            many=Attention(h, dim**-0.5, request, "many"),
-            heads=(h, g),
+            few=Attention(local_heads, dim**-0.5, request, "few"),
+            many=Attention(local_heads, dim**-0.5, request, "many"),
+            heads=(local_heads, local_kv_heads),
             head_dim=dim,
-            reduce=b.reduce(),
+            reduce=build.reduce(),
         )
 
     return block
 
 
-def latent(b: Build) -> Callable[[str], MLABlock]:
-    """DeepSeek's latent attention, with and without a low-rank query: a function from a layer's name to its block.
+def latent_attention(build: Build) -> Callable[[str], MLABlock]:
+    """Return a function that builds a layer's latent attention (MLA) from the layer's name.
+
+    The query has a low-rank projection where the config gives `q_lora_rank`.
 
     Raises:
         CheckpointError: the config lacks an entry or contradicts itself.
         UsageError: the ranks cannot share the heads.
     """
-    c = b.config
-    width, rank = c.size("hidden_size"), c.count("q_lora_rank")
-    d = MLADims(
-        heads=b.share("num_attention_heads", c.size("num_attention_heads")),
-        nope=c.size("qk_nope_head_dim"),
-        rope=c.size("qk_rope_head_dim"),
-        value=c.size("v_head_dim"),
-        latent=c.size("kv_lora_rank"),
+    config = build.config
+    width, rank = config.size("hidden_size"), config.count("q_lora_rank")
+    dims = MLADims(
+        heads=build.local_size("num_attention_heads", config.size("num_attention_heads")),
+        nope=config.size("qk_nope_head_dim"),
+        rope=config.size("qk_rope_head_dim"),
+        value=config.size("v_head_dim"),
+        latent=config.size("kv_lora_rank"),
     )
-    rope = Rope(b.rope(d.rope), c.flag("rope_interleave", True))  # checks the settings
-    settings, scale = c.rope, (d.nope + d.rope) ** -0.5
+    rope = Rope(build.rope(dims.rope), config.flag("rope_interleave", True))  # checks the settings
+    settings, scale = config.rope, (dims.nope + dims.rope) ** -0.5
     if settings["rope_type"] != "default" and settings.get("mscale_all_dim"):
         scale *= mscale(settings["factor"], settings["mscale_all_dim"]) ** 2
 
     def block(name: str) -> MLABlock:
-        q_rows = d.heads * (d.nope + d.rope)
-        kv_b = b.weight((f"{name}.kv_b_proj",), (d.heads * (d.nope + d.value), d.latent), 0)
+        q_rows = dims.heads * (dims.nope + dims.rope)
+        kv_b = build.weight((f"{name}.kv_b_proj",), (dims.heads * (dims.nope + dims.value), dims.latent), 0)
         q_b = f"{name}.q_b_proj" if rank else f"{name}.q_proj"
-        q_up = b.linear(q_b, rows=q_rows, columns=rank or width, axis=0)
-        q_a_norm = b.rms(f"{name}.q_a_layernorm", rank, LATENT_EPS) if rank else None
-        kv_a_norm = b.rms(f"{name}.kv_a_layernorm", d.latent, LATENT_EPS)
+        q_up = build.linear(q_b, rows=q_rows, columns=rank or width, axis=0)
+        q_a_norm = build.rms_norm(f"{name}.q_a_layernorm", rank, LATENT_EPS) if rank else None
+        kv_a_norm = build.rms_norm(f"{name}.kv_a_layernorm", dims.latent, LATENT_EPS)
         codes = codes_for(q_up.weight) if rank else {}
         return MLABlock(
-            q_a=b.linear(f"{name}.q_a_proj", rows=rank, columns=width) if rank else None,
+            q_a=build.linear(f"{name}.q_a_proj", rows=rank, columns=width) if rank else None,
             q_b=q_up,
-            kv_a=b.linear(f"{name}.kv_a_proj_with_mqa", rows=d.latent + d.rope, columns=width),
-            enter=MLANormRopeWrite(q_a_norm, kv_a_norm, rope, MLAKVWrite(d.request), d, **codes),
+            kv_a=build.linear(f"{name}.kv_a_proj_with_mqa", rows=dims.latent + dims.rope, columns=width),
+            enter=MLANormRopeWrite(q_a_norm, kv_a_norm, rope, MLAKVWrite(dims.request), dims, **codes),
             rope=rope,
-            expanded=MLAExpanded(Linear(kv_b), d, scale, d.request),
-            absorbed=MLAAbsorbed(kv_b, d, scale, d.request),
-            o=b.linear(f"{name}.o_proj", rows=width, columns=d.heads * d.value, axis=1),
-            dims=d,
-            reduce=b.reduce(),
+            expanded=MLAExpanded(Linear(kv_b), dims, scale, dims.request),
+            absorbed=MLAAbsorbed(kv_b, dims, scale, dims.request),
+            o=build.linear(f"{name}.o_proj", rows=width, columns=dims.heads * dims.value, axis=1),
+            dims=dims,
+            reduce=build.reduce(),
         )
 
     return block
 
 
-def experts(
-    b: Build,
+def mixture_of_experts(
+    build: Build,
     name: str,
     route: MoERoute,
     *,
@@ -150,80 +157,83 @@ def experts(
     shared: GatedMLP | None = None,
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> MoE:
-    """A mixture-of-experts layer with its router at `name.gate`.
+    """Build a mixture-of-experts layer; its router is read from `name.gate`.
 
     Args:
-        b: its config gives the width.
-        name: the layer's MLP.
-        route: how experts are chosen.
-        count: the config's entry for the number of experts, and the number.
-        inner: the config's entry for the size of one expert, and the size.
-        shared: an MLP for every token; its own sum over ranks is left to the layer's.
-        parts: what a checkpoint calls gate, up and down.
+        build: its config gives the width.
+        name: prefix of the layer's MLP in the checkpoint.
+        route: chooses the experts of a token.
+        count: name of the config entry with the number of experts, and that number.
+        inner: name of the config entry with the size of one expert, and that size.
+        shared: an MLP that every token takes; the layer sums its result over the ranks together with the experts'.
+        parts: names of gate, up and down projections in the checkpoint.
     """
-    width, (entry, size) = b.config.size("hidden_size"), inner
-    mine = b.placement.experts(*count)
-    divided = len(mine) == count[1]  # every expert is here, and divided, or some are here, whole
-    rows = b.share(entry, size) if divided else size
+    width, (entry, size) = build.config.size("hidden_size"), inner
+    mine = build.placement.experts(*count)
+    divided = len(mine) == count[1]  # either a slice of every expert is here, or some experts in full
+    rows = build.local_size(entry, size) if divided else size
     gate, up, down = parts
     if not divided:
-        b.ignore(f"{name}.experts.*")  # those of the other ranks
+        build.ignore(f"{name}.experts.*")  # experts of the other ranks
     gate_up = [f"{name}.experts.{e}.{part}" for e in mine for part in (gate, up)]
     downs = [f"{name}.experts.{e}.{down}" for e in mine]
     return MoE(
-        router=b.router(f"{name}.gate", count[1], width),
+        router=build.router(f"{name}.gate", count[1], width),
         route=route,
         experts=MoEExperts(
-            b.weight(gate_up, (len(mine), 2 * rows, width), 0 if divided else None),
-            b.weight(downs, (len(mine), width, rows), 1 if divided else None),
+            build.weight(gate_up, (len(mine), 2 * rows, width), 0 if divided else None),
+            build.weight(downs, (len(mine), width, rows), 1 if divided else None),
             partial=not divided,
         ),
         shared=None if shared is None else replace(shared, reduce=None),
-        reduce=b.reduce(),
+        reduce=build.reduce(),
         here=None if divided else (mine[0], len(mine)),
     )
 
 
-def routing(c: Config, entry: str, groups: int = 1, kept: int = 1) -> tuple[int, int]:
-    """Experts in all, and experts a token.
+def expert_counts(config: Config, entry: str, groups: int = 1, top_groups: int = 1) -> tuple[int, int]:
+    """Read the number of experts and the number of experts per token, and check that a router can choose them.
 
     Args:
-        c: the config.
-        entry: its entry for the number of experts.
-        groups: groups they form. kept: groups a token may choose from.
+        config: the model's.
+        entry: name of the config entry with the number of experts.
+        groups: number of expert groups. top_groups: number of groups that a token may choose from.
 
     Raises:
-        CheckpointError: no router could choose as the config says.
+        CheckpointError: the numbers contradict each other.
     """
-    total, chosen = c.size(entry), c.size("num_experts_per_tok")
+    total, chosen = config.size(entry), config.size("num_experts_per_tok")
     each = total // groups
     what = ""
     if total % groups:
         what = f"{total} experts cannot form {groups} equal groups"
-    elif kept > groups:
-        what = f"topk_group = {kept} exceeds n_group = {groups}"
+    elif top_groups > groups:
+        what = f"topk_group = {top_groups} exceeds n_group = {groups}"
     elif chosen > total:
         what = f"num_experts_per_tok = {chosen} exceeds {entry} = {total}"
-    elif chosen > kept * each:
-        what = f"num_experts_per_tok = {chosen} exceeds the {kept * each} experts in topk_group = {kept} groups"
+    elif chosen > top_groups * each:
+        what = f"num_experts_per_tok = {chosen} exceeds the {top_groups * each} experts in topk_group = {top_groups} "
+        what += "groups"
     if what:
-        raise CheckpointError(f"{c.name}: {what}.", remedy="correct the entries, or fetch the file again")
+        raise CheckpointError(f"{config.name}: {what}.", remedy="correct the entries, or fetch the file again")
     return total, chosen
 
 
-def decoder_layer(b: Build, i: int, attn: Any, mlp: Any) -> DecoderLayer:
-    """Layer i around its attention and its MLP."""
-    name, width = f"model.layers.{i}", b.config.size("hidden_size")
+def decoder_layer(build: Build, i: int, attn: Any, mlp: Any) -> DecoderLayer:
+    """Build decoder layer `i` from its attention and its MLP."""
+    name, width = f"model.layers.{i}", build.config.size("hidden_size")
     return DecoderLayer(
-        attn_norm=replace(b.add_rms(f"{name}.input_layernorm", width), **codes_for(*readers(attn))),
+        attn_norm=replace(build.add_rms_norm(f"{name}.input_layernorm", width), **codes_for(*input_weights(attn))),
         attn=attn,
-        mlp_norm=replace(b.add_rms(f"{name}.post_attention_layernorm", width), **codes_for(*readers(mlp))),
+        mlp_norm=replace(
+            build.add_rms_norm(f"{name}.post_attention_layernorm", width), **codes_for(*input_weights(mlp))
+        ),
         mlp=mlp,
     )
 
 
-def readers(block: GQABlock | MLABlock | GatedMLP | MoE) -> list[Weight]:
-    """Weights that meet what a block is given, but for routers, which take it as it is."""
+def input_weights(block: GQABlock | MLABlock | GatedMLP | MoE) -> list[Weight]:
+    """The weights that a block multiplies its input by. Routers are left out: their input is never quantized."""
     if isinstance(block, GQABlock):
         return [block.qkv.weight]
     if isinstance(block, MLABlock):
@@ -251,55 +261,62 @@ def codes_for(*weights: Weight) -> dict[str, Any]:
     return {"codes": format, "codes_group": group}
 
 
-def decoder(b: Build, attn: Callable[[int, str], Any], mlp: Callable[[int, str], Any]) -> CausalLM:
-    """A model whose layers are attention and MLP; both are functions of a layer's number and its part's name."""
-    c = b.config
-    vocab, width = c.size("vocab_size"), c.size("hidden_size")
-    embed = b.embedding("model.embed_tokens", vocab, width)
-    names = [(i, f"model.layers.{i}") for i in range(c.size("num_hidden_layers"))]
+def decoder_model(build: Build, attn: Callable[[int, str], Any], mlp: Callable[[int, str], Any]) -> CausalLM:
+    """Build a causal language model.
+
+    Args:
+        build: config, placement and weight formats.
+        attn: builds a layer's attention from the layer's number and the attention's name in the checkpoint.
+        mlp: the same for the layer's MLP.
+    """
+    config = build.config
+    vocab, width = config.size("vocab_size"), config.size("hidden_size")
+    embed = build.embedding("model.embed_tokens", vocab, width)
+    names = [(i, f"model.layers.{i}") for i in range(config.size("num_hidden_layers"))]
     return CausalLM(
         embed=embed,
-        layers=tuple(decoder_layer(b, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp")) for i, n in names),
-        norm=b.add_rms("model.norm", width),
-        head=b.head(embed, vocab, width),
-        gather=b.gather(),
+        layers=tuple(decoder_layer(build, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp")) for i, n in names),
+        norm=build.add_rms_norm("model.norm", width),
+        head=build.head(embed, vocab, width),
+        gather=build.gather(),
     )
 
 
-def dense(b: Build) -> Callable[[int, str], GatedMLP]:
-    """The gated MLP of dense families."""
-    inner, width = b.config.size("intermediate_size"), b.config.size("hidden_size")
-    return lambda i, name: b.mlp(name, inner, width)
+def dense_mlp(build: Build) -> Callable[[int, str], GatedMLP]:
+    """Return a function that builds a layer's gated MLP from the layer's number and the MLP's name."""
+    inner, width = build.config.size("intermediate_size"), build.config.size("hidden_size")
+    return lambda i, name: build.mlp(name, inner, width)
 
 
-def window_of(c: Config) -> Window:
-    """The window of every layer; None where the config states none."""
-    return None if c.get("sliding_window") is None else c.size("sliding_window")
+def sliding_window(config: Config) -> Window:
+    """The attention window of every layer; None if the config states none."""
+    return None if config.get("sliding_window") is None else config.size("sliding_window")
 
 
-def layer_windows(c: Config) -> list[Window]:
-    """Each layer's window where a config switches it on for some layers, as Qwen's do.
+def layer_windows(config: Config) -> list[Window]:
+    """Each layer's attention window, for configs that switch windows on for some layers, as Qwen's do.
 
-    `use_sliding_window` must be set; `layer_types` names the layers, else those from `max_window_layers` on have one.
+    Windows apply only if `use_sliding_window` is set. `layer_types` names the layers that have one; without it, layers
+    from `max_window_layers` on have one.
 
     Raises:
         CheckpointError: the entries contradict each other.
-        UnsupportedModelError: layers of another type.
+        UnsupportedModelError: a layer has another type.
     """
-    layers = c.size("num_hidden_layers")
-    if not c.flag("use_sliding_window") or c.get("sliding_window") is None:
+    layers = config.size("num_hidden_layers")
+    if not config.flag("use_sliding_window") or config.get("sliding_window") is None:
         return [None] * layers
-    window, first = c.size("sliding_window"), c.get("max_window_layers")
-    kinds = c.get("layer_types")
+    window, first = config.size("sliding_window"), config.get("max_window_layers")
+    kinds = config.get("layer_types")
     if kinds is None:
-        first = 28 if first is None else c.count("max_window_layers")
+        first = 28 if first is None else config.count("max_window_layers")
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise CheckpointError(
-            f"{c.name}: layer_types is not a list of {layers} names, one a layer.",
+            f"{config.name}: layer_types is not a list of {layers} names, one a layer.",
             remedy="correct the entry, or fetch the file again",
         )
     known = {"sliding_attention": window, "full_attention": None}
     for kind in kinds:
-        c.check("layer_types", kind, tuple(known))
+        config.check("layer_types", kind, tuple(known))
     return [known[kind] for kind in kinds]

@@ -1,4 +1,4 @@
-"""From an architecture's name to its constructor."""
+"""Finds the constructor of a model by the name of its architecture."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from inferplane.ops import CausalLM
 Constructor = Callable[[Build], CausalLM]
 
 ARCHITECTURES: dict[str, Constructor] = {}
-"""Families in core, filled by `architecture`; plugins register more."""
+"""The constructors in core by architecture; the decorator `architecture` fills it, plugins register more."""
 
 
 def architecture(name: str) -> Callable[[Constructor], Constructor]:
-    """Mark a function of this package as the constructor of an architecture, by its name in config.json."""
+    """Register the decorated function as the constructor of an architecture, by its name in config.json."""
 
     def mark(make: Constructor) -> Constructor:
         ARCHITECTURES[name] = make
@@ -27,11 +27,11 @@ def architecture(name: str) -> Callable[[Constructor], Constructor]:
 
 
 def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> Constructor:
-    """The constructor of an architecture, from core or from a plugin.
+    """Find the constructor of an architecture, in core or in a plugin.
 
     Raises:
-        UnsupportedModelError: nobody knows it; lists what is known.
-        PluginError: it cannot be imported.
+        UnsupportedModelError: there is none; the message lists the architectures that have one.
+        PluginError: the constructor cannot be imported.
     """
     known = {**(plugins or {}), **ARCHITECTURES}
     target = known.get(architecture)
@@ -39,22 +39,22 @@ def constructor(architecture: str, plugins: Mapping[str, Any] | None = None) -> 
         raise UnsupportedModelError(
             f"Architecture {architecture!r} is not known.",
             there_is=", ".join(sorted(known)),
-            remedy="add a file with its constructor to inferplane/models, or register one from a plugin: "
+            remedy="add a file with its constructor to inferplane/models/families, or register one from a plugin: "
             "docs/adding-a-model.md",
         )
     return resolve(target)
 
 
-def build(b: Build, plugins: Mapping[str, Any] | None = None) -> CausalLM:
-    """The tree of ops for a config; nothing is read or allocated."""
-    return constructor(b.config.architecture, plugins)(b)
+def build(build: Build, plugins: Mapping[str, Any] | None = None) -> CausalLM:
+    """Build the tree of ops for a config. Nothing is read or allocated."""
+    return constructor(build.config.architecture, plugins)(build)
 
 
 def resolve(target: Any) -> Any:
-    """An object from its dotted name "module:name", or itself.
+    """Return the object with the dotted name "module:name"; return anything but a string unchanged.
 
     Raises:
-        PluginError: it cannot be imported.
+        PluginError: the object cannot be imported.
     """
     if not isinstance(target, str):
         return target
@@ -64,5 +64,5 @@ def resolve(target: Any) -> Any:
     except Exception as error:
         raise PluginError(
             f"{target!r} cannot be imported ({type(error).__name__}: {error}).",
-            remedy="mend the plugin that registered it, or exclude it with INFERPLANE_PLUGINS",
+            remedy="repair the plugin that registered it, or exclude it with INFERPLANE_PLUGINS",
         ) from error

@@ -1,4 +1,4 @@
-"""Rotary tables for the kinds of scaling that configs name."""
+"""Tables of rotary position embeddings, for every kind of scaling that configs name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from inferplane.errors import CheckpointError, UnsupportedModelError
-from inferplane.models.config import is_number
+from inferplane.models.reading.config import is_number
 from inferplane.types import Weight
 
 TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -20,27 +20,27 @@ _NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
-"""Entries that a type cannot do without, beside `rope_theta`: numbers above 0."""
+"""Entries that a type requires besides `rope_theta`; each is a number above 0."""
 
 _KNOWN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
-"""Further ones that a scaled type may have: numbers above 0."""
+"""Further entries that a scaled type may have; each is a number above 0."""
 
-LEAST, MOST = 1e-6, 1e12
-"""Between which numbers above 0 lie: with others the table, or the softmax's scale, would overflow."""
+MIN_ENTRY, MAX_ENTRY = 1e-6, 1e12
+"""Range of an entry that must be above 0. Beyond it the table or the scale of the softmax would overflow."""
 
 
 def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
-    """Cosines and sines as a weight that is computed at load: float32 `[positions, 2, dim / 2]`.
+    """Declare the cosines and sines as a weight that is computed at load: float32 `[positions, 2, dim / 2]`.
 
     Args:
         rope: `rope_type`, `rope_theta` and the type's own entries, as `Config.rope` gives them, with
             `max_position_embeddings` where the type needs it.
-        dim: rotated entries of a head.
-        positions: positions to tabulate.
+        dim: rotated entries per head.
+        positions: number of positions in the table.
 
     Raises:
         UnsupportedModelError: the type is not implemented, or only a part of each head is rotated.
-        CheckpointError: an entry that the type needs is missing or no such number, or `dim` is odd.
+        CheckpointError: an entry that the type requires is missing or out of range, or `dim` is odd.
     """
     kind = rope["rope_type"]
     if kind not in TYPES:
@@ -56,7 +56,7 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
             "implemented.",
             remedy="add them in inferplane/models/rope.py",
         )
-    _check(rope, dim)
+    _check_settings(rope, dim)
 
     def make() -> torch.Tensor:
         frequency, factor = frequencies(rope, dim)
@@ -64,8 +64,8 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
         context = rope["max_position_embeddings"] if kind == "dynamic" else positions
         if positions > context:
             last = torch.arange(context, positions)
-            angle[context:] = last[:, None] * _dynamic(rope, dim, last + 1)
-        table = torch.empty(positions, 2, dim // 2)  # filled half by half: with 131072 positions copies would tell
+            angle[context:] = last[:, None] * _dynamic_frequencies(rope, dim, last + 1)
+        table = torch.empty(positions, 2, dim // 2)  # filled by halves: a copy would double the memory
         table[:, 0] = angle.cos()
         table[:, 1] = angle.sin()
         return table.mul_(factor)
@@ -73,8 +73,8 @@ def rope_table(rope: dict[str, Any], dim: int, positions: int) -> Weight:
     return Weight((), (positions, 2, dim // 2), torch.float32, make=make)
 
 
-def _check(rope: dict[str, Any], dim: int) -> None:
-    """Raise CheckpointError for settings from which no table can be computed."""
+def _check_settings(rope: dict[str, Any], dim: int) -> None:
+    """Raise CheckpointError if no table can be computed from these settings."""
     if dim % 2:
         raise CheckpointError(
             f"Rotary positions turn pairs of entries, but {dim} entries of a head are to be rotated.",
@@ -86,20 +86,24 @@ def _check(rope: dict[str, Any], dim: int) -> None:
         needed += ("max_position_embeddings",)
     known = [key for key in _KNOWN if kind != "default" and rope.get(key) is not None]
     for key in (*needed, *known):
-        if not is_number(rope.get(key)) or not LEAST <= rope[key] <= MOST:
-            raise _wrong(rope, key, f"a number from {LEAST:g} to {MOST:g}")
+        if not is_number(rope.get(key)) or not MIN_ENTRY <= rope[key] <= MAX_ENTRY:
+            raise _wrong_entry(rope, key, f"a number from {MIN_ENTRY:g} to {MAX_ENTRY:g}")
     for key in ("mscale", "mscale_all_dim"):
-        if kind != "default" and rope.get(key) is not None and not (is_number(rope[key]) and 0 <= rope[key] <= MOST):
-            raise _wrong(rope, key, f"a number from 0 to {MOST:g}")
+        if (
+            kind != "default"
+            and rope.get(key) is not None
+            and not (is_number(rope[key]) and 0 <= rope[key] <= MAX_ENTRY)
+        ):
+            raise _wrong_entry(rope, key, f"a number from 0 to {MAX_ENTRY:g}")
     if kind == "dynamic" and dim < 4:
         raise CheckpointError(f"Rotary scaling of type 'dynamic' needs more than {dim} rotated entries a head.")
     if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
-        raise _wrong(rope, "high_freq_factor", f"above low_freq_factor = {rope['low_freq_factor']!r}")
+        raise _wrong_entry(rope, "high_freq_factor", f"above low_freq_factor = {rope['low_freq_factor']!r}")
     if kind == "yarn" and rope["rope_theta"] <= 1:
-        raise _wrong(rope, "rope_theta", "a number above 1")
+        raise _wrong_entry(rope, "rope_theta", "a number above 1")
 
 
-def _wrong(rope: dict[str, Any], key: str, want: str) -> CheckpointError:
+def _wrong_entry(rope: dict[str, Any], key: str, want: str) -> CheckpointError:
     found = f"has {key} = {rope[key]!r}" if rope.get(key) is not None else f"lacks {key!r}"
     return CheckpointError(
         f"Rotary scaling of type {rope['rope_type']!r} {found}; it must be {want}.",
@@ -108,7 +112,7 @@ def _wrong(rope: dict[str, Any], key: str, want: str) -> CheckpointError:
 
 
 def frequencies(rope: dict[str, Any], dim: int) -> tuple[torch.Tensor, float]:
-    """Radians a position for each pair, float32 `[dim / 2]`, and the factor on cosines and sines.
+    """Return the radians per position of each pair, float32 `[dim / 2]`, and the factor on cosines and sines.
 
     Source: RoFormer, arXiv 2104.09864; linear: arXiv 2306.15595; YaRN: arXiv 2309.00071; llama3: the scaling that the
     Llama 3.1 model card describes.
@@ -119,17 +123,18 @@ def frequencies(rope: dict[str, Any], dim: int) -> tuple[torch.Tensor, float]:
     if kind == "linear":
         return plain / rope["factor"], 1.0
     if kind == "llama3":
-        return _llama3(plain, rope), 1.0
+        return _llama3_frequencies(plain, rope), 1.0
     if kind == "yarn":
-        return _yarn(base, rope, dim), yarn_factor(rope)
+        return _yarn_frequencies(base, rope, dim), yarn_factor(rope)
     return plain, 1.0
 
 
-def _dynamic(rope: dict[str, Any], dim: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Radians a position for each pair, `[n, dim / 2]`, in sequences of `tokens` `[n]` tokens, beyond the context.
+def _dynamic_frequencies(rope: dict[str, Any], dim: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the radians per position of each pair, `[n, dim / 2]`, for sequences of `tokens` `[n]` tokens.
 
-    The base grows with the sequence. What transformers gives a token then depends on how its prompt was cut; here each
-    token is rotated as if it came last, which is what transformers does token by token (docs/decisions/0008).
+    The sequences are longer than the context, and the base grows with their length. In transformers a token's rotation
+    depends on how its prompt was divided into chunks. Here each token is rotated as if it came last, as transformers
+    does when it decodes token by token (docs/decisions/0008).
 
     Source: the scaling called NTK-aware with a dynamic factor; transformers' modeling_rope_utils.py.
     """
@@ -139,23 +144,23 @@ def _dynamic(rope: dict[str, Any], dim: int, tokens: torch.Tensor) -> torch.Tens
     return ((rope["rope_theta"] * grown[:, None]) ** -exponent).float()
 
 
-def _llama3(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended by how many turns they make."""
-    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+def _llama3_frequencies(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Stretch long waves by `factor`, leave short ones, and blend between by how often they rotate in the context."""
+    rotations = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    blend = ((rotations - low) / (high - low)).clamp(0, 1)
     return plain * ((1 - blend) / factor + blend)
 
 
-def _yarn(base: torch.Tensor, rope: dict[str, Any], dim: int) -> torch.Tensor:
-    """Pairs that turn often in the original context are kept, slow ones stretched, with a ramp between."""
+def _yarn_frequencies(base: torch.Tensor, rope: dict[str, Any], dim: int) -> torch.Tensor:
+    """Leave pairs that rotate often in the original context, stretch slow ones, with a ramp between them."""
     theta, factor = float(rope["rope_theta"]), rope["factor"]
     context = rope.get("original_max_position_embeddings") or rope["max_position_embeddings"]
 
-    def pair_with(turns: float) -> float:
-        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def pair_that_rotates(times: float) -> float:
+        return dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = pair_with(rope.get("beta_fast", 32)), pair_with(rope.get("beta_slow", 1))
+    first, last = pair_that_rotates(rope.get("beta_fast", 32)), pair_that_rotates(rope.get("beta_slow", 1))
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
@@ -166,12 +171,15 @@ def _yarn(base: torch.Tensor, rope: dict[str, Any], dim: int) -> torch.Tensor:
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's attention temperature: `0.1 weight ln(factor) + 1` for factors above 1 (arXiv 2309.00071, section 3.4)."""
+    """Return YaRN's attention temperature, `0.1 weight ln(factor) + 1` for factors above 1.
+
+    Source: arXiv 2309.00071, section 3.4.
+    """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def yarn_factor(rope: dict[str, Any]) -> float:
-    """The factor on cosines and sines under YaRN."""
+    """Return YaRN's factor on cosines and sines."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     if rope.get("mscale") and rope.get("mscale_all_dim"):

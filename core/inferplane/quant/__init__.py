@@ -1,7 +1,7 @@
 """Quantized checkpoints: their formats, and how they become `QTensor`s."""
 
 from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row, read_fp8_static, read_integers
-from inferplane.quant.online import SCHEMES, latent_formats, latent_request, online, row_formats, unsaved
+from inferplane.quant.online import SCHEMES, formats_read_by_row, latent_formats, latent_request, online, unsaved
 from inferplane.quant.stored import Stored, format_of, stored
 from inferplane.quant.unpack import Packed, Unpacked
 
@@ -12,6 +12,7 @@ __all__ = [
     "Stored",
     "Unpacked",
     "format_of",
+    "formats_read_by_row",
     "latent_formats",
     "latent_request",
     "online",
@@ -19,7 +20,6 @@ __all__ = [
     "read_fp8_row",
     "read_fp8_static",
     "read_integers",
-    "row_formats",
     "stored",
     "unsaved",
 ]

@@ -89,7 +89,7 @@ def online(scheme: str, config: Mapping[str, Any], latent: Collection[str] = ())
     return Stored(format_of, s.acts, {format: partial(_read, format=format) for format in _formats(s)})
 
 
-def row_formats(kernels: Iterable[Kernel], settings: Settings) -> frozenset[str]:
+def formats_read_by_row(kernels: Iterable[Kernel], settings: Settings) -> frozenset[str]:
     """Quantized formats of which some kernel reads single rows, as an embedding needs it.
 
     Args:

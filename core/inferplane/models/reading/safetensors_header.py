@@ -1,4 +1,4 @@
-"""What safetensors files and shard indexes say about tensors, believed only when all of it can be true.
+"""Reads and checks what safetensors headers and shard indexes say about tensors.
 
 Format: https://github.com/huggingface/safetensors, "Format"; an 8-byte length, a JSON header, the tensors' bytes
 without gaps or overlaps.
@@ -18,7 +18,7 @@ import torch
 
 from inferplane.errors import CheckpointError
 from inferplane.files import AGAIN, file_size
-from inferplane.models.jsontext import Scan, read_scan, reading
+from inferplane.models.reading.json_scanner import JsonScanner, open_scanner, reporting_read_errors
 
 DTYPES = {
     "F64": torch.float64,
@@ -39,27 +39,27 @@ DTYPES = {
     "C64": torch.complex64,
 }
 SUFFIX = ".safetensors"
-HEADER_BYTES = 16 * 2**20
-MOST_TENSORS = 3 * 2**14
-"""In one file: 94 layers with 128 experts each would be 37,000. So many take less than a second in any spelling."""
-INDEX_BYTES = 20 * 2**20
-MOST_NAMED = 3 * 2**16
-"""Tensors in an index. 60 layers of 384 experts, with scales, make about 140,000."""
-MOST_FILES = 2**12
-"""Files in an index; the largest published checkpoints have some hundreds."""
-MOST_FILE_NAME_BYTES = 255
-"""File systems have none with longer names."""
-MOST_DIMS = 16
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_TENSORS = 3 * 2**14
+"""Most tensors in one file. 94 layers with 128 experts each would be 37,000. This many take less than a second."""
+MAX_INDEX_BYTES = 20 * 2**20
+MAX_INDEXED_TENSORS = 3 * 2**16
+"""Most tensors in an index. 60 layers of 384 experts, with scales, make about 140,000."""
+MAX_FILES = 2**12
+"""Most files in an index; the largest published checkpoints have some hundreds."""
+MAX_FILE_NAME_BYTES = 255
+"""File systems do not allow longer names."""
+MAX_DIMS = 16
 
 LISTS = ("shape", "data_offsets")
 _NUMBER = r"(?:0|[1-9][0-9]{0,18})"
-_MEMBER = rf'"(dtype|shape|data_offsets)":("[A-Z0-9_]{{1,16}}"|\[(?:{_NUMBER}(?:,{_NUMBER}){{0,{MOST_DIMS}}})?\])'
+_MEMBER = rf'"(dtype|shape|data_offsets)":("[A-Z0-9_]{{1,16}}"|\[(?:{_NUMBER}(?:,{_NUMBER}){{0,{MAX_DIMS}}})?\])'
 _ENTRY = re.compile(rf"\{{{_MEMBER},{_MEMBER},{_MEMBER}\}}")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor lies: a file, dtype, shape, and the place of its first byte."""
+    """Where a tensor is stored: file, dtype, shape, and the position and number of its bytes."""
 
     path: Path
     dtype: torch.dtype
@@ -69,13 +69,13 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file. Nothing behind the header is read.
+    """Read the entries of a safetensors file. Only the header is read.
 
     Raises:
-        CheckpointError: the file is damaged; names it, the tensor, and the bytes that cannot be.
+        CheckpointError: the file is damaged; the message names the file, the tensor and the impossible bytes.
     """
     size = file_size(path)
-    with reading(path), open(path, "rb") as file:
+    with reporting_read_errors(path), open(path, "rb") as file:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= size - 8:
@@ -83,20 +83,20 @@ def read_header(path: Path) -> dict[str, Entry]:
                 f"{path} is no safetensors file: it says its header has {length} bytes, the file has {size}.",
                 remedy=AGAIN,
             )
-        if length > HEADER_BYTES:
+        if length > MAX_HEADER_BYTES:
             raise CheckpointError(
-                f"{path} has a header of {length} bytes; at most {HEADER_BYTES} are read.",
+                f"{path} has a header of {length} bytes; at most {MAX_HEADER_BYTES} are read.",
                 remedy="split the checkpoint into shards, or fetch the file again",
             )
         try:
-            found = _scan(path, Scan(file.read(length)), 8 + length)
+            found = _scan_header(path, JsonScanner(file.read(length)), 8 + length)
         except ValueError as error:
             raise CheckpointError(f"{path} has a damaged header: {error}.", remedy=AGAIN) from error
-    _tile(path, found, 8 + length, size)
+    _check_no_gaps(path, found, 8 + length, size)
     return found
 
 
-def _scan(path: Path, scan: Scan, base: int) -> dict[str, Entry]:
+def _scan_header(path: Path, scan: JsonScanner, base: int) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     described = False
     if scan.text[:1] != "{":
@@ -107,28 +107,31 @@ def _scan(path: Path, scan: Scan, base: int) -> dict[str, Entry]:
                 raise ValueError("__metadata__ is there twice")
             described = True
             for key in scan.members():
-                _metadata(scan, key)
+                _skip_metadata(scan, key)
         elif name in found:
             raise ValueError(f"tensor {name!r} is there twice")
-        elif len(found) == MOST_TENSORS:
-            raise ValueError(f"it has more than {MOST_TENSORS} tensors; split the checkpoint into shards")
+        elif len(found) == MAX_TENSORS:
+            raise ValueError(f"it has more than {MAX_TENSORS} tensors; split the checkpoint into shards")
         else:
             try:
-                found[name] = _entry(path, scan, base)
+                found[name] = _scan_entry(path, scan, base)
             except ValueError as error:
                 raise ValueError(f"tensor {name!r}: {error}") from error
     scan.end()
     return found
 
 
-def _metadata(scan: Scan, key: str) -> None:
-    """Pass over one of `__metadata__`'s values, which are strings."""
+def _skip_metadata(scan: JsonScanner, key: str) -> None:
+    """Skip one value of `__metadata__`; it must be a string."""
     if scan.skip()[:1] != '"':
         raise ValueError(f"__metadata__ holds no string under {key!r}")
 
 
-def _usual(scan: Scan) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """The dtype, shape and offsets of an entry written without spaces, which is passed over; None: any other."""
+def _match_compact_entry(scan: JsonScanner) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
+    """Read the dtype, shape and offsets of an entry that is written without spaces; None if it is written otherwise.
+
+    One regular expression is several times faster than scanning member by member, and nearly all files are written so.
+    """
     if (found := _ENTRY.match(scan.text, scan.at)) is None:
         return None
     parts = {found[1]: found[2], found[3]: found[4], found[5]: found[6]}
@@ -139,7 +142,7 @@ def _usual(scan: Scan) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
     return parts["dtype"][1:-1], shape, offsets
 
 
-def _members(scan: Scan) -> tuple[str | None, tuple[int, ...] | None, tuple[int, ...] | None]:
+def _scan_entry_members(scan: JsonScanner) -> tuple[str | None, tuple[int, ...] | None, tuple[int, ...] | None]:
     dtype, shape, offsets = None, None, None
     for key in scan.members():
         if key == "dtype" and dtype is None:
@@ -153,14 +156,14 @@ def _members(scan: Scan) -> tuple[str | None, tuple[int, ...] | None, tuple[int,
     return dtype, shape, offsets
 
 
-def _entry(path: Path, scan: Scan, base: int) -> Entry:
-    dtype, shape, offsets = _usual(scan) or _members(scan)
+def _scan_entry(path: Path, scan: JsonScanner, base: int) -> Entry:
+    dtype, shape, offsets = _match_compact_entry(scan) or _scan_entry_members(scan)
     if dtype is None or shape is None or offsets is None or len(offsets) != 2:
         raise ValueError("it lacks its dtype, its shape, or two data_offsets")
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    if len(shape) > MOST_DIMS:
-        raise ValueError(f"{len(shape)} dimensions; at most {MOST_DIMS} are read")
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"{len(shape)} dimensions; at most {MAX_DIMS} are read")
     if math.prod(max(n, 1) for n in shape) * DTYPES[dtype].itemsize >= 2**63:
         raise ValueError(f"shape {list(shape)} of {dtype} is one that no memory holds")
     (start, stop), want = offsets, math.prod(shape) * DTYPES[dtype].itemsize
@@ -169,8 +172,8 @@ def _entry(path: Path, scan: Scan, base: int) -> Entry:
     return Entry(path, DTYPES[dtype], shape, base + start, want)
 
 
-def _tile(path: Path, found: dict[str, Entry], base: int, size: int) -> None:
-    """Raise CheckpointError unless the tensors fill the file from the header to its end, each byte once."""
+def _check_no_gaps(path: Path, found: dict[str, Entry], base: int, size: int) -> None:
+    """Raise CheckpointError unless the tensors cover every byte from the header to the end of the file exactly once."""
     at, before = base, ""
     for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start != at:
@@ -184,33 +187,33 @@ def _tile(path: Path, found: dict[str, Entry], base: int, size: int) -> None:
         if at > size:
             raise CheckpointError(
                 f"{path}: {before} ends at byte {at - base}, but only {size - base} are there.",
-                remedy="fetch the file again: it was cut off",
+                remedy="fetch the file again: it is truncated",
             )
     if at != size:
         raise CheckpointError(f"{path} has {size - at} bytes behind its last tensor.", remedy=AGAIN)
 
 
 class Index(NamedTuple):
-    """A shard index: which file of its folder holds which tensor, and how many bytes it says all tensors have."""
+    """A shard index: the file of each tensor, and the total size in bytes that the index states."""
 
     where: dict[str, str]
     total_bytes: float | None
 
 
 def read_index(path: Path) -> Index:
-    """What `model.safetensors.index.json` says.
+    """Read `model.safetensors.index.json`.
 
     Raises:
-        CheckpointError: it is no index, names a tensor twice, or something else than a safetensors file beside it.
+        CheckpointError: the file is no index, names a tensor twice, or names anything but a safetensors file beside it.
     """
-    scan = read_scan(path, INDEX_BYTES)
+    scan = open_scanner(path, MAX_INDEX_BYTES)
     where: dict[str, str] | None = None
     total_bytes: float | None = None
     files: dict[str, str] = {}
     try:
         for key in scan.members():
             if key == "metadata":
-                total_bytes = _total_bytes(scan)
+                total_bytes = _scan_total_bytes(scan)
                 continue
             if key != "weight_map":
                 scan.skip()
@@ -225,11 +228,11 @@ def read_index(path: Path) -> Index:
                 if file not in files:
                     if not _is_shard(file):
                         raise ValueError(f"tensor {name!r} is to be in {file!r}, no {SUFFIX} file of its folder")
-                    if len(files) == MOST_FILES:
-                        raise ValueError(f"it names more than {MOST_FILES} files")
+                    if len(files) == MAX_FILES:
+                        raise ValueError(f"it names more than {MAX_FILES} files")
                     files[file] = file
-                if len(where) == MOST_NAMED:
-                    raise ValueError(f"it names more than {MOST_NAMED} tensors")
+                if len(where) == MAX_INDEXED_TENSORS:
+                    raise ValueError(f"it names more than {MAX_INDEXED_TENSORS} tensors")
                 where[name] = files[file]
         scan.end()
     except ValueError as error:
@@ -240,14 +243,14 @@ def read_index(path: Path) -> Index:
 
 
 def _is_shard(file: str) -> bool:
-    """Whether this can be the name of a safetensors file, without a way to other folders."""
+    """Whether this can be the name of a safetensors file in the same folder."""
     if Path(file).name != file or not file.endswith(SUFFIX) or not file.isprintable():
         return False
-    return len(file.encode()) <= MOST_FILE_NAME_BYTES
+    return len(file.encode()) <= MAX_FILE_NAME_BYTES
 
 
-def _total_bytes(scan: Scan) -> float | None:
-    """Pass over an index's metadata; its total_size, if that is a number. Nobody promises that it is there."""
+def _scan_total_bytes(scan: JsonScanner) -> float | None:
+    """Skip an index's metadata and return its total_size if it has one that is a number; the entry is optional."""
     found = None
     if scan.peek() != "{":
         scan.skip()

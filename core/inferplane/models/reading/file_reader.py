@@ -1,6 +1,7 @@
-"""A file read at positions into memory, large pieces by a few threads at once.
+"""Reads parts of a file into memory; several threads share a large part.
 
-One thread that fills fresh memory waits for its pages too, and meanwhile asks the disk for nothing (decision 0028).
+A single thread that fills fresh memory also waits for the memory's pages, and meanwhile the disk is idle (decision
+0028).
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from pathlib import Path
 
 from inferplane.errors import CheckpointError
 from inferplane.files import AGAIN
-from inferplane.models.jsontext import reading
+from inferplane.models.reading.json_scanner import reporting_read_errors
 
 THREADS = 4
-"""More than the fewest cores: some of them wait for the disk."""
+"""More threads than a small machine has cores, because some of them wait for the disk."""
 PIECE_BYTES = 4 * 2**20
-"""What a thread takes at a time, in order, so that the disk is still read from front to back."""
+"""Bytes that a thread reads at a time. Pieces are taken in order, so the disk is still read from front to back."""
 
 
 class FileReader:
@@ -26,20 +27,20 @@ class FileReader:
         path: a regular file.
 
     Raises:
-        CheckpointError: it cannot be opened.
+        CheckpointError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with reading(path):
+        with reporting_read_errors(path):
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - `close` closes it
         self._threads: ThreadPoolExecutor | None = None
 
     def read(self, start: int, memory: memoryview) -> None:
-        """Fill memory, bytes, with what the file holds from position `start` on.
+        """Fill `memory` with the bytes of the file from position `start` on.
 
         Raises:
-            CheckpointError: the file ends before, or the system refuses. What the memory holds then is not told.
+            CheckpointError: the file ends too early or cannot be read. The content of `memory` is then undefined.
         """
         pieces = range(0, len(memory), PIECE_BYTES)
         if len(pieces) <= 1:
@@ -53,7 +54,7 @@ class FileReader:
                 running.append(self._threads.submit(self._fill, start + at, memory[at : at + PIECE_BYTES]))
             for piece in running:
                 piece.result()
-        except BaseException:  # nobody writes there any more when this raises
+        except BaseException:  # no thread may write to `memory` after this has raised
             threads, self._threads = self._threads, None
             threads.shutdown(cancel_futures=True)
             raise
@@ -61,14 +62,14 @@ class FileReader:
     def _fill(self, start: int, memory: memoryview) -> None:
         done = 0
         while done < len(memory):
-            with reading(self.path):
+            with reporting_read_errors(self.path):
                 got = os.preadv(self._file.fileno(), [memory[done:]], start + done)
             if not got:
                 raise CheckpointError(f"{self.path} ends before its tensors do.", remedy=AGAIN)
             done += got
 
     def close(self) -> None:
-        """Close the file and end the threads; nothing happens the second time."""
+        """Close the file and end the threads. A second call does nothing."""
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None

@@ -1,7 +1,7 @@
-"""Checkpoint folders: safetensors read straight into their destination. Pickle files are never opened.
+"""Reads the tensors of a checkpoint folder straight into their destination. Pickle files are never opened.
 
-Files are read with plain reads into the destination's own memory, not mapped: mapped pages would count as the
-process's memory next to the weights themselves.
+Files are read into the destination's own memory, not mapped: mapped pages would count as memory of the process in
+addition to the weights.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from pathlib import Path
 import torch
 
 from inferplane.errors import CheckpointError, first_of
-from inferplane.models.filereader import FileReader
-from inferplane.models.header import SUFFIX, Entry, read_header, read_index
-from inferplane.models.jsontext import reading
+from inferplane.models.reading.file_reader import FileReader
+from inferplane.models.reading.json_scanner import reporting_read_errors
+from inferplane.models.reading.safetensors_header import SUFFIX, Entry, read_header, read_index
 from inferplane.types import Shard
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 32 * 2**20
-"""Staging for tensors that need converting or slicing."""
+"""Size of the buffer for tensors that are converted or sliced while they are read."""
 
 
 class SafetensorsFolder:
-    """The tensors of a folder, by the names in its index or in its files. A `TensorSource`.
+    """A `TensorSource` with the safetensors files of a folder.
 
     Args:
-        folder: holds `*.safetensors`, sharded with `model.safetensors.index.json` or not.
+        folder: holds `*.safetensors` files, with or without an index `model.safetensors.index.json`.
 
-    Attributes: `complaints`, sentences about what is odd and read all the same.
+    Attributes: `complaints`, sentences about oddities that do not prevent reading.
 
     Raises:
-        CheckpointError: no such files, a damaged header, a tensor that lies outside its file or is there twice.
+        CheckpointError: there are no such files, a header is damaged, or a tensor lies outside its file or is
+            stored twice.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -59,22 +60,25 @@ class SafetensorsFolder:
                     there_is=f"one in {self._entries[name].path.name}" if name in self._entries else "",
                     remedy="fetch the index and its files again",
                 )
-        self.complaints = tuple(self._wrong_total(index, total_bytes))
+        self.complaints = tuple(self._check_total(index, total_bytes))
 
-    def _wrong_total(self, index: Path, said: float | None) -> Iterator[str]:
-        """A sentence, when an index and its files do not add up. Others do not look: published indexes may be wrong."""
+    def _check_total(self, index: Path, stated: float | None) -> Iterator[str]:
+        """Yield a complaint if the index states another total size than its files have.
+
+        It is no error: other readers ignore the entry, and published indexes may be wrong.
+        """
         held = sum(entry.nbytes for entry in self._entries.values())
-        if said is not None and said != held:
+        if stated is not None and stated != held:
             yield (
-                f"{index} says that all tensors have {said:.0f} bytes (total_size), its files hold {held}. All tensors "
-                "that it names are there; check that no file comes from another export."
+                f"{index} says that all tensors have {stated:.0f} bytes (total_size), its files hold {held}. All "
+                "tensors that it names are there; check that no file comes from another export."
             )
 
     def _shards(self, where: dict[str, str]) -> list[Path]:
-        """The files an index names."""
+        """The files that an index names."""
         names = sorted(set(where.values()))
         files = [self.folder / n for n in names]
-        with reading(self.folder):
+        with reporting_read_errors(self.folder):
             both = SINGLE not in names and (self.folder / SINGLE).exists()
             missing = [f.name for f in files if not f.exists()]
         if both:
@@ -90,7 +94,7 @@ class SafetensorsFolder:
         return files
 
     def _files(self) -> list[Path]:
-        """All there are, without an index."""
+        """All safetensors files of the folder, for checkpoints without an index."""
         files = sorted(self.folder.glob(f"*{SUFFIX}"))
         if not files:
             others = sorted(p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl"))

@@ -1,4 +1,4 @@
-"""A checkpoint's config.json, read as plain data. Code inside a checkpoint is never run."""
+"""Reads a checkpoint's config.json as plain data. Code inside a checkpoint is never run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.files import AGAIN
-from inferplane.models.jsontext import read_text
+from inferplane.models.reading.json_scanner import read_text
 
-_MEND = "correct the entry, or fetch the file again"
-LIMIT_BYTES = 2**20
-"""Of a config: several times what the longest published ones have."""
-MOST_SIZE = 2**31
-MOST = {
+_REMEDY = "correct the entry, or fetch the file again"
+MAX_CONFIG_BYTES = 2**20
+"""Largest config that is read: several times the size of the longest published ones."""
+MAX_SIZE = 2**31
+MAX_SIZES = {
     "num_hidden_layers": 4096,
     "num_nextn_predict_layers": 64,
     "n_routed_experts": 2**16,
@@ -25,17 +25,17 @@ MOST = {
     "num_local_experts": 2**16,
     "max_position_embeddings": 2**24,
 }
-"""Sizes beyond which an entry is taken for damage: some are counted through before a tensor is looked for."""
+"""Entries beyond these are taken for damage: some are used as loop bounds before any tensor is checked."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The entries of a JSON file.
+    """Read the entries of a JSON file.
 
     Raises:
-        CheckpointError: it is no regular file, too large, or no JSON object.
+        CheckpointError: the file is not a regular file, too large, or holds no JSON object.
     """
     try:
-        entries = json.loads(read_text(path, LIMIT_BYTES))
+        entries = json.loads(read_text(path, MAX_CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}.", remedy=AGAIN) from error
     if not isinstance(entries, dict):
@@ -44,11 +44,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class Config(dict[str, Any]):
-    """The entries of a config.json, with one spelling for what transformers 4 and 5 write differently.
+    """The entries of a config.json. Methods give one spelling to what transformers 4 and 5 write differently.
 
     Args:
         entries: the file's content, or `config.to_dict()` of a transformers config.
-        name: where it came from, for errors.
+        name: the file or class that the entries came from, for errors.
 
     Raises:
         CheckpointError: `max_position_embeddings` is not a positive integer.
@@ -95,8 +95,8 @@ class Config(dict[str, Any]):
         if value is None:
             return int(self.need(key))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._wrong(key, "not a positive integer")
-        return self._bounded(key, value)
+            raise self._wrong_entry(key, "not a positive integer")
+        return self._check_limit(key, value)
 
     def count(self, key: str) -> int:
         """An integer from 0; 0 when it is missing or null.
@@ -108,13 +108,13 @@ class Config(dict[str, Any]):
         if value is None:
             return 0
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self._wrong(key, "not an integer from 0")
-        return self._bounded(key, value)
+            raise self._wrong_entry(key, "not an integer from 0")
+        return self._check_limit(key, value)
 
-    def _bounded(self, key: str, value: int) -> int:
-        most = MOST.get(key, MOST_SIZE)
-        if value > most:
-            raise self._wrong(key, f"more than {most}")
+    def _check_limit(self, key: str, value: int) -> int:
+        limit = MAX_SIZES.get(key, MAX_SIZE)
+        if value > limit:
+            raise self._wrong_entry(key, f"more than {limit}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -127,7 +127,7 @@ class Config(dict[str, Any]):
         if value is None:
             return default
         if not is_number(value) or value <= 0:
-            raise self._wrong(key, "not a number above 0")
+            raise self._wrong_entry(key, "not a number above 0")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -140,11 +140,11 @@ class Config(dict[str, Any]):
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self._wrong(key, "neither true nor false")
+            raise self._wrong_entry(key, "neither true nor false")
         return value
 
-    def _wrong(self, key: str, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.name}: {key} is {self.get(key)!r}, {why}.", remedy=_MEND)
+    def _wrong_entry(self, key: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.name}: {key} is {self.get(key)!r}, {why}.", remedy=_REMEDY)
 
     @property
     def architecture(self) -> str:
@@ -156,7 +156,7 @@ class Config(dict[str, Any]):
         """
         found = self.get("architectures") or []
         if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) for name in found):
-            raise self._wrong("architectures", "not a list of names")
+            raise self._wrong_entry("architectures", "not a list of names")
         if not found:
             raise UnsupportedModelError(
                 f"{self.name} names no architecture.", remedy='add e.g. "architectures": ["LlamaForCausalLM"]'
@@ -165,39 +165,39 @@ class Config(dict[str, Any]):
 
     @property
     def rope(self) -> dict[str, Any]:
-        """`rotary` with the usual base."""
+        """`rotary()` with the default base of 10000."""
         return self.rotary()
 
     def rotary(self, theta: float = 10000.0) -> dict[str, Any]:
-        """Rotary settings: `rope_type`, `rope_theta` and what the type needs, from either spelling.
+        """Read the rotary settings: `rope_type`, `rope_theta` and the type's own entries, from either spelling.
 
         Args:
-            theta: the base where none is stated.
+            theta: the base if the config states none.
 
         Raises:
-            CheckpointError: they are not a mapping.
+            CheckpointError: the settings are not a mapping.
         """
         for key in ("rope_parameters", "rope_scaling"):
             if self.get(key) is not None and not isinstance(self[key], Mapping):
-                raise self._wrong(key, "not an object with entries")
+                raise self._wrong_entry(key, "not an object with entries")
         scaling = self.get("rope_parameters") or self.get("rope_scaling") or {}
         out = {k: v for k, v in scaling.items() if v is not None}
         out.setdefault("rope_theta", self.get("rope_theta") or theta)
         out.setdefault("rope_type", out.get("type", "default"))
         return out
 
-    def refuse(self, **unsupported: tuple[Any, ...]) -> None:
-        """Raise UnsupportedModelError when an entry has a value that this family's constructor does not implement.
+    def refuse(self, **implemented: tuple[Any, ...]) -> None:
+        """Raise UnsupportedModelError if an entry has a value that this family's constructor does not implement.
 
         Args:
-            unsupported: entry -> the values that are implemented; absent and null entries pass.
+            implemented: entry -> the values that are implemented; absent and null entries pass.
         """
-        for key, known in unsupported.items():
+        for key, known in implemented.items():
             if self.get(key) is not None:
                 self.check(key, self[key], known)
 
     def check(self, key: str, value: Any, known: tuple[Any, ...]) -> None:
-        """Raise UnsupportedModelError unless `value`, found under `key`, is one of those that are implemented."""
+        """Raise UnsupportedModelError unless `value`, the entry `key`, is one of the implemented values `known`."""
         if value not in known:
             raise UnsupportedModelError(
                 f"{self.name}: {key} = {value!r} is not implemented for {self.architecture}.",
@@ -207,28 +207,29 @@ class Config(dict[str, Any]):
 
     @property
     def positions(self) -> int | None:
-        """The most tokens of a sequence: `max_position_embeddings`, or what a rotary scaling stretches the context to.
+        """The longest sequence in tokens: `max_position_embeddings`, or the context after rotary scaling.
 
-        Configs with "dynamic" scaling state the unscaled number there, those with "yarn" either. None: nothing is said.
+        Configs with "dynamic" scaling state the unscaled number, those with "yarn" state either. None: the config
+        states no length.
         """
         if self.get("max_position_embeddings") is None:
             return None
-        most, kind, factor = self.size("max_position_embeddings"), self.rope["rope_type"], self.rope.get("factor")
+        stated, kind, factor = self.size("max_position_embeddings"), self.rope["rope_type"], self.rope.get("factor")
         if kind not in ("dynamic", "yarn") or not is_number(factor) or factor is None or factor <= 0:
-            return most
+            return stated
         context = self.rope.get("original_max_position_embeddings") if kind == "yarn" else None
-        context = most if context is None else context
+        context = stated if context is None else context
         if context is None or not is_number(context):
-            return most
-        return max(most, int(min(context * factor, MOST["max_position_embeddings"])))
+            return stated
+        return max(stated, int(min(context * factor, MAX_SIZES["max_position_embeddings"])))
 
 
 def as_config(source: Any) -> Config:
-    """A `Config` from a folder, a mapping, or a transformers config object.
+    """Make a `Config` from a folder, a mapping, or a transformers config object.
 
     Raises:
-        UsageError: it is none of these.
-        CheckpointError: the folder holds no readable config, or an entry cannot be meant.
+        UsageError: `source` is none of these.
+        CheckpointError: the folder holds no readable config, or an entry has an impossible value.
     """
     if isinstance(source, Config):
         return source
@@ -245,7 +246,7 @@ def as_config(source: Any) -> Config:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a config's entry is a finite number; integers of more than 64 bits are none to torch."""
+    """Whether a config's entry is a finite number that torch can hold: integers have at most 64 bits."""
     if isinstance(value, int):
         return not isinstance(value, bool) and -(2**63) <= value < 2**63
     return isinstance(value, float) and math.isfinite(value)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from inferplane.models.build import Build
-from inferplane.models.parts import decoder, dense, grouped_query, window_of
+from inferplane.models.parts import decoder_model, dense_mlp, grouped_query_attention, sliding_window
 from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM
 
 
 @architecture("MistralForCausalLM")
-def mistral(b: Build) -> CausalLM:
+def mistral(build: Build) -> CausalLM:
     """Mistral: Llama whose layers all attend to a window, where the config states one.
 
     Args:
-        b: config, placement, formats. Weights are named as Hugging Face names them.
+        build: config, placement and weight formats. Weights are named as Hugging Face names them.
 
     Returns:
         The tree of ops; nothing is read or allocated.
@@ -24,7 +24,7 @@ def mistral(b: Build) -> CausalLM:
 
     Source: arXiv 2310.06825.
     """
-    c = b.config
-    c.refuse(hidden_act=("silu",), layer_types=())
-    attention, window = grouped_query(b), window_of(c)
-    return decoder(b, lambda i, name: attention(name, window), dense(b))
+    config = build.config
+    config.refuse(hidden_act=("silu",), layer_types=())
+    attention, window = grouped_query_attention(build), sliding_window(config)
+    return decoder_model(build, lambda i, name: attention(name, window), dense_mlp(build))

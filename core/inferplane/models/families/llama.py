@@ -1,0 +1,33 @@
+"""Llama 2, 3.x and the models built like them."""
+
+from __future__ import annotations
+
+from inferplane.models.build import Build
+from inferplane.models.parts import decoder_model, dense_mlp, grouped_query_attention
+from inferplane.models.registry import architecture
+from inferplane.ops import CausalLM
+
+
+@architecture("LlamaForCausalLM")
+def llama(build: Build) -> CausalLM:
+    """Llama: grouped-query attention, rotary positions, gated MLP.
+
+    Args:
+        build: config, placement and weight formats. Weights are named as Hugging Face names them.
+
+    Returns:
+        The tree of ops; nothing is read or allocated.
+
+    Raises:
+        CheckpointError: the config lacks an entry or contradicts itself.
+        UnsupportedModelError: an entry has a value that is not implemented.
+
+    Source: arXiv 2302.13971, arXiv 2407.21783.
+    """
+    config = build.config
+    config.refuse(hidden_act=("silu",), mlp_bias=(False,))
+    bias = config.flag("attention_bias")
+    attention = grouped_query_attention(build, bias=bias, out_bias=bias)
+    # Older exports wrote this table; the config implies it.
+    build.ignore("model.layers.*.self_attn.rotary_emb.inv_freq")
+    return decoder_model(build, lambda i, name: attention(name, None), dense_mlp(build))

@@ -1,0 +1,1 @@
+"""Reads checkpoints: config.json, safetensors headers and shard indexes, and the bytes of tensors."""
