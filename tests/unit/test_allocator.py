@@ -37,13 +37,13 @@ class Histories(RuleBasedStateMachine):
         order = [*self.free, *self.released]
         if count < 0:
             with pytest.raises(UsageError, match="-1 KV blocks"):
-                self.allocator.take(count)
+                self.allocator.allocate(count)
         elif count > len(order):
             with pytest.raises(CapacityError, match=rf"{count} KV blocks.*{len(order)} available of {TOTAL}"):
-                self.allocator.take(count)
+                self.allocator.allocate(count)
         else:
             want = order[:count]
-            assert self.allocator.take(count) == want, "free ones, lowest first; then the longest released"
+            assert self.allocator.allocate(count) == want, "free ones, lowest first; then the longest released"
             self.users.update(want)
             for block in set(want) & set(self.released):
                 self.released.remove(block)
@@ -51,20 +51,13 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
-    def share(self, data):
-        blocks = data.draw(st.lists(st.sampled_from(self.used), max_size=3))
-        self.allocator.share(blocks)
-        self.users.update(blocks)
-
-    @precondition(lambda self: self.used)
-    @rule(data=st.data())
     def give_back(self, data):
         blocks = data.draw(st.lists(st.sampled_from(sorted(self.users.elements())), max_size=4))
         if any(n > self.users[b] for b, n in Counter(blocks).items()):
-            with pytest.raises(UsageError, match="given back twice"):
-                self.allocator.give_back(blocks)
+            with pytest.raises(UsageError, match="released twice"):
+                self.allocator.release(blocks)
             return
-        self.allocator.give_back(blocks)
+        self.allocator.release(blocks)
         for block in reversed(blocks):
             self.users[block] -= 1
             if not self.users[block] and block in self.holds.values():
@@ -85,8 +78,8 @@ class Histories(RuleBasedStateMachine):
             if content not in self.holds:
                 break
             want.append(self.holds[content])
-        assert self.allocator.matched(contents) == len(want)
-        assert self.allocator.match(contents) == want
+        assert self.allocator.count_prefix(contents) == len(want)
+        assert self.allocator.acquire_prefix(contents) == want
         self.users.update(want)
         self.released = [b for b in self.released if b not in want]
 
@@ -103,9 +96,8 @@ class Histories(RuleBasedStateMachine):
         if not unused:
             return
         mixed = [*self.used[:2], data.draw(st.sampled_from(unused))]
-        for call in (self.allocator.share, self.allocator.give_back):
-            with pytest.raises(UsageError, match=f"KV block {mixed[-1]} is"):
-                call(mixed)
+        with pytest.raises(UsageError, match=f"KV block {mixed[-1]} is"):
+            self.allocator.release(mixed)
         with pytest.raises(UsageError, match=f"KV block {mixed[-1]} is free"):
             self.allocator.publish(mixed[-1], b"x")
 
@@ -129,11 +121,11 @@ def test_a_cache_of_nothing(total):
 
 def test_the_tail_of_a_prefix_is_forgotten_before_its_head():
     a = BlockAllocator(3)
-    blocks = a.take(3)
+    blocks = a.allocate(3)
     for block in blocks:
         a.publish(block, bytes([block]))
-    a.give_back(blocks)
-    assert a.take(1) == [2] and a.matched([bytes([b]) for b in blocks]) == 2
+    a.release(blocks)
+    assert a.allocate(1) == [2] and a.count_prefix([bytes([b]) for b in blocks]) == 2
 
 
 def test_a_hash_covers_everything_before_it():

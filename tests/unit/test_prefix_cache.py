@@ -125,8 +125,8 @@ def test_the_longest_unused_goes_first_and_tails_before_heads():
     rows_of(e, b)
     assert rows_of(e, [*a, 1])[0].cached_tokens == 16  # used again: b is now the older one
     rows_of(e, c)  # needs 4; 1 block never held anything, 1 the tail of [*a, 1]
-    assert e.allocator.matched(hashes(e, b)) == 2, "its tail went, its head is left"
-    assert e.allocator.matched(hashes(e, a)) == e.allocator.matched(hashes(e, c)) == 4
+    assert e.allocator.count_prefix(hashes(e, b)) == 2, "its tail went, its head is left"
+    assert e.allocator.count_prefix(hashes(e, a)) == e.allocator.count_prefix(hashes(e, c)) == 4
     assert rows_of(e, [*b, 1])[0].cached_tokens == 8
 
 

@@ -318,11 +318,11 @@ class Engine:
 
     @contextmanager
     def _blocks(self, tokens: int) -> Iterator[list[int]]:
-        blocks = self.allocator.take(self.scheduler.blocks_for(tokens))
+        blocks = self.allocator.allocate(self.scheduler.blocks_for(tokens))
         try:
             yield blocks
         finally:
-            self.allocator.give_back(blocks)
+            self.allocator.release(blocks)
 
     def logits(self, prompt: Sequence[int], chunk_tokens: int | None = None) -> torch.Tensor:
         """Logits after every token of a prompt: float32 `[tokens, vocab]` on the host.

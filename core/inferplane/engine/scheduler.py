@@ -210,16 +210,16 @@ class Scheduler:
             self._hash(request, request.tokens)
             # At least one token must be computed, for its logits.
             usable = request.hashes[: (request.tokens - 1) // self.block_tokens]
-            found = self.allocator.match(usable)
+            found = self.allocator.acquire_prefix(usable)
         known = len(found) * self.block_tokens
         gone = self._gone(known)  # found, and not needed again: they must not take the room of what is
-        self.allocator.give_back(found[:gone])
+        self.allocator.release(found[:gone])
         tokens = request.tokens if self.window is None else min(request.tokens, known + most)
         need = self.blocks_for(tokens) - len(found)
         if need > self.allocator.available:
-            self.allocator.give_back(found[gone:])
+            self.allocator.release(found[gone:])
             return False
-        request.blocks = [0] * gone + found[gone:] + self.allocator.take(need)
+        request.blocks = [0] * gone + found[gone:] + self.allocator.allocate(need)
         request.computed, request.gone_blocks = known, gone
         if request.preemptions == 0:
             request.cached_tokens = request.computed
@@ -244,7 +244,7 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         """All of its blocks."""
-        self.allocator.give_back(request.blocks[request.gone_blocks :])
+        self.allocator.release(request.blocks[request.gone_blocks :])
         request.blocks, request.gone_blocks = [], 0
 
     def extend(self, request: Request, tokens: int) -> bool:
@@ -253,7 +253,7 @@ class Scheduler:
         if need > self.allocator.available:
             return False
         if need > 0:
-            request.blocks += self.allocator.take(need)
+            request.blocks += self.allocator.allocate(need)
         return True
 
     def extend_all(self, wanted: Sequence[tuple[Request, int]]) -> bool:
@@ -267,7 +267,7 @@ class Scheduler:
         surplus = request.blocks[self.blocks_for(tokens) :]
         if surplus:
             del request.blocks[-len(surplus) :]
-            self.allocator.give_back(surplus)
+            self.allocator.release(surplus)
         return len(surplus)
 
     def _reserve(self, request: Request, tokens: int, chosen: dict[int, Scheduled]) -> bool:
@@ -340,7 +340,7 @@ class Scheduler:
         """
         gone = self._gone(request.computed)
         if request in self.running and gone > request.gone_blocks:
-            self.allocator.give_back(request.blocks[request.gone_blocks : gone])
+            self.allocator.release(request.blocks[request.gone_blocks : gone])
             request.blocks[request.gone_blocks : gone] = [0] * (gone - request.gone_blocks)
             request.gone_blocks = gone
 

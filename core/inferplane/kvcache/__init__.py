@@ -1,4 +1,4 @@
-"""The default KV storages, and the allocator of their blocks."""
+"""Core's own KV cache layouts, and the allocator of their blocks."""
 
 from inferplane.kvcache.allocator import BlockAllocator, block_hashes, root_hash
 from inferplane.kvcache.blocked import BlockedKV

@@ -1,7 +1,7 @@
-"""Who owns which block, and which blocks can be used again. Pure host code in integers; it knows nothing of tensors.
+"""Allocates KV cache blocks and finds blocks that hold a known prefix. Pure host code in integers, without tensors.
 
-A block is *free*, *used* (it has users) or *cached*: nobody uses it, but what it holds is known by a hash and may be
-wanted again. Cached blocks are taken when free ones run out, the one that was released longest ago first.
+A block is *free*, *used* (sequences use it) or *cached*: no sequence uses it, but a hash identifies its content, which
+a later sequence may reuse. When free blocks run out, cached blocks are reused, the least recently released one first.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from inferplane.errors import CapacityError, UsageError
 
 
 def root_hash(*facts: object) -> bytes:
-    """The hash a sequence's first block builds on: whatever must differ for entries to differ (model, dtype, salt)."""
+    """Return the hash that precedes a sequence's first block. `facts`: what entries depend on (model, dtype, salt)."""
     return hashlib.sha256(repr(facts).encode()).digest()
 
 
 def block_hashes(
     root: bytes, tokens: Sequence[int], block_tokens: int, known: Sequence[bytes] = (), lookahead: int = 0
 ) -> list[bytes]:
-    """SHA-256 of each full block of a sequence, each over its parent's hash and its own tokens.
+    """Return the SHA-256 of each full block of a sequence, over the previous block's hash and the block's tokens.
 
     Args:
-        root: see `root_hash`.
+        root: the result of `root_hash`.
         tokens: the sequence from its start; a last partial block has no hash.
-        block_tokens: tokens a block.
-        known: hashes of its first blocks, computed before.
-        lookahead: tokens behind a block that its hash covers too; a block without them has no hash.
+        block_tokens: tokens per block.
+        known: hashes of the first blocks, computed earlier.
+        lookahead: number of tokens after a block that its hash covers too; a block without them has no hash.
     """
     out = list(known)
     parent = out[-1] if out else root
@@ -43,9 +43,9 @@ def block_hashes(
 
 
 class BlockAllocator:
-    """Hands out block numbers, counts their users, and remembers what released blocks hold.
+    """Allocates block numbers, counts the users of each block, and remembers the content of released blocks.
 
-    `free + cached + used == total` holds between calls. Free blocks are handed out lowest first, so runs repeat.
+    `free + cached + used == total` holds between calls. The lowest free block is allocated first, so runs repeat.
 
     Args:
         total: number of blocks, at least 1.
@@ -57,42 +57,42 @@ class BlockAllocator:
         self.total = total
         self._free = list(range(total))  # a heap
         self._users: dict[int, int] = {}
-        self._cached: dict[int, None] = {}  # in the order of their release
+        self._cached: dict[int, None] = {}  # in order of release
         self._by_hash: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
     @property
     def free(self) -> int:
-        """Blocks that hold nothing of use."""
+        """Number of blocks without reusable content."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody uses and whose content is known."""
+        """Number of blocks without users whose content is known."""
         return len(self._cached)
 
     @property
     def used(self) -> int:
-        """Blocks with at least one user."""
+        """Number of blocks with at least one user."""
         return len(self._users)
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can hand out: free and cached ones."""
+        """Number of blocks that `allocate` can return: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     def users(self, block: int) -> int:
-        """How many sequences use a block."""
+        """Number of sequences that use a block."""
         return self._users.get(block, 0)
 
-    def take(self, count: int) -> list[int]:
-        """`count` blocks with one user each; cached ones are forgotten as needed.
+    def allocate(self, count: int) -> list[int]:
+        """Allocate `count` blocks with one user each. Cached blocks lose their content as needed.
 
         Raises:
-            CapacityError: fewer are available; none is taken.
+            CapacityError: fewer blocks are available; none is allocated.
         """
         if count < 0:
-            raise UsageError(f"{count} KV blocks were asked for.")
+            raise UsageError(f"{count} KV blocks were requested.")
         if count > self.available:
             raise CapacityError(
                 f"{count} KV blocks are needed.",
@@ -111,31 +111,19 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
-    def share(self, blocks: list[int]) -> None:
-        """Count one more user of each block.
+    def release(self, blocks: list[int]) -> None:
+        """Remove one user of each block. A block without users becomes cached if its content is known, otherwise free.
 
         Raises:
-            UsageError: a block has no user.
-        """
-        for block in blocks:
-            if block not in self._users:
-                raise UsageError(f"KV block {block} is free and cannot be shared.")
-        for block in blocks:
-            self._users[block] += 1
-
-    def give_back(self, blocks: list[int]) -> None:
-        """Count one user less of each block; blocks without users become cached if their content is known, else free.
-
-        Raises:
-            UsageError: a block has no user; nothing is given back.
+            UsageError: a block has no user; no block is released.
         """
         counts: dict[int, int] = {}
         for block in blocks:
             counts[block] = counts.get(block, 0) + 1
         for block, count in counts.items():
             if self._users.get(block, 0) < count:
-                raise UsageError(f"KV block {block} is given back twice.")
-        # Last blocks first: when room is needed, the tail of a prefix goes before its head.
+                raise UsageError(f"KV block {block} is released twice.")
+        # Last blocks first, so that the tail of a cached prefix is reused before its head.
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block]:
@@ -149,7 +137,7 @@ class BlockAllocator:
     # -- content
 
     def publish(self, block: int, content: bytes) -> None:
-        """Tell what a used block holds. The first block with a content keeps it; later ones stay unknown.
+        """Register the content hash of a used block, unless another block is registered with the same content.
 
         Raises:
             UsageError: the block has no user.
@@ -160,8 +148,8 @@ class BlockAllocator:
             self._by_hash[content] = block
             self._hash_of[block] = content
 
-    def match(self, contents: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix, each with one more user.
+    def acquire_prefix(self, contents: Sequence[bytes]) -> list[int]:
+        """Return the blocks of the longest known prefix and add one user to each.
 
         Args:
             contents: hashes of a sequence's full blocks, in order.
@@ -177,17 +165,13 @@ class BlockAllocator:
             self._users[block] = self._users.get(block, 0) + 1
         return blocks
 
-    def matched(self, contents: Sequence[bytes]) -> int:
-        """How many blocks `match` would return, without taking them."""
-        n = 0
-        for content in contents:
-            if content not in self._by_hash:
-                break
-            n += 1
-        return n
+    def count_prefix(self, contents: Sequence[bytes]) -> int:
+        """Number of blocks that `acquire_prefix` would return."""
+        unknown = (i for i, content in enumerate(contents) if content not in self._by_hash)
+        return next(unknown, len(contents))
 
     def clear(self) -> None:
-        """Forget the content of every cached block."""
+        """Free every cached block."""
         for block in list(self._cached):
             del self._cached[block]
             self._forget(block)
@@ -199,7 +183,7 @@ class BlockAllocator:
             del self._by_hash[content]
 
     def check(self) -> None:
-        """Raise AssertionError when the books do not balance; for tests and debugging."""
+        """Raise AssertionError if the allocator's records contradict each other. For tests and debugging."""
         assert self.free + self.cached + self.used == self.total, (self.free, self.cached, self.used, self.total)
         assert len({*self._free, *self._cached, *self._users}) == self.total
         assert all(n > 0 for n in self._users.values())

@@ -1,4 +1,4 @@
-"""What all storages of whole blocks do alike, however blocks look inside: copy, export and load them."""
+"""Copies, exports and loads whole blocks of a cache, whatever a block looks like inside."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from inferplane.types import HOST, LayerKV
 
 
 class BlockedKV(LayerKV):
-    """A `LayerKV` in tensors whose first dimension is the block, so that a block is a row of each.
+    """A `LayerKV` whose tensors have the block as their first dimension, so that a block is one row of each tensor.
 
-    A layout of one's own says how tokens lie in a block, by `write` and `read`, and what it consists of, by `stored`.
+    A subclass defines how tokens lie in a block (`write` and `read`) and lists its tensors (`stored`).
     """
 
     @abstractmethod
     def stored(self) -> Sequence[torch.Tensor]:
-        """Everything that is kept, entries and scales: tensors or views `[blocks, ...]`. Blocks behind those that the
-        block tables name, for padding, may be among them.
+        """All tensors of the cache, entries and scales, or views of them: `[blocks, ...]`. They may contain more blocks
+        than block tables refer to, for padding.
         """
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -29,18 +29,18 @@ class BlockedKV(LayerKV):
             part[target.long()] = part[source.long()]
 
     def export(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See `LayerKV.export`; what `stored` has, in its order, as it lies: each `[n, ...]`."""
+        """See `LayerKV.export`; one tensor `[n, ...]` for each tensor of `stored`, in the same order."""
         return tuple(part[blocks.long()].to(HOST) for part in self.stored())
 
     def load(self, blocks: torch.Tensor, stored: tuple[torch.Tensor, ...]) -> None:
-        """See `LayerKV.load`; each `[n, ...]`. Nothing is written before every shape is known to fit."""
+        """See `LayerKV.load`; each tensor is `[n, ...]`. All shapes are checked before anything is written."""
         own = self.stored()
         want = [(len(blocks), *part.shape[1:]) for part in own]
         have = [tuple(t.shape) for t in stored]
         if have != want:
             raise UsageError(
                 f"KV layout {self.layout} cannot load tensors of shapes {have}.",
-                there_is=f"room for {want}",
+                there_is=f"tensors of shapes {want}",
                 remedy="load only what the same layout exported",
             )
         for part, t in zip(own, stored, strict=True):

@@ -1,8 +1,8 @@
-"""Core's own KV storage: blocks of tokens in plain torch tensors, as they are or quantized. Works on every device.
+"""Core's own KV cache layout: blocks of tokens in plain torch tensors, quantized or not. It works on every device.
 
-Backends use it with a block size of their choosing until they have a layout of their own. Quantized storages keep one
-scale a token and head (or a token and 64 entries for latents, whose parts differ in size), chosen when the token is
-written, so that what attention reads never depends on how a prompt was cut into chunks.
+A backend uses it, with a block size of its choice, unless it has a layout of its own. Quantized caches have one scale
+per token and head (for latents one per token and 64 entries, because their parts differ in size). The scale is computed
+when the token is written, so what attention reads never depends on how a prompt was divided into chunks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from inferplane.types import HOST, KVLayout, KVRequest, LayerKV
 
 
 class KVDtype(NamedTuple):
-    """A way to store entries: torch dtype, the largest magnitude a scaled entry may have (0: stored unscaled), and the
-    largest rounding error relative to the largest entry of a group (half a step of the format).
+    """How cache entries are stored.
+
+    Args:
+        dtype: torch dtype; None: the plan's dtype.
+        limit: largest magnitude of a scaled entry; 0: entries are not scaled.
+        error: largest rounding error relative to the largest entry of a group (half a step of the format).
     """
 
     dtype: torch.dtype | None
@@ -35,15 +39,15 @@ KV_DTYPES: dict[str, KVDtype] = {
     "fp8": KVDtype(torch.float8_e4m3fn, 448.0, 16 / 448),
     "int8": KVDtype(torch.int8, 127.0, 0.5 / 127),
 }
-"""KV dtypes by name; "auto" keeps the plan's dtype."""
+"""KV dtypes by name; "auto" is the plan's dtype."""
 
 LATENT_GROUP = 64
-"""Entries of a latent that share a scale: both V3's 512 latent entries and its 64 rotated ones are multiples of it."""
+"""Entries of a latent that share a scale. DeepSeek V3's 512 latent and 64 rotated entries are both multiples of it."""
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One tensor of entries a token, e.g. K: `heads` groups of `dim` entries, each with its own scale if quantized."""
+class _EntryShape:
+    """Entries per token of one tensor (K, V or latent): `heads` groups of `dim`, each with a scale if quantized."""
 
     heads: int
     dim: int
@@ -54,34 +58,34 @@ Zeros = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on the host in memory that the system zeroes when it is touched, so an unused cache costs nothing."""
+    """Return zeros. On the host the system zeroes memory when it is first touched, so an unused cache costs nothing."""
     if device.type != HOST:
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def _parts(request: KVRequest) -> tuple[_Part, ...]:
+def _entry_shapes(request: KVRequest) -> tuple[_EntryShape, ...]:
     if request.kind == "mla":
         group = LATENT_GROUP if request.dim % LATENT_GROUP == 0 else request.dim
-        return (_Part(request.dim // group, group),)
-    return _Part(request.heads, request.dim), _Part(request.heads, request.v_dim)
+        return (_EntryShape(request.dim // group, group),)
+    return _EntryShape(request.heads, request.dim), _EntryShape(request.heads, request.v_dim)
 
 
 class PagedKV(BlockedKV):
-    """Entries `[slots, heads, dim]`, block after block, with scales `[slots, heads]` beside them when quantized.
+    """A cache with entries `[slots, heads, dim]`, block after block, and scales `[slots, heads]` if quantized.
 
-    One slot more than the blocks hold is kept at the end: slot -1, which marks padding, falls there and is never read.
+    There is one extra slot at the end. Slot -1, which marks padding, writes to it, and nothing reads it.
 
     Args:
-        request: what the layer remembers.
+        request: what the layer stores per token.
         blocks: number of blocks.
-        block_tokens: tokens a block.
-        layout: the layout's name.
-        dtype: the plan's dtype, in which `read` answers.
-        device: where the tensors live.
-        kv_dtype: a name of `KV_DTYPES`.
-        power_of_two: scales are rounded up to powers of two, so that multiplying by one is exact in any float format.
-        zeros: makes the tensors.
+        block_tokens: tokens per block.
+        layout: name of the layout.
+        dtype: the plan's dtype, which `read` returns.
+        device: device of the tensors.
+        kv_dtype: a key of `KV_DTYPES`.
+        power_of_two: whether scales are rounded up to powers of two, so that scaling is exact in any float format.
+        zeros: allocates the tensors.
     """
 
     def __init__(
@@ -100,11 +104,10 @@ class PagedKV(BlockedKV):
         self.request, self.blocks, self.block_tokens, self.layout = request, blocks, block_tokens, layout
         self.dtype, self.spec = dtype, KV_DTYPES[kv_dtype]
         slots = blocks * block_tokens + 1
-        kept = self.spec.dtype or dtype
-        self.entries = [zeros((slots, p.heads, p.dim), kept, device) for p in _parts(request)]
-        self.scales = (
-            [zeros((slots, p.heads), torch.float32, device) for p in _parts(request)] if self.spec.limit else []
-        )
+        shapes, stored_dtype = _entry_shapes(request), self.spec.dtype or dtype
+        self.entries = [zeros((slots, shape.heads, shape.dim), stored_dtype, device) for shape in shapes]
+        scaled = shapes if self.spec.limit else ()
+        self.scales = [zeros((slots, shape.heads), torch.float32, device) for shape in scaled]
 
     def blocked(self) -> tuple[torch.Tensor, ...]:
         """Views `[blocks, block_tokens, heads, dim]` of the entries, for kernels that know this layout."""
@@ -121,7 +124,9 @@ class PagedKV(BlockedKV):
             scale = amax / self.spec.limit
             if self.power_of_two:
                 scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-            scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # zeros, and amax too small to divide
+            scale = torch.where(
+                scale == 0, torch.ones_like(scale), scale
+            )  # all zeros, or an amax too small to divide by
             scaled = v.float() / scale[..., None]
             entry[slots] = (scaled.round() if entry.dtype == torch.int8 else scaled).to(entry.dtype)
             self.scales[i][slots] = scale
@@ -148,24 +153,26 @@ class PagedKV(BlockedKV):
 
 
 def latents(kv: LayerKV) -> torch.Tensor:
-    """A view `[blocks, block_tokens, latent + rotated]` of a cache of latents in core's storage, not quantized."""
+    """Return a view `[blocks, block_tokens, latent + rotated]` of an unquantized latent cache in core's layout."""
     return cast(PagedKV, kv).blocked()[0].flatten(2)
 
 
 def paged_layout(
     block_tokens: int, kv_dtype: str = "auto", *, power_of_two: bool = False, zeros: Zeros = _zeros
 ) -> KVLayout:
-    """Core's storage with `block_tokens` tokens a block, named "paged_<tokens>" or "paged_<tokens>_<kv dtype>", and
-    then "_p2" with scales that are powers of two.
+    """Describe core's layout with `block_tokens` tokens per block.
+
+    It is named "paged_<tokens>" or "paged_<tokens>_<kv dtype>", with "_p2" at the end if scales are powers of two.
 
     Args:
-        block_tokens: tokens a block, at least 1.
+        block_tokens: tokens per block, at least 1.
         kv_dtype: "auto" (the plan's dtype), "fp8" or "int8".
-        power_of_two: round scales up to powers of two: cheap to apply and exact, at up to twice the rounding error.
-        zeros: makes the tensors, `(shape, dtype, device)`, where a device has memory that suits a cache better.
+        power_of_two: whether to round scales up to powers of two: cheap and exact to apply, at up to twice the rounding
+            error.
+        zeros: allocates the tensors, `(shape, dtype, device)`; for devices with memory that suits a cache better.
 
     Raises:
-        UsageError: unknown KV dtype, or a block of no tokens.
+        UsageError: the KV dtype is unknown, or `block_tokens` is less than 1.
     """
     if kv_dtype not in KV_DTYPES:
         raise UsageError(f"Unknown KV dtype {kv_dtype!r}.", there_is=", ".join(sorted(KV_DTYPES)))
@@ -179,7 +186,7 @@ def paged_layout(
     def bytes_per_block(request: KVRequest, dtype: torch.dtype) -> int:
         spec = KV_DTYPES[kv_dtype]
         size = (spec.dtype or dtype).itemsize
-        scales = sum(4 * p.heads for p in _parts(request)) if spec.limit else 0
+        scales = sum(4 * shape.heads for shape in _entry_shapes(request)) if spec.limit else 0
         return block_tokens * (request.entries * size + scales)
 
     error = KV_DTYPES[kv_dtype].error * (2 if power_of_two else 1)
