@@ -5,6 +5,8 @@
     python benchmarks/cpu/turns.py --shape qwen3-0.6b --turns 7 --json qwen.json
     python benchmarks/cpu/turns.py --llama-python PYTHON --gguf bf16=a.gguf int4=b.gguf
                                        # PYTHON has llama-cpp-python; the files hold a model of the same shape
+    python benchmarks/cpu/turns.py --baseline ../before --turns 15 --transformers --prefill
+                                       # an older checkout of Inferplane, its native kernels built in place
 
 Every peer reads the same random-weight checkpoint in a process of its own; one works while the others wait. A turn asks
 each of them once, in the order A B C ... and the next turn in the reverse order. Compare ratios within one run: on a
@@ -39,13 +41,18 @@ PROBE_BYTES, HUGE = 2**30, 2**21
 class Process:
     """A peer, started and asked through its standard streams."""
 
-    def __init__(self, python, name, model, limits):
+    def __init__(self, python, name, model, limits, checkout=None):
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
         environment.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
         if name == "llama.cpp":  # as its users run it: bound, and spinning while it waits
             del environment["OMP_WAIT_POLICY"]
             environment |= {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}
-        command = [python, str(Path(__file__).with_name("peer.py")), name, str(model), *limits]
+        peer = Path(__file__).with_name("peer.py")
+        if checkout is not None:
+            environment["PYTHONPATH"] = os.pathsep.join((f"{checkout}/core", f"{checkout}/backends/cpu"))
+            environment["INFERPLANE_PLUGINS"] = "only,inferplane_cpu.plugin"
+            peer = Path(checkout, "benchmarks/cpu/peer.py")
+        command = [python, str(peer), name, str(model), *limits]
         self.name = name
         self.process = subprocess.Popen(
             command,
@@ -99,6 +106,10 @@ def start(args, folder):
     limits = (str(most), str(max([batch for _, batch in args.decode], default=1)), args.kv_dtype)
     names = [f"inferplane:{p}" for p in args.ours] + [f"transformers:{a}" for a in args.transformers]
     peers = [Process(sys.executable, name, folder, limits) for name in names]
+    if args.baseline:
+        for precision in args.ours:
+            peers.append(Process(sys.executable, f"inferplane:{precision}", folder, limits, args.baseline.resolve()))
+            peers[-1].name = f"baseline:{precision}"
     for precision, _, file in (word.partition("=") for word in args.gguf):
         peers.append(Process(args.llama_python, "llama.cpp", file, limits))
         peers[-1].name = f"llama.cpp:{precision}"
@@ -139,7 +150,7 @@ def summary(shape, test, runs, beside):
     if beside[0]:
         ratios = [theirs / ours for (ours, _, _), (theirs, _, _) in zip(beside[0], runs, strict=True)]
         out["inferplane_is_faster_by"] = statistics.median(ratios)
-        out["at_least"] = lower_bound(ratios)
+        out["at_least"], out["interval_95"] = bounds(ratios)
         out["ratios"] = sorted(ratios)
     probes = [(a + b) / 2 for _, a, b in runs]
     out["probe_gb_s"] = statistics.median(probes)
@@ -147,12 +158,12 @@ def summary(shape, test, runs, beside):
     return out
 
 
-def lower_bound(ratios):
-    """The lower 95 % bound of the mean ratio: the 5th percentile of the means of 10,000 draws of turns (bootstrap)."""
+def bounds(ratios):
+    """The lower 95 % bound of the mean ratio and its two-sided interval, from 10,000 draws of turns (bootstrap)."""
     draw = random.Random(0)
     logs = [math.log(r) for r in ratios]
     means = sorted(statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(10_000))
-    return math.exp(means[500])
+    return math.exp(means[500]), [math.exp(means[250]), math.exp(means[9749])]
 
 
 def context_and_batch(text):
@@ -186,6 +197,9 @@ def main():
     parser.add_argument("--openvino-python", default=sys.executable, help="a Python with openvino")
     parser.add_argument("--openvino", nargs="*", default=[], metavar="PRECISION=FOLDER", help="exported models")
     parser.add_argument("--kv-dtype", default="auto", help="of ours; OpenVINO's is uint8 beside coded weights")
+    parser.add_argument(
+        "--baseline", type=Path, metavar="FOLDER", help="an older checkout of Inferplane"
+    )
     parser.add_argument("--ours", nargs="*", default=list(BITS), choices=BITS, help="precisions of ours")
     args = parser.parse_args()
     with checkpoint(args) as folder:
@@ -221,7 +235,8 @@ def main():
             print(
                 f"{test:16} {name:20} {r['tokens_per_s']:8.1f} tokens/s ({low:.1f} to {high:.1f})  {share:20} "
                 f"inferplane faster by {r.get('inferplane_is_faster_by', float('nan')):.2f}"
-                f" (at least {r.get('at_least', float('nan')):.2f})"
+                f" (at least {r.get('at_least', float('nan')):.2f}"
+                f", 95 % {' to '.join(f'{x:.3f}' for x in r.get('interval_95', []))})"
             )
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
