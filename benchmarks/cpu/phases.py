@@ -33,7 +33,7 @@ class Parts:
 
     def __init__(self, model):
         self.model, self.now, self.steps = model, {}, []
-        self.names = library().ip_phases(None).decode().split()
+        self.names = library().ip_time_phases(None).decode().split()
         self.ns = (ctypes.c_int64 * len(self.names))()
 
     def __enter__(self):
@@ -67,11 +67,11 @@ class Parts:
         """One step of the engine."""
         self.now = {}
         ctypes.memset(self.ns, 0, ctypes.sizeof(self.ns))
-        library().ip_phases(self.ns)
+        library().ip_time_phases(self.ns)
         start = time.perf_counter()
         result = engine_step()
         whole = (time.perf_counter() - start) * 1e6
-        library().ip_phases(None)
+        library().ip_time_phases(None)
         native = {f"  {name}": ns / 1e3 for name, ns in zip(self.names, self.ns, strict=True) if ns}
         known = sum(self.now.values())
         calls = self.now.get("call", 0.0) + self.now.get("layers", 0.0)  # of one alone, the other gives its turn back

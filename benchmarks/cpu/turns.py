@@ -96,7 +96,7 @@ class Probe:
         best = float("inf")
         for _ in range(3):
             start = time.perf_counter()
-            library().ip_read(self._begin, PROBE_BYTES)
+            library().ip_read_memory(self._begin, PROBE_BYTES)
             best = min(best, time.perf_counter() - start)
         return PROBE_BYTES / best / 1e9
 
@@ -197,9 +197,7 @@ def main():
     parser.add_argument("--openvino-python", default=sys.executable, help="a Python with openvino")
     parser.add_argument("--openvino", nargs="*", default=[], metavar="PRECISION=FOLDER", help="exported models")
     parser.add_argument("--kv-dtype", default="auto", help="of ours; OpenVINO's is uint8 beside coded weights")
-    parser.add_argument(
-        "--baseline", type=Path, metavar="FOLDER", help="an older checkout of Inferplane"
-    )
+    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="an older checkout of Inferplane")
     parser.add_argument("--ours", nargs="*", default=list(BITS), choices=BITS, help="precisions of ours")
     args = parser.parse_args()
     with checkpoint(args) as folder:

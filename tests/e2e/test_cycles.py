@@ -17,7 +17,7 @@ from inferplane.types import Backend
 from inferplane_cpu.backend import CpuBackend
 from tests.e2e.drafters import eagle_head, with_mtp
 from tests.e2e.tiny_models import deepseek_config, llama_config, prompts, random_model
-from tests.unit.test_capture import Record
+from tests.unit.engine.test_capture import Record
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 WAYS = ("eager", "apart", "together")

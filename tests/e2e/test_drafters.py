@@ -20,7 +20,7 @@ from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
 from tests.e2e.drafters import eagle_head, noisy_copy, with_mtp
 from tests.e2e.tiny_models import SMALL, deepseek_config, llama_config, prompts, random_model
-from tests.unit.chi_square import chi_square_p
+from tests.unit.support.chi_square import chi_square_p
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.house.rules import REPOSITORY
-from tests.unit.fake_wheels import Wheels
+from tests.unit.support.fake_wheels import Wheels
 
 
 @pytest.fixture

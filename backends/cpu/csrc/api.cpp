@@ -83,21 +83,21 @@ extern "C" {
 const int32_t *ip_struct_bytes(void) {
   static const int32_t bytes[] = {sizeof(ip_matrix),  sizeof(ip_cache), sizeof(ip_batch),    sizeof(ip_latent),
                                   sizeof(ip_experts), sizeof(ip_layer), sizeof(ip_sampling), sizeof(ip_step),
-                                  sizeof(ip_model),   sizeof(ip_ends)};
+                                  sizeof(ip_model),   sizeof(ip_model_io)};
   return bytes;
 }
 
-int ip_kinds(void) { return IP_KINDS; }
+int ip_num_kinds(void) { return IP_KINDS; }
 
-const char *ip_available(void) { return found().names; }
-const char *ip_current(void) { return found().current ? found().current->name : ""; }
-void ip_on_thread(void (*begins)(void)) { ip_thread_begins = begins; }
-int ip_threads(void) {
+const char *ip_available_isas(void) { return found().names; }
+const char *ip_current_isa(void) { return found().current ? found().current->name : ""; }
+void ip_set_thread_init(void (*begins)(void)) { ip_thread_begins = begins; }
+int ip_num_threads(void) {
   if (ip_thread_begins) ip_thread_begins();
   return omp_get_max_threads();
 }
 
-int ip_select(const char *name) {
+int ip_select_isa(const char *name) {
   Found &f = found();
   for (int i = 0; i < f.count; i++)
     if (!strcmp(f.tables[i]->name, name)) {
@@ -107,25 +107,25 @@ int ip_select(const char *name) {
   return -1;
 }
 
-const char *ip_phases(int64_t *ns) {
+const char *ip_time_phases(int64_t *ns) {
   ip_phase_ns = ns;
   return "begin attn_norm project enter attend out mlp_norm mlp down embed norm head";
 }
 
 int64_t ip_packed_bytes(const ip_matrix *w) { return packed_bytes(*w); }
-void ip_pack(const ip_matrix *w, const int8_t *values, uint8_t *out) { pack(*w, values, out); }
+void ip_pack_weight(const ip_matrix *w, const int8_t *values, uint8_t *out) { pack(*w, values, out); }
 
 void ip_linear(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
   now().linear(w, x, ldx, m, y, ldy, wide);
 }
 
-int ip_linear_many(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
+int ip_linear_prefill(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
   return now().linear_many(w, x, ldx, m, y, ldy, wide);
 }
 
-void ip_expand(const ip_matrix *w, int64_t first, int64_t last, ip_bf16 *out) { now().expand(w, first, last, out); }
+void ip_dequantize_rows(const ip_matrix *w, int64_t first, int64_t last, ip_bf16 *out) { now().expand(w, first, last, out); }
 
-void ip_rows(const ip_matrix *w, const int64_t *ids, int64_t count, ip_bf16 *out) { now().rows(w, ids, count, out); }
+void ip_gather_rows(const ip_matrix *w, const int64_t *ids, int64_t count, ip_bf16 *out) { now().rows(w, ids, count, out); }
 
 void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_bf16 *weight, float eps, int64_t m, int64_t d,
                  ip_bf16 *s, ip_bf16 *y) {
@@ -144,7 +144,7 @@ void ip_attention(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache
   now().attention(q, batch, cache, heads, kv_heads, dim, v_dim, scale, window, out);
 }
 
-int ip_attention_many(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
+int ip_attention_prefill(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
                       int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out) {
   return now().attention_many(q, batch, cache, heads, kv_heads, dim, v_dim, scale, window, out);
 }
@@ -166,7 +166,7 @@ int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int
   return now().decoder_layers(layers, caches, count, step, x, residual, out, out_residual);
 }
 
-int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_ends *ends) {
+int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_model_io *ends) {
   return now().model_step(model, caches, step, ends);
 }
 
@@ -175,12 +175,12 @@ void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 
   now().decoder_layer(layer, step, x, residual, out, out_residual);
 }
 
-void ip_route(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights) {
+void ip_route_experts(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights) {
   now().route(x, logits, m, ids, weights);
 }
 
 void ip_sample(const ip_sampling *asked, int64_t *tokens) { now().sample(asked, tokens); }
 
-int64_t ip_read(const void *data, int64_t bytes) { return now().read(data, bytes); }
+int64_t ip_read_memory(const void *data, int64_t bytes) { return now().read(data, bytes); }
 
 }  // extern "C"

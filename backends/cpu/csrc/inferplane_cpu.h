@@ -21,7 +21,7 @@ enum ip_kind {
   IP_FP8 = 3,   // data: e4m3 bytes [n, k] row-major; scale: float [ceil(n / group), ceil(k / 128)]
   // As IP_BF16, for products whose sums may have another order with few rows of activations than with many, where that
   // reads memory faster: then a row's result depends on how many come with it.
-  IP_BF16_VARIED = 5,
+  IP_BF16_REORDERABLE = 5,
   IP_KINDS = 6,
 };
 
@@ -125,26 +125,26 @@ typedef struct {
   float *logits;
   int64_t *likeliest;
   ip_bf16 *hidden;
-} ip_ends;
+} ip_model_io;
 
 // Bytes of the structs above in the order matrix, cache, batch, latent, experts, layer, sampling, step, model, ends, so that
 // a caller can tell whether it means the same ones.
 const int32_t *ip_struct_bytes(void);
 // IP_KINDS as it was when the library was built.
-int ip_kinds(void);
+int ip_num_kinds(void);
 
 // -- instruction sets
 
 // Names of those this processor can run, best last, separated by spaces; "" without AVX2.
-const char *ip_available(void);
+const char *ip_available_isas(void);
 // The one in use.
-const char *ip_current(void);
+const char *ip_current_isa(void);
 // Use another; 0 when done, -1 when this processor or build lacks it.
-int ip_select(const char *name);
+int ip_select_isa(const char *name);
 // Called once in every thread that calls, before it asks OpenMP for its number of threads; null: nothing is.
-void ip_on_thread(void (*begins)(void));
+void ip_set_thread_init(void (*begins)(void));
 // Threads of the team that a call now would use.
-int ip_threads(void);
+int ip_num_threads(void);
 
 // -- products
 
@@ -152,14 +152,14 @@ int ip_threads(void);
 void ip_linear(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
 // As ip_linear, for many rows and weights of every kind, quantized ones rounded to bf16 but on AVX2; 1 when it was done, 0
 // where this instruction set has nothing better than the caller.
-int ip_linear_many(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
+int ip_linear_prefill(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
 // Rows first .. last of a weight as bf16 [last - first, k].
-void ip_expand(const ip_matrix *w, int64_t first, int64_t last, ip_bf16 *out);
+void ip_dequantize_rows(const ip_matrix *w, int64_t first, int64_t last, ip_bf16 *out);
 // Rows ids[0 .. count] of a weight as bf16 [count, k]; zeros where it has no such row.
-void ip_rows(const ip_matrix *w, const int64_t *ids, int64_t count, ip_bf16 *out);
+void ip_gather_rows(const ip_matrix *w, const int64_t *ids, int64_t count, ip_bf16 *out);
 // Canonical int8 entries [n, k] (int4: -8 .. 7) to panels; `out` has ip_packed_bytes(w) bytes.
 int64_t ip_packed_bytes(const ip_matrix *w);
-void ip_pack(const ip_matrix *w, const int8_t *values, uint8_t *out);
+void ip_pack_weight(const ip_matrix *w, const int8_t *values, uint8_t *out);
 
 // -- row by row
 
@@ -185,7 +185,7 @@ void ip_mla(const ip_bf16 *q_nope, const int64_t *nope_strides, const ip_bf16 *q
 
 // The same for many query tokens a sequence, with attention's weights rounded to bf16 but on AVX2; sequences with few come
 // first. 1 when it was done, 0 where this instruction set has nothing better than the caller, or the sizes do not suit it.
-int ip_attention_many(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
+int ip_attention_prefill(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
                       int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out);
 
 // -- experts
@@ -196,7 +196,7 @@ int ip_moe(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, con
            const int64_t *ids, const float *weights, int64_t top, ip_bf16 *out);
 
 // Which experts each token goes to: logits [m, experts]; ids and weights [m, top]. Only what routing wants of `x` is read.
-void ip_route(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights);
+void ip_route_experts(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights);
 
 // -- choosing tokens
 
@@ -206,10 +206,10 @@ void ip_sample(const ip_sampling *asked, int64_t *tokens);
 // -- measuring
 
 // Reads every byte of `bytes` (a multiple of 64) at `data`, 64-byte aligned, and returns what says that it did.
-int64_t ip_read(const void *data, int64_t bytes);
+int64_t ip_read_memory(const void *data, int64_t bytes);
 // Names of the parts of a layer and of a model around its layers, separated by spaces. From now on each call of layers adds
 // to ns[part] the nanoseconds that its calling thread spent on it, waiting included; null: no longer.
-const char *ip_phases(int64_t *ns);
+const char *ip_time_phases(int64_t *ns);
 
 // -- layers
 
@@ -224,7 +224,7 @@ int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int
 // A whole step of few tokens, with the very results of its parts in turn; 1 when it was done, 0 where it is not for so many
 // tokens or such layers, -1 when an id or a row is out of range or more rows are asked for than it takes: then nothing is
 // written.
-int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_ends *ends);
+int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_model_io *ends);
 
 #ifdef __cplusplus
 }

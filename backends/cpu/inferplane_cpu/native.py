@@ -21,10 +21,10 @@ UNWANTED = "INFERPLANE_NO_NATIVE"
 """With what the note begins that an installation leaves where the kernels were not wanted."""
 
 TILES = ("avx2", "avx512_bf16", "amx")
-"""Instruction sets with products and attention for many tokens (csrc/many.h)."""
-AHEAD = ("avx2", "amx")
+"""Instruction sets with products and attention for many tokens (csrc/attention/prefill.h)."""
+FASTER_THAN_ONEDNN = ("avx2", "amx")
 """Those whose products with many rows are faster than oneDNN's, which has none in bf16 on AVX2."""
-KINDS = BF16, INT8, INT4, FP8, W8A8, BF16_VARIED = range(6)
+KINDS = BF16, INT8, INT4, FP8, W8A8, BF16_REORDERABLE = range(6)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
 
 
@@ -60,7 +60,7 @@ class Cache(Structure):
     ]
 
 
-class Steps(Structure):
+class RaggedBatch(Structure):
     """`ip_batch`: a ragged step."""
 
     _fields_ = [
@@ -114,7 +114,7 @@ class Step(Structure):
     """`ip_step`: what a step brings to a layer."""
 
     _fields_ = [
-        ("batch", Steps),
+        ("batch", RaggedBatch),
         ("cache", Cache),
         ("positions", c_void_p),
         ("slots", c_void_p),
@@ -146,8 +146,8 @@ class Model(Structure):
     ]
 
 
-class Ends(Structure):
-    """`ip_ends`: what a model's step begins with, and what it gives."""
+class ModelIO(Structure):
+    """`ip_model_io`: what a model's step begins with, and what it gives."""
 
     _fields_ = [
         ("ids", c_void_p),
@@ -159,7 +159,7 @@ class Ends(Structure):
     ]
 
 
-_STRUCTS = (Matrix, Cache, Steps, Latent, Experts, Layer, Sampling, Step, Model, Ends)
+_STRUCTS = (Matrix, Cache, RaggedBatch, Latent, Experts, Layer, Sampling, Step, Model, ModelIO)
 """In the order of `ip_struct_bytes`."""
 _P, _I = c_void_p, c_int64
 _Begins = ctypes.CFUNCTYPE(None)
@@ -172,33 +172,49 @@ def _thread_begins() -> None:
 
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "ip_select": (c_int, c_char_p),
-    "ip_on_thread": (None, _Begins),
-    "ip_threads": (c_int,),
+    "ip_select_isa": (c_int, c_char_p),
+    "ip_set_thread_init": (None, _Begins),
+    "ip_num_threads": (c_int,),
     "ip_struct_bytes": (POINTER(c_int32),),
-    "ip_kinds": (c_int,),
-    "ip_available": (c_char_p,),
-    "ip_current": (c_char_p,),
+    "ip_num_kinds": (c_int,),
+    "ip_available_isas": (c_char_p,),
+    "ip_current_isa": (c_char_p,),
     "ip_linear": (None, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
-    "ip_linear_many": (c_int, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
-    "ip_expand": (None, POINTER(Matrix), _I, _I, _P),
-    "ip_rows": (None, POINTER(Matrix), _P, _I, _P),
+    "ip_linear_prefill": (c_int, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
+    "ip_dequantize_rows": (None, POINTER(Matrix), _I, _I, _P),
+    "ip_gather_rows": (None, POINTER(Matrix), _P, _I, _P),
     "ip_packed_bytes": (_I, POINTER(Matrix)),
-    "ip_pack": (None, POINTER(Matrix), _P, _P),
+    "ip_pack_weight": (None, POINTER(Matrix), _P, _P),
     "ip_rms_norm": (None, _P, _I, _P, _P, c_float, _I, _I, _P, _P),
     "ip_silu_mul": (None, _P, _I, _I, _I, _P),
     "ip_rope": (None, _P, _I, _I, _P, _P, _I, _I, _I, c_int, _P),
-    "ip_attention": (None, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
-    "ip_attention_many": (c_int, _P, POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
-    "ip_mla": (None, _P, _P, _P, _P, POINTER(Matrix), POINTER(Steps), POINTER(Cache), _I, _I, _I, _I, _I, c_float, _P),
+    "ip_attention": (None, _P, POINTER(RaggedBatch), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
+    "ip_attention_prefill": (c_int, _P, POINTER(RaggedBatch), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
+    "ip_mla": (
+        None,
+        _P,
+        _P,
+        _P,
+        _P,
+        POINTER(Matrix),
+        POINTER(RaggedBatch),
+        POINTER(Cache),
+        _I,
+        _I,
+        _I,
+        _I,
+        _I,
+        c_float,
+        _P,
+    ),
     "ip_moe": (c_int, POINTER(Matrix), POINTER(Matrix), _I, _P, _I, _I, _P, _P, _I, _P),
-    "ip_route": (None, POINTER(Experts), _P, _I, _P, _P),
+    "ip_route_experts": (None, POINTER(Experts), _P, _I, _P, _P),
     "ip_sample": (None, POINTER(Sampling), _P),
-    "ip_read": (_I, _P, _I),
-    "ip_phases": (c_char_p, _P),
+    "ip_read_memory": (_I, _P, _I),
+    "ip_time_phases": (c_char_p, _P),
     "ip_decoder_layer": (None, POINTER(Layer), POINTER(Step), _P, _P, _P, _P),
     "ip_decoder_layers": (c_int, _P, POINTER(Cache), _I, POINTER(Step), _P, _P, _P, _P),
-    "ip_model_step": (c_int, POINTER(Model), POINTER(Cache), POINTER(Step), POINTER(Ends)),
+    "ip_model_step": (c_int, POINTER(Model), POINTER(Cache), POINTER(Step), POINTER(ModelIO)),
 }
 
 
@@ -219,7 +235,7 @@ class Native(NamedTuple):
         """Whether there are products and attention for many tokens: an instruction set of `TILES` is in use."""
         if self.library is None:
             return Feature(False, self.reason)
-        there = self.library.ip_current().decode() in TILES
+        there = self.library.ip_current_isa().decode() in TILES
         return Feature(there, f"{self.reason}; many tokens are native on {' and '.join(TILES)}")
 
 
@@ -248,7 +264,7 @@ def native() -> Native:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
         strange = [s.__name__ for s, size in zip(_STRUCTS, library.ip_struct_bytes()) if ctypes.sizeof(s) != size]
-        if library.ip_kinds() != len(KINDS):
+        if library.ip_num_kinds() != len(KINDS):
             strange.append("kinds of weights")
         if strange:
             raise OSError(f"{found[0]} was built from other sources: {', '.join(strange)} differ")
@@ -261,17 +277,17 @@ def native() -> Native:
 
 
 def _chosen(library: ctypes.CDLL) -> Native:
-    there = library.ip_available().decode()
+    there = library.ip_available_isas().decode()
     asked = os.environ.get(VARIABLE, "")
     if asked == "none":
         return Native(None, f"{VARIABLE}=none")
     if not there:
         return Native(None, "the native kernels need a processor with AVX2")
-    if asked and library.ip_select(asked.encode()):
+    if asked and library.ip_select_isa(asked.encode()):
         remedy = f"set {VARIABLE} to one of these or to none, or leave it out"
         return Native(None, f"{VARIABLE}={asked}, but this processor has {there}", remedy)
-    library.ip_on_thread(_thread_begins)
-    return Native(library, f"native kernels on {library.ip_current().decode()} (of {there})")
+    library.ip_set_thread_init(_thread_begins)
+    return Native(library, f"native kernels on {library.ip_current_isa().decode()} (of {there})")
 
 
 def _openmp() -> list[str]:
@@ -285,9 +301,9 @@ def _openmp() -> list[str]:
     return sorted(p for p in paths if Path(p).name.startswith(("libgomp", "libiomp5", "libomp")))
 
 
-def current() -> str:
+def current_instruction_set() -> str:
     """The instruction set in use."""
-    return str(library().ip_current().decode())
+    return str(library().ip_current_isa().decode())
 
 
 def library() -> Any:
@@ -300,21 +316,21 @@ def library() -> Any:
 def instruction_sets() -> list[str]:
     """Those this machine can run, the best last; empty without the library."""
     found = native().library
-    return found.ip_available().decode().split() if found is not None else []
+    return found.ip_available_isas().decode().split() if found is not None else []
 
 
 @contextmanager
-def forced(name: str) -> Iterator[None]:
+def use_instruction_set(name: str) -> Iterator[None]:
     """Use another instruction set within the block.
 
     Raises:
         UsageError: this machine has none of that name.
     """
     lib = library()
-    before = lib.ip_current()
-    if lib.ip_select(name.encode()):
+    before = lib.ip_current_isa()
+    if lib.ip_select_isa(name.encode()):
         raise UsageError(f"Instruction set {name!r}.", there_is=", ".join(instruction_sets()))
     try:
         yield
     finally:
-        lib.ip_select(before)
+        lib.ip_select_isa(before)

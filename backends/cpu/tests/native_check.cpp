@@ -50,7 +50,7 @@ struct Bf16 : Array<ip_bf16> {
 int failures = 0;
 void expect(bool holds, const char *what) {
   if (!holds) {
-    printf("WRONG on %s: %s\n", ip_current(), what);
+    printf("WRONG on %s: %s\n", ip_current_isa(), what);
     failures++;
   }
 }
@@ -72,7 +72,7 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
   Stored s = {};
   s.m = {kind, group, n, k, k, nullptr, nullptr, nullptr, nullptr};
   s.values.resize((size_t)(n * k));
-  if (kind == IP_BF16 || kind == IP_BF16_VARIED) {
+  if (kind == IP_BF16 || kind == IP_BF16_REORDERABLE) {
     ip_bf16 *data = keep<ip_bf16>(s, n * k);
     for (int64_t i = 0; i < n * k; i++) s.values[(size_t)i] = widen(data[i] = narrow(drawn()));
     s.m.data = data;
@@ -104,14 +104,14 @@ Stored weight(int kind, int group, int64_t n, int64_t k) {
     }
     s.m.scale = scale;
     uint8_t *packed = keep<uint8_t>(s, ip_packed_bytes(&s.m));
-    ip_pack(&s.m, entries, packed);
+    ip_pack_weight(&s.m, entries, packed);
     s.m.data = packed;
   }
   return s;
 }
 
 void products() {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_VARIED, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_W8A8, 0}};
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_FP8, 24}, {IP_INT8, 0}, {IP_INT8, 64}, {IP_INT8, 128}, {IP_INT4, 32}, {IP_INT4, 96}, {IP_INT4, 0}, {IP_W8A8, 0}};
   const int64_t sizes[][3] = {{1, 1, 1}, {3, 17, 31}, {16, 33, 160}, {37, 70, 257}, {70, 200, 96}, {85, 144, 300}, {1, 37, 530}, {2, 33, 512}, {66, 33, 513}};
   for (auto &kind : kinds)
     for (auto &size : sizes) {
@@ -131,12 +131,12 @@ void products() {
       };
       ip_linear(&w.m, x, k, m, y, n, 1);
       expect(close(kind[0] == IP_W8A8 ? 3e-2 : 1e-3), "a product");
-      if (ip_linear_many(&w.m, x, k, m, y, n, 1)) expect(close(kind[0] == IP_W8A8 ? 3e-2 : 1e-2), "a product of many rows");
+      if (ip_linear_prefill(&w.m, x, k, m, y, n, 1)) expect(close(kind[0] == IP_W8A8 ? 3e-2 : 1e-2), "a product of many rows");
       w.m.bias = bias;
       ip_linear(&w.m, x, k, m, narrowed, n, 0);
-      ip_linear_many(&w.m, x, k, m, narrowed, n, 0);
-      ip_expand(&w.m, 0, n, rows);
-      ip_expand(&w.m, n / 2, n, rows);
+      ip_linear_prefill(&w.m, x, k, m, narrowed, n, 0);
+      ip_dequantize_rows(&w.m, 0, n, rows);
+      ip_dequantize_rows(&w.m, n / 2, n, rows);
     }
 }
 
@@ -214,7 +214,7 @@ void attention(bool coded) {
       Bf16 qs(prompt.tokens * heads * dim), outs(prompt.tokens * heads * dim);
       Bf16 few(prompt.tokens * heads * dim);
       for (int64_t window : {0, 20}) {
-        if (!ip_attention_many(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, outs)) continue;
+        if (!ip_attention_prefill(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, outs)) continue;
         ip_attention(qs, &prompt.batch, &cache, heads, kv, dim, dim, 0.2f, window, few);
         double worst = 0, most = 0;
         for (int64_t i = 0; i < (prompt.tokens - 1) * heads * dim; i++)  // the last row is padding
@@ -234,7 +234,7 @@ void attention(bool coded) {
         const int64_t nope = 7, value = 6, ns[] = {3 * nope, nope};  // heads begin within a panel, and end within the last
         Stored panels = weight(kind.first, kind.second, 3 * (nope + value), latent);
         Bf16 rows(3 * (nope + value) * latent), want(step.tokens * 3 * value);
-        ip_expand(&panels.m, 0, 3 * (nope + value), rows);
+        ip_dequantize_rows(&panels.m, 0, 3 * (nope + value), rows);
         ip_matrix plain = {IP_BF16, 0, 3 * (nope + value), latent, latent, (ip_bf16 *)rows, nullptr, nullptr, nullptr};
         ip_mla(a, ns, b, rs, &panels.m, &step.batch, &latents, 3, nope, rope, value, latent, 0.002f, mixed);
         ip_mla(a, ns, b, rs, &plain, &step.batch, &latents, 3, nope, rope, value, latent, 0.002f, want);  // or a rounding decides
@@ -247,10 +247,10 @@ void attention(bool coded) {
 }
 
 void experts() {
-  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_VARIED, 0}, {IP_FP8, 128}, {IP_INT8, 0}, {IP_INT4, 32}, {IP_W8A8, 0}};
+  const int kinds[][2] = {{IP_BF16, 0}, {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_INT8, 0}, {IP_INT4, 32}, {IP_W8A8, 0}};
   for (auto &kind : kinds)
     for (int64_t inner : {37, 48}) {
-      int64_t width = kind[0] == IP_BF16_VARIED ? 530 : 33;
+      int64_t width = kind[0] == IP_BF16_REORDERABLE ? 530 : 33;
       std::vector<Stored> up, down;
       std::vector<ip_matrix> ups, downs;
       for (int e = 0; e < 5; e++) {
@@ -272,11 +272,11 @@ void experts() {
 }
 
 void layers(bool coded) {
-  const int kinds[][2] = {{IP_BF16, 0},   {IP_BF16_VARIED, 0}, {IP_FP8, 128}, {IP_INT8, 64},
+  const int kinds[][2] = {{IP_BF16, 0},   {IP_BF16_REORDERABLE, 0}, {IP_FP8, 128}, {IP_INT8, 64},
                           {IP_INT8, 128}, {IP_INT4, 32},       {IP_INT4, 96}, {IP_W8A8, 0}};
   for (auto &kind : kinds)
     for (int32_t many : {1, 8, 90}) {
-      int64_t width = kind[0] == IP_BF16_VARIED ? 530 : 70, heads = 4, kv = 2, dim = many > 8 ? 32 : 22, inner = 48, slots = 120 * 16;
+      int64_t width = kind[0] == IP_BF16_REORDERABLE ? 530 : 70, heads = 4, kv = 2, dim = many > 8 ? 32 : 22, inner = 48, slots = 120 * 16;
       Stored qkv = weight(kind[0], kind[1], (heads + 2 * kv) * dim, width), o = weight(kind[0], kind[1], width, heads * dim);
       Stored gate_up = weight(kind[0], kind[1], 2 * inner, width), down = weight(kind[0], kind[1], width, inner);
       Bf16 n1(width), n2(width), qn(dim), kn(dim);
@@ -316,7 +316,7 @@ void latent_layers(bool coded) {
       ip_experts routed = {router.m, bias, ups.data(), backs.data(), 8, 3, 4, 2, 2.5f, 1, 1, 1};
       Array<float> logits(5 * 8), shares(5 * 3);
       Array<int64_t> ids(5 * 3);
-      ip_route(&routed, logits, 5, ids, shares);
+      ip_route_experts(&routed, logits, 5, ids, shares);
       ip_layer dense = {{}, o.m, gate_up.m, down.m, n1, n2, nullptr, nullptr, table, heads, 1, 0, 0, 1e-6f, 1e-6f, 0, 0,
                         0.2f, 1, 0, &lower, nullptr};
       ip_layer sparse = dense, alone;
@@ -415,8 +415,8 @@ void cores() {
   for (int i = 0; i < CPU_SETSIZE; i++)
     if (CPU_ISSET(i, &before)) all.push_back(i);
   for (int turn = 0; turn < 100 && all.size() > 1; turn++) {
-    int here = core_now();
-    expect(leave(&here, 1) && core_now() != here, "leave");
+    int here = current_core();
+    expect(leave(&here, 1) && current_core() != here, "leave");
   }
   expect(!leave(all.data(), (int)all.size()), "leave every core");
   expect(!sched_getaffinity(0, sizeof after, &after) && CPU_EQUAL(&before, &after), "affinity");
@@ -425,9 +425,9 @@ void cores() {
 
 int main() {
   cores();
-  std::vector<char> names(ip_available(), ip_available() + strlen(ip_available()) + 1);
+  std::vector<char> names(ip_available_isas(), ip_available_isas() + strlen(ip_available_isas()) + 1);
   for (char *name = strtok(names.data(), " "); name; name = strtok(nullptr, " ")) {
-    expect(!ip_select(name), name);
+    expect(!ip_select_isa(name), name);
     products();
     row_by_row();
     experts();

@@ -9,7 +9,7 @@ import torch
 
 from inferplane import LLM, SamplingParams
 from inferplane.ops import CausalLM
-from inferplane_cpu.native import forced, instruction_sets, native
+from inferplane_cpu.native import instruction_sets, native, use_instruction_set
 from tests.e2e.tiny_models import deepseek_config, llama_config, make, prompts, random_model
 
 SETS = instruction_sets()
@@ -45,7 +45,7 @@ def reference(folder):
 def test_greedy_tokens_are_those_of_the_reference(model, name, folders):
     asked = prompts(101, (5, 40), seed=3)
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    with forced(name), LLM(folders[model], device="cpu", dtype="bfloat16", prefix_cache=False) as llm:
+    with use_instruction_set(name), LLM(folders[model], device="cpu", dtype="bfloat16", prefix_cache=False) as llm:
         chosen = {s["chosen"]["provider"] for s in llm.explain()["sites"] if s["op"] == "decoder_layer"}
         assert "native" in chosen
         written = [r.token_ids for r in llm.generate(asked, params)]

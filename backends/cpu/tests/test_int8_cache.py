@@ -13,8 +13,8 @@ from inferplane.types import Context
 from inferplane_cpu.backend import CpuBackend
 from inferplane_cpu.kernels import attention, kernels
 from inferplane_cpu.kvcache import layouts
-from inferplane_cpu.native import forced, instruction_sets, native
-from tests.unit.small import tiny_llama
+from inferplane_cpu.native import instruction_sets, native, use_instruction_set
+from tests.unit.support.small import tiny_llama
 
 from .test_layers import LENGTHS, SCHEDULES, bound_model, latents_and_experts
 
@@ -37,7 +37,7 @@ def served(kernel):
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize(("kernel", "sample"), [case for kernel in KERNELS for case in served(kernel)])
 def test_against_the_oracle(kernel, sample, name):
-    with forced(name):
+    with use_instruction_set(name):
         for seed in (31, 32):
             outcome = run_case(kernel, sample, BENCH, seed=seed)
             assert outcome.passed, outcome
@@ -102,7 +102,7 @@ def test_attention_of_odd_sizes(name, sizes, window, wild):
     op = replace(sample, heads=heads, kv=request, scale=dim**-0.5)
     q, batch, kv = drawn(op, SEQUENCES, heads, wild)
     want = exactly(op, q, batch, kv)
-    with forced(name):
+    with use_instruction_set(name):
         got = attention.attention(View(op), q, batch, kv)
         # Rounding to bfloat16; and queries are rounded to 2^-16 of their largest entry, which scores are off by.
         keys = (kv.entries[0].double() * kv.scales[0].double().nan_to_num()[..., None]).norm(dim=-1).amax()
@@ -123,7 +123,7 @@ def test_whole_layers_write_and_read_what_smaller_kernels_do(name, tree, schedul
     draw = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS["ragged"]]
     found = []
-    with forced(name):
+    with use_instruction_set(name):
         for chain, whole in ((True, True), (False, True), (False, False)):
             bound = bound_model(made, weights, 40, chain, whole, "int8")
             logits = stepping.run(bound, prompts, SCHEDULES[schedule])

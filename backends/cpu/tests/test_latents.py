@@ -11,7 +11,7 @@ from inferplane.types import HOST
 from inferplane_cpu.kernels.attention import LAYOUTS, mla_absorbed, mla_absorbed_panels, mla_expanded_panels
 from inferplane_cpu.kernels.packed import PANELS, Panels
 from inferplane_cpu.kvcache import layouts
-from inferplane_cpu.native import forced, instruction_sets, native
+from inferplane_cpu.native import instruction_sets, native, use_instruction_set
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -58,7 +58,7 @@ def test_against_the_dequantized_weight(dims, format, layout, name):
     for seed in (1, 2):
         q_nope, q_rope, batch, kv = case(dims, layout, seed)
         want = op(q_nope.float(), q_rope.float(), batch, kv)
-        with forced(name):
+        with use_instruction_set(name):
             got = mla_absorbed_panels(site(dims, Panels(q)), q_nope, q_rope, batch, kv).float()
             rounded = mla_absorbed(site(dims, q.dequantize(torch.bfloat16)), q_nope, q_rope, batch, kv).float()
         room = 2**-6 * want.abs().amax((1, 2), keepdim=True)  # bf16 between folding, attention and unfolding
@@ -72,7 +72,7 @@ def test_a_row_is_the_same_whoever_is_beside_it(format, name):
     dims = SIZES["heads share panels"]
     panels = Panels(weight(dims, format))
     q_nope, q_rope, batch, kv = case(dims, LAYOUTS[0], 3)
-    with forced(name):
+    with use_instruction_set(name):
         whole = mla_absorbed_panels(site(dims, panels), q_nope, q_rope, batch, kv)
         for i, (n, start) in enumerate(SEQUENCES):
             first = sum(n for n, _ in SEQUENCES[:i])
@@ -95,7 +95,7 @@ def test_expanded_for_many_tokens(dims, sequences, format, name):
     q_nope, q_rope, batch, kv = case(dims, LAYOUTS[0], 4, sequences)
     op = OPS["mla_absorbed"](q.dequantize(torch.float32), dims, (dims.nope + dims.rope) ** -0.5, dims.request)
     want = op(q_nope.float(), q_rope.float(), batch, kv)
-    with forced(name):
+    with use_instruction_set(name):
         got = mla_expanded_panels(
             site(dims, SimpleNamespace(weight=Panels(q), prepared=None)), q_nope, q_rope, batch, kv
         ).float()

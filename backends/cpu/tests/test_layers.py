@@ -21,8 +21,8 @@ from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
 from inferplane_cpu.kernels.sampling import likeliest_of
 from inferplane_cpu.kernels.step import whole
-from inferplane_cpu.native import forced, instruction_sets, native
-from tests.unit.small import ENDS, PROJECTIONS, V3, WHOLE_MODEL, tiny_llama, tiny_v3
+from inferplane_cpu.native import instruction_sets, native, use_instruction_set
+from tests.unit.support.small import ENDS, PROJECTIONS, V3, WHOLE_MODEL, tiny_llama, tiny_v3
 
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -88,7 +88,7 @@ def test_one_call_gives_what_its_parts_give_in_turn(name, format, lengths, sched
     draw = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS[lengths]]
     found, calls = [], []
-    with forced(name):
+    with use_instruction_set(name):
         for chained, step in ((True, True), (True, False), (False, False)):
             bound = bound_model(tree, weights, max(LENGTHS[lengths]), chained, step=step)
             if step:
@@ -101,7 +101,7 @@ def test_one_call_gives_what_its_parts_give_in_turn(name, format, lengths, sched
 
 
 def long_rows(of):
-    """A model whose weights have rows long enough to be taken in turn (csrc/dot.h: kLong)."""
+    """A model whose weights have rows long enough to be taken in turn (csrc/products/bf16_dot.h: kMinStreamColumns)."""
     if of == "dense":
         tree = tiny_llama(hidden_size=512, intermediate_size=528, num_attention_heads=8, head_dim=64)
         taken = [rows for layer in tree.layers for rows in (layer.attn.o, layer.mlp.down)]
@@ -127,7 +127,7 @@ def test_one_row_and_two_are_summed_in_one_order_by_all(name, of, lengths, count
     draw = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, 97, (n,), generator=draw).tolist() for n in lengths]
     ways = ({"chained": True}, {"chained": False}, {"chained": False, "whole": False}, {"chained": True, "fixed": True})
-    with forced(name):
+    with use_instruction_set(name):
         step, layer, parts, fixed = (
             stepping.run(bound_model(tree, weights, 64, **way), prompts, lambda i, *_: counts[i]) for way in ways
         )
@@ -143,7 +143,7 @@ def test_a_step_in_one_call_gives_the_logits_that_are_asked_for(name):
     bound = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40, True)
     view = bound.steps["decode"].__self__
     whole = view.whole
-    with forced(name):
+    with use_instruction_set(name):
         for wanted, rows in (((1, 2), [2, 5, 6]), ((0, 1), [6]), ((0, 0), [])):
             queries = [Query([3, 4, 5], 0, [0, 1], wanted[0]), Query([6, 7, 8, 9], 0, [2, 3], wanted[1])]
             batch = make_batch(queries, block_tokens=16, device="cpu")
@@ -172,7 +172,7 @@ def test_a_step_in_one_call_knows_the_likeliest_tokens(name, kind):
     bound = bound_model(tree, weights, 40, True)
     view = bound.steps["decode"].__self__
     greedy = torch.zeros(6), None, None, None, None
-    with forced(name):
+    with use_instruction_set(name):
         logits, _ = view.whole(view, replace(step_of(2), logit_rows=None), bound.cache)
         found = view.sample(logits, *greedy)
         assert found is likeliest_of(logits) and likeliest_of(logits.clone()) is None
@@ -271,7 +271,7 @@ def test_any_number_of_threads_gives_the_same_bits(make, kv_dtype, name):
             found = []
             for threads in (1, 2, 3, 40):
                 torch.set_num_threads(threads)
-                with forced(name):
+                with use_instruction_set(name):
                     bound = bound_model(tree, weights, most + 1, True, kv_dtype=kv_dtype)
                     found.append(stepping.run(bound, prompts, SCHEDULES["tokens"]))
             assert all(rows.isfinite().all() for rows in found[0])
@@ -359,7 +359,7 @@ def test_latents_and_experts_in_one_call(name, format, kv_b, schedule):
     weights = stepping.draw_weights(tree, torch.bfloat16, steady_routes=True)
     draw = torch.Generator().manual_seed(4)
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS["ragged"]]
-    with forced(name):
+    with use_instruction_set(name):
         chained, single, parts = (
             stepping.run(bound_model(tree, weights, 40, chain, whole), prompts, SCHEDULES[schedule])
             for chain, whole in ((True, True), (False, True), (False, False))

@@ -17,7 +17,7 @@ from inferplane_cpu.kernels.attention import LAYOUTS, attention, attention_many
 from inferplane_cpu.kernels.linear import many_rows, multiply, on_tiles
 from inferplane_cpu.kernels.packed import PANELS, Panels, matrices
 from inferplane_cpu.kvcache import layouts
-from inferplane_cpu.native import AHEAD, TILES, forced, instruction_sets, native
+from inferplane_cpu.native import FASTER_THAN_ONEDNN, TILES, instruction_sets, native, use_instruction_set
 
 SETS = [name for name in TILES if name in instruction_sets()]
 pytestmark = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -36,7 +36,7 @@ LAYERS = {
 
 @pytest.fixture(autouse=True, params=SETS)
 def tiles(request):
-    with forced(request.param):
+    with use_instruction_set(request.param):
         yield request.param
 
 
@@ -93,17 +93,17 @@ def test_without_amx_many_rows_of_a_bf16_weight_are_onednns():
     draw = torch.Generator().manual_seed(5)
     w, x = torch.randn(200, 3000, generator=draw).bfloat16(), torch.randn(64, 3000, generator=draw).bfloat16()
     native = torch.empty(64, 200, dtype=torch.bfloat16)
-    with forced("avx512_bf16"):
+    with use_instruction_set("avx512_bf16"):
         found = many_rows(SimpleNamespace(weight=w, prepared=None), x, None)
         assert on_tiles(matrices(w)[0], x, native)
     assert torch.equal(found, torch.nn.functional.linear(padded(x), w)) and not torch.equal(found, native)
 
 
-@pytest.mark.parametrize("isa", [name for name in AHEAD if name in SETS])
+@pytest.mark.parametrize("isa", [name for name in FASTER_THAN_ONEDNN if name in SETS])
 def test_where_onednn_is_behind_it_gets_no_rows(isa, monkeypatch):
     w, x = torch.randn(200, 3000).bfloat16(), torch.randn(64, 3000).bfloat16()
     monkeypatch.setattr(torch.nn.functional, "linear", None)
-    with forced(isa):
+    with use_instruction_set(isa):
         assert many_rows(SimpleNamespace(weight=w, prepared=None), x, None).shape == (64, 200)
 
 

@@ -23,7 +23,7 @@ from inferplane_cpu.kernels.linear import multiply
 from inferplane_cpu.kernels.moe import moe_experts
 from inferplane_cpu.kernels.packed import PANELS, Panels, expanded, matrices, varied
 from inferplane_cpu.kvcache import layouts
-from inferplane_cpu.native import _SIGNATURES, _STRUCTS, Matrix, forced, instruction_sets, native
+from inferplane_cpu.native import _SIGNATURES, _STRUCTS, Matrix, instruction_sets, native, use_instruction_set
 
 SETS = instruction_sets()
 needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -54,7 +54,7 @@ def test_every_kernel_has_a_sample():
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize(("kernel", "sample"), SAMPLES, ids=lambda x: getattr(x, "label", getattr(x, "name", "")))
 def test_against_the_oracle(kernel, sample, name):
-    with forced(name):
+    with use_instruction_set(name):
         for seed in (11, 12):
             bench = Bench("cpu", "cpu", torch.bfloat16, FEATURES, lambda request: layouts())
             outcome = run_case(kernel, sample, bench, seed=seed)
@@ -77,7 +77,7 @@ def test_products_of_all_heights(name, make, n, k):
     w, x = make((n, k), draw), make((40, k), draw)
     want = x.double() @ w.double().T
     room = (k + 4) * 2**-24 * (x.double().abs() @ w.double().abs().T)  # of a sum in float32, in any order
-    with forced(name):
+    with use_instruction_set(name):
         for m in range(1, 41):
             got = multiply(matrices(w)[0], x[:m], True)
             assert ((got - want[:m]).abs() <= room[:m]).all(), (m, (got - want[:m]).abs().max())
@@ -97,7 +97,7 @@ def test_products_whose_order_may_vary(name, n, k):
     room = (k + 4) * 2**-24 * (x.double().abs() @ w.double().abs().T)
     fixed = matrices(w, bias := torch.randn(n, generator=draw).bfloat16())
     found = varied(fixed)[0]
-    with forced(name):
+    with use_instruction_set(name):
         got = {m: multiply(found, x[:m], True) for m in (*range(1, 21), 65, 66)}
         tiles = multiply(fixed[0], x, True)
     for m, y in got.items():
@@ -125,7 +125,7 @@ def test_quantized_products_of_all_heights(name, format, make, n, k):
             part = slice(first, first + columns)
             top = x[:, part].double().abs().amax(1, keepdim=True)
             room += top * 2**-15.9 * values[:, part].abs().sum(1)
-    with forced(name):
+    with use_instruction_set(name):
         for m in (*range(1, 10), 16, 33, 40):
             assert ((multiply(weight, x[:m], True) - want[:m]).abs() <= room[:m]).all(), m
         alone = torch.cat([multiply(weight, x[i : i + 1], True) for i in range(40)])
@@ -142,7 +142,7 @@ def test_integer_products_are_the_same_on_every_instruction_set():
         weight = matrices(Panels(encode(torch.randn(70, 300, generator=draw), format)))[0]
         found = []
         for name in SETS:
-            with forced(name):
+            with use_instruction_set(name):
                 found.append(multiply(weight, x, True))
         assert all(torch.equal(found[0], y) for y in found), format
 
@@ -163,7 +163,7 @@ def test_panels_know_their_formats():
 def test_infinite_and_nan_reach_their_results_only(name):
     x, w = torch.randn(5, 96).bfloat16(), torch.randn(33, 96).bfloat16()
     x[1, 40], x[3, 7] = float("nan"), float("inf")
-    with forced(name):
+    with use_instruction_set(name):
         y = multiply(matrices(w)[0], x, True)
     assert not torch.isfinite(y[[1, 3]]).any()
     assert torch.isfinite(y[[0, 2, 4]]).all()
@@ -199,9 +199,9 @@ def test_one_pool_of_threads():
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            assert native().library.ip_threads() == threads
+            assert native().library.ip_num_threads() == threads
             with ThreadPoolExecutor(1) as other:  # a thread that torch has not seen
-                assert other.submit(native().library.ip_threads).result() == threads
+                assert other.submit(native().library.ip_num_threads).result() == threads
     finally:
         torch.set_num_threads(before)
     with open("/proc/self/maps") as lines:

@@ -9,7 +9,7 @@ import torch
 from inferplane.ops import SampleTokens
 from inferplane.ops.sampling import kept_weights
 from inferplane_cpu.kernels import sampling
-from inferplane_cpu.native import forced, instruction_sets, native
+from inferplane_cpu.native import instruction_sets, native, use_instruction_set
 
 V, ROWS = 9001, 48
 BODY = SampleTokens()
@@ -123,7 +123,7 @@ def test_native_tokens_depend_on_the_row_alone(kind):
         alone = [sampling.sample_native(None, x[i : i + 1], *cut(arguments, i)) for i in range(ROWS)]
         assert torch.equal(torch.cat(alone), want)
         for name in SETS:
-            with forced(name):
+            with use_instruction_set(name):
                 assert torch.equal(sampling.sample_native(None, x, *arguments), want), name
         try:
             for count in (1, 3):
@@ -242,7 +242,7 @@ def test_native_tokens_of_rows_that_are_unlike_any_sample(kind, vocab):
         for i in (got != want).nonzero()[:, 0].tolist():
             assert decided_by_rounding(x[i], got[i], *(a[i] for a in arguments)), CUTS[i]
         for name in SETS:
-            with forced(name):
+            with use_instruction_set(name):
                 assert torch.equal(sampling.sample_native(None, x, *arguments), got), name
 
 
@@ -261,7 +261,7 @@ def test_native_tokens_of_equal_logits_are_kept_by_id(vocab):
             arguments = one, one.long() * top_k, top_p, one * min_p, u
             want = BODY(x, *arguments)
             for name in SETS:
-                with forced(name):
+                with use_instruction_set(name):
                     assert torch.equal(sampling.sample_native(None, x, *arguments), want), (name, top_k, min_p)
 
 
@@ -275,7 +275,7 @@ def test_native_tokens_at_a_boundary_of_ties_are_the_first_ones_by_id():
     weights = [2.0**40, *[2.0**40 * torch.tensor(-0.5).exp().item()] * len(range(5, vocab, 10))]
     share = sum(weights[: kept + 1]) / (sum(weights) + vocab * 0.9 * 2.0**40 * torch.tensor(-21.5).exp().item())
     for name in SETS:
-        with forced(name):
+        with use_instruction_set(name):
             drawn = set()
             for u in torch.linspace(0, 1 - 2.0**-24, 120):
                 by_number = sampling.sample_native(None, x, one, one.long() * (kept + 1), one, one * 0, one * u)
@@ -294,6 +294,6 @@ def test_native_rows_of_any_size_that_are_broken_get_the_token_that_shows_it(voc
     one = torch.ones(4)
     for top_k, top_p, min_p in CUTS:
         for name in SETS:
-            with forced(name):
+            with use_instruction_set(name):
                 got = sampling.sample_native(None, x, one, one.long() * top_k, one * top_p, one * min_p, one * 0.7)
             assert got.tolist() == [last, last, 0, 0], name

@@ -11,8 +11,8 @@ from inferplane.plugin import PLAIN
 from inferplane.plugins import host
 from inferplane_cpu.kernels.linear import CODED_ERROR, multiply, on_tiles
 from inferplane_cpu.kernels.packed import Panels, coded, matrices
-from inferplane_cpu.native import TILES, forced, instruction_sets, native
-from tests.unit.small import LLAMA, V3, WHOLE_MODEL
+from inferplane_cpu.native import TILES, instruction_sets, native, use_instruction_set
+from tests.unit.support.small import LLAMA, V3, WHOLE_MODEL
 
 from .test_layers import LENGTHS, SCHEDULES, bound_model
 from .test_native import outliers
@@ -42,7 +42,7 @@ def test_products_are_those_of_the_codes_in_all_heights(n, k, make):
     weight, biased = coded(matrices(Panels(q)))[0], coded(matrices(Panels(q), bias))
     found = []
     for name in SETS:
-        with forced(name):
+        with use_instruction_set(name):
             for m in (*range(1, 34), 40, 64, 65, 80):
                 got = multiply(weight, x[:m], True)
                 assert ((got - want[:m]).abs() <= 2**-21 * want[:m].abs()).all(), (name, m)
@@ -59,7 +59,7 @@ def test_products_are_those_of_the_codes_in_all_heights(n, k, make):
 def test_many_rows_pass_in_parts(name):
     q, x, _ = drawn(50, 96, 1100, normal)
     weight = coded(matrices(Panels(q)))[0]
-    with forced(name):
+    with use_instruction_set(name):
         whole = multiply(weight, x, True)
         assert torch.equal(whole, torch.cat([multiply(weight, part, True) for part in x.split(37)]))
 
@@ -69,7 +69,7 @@ def test_infinite_nan_and_zeros(name):
     q, x, _ = drawn(33, 96, 40, normal)
     x[1, 40], x[3, 7], x[5] = float("nan"), float("inf"), 0
     weight = coded(matrices(Panels(q)))[0]
-    with forced(name):
+    with use_instruction_set(name):
         for rows in (40, 6):
             y = multiply(weight, x[:rows], True)
             assert not torch.isfinite(y[[1, 3]]).any()
@@ -95,7 +95,7 @@ def test_whole_layers_give_what_smaller_kernels_do(name, kind, schedule):
     draw = torch.Generator().manual_seed(6)
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS["ragged"]]
     found = []
-    with forced(name):
+    with use_instruction_set(name):
         for chained, whole in ((True, True), (False, True), (False, False)):
             bound = bound_model(tree, weights, 40, chained, whole)
             found.append(torch.cat(stepping.run(bound, prompts, SCHEDULES[schedule])))
@@ -120,7 +120,7 @@ def test_a_prompt_in_one_call_is_near_the_prompt_in_parts(isa):
     tree = tree_of("grouped", {"int8_row": "int8"})
     weights = stepping.draw_weights(tree, torch.bfloat16)
     prompt = [torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(7)).tolist()]
-    with forced(isa):
+    with use_instruction_set(isa):
         whole, parts = (
             stepping.run(bound_model(tree, weights, 160, False, way), prompt, stepping.SCHEDULES["whole_prompt"])[0]
             for way in (True, False)

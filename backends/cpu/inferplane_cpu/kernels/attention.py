@@ -13,7 +13,7 @@ from inferplane.plugin import PLAIN, RANK_COMPOSED, RANK_PORTABLE, Batch, Kernel
 from inferplane_cpu.kernels.linear import many_rows
 from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
 from inferplane_cpu.kvcache import BLOCK_TOKENS
-from inferplane_cpu.native import Cache, Matrix, Steps, library
+from inferplane_cpu.native import Cache, Matrix, RaggedBatch, library
 
 KERNELS = Kernels()
 LAYOUTS = (f"paged_{BLOCK_TOKENS}", f"paged_{BLOCK_TOKENS}_int8")
@@ -29,7 +29,7 @@ def _few(op: Any) -> bool:
 
 
 def tiled(dim: int) -> bool:
-    """Whether heads of this size fill tiles, and few enough of them (csrc/attend_many.h)."""
+    """Whether heads of this size fill tiles, and few enough of them (csrc/attention/prefill_tiles.h)."""
     return dim % 32 == 0 and dim <= 256
 
 
@@ -71,10 +71,10 @@ KV_B, KV_B_ROWS = {"kv_b": PACKING}, {"kv_b.weight": PACKING}
 LATENT_FP8 = replace(LATENT, formats=("fp8_block",))
 
 
-def steps(batch: Batch) -> Steps:
+def steps(batch: Batch) -> RaggedBatch:
     """The batch as the library reads it; its tensors must outlive the call."""
     tables = batch.block_tables
-    return Steps(
+    return RaggedBatch(
         batch.query_start.data_ptr(),
         batch.seq_lens.data_ptr(),
         tables.data_ptr(),
@@ -130,7 +130,7 @@ def attention_many(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.
     """On tiles: some query tokens of a group's heads over keys as they lie; weights rounded to bf16, but on AVX2."""
     q = q.contiguous()
     out = q.new_empty(q.shape[0], p.heads, p.kv.v_dim)
-    return out if _attend(library().ip_attention_many, p, q, batch, kv, out) else attention(p, q, batch, kv)
+    return out if _attend(library().ip_attention_prefill, p, q, batch, kv, out) else attention(p, q, batch, kv)
 
 
 def kv_b_of(p: Any, weight: Any) -> Matrix:

@@ -229,7 +229,7 @@ def decoder_layer_latent_panels(
 def decoder_layer_many(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer`, for many tokens on tiles (csrc/tiles.h)."""
+    """As `decoder_layer`, for many tokens on tiles (csrc/products/tile_products.h)."""
     return _run(p, x, residual, batch, kv, True)
 
 
@@ -260,5 +260,5 @@ def decoder_layer_w8a8(
 def decoder_layer_many_w8a8(
     p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_w8a8`, for many tokens on tiles (csrc/tiles.h)."""
+    """As `decoder_layer_w8a8`, for many tokens on tiles (csrc/products/tile_products.h)."""
     return _run(p, x, residual, batch, kv, True)

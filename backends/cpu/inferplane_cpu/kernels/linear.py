@@ -19,7 +19,7 @@ from inferplane_cpu.kernels.packed import (
     matrices_as,
     panels_times,
 )
-from inferplane_cpu.native import AHEAD, Matrix, current, library
+from inferplane_cpu.native import FASTER_THAN_ONEDNN, Matrix, current_instruction_set, library
 
 KERNELS = Kernels()
 RANK_FIXED = RANK_PORTABLE - 10
@@ -98,7 +98,7 @@ def on_tiles(w: Matrix, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether tiles did `y = x w^T + bias`, in bf16 or float32; but on AVX2, quantized weights are rounded to bf16."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     wide = y.dtype is torch.float32
-    return bool(library().ip_linear_many(w, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), w.n, wide))
+    return bool(library().ip_linear_prefill(w, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), w.n, wide))
 
 
 def many_rows(p: Any, x: torch.Tensor, bias: torch.Tensor | None, any_number: bool = False) -> torch.Tensor:
@@ -109,7 +109,7 @@ def many_rows(p: Any, x: torch.Tensor, bias: torch.Tensor | None, any_number: bo
     """
     w, plain = matrix_of(p), isinstance(p.weight, torch.Tensor)
     y = x.new_empty(x.shape[0], w.n)
-    if (not plain or any_number or current() in AHEAD) and on_tiles(w, x, y):
+    if (not plain or any_number or current_instruction_set() in FASTER_THAN_ONEDNN) and on_tiles(w, x, y):
         return y
     if plain:
         return F.linear(padded(x), p.weight, bias)[: x.shape[0]]
@@ -168,7 +168,7 @@ def embedding_panels(p: Any, ids: torch.Tensor) -> torch.Tensor:
     """Rows of a weight of 8 or 4 bits that a head shares, each the dequantized one rounded once."""
     w, ids = matrix_of(p), ids.contiguous()
     out = torch.empty(*ids.shape, w.k, dtype=torch.bfloat16)
-    library().ip_rows(w, ids.data_ptr(), ids.numel(), out.data_ptr())
+    library().ip_gather_rows(w, ids.data_ptr(), ids.numel(), out.data_ptr())
     return out
 
 

@@ -11,7 +11,7 @@ from inferplane.kernels.composed.moe import moe_route as moe_route_torch
 from inferplane.plugin import PLAIN, RANK_PORTABLE, KernelError, Kernels, When
 from inferplane_cpu.kernels.linear import RANK_FIXED, WHEN_CODED, narrow
 from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, as_varied, matrices_as
-from inferplane_cpu.native import Experts, current, library
+from inferplane_cpu.native import Experts, current_instruction_set, library
 
 KERNELS = Kernels()
 NO_SUCH_EXPERT = -1
@@ -29,7 +29,7 @@ def _all_here(op: Any) -> bool:
 
 
 MOST_EXPERTS = 1024
-"""csrc/route.h."""
+"""csrc/model/expert_routing.h."""
 
 
 def _routable(op: Any) -> bool:
@@ -99,7 +99,7 @@ def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch
 @KERNELS("moe_experts", "native", when=STORED, rank=RANK_PORTABLE, prepare=as_varied)
 def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Few tokens by native products, many by oneDNN's, on the same weights; on AVX2 oneDNN has none in bf16."""
-    if x.shape[0] <= FEW_ROWS or not isinstance(p.gate_up, torch.Tensor) or current() == "avx2":
+    if x.shape[0] <= FEW_ROWS or not isinstance(p.gate_up, torch.Tensor) or current_instruction_set() == "avx2":
         return _experts(p, x, weights, ids)
     least, most = ids.aminmax()
     if least < 0 or most >= len(p.gate_up):
@@ -120,7 +120,7 @@ def moe_experts_w8a8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.
 
 
 def routing(p: Any, experts: int) -> Experts:
-    """What `ip_route` reads of a site's `moe_route`."""
+    """What `ip_route_experts` reads of a site's `moe_route`."""
     made = Experts(experts=experts, top=p.top_k, groups=p.groups, top_groups=p.top_groups, factor=p.factor)
     made.bias = None if p.bias is None else p.bias.data_ptr()
     made.sigmoid, made.best_two = p.score == "sigmoid", p.group_score == "top2"
@@ -139,5 +139,5 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         found = p.routing = routing(p, experts)
     logits = logits.float().contiguous()
     weights, ids = torch.empty(rows, p.top_k), torch.empty(rows, p.top_k, dtype=torch.int64)
-    library().ip_route(found, logits.data_ptr(), rows, ids.data_ptr(), weights.data_ptr())
+    library().ip_route_experts(found, logits.data_ptr(), rows, ids.data_ptr(), weights.data_ptr())
     return weights, ids

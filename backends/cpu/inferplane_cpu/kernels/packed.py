@@ -11,7 +11,7 @@ import torch
 from inferplane.kernels.composed.shapes import padded
 from inferplane.plugin import Context, KernelError, Packing, QTensor
 from inferplane_cpu import pages
-from inferplane_cpu.native import BF16, BF16_VARIED, FP8, INT4, INT8, W8A8, Matrix, library
+from inferplane_cpu.native import BF16, BF16_REORDERABLE, FP8, INT4, INT8, W8A8, Matrix, library
 
 PANEL_ROWS = 16
 MOST_GROUP_COLUMNS = 128
@@ -26,7 +26,7 @@ EXPANDED_ROWS = 1024
 
 
 class Panels:
-    """A weight `[n, k]`, or a stack `[experts, n, k]`, of 8 or 4 bits in panels (csrc/pack.h).
+    """A weight `[n, k]`, or a stack `[experts, n, k]`, of 8 or 4 bits in panels (csrc/products/weight_panels.h).
 
     Args:
         q: the canonical weight; symmetric, with scales a row or a group of columns.
@@ -64,7 +64,7 @@ class Panels:
             at = self.scale[i].data_ptr()
             pointers = (None, at) if self.exact_half else (at, None)
             self.matrices[i] = Matrix(kind, shape.group, n, k, 0, self.data[i].data_ptr(), *pointers, None)
-            library().ip_pack(self.matrices[i], values.contiguous().data_ptr(), self.data[i].data_ptr())
+            library().ip_pack_weight(self.matrices[i], values.contiguous().data_ptr(), self.data[i].data_ptr())
 
     @property
     def nbytes(self) -> int:
@@ -105,14 +105,14 @@ def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
 
 
 def coded(found: Any) -> Any:
-    """The same matrices of `BYTES` for products that round activations to 8 bits a row (csrc/bytes.h)."""
+    """The same matrices of `BYTES` for products that round activations to 8 bits a row (csrc/products/w8a8.h)."""
     return _of_kind(found, lambda kind: W8A8)
 
 
 def varied(found: Any) -> Any:
     """The same matrices for kernels that are not batch-invariant: bf16 may be summed in another order with few rows of
-    activations than with many, where that reads memory faster (csrc/dot.h)."""
-    return _of_kind(found, lambda kind: BF16_VARIED if kind == BF16 else kind)
+    activations than with many, where that reads memory faster (csrc/products/bf16_dot.h)."""
+    return _of_kind(found, lambda kind: BF16_REORDERABLE if kind == BF16 else kind)
 
 
 def _of_kind(found: Any, kind: Callable[[int], int]) -> Any:
@@ -147,7 +147,7 @@ def matrices_as(how: How, weight: Any, bias: torch.Tensor | None = None) -> Any:
 def expanded(w: Matrix, first: int, last: int) -> torch.Tensor:
     """Rows `first:last` of a weight of any kind in bf16, `[last - first, k]`."""
     out = torch.empty(last - first, w.k, dtype=torch.bfloat16)
-    library().ip_expand(w, first, last, out.data_ptr())
+    library().ip_dequantize_rows(w, first, last, out.data_ptr())
     return out
 
 

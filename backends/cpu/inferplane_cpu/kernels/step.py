@@ -17,10 +17,10 @@ from inferplane_cpu.kernels import linear
 from inferplane_cpu.kernels.described import chained, native_step
 from inferplane_cpu.kernels.rowwise import add_rms_norm
 from inferplane_cpu.kernels.sampling import set_likeliest
-from inferplane_cpu.native import BF16, Ends, Matrix, Model, library
+from inferplane_cpu.native import BF16, Matrix, Model, ModelIO, library
 
 ROWS = 8
-"""Tokens of a step at most; csrc: kOwnRows."""
+"""Tokens of a step at most; csrc: kMaxDecodeRows."""
 HEADS = (linear.lm_head_fixed, linear.lm_head, linear.lm_head_panels_fixed, linear.lm_head_panels)
 
 
@@ -73,7 +73,7 @@ def whole(p: Any, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Ten
     hidden = torch.empty(batch.tokens, model.head.k, dtype=torch.bfloat16)
     likeliest = torch.empty(wanted, dtype=torch.int64)
     pointers = batch.ids.data_ptr(), None if rows is None else rows.data_ptr()
-    ends = Ends(*pointers, wanted, logits.data_ptr(), likeliest.data_ptr(), hidden.data_ptr())
+    ends = ModelIO(*pointers, wanted, logits.data_ptr(), likeliest.data_ptr(), hidden.data_ptr())
     done = library().ip_model_step(model, layers.caches, native_step(batch), ends)
     if not done:  # layers of two kinds: so will it be in the next step
         p.described = False

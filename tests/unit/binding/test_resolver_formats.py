@@ -1,0 +1,164 @@
+"""Quantized weights: read as stored where some kernel takes their format, else expanded at load, and said so."""
+
+import pytest
+import torch
+
+from inferplane.binding import DictSource, explain, link, load
+from inferplane.ops import GatedMLP, Linear, encode, placeholder
+from inferplane.types import QTensor, Weight, When
+from tests.unit.support.small import (
+    BF16,
+    choice,
+    chosen,
+    close,
+    encoding,
+    kernel,
+    lost,
+    plan,
+    tensors_for,
+    tiny_llama,
+    tiny_v3,
+    w,
+)
+
+INT8 = When(formats=("int8_row",))
+BOTH = When(formats=("plain", "int8_row"))
+Q = Linear(w("w", 48, 64, format="int8_row"))
+
+
+def packings(p, end):
+    (weight,) = {id(x): x for path, x in p.model.weights() if path.endswith(end)}.values()
+    return set(p.packings[id(weight)])
+
+
+def test_no_kernel_takes_it_so_it_is_expanded():
+    p = plan(Q, kernel("linear"))
+    assert chosen(p) == "vendor:linear" and choice(p).dequantized and packings(p, "weight") == {"plain"}
+    assert p.weight_bytes == 48 * 64 * 4 and explain(p)["expanded"] == [
+        {"op": "linear", "format": "int8_row", "weights": 1}
+    ]
+    t = torch.randn(48, 64)
+    f = link(p, load(p, DictSource({"w": t}), readers=encoding("int8_row")).packed)["decode"]
+    assert torch.equal(f.__self__.weight, encode(t, "int8_row").dequantize())
+
+
+def test_a_kernel_takes_it_so_others_are_refused_however_they_rank():
+    p = plan(Q, kernel("linear", "wide", 90), kernel("linear", "int8", 10, when=INT8))
+    assert chosen(p) == "int8:linear" and not choice(p).dequantized and packings(p, "weight") == {"canonical"}
+    assert lost(p, "", "wide:linear") == "weight format int8_row is not among plain"
+    assert p.weight_bytes == 48 * 64 and explain(p)["expanded"] == []
+    t = torch.randn(48, 64)
+    f = link(p, load(p, DictSource({"w": t}), readers=encoding("int8_row")).packed)["decode"]
+    assert isinstance(f.__self__.weight, QTensor) and f.__self__.weight.data.dtype is torch.int8
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        {"when": When(formats=("int8_row",), dtypes=(BF16,))},
+        {"when": When(formats=("int8_row",), features=("int8-dot",))},
+        {"when": When(formats=("int8_row",), needs=(("more than it has", lambda op: op.weight.shape[1] > 64),))},
+        {"when": When(formats=("fp8_block",))},
+    ],
+    ids=["dtype", "feature", "need", "format"],
+)
+def test_a_kernel_that_cannot_serve_here_does_not_keep_the_format(gone):
+    p = plan(Q, kernel("linear", "wide", 50), kernel("linear", "int8", 90, **gone))
+    assert (
+        chosen(p) == "wide:linear"
+        and packings(p, "weight") == {"plain"}
+        and "int8_row" in explain(p)["expanded"][0]["format"]
+    )
+
+
+def test_nor_does_one_that_was_demoted_or_is_not_batch_invariant():
+    int8, wide = kernel("linear", "int8", 90, when=INT8), kernel("linear", "wide", 50, batch_invariant=True)
+    for p in (plan(Q, wide, int8, demoted={int8: "wrong"}), plan(Q, wide, int8, deterministic=True)):
+        assert chosen(p) == "wide:linear" and packings(p, "weight") == {"plain"}
+
+
+def test_a_kernel_of_one_step_kind_keeps_the_format_in_both():
+    """Or the weight would be kept twice, once as stored and once expanded."""
+    decode = kernel("linear", "int8", 90, when=When(formats=("int8_row",), step_kinds=("decode",)))
+    p = plan(Q, kernel("linear", "wide", 50), decode)
+    assert (
+        chosen(p) == "int8:linear" and chosen(p, kind="mixed") == "reference" and packings(p, "weight") == {"canonical"}
+    )
+
+
+def test_each_op_decides_for_itself():
+    model = tiny_llama(format="int8_row")
+    p = plan(model, kernel("linear", when=BOTH), kernel("lm_head"), kernel("embedding"))
+    assert p.model.formats() == {"plain", "int8_row"} and not p.expanded
+    assert packings(p, "embed.weight") == packings(p, "layers.0.mlp.down.weight") == {"canonical"}
+
+
+def test_a_composite_over_expanded_parts():
+    p = plan(tiny_llama(format="int8_row"), kernel("gated_mlp"), kernel("linear"))
+    assert chosen(p, "layers.0.mlp") == "vendor:gated_mlp" and choice(p, "layers.0.mlp").dequantized
+    assert packings(p, "layers.0.mlp.down.weight") == {"plain"}
+
+
+def test_a_composite_does_not_expand_what_its_parts_read_as_stored():
+    p = plan(tiny_llama(format="int8_row"), kernel("gated_mlp", "wide", 90), kernel("linear", "int8", 10, when=INT8))
+    assert chosen(p, "layers.0.mlp") == "decomposition" and "int8_row is not among plain" in lost(
+        p, "layers.0.mlp", "wide:gated_mlp"
+    )
+
+
+@pytest.mark.parametrize(("wide", "leaf"), [(50, 10), (90, 90)])
+def test_a_composite_may_take_a_format_that_no_part_takes(wide, leaf):
+    """A backend that replaces whole layers brings its own weights."""
+    layer = kernel("decoder_layer", "whole", 50, when=BOTH)
+    p = plan(tiny_llama(format="int8_row"), layer, kernel("decoder_layer", "wide", wide), kernel("linear", rank=leaf))
+    assert chosen(p, "layers.0") == "whole:decoder_layer" and not choice(p, "layers.0").dequantized
+    assert "int8_row is not among plain" in lost(p, "layers.0", "wide:decoder_layer")
+    assert packings(p, "layers.0.mlp.down.weight") == {"canonical"} and not p.expanded
+
+
+def test_what_is_read_as_stored_goes_before_faster_parts_that_are_expanded():
+    ks = kernel("gated_mlp", "whole", 10, when=BOTH), kernel("linear", "wide", 90)
+    p = plan(tiny_llama(format="int8_row"), *ks)
+    assert chosen(p, "layers.0.mlp") == "whole:gated_mlp" and not choice(p, "layers.0.mlp").dequantized
+    assert chosen(plan(tiny_llama(), *ks), "layers.0.mlp") == "decomposition", "plain weights are as stored either way"
+
+
+def test_a_hot_op_with_parts_has_them_expanded_rather_than_run_its_slow_body():
+    """Expanded latent attention reads `kv_b`, small beside the rest, whatever the other projections are kept in."""
+    model = tiny_v3(format="int8_row")
+    p = plan(model, kernel("linear", when=BOTH), kernel("mla_expanded"), kernel("mla_absorbed"), kernel("moe_experts"))
+    assert (
+        chosen(p, "layers.0.attn.expanded") == "vendor:mla_expanded" and choice(p, "layers.0.attn.expanded").dequantized
+    )
+    assert packings(p, "layers.0.attn.expanded.kv_b.weight") == {"plain"}, "shared with the absorbed form"
+    assert packings(p, "layers.0.attn.o.weight") == {"canonical"}
+    steps = link(p, load(p, DictSource(tensors_for(model)), readers=encoding("int8_row")).packed)
+    attn = steps["mixed"].__self__.layers[0].__self__.attn.__self__
+    assert attn.expanded.__self__.kv_b.weight is attn.absorbed.__self__.kv_b and isinstance(
+        attn.o.__self__.weight, QTensor
+    )
+    assert p.expanded.keys() == {("linear", "int8_row"), ("mla_absorbed", "int8_row"), ("moe_experts", "int8_row")}
+    aware = kernel("mla_expanded", "aware", 10, when=BOTH)
+    assert (
+        chosen(plan(model, kernel("linear", when=BOTH), kernel("mla_expanded"), aware), "layers.0.attn.expanded")
+        == "aware:mla_expanded"
+    )
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_both_ways_compute_the_same(native):
+    op = GatedMLP(
+        Linear(Weight(("gate", "up"), (96, 64), format="int8_row")), Linear(w("down", 64, 48, format="int8_row"))
+    )
+    t, x = tensors_for(op), torch.randn(3, 64)
+    q = {name: encode(v, "int8_row").dequantize() for name, v in t.items()}
+    p = plan(op, kernel("linear", when=BOTH if native else When()))
+    got = link(p, load(p, DictSource(t), readers=encoding("int8_row")).packed)["decode"](x)
+    gate, up = x.double() @ q["gate"].double().T, x.double() @ q["up"].double().T
+    assert close(op, got, (torch.nn.functional.silu(gate) * up) @ q["down"].double().T)
+
+
+def test_formats_do_not_reach_across_weights():
+    op = Linear(placeholder(8, 8, format="int8_row"), bias=placeholder(8))
+    p = plan(op, kernel("linear", when=When(formats=("int8_row",))))
+    assert chosen(p) == "reference" and lost(p, "", "vendor:linear") == "weight format plain is not among int8_row"

@@ -1,0 +1,59 @@
+"""How long a sequence may be in a small cache, with a window and without."""
+
+import pytest
+
+from inferplane import LLM, SamplingParams
+from inferplane.engine.room import Room
+from inferplane.errors import CapacityError, InferplaneWarning
+from inferplane.types import HOST
+from tests.unit.support.small import LLAMA
+
+
+@pytest.mark.parametrize(
+    ("blocks", "window", "want"),
+    [(10, None, 100), (6, None, 96), (1, None, 16), (6, 30, 100), (4, 30, 100), (3, 30, 48), (1, 500, 16)],
+)
+def test_what_the_cache_allows(blocks, window, want):
+    room = Room(blocks, 16, 1000, 9999, window)
+    assert room.longest(100, asked=False) == want
+    if want == 100:
+        assert room.longest(100, asked=True) == 100
+    else:
+        with pytest.raises(
+            CapacityError, match=r"max_model_len = 100 needs \d+ KV blocks of 1000 bytes.*9999 bytes for"
+        ):
+            room.longest(100, asked=True)
+
+
+def test_no_block_at_all():
+    with pytest.raises(CapacityError, match="One KV block takes 1000 bytes; the cache may take 999"):
+        Room(0, 16, 1000, 999, None).longest(100, asked=False)
+
+
+OPTIONS = {"device": HOST, "load_format": "dummy", "dtype": "float32", "max_batch": 4}
+
+
+def test_a_cache_that_makes_sequences_shorter_is_told_and_is_what_to_raise():
+    with pytest.warns(
+        InferplaneWarning, match=r"kv_cache_bytes = 130000 holds .* of the model's 256 tokens.*raise"
+    ) as told:
+        llm = LLM(LLAMA, **OPTIONS, kv_cache_bytes=130_000)
+    assert told[0].filename == __file__  # the user's line, not one of ours
+    with llm:
+        most = llm.runner.max_model_len
+        assert most < 256
+        for ask in (
+            lambda: llm.generate([1] * most, SamplingParams(max_tokens=1)),
+            lambda: llm.logits([[1] * (most + 1)]),
+        ):
+            with pytest.raises(CapacityError, match=f"the cache's {most}") as caught:
+                ask()
+            assert caught.value.remedy.endswith("or raise kv_cache_bytes")
+
+
+def test_a_length_that_was_asked_for_is_what_to_raise(recwarn):
+    llm = LLM(LLAMA, **OPTIONS, kv_cache_bytes=1 << 20, max_model_len=32)
+    with llm, pytest.raises(CapacityError, match="the model's 32 tokens") as caught:
+        llm.generate([1] * 32, SamplingParams(max_tokens=1))
+    assert caught.value.remedy.endswith("or raise max_model_len")
+    assert not [w for w in recwarn if "kv_cache_bytes" in str(w.message)]

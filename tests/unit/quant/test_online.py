@@ -1,0 +1,280 @@
+"""Quantizing while reading: which weights, how exactly, one at a time, and what is refused."""
+
+import json
+import sys
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inferplane import LLM
+from inferplane.binding import DictSource, Settings
+from inferplane.cli import main
+from inferplane.engine.options import InferplaneWarning
+from inferplane.errors import CheckpointError, UsageError
+from inferplane.ops import FORMATS, encode
+from inferplane.plugin import When
+from inferplane.quant.online import SCHEMES, latent_formats, online, quantize, unsaved
+from inferplane.types import Features, QTensor, Shard
+from inferplane_cpu.native import instruction_sets
+from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
+from tests.unit.support.small import kernel
+
+WEIGHT_ONLY = {"weight_only_int8": "int8_group", "weight_only_int4": "int4_group32"}
+
+
+@pytest.mark.parametrize("format", WEIGHT_ONLY.values())
+@pytest.mark.parametrize("shape", [(5, 7), (33, 256), (3000, 130)])
+def test_rounds_to_the_nearest(format, shape):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    w[1] = 0
+    q = quantize(w, format)
+    top = 2 ** (FORMATS[format][1] - 1) - 1
+    assert q.data.abs().max() <= top
+    assert torch.equal(q.scale.half().float(), q.scale), "scales fit two bytes"
+    step = q.expanded_scale()
+    assert ((q.dequantize() - w.float()).abs() <= step * 0.51 + w.float().abs() * 2**-11).all()
+    assert (q.data[1] == 0).all() and torch.isfinite(q.scale).all()
+
+
+@pytest.mark.parametrize("format", [*WEIGHT_ONLY.values(), "int8_row"])
+@pytest.mark.parametrize("shape", [(5, 7), (33, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pieces_give_what_the_whole_gives(format, shape, dtype, monkeypatch):
+    """And leave the plain weight as it is, whose memory a float32 one shares with them."""
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    before, whole = w.clone(), quantize(w, format)
+    for numbers in (1, 3 * shape[1]):
+        monkeypatch.setattr(sys.modules[quantize.__module__], "NUMBERS", numbers)
+        q = quantize(w, format)
+        assert torch.equal(q.data, whole.data) and torch.equal(q.scale, whole.scale)
+    assert torch.equal(w, before)
+
+
+def test_scales_beyond_float16_stay_exact():
+    w = torch.tensor([[1e9, -3e8], [1e-12, 2e-13]])
+    q = quantize(w, "int8_group")
+    assert torch.allclose(q.dequantize().amax(1), w.amax(1), rtol=1e-3)
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+def test_linear_layers_only(scheme):
+    format_of = online(scheme, {}).format_of
+    p = "model.layers.3."
+    for name in ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "mlp.experts.7.down_proj"):
+        assert format_of(f"{p}{name}.weight") == WEIGHT_ONLY[scheme]
+    assert format_of("lm_head.weight") == format_of(f"{p}block_sparse_moe.experts.1.w2.weight") == WEIGHT_ONLY[scheme]
+    for name in ("model.embed_tokens", f"{p}self_attn.kv_b_proj", f"{p}mlp.gate", f"{p}input_layernorm"):
+        assert format_of(f"{name}.weight") == "plain"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_attention_folds_is_quantized_where_its_kernels_read_it_so(scheme):
+    """And where no activations are coded for it."""
+    name, every = "model.layers.3.self_attn.kv_b_proj.weight", frozenset(FORMATS)
+    assert (
+        online(scheme, {}).format_of(name)
+        == online(scheme, {}, every - {SCHEMES[scheme].dense}).format_of(name)
+        == "plain"
+    )
+    assert online(scheme, {}, every).format_of(name) == WEIGHT_ONLY.get(scheme, "plain")
+
+
+def test_formats_that_both_forms_of_latent_attention_read():
+    def reads(op, *formats, provider="vendor", **options):
+        return kernel(op, provider, when=When((torch.bfloat16,), ("plain", *formats), **options))
+
+    settings = Settings("toy", torch.bfloat16, "", Features())
+    absorbed, expanded = (
+        reads("mla_absorbed", "int8_group", "int4_row"),
+        reads("mla_expanded", "int8_group", "int8_row"),
+    )
+
+    def found(*kernels, settings=settings, layouts=("paged_16",), **pins):
+        return latent_formats(kernels, settings, layouts, pins)
+
+    assert found(absorbed, expanded) == {"int8_group"}
+    assert not found(absorbed)
+    assert not found(absorbed, reads("mla_expanded", "int8_group", features=("tiles",)))
+    assert not found(absorbed, expanded, settings=replace(settings, deterministic=True))
+    assert not found(absorbed, expanded, settings=replace(settings, dtype=torch.float32))
+    paged = reads("mla_absorbed", "int8_group", kv_layouts=("paged_16",))
+    assert found(paged, expanded) == {"int8_group"} and not found(paged, expanded, layouts=("paged_16_fp8",))
+    other = reads("mla_expanded", provider="other")
+    assert found(absorbed, expanded, other, mla_expanded="vendor") == {"int8_group"}
+    assert not found(absorbed, expanded, other, mla_expanded="other")
+
+
+@pytest.mark.skipif(not instruction_sets(), reason="not run: no native kernels")
+@pytest.mark.parametrize(
+    "options", [{"kv_dtype": "fp8"}, {"ops": {"mla_expanded": "torch_sdpa"}}], ids=["cache", "pin"]
+)
+def test_latent_attention_stays_exact_where_nothing_would_be_saved(options, tmp_path):
+    random_model(deepseek_config(num_hidden_layers=2), seed=3).save_pretrained(tmp_path)
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization="weight_only_int4", **options) as llm:
+        weights = llm.runner.plan.weights.values()
+        assert {w.format for w in weights if any("kv_b_proj" in p for p in w.parts)} == {"plain"}
+        assert torch.isfinite(llm.logits([[1, 2, 3]])[0]).all()
+
+
+@pytest.mark.skipif(not instruction_sets(), reason="not run: no native kernels")
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_latent_attention_answers_nearly_the_same(scheme, deterministic, tmp_path):
+    random_model(deepseek_config(num_hidden_layers=2), seed=3).save_pretrained(tmp_path)
+    ids = [list(range(1, 40))]
+    found = {}
+    for quantization in (None, scheme):
+        options = {"quantization": quantization, "deterministic": deterministic, "dtype": "bfloat16"}
+        with LLM(tmp_path, device="cpu", **options) as llm:
+            found[quantization] = llm.logits(ids, chunk_tokens=7)[0]
+            kv_b = {w.format for w in llm.runner.plan.weights.values() if any("kv_b_proj" in p for p in w.parts)}
+            assert kv_b == {WEIGHT_ONLY.get(quantization, "plain")}
+            assert not llm.runner.plan.expanded
+    got, want = found[scheme], found[None]
+    correlation = torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1]
+    assert correlation > (0.995 if scheme == "weight_only_int8" else 0.95)  # of all weights, and tokens change experts
+    assert not torch.equal(got, want)
+
+
+def test_a_rank_reads_its_slice():
+    w = torch.randn(8, 256)
+    read = online("weight_only_int8", {}).readers["int8_group"]
+    source = DictSource({"w": w})
+    q = read(source, "w", Shard(1, 1, 2))
+    assert isinstance(q, QTensor)
+    assert torch.equal(q.dequantize(), quantize(w[:, 128:], "int8_group").dequantize())
+    assert torch.equal(read(source, "w", Shard(0, 1, 2)).data, quantize(w[4:], "int8_group").data)
+
+
+def test_what_is_refused():
+    with pytest.raises(UsageError, match="weight_only_int4"):
+        online("int3", {})
+    with pytest.raises(UsageError, match="quantized already"):
+        online("weight_only_int8", {"quantization_config": {"quant_method": "fp8"}})
+    readers = online("weight_only_int8", {}).readers
+    with pytest.raises(CheckpointError, match="cannot be quantized"):
+        readers["int8_group"](DictSource({"w": torch.ones(4, 4, dtype=torch.int8)}), "w", Shard())
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_answers_nearly_the_same(scheme, tied, tmp_path):
+    config = llama_config(hidden_size=128, intermediate_size=192, tie_word_embeddings=tied)
+    random_model(config, seed=3).save_pretrained(tmp_path)
+    ids = [list(range(1, 40))]
+    with LLM(tmp_path, device="cpu", dtype="bfloat16") as llm:
+        want = llm.logits(ids)[0]
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
+        got = llm.logits(ids)[0]
+        formats = {w.format for w in llm.runner.plan.weights.values()}
+    assert formats == {"plain", WEIGHT_ONLY[scheme]}
+    correlation = torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1]
+    assert correlation > (0.999 if scheme == "weight_only_int8" else 0.97)
+    assert not torch.equal(got, want)
+
+
+def test_fp8_beside_int4_experts():
+    found = online("a8w8_fp8_wint4", {})
+    p = "model.layers.3."
+    for name in ("self_attn.q_b_proj", "mlp.gate_proj", "mlp.shared_experts.down_proj"):
+        assert found.format_of(f"{p}{name}.weight") == "fp8_block"
+    for name in ("mlp.experts.7.down_proj", "block_sparse_moe.experts.1.w2"):
+        assert found.format_of(f"{p}{name}.weight") == "int4_group64"
+    for name in ("lm_head", "model.embed_tokens", f"{p}self_attn.kv_b_proj", f"{p}mlp.gate"):
+        assert found.format_of(f"{name}.weight") == "plain"
+    assert found.acts == {"fp8_block": "fp8", "int4_group64": "fp8"} and found.readers.keys() == found.acts.keys()
+
+
+def test_rows_of_int8_with_activations_in_int8():
+    found = online("a8w8", {})
+    names = {name: found.format_of(f"{name}.weight") for name in ("lm_head", "a.q_proj", "a.experts.0.w1", "a.norm")}
+    assert list(names.values()) == ["int8_group", "int8_row", "int8_row", "plain"]
+    assert found.acts == {"int8_row": "int8"} and found.readers.keys() == {"int8_row", "int8_group"}
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (300, 200), (3000, 130)])
+def test_fp8_blocks_are_those_of_the_whole(shape):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    got, want = quantize(w, "fp8_block"), encode(w, "fp8_block")
+    assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(got.scale, want.scale)
+    assert got.block == (128, 128)
+
+
+def test_experts_in_int4_and_the_rest_in_fp8_answer_nearly_the_same(tmp_path):
+    random_model(deepseek_config(num_hidden_layers=2), seed=3).save_pretrained(tmp_path)
+    ids = [list(range(1, 40))]
+    with LLM(tmp_path, device="cpu", dtype="bfloat16") as llm:
+        want = llm.logits(ids)[0]
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization="a8w8_fp8_wint4") as llm:
+        got = llm.logits(ids)[0]
+        weights = [w for w in llm.runner.plan.weights.values() if w.format != "plain"]
+    assert {(len(w.shape), w.format, w.act) for w in weights} == {(2, "fp8_block", "fp8"), (3, "int4_group64", "fp8")}
+    assert torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1] > 0.98
+    assert not torch.equal(got, want)
+
+
+def test_experts_are_quantized_one_by_one(tmp_path):
+    random_model(deepseek_config(num_hidden_layers=2), seed=3).save_pretrained(tmp_path)
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization="weight_only_int8") as llm:
+        stacks = [w for w in llm.runner.plan.weights.values() if len(w.shape) == 3 and w.parts]
+        assert {w.format for w in stacks} == {"int8_group"}
+        assert torch.isfinite(llm.logits([[1, 2, 3]])[0]).all()
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+def test_who_quantizes_for_nothing_is_told(scheme, tmp_path, capsys, monkeypatch):
+    """No kernel here takes integers beside float32 activations: such weights are rounded, and as large as before."""
+    random_model(llama_config(), seed=3).save_pretrained(tmp_path)
+    with LLM(tmp_path, device="cpu", dtype="float32") as llm:
+        plain = llm.runner.plan.weight_bytes
+    with pytest.warns(InferplaneWarning, match=f"{scheme}' saves nothing for 9 of 9 weights: .* linear.* in float32"):
+        llm = LLM(tmp_path, device="cpu", dtype="float32", quantization=scheme)
+    with llm:
+        assert llm.runner.plan.weight_bytes == plain
+    if not instruction_sets():
+        pytest.skip("without the native library no kernel takes them in bfloat16 either")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
+            assert llm.runner.plan.weight_bytes < plain / 2 and not unsaved(llm.runner.plan, scheme)
+
+    monkeypatch.setattr(main, "prepare", lambda environment: None)
+    words = ("estimate", str(tmp_path), "--device", "cpu", "--quantization", scheme, "--dtype")
+    for dtype, told in (("float32", 1), ("bfloat16", 0)):
+        assert main.main([*words, dtype, "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["weight_bytes"] and err.count("saves nothing for 9 of 9 weights") == told
+
+
+@pytest.mark.parametrize("scheme", ["weight_only_int8", "weight_only_int4"])
+def test_a_tied_head_is_held_once(scheme, tmp_path):
+    """The embedding's rows come out of the head's panels; where no kernel reads them, it stays plain beside it."""
+    if not instruction_sets():
+        pytest.skip("without the native library no kernel reads rows of quantized weights")
+    config = llama_config(hidden_size=128, intermediate_size=192, tie_word_embeddings=True)
+    random_model(config, seed=3).to(torch.bfloat16).save_pretrained(tmp_path)
+    ids = torch.arange(160)
+
+    def held(llm):
+        """Bytes of what is packed, by identity."""
+        found = {id(x): x for x in llm.runner.loaded.packed.values()}
+        return sum(x.nbytes for x in found.values())
+
+    with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
+        once, model = held(llm), llm.runner.model
+        assert model.embed.weight is model.head.weight and not llm.runner.plan.copied_bytes()
+        packed = llm.runner.loaded.packed[id(model.head.weight), "native.panels"]
+        rows, head = llm.runner.steps["decode"].__self__.embed(ids), packed.nbytes
+    with LLM(tmp_path, device="cpu", dtype="bfloat16") as llm:
+        plain = llm.runner.loaded.packed[id(llm.runner.model.embed.weight), "canonical"]
+    assert torch.equal(rows, quantize(plain, model.head.weight.format).dequantize(torch.bfloat16))
+    layers = [w for w in model.weights() if w[0].startswith("layers.")]
+    assert once < head + sum(w.nbytes(torch.bfloat16) for _, w in layers) + 2**16
+    assert head < plain.nbytes * (0.52 if scheme == "weight_only_int8" else 0.29)
+    with pytest.warns(InferplaneWarning, match="saves nothing"):
+        llm = LLM(tmp_path, device="cpu", dtype="float32", quantization=scheme)
+    with llm:
+        assert llm.runner.model.embed.weight is not llm.runner.model.head.weight
+        assert llm.runner.model.embed.weight.format == "plain"

@@ -1,0 +1,256 @@
+"""A model without weights behind the interface of `Runner`, for tests of the engine at thousands of steps a second.
+
+Its cache really stores an entry a token: a number that depends on everything read before it, as a transformer's does.
+Logits depend on all entries of the sequence, read back through the block table. So a wrong table, a block overwritten
+or left stale, or a draft left behind changes what comes out; an entry that was never written raises.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache, lru_cache, reduce
+from types import SimpleNamespace
+
+import torch
+
+from inferplane.engine.engine import Engine
+from inferplane.engine.request import Request
+from inferplane.engine.rows import SampleRow
+from inferplane.engine.sampler import Sampler
+from inferplane.engine.speculate import Proposer, SpeculativeConfig
+from inferplane.ops import SampleTokens
+from inferplane.types import HOST, KVCache
+from tests.unit.support.small import bound
+
+V, END = 23, 0
+ENDS = frozenset({END})
+MASK = 2**64 - 1
+START = 0x243F6A8885A308D3
+TABLE = torch.randn(1024, V, generator=torch.Generator().manual_seed(3)) * 2
+
+
+@cache
+def sampler():
+    return Sampler(bound(SampleTokens()), V, HOST)
+
+
+def entry(state, token):
+    z = ((state ^ (token + 1)) * 0x9E3779B97F4A7C15) & MASK
+    return z ^ (z >> 29)
+
+
+def fold(state, e):
+    return (state * 6364136223846793005 + e) & MASK
+
+
+def logits_after(states):
+    return TABLE[torch.tensor([s >> 54 for s in states], dtype=torch.int64)]
+
+
+@lru_cache(maxsize=100_000)
+def alone(prompt, params, ends=ENDS, window=None):
+    """The tokens that a request gets when nothing else runs, and why it ends. No cache, no batch, no engine."""
+    entries, generated = [], []
+
+    def after(token):
+        """The state behind a further token, which sees the last `window` entries with its own."""
+        before = reduce(fold, entries[max(0, len(entries) + 1 - window) :], START)
+        entries.append(entry(before, token))
+        return fold(before, entries[-1])
+
+    if window is None:
+        state = START
+        for token in prompt:
+            state = fold(state, entry(state, token))
+    else:
+        state = [after(token) for token in prompt][-1]
+    ends = (frozenset() if params.ignore_eos else ends) | frozenset(params.stop_token_ids)
+    while True:
+        r = Request(0, list(prompt), params)
+        if r.history is not None:
+            r.history.extend(generated)
+        row = SampleRow(params, r.seed, len(generated), r.history, (), ends)
+        token = int(sampler().sample(logits_after([state]), sampler().prepare([row])))
+        generated.append(token)
+        if token in ends:
+            return generated, "stop"
+        if len(generated) >= params.max_tokens:
+            return generated, "length"
+        state = fold(state, entry(state, token)) if window is None else after(token)
+
+
+class FakeRunner:
+    """See the module. `before` is called with each batch first; `batches` and `rows` count."""
+
+    def __init__(self, blocks=64, block_tokens=4, max_model_len=100_000, window=None):
+        self.window, self.cut, self.ranks = window, False, None
+        self.cache = KVCache((self,), blocks, block_tokens)
+        self.backend = SimpleNamespace(torch_device_indexed=HOST, name="fake")
+        self.model = SimpleNamespace(vocab=V, layers=(), mtp=())
+        self.files, self.options = SimpleNamespace(name="fake"), SimpleNamespace(kv_dtype="auto", quantization=None)
+        self.dtype, self.steps, self.max_model_len = torch.float32, {}, max_model_len
+        self.sample = sampler()._sample
+        self.entries = [None] * (blocks * block_tokens)
+        self.batches = self.rows = 0
+        self.kinds = []
+        self.before = lambda batch: None
+
+    def run(self, batch):
+        self.batches += 1
+        self.rows += batch.tokens
+        self.kinds.append(batch.kind)
+        self.before(batch)
+        e, n = self.entries, self.cache.block_tokens
+        ids, slots, positions = batch.ids.tolist(), batch.slots.tolist(), batch.positions.tolist()
+        assert len({*slots}) == len(slots), "two tokens in one slot"
+        states = []
+        for row in batch.rows():
+            table, state, first = row.table.tolist(), START, row.tokens - (row.stop - row.start)
+            look = lambda i: e[table[i // n] * n + i % n]  # noqa: E731, B023 - used at once
+            for i in range(first if self.window is None else 0):
+                state = fold(state, look(i))
+            for i, t in enumerate(range(row.start, row.stop), first):
+                assert positions[t] == i
+                if self.window is not None:
+                    state = reduce(fold, map(look, range(max(0, i + 1 - self.window), i)), START)
+                e[slots[t]] = entry(state, ids[t])
+                state = fold(state, e[table[i // n] * n + i % n])
+                states.append(state)
+        at = range(len(states)) if batch.logit_rows is None else batch.logit_rows.tolist()
+        return logits_after([states[i] for i in at]), torch.tensor([[s >> 54] for s in states])
+
+
+class Watched(Engine):
+    """An engine whose books are checked after every step, and that knows which requests run now."""
+
+    def __init__(self, runner, **options):
+        self.now = []
+        super().__init__(runner, **options)
+        runner.before = self.look
+        self.told = {}
+        self.accepted = []
+
+    def add(self, prompt, params, end_ids=ENDS, text=None, **more):
+        request = super().add(prompt, params, end_ids, text, **more)
+        request.window = self.runner.window
+        self.accepted.append(request)
+        return request
+
+    def _run(self, chosen):
+        self.now = chosen
+        return super()._run(chosen)
+
+    def look(self, batch):
+        """What is written belongs to one sequence alone, and nobody was promised its old content."""
+        n = self.cache.block_tokens
+        for block in {s // n for s in batch.slots.tolist()}:
+            assert self.allocator.users(block) == 1, "a shared block is written"
+        for s in self.now:
+            self.fail_for(s.request)
+
+    def fail_for(self, request):
+        """Tests raise here for the requests they want to fail."""
+
+    def step(self):
+        touched = super().step()
+        self.check_books()
+        return touched
+
+    def check_books(self):
+        a, s = self.allocator, self.scheduler
+        a.check()
+        users = {}
+        for r in s.running:
+            held = r.blocks[r.gone_blocks :]
+            assert r.finish_reason is None and len({*held}) == len(held)
+            w = self.runner.window
+            assert r.gone_blocks == (0 if w is None else max(0, r.computed + 1 - w) // self.cache.block_tokens)
+            assert len(r.blocks) * self.cache.block_tokens >= r.computed and 0 <= r.computed < r.tokens
+            for b in held:
+                users[b] = users.get(b, 0) + 1
+        assert users == a._users, "users are the tables'"
+        assert all(r.finish_reason is None and not r.blocks and not r.computed for r in s.waiting)
+        live = {id(r) for r in (*s.running, *s.waiting)}
+        assert len(live) == len(s.running) + len(s.waiting) and len(s.running) <= s.limits.max_batch
+        for r in self.accepted:
+            assert (id(r) in live) == (r.finish_reason is None), "it lives, or it has ended"
+            assert self.told.setdefault(id(r), r.finish_reason) in (None, r.finish_reason), "it ends once"
+            self.told[id(r)] = r.finish_reason
+            want = [(t, r.params.logprobs) for t in r.generated]
+            assert r.logprobs is None or [(x.token_id, len(x.top)) for x in r.logprobs] == want
+        ended = sum(r.finish_reason is not None for r in self.accepted)
+        assert sum(self.metrics.finished.values()) == ended
+        if not live:
+            assert a.used == 0 and a.free + a.cached == a.total
+
+    def finish(self, most_steps=10_000):
+        """Run until nothing is left; returns the steps that took."""
+        for n in range(most_steps):
+            if not self.busy:
+                self.check_books()
+                return n
+            self.step()
+        raise AssertionError("it does not come to an end")
+
+
+class Script(Proposer):
+    """A proposer that knows the plain continuation: `right`, `wrong`, `alternate` in turn, `junk` of any kind, `none`.
+
+    Args:
+        kind: see above.
+        most: drafts a time, at most what is wanted.
+        tell: request -> the tokens that it will get.
+    """
+
+    def __init__(self, kind, most, tell):
+        self.kind, self.most, self.tell, self.turn = kind, most, tell, 0
+
+    def propose(self, ran, wants, hidden):
+        out = []
+        for r, n in zip(ran, wants):
+            done = len(r.request.generated)
+            assert n == 0 or r.request.remaining == 1
+            right = self.tell(r.request)[done : done + min(n, self.most)]
+            self.turn += 1
+            if self.kind == "right":
+                out.append(right)
+            elif self.kind == "wrong":
+                out.append([(t + 1) % V for t in right])
+            elif self.kind == "alternate":  # by call, and by place
+                out.append([(t + (i + self.turn) % 3 // 2) % V for i, t in enumerate(right)])
+            elif self.kind == "junk":
+                out.append([(t * 7 + self.turn) % V for t in range(min(n, self.turn % (self.most + 1)))])
+            else:
+                out.append([])
+        return out
+
+
+def tell_alone(request):
+    return alone(tuple(request.prompt), request.params, request.end_ids, request.window)[0]
+
+
+def engine(blocks=64, block_tokens=4, *, script=None, drafts=3, spec=None, **options):
+    """A watched engine; `script` names a scripted proposer, `spec` holds fields of SpeculativeConfig."""
+    runner = FakeRunner(blocks, block_tokens, options.pop("max_model_len", 100_000), options.pop("window", None))
+    settings = {"max_batch": 8, "max_step_tokens": 64, **options}
+    if script is not None or spec is not None:
+        fields = {"speculate_method": "ngram", "speculate_max_draft_token_num": drafts, **(spec or {})}
+        settings["speculative"] = SpeculativeConfig(**fields)
+    made = Watched(runner, **settings)
+    if script is not None:
+        made.speculator.proposer = Script(script, drafts, tell_alone)
+    return made
+
+
+def right(request):
+    """Whether a request has what it gets alone: all of it if it ended by itself, else a beginning of it."""
+    tokens, reason = alone(tuple(request.prompt), request.params, request.end_ids, request.window)
+    if request.finish_reason in ("stop", "length"):
+        return request.generated == tokens and request.finish_reason == reason
+    return request.generated == tokens[: len(request.generated)]
+
+
+def interrupted(function):
+    """Call it through the KeyboardInterrupt it may raise."""
+    with suppress(KeyboardInterrupt):
+        function()
