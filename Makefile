@@ -31,7 +31,7 @@ MOCK := INFERPLANE_PLUGINS=tests.mock_device.mock_device
 TESTS := tests $(wildcard backends/*/tests)
 
 # What pip reads: it compiles the cpu backend's native kernels too.
-INSTALLED := pyproject.toml setup.py constraints.txt $(wildcard backends/cpu/csrc/*)
+INSTALLED := pyproject.toml setup.py constraints.txt $(wildcard backends/cpu/csrc/*.* backends/cpu/csrc/*/*.h)
 
 # Environment of the compile gates: the newest Triton, and beside it the one of the GPU machine's image.
 GATES := .venv-gates

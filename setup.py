@@ -1,8 +1,8 @@
-"""Builds the native kernels of the cpu backend beside what pyproject.toml declares.
+"""Builds the native kernels of the cpu backend; pyproject.toml declares everything else.
 
-A plain shared library, loaded with ctypes: it links neither Python nor torch. Where it cannot be built, the
-installation goes on without it, and `native.txt` beside the backend keeps the reason, which `inferplane doctor` and
-`inferplane explain` show. Set INFERPLANE_NO_NATIVE=1 to leave it out.
+They are a plain shared library, loaded with ctypes, which links neither Python nor torch. If it cannot be built, the
+installation continues without it, and the file `native.txt` beside the backend contains the reason, which `inferplane
+doctor` and `inferplane explain` show. Set INFERPLANE_NO_NATIVE=1 to skip it.
 """
 
 import os
@@ -17,6 +17,7 @@ from setuptools.command.build_ext import build_ext
 PACKAGE = "inferplane_cpu"
 NOTE = "native.txt"
 FOLDER = "backends/cpu/csrc"
+"""Where the sources are; headers are named from here, as "products/linear.h"."""
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
@@ -27,9 +28,11 @@ SOURCES = {
     "isa_avx512_bf16.cpp": BF16,
     "isa_amx.cpp": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
-# Symbols of OpenMP stay open: the library that torch has loaded answers them, so that there is one pool of threads.
-# Nothing is contracted but what says so: the same roundings on every instruction set.
+"""Each source with the flags of its instruction set."""
+# OpenMP's symbols stay unresolved: they bind to the library that torch has loaded, so there is one pool of threads.
+# The compiler fuses no multiplication and addition by itself: the same roundings on every instruction set.
 FLAGS = [
+    f"-I{FOLDER}",
     "-O2",
     "-std=c++17",
     "-fPIC",
@@ -43,19 +46,19 @@ FLAGS = [
 
 
 class BuildNative(build_ext):
-    """Compiles each file for its own instruction set, and survives when there is no compiler."""
+    """Compiles each source for its own instruction set; without a compiler the installation continues."""
 
     def build_extension(self, ext: Extension) -> None:
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
         note = library.with_name(NOTE)
-        for old in (library, note):
-            old.unlink(missing_ok=True)
+        for stale in (library, note):
+            stale.unlink(missing_ok=True)
         try:
             self._build(library)
         except (OSError, RuntimeError) as error:
             note.write_text(f"{error}\n")
-            self.warn(f"the cpu backend's native kernels are left out ({error}); torch's own operators serve")
+            self.warn(f"the cpu backend's native kernels are left out ({error}); torch's own operators are used")
 
     def _build(self, library: Path) -> None:
         if os.environ.get("INFERPLANE_NO_NATIVE", "0") not in ("", "0"):
@@ -67,17 +70,17 @@ class BuildNative(build_ext):
         objects = Path(self.build_temp) / PACKAGE
         objects.mkdir(parents=True, exist_ok=True)
 
-        def compile_one(source: str) -> str:
-            made = str(objects / f"{source}.o")
-            _run([*_compiler(), "-c", f"{FOLDER}/{source}", "-o", made, *FLAGS, *SOURCES[source]])
-            return made
+        def compile_source(source: str) -> str:
+            compiled = str(objects / f"{source}.o")
+            _run([*_compiler(), "-c", f"{FOLDER}/{source}", "-o", compiled, *FLAGS, *SOURCES[source]])
+            return compiled
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = list(pool.map(compile_one, SOURCES))
-        _run([*_compiler(), "-shared", "-o", str(library), *made])
+            compiled = list(pool.map(compile_source, SOURCES))
+        _run([*_compiler(), "-shared", "-o", str(library), *compiled])
 
     def copy_extensions_to_source(self) -> None:
-        """For editable installs: the library, or the reason why there is none, and nothing stale."""
+        """For editable installs: copy the library, or the reason why there is none, and remove stale ones."""
         for ext in self.extensions:
             built = Path(self.build_lib) / self.get_ext_filename(self.get_ext_fullname(ext.name))
             folder = Path(self.get_finalized_command("build_py").get_package_dir(PACKAGE))
@@ -87,13 +90,13 @@ class BuildNative(build_ext):
                     self.copy_file(str(built.with_name(name)), str(folder / name))
 
     def get_outputs(self) -> list[str]:
-        """What was made: the library, or the reason why there is none."""
-        made = [Path(p) for p in super().get_outputs()]
-        return [str(p) for library in made for p in (library, library.with_name(NOTE)) if p.exists()]
+        """Paths of the library, or of the reason why there is none."""
+        libraries = [Path(p) for p in super().get_outputs()]
+        return [str(p) for library in libraries for p in (library, library.with_name(NOTE)) if p.exists()]
 
 
 def _run(command: list[str]) -> None:
-    """Run a compiler; RuntimeError with the first line that speaks of an error."""
+    """Run a compiler; RuntimeError with the first line of its output that mentions an error."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
@@ -114,7 +117,7 @@ setup(
         Extension(
             f"{PACKAGE}._native",
             [f"{FOLDER}/{name}" for name in SOURCES],
-            depends=[str(p) for p in Path(FOLDER).glob("*.h")],
+            depends=[str(p) for p in Path(FOLDER).rglob("*.h")],
             optional=True,
         )
     ],

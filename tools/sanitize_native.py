@@ -1,6 +1,6 @@
-"""Build the cpu backend's native kernels with the address and undefined-behaviour sanitizers, and run their check.
+"""Builds the cpu backend's native kernels with the address and undefined-behaviour sanitizers, and runs their check.
 
-Needs a C++ compiler with its sanitizers' libraries, and nothing of Python but the standard library.
+It needs a C++ compiler with its sanitizers' libraries and only Python's standard library.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ SANITIZE = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=
 CHECK = "backends/cpu/tests/native_check.cpp"
 
 
-def declared() -> dict[str, Any]:
-    """The constants of setup.py: folder, flags, and the sources with theirs; it is read, not run."""
-    found: dict[str, Any] = {}
+def setup_constants() -> dict[str, Any]:
+    """The constants of setup.py by name: FOLDER, FLAGS, SOURCES; the file is parsed, not run."""
+    constants: dict[str, Any] = {}
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign):
             code = compile(ast.Expression(node.value), "setup.py", "eval")
-            found[node.targets[0].id] = eval(code, {}, found)  # type: ignore[attr-defined]
-    return found
+            constants[node.targets[0].id] = eval(code, {}, constants)  # type: ignore[attr-defined]
+    return constants
 
 
 def main() -> int:
-    """Build in a temporary folder and run with three threads; the check's exit code."""
-    setup, compiler = declared(), os.environ.get("CXX", "g++")
+    """Build in a temporary folder and run with three threads; returns the check's exit code."""
+    setup, compiler = setup_constants(), os.environ.get("CXX", "g++")
     sources = {f"{setup['FOLDER']}/{name}": flags for name, flags in setup["SOURCES"].items()} | {CHECK: []}
     common = [flag for flag in setup["FLAGS"] if not flag.startswith("-O")]
     with tempfile.TemporaryDirectory() as folder:
 
         def build(item: tuple[str, list[str]]) -> str:
-            made = f"{folder}/{Path(item[0]).name}.o"
-            subprocess.run([compiler, "-c", item[0], "-o", made, *common, *SANITIZE, *item[1]], cwd=ROOT, check=True)
-            return made
+            compiled = f"{folder}/{Path(item[0]).name}.o"
+            command = [compiler, "-c", item[0], "-o", compiled, *common, *SANITIZE, *item[1]]
+            subprocess.run(command, cwd=ROOT, check=True)
+            return compiled
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(build, sources.items()))

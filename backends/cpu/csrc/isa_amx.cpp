@@ -1,5 +1,5 @@
 // The kernels on AMX.
 #define INFERPLANE_AMX 1
-#define NAME "amx"
-#define TABLE table_amx
-#include "entries.h"
+#define ISA_NAME "amx"
+#define ISA_TABLE table_amx
+#include "isa_entries.h"

@@ -1,4 +1,4 @@
 // The kernels on AVX2.
-#define NAME "avx2"
-#define TABLE table_avx2
-#include "entries.h"
+#define ISA_NAME "avx2"
+#define ISA_TABLE table_avx2
+#include "isa_entries.h"

@@ -1,4 +1,4 @@
 // The kernels on AVX-512.
-#define NAME "avx512"
-#define TABLE table_avx512
-#include "entries.h"
+#define ISA_NAME "avx512"
+#define ISA_TABLE table_avx512
+#include "isa_entries.h"

@@ -1,4 +1,8 @@
-"""The native kernels' library, loaded with torch's own OpenMP and described; or the reason why there is none."""
+"""Loads the native kernels' library with torch's OpenMP and declares its C interface; or says why there is none.
+
+The structs and signatures mirror csrc/inferplane_cpu.h, which documents every struct, field and function. A struct
+holds addresses: the code that fills it keeps the tensors behind them alive.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +21,19 @@ from inferplane.plugin import Feature, UsageError, warn
 
 VARIABLE = "INFERPLANE_CPU_ISA"
 """Names the instruction set to use ("avx2", "avx512", "avx512_bf16", "amx"), or "none" for torch's operators alone."""
-UNWANTED = "INFERPLANE_NO_NATIVE"
-"""With what the note begins that an installation leaves where the kernels were not wanted."""
+SKIPPED_BY = "INFERPLANE_NO_NATIVE"
+"""First word of the note that an installation leaves if this variable made it skip the kernels."""
 
 TILES = ("avx2", "avx512_bf16", "amx")
 """Instruction sets with products and attention for many tokens (csrc/attention/prefill.h)."""
 FASTER_THAN_ONEDNN = ("avx2", "amx")
-"""Those whose products with many rows are faster than oneDNN's, which has none in bf16 on AVX2."""
+"""Instruction sets whose products with many rows are faster than oneDNN's, which has none in bf16 on AVX2."""
 KINDS = BF16, INT8, INT4, FP8, W8A8, BF16_REORDERABLE = range(6)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
 
 
 class Matrix(Structure):
-    """`ip_matrix`: a weight `[n, k]`. Whoever makes one keeps the tensors behind it alive."""
+    """`ip_matrix`: a weight `[n, k]` of one of `KINDS`."""
 
     _fields_ = [
         ("kind", c_int32),
@@ -39,13 +43,13 @@ class Matrix(Structure):
         ("ld", c_int64),
         ("data", c_void_p),
         ("scale", c_void_p),
-        ("half", c_void_p),
+        ("scale_f16", c_void_p),
         ("bias", c_void_p),
     ]
 
 
 class Cache(Structure):
-    """`ip_cache`: a paged cache's entries; slot s begins at `s * stride`, its scales at `s * groups`."""
+    """`ip_cache`: one layer's paged KV cache; slot s begins at `s * stride`, its scales at `s * groups`."""
 
     _fields_ = [
         ("k", c_void_p),
@@ -61,7 +65,7 @@ class Cache(Structure):
 
 
 class RaggedBatch(Structure):
-    """`ip_batch`: a ragged step."""
+    """`ip_batch`: query tokens, lengths and block tables of a ragged batch."""
 
     _fields_ = [
         ("start", c_void_p),
@@ -73,7 +77,7 @@ class RaggedBatch(Structure):
 
 
 class Latent(Structure):
-    """`ip_latent`: latent attention."""
+    """`ip_latent`: weights and sizes of latent attention."""
 
     _fields_ = [
         *((name, Matrix) for name in ("q_a", "q_b", "kv_a", "kv_b")),
@@ -84,7 +88,7 @@ class Latent(Structure):
 
 
 class Experts(Structure):
-    """`ip_experts`: routed experts."""
+    """`ip_experts`: a router, how it chooses, and the experts' matrices."""
 
     _fields_ = [
         ("router", Matrix),
@@ -96,7 +100,7 @@ class Experts(Structure):
 
 
 class Layer(Structure):
-    """`ip_layer`: a decoder layer."""
+    """`ip_layer`: weights and sizes of a decoder layer."""
 
     _fields_ = [
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
@@ -111,7 +115,7 @@ class Layer(Structure):
 
 
 class Step(Structure):
-    """`ip_step`: what a step brings to a layer."""
+    """`ip_step`: a batch, its positions and slots, and one layer's cache."""
 
     _fields_ = [
         ("batch", RaggedBatch),
@@ -123,18 +127,18 @@ class Step(Structure):
 
 
 class Sampling(Structure):
-    """`ip_sampling`: rows of logits and what each asks for."""
+    """`ip_sampling`: rows of logits and how a token is drawn from each."""
 
     _fields_ = [
         ("logits", c_void_p),
-        ("half", c_int32),
+        ("is_bf16", c_int32),
         *((name, c_int64) for name in ("ld", "rows", "vocab")),
         *((name, c_void_p) for name in ("temperature", "top_p", "min_p", "uniform", "top_k")),
     ]
 
 
 class Model(Structure):
-    """`ip_model`: a language model."""
+    """`ip_model`: a language model's layers, embedding, last norm and head."""
 
     _fields_ = [
         ("layers", c_void_p),
@@ -147,14 +151,14 @@ class Model(Structure):
 
 
 class ModelIO(Structure):
-    """`ip_model_io`: what a model's step begins with, and what it gives."""
+    """`ip_model_io`: inputs and outputs of a model's step."""
 
     _fields_ = [
         ("ids", c_void_p),
         ("rows", c_void_p),
-        ("wanted", c_int64),
+        ("num_rows", c_int64),
         ("logits", c_void_p),
-        ("likeliest", c_void_p),
+        ("argmax", c_void_p),
         ("hidden", c_void_p),
     ]
 
@@ -162,64 +166,50 @@ class ModelIO(Structure):
 _STRUCTS = (Matrix, Cache, RaggedBatch, Latent, Experts, Layer, Sampling, Step, Model, ModelIO)
 """In the order of `ip_struct_bytes`."""
 _P, _I = c_void_p, c_int64
-_Begins = ctypes.CFUNCTYPE(None)
+_MATRIX, _CACHE, _BATCH, _STEP = POINTER(Matrix), POINTER(Cache), POINTER(RaggedBatch), POINTER(Step)
+_ThreadInit = ctypes.CFUNCTYPE(None)
 
 
-@_Begins
-def _thread_begins() -> None:
-    """torch gives a thread its number of threads when it is first asked for it there."""
+@_ThreadInit
+def _init_thread() -> None:
+    """Make torch set this thread's number of OpenMP threads, which it does when it is first asked there."""
     torch.get_num_threads()
 
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ip_select_isa": (c_int, c_char_p),
-    "ip_set_thread_init": (None, _Begins),
+    "ip_set_thread_init": (None, _ThreadInit),
     "ip_num_threads": (c_int,),
     "ip_struct_bytes": (POINTER(c_int32),),
     "ip_num_kinds": (c_int,),
     "ip_available_isas": (c_char_p,),
     "ip_current_isa": (c_char_p,),
-    "ip_linear": (None, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
-    "ip_linear_prefill": (c_int, POINTER(Matrix), _P, _I, _I, _P, _I, c_int),
-    "ip_dequantize_rows": (None, POINTER(Matrix), _I, _I, _P),
-    "ip_gather_rows": (None, POINTER(Matrix), _P, _I, _P),
-    "ip_packed_bytes": (_I, POINTER(Matrix)),
-    "ip_pack_weight": (None, POINTER(Matrix), _P, _P),
+    "ip_linear": (None, _MATRIX, _P, _I, _I, _P, _I, c_int),
+    "ip_linear_prefill": (c_int, _MATRIX, _P, _I, _I, _P, _I, c_int),
+    "ip_dequantize_rows": (None, _MATRIX, _I, _I, _P),
+    "ip_gather_rows": (None, _MATRIX, _P, _I, _P),
+    "ip_packed_bytes": (_I, _MATRIX),
+    "ip_pack_weight": (None, _MATRIX, _P, _P),
     "ip_rms_norm": (None, _P, _I, _P, _P, c_float, _I, _I, _P, _P),
     "ip_silu_mul": (None, _P, _I, _I, _I, _P),
     "ip_rope": (None, _P, _I, _I, _P, _P, _I, _I, _I, c_int, _P),
-    "ip_attention": (None, _P, POINTER(RaggedBatch), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
-    "ip_attention_prefill": (c_int, _P, POINTER(RaggedBatch), POINTER(Cache), _I, _I, _I, _I, c_float, _I, _P),
-    "ip_mla": (
-        None,
-        _P,
-        _P,
-        _P,
-        _P,
-        POINTER(Matrix),
-        POINTER(RaggedBatch),
-        POINTER(Cache),
-        _I,
-        _I,
-        _I,
-        _I,
-        _I,
-        c_float,
-        _P,
-    ),
-    "ip_moe": (c_int, POINTER(Matrix), POINTER(Matrix), _I, _P, _I, _I, _P, _P, _I, _P),
+    "ip_attention": (None, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P),
+    "ip_attention_prefill": (c_int, _P, _BATCH, _CACHE, _I, _I, _I, _I, c_float, _I, _P),
+    "ip_mla": (None, _P, _P, _P, _P, _MATRIX, _BATCH, _CACHE, _I, _I, _I, _I, _I, c_float, _P),
+    "ip_moe": (c_int, _MATRIX, _MATRIX, _I, _P, _I, _I, _P, _P, _I, _P),
     "ip_route_experts": (None, POINTER(Experts), _P, _I, _P, _P),
     "ip_sample": (None, POINTER(Sampling), _P),
     "ip_read_memory": (_I, _P, _I),
     "ip_time_phases": (c_char_p, _P),
-    "ip_decoder_layer": (None, POINTER(Layer), POINTER(Step), _P, _P, _P, _P),
-    "ip_decoder_layers": (c_int, _P, POINTER(Cache), _I, POINTER(Step), _P, _P, _P, _P),
-    "ip_model_step": (c_int, POINTER(Model), POINTER(Cache), POINTER(Step), POINTER(ModelIO)),
+    "ip_decoder_layer": (None, POINTER(Layer), _STEP, _P, _P, _P, _P),
+    "ip_decoder_layers": (c_int, _P, _CACHE, _I, _STEP, _P, _P, _P, _P),
+    "ip_model_step": (c_int, POINTER(Model), _CACHE, _STEP, POINTER(ModelIO)),
 }
+"""Result and arguments of each function of the C interface."""
 
 
 class Native(NamedTuple):
-    """What was found: the library, or None and why; then what to do about it, empty where nobody has to do anything."""
+    """The library, or None and why there is none, and what to do about it; empty if nothing has to be done."""
 
     library: ctypes.CDLL | None
     reason: str
@@ -227,71 +217,71 @@ class Native(NamedTuple):
 
     @property
     def feature(self) -> Feature:
-        """As a feature of the device, which kernels ask for and explain shows."""
+        """The feature "native" of the device, which kernels need and explain shows."""
         return Feature(self.library is not None, self.reason)
 
     @property
     def tiles(self) -> Feature:
-        """Whether there are products and attention for many tokens: an instruction set of `TILES` is in use."""
+        """Whether there are products and attention for many tokens: the instruction set in use is one of `TILES`."""
         if self.library is None:
             return Feature(False, self.reason)
-        there = self.library.ip_current_isa().decode() in TILES
-        return Feature(there, f"{self.reason}; many tokens are native on {' and '.join(TILES)}")
+        has_tiles = self.library.ip_current_isa().decode() in TILES
+        return Feature(has_tiles, f"{self.reason}; many tokens are native on {' and '.join(TILES)}")
 
 
 @cache
 def native() -> Native:
-    """Load the library once. Never raises: what is wrong is a reason.
+    """Load the library once. Never raises: an error becomes the reason.
 
-    Warns of a library that is there and does not load, since all else then works, only slowly.
+    Warns if a library exists and does not load, since everything else then works, only slowly.
     """
     folder = Path(__file__).parent
     found = sorted(folder.glob("_native*.so"))
     if not found:
         note = folder / "native.txt"
-        told = note.read_text().strip() if note.exists() else "Inferplane runs from a source tree without them"
-        unwanted = told.startswith(UNWANTED)
-        remedy = "" if unwanted else "install Inferplane again where there is a C++ compiler"
-        return Native(None, f"the native kernels were not built: {told}", remedy)
+        reason = note.read_text().strip() if note.exists() else "Inferplane runs from a source tree without them"
+        remedy = "" if reason.startswith(SKIPPED_BY) else "install Inferplane again where there is a C++ compiler"
+        return Native(None, f"the native kernels were not built: {reason}", remedy)
     openmp = _openmp()
     if not openmp:
         return Native(None, "torch has loaded no OpenMP library whose threads the native kernels could share")
     try:
-        # Before the kernels: their OpenMP symbols are open, and must be answered by the library that torch uses.
+        # Before the kernels: their OpenMP symbols are unresolved, and must bind to the library that torch uses.
         ctypes.CDLL(openmp[0], ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(found[0]))
         for name, (result, *arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-        strange = [s.__name__ for s, size in zip(_STRUCTS, library.ip_struct_bytes()) if ctypes.sizeof(s) != size]
+        different = [s.__name__ for s, size in zip(_STRUCTS, library.ip_struct_bytes()) if ctypes.sizeof(s) != size]
         if library.ip_num_kinds() != len(KINDS):
-            strange.append("kinds of weights")
-        if strange:
-            raise OSError(f"{found[0]} was built from other sources: {', '.join(strange)} differ")
+            different.append("kinds of weights")
+        if different:
+            raise OSError(f"{found[0]} was built from other sources: {', '.join(different)} differ")
     except (OSError, AttributeError) as error:
         reason = f"the native kernels cannot be loaded: {error}"
         remedy = "Install inferplane again, from a source tree with `pip install -e .`, to build them anew."
         warn(f"{reason}; torch's kernels work in their place, and slower. {remedy}")
         return Native(None, reason)
-    return _chosen(library)
+    return _select(library)
 
 
-def _chosen(library: ctypes.CDLL) -> Native:
-    there = library.ip_available_isas().decode()
-    asked = os.environ.get(VARIABLE, "")
-    if asked == "none":
+def _select(library: ctypes.CDLL) -> Native:
+    """Use the instruction set that `VARIABLE` names, else the best of this processor."""
+    available = library.ip_available_isas().decode()
+    requested = os.environ.get(VARIABLE, "")
+    if requested == "none":
         return Native(None, f"{VARIABLE}=none")
-    if not there:
+    if not available:
         return Native(None, "the native kernels need a processor with AVX2")
-    if asked and library.ip_select_isa(asked.encode()):
+    if requested and library.ip_select_isa(requested.encode()):
         remedy = f"set {VARIABLE} to one of these or to none, or leave it out"
-        return Native(None, f"{VARIABLE}={asked}, but this processor has {there}", remedy)
-    library.ip_set_thread_init(_thread_begins)
-    return Native(library, f"native kernels on {library.ip_current_isa().decode()} (of {there})")
+        return Native(None, f"{VARIABLE}={requested}, but this processor has {available}", remedy)
+    library.ip_set_thread_init(_init_thread)
+    return Native(library, f"native kernels on {library.ip_current_isa().decode()} (of {available})")
 
 
 def _openmp() -> list[str]:
-    """The OpenMP library that is loaded already; torch brings one."""
+    """Paths of the OpenMP libraries that this process has loaded; torch loads one."""
     torch.get_num_threads()
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -307,21 +297,21 @@ def current_instruction_set() -> str:
 
 
 def library() -> Any:
-    """The loaded library; kernels that ask for the feature "native" are bound only where there is one."""
+    """The loaded library; kernels that need the feature "native" are bound only if there is one."""
     found = native().library
     assert found is not None, native().reason
     return found
 
 
 def instruction_sets() -> list[str]:
-    """Those this machine can run, the best last; empty without the library."""
+    """Names of the instruction sets that this machine can run, the best last; empty without the library."""
     found = native().library
     return found.ip_available_isas().decode().split() if found is not None else []
 
 
 @contextmanager
 def use_instruction_set(name: str) -> Iterator[None]:
-    """Use another instruction set within the block.
+    """Use another instruction set within a `with` block.
 
     Raises:
         UsageError: this machine has none of that name.

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "../csrc/crowd.h"
 #include "../csrc/inferplane_cpu.h"
+#include "../csrc/runtime/oversubscription.h"
 
 namespace {
 
@@ -335,8 +335,8 @@ void latent_layers(bool coded) {
       const ip_layer *both[] = {&dense, &sparse};
       Bf16 y3(s.tokens * width), sum3(s.tokens * width);
       bool done = ip_decoder_layers(both, caches, 2, &step, x, nullptr, y3, sum3);
-      expect(done == (s.tokens <= 8), "who takes a chain");
-      if (done) expect(!memcmp(y2, y3, s.tokens * width * 2) && !memcmp(sum2, sum3, s.tokens * width * 2), "a chain");
+      expect(done == (s.tokens <= 8), "which steps are layers in one call");
+      if (done) expect(!memcmp(y2, y3, s.tokens * width * 2) && !memcmp(sum2, sum3, s.tokens * width * 2), "layers in one call");
     }
 }
 
@@ -395,7 +395,7 @@ void sampling() {
         ip_sample(&asked, tokens);
         for (int64_t i = 0; i < rows; i++) {
           auto &row = each[(size_t)i];
-          expect(tokens[i] == std::max_element(row.begin(), row.end()) - row.begin(), "the likeliest token");
+          expect(tokens[i] == std::max_element(row.begin(), row.end()) - row.begin(), "the token of the largest logit");
         }
         x[vocab - 1] = NAN, x[2 * vocab - 1] = INFINITY;
         ip_sampling broken = {x, 0, vocab, 2, vocab, degrees, p, least, u, k};
@@ -416,9 +416,9 @@ void cores() {
     if (CPU_ISSET(i, &before)) all.push_back(i);
   for (int turn = 0; turn < 100 && all.size() > 1; turn++) {
     int here = current_core();
-    expect(leave(&here, 1) && current_core() != here, "leave");
+    expect(move_off_cores(&here, 1) && current_core() != here, "move off a core");
   }
-  expect(!leave(all.data(), (int)all.size()), "leave every core");
+  expect(!move_off_cores(all.data(), (int)all.size()), "move off every core");
   expect(!sched_getaffinity(0, sizeof after, &after) && CPU_EQUAL(&before, &after), "affinity");
 #endif
 }

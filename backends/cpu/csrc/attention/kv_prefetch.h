@@ -1,52 +1,56 @@
-// Rows of the cache on their way while something else is done.
+// Prefetches rows of the KV cache in between computations. paged_attention.h decides what is read next and calls
+// `prefetch(bytes)` for every few keys it computes.
 #pragma once
-#include "kept.h"
+#include "attention/kv_entries.h"
 
 namespace {
 
-// Keys first .. last of a sequence, each with `n` entries from `from` on. They lie apart, so the processor does not foresee
-// them, and asking for many at once waits for each other: they are asked for one by one, between what is computed.
-class Fetch {
+// Keys first .. last of a sequence, `n` entries of each from `from` on. They lie apart, so the processor does not
+// prefetch them by itself; and prefetching many at once stalls. So they are prefetched one by one, between what is
+// computed.
+class KvPrefetch {
  public:
-  Fetch() = default;
-  Fetch(const Kept &k, const int32_t *table, int64_t block, int64_t first, int64_t last, int64_t from, int64_t n)
-      : table_(table + first / block), left_(max64(0, last - first)), run_(block - first % block), block_(block) {
-    int64_t size = k.coded() ? 1 : sizeof(bf16);
+  KvPrefetch() = default;
+  KvPrefetch(const KvEntries &k, const int32_t *table, int64_t block, int64_t first, int64_t last, int64_t from,
+             int64_t n)
+      : table_(table + first / block), keys_left_(max64(0, last - first)), block_left_(block - first % block),
+        block_(block) {
+    int64_t size = k.is_int8() ? 1 : sizeof(bf16);
     data_ = (const char *)k.data + from * size, row_ = k.stride * size, bytes_ = n * size;
-    if (left_) at_ = data_ + (*table_ * block + first % block) * row_;
+    if (keys_left_) at_ = data_ + (*table_ * block + first % block) * row_;
   }
 
-  bool left() const { return left_ > 0; }
+  bool has_left() const { return keys_left_ > 0; }
 
-  // The next `bytes` of them, in fours of lines; what was asked for too much is asked for less the next time.
-  inline __attribute__((always_inline)) void some(int64_t bytes) {
-    for (owed_ += bytes; owed_ > 0 && left_ > 0;) {
+  // Prefetches about the next `bytes`, four cache lines at a time; what was too much is subtracted the next time.
+  inline __attribute__((always_inline)) void prefetch(int64_t bytes) {
+    for (budget_ += bytes; budget_ > 0 && keys_left_ > 0;) {
       const char *at = at_ + line_;
 #pragma GCC unroll 4
       for (int line = 0; line < 256; line += 64) _mm_prefetch(at + line, _MM_HINT_T1);
-      owed_ -= min64(256, bytes_ - line_), line_ += 256;
+      budget_ -= min64(256, bytes_ - line_), line_ += 256;
       if (line_ < bytes_) continue;
-      line_ = 0, left_--, run_--, at_ += row_;
-      if (run_ == 0 && left_ > 0) run_ = block_, at_ = data_ + *++table_ * block_ * row_;
+      line_ = 0, keys_left_--, block_left_--, at_ += row_;
+      if (block_left_ == 0 && keys_left_ > 0) block_left_ = block_, at_ = data_ + *++table_ * block_ * row_;
     }
   }
 
  private:
   const int32_t *table_ = nullptr;
-  int64_t left_ = 0, run_ = 0, block_ = 0, row_ = 0, bytes_ = 0, line_ = 0, owed_ = 0;
+  int64_t keys_left_ = 0, block_left_ = 0, block_ = 0, row_ = 0, bytes_ = 0, line_ = 0, budget_ = 0;
   const char *data_ = nullptr, *at_ = nullptr;
 };
 
-// What is on its way: the keys of a span, then its values, then the keys that are read after them.
-struct Ahead {
-  Fetch keys, values, next;
-  inline __attribute__((always_inline)) void some(int64_t bytes) {
-    if (keys.left())
-      keys.some(bytes);
-    else if (values.left())
-      values.some(bytes);
+// What is prefetched: the keys of a span, then its values, then the keys that are read after them.
+struct PrefetchQueue {
+  KvPrefetch keys, values, next_keys;
+  inline __attribute__((always_inline)) void prefetch(int64_t bytes) {
+    if (keys.has_left())
+      keys.prefetch(bytes);
+    else if (values.has_left())
+      values.prefetch(bytes);
     else
-      next.some(bytes);
+      next_keys.prefetch(bytes);
   }
 };
 

@@ -1,58 +1,65 @@
-// Attention over a paged cache, for grouped queries and for latents.
+// Attention of few query tokens over a paged cache, for grouped queries and for latents. `attend` computes the tasks of
+// a plan (attention_plan.h) on all threads of the team; layers and isa_entries.h call it. Scores, softmax and weighted
+// values of a span are computed in float32 by one thread; keys and values are prefetched in between (kv_prefetch.h).
 #pragma once
-#include "attend_plan.h"
+#include "attention/int8_scores.h"
+#include "attention/attention_plan.h"
 
 namespace {
 
-// Of one head and token over keys low .. high of a span that begins at `begin`: part = {maximum, sum, zeros}, and scores
-// become weights, times by[j] where `by` is not null.
-inline void soften(const Attend &a, const float *by, int64_t begin, int64_t low, int64_t high, float *s, float *part,
-                   int64_t size) {
+// Softmax of one head and token over keys low .. high of a span that begins at `begin`: scores s become weights, times
+// value_scales[j] if that is not null; part = {maximum, sum of weights, zeros} of `size` floats.
+inline void softmax_span(const AttentionArgs &args, const float *value_scales, int64_t begin, int64_t low, int64_t high,
+                         float *s, float *part, int64_t size) {
   int64_t padded = round_up(high - begin, kLanes);
   for (int64_t j = 0; j < low - begin; j++) s[j] = -__builtin_inff();
   for (int64_t j = high - begin; j < padded; j++) s[j] = -__builtin_inff();
-  V most = V{} - __builtin_inff(), all = {};
-  for (int64_t j = 0; j < padded; j += kWide) {
-    V v = load<V>(s + j) * a.scale;
+  Floats most = Floats{} - __builtin_inff(), all = {};
+  for (int64_t j = 0; j < padded; j += kRegisterLanes) {
+    Floats v = load<Floats>(s + j) * args.scale;
     store(s + j, v);
     most = v > most ? v : most;
   }
   float top = most[0];
-  for (int l = 1; l < kWide; l++) top = most[l] > top ? most[l] : top;
-  for (int64_t j = 0; j < padded; j += kWide) {
-    V p = vexp(load<V>(s + j) - top);
+  for (int l = 1; l < kRegisterLanes; l++) top = most[l] > top ? most[l] : top;
+  for (int64_t j = 0; j < padded; j += kRegisterLanes) {
+    Floats p = vexp(load<Floats>(s + j) - top);
     all = all + p;
-    store(s + j, by ? p * load<V>(by + j) : p);
+    store(s + j, value_scales ? p * load<Floats>(value_scales + j) : p);
   }
   part[0] = top;
-  part[1] = sum(all);
+  part[1] = sum_lanes(all);
   memset(part + 2, 0, (size_t)(size - 2) * sizeof(float));
 }
 
 // Adds the values of keys low .. high to R heads' parts, each times its weight; values[j] points to those of key
 // `begin + j`. D registers of values are summed at a time.
 template <int R, int D, class Entry>
-inline void weigh(const Attend &a, const Entry *const *values, int64_t g, int64_t begin, int64_t low, int64_t high,
-                  const float *weights, float *part, int64_t stride, Ahead &ahead, int64_t bytes) {
-  for (int64_t c = 0; c < a.v_dim; c += D * kWide) {
-    bool whole = c + D * kWide <= a.v_dim;
-    V acc[R][D];
+inline void add_weighted_values(const AttentionArgs &args, const Entry *const *values, int64_t g, int64_t begin,
+                                int64_t low, int64_t high, const float *weights, float *part, int64_t stride,
+                                PrefetchQueue &queue, int64_t bytes) {
+  for (int64_t c = 0; c < args.v_dim; c += D * kRegisterLanes) {
+    bool is_full = c + D * kRegisterLanes <= args.v_dim;
+    Floats acc[R][D];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
       for (int d = 0; d < D; d++)
-        acc[r][d] = c + d * kWide < a.v_dim ? load<V>(part + r * stride + 2 + c + d * kWide) : V{};
+        acc[r][d] = c + d * kRegisterLanes < args.v_dim ? load<Floats>(part + r * stride + 2 + c + d * kRegisterLanes)
+                                                        : Floats{};
     for (int64_t j = low; j < high; j++) {
-      const Entry *v = values[j - begin] + g * a.v_dim + c;
-      if (!(j & 3) && c == 0) ahead.some(4 * bytes);
-      V value[D];
+      const Entry *v = values[j - begin] + g * args.v_dim + c;
+      if (!(j & 3) && c == 0) queue.prefetch(4 * bytes);
+      Floats value[D];
 #pragma GCC unroll 8
       for (int d = 0; d < D; d++)
-        value[d] = whole ? load_v(v + d * kWide)
-                         : c + d * kWide < a.v_dim ? load_v(v + d * kWide, a.v_dim - c - d * kWide) : V{};
+        value[d] = is_full ? load_floats(v + d * kRegisterLanes)
+                   : c + d * kRegisterLanes < args.v_dim
+                       ? load_floats(v + d * kRegisterLanes, args.v_dim - c - d * kRegisterLanes)
+                       : Floats{};
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        V p = all(weights[r * kSpan + j - begin]);
+        Floats p = splat_floats(weights[r * kSpan + j - begin]);
 #pragma GCC unroll 8
         for (int d = 0; d < D; d++) acc[r][d] = fma(p, value[d], acc[r][d]);
       }
@@ -61,64 +68,69 @@ inline void weigh(const Attend &a, const Entry *const *values, int64_t g, int64_
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
       for (int d = 0; d < D; d++)
-        if (c + d * kWide < a.v_dim) store(part + r * stride + 2 + c + d * kWide, acc[r][d]);
+        if (c + d * kRegisterLanes < args.v_dim) store(part + r * stride + 2 + c + d * kRegisterLanes, acc[r][d]);
   }
 }
 
-// Registers in which a row of values is summed for so many query rows, if it is wide, and else. With all of a row in
-// registers it is read once, from its beginning to its end.
+// Registers in which a row of values is summed for `rows` query rows: if the row is wide, and otherwise. If all of a
+// row fits registers, it is read once, from its beginning to its end.
 #ifdef __AVX512F__
-constexpr int most_registers(int rows) { return rows < 4 ? 8 : 4; }
-constexpr int few_registers(int) { return 4; }
+constexpr int wide_value_registers(int rows) { return rows < 4 ? 8 : 4; }
+constexpr int narrow_value_registers(int) { return 4; }
 #else
-constexpr int most_registers(int rows) { return 8 / rows; }
-constexpr int few_registers(int rows) { return 8 / rows; }
+constexpr int wide_value_registers(int rows) { return 8 / rows; }
+constexpr int narrow_value_registers(int rows) { return 8 / rows; }
 #endif
 
-// Query rows of a task as its keys want them.
+// The query rows of one KV head of a task, in the form that the product with its keys reads.
 struct Queries {
-  Rows rows;
-  Codes codes;
+  ActivationRows rows;
+  Int16Rows int16;
 };
 
+// Lays out m query rows, row(i) each.
 template <class RowAt>
-inline Queries queries_of(const Attend &a, Scratch s[2], int64_t m, RowAt row) {
-  if (a.codes() && !a.tiles()) return {{m, a.dim, 0, nullptr, nullptr, nullptr}, codes_of(s, m, a.dim, row)};
-  return {rows_of(s, m, a.dim, row), {}};
+inline Queries lay_out_queries(const AttentionArgs &args, Workspace s[2], int64_t m, RowAt row) {
+  if (args.has_int8_keys() && !args.uses_tiles())
+    return {{m, args.dim, 0, nullptr, nullptr, nullptr}, quantize_rows_int16(s, m, args.dim, row)};
+  return {lay_out_rows(s, m, args.dim, row), {}};
 }
 
-// The keys of a span that a task's tokens look at.
-struct Keys {
-  int64_t begin, from, end;  // of the span; those that are seen
-  Keys(const Attend &a, const AttendTask &t, int64_t span)
-      : begin(span * kSpan), from(a.window ? max64(begin, t.position + 1 - a.window) : begin),
+// The keys of a span that a task's tokens see.
+struct SpanKeys {
+  int64_t begin, from, end;  // where the span begins; the first key that is seen, and the end of those
+  SpanKeys(const AttentionArgs &args, const AttentionTask &t, int64_t span)
+      : begin(span * kSpan), from(args.window ? max64(begin, t.position + 1 - args.window) : begin),
         end(min64(begin + kSpan, t.position + t.tokens)) {}
 };
 
-// Where the results of a unit of work go: part + token * token_stride + head * stride.
-struct Parts {
+// Where the partial results of a unit of work go: part + token * token_stride + head * stride.
+struct PartialResults {
   float *part;
   int64_t token_stride, stride;
 };
 
-// One unit's scores over one span: of its `heads` KV heads from g on.
-struct Unit {
-  const AttendTask &t;
+// A unit of work: one task's tokens and `heads` KV heads from g on, over one span or all spans of the task.
+struct AttentionUnit {
+  const AttentionTask &t;
   int64_t g, heads;
   const Queries *q;  // [heads]
 };
 
-// From the scores of a span to its results: values[j] points to those of key begin + j and KV head u.g, times
-// by[(head - u.g) * kSpan + j] where `by` is not null.
+// From the scores of a span to its partial results. values[j] points to the values of key begin + j for KV head u.g;
+// for int8 values, value_scales[(head - u.g) * kSpan + j] is their scale.
 template <class Entry>
-inline void weigh_span(const Attend &a, const Unit &u, const Keys &seen, const Entry *const *values, const float *by,
-                       float *scores, const Parts &to, Ahead &ahead) {
-  const int64_t group = a.heads / a.kv_heads, m = u.t.tokens * group, begin = seen.begin;
-  const bool wide = a.v_dim > few_registers(1) * kWide;
-  auto one = wide ? weigh<1, most_registers(1), Entry> : weigh<1, few_registers(1), Entry>;
-  auto two = wide ? weigh<2, most_registers(2), Entry> : weigh<2, few_registers(2), Entry>;
-  auto high_of = [&](int64_t i) { return min64(seen.end, u.t.position + i + 1); };
-  auto low_of = [&](int64_t i) { return a.window ? max64(begin, u.t.position + i + 1 - a.window) : begin; };
+inline void softmax_and_add_values(const AttentionArgs &args, const AttentionUnit &u, const SpanKeys &visible,
+                                   const Entry *const *values, const float *value_scales, float *scores,
+                                   const PartialResults &to, PrefetchQueue &queue) {
+  const int64_t group = args.heads / args.kv_heads, m = u.t.tokens * group, begin = visible.begin;
+  const bool wide = args.v_dim > narrow_value_registers(1) * kRegisterLanes;
+  auto one = wide ? add_weighted_values<1, wide_value_registers(1), Entry>
+                  : add_weighted_values<1, narrow_value_registers(1), Entry>;
+  auto two = wide ? add_weighted_values<2, wide_value_registers(2), Entry>
+                  : add_weighted_values<2, narrow_value_registers(2), Entry>;
+  auto high_of = [&](int64_t i) { return min64(visible.end, u.t.position + i + 1); };
+  auto low_of = [&](int64_t i) { return args.window ? max64(begin, u.t.position + i + 1 - args.window) : begin; };
   auto part_of = [&](int64_t g, int64_t i, int64_t h) {
     return to.part + i * to.token_stride + ((u.g + g) * group + h) * to.stride;
   };
@@ -127,200 +139,211 @@ inline void weigh_span(const Attend &a, const Unit &u, const Keys &seen, const E
       for (int64_t h = 0, low = low_of(i), high = high_of(i); h < group; h++) {
         float *p = part_of(g, i, h), *s = scores + (g * m + i * group + h) * kSpan;
         if (low < high) {
-          soften(a, by ? by + g * kSpan : nullptr, begin, low, high, s, p, to.stride);
+          softmax_span(args, value_scales ? value_scales + g * kSpan : nullptr, begin, low, high, s, p, to.stride);
         } else {  // this token sees nothing of the span
           p[0] = -__builtin_inff(), p[1] = 0;
           memset(p + 2, 0, (size_t)(to.stride - 2) * sizeof(float));
         }
       }
-  const int64_t row = a.v_dim * (int64_t)sizeof(Entry);
-  for (int64_t w = begin; w < seen.end; w += kWindow)
+  const int64_t row = args.v_dim * (int64_t)sizeof(Entry);
+  for (int64_t w = begin; w < visible.end; w += kValueWindow)
     for (int64_t g = 0; g < u.heads; g++) {
       int64_t bytes = row;
       for (int64_t i = 0; i < u.t.tokens; i++) {
-        int64_t low = max64(w, low_of(i)), high = min64(w + kWindow, high_of(i));
+        int64_t low = max64(w, low_of(i)), high = min64(w + kValueWindow, high_of(i));
         for (int64_t h = 0; h < group && low < high;) {
           float *s = scores + (g * m + i * group + h) * kSpan, *p = part_of(g, i, h);
           if (h + 4 <= group)
-            weigh<4, few_registers(4)>(a, values, g, begin, low, high, s, p, to.stride, ahead, bytes), h += 4;
+            add_weighted_values<4, narrow_value_registers(4)>(args, values, g, begin, low, high, s, p, to.stride, queue,
+                                                              bytes),
+                h += 4;
           else if (h + 2 <= group)
-            two(a, values, g, begin, low, high, s, p, to.stride, ahead, bytes), h += 2;
+            two(args, values, g, begin, low, high, s, p, to.stride, queue, bytes), h += 2;
           else
-            one(a, values, g, begin, low, high, s, p, to.stride, ahead, bytes), h += 1;
+            one(args, values, g, begin, low, high, s, p, to.stride, queue, bytes), h += 1;
           bytes = 0;  // once is enough
         }
       }
     }
 }
 
-// The partial results of a unit of work over one span. Keys are read as they lie, all heads of one before the next, and so
-// are values, a window at a time: a stream that processors foresee.
-inline void attend_span(const Attend &a, const Unit &u, int64_t span, const Parts &to, Ahead &ahead) {
-  const AttendTask &t = u.t;
-  const Keys seen(a, t, span);
-  const int64_t begin = seen.begin, m = u.q[0].rows.m, rows = u.heads * m;
-  float *scores = scratch(8)->get<float>((rows + 2 * u.heads) * kSpan), *k_scale = scores + rows * kSpan;
+// Computes the partial results of a unit of work over one span. Keys are read as they lie, all heads of one key before
+// the next, and so are values, a window at a time: a stream that processors prefetch.
+inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64_t span, const PartialResults &to,
+                        PrefetchQueue &queue) {
+  const AttentionTask &t = u.t;
+  const SpanKeys visible(args, t, span);
+  const int64_t begin = visible.begin, m = u.q[0].rows.m, rows = u.heads * m;
+  float *scores = workspace(kScores)->reserve<float>((rows + 2 * u.heads) * kSpan), *k_scale = scores + rows * kSpan;
   float *v_scale = k_scale + u.heads * kSpan;
-  bf16 *keys = scratch(14)->get<bf16>(a.k.coded() ? kSpan * a.dim : 0);  // in bf16
+  // Those of a tile in bf16.
+  bf16 *keys = workspace(kEntriesInBf16)->reserve<bf16>(args.k.is_int8() ? kSpan * args.dim : 0);
   const bf16 *values[kSpan];
-  const int8_t *codes[kSpan];
-  const int64_t row = a.dim * (a.k.coded() ? 1 : (int64_t)sizeof(bf16));
-  if (!a.latents())
-    ahead.values = {a.v, t.table, a.block, seen.from, seen.end, u.g * a.v_dim, u.heads * a.v_dim};
-  if (a.codes()) memset(k_scale, 0, (size_t)(2 * u.heads * kSpan) * sizeof(float));
-  // Whole blocks, also where the sequence ends within one: a key's score must not depend on what stands behind it.
-  int64_t first_block = seen.from / a.block, last_block = (seen.end - 1) / a.block;
+  const int8_t *int8_values[kSpan];
+  const int64_t row = args.dim * (args.k.is_int8() ? 1 : (int64_t)sizeof(bf16));
+  if (!args.has_latents())
+    queue.values = {args.v, t.table, args.block, visible.from, visible.end, u.g * args.v_dim, u.heads * args.v_dim};
+  if (args.has_int8_keys()) memset(k_scale, 0, (size_t)(2 * u.heads * kSpan) * sizeof(float));
+  // Whole blocks, even if the sequence ends within one: a key's score must not depend on what stands behind it.
+  int64_t first_block = visible.from / args.block, last_block = (visible.end - 1) / args.block;
   for (int64_t b = first_block; b <= last_block; b++) {
-    int64_t skip = max64(0, begin - b * a.block), n = min64(a.block, begin + kSpan - b * a.block) - skip;
-    int64_t j = b * a.block + skip - begin, slot = (int64_t)t.table[b] * a.block + skip, ld = a.k.stride;
-    if (a.codes()) {
+    int64_t skip = max64(0, begin - b * args.block), n = min64(args.block, begin + kSpan - b * args.block) - skip;
+    int64_t j = b * args.block + skip - begin, slot = (int64_t)t.table[b] * args.block + skip, ld = args.k.stride;
+    if (args.has_int8_keys()) {
       for (int64_t i = 0; i < n; i++) {
-        codes[j + i] = a.v.codes() + (slot + i) * a.v.stride + u.g * a.v_dim;
+        int8_values[j + i] = args.v.int8_entries() + (slot + i) * args.v.stride + u.g * args.v_dim;
         for (int64_t g = 0; g < u.heads; g++) {
-          k_scale[g * kSpan + j + i] = a.k.scale[(slot + i) * a.k.groups + u.g + g];
-          v_scale[g * kSpan + j + i] = a.v.scale[(slot + i) * a.v.groups + u.g + g];
+          k_scale[g * kSpan + j + i] = args.k.scale[(slot + i) * args.k.groups + u.g + g];
+          v_scale[g * kSpan + j + i] = args.v.scale[(slot + i) * args.v.groups + u.g + g];
         }
       }
       for (int64_t g = 0; g < u.heads; g++) {
-        const int8_t *of = a.k.codes() + slot * ld + (u.g + g) * a.dim;
+        const int8_t *of = args.k.int8_entries() + slot * ld + (u.g + g) * args.dim;
         float *s = scores + g * m * kSpan + j;
-        ahead.some(n * row);
-        if (!a.tiles()) {
-          codes_dot(of, ld, n, a.dim, u.q[g].codes, s, kSpan);
+        queue.prefetch(n * row);
+        if (!args.uses_tiles()) {
+          int8_scores(of, ld, n, args.dim, u.q[g].int16, s, kSpan);
           continue;
         }
-        for (int64_t i = 0; i < n; i++) widen_codes(of + i * ld, a.dim, keys + i * a.dim);
-        dot(keys, a.dim, n, a.dim, u.q[g].rows, 0, s, kSpan);
+        for (int64_t i = 0; i < n; i++) int8_to_bf16(of + i * ld, args.dim, keys + i * args.dim);
+        dot(keys, args.dim, n, args.dim, u.q[g].rows, 0, s, kSpan);
       }
       continue;
     }
-    const bf16 *k = a.k.rows() + slot * ld + u.g * a.dim;
-    if (a.k.coded()) {  // latents
-      k = keys + j * a.dim, ld = a.dim;
-      for (int64_t i = 0; i < n; i++) read_back(a.k, slot + i, 0, a.dim, keys + (j + i) * a.dim);
+    const bf16 *k = args.k.bf16_entries() + slot * ld + u.g * args.dim;
+    if (args.k.is_int8()) {  // latents
+      k = keys + j * args.dim, ld = args.dim;
+      for (int64_t i = 0; i < n; i++) dequantize_entries(args.k, slot + i, 0, args.dim, keys + (j + i) * args.dim);
     }
-    const bf16 *v = a.latents() ? k : a.v.rows() + slot * a.v.stride + u.g * a.v_dim;
-    for (int64_t i = 0; i < n; i++) values[j + i] = v + i * (a.latents() ? ld : a.v.stride);
-    int64_t step = a.tiles() ? n : 4;
+    const bf16 *v = args.has_latents() ? k : args.v.bf16_entries() + slot * args.v.stride + u.g * args.v_dim;
+    for (int64_t i = 0; i < n; i++) values[j + i] = v + i * (args.has_latents() ? ld : args.v.stride);
+    int64_t step = args.uses_tiles() ? n : 4;
     for (int64_t i = 0; i < n; i += step)
       for (int64_t g = 0; g < u.heads; g++) {
-        ahead.some(step * row);
-        const bf16 *from = k + i * ld + g * a.dim;
+        queue.prefetch(step * row);
+        const bf16 *from = k + i * ld + g * args.dim;
         float *s = scores + g * m * kSpan + j + i;
-        if (a.tiles())
-          dot(from, ld, n, a.dim, u.q[g].rows, 0, s, kSpan);
+        if (args.uses_tiles())
+          dot(from, ld, n, args.dim, u.q[g].rows, 0, s, kSpan);
         else
-          dot_few(from, ld, min64(step, n - i), a.dim, u.q[g].rows, 0, s, kSpan);
+          dot_without_tiles(from, ld, min64(step, n - i), args.dim, u.q[g].rows, 0, s, kSpan);
       }
   }
-  if (!a.codes()) return weigh_span(a, u, seen, values, nullptr, scores, to, ahead);
+  if (!args.has_int8_keys()) return softmax_and_add_values(args, u, visible, values, nullptr, scores, to, queue);
   for (int64_t r = 0; r < rows; r++) {
-    F by = splat(a.tiles() ? 1.0f : u.q[r / m].codes.scale[r % m]);
+    F32x16 query_scale = splat(args.uses_tiles() ? 1.0f : u.q[r / m].int16.scale[r % m]);
     float *s = scores + r * kSpan, *of = k_scale + r / m * kSpan;
-    for (int64_t j = 0; j < kSpan; j += kLanes) store(s + j, load<F>(s + j) * (load<F>(of + j) * by));
+    for (int64_t j = 0; j < kSpan; j += kLanes)
+      store(s + j, load<F32x16>(s + j) * (load<F32x16>(of + j) * query_scale));
   }
-  weigh_span(a, u, seen, codes, v_scale, scores, to, ahead);
+  softmax_and_add_values(args, u, visible, int8_values, v_scale, scores, to, queue);
 }
 
-// Merges `count` partial results that stand `step` floats apart.
+// Merges `count` partial results that stand `step` floats apart into one row of v_dim results.
 inline void merge_spans(const float *part, int64_t step, int64_t count, int64_t v_dim, bf16 *out) {
   float top = -__builtin_inff(), all = 0;
   for (int64_t i = 0; i < count; i++) top = part[i * step] > top ? part[i * step] : top;
   float weight[512];
   for (int64_t i0 = 0; i0 < count; i0 += 512)
     for (int64_t i = i0; i < min64(count, i0 + 512); i++)
-      all += part[i * step + 1] * vexp(V{} + (part[i * step] - top))[0];
-  for (int64_t c = 0; c < v_dim; c += kWide) {
-    V acc = {};
+      all += part[i * step + 1] * vexp(Floats{} + (part[i * step] - top))[0];
+  for (int64_t c = 0; c < v_dim; c += kRegisterLanes) {
+    Floats acc = {};
     for (int64_t i = 0; i < count; i++) {
-      if (c == 0 && i < 512) weight[i] = vexp(V{} + (part[i * step] - top))[0];
-      float w = i < 512 ? weight[i] : vexp(V{} + (part[i * step] - top))[0];
-      if (part[i * step + 1] > 0) acc = fma(V{} + w, load<V>(part + i * step + 2 + c), acc);
+      if (c == 0 && i < 512) weight[i] = vexp(Floats{} + (part[i * step] - top))[0];
+      float w = i < 512 ? weight[i] : vexp(Floats{} + (part[i * step] - top))[0];
+      if (part[i * step + 1] > 0) acc = fma(Floats{} + w, load<Floats>(part + i * step + 2 + c), acc);
     }
-    store_v(out + c, acc / all, v_dim - c);
+    store_floats(out + c, acc / all, v_dim - c);
   }
 }
 
-// KV heads `heads` of task n / parts from n % parts * heads on are a unit of work: the keys that it reads first.
-inline Fetch fetch_unit(const Attend &a, const AttendPlan &plan, int64_t n, int64_t span = 0) {
-  int64_t parts = a.kv_heads / plan.heads;
+// The keys that unit n reads first, in span `span` of its task. Unit n is `plan.heads` KV heads of task n / parts, from
+// n % parts * heads on, where a task has kv_heads / heads parts.
+inline KvPrefetch prefetch_of_unit(const AttentionArgs &args, const AttentionPlan &plan, int64_t n, int64_t span = 0) {
+  int64_t parts = args.kv_heads / plan.heads;
   if (n >= plan.count * parts) return {};
-  const AttendTask &t = plan.tasks[n / parts];
-  Keys seen(a, t, t.span + span);
-  return {a.k, t.table, a.block, seen.from, seen.end, n % parts * plan.heads * a.dim, plan.heads * a.dim};
+  const AttentionTask &t = plan.tasks[n / parts];
+  SpanKeys visible(args, t, t.span + span);
+  return {
+      args.k, t.table, args.block, visible.from, visible.end, n % parts * plan.heads * args.dim, plan.heads * args.dim};
 }
 
-inline int64_t first_bytes(const Attend &a, const AttendPlan &plan) {
-  return kAheadKeys * plan.heads * a.dim * (a.k.coded() ? 1 : (int64_t)sizeof(bf16));
+// Bytes of keys that are prefetched before a unit begins.
+inline int64_t initial_prefetch_bytes(const AttentionArgs &args, const AttentionPlan &plan) {
+  return kPrefetchKeys * plan.heads * args.dim * (args.k.is_int8() ? 1 : (int64_t)sizeof(bf16));
 }
 
-// A unit of work whose first keys are on their way.
-struct Expected {
+// A unit of work whose first keys are being prefetched.
+struct PrefetchedUnit {
   int64_t unit = -1;
-  Fetch keys;
+  KvPrefetch keys;
 };
 
-// Has the first keys brought near before the queries are there.
-inline Expected expect(Team &team, const Attend &a, const AttendPlan &plan) {
-  int64_t n = team.first_of(plan.count * (a.kv_heads / plan.heads));
-  Expected e = {n, fetch_unit(a, plan, n)};
-  e.keys.some(first_bytes(a, plan));
+// Prefetches the keys of the unit that this thread will take first, before the queries are computed.
+inline PrefetchedUnit prefetch_first_unit(Team &team, const AttentionArgs &args, const AttentionPlan &plan) {
+  int64_t n = team.first_chunk(plan.count * (args.kv_heads / plan.heads));
+  PrefetchedUnit e = {n, prefetch_of_unit(args, plan, n)};
+  e.keys.prefetch(initial_prefetch_bytes(args, plan));
   return e;
 }
 
-// `before(task, g)` is called for each KV head of a task by whoever takes it, before anything is read for it.
-template <class Before>
-inline void attend(Team &team, const Attend &a, const AttendPlan &plan, Before before, Expected soon = {}) {
-  static thread_local Scratch rows[2 * kHeadsAtOnce];
-  int64_t group = a.heads / a.kv_heads, size = part_size(a), parts = a.kv_heads / plan.heads;
-  Ahead ahead;
-  team.each(plan.count * parts, 1, [&](int64_t first, int64_t last) {
+// Computes all tasks of a plan on the team; results are complete after the next barrier. The thread that takes a task
+// calls `prepare(task, g)` for each of its KV heads before it reads anything for it.
+template <class Prepare>
+inline void attend(Team &team, const AttentionArgs &args, const AttentionPlan &plan, Prepare prepare,
+                   PrefetchedUnit prefetched = {}) {
+  static thread_local Workspace rows[2 * kMaxHeadsPerUnit];
+  int64_t group = args.heads / args.kv_heads, size = part_size(args), parts = args.kv_heads / plan.heads;
+  PrefetchQueue queue;
+  team.for_each_chunk(plan.count * parts, 1, [&](int64_t first, int64_t last) {
     for (int64_t n = first; n < last; n++) {
-      const AttendTask &t = plan.tasks[n / parts];
-      Queries q[kHeadsAtOnce];
-      const Unit u = {t, n % parts * plan.heads, plan.heads, q};
-      if (n == soon.unit)
-        ahead.keys = soon.keys;
+      const AttentionTask &t = plan.tasks[n / parts];
+      Queries q[kMaxHeadsPerUnit];
+      const AttentionUnit u = {t, n % parts * plan.heads, plan.heads, q};
+      if (n == prefetched.unit)
+        queue.keys = prefetched.keys;
       else
-        (ahead.keys = fetch_unit(a, plan, n)).some(first_bytes(a, plan));
+        (queue.keys = prefetch_of_unit(args, plan, n)).prefetch(initial_prefetch_bytes(args, plan));
       for (int64_t i = 0; i < u.heads; i++) {
         int64_t g = u.g + i;
-        before(t, g);
-        q[i] = queries_of(a, rows + 2 * i, t.tokens * group, [&](int64_t r) {
-          return a.q + ((t.first + r / group) * a.heads + g * group + r % group) * a.dim;
+        prepare(t, g);
+        q[i] = lay_out_queries(args, rows + 2 * i, t.tokens * group, [&](int64_t r) {
+          return args.q + ((t.first + r / group) * args.heads + g * group + r % group) * args.dim;
         });
       }
-      float *part = plan.shared ? plan.partial + (t.part + t.span - t.first_span) * a.heads * size
-                                : scratch(9)->get<float>(t.tokens * t.spans * a.heads * size);
-      int64_t token_stride = (plan.shared ? t.all_spans : t.spans) * a.heads * size;
+      float *part = plan.spans_shared ? plan.partial + (t.part + t.span - t.first_span) * args.heads * size
+                                : workspace(kPartialResults)->reserve<float>(t.tokens * t.spans * args.heads * size);
+      int64_t token_stride = (plan.spans_shared ? t.all_spans : t.spans) * args.heads * size;
       for (int64_t c = 0; c < t.spans; c++) {
-        ahead.next = c + 1 < t.spans ? fetch_unit(a, plan, n, c + 1) : fetch_unit(a, plan, n + 1);
-        attend_span(a, u, t.span + c, {part + c * a.heads * size, token_stride, size}, ahead);
-        ahead.keys = ahead.next;
+        queue.next_keys =
+            c + 1 < t.spans ? prefetch_of_unit(args, plan, n, c + 1) : prefetch_of_unit(args, plan, n + 1);
+        attend_span(args, u, t.span + c, {part + c * args.heads * size, token_stride, size}, queue);
+        queue.keys = queue.next_keys;
       }
-      soon = {n + 1, ahead.next};  // most likely
-      if (plan.shared) continue;
+      prefetched = {n + 1, queue.next_keys};  // the unit that this thread takes next most likely
+      if (plan.spans_shared) continue;
       for (int64_t i = 0; i < t.tokens; i++)
         for (int64_t h = u.g * group; h < (u.g + u.heads) * group; h++)
-          merge_spans(part + (i * t.spans * a.heads + h) * size, a.heads * size, t.spans, a.v_dim,
-                      a.out + ((t.first + i) * a.heads + h) * a.v_dim);
+          merge_spans(part + (i * t.spans * args.heads + h) * size, args.heads * size, t.spans, args.v_dim,
+                      args.out + ((t.first + i) * args.heads + h) * args.v_dim);
     }
   });
-  if (!plan.shared) return;
+  if (!plan.spans_shared) return;
   team.barrier();
-  team.each(plan.count * a.heads, 4, [&](int64_t first, int64_t last) {
+  team.for_each_chunk(plan.count * args.heads, 4, [&](int64_t first, int64_t last) {
     for (int64_t u = first; u < last; u++) {
-      const AttendTask &t = plan.tasks[u / a.heads];
+      const AttentionTask &t = plan.tasks[u / args.heads];
       if (t.span != t.first_span) continue;
-      for (int64_t i = 0, h = u % a.heads; i < t.tokens; i++)
-        merge_spans(plan.partial + ((t.part + i * t.all_spans) * a.heads + h) * size, a.heads * size, t.all_spans,
-                    a.v_dim, a.out + ((t.first + i) * a.heads + h) * a.v_dim);
+      for (int64_t i = 0, h = u % args.heads; i < t.tokens; i++)
+        merge_spans(plan.partial + ((t.part + i * t.all_spans) * args.heads + h) * size, args.heads * size, t.all_spans,
+                    args.v_dim, args.out + ((t.first + i) * args.heads + h) * args.v_dim);
     }
   });
 }
 
-inline void attend(Team &team, const Attend &a, const AttendPlan &plan) {
-  attend(team, a, plan, [](const AttendTask &, int64_t) {});
+inline void attend(Team &team, const AttentionArgs &args, const AttentionPlan &plan) {
+  attend(team, args, plan, [](const AttentionTask &, int64_t) {});
 }
 
 }  // namespace

@@ -1,39 +1,47 @@
-// How attention of many query tokens is cut into tasks.
+// Divides attention of many query tokens into tasks. prefill_tiles.h and prefill_float32.h compute them; sequences with
+// few query tokens are left to paged_attention.h.
 #pragma once
-#include "attend.h"
+#include "attention/paged_attention.h"
 
 namespace {
 
-constexpr int64_t kManyTokens = 128; // query tokens of a task, for each head of a group; half as many if tasks are few
-constexpr int64_t kFewTokens = 8;    // sequences with more are attended to here
+// Query tokens of a task, for each head of a group; half as many if there are few tasks.
+constexpr int64_t kMaxTaskTokens = 128;
+constexpr int64_t kMaxDecodeTokens = 8;  // sequences with no more query tokens are left to `attend`
 
-struct ManyTask {
-  int64_t first, tokens, position;  // rows of q, and the first one's position
+// Query tokens of one sequence.
+struct PrefillTask {
+  int64_t first, tokens, position;  // rows of q, and the first row's position
   const int32_t *table;
 };
 
-struct ManyPlan {
-  ManyTask *tasks = nullptr;
-  int64_t count = 0, few = 0;  // sequences that are left to `attend`: those before
-  int64_t tokens = kManyTokens;
+// The tasks of a batch.
+struct PrefillPlan {
+  PrefillTask *tasks = nullptr;
+  int64_t count = 0, num_decode = 0;  // the first `num_decode` sequences are left to `attend`
+  int64_t tokens = kMaxTaskTokens;
 };
 
-inline bool attends_many(const Attend &a) {
-  return a.dim % 32 == 0 && a.v_dim % 32 == 0 && a.dim <= 256 && a.v_dim <= 256 && a.block % 16 == 0;
+// Whether sizes suit attention of many tokens: heads fill tiles, and blocks of the cache hold whole tiles of keys.
+inline bool can_prefill(const AttentionArgs &args) {
+  return args.dim % 32 == 0 && args.v_dim % 32 == 0 && args.dim <= 256 && args.v_dim <= 256 && args.block % 16 == 0;
 }
 
-inline ManyPlan plan_many(const ip_batch &b, int64_t kv_heads, int threads, Scratch *s) {
-  ManyPlan plan;
-  while (plan.few < b.sequences && b.start[plan.few + 1] - b.start[plan.few] <= kFewTokens) plan.few++;
-  int64_t all = b.start[b.sequences] - b.start[plan.few];
-  if (all * kv_heads < 4 * threads * kManyTokens) plan.tokens = kManyTokens / 2;
-  plan.tasks = s->get<ManyTask>(all / plan.tokens + b.sequences);
-  for (int64_t i = plan.few; i < b.sequences; i++) {
-    int64_t n = b.start[i + 1] - b.start[i];
-    if (!b.lens[i]) continue;
+// The tasks of a batch whose sequences with few query tokens come first, in memory of `s`.
+inline PrefillPlan plan_prefill(const ip_batch &batch, int64_t kv_heads, int threads, Workspace *s) {
+  PrefillPlan plan;
+  while (plan.num_decode < batch.sequences &&
+         batch.start[plan.num_decode + 1] - batch.start[plan.num_decode] <= kMaxDecodeTokens)
+    plan.num_decode++;
+  int64_t all = batch.start[batch.sequences] - batch.start[plan.num_decode];
+  if (all * kv_heads < 4 * threads * kMaxTaskTokens) plan.tokens = kMaxTaskTokens / 2;
+  plan.tasks = s->reserve<PrefillTask>(all / plan.tokens + batch.sequences);
+  for (int64_t i = plan.num_decode; i < batch.sequences; i++) {
+    int64_t n = batch.start[i + 1] - batch.start[i];
+    if (!batch.lens[i]) continue;
     for (int64_t t = 0; t < n; t += plan.tokens)
-      plan.tasks[plan.count++] = {b.start[i] + t, min64(plan.tokens, n - t), b.lens[i] - n + t,
-                                  b.tables + i * b.table_width};
+      plan.tasks[plan.count++] = {batch.start[i] + t, min64(plan.tokens, n - t), batch.lens[i] - n + t,
+                                  batch.tables + i * batch.table_width};
   }
   return plan;
 }

@@ -1,217 +1,243 @@
-// A whole decoder layer of any kind: one team, a barrier where results are shared.
+// A decoder layer of any kind for few tokens, computed by one team with a barrier wherever results are shared.
+// isa_entries.h calls it for one layer, layer_sequence.h for many in one call.
 //
-// Each step rounds to bf16 where the smaller kernels do, and uses their functions: a row's result is that of the layer
-// composed of them, to the last bit.
+// Each step rounds to bf16 where the separate kernels do, and uses their functions: a row's result is that of the layer
+// composed of those kernels, to the last bit.
 #pragma once
-#include "mla.h"
-#include "moe.h"
-#include "phases.h"
-#include "route.h"
-#include "rowwise.h"
+#include "model/mla.h"
+#include "model/moe.h"
+#include "runtime/phase_times.h"
+#include "model/expert_routing.h"
+#include "model/rowwise.h"
 
 namespace {
 
-constexpr int64_t kMaxDecodeRows = 8;  // so few rows are normed by every thread for itself, which is cheaper than a barrier
+// With no more rows, every thread norms all of them itself, which is cheaper than a barrier.
+constexpr int64_t kMaxDecodeRows = 8;
 
+// Intermediate results of a layer. layer_buffers.h reserves them.
 struct LayerBuffers {
-  bf16 *h, *h2, *s, *qkv, *q, *mixed, *y, *act;  // [m, ...], shared by the team, each written once
-  bf16 *low, *folded, *latents;                  // latent attention: c; queries and results in latents
-  bf16 *shared;                                  // experts: the shared ones' result
+  // [m, ...], shared by the team, each written once.
+  bf16 *attn_input, *mlp_input, *attn_residual, *qkv, *q, *mixed, *attn_output, *mlp_hidden;
+  bf16 *q_latent, *folded, *latents;  // latent attention: the compressed query; queries and results in the latent space
+  bf16 *shared;  // the shared experts' result
   float *logits, *weights;
-  int64_t *ids, *tasks;                          // `tasks`: how many, an entry of its own for every layer of a call
-  Moe moe;                                       // its buffers
+  int64_t *ids, *num_tasks;  // `num_tasks`: how many tasks the experts have; each layer of a call has its own entry
+  MoeArgs moe;  // the experts' buffers
 };
 
-// out[i, j] = silu(gate) * up, both rounded to bf16 first; `inner` is a multiple of 16.
-inline void gated(Team &team, const ip_matrix &w, const bf16 *x, int64_t m, bf16 *out) {
-  bool turn = in_turn(w, m);
-  int64_t inner = w.n / 2, width = w.k, chunk = gated_rows(w, turn, inner, 1, team.count);
-  for (int64_t i0 = 0; i0 < m; i0 += kRowTile) {
-    int64_t tile = min64(kRowTile, m - i0);
-    Laid laid = lay_out(w, tile, first_row(team, inner, chunk), turn, [&](int64_t i) { return x + (i0 + i) * width; });
-    team.each(inner, chunk, [&](int64_t first, int64_t last) {
+// out[i, j] = silu(gate) * up for m rows, both rounded to bf16 first; rows of w are gate, then up, each a multiple of
+// 16.
+inline void gate_up_silu_mul(Team &team, const ip_matrix &w, const bf16 *x, int64_t m, bf16 *out) {
+  bool row_by_row = streams_row_by_row(w, m);
+  int64_t inner = w.n / 2, width = w.k, chunk = gated_rows_per_chunk(w, row_by_row, inner, 1, team.count);
+  for (int64_t i0 = 0; i0 < m; i0 += kMaxRowsAtOnce) {
+    int64_t tile = min64(kMaxRowsAtOnce, m - i0);
+    Activations laid = lay_out_activations(w, tile, first_row_of_thread(team, inner, chunk), row_by_row,
+                                           [&](int64_t i) { return x + (i0 + i) * width; });
+    team.for_each_chunk(inner, chunk, [&](int64_t first, int64_t last) {
       for (int64_t j = first; j < last; j += chunk) {
         int64_t n = min64(chunk, last - j);
-        float *gate = scratch(7)->get<float>(2 * tile * (chunk + kLanes)), *up = gate + tile * (chunk + kLanes);
-        products(w, j, j + n, laid, gate, chunk);
-        products(w, inner + j, inner + j + n, laid, up, chunk);
+        float *gate = workspace(kProductSums)->reserve<float>(2 * tile * (chunk + kLanes)),
+              *up = gate + tile * (chunk + kLanes);
+        multiply_rows(w, j, j + n, laid, gate, chunk);
+        multiply_rows(w, inner + j, inner + j + n, laid, up, chunk);
         for (int64_t i = 0; i < tile; i++)
-          for (int64_t c = 0; c < n; c += kWide) {
-            V a = rounded(load<V>(gate + i * chunk + c)), b = rounded(load<V>(up + i * chunk + c));
-            store_v(out + (i0 + i) * inner + j + c, silu(a) * b);
+          for (int64_t c = 0; c < n; c += kRegisterLanes) {
+            Floats a = round_to_bf16(load<Floats>(gate + i * chunk + c)),
+                   b = round_to_bf16(load<Floats>(up + i * chunk + c));
+            store_floats(out + (i0 + i) * inner + j + c, silu(a) * b);
           }
       }
     });
   }
 }
 
-// Head h of token t, of q, then k, then v: its norm where there is one, rotation, and K and V to the cache.
-inline void enter_head(const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *qkv, int64_t t, int64_t h,
-                       bf16 *q) {
-  int64_t d = l.head_dim, slot = step.slots[t];
-  const bf16 *from = qkv + (t * (l.heads + 2 * l.kv_heads) + h) * d;
-  const float *table = l.rope + step.positions[t] * d;
-  bf16 *room = scratch(4)->get<bf16>(d);
-  if (h < l.heads) {
-    norm_and_rope(from, l.q_norm, l.q_eps, table, d, l.interleaved, room, q + (t * l.heads + h) * d);
-  } else if (slot >= 0 && h < l.heads + l.kv_heads) {
-    bf16 *turned = scratch(14)->get<bf16>(d);
-    norm_and_rope(from, l.k_norm, l.k_eps, table, d, l.interleaved, room, turned);
-    keep(keys_of(cache, l.kv_heads * d), slot, (h - l.heads) * d, turned, d);
+// Head h of token t of qkv (q, then k, then v heads): applies its norm, if there is one, and its rotation; q goes to
+// `q`, k and v to the token's slot of the cache.
+inline void rope_and_cache_head(const ip_layer &layer, const ip_step &step, const ip_cache &cache, const bf16 *qkv,
+                                int64_t t, int64_t h, bf16 *q) {
+  int64_t d = layer.head_dim, slot = step.slots[t];
+  const bf16 *from = qkv + (t * (layer.heads + 2 * layer.kv_heads) + h) * d;
+  const float *table = layer.rope + step.positions[t] * d;
+  bf16 *head_buffer = workspace(kOneHead)->reserve<bf16>(d);
+  if (h < layer.heads) {
+    norm_and_rope(from, layer.q_norm, layer.q_eps, table, d, layer.interleaved, head_buffer,
+                  q + (t * layer.heads + h) * d);
+  } else if (slot >= 0 && h < layer.heads + layer.kv_heads) {
+    bf16 *rotated = workspace(kEntriesInBf16)->reserve<bf16>(d);
+    norm_and_rope(from, layer.k_norm, layer.k_eps, table, d, layer.interleaved, head_buffer, rotated);
+    write_entries(key_entries(cache, layer.kv_heads * d), slot, (h - layer.heads) * d, rotated, d);
   } else if (slot >= 0) {
-    keep(values_of(cache, l.kv_heads * d), slot, (h - l.heads - l.kv_heads) * d, from, d);
+    write_entries(value_entries(cache, layer.kv_heads * d), slot, (h - layer.heads - layer.kv_heads) * d, from, d);
   }
 }
 
-inline void enter(Team &team, const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *qkv, bf16 *q) {
-  int64_t all = l.heads + 2 * l.kv_heads;
-  team.each(step.tokens * all, 8, [&](int64_t first, int64_t last) {
-    for (int64_t u = first; u < last; u++) enter_head(l, step, cache, qkv, u / all, u % all, q);
+// `rope_and_cache_head` for all heads of all tokens, shared by the team.
+inline void rope_and_cache(Team &team, const ip_layer &layer, const ip_step &step, const ip_cache &cache,
+                           const bf16 *qkv, bf16 *q) {
+  int64_t all = layer.heads + 2 * layer.kv_heads;
+  team.for_each_chunk(step.tokens * all, 8, [&](int64_t first, int64_t last) {
+    for (int64_t u = first; u < last; u++) rope_and_cache_head(layer, step, cache, qkv, u / all, u % all, q);
   });
 }
 
-// What `enter` does, and attention: head by head by one thread where that can be, which saves a barrier.
-inline void enter_and_attend(Team &team, const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *qkv,
-                             bf16 *q, const Attend &a, const AttendPlan &plan, const Expected &soon, Phases &phases) {
-  if (plan.whole) {
-    int64_t group = l.heads / l.kv_heads;
-    attend(team, a, plan, [&](const AttendTask &task, int64_t g) {
+// `rope_and_cache`, then attention. If each sequence is one task, one thread does both, head by head, which saves a
+// barrier.
+inline void rope_cache_and_attend(Team &team, const ip_layer &layer, const ip_step &step, const ip_cache &cache,
+                                  const bf16 *qkv, bf16 *q, const AttentionArgs &args, const AttentionPlan &plan,
+                                  const PrefetchedUnit &prefetched, PhaseTimer &phases) {
+  if (plan.one_task_per_sequence) {
+    int64_t group = layer.heads / layer.kv_heads;
+    attend(team, args, plan, [&](const AttentionTask &task, int64_t g) {
       for (int64_t t = task.first; t < task.first + task.tokens; t++) {
-        for (int64_t h = g * group; h < (g + 1) * group; h++) enter_head(l, step, cache, qkv, t, h, q);
-        enter_head(l, step, cache, qkv, t, l.heads + g, q);
-        enter_head(l, step, cache, qkv, t, l.heads + l.kv_heads + g, q);
+        for (int64_t h = g * group; h < (g + 1) * group; h++) rope_and_cache_head(layer, step, cache, qkv, t, h, q);
+        rope_and_cache_head(layer, step, cache, qkv, t, layer.heads + g, q);
+        rope_and_cache_head(layer, step, cache, qkv, t, layer.heads + layer.kv_heads + g, q);
       }
-    }, soon);
+    }, prefetched);
   } else {
-    enter(team, l, step, cache, qkv, q);
+    rope_and_cache(team, layer, step, cache, qkv, q);
     team.barrier();
-    phases.end(kEnter);
-    attend(team, a, plan);
+    phases.end_phase(kRopeCache);
+    attend(team, args, plan);
   }
   team.barrier();
-  phases.end(kAttend);
+  phases.end_phase(kAttend);
 }
 
-// s = x + r, y = norm(s): by each thread for itself when there are few rows, else shared out, with a barrier.
-struct Normed {
+// s = x + r, y = norm(s), for m rows of d entries. Each thread computes few rows itself, in its workspace `norm_slot`;
+// many rows are shared by the team and written to s and y, with a barrier.
+struct NormResult {
   const bf16 *y, *s;
 };
-inline Normed add_norm(Team &team, const bf16 *x, const bf16 *r, const bf16 *weight, float eps, int64_t m, int64_t d,
-                       bf16 *s, bf16 *y, int own) {
+inline NormResult add_norm(Team &team, const bf16 *x, const bf16 *r, const bf16 *weight, float eps, int64_t m,
+                           int64_t d, bf16 *s, bf16 *y, int norm_slot) {
   if (m > kMaxDecodeRows) {
     rms_norm(team, x, d, r, weight, eps, m, d, r ? s : nullptr, y);
     team.barrier();
     return {y, r ? s : x};
   }
-  bf16 *mine = scratch(own)->get<bf16>(2 * m * d);
+  bf16 *mine = workspace(norm_slot)->reserve<bf16>(2 * m * d);
   for (int64_t i = 0; i < m; i++)
     rms_norm_row(x + i * d, r ? r + i * d : nullptr, weight, eps, d, r ? mine + (m + i) * d : nullptr, mine + i * d);
   return {mine, r ? mine + m * d : x};
 }
 
-// Latent attention, from the normed x to `mixed`.
-inline void attend_latents(Team &team, const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *x,
-                           const LayerBuffers &b, const Attend &a, const AttendPlan &plan, Phases &phases) {
-  const ip_latent &t = *l.latent;
-  int64_t m = step.tokens, width = l.o.n, low = t.q_a.n, all = t.latent + t.rope;
-  linear(team, low ? t.q_a : t.q_b, x, width, m, low ? b.low : b.q, low ? low : t.q_b.n, 0);
-  linear(team, t.kv_a, x, width, m, b.qkv, all, 0);
+// Latent attention, from the normed x to `mixed`: projections, norms, the cache, folded queries, attention, values.
+inline void attend_latents(Team &team, const ip_layer &layer, const ip_step &step, const ip_cache &cache, const bf16 *x,
+                           const LayerBuffers &buffers, const AttentionArgs &args, const AttentionPlan &plan,
+                           PhaseTimer &phases) {
+  const ip_latent &t = *layer.latent;
+  int64_t m = step.tokens, width = layer.o.n, q_rank = t.q_a.n, all = t.latent + t.rope;
+  linear(team, q_rank ? t.q_a : t.q_b, x, width, m, q_rank ? buffers.q_latent : buffers.q, q_rank ? q_rank : t.q_b.n,
+         0);
+  linear(team, t.kv_a, x, width, m, buffers.qkv, all, 0);
   team.barrier();
-  phases.end(kProject);
-  team.each(m, 1, [&](int64_t first, int64_t last) {
+  phases.end_phase(kProject);
+  team.for_each_chunk(m, 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
-      if (low) rms_norm_row(b.low + i * low, nullptr, t.q_a_norm, t.q_a_eps, low, nullptr, b.h2 + i * low);
+      if (q_rank)
+        rms_norm_row(buffers.q_latent + i * q_rank, nullptr, t.q_a_norm, t.q_a_eps, q_rank, nullptr,
+                     buffers.mlp_input + i * q_rank);
       if (step.slots[i] < 0) continue;
-      bf16 *made = scratch(14)->get<bf16>(all);
-      rms_norm_row(b.qkv + i * all, nullptr, t.kv_a_norm, t.kv_a_eps, t.latent, nullptr, made);
-      rope_head(b.qkv + i * all + t.latent, l.rope + step.positions[i] * t.rope, t.rope, l.interleaved, made + t.latent);
-      keep(keys_of(cache, all), step.slots[i], 0, made, all);
+      bf16 *entries = workspace(kEntriesInBf16)->reserve<bf16>(all);
+      rms_norm_row(buffers.qkv + i * all, nullptr, t.kv_a_norm, t.kv_a_eps, t.latent, nullptr, entries);
+      rope_head(buffers.qkv + i * all + t.latent, layer.rope + step.positions[i] * t.rope, t.rope, layer.interleaved,
+                entries + t.latent);
+      write_entries(key_entries(cache, all), step.slots[i], 0, entries, all);
     }
   });
-  if (low) {
+  if (q_rank) {
     team.barrier();
-    linear(team, t.q_b, b.h2, low, m, b.q, t.q_b.n, 0);
+    linear(team, t.q_b, buffers.mlp_input, q_rank, m, buffers.q, t.q_b.n, 0);
     team.barrier();
   }
-  phases.end(kEnter);
+  phases.end_phase(kRopeCache);
   int64_t head = t.nope + t.rope;
-  Mla mla = {b.q,      b.q + t.nope, l.heads * head, head,     l.heads * head, head,      t.kv_b, l.heads, t.nope,
-             t.rope,   t.value,      t.latent,       m,        b.folded,       b.latents, b.mixed};
-  mla_fold(team, mla, [&](int64_t i, const bf16 *from, bf16 *to) {
-    rope_head(from, l.rope + step.positions[i] * t.rope, t.rope, l.interleaved, to);
+  MlaArgs mla = {buffers.q, buffers.q + t.nope, layer.heads * head, head, layer.heads * head, head, t.kv_b, layer.heads,
+                 t.nope, t.rope, t.value, t.latent, m, buffers.folded, buffers.latents, buffers.mixed};
+  fold_queries(team, mla, [&](int64_t i, const bf16 *from, bf16 *to) {
+    rope_head(from, layer.rope + step.positions[i] * t.rope, t.rope, layer.interleaved, to);
   });
   team.barrier();
-  attend(team, a, plan);
+  attend(team, args, plan);
   team.barrier();
-  mla_unfold(team, mla);
+  project_values(team, mla);
   team.barrier();
-  phases.end(kAttend);
+  phases.end_phase(kAttend);
 }
 
-// Experts and what all tokens share, from the normed x to `out`.
-inline void experts(Team &team, const ip_layer &l, int64_t m, const bf16 *x, const LayerBuffers &b, bf16 *out,
-                    Phases &phases) {
-  const ip_experts &r = *l.routed;
-  int64_t width = l.o.n;
-  bool shared = l.gate_up.n > 0;
-  linear(team, r.router, x, width, m, b.logits, r.experts, 1);
-  if (shared) gated(team, l.gate_up, x, m, b.act);
+// Routed experts and the shared ones, from the normed x to `out`.
+inline void run_experts(Team &team, const ip_layer &layer, int64_t m, const bf16 *x, const LayerBuffers &buffers,
+                        bf16 *out, PhaseTimer &phases) {
+  const ip_experts &r = *layer.routed;
+  int64_t width = layer.o.n;
+  bool shared = layer.gate_up.n > 0;
+  linear(team, r.router, x, width, m, buffers.logits, r.experts, 1);
+  if (shared) gate_up_silu_mul(team, layer.gate_up, x, m, buffers.mlp_hidden);
   team.barrier();
-  Moe moe = b.moe;
+  MoeArgs moe = buffers.moe;
   moe.gate_up = r.gate_up, moe.down = r.down, moe.experts = r.experts, moe.tokens = m, moe.top = r.top;
   moe.inner = r.down->k, moe.width = width, moe.x = x, moe.ldx = width;
-  moe.ids = b.ids, moe.weights = b.weights, moe.out = out;
-  team.each(1, 1, [&](int64_t, int64_t) {
-    for (int64_t i = 0; i < m; i++) route(r, b.logits + i * r.experts, b.ids + i * r.top, b.weights + i * r.top);
+  moe.ids = buffers.ids, moe.weights = buffers.weights, moe.out = out;
+  team.for_each_chunk(1, 1, [&](int64_t, int64_t) {
+    for (int64_t i = 0; i < m; i++)
+      route_token(r, buffers.logits + i * r.experts, buffers.ids + i * r.top, buffers.weights + i * r.top);
     plan_moe(moe);
-    *b.tasks = moe.count;
+    *buffers.num_tasks = moe.count;
   });
   team.barrier();
-  moe.count = *b.tasks;
+  moe.count = *buffers.num_tasks;
   moe_gate_up(team, moe);
-  if (shared) linear(team, l.down, b.act, l.down.k, m, b.shared, width, 0);
+  if (shared) linear(team, layer.down, buffers.mlp_hidden, layer.down.k, m, buffers.shared, width, 0);
   team.barrier();
-  phases.end(kMlp);
+  phases.end_phase(kMlp);
   moe_down(team, moe);
   team.barrier();
-  moe_sum(team, moe, shared ? b.shared : nullptr);
+  moe_sum(team, moe, shared ? buffers.shared : nullptr);
 }
 
-// Returns the residual as this thread has it, for the layer that follows. Layers that follow each other in one call need x
-// and `out` that are no other layer's: a thread that was held up goes on from them. All else may be used again, since who
-// finds work to do in a part knows that nobody has left it. `out_residual` may be null where rows are few.
-inline const bf16 *layer(Team &team, const ip_layer &l, const ip_step &step, const ip_cache &cache, const bf16 *x,
-                         const bf16 *residual, bf16 *out, bf16 *out_residual, const LayerBuffers &b, const Attend &a,
-                         const AttendPlan &plan, Phases &phases) {
-  int64_t m = step.tokens, width = l.o.n;
-  Normed first = add_norm(team, x, residual, l.attn_norm, l.attn_eps, m, width, b.s, b.h, 18);
-  phases.end(kAttnNorm);
-  if (l.latent) {
-    attend_latents(team, l, step, cache, first.y, b, a, plan, phases);
+// Computes a layer: out and out_residual from x and residual. Returns this thread's copy of the residual for the next
+// layer. Layers that follow each other in one call need x and `out` that no other layer uses: a delayed thread still
+// reads them. All other buffers may be used again, since a thread that finds work in a phase knows that all work of the
+// phases before is done. `out_residual` may be null if rows are few.
+inline const bf16 *decoder_layer(Team &team, const ip_layer &layer, const ip_step &step, const ip_cache &cache,
+                                 const bf16 *x, const bf16 *residual, bf16 *out, bf16 *out_residual,
+                                 const LayerBuffers &buffers, const AttentionArgs &args, const AttentionPlan &plan,
+                                 PhaseTimer &phases) {
+  int64_t m = step.tokens, width = layer.o.n;
+  NormResult first = add_norm(team, x, residual, layer.attn_norm, layer.attn_eps, m, width, buffers.attn_residual,
+                              buffers.attn_input, kNormedRows);
+  phases.end_phase(kAttnNorm);
+  if (layer.latent) {
+    attend_latents(team, layer, step, cache, first.y, buffers, args, plan, phases);
   } else {
-    linear(team, l.qkv, first.y, width, m, b.qkv, l.qkv.n, 0);
-    Expected soon;
-    if (plan.whole) soon = expect(team, a, plan);
+    linear(team, layer.qkv, first.y, width, m, buffers.qkv, layer.qkv.n, 0);
+    PrefetchedUnit prefetched;
+    if (plan.one_task_per_sequence) prefetched = prefetch_first_unit(team, args, plan);
     team.barrier();
-    phases.end(kProject);
-    enter_and_attend(team, l, step, cache, b.qkv, b.q, a, plan, soon, phases);
+    phases.end_phase(kProject);
+    rope_cache_and_attend(team, layer, step, cache, buffers.qkv, buffers.q, args, plan, prefetched, phases);
   }
-  linear(team, l.o, b.mixed, l.o.k, m, b.y, width, 0);
+  linear(team, layer.o, buffers.mixed, layer.o.k, m, buffers.attn_output, width, 0);
   team.barrier();
-  phases.end(kOut);
-  Normed second = add_norm(team, b.y, first.s, l.mlp_norm, l.mlp_eps, m, width, out_residual, b.h2, 19);
-  if (m <= kMaxDecodeRows && out_residual && team.id == 0) memcpy(out_residual, second.s, (size_t)(m * width) * sizeof(bf16));
-  phases.end(kMlpNorm);
-  if (l.routed) {
-    experts(team, l, m, second.y, b, out, phases);
+  phases.end_phase(kOut);
+  NormResult second = add_norm(team, buffers.attn_output, first.s, layer.mlp_norm, layer.mlp_eps, m, width,
+                               out_residual, buffers.mlp_input, kSecondNormedRows);
+  if (m <= kMaxDecodeRows && out_residual && team.id == 0)
+    memcpy(out_residual, second.s, (size_t)(m * width) * sizeof(bf16));
+  phases.end_phase(kMlpNorm);
+  if (layer.routed) {
+    run_experts(team, layer, m, second.y, buffers, out, phases);
   } else {
-    gated(team, l.gate_up, second.y, m, b.act);
+    gate_up_silu_mul(team, layer.gate_up, second.y, m, buffers.mlp_hidden);
     team.barrier();
-    phases.end(kMlp);
-    linear(team, l.down, b.act, l.down.k, m, out, width, 0);
+    phases.end_phase(kMlp);
+    linear(team, layer.down, buffers.mlp_hidden, layer.down.k, m, out, width, 0);
   }
   team.barrier();
-  phases.end(kDown);
+  phases.end_phase(kDown);
   return second.s;
 }
 

@@ -1,55 +1,62 @@
-// A decoder layer for many tokens: what a product wants of its activations is written by whoever makes them.
+// A decoder layer for many tokens. Each step writes its results as the next product reads its activations (panels), so
+// that nothing is rearranged in between. isa_entries.h calls it; prefill.h says which products and which attention it
+// uses.
 #pragma once
-#include "layer.h"
-#include "many.h"
+#include "model/decoder_layer.h"
+#include "attention/prefill.h"
 
 namespace {
 
-struct ManyBuffers {
-  PanelsOf in, wide, inner;  // inputs of qkv and gate_up, of o, of down
-  ManyPlan plan;
+// Activations of the products, and the tasks of attention.
+struct PrefillBuffers {
+  ActivationPanels in, wide, inner;  // inputs of qkv and gate_up, of o, of down
+  PrefillPlan plan;
 };
 
-// Sixteen rows at a time: s = x + r, and norm(s) as a panel.
-inline void norm_panels(Team &team, const PanelsOf &to, const bf16 *x, const bf16 *r, const bf16 *weight, float eps,
-                        int64_t d, bf16 *s) {
-  team.each(panel_count(to), 1, [&](int64_t first, int64_t last) {
-    bf16 *y = scratch(18)->get<bf16>(kPanelRows * d);
+// s = x + r, and norm(s) as panels, sixteen rows at a time, shared by the team.
+inline void norm_panels(Team &team, const ActivationPanels &to, const bf16 *x, const bf16 *r, const bf16 *weight,
+                        float eps, int64_t d, bf16 *s) {
+  team.for_each_chunk(num_panels(to), 1, [&](int64_t first, int64_t last) {
+    bf16 *y = workspace(kNormedRows)->reserve<bf16>(kPanelRows * d);
     for (int64_t p = first; p < last; p++) {
       for (int64_t i = p * kPanelRows; i < min64(to.m, (p + 1) * kPanelRows); i++)
-        rms_norm_row(x + i * d, r ? r + i * d : nullptr, weight, eps, d, s ? s + i * d : nullptr, y + i % kPanelRows * d);
+        rms_norm_row(x + i * d, r ? r + i * d : nullptr, weight, eps, d, s ? s + i * d : nullptr,
+                     y + i % kPanelRows * d);
       fill_panel(to, p, d, [&](int64_t i) { return y + i % kPanelRows * d; });
     }
   });
 }
 
-inline void layer_many(Team &team, const ip_layer &l, const ip_step &step, const bf16 *x, const bf16 *residual, bf16 *out,
-                       bf16 *out_residual, const LayerBuffers &b, const Attend &a, const AttendPlan &plan,
-                       const ManyBuffers &many, Phases &phases) {
-  int64_t width = l.qkv.k, wide = l.o.k;
-  auto end = [&](Phase phase) {
+// Computes a layer with grouped-query attention: out and out_residual from x and residual.
+inline void prefill_layer(Team &team, const ip_layer &layer, const ip_step &step, const bf16 *x, const bf16 *residual,
+                          bf16 *out, bf16 *out_residual, const LayerBuffers &buffers, const AttentionArgs &args,
+                          const AttentionPlan &plan, const PrefillBuffers &prefill, PhaseTimer &phases) {
+  int64_t width = layer.qkv.k, wide = layer.o.k;
+  auto end_phase = [&](LayerPhase phase) {
     team.barrier();
-    phases.end(phase);
+    phases.end_phase(phase);
   };
-  norm_panels(team, many.in, x, residual, l.attn_norm, l.attn_eps, width, residual ? b.s : nullptr);
-  end(kAttnNorm);
-  gemm_rows(team, l.qkv, many.in, b.qkv, l.qkv.n, 0);
-  end(kProject);
-  enter(team, l, step, step.cache, b.qkv, b.q);
-  end(kEnter);
-  attend(team, a, plan);
-  attend_many(team, a, many.plan);
-  end(kAttend);
-  fill_panels(team, many.wide, wide, [&](int64_t i) { return b.mixed + i * wide; });
+  norm_panels(team, prefill.in, x, residual, layer.attn_norm, layer.attn_eps, width,
+              residual ? buffers.attn_residual : nullptr);
+  end_phase(kAttnNorm);
+  gemm_to_rows(team, layer.qkv, prefill.in, buffers.qkv, layer.qkv.n, 0);
+  end_phase(kProject);
+  rope_and_cache(team, layer, step, step.cache, buffers.qkv, buffers.q);
+  end_phase(kRopeCache);
+  attend(team, args, plan);
+  attend_prefill(team, args, prefill.plan);
+  end_phase(kAttend);
+  fill_panels(team, prefill.wide, wide, [&](int64_t i) { return buffers.mixed + i * wide; });
   team.barrier();
-  gemm_rows(team, l.o, many.wide, b.y, width, 0);
-  end(kOut);
-  norm_panels(team, many.in, b.y, residual ? b.s : x, l.mlp_norm, l.mlp_eps, width, out_residual);
-  end(kMlpNorm);
-  gated_panels(team, l.gate_up, many.in, many.inner);
-  end(kMlp);
-  gemm_rows(team, l.down, many.inner, out, width, 0);
-  end(kDown);
+  gemm_to_rows(team, layer.o, prefill.wide, buffers.attn_output, width, 0);
+  end_phase(kOut);
+  norm_panels(team, prefill.in, buffers.attn_output, residual ? buffers.attn_residual : x, layer.mlp_norm,
+              layer.mlp_eps, width, out_residual);
+  end_phase(kMlpNorm);
+  gemm_silu_mul(team, layer.gate_up, prefill.in, prefill.inner);
+  end_phase(kMlp);
+  gemm_to_rows(team, layer.down, prefill.inner, out, width, 0);
+  end_phase(kDown);
 }
 
 }  // namespace

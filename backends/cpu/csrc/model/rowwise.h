@@ -1,111 +1,124 @@
-// What is done row by row between the products: norms, activations, rotary positions.
+// Operations on single rows between the products: RMS norm, silu-mul, rotary positions. Each exists for one row (called
+// by the layer kernels) and for all rows of a call, shared by the team (called by isa_entries.h). Arithmetic is in
+// float32, results are rounded to bf16 once.
 #pragma once
-#include "team.h"
+#include "runtime/thread_team.h"
 
 namespace {
 
-// f(c, n) for every register of columns from c on, of which n are there: a constant but for the last.
+// Calls f(c, n) for each register of d columns: it begins at column c and has n columns, a constant except for the
+// last.
 template <class Fn>
-inline __attribute__((always_inline)) void by_lanes(int64_t d, Fn f) {
+inline __attribute__((always_inline)) void for_each_register(int64_t d, Fn f) {
   int64_t c = 0;
-  for (; c + kWide <= d; c += kWide) f(c, (int64_t)kWide);
+  for (; c + kRegisterLanes <= d; c += kRegisterLanes) f(c, (int64_t)kRegisterLanes);
   if (c < d) f(c, d - c);
 }
 
-inline float inverse_rms(V squares, int64_t d, float eps) {
-  return 1.0f / __builtin_sqrtf(sum(squares) / (float)d + eps);
+// 1 / sqrt(squares / d + eps), where `squares` holds partial sums of the squares of d entries.
+inline float inverse_rms(Floats squares, int64_t d, float eps) {
+  return 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)d + eps);
 }
 
-// s = x + r rounded to bf16, as the op's definition rounds it, then y = s / rms(s) * weight.
+// s = x + r rounded to bf16, as the op's definition rounds it, then y = s / rms(s) * weight, for d entries. Without r,
+// s is x; s may be null if r is null or if only y is needed.
 inline void rms_norm_row(const bf16 *x, const bf16 *r, const bf16 *weight, float eps, int64_t d, bf16 *s, bf16 *y) {
-  V squares = {};
-  by_lanes(d, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
-    V v = load_v(x + c, n);
-    if (r) v = rounded(v + load_v(r + c, n));
-    if (s) store_v(s + c, v, n);
+  Floats squares = {};
+  for_each_register(d, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
+    Floats v = load_floats(x + c, n);
+    if (r) v = round_to_bf16(v + load_floats(r + c, n));
+    if (s) store_floats(s + c, v, n);
     squares = fma(v, v, squares);
   });
   float inverse = inverse_rms(squares, d, eps);
   const bf16 *from = s ? s : x;
-  by_lanes(d, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
-    store_v(y + c, load_v(from + c, n) * inverse * load_v(weight + c, n), n);
+  for_each_register(d, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
+    store_floats(y + c, load_floats(from + c, n) * inverse * load_floats(weight + c, n), n);
   });
 }
 
+// y = silu(gate) * up, for d entries.
 inline void silu_mul_row(const bf16 *gate, const bf16 *up, int64_t d, bf16 *y) {
-  for (int64_t c = 0; c < d; c += kWide)
-    store_v(y + c, silu(load_v(gate + c, d - c)) * load_v(up + c, d - c), d - c);
+  for (int64_t c = 0; c < d; c += kRegisterLanes)
+    store_floats(y + c, silu(load_floats(gate + c, d - c)) * load_floats(up + c, d - c), d - c);
 }
 
-// One head; cosines then sines of a position in `table`, dim / 2 each. y may be x.
+// Rotates one head of `dim` entries. `table` holds the cosines, then the sines of the head's position, dim / 2 each.
+// Interleaved: entries 2c and 2c + 1 are a pair; else c and c + dim / 2. y may be x.
 inline void rope_head(const bf16 *x, const float *table, int64_t dim, int interleaved, bf16 *y) {
   int64_t half = dim / 2;
   const float *cosine = table, *sine = table + half;
   if (interleaved) {
     for (int64_t c = 0; c < half; c++) {
-      float a = widen1(x[2 * c]), b = widen1(x[2 * c + 1]);
-      y[2 * c] = narrow1(a * cosine[c] - b * sine[c]);
-      y[2 * c + 1] = narrow1(b * cosine[c] + a * sine[c]);
+      float a = bf16_to_float(x[2 * c]), b = bf16_to_float(x[2 * c + 1]);
+      y[2 * c] = float_to_bf16(a * cosine[c] - b * sine[c]);
+      y[2 * c + 1] = float_to_bf16(b * cosine[c] + a * sine[c]);
     }
     return;
   }
-  for (int64_t c = 0; c < half; c += kWide) {
+  for (int64_t c = 0; c < half; c += kRegisterLanes) {
     int64_t n = half - c;
-    V a = load_v(x + c, n), b = load_v(x + half + c, n), co = load_v(cosine + c, n), si = load_v(sine + c, n);
-    store_v(y + c, a * co - b * si, n);
-    store_v(y + half + c, b * co + a * si, n);
+    Floats a = load_floats(x + c, n), b = load_floats(x + half + c, n), co = load_floats(cosine + c, n),
+           si = load_floats(sine + c, n);
+    store_floats(y + c, a * co - b * si, n);
+    store_floats(y + half + c, b * co + a * si, n);
   }
 }
 
-// A head's norm, where there is a weight for it, and its rotation, in registers.
+// One head's RMS norm, if there is a weight for it, and its rotation (not interleaved), for a size that fits registers.
 template <int DIM>
-inline void enter_in_registers(const bf16 *x, const bf16 *weight, float eps, const float *table, bf16 *y) {
-  constexpr int N = DIM / kWide;
-  V v[N];
+inline void norm_and_rope_in_registers(const bf16 *x, const bf16 *weight, float eps, const float *table, bf16 *y) {
+  constexpr int kRegisters = DIM / kRegisterLanes;
+  Floats v[kRegisters];
 #pragma GCC unroll 16
-  for (int i = 0; i < N; i++) v[i] = load_v(x + i * kWide);
+  for (int i = 0; i < kRegisters; i++) v[i] = load_floats(x + i * kRegisterLanes);
   if (weight) {
-    V squares = {};
+    Floats squares = {};
 #pragma GCC unroll 16
-    for (int i = 0; i < N; i++) squares = fma(v[i], v[i], squares);
+    for (int i = 0; i < kRegisters; i++) squares = fma(v[i], v[i], squares);
     float inverse = inverse_rms(squares, DIM, eps);
 #pragma GCC unroll 16
-    for (int i = 0; i < N; i++) v[i] = rounded(v[i] * inverse * load_v(weight + i * kWide));
+    for (int i = 0; i < kRegisters; i++)
+      v[i] = round_to_bf16(v[i] * inverse * load_floats(weight + i * kRegisterLanes));
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < N / 2; i++) {
-    V a = v[i], b = v[N / 2 + i], co = load<V>(table + i * kWide), si = load<V>(table + (N / 2 + i) * kWide);
-    store_v(y + i * kWide, a * co - b * si);
-    store_v(y + (N / 2 + i) * kWide, b * co + a * si);
+  for (int i = 0; i < kRegisters / 2; i++) {
+    Floats a = v[i], b = v[kRegisters / 2 + i], co = load<Floats>(table + i * kRegisterLanes),
+           si = load<Floats>(table + (kRegisters / 2 + i) * kRegisterLanes);
+    store_floats(y + i * kRegisterLanes, a * co - b * si);
+    store_floats(y + (kRegisters / 2 + i) * kRegisterLanes, b * co + a * si);
   }
 }
 
-// `rms_norm_row` where there is a weight, then `rope_head`, to the same bits. `room`: of a head.
-inline void norm_and_rope(const bf16 *x, const bf16 *weight, float eps, const float *table, int64_t dim, int interleaved,
-                          bf16 *room, bf16 *y) {
-  if (!interleaved && dim == 64) return enter_in_registers<64>(x, weight, eps, table, y);
-  if (!interleaved && dim == 128) return enter_in_registers<128>(x, weight, eps, table, y);
-  if (weight) rms_norm_row(x, nullptr, weight, eps, dim, nullptr, room), x = room;
+// `rms_norm_row` if there is a weight, then `rope_head`, to the same bits. `head_buffer` has space for one head.
+inline void norm_and_rope(const bf16 *x, const bf16 *weight, float eps, const float *table, int64_t dim,
+                          int interleaved, bf16 *head_buffer, bf16 *y) {
+  if (!interleaved && dim == 64) return norm_and_rope_in_registers<64>(x, weight, eps, table, y);
+  if (!interleaved && dim == 128) return norm_and_rope_in_registers<128>(x, weight, eps, table, y);
+  if (weight) rms_norm_row(x, nullptr, weight, eps, dim, nullptr, head_buffer), x = head_buffer;
   rope_head(x, table, dim, interleaved, y);
 }
 
+// `rms_norm_row` of m rows of d entries; rows of x are ldx entries apart.
 inline void rms_norm(Team &team, const bf16 *x, int64_t ldx, const bf16 *r, const bf16 *weight, float eps, int64_t m,
                      int64_t d, bf16 *s, bf16 *y) {
-  team.each(m, 1, [&](int64_t first, int64_t last) {
+  team.for_each_chunk(m, 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++)
       rms_norm_row(x + i * ldx, r ? r + i * d : nullptr, weight, eps, d, s ? s + i * d : nullptr, y + i * d);
   });
 }
 
+// `silu_mul_row` of m rows [gate | up] of 2 d entries, ldx apart.
 inline void silu_mul(Team &team, const bf16 *x, int64_t ldx, int64_t m, int64_t d, bf16 *y) {
-  team.each(m, 1, [&](int64_t first, int64_t last) {
+  team.for_each_chunk(m, 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) silu_mul_row(x + i * ldx, x + i * ldx + d, d, y + i * d);
   });
 }
 
+// `rope_head` of every head of m rows: x [m, heads, dim] with strides, y without gaps; `table` [positions, dim].
 inline void rope(Team &team, const bf16 *x, int64_t row_stride, int64_t head_stride, const float *table,
                  const int64_t *positions, int64_t m, int64_t heads, int64_t dim, int interleaved, bf16 *y) {
-  team.each(m, 4, [&](int64_t first, int64_t last) {
+  team.for_each_chunk(m, 4, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++)
       for (int64_t h = 0; h < heads; h++)
         rope_head(x + i * row_stride + h * head_stride, table + positions[i] * dim, dim, interleaved,

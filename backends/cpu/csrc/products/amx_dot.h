@@ -1,20 +1,21 @@
-// bf16 products on AMX tiles. Sixteen rows of the weight are one tile as they lie in memory; the activations are the
-// other factor, with pairs of columns interleaved, so nothing has to be packed but the few activations.
+// `dot` of bf16_dot.h on AMX tiles. Sixteen rows of the weight are one tile as they lie in memory; the activations are
+// the other factor, with pairs of columns interleaved, so that only the few activations must be rearranged.
 //
-// Tiles: 0..3 sums [16 weight rows, activation rows], 4..5 weights, 6 activations.
+// Tile registers: 0 .. 3 sums [16 weight rows, activation rows], 4 and 5 weights, 6 activations.
 #pragma once
-#include "team.h"
+#include "runtime/thread_team.h"
 
 namespace {
 
+// The operand of the instruction that configures the tile registers: rows and bytes per row of each.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t colsb[16] = {};
   uint8_t rows[16] = {};
 };
 
-// pairs[tile of 16 rows][padded / 2][rows of the tile]
-inline void amx_pairs(const bf16 *x, int64_t m, int64_t padded, uint32_t *pairs) {
+// Activations as second factors: pairs[tile of 16 rows][padded / 2][rows of the tile], two neighbouring columns each.
+inline void amx_interleave_pairs(const bf16 *x, int64_t m, int64_t padded, uint32_t *pairs) {
   for (int64_t i = 0; i < m; i += 16) {
     int64_t cols = min64(16, m - i);
     for (int64_t j = 0; j < cols; j++) {
@@ -25,23 +26,24 @@ inline void amx_pairs(const bf16 *x, int64_t m, int64_t padded, uint32_t *pairs)
   }
 }
 
+// Configures the tiles for `cols` rows of activations; weights always have 16 rows of 32 columns.
 inline void amx_configure(int cols) {
   TileConfig t;
   for (int i = 0; i < 8; i++) t.rows[i] = 16, t.colsb[i] = 64;
   for (int i = 0; i < 4; i++) t.colsb[i] = (uint16_t)(cols * 4);
   t.colsb[6] = (uint16_t)(cols * 4);
-  // GCC 12 says that this reads the first 8 bytes only, and then leaves out what is stored behind them.
+  // GCC 12 believes that this reads the first 8 bytes only, and then drops the stores behind them.
   __asm__ volatile("" ::"r"(&t) : "memory");
   _tile_loadconfig(&t);
 }
 
-// NT tiles of 16 weight rows times one tile of `cols` activation rows.
+// out[i * ldo + j] for NT tiles of 16 weight rows times one tile of `cols` rows of activations, over `width` columns.
 template <int NT>
-inline void amx_block(const bf16 *w, int64_t ldw, int64_t width, const uint32_t *pairs, int cols, float *out,
+inline void amx_multiply_tiles(const bf16 *w, int64_t ldw, int64_t width, const uint32_t *pairs, int cols, float *out,
                       int64_t ldo) {
-  // GCC's tile loads do not say that they read memory: what was written before them must be told to be wanted.
-  auto made = [] { __asm__ volatile("" ::: "memory"); };
-  made();
+  // GCC's tile loads do not declare that they read memory; this keeps the stores before them.
+  auto compiler_barrier = [] { __asm__ volatile("" ::: "memory"); };
+  compiler_barrier();
   _tile_zero(0);
   if (NT > 1) {
     _tile_zero(1);
@@ -75,31 +77,31 @@ inline void amx_block(const bf16 *w, int64_t ldw, int64_t width, const uint32_t 
   if (c < width) {
     alignas(64) bf16 tail[NT * 16 * 32] = {};
     for (int r = 0; r < NT * 16; r++) memcpy(tail + r * 32, w + r * ldw + c, (size_t)(width - c) * sizeof(bf16));
-    made();
+    compiler_barrier();
     step(tail, 32, pairs + c / 2 * cols);
   }
   alignas(64) float sums[16 * 16];
-  auto put = [&](int64_t first) {
+  auto store_tile = [&](int64_t first) {
     for (int i = 0; i < cols; i++)
       for (int r = 0; r < 16; r++) out[i * ldo + first + r] = sums[r * cols + i];
   };
   _tile_stored(0, sums, cols * 4);
-  put(0);
+  store_tile(0);
   if (NT > 1) {
     _tile_stored(1, sums, cols * 4);
-    put(16);
+    store_tile(16);
   }
   if (NT > 2) {
     _tile_stored(2, sums, cols * 4);
-    put(32);
+    store_tile(32);
   }
   if (NT > 3) {
     _tile_stored(3, sums, cols * 4);
-    put(48);
+    store_tile(48);
   }
 }
 
-// As `dot`, for whole tiles of 16 weight rows; returns how many rows were done.
+// As `dot`, for whole tiles of 16 weight rows; returns how many of the n rows were done.
 inline int64_t amx_dot(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const uint32_t *pairs, int64_t m,
                        int64_t padded, int64_t first, float *out, int64_t ldo) {
   int64_t done = n / 16 * 16;
@@ -110,10 +112,10 @@ inline int64_t amx_dot(const bf16 *w, int64_t ldw, int64_t n, int64_t width, con
     const uint32_t *p = pairs + i * padded / 2 + first / 2 * cols;
     float *o = out + i * ldo;
     int64_t j = 0;
-    for (; j + 64 <= done; j += 64) amx_block<4>(w + j * ldw, ldw, width, p, cols, o + j, ldo);
-    for (; j + 16 <= done; j += 16) amx_block<1>(w + j * ldw, ldw, width, p, cols, o + j, ldo);
+    for (; j + 64 <= done; j += 64) amx_multiply_tiles<4>(w + j * ldw, ldw, width, p, cols, o + j, ldo);
+    for (; j + 16 <= done; j += 16) amx_multiply_tiles<1>(w + j * ldw, ldw, width, p, cols, o + j, ldo);
   }
-  _tile_release();  // torch's kernels use the tiles too, with shapes of their own
+  _tile_release();  // torch's kernels use tiles too, with shapes of their own
   return done;
 }
 

@@ -1,19 +1,20 @@
-// Tiles of sums in float32, and weights as they want them: what products and attention of many tokens are made of where
-// the processor multiplies no pairs of bf16.
+// Tiles of float32 sums and weights laid out for them: what products and attention of many tokens are made of if the
+// processor does not multiply pairs of bf16 (AVX2). gemm_float32.h and prefill_float32.h call it.
 //
-// Rows of activations are widened once and read entry by entry; sixteen rows of a weight stand side by side, [columns, 16],
-// which is what a panel of 8 or 4 bits is already. A result is summed over its columns one after the other.
+// Rows of activations are widened once and read entry by entry; sixteen rows of a weight stand side by side, [columns,
+// 16], as they do in a panel of 8 or 4 bits. A result is summed over its columns one after the other.
 #pragma once
-#include "linear.h"
+#include "products/linear.h"
 
 namespace {
 
-constexpr int64_t kPanelRows = 16;
-constexpr int kTileRows = 6;  // times two registers of sums: with a factor of each kind they fill AVX2's sixteen
+// Times two registers of sums: with one register for each factor they fill AVX2's sixteen.
+constexpr int kFloatTileRows = 6;
 
-// c[r, 0 .. 16] = or += the sum over i < k of a[r, i] b[i, 0 .. 16], for R rows.
+// c[r, 0 .. 16] = or += the sum over i < k of a[r, i] b[i, 0 .. 16], for R rows; `begin`: =.
 template <int R>
-inline void tile_floats(const float *a, int64_t lda, const float *b, int64_t k, bool begin, float *c, int64_t ldc) {
+inline void multiply_float_tile(const float *a, int64_t lda, const float *b, int64_t k, bool begin, float *c,
+                                int64_t ldc) {
   __m256 low[R], high[R];
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++) {
@@ -24,26 +25,26 @@ inline void tile_floats(const float *a, int64_t lda, const float *b, int64_t k, 
     __m256 left = _mm256_load_ps(b), right = _mm256_load_ps(b + 8);
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
-      __m256 each = _mm256_broadcast_ss(a + r * lda + i);
-      low[r] = _mm256_fmadd_ps(each, left, low[r]);
-      high[r] = _mm256_fmadd_ps(each, right, high[r]);
+      __m256 entry = _mm256_broadcast_ss(a + r * lda + i);
+      low[r] = _mm256_fmadd_ps(entry, left, low[r]);
+      high[r] = _mm256_fmadd_ps(entry, right, high[r]);
     }
   }
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++) _mm256_storeu_ps(c + r * ldc, low[r]), _mm256_storeu_ps(c + r * ldc + 8, high[r]);
 }
 
-// As `tile_floats`, for any number of rows.
-template <int R = kTileRows>
-inline void tiles_floats(const float *a, int64_t lda, int64_t rows, const float *b, int64_t k, bool begin, float *c,
-                         int64_t ldc) {
-  for (; rows >= R; rows -= R, a += R * lda, c += R * ldc) tile_floats<R>(a, lda, b, k, begin, c, ldc);
+// As `multiply_float_tile`, for any number of rows.
+template <int R = kFloatTileRows>
+inline void multiply_float_tiles(const float *a, int64_t lda, int64_t rows, const float *b, int64_t k, bool begin,
+                                 float *c, int64_t ldc) {
+  for (; rows >= R; rows -= R, a += R * lda, c += R * ldc) multiply_float_tile<R>(a, lda, b, k, begin, c, ldc);
   if constexpr (R > 1)
-    if (rows) tiles_floats<R - 1>(a, lda, rows, b, k, begin, c, ldc);
+    if (rows) multiply_float_tiles<R - 1>(a, lda, rows, b, k, begin, c, ldc);
 }
 
-// Eight entries of eight rows each, as to[entry * 16 + row].
-inline void turn8(const bf16 *const *rows, int64_t c, float *to) {
+// Eight entries, from column c on, of eight bf16 rows, transposed and widened: to[entry * 16 + row].
+inline void transpose_8x8(const bf16 *const *rows, int64_t c, float *to) {
   __m256 r[8], t[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++)
@@ -68,8 +69,9 @@ inline void turn8(const bf16 *const *rows, int64_t c, float *to) {
   }
 }
 
-// `have` rows of `width` entries as [width rounded up to 8, 16]: zeros behind the last row and entry.
-inline void turn(const bf16 *const rows[kPanelRows], int64_t have, int64_t width, float *to) {
+// Transposes `have` bf16 rows of `width` entries to float32 [width rounded up to 8, 16]; zeros behind the last row and
+// entry.
+inline void transpose_rows(const bf16 *const rows[kPanelRows], int64_t have, int64_t width, float *to) {
   static const bf16 none[kPanelRows] = {};
   for (int64_t c = 0; c < width; c += 8, to += 8 * kPanelRows) {
     bf16 part[kPanelRows][8];
@@ -81,55 +83,55 @@ inline void turn(const bf16 *const rows[kPanelRows], int64_t have, int64_t width
       memcpy(part[r], at[r], (size_t)(width - c) * sizeof(bf16));
       at[r] = part[r];
     }
-    turn8(at, 0, to), turn8(at + 8, 0, to + 8);
+    transpose_8x8(at, 0, to), transpose_8x8(at + 8, 0, to + 8);
   }
 }
 
-// Lines of `COLUMNS` columns each of a panel, from column c on: as `weight_floats`.
+// As `load_weight_panel`, for a weight in panels whose lines have COLUMNS columns each.
 template <int COLUMNS>
-inline void lines_floats(const ip_matrix &w, int64_t row, int64_t c, int64_t width, float *to) {
-  int64_t panel = row / kPanelRows, group = group_of(w);
+inline void dequantize_lines(const ip_matrix &w, int64_t row, int64_t c, int64_t width, float *to) {
+  int64_t panel = row / kPanelRows, group = group_size(w);
   const uint8_t *line = (const uint8_t *)w.data + panel * panel_bytes(w) + c / COLUMNS * 64;
-  const int32_t offset = (int32_t)offset_of(w);
+  const int32_t offset = (int32_t)entry_offset(w);
   for (int64_t i = 0; i < width;) {
-    F by = scale_of(w, panel, (c + i) / group);
+    F32x16 scale = panel_scale(w, panel, (c + i) / group);
     int64_t end = min64(width, ((c + i) / group + 1) * group - c);
     for (; i < end; i += COLUMNS, line += 64, to += COLUMNS * kPanelRows) {
-      I quads = load<I>(line);
+      I32x16 quads = load<I32x16>(line);
 #pragma GCC unroll 8
       for (int e = 0; e < COLUMNS; e++) {
-        I entry = COLUMNS == 4 ? quads >> 8 * e & 255 : quads >> (8 * (e & 3) + e / 4 * 4) & 15;
-        store(to + e * kPanelRows, __builtin_convertvector(entry - offset, F) * by);
+        I32x16 entry = COLUMNS == 4 ? quads >> 8 * e & 255 : quads >> (8 * (e & 3) + e / 4 * 4) & 15;
+        store(to + e * kPanelRows, __builtin_convertvector(entry - offset, F32x16) * scale);
       }
     }
   }
 }
 
-// Sixteen rows of a weight from `row` on and `width` columns from c on, as [width, 16] with scales applied; rows behind the
-// last are zeros. c is a multiple of 128; `to` has room for a multiple of 8 columns.
-inline void weight_floats(const ip_matrix &w, int64_t row, int64_t c, int64_t width, float *to) {
+// Sixteen rows of a weight from `row` on and `width` columns from c on, in float32 as [width, 16] with scales applied;
+// rows behind the last are zeros. c is a multiple of 128; `to` has space for a multiple of 8 columns.
+inline void load_weight_panel(const ip_matrix &w, int64_t row, int64_t c, int64_t width, float *to) {
   int64_t have = max64(0, min64(kPanelRows, w.n - row));
   if (!have) {
     memset(to, 0, (size_t)(width * kPanelRows) * sizeof(float));
   } else if (is_bf16(w)) {
     const bf16 *rows[kPanelRows];
     for (int64_t r = 0; r < have; r++) rows[r] = (const bf16 *)w.data + (row + r) * w.ld + c;
-    turn(rows, have, width, to);
+    transpose_rows(rows, have, width, to);
   } else if (w.kind == IP_FP8) {
-    alignas(64) bf16 wide[kPanelRows * kBlock];
+    alignas(64) bf16 wide[kPanelRows * kFp8Block];
     const bf16 *rows[kPanelRows];
-    for (int64_t r = 0; r < have; r++) rows[r] = wide + r * kBlock;
-    for (int64_t b = 0; b < width; b += kBlock) {
-      int64_t part = min64(kBlock, width - b);
+    for (int64_t r = 0; r < have; r++) rows[r] = wide + r * kFp8Block;
+    for (int64_t b = 0; b < width; b += kFp8Block) {
+      int64_t part = min64(kFp8Block, width - b);
       for (int64_t r = 0; r < have; r++)
-        fp8_widen((const uint8_t *)w.data + (row + r) * w.ld + c + b, part, wide + r * kBlock);
+        fp8_row_to_bf16((const uint8_t *)w.data + (row + r) * w.ld + c + b, part, wide + r * kFp8Block);
       float *at = to + b * kPanelRows;
-      turn(rows, have, part, at);
-      F by = fp8_scales(w, row, have, (c + b) / kBlock);
-      for (int64_t i = 0; i < part; i++) store(at + i * kPanelRows, load<F>(at + i * kPanelRows) * by);
+      transpose_rows(rows, have, part, at);
+      F32x16 scale = load_fp8_scales(w, row, have, (c + b) / kFp8Block);
+      for (int64_t i = 0; i < part; i++) store(at + i * kPanelRows, load<F32x16>(at + i * kPanelRows) * scale);
     }
   } else {
-    w.kind == IP_INT8 ? lines_floats<4>(w, row, c, width, to) : lines_floats<8>(w, row, c, width, to);
+    w.kind == IP_INT8 ? dequantize_lines<4>(w, row, c, width, to) : dequantize_lines<8>(w, row, c, width, to);
   }
 }
 

@@ -1,27 +1,32 @@
-// FP8 (e4m3) weights in blocks of 128 x 128: expanded to bf16, exactly, a tile at a time in the first-level cache.
+// Products of FP8 (e4m3) weights with scales per block of rows and 128 columns: expanded to bf16, exactly, a tile at a
+// time in the first-level cache. linear.h calls `fp8_dot` for few rows; the gemm headers use the conversions.
 #pragma once
-#include "dot.h"
+#include "products/bf16_dot.h"
 
 namespace {
 
-constexpr int64_t kBlock = 128;
+// Columns that share a scale.
+constexpr int64_t kFp8Block = 128;
 
-// Values 0, 1/512 .. 7/512: what exponent 0 stands for. Others are shifted into place and get another bias.
-inline bf16 fp8_entry(uint8_t b) {
+// One e4m3 number as bf16. With exponent 0 its value is 0, 1/512 .. 7/512; others are shifted into place and get
+// another bias.
+inline bf16 fp8_to_bf16(uint8_t b) {
   static const bf16 small[8] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
   bf16 sign = (bf16)((b & 0x80) << 8);
   if ((b & 0x7f) == 0x7f) return sign | 0x7fc0;
   return sign | ((b & 0x78) ? (bf16)(((b & 0x7f) << 4) + 0x3c00) : small[b & 7]);
 }
 
+// bf16 of all 256 e4m3 numbers.
 struct Fp8Table {
-  bf16 of[256];
+  bf16 scales[256];
   Fp8Table() {
-    for (int i = 0; i < 256; i++) of[i] = fp8_entry((uint8_t)i);
+    for (int i = 0; i < 256; i++) scales[i] = fp8_to_bf16((uint8_t)i);
   }
 };
 
-inline void fp8_widen(const uint8_t *from, int64_t n, bf16 *out) {
+// n e4m3 numbers as bf16, without their scale.
+inline void fp8_row_to_bf16(const uint8_t *from, int64_t n, bf16 *out) {
   int64_t c = 0;
 #if defined(__AVX512BW__)
   const __m512i small = _mm512_set_epi16(
@@ -40,35 +45,38 @@ inline void fp8_widen(const uint8_t *from, int64_t n, bf16 *out) {
   }
 #endif
   static const Fp8Table table;
-  for (; c < n; c++) out[c] = table.of[from[c]];
+  for (; c < n; c++) out[c] = table.scales[from[c]];
 }
 
-// Scales of 16 rows in one block of columns; rows behind the last one are given its scale.
-inline F fp8_scales(const ip_matrix &w, int64_t row, int64_t rows, int64_t block) {
-  int64_t blocks = (w.k + kBlock - 1) / kBlock;
-  float of[kLanes];
-  for (int64_t r = 0; r < kLanes; r++) of[r] = w.scale[(row + min64(r, rows - 1)) / w.group * blocks + block];
-  return load<F>(of);
+// The scales of 16 rows from `row` on in one block of columns; rows behind the last of `rows` are given the last one's
+// scale.
+inline F32x16 load_fp8_scales(const ip_matrix &w, int64_t row, int64_t rows, int64_t block) {
+  int64_t blocks = (w.k + kFp8Block - 1) / kFp8Block;
+  float scales[kLanes];
+  for (int64_t r = 0; r < kLanes; r++) scales[r] = w.scale[(row + min64(r, rows - 1)) / w.group * blocks + block];
+  return load<F32x16>(scales);
 }
 
-// out[i * ldo + j] for n weight rows from `row` on.
-inline void fp8_dot(const ip_matrix &w, int64_t row, int64_t n, const Rows &x, float *out, int64_t ldo, Scratch *s) {
-  bf16 *tile = s[0].get<bf16>(16 * kBlock);
-  float *part = s[1].get<float>(16 * x.m);
-  int64_t blocks = (w.k + kBlock - 1) / kBlock;
+// out[i * ldo + j] for n weight rows from `row` on and all rows of x, in float32 with scales applied.
+inline void fp8_dot(const ip_matrix &w, int64_t row, int64_t n, const ActivationRows &x, float *out, int64_t ldo,
+                    Workspace *buffers) {
+  bf16 *tile = buffers[0].reserve<bf16>(16 * kFp8Block);
+  float *part = buffers[1].reserve<float>(16 * x.m);
+  int64_t blocks = (w.k + kFp8Block - 1) / kFp8Block;
   const uint8_t *data = (const uint8_t *)w.data;
-  memset(tile, 0, 16 * kBlock * sizeof(bf16));
+  memset(tile, 0, 16 * kFp8Block * sizeof(bf16));
   for (int64_t j = 0; j < n; j += 16) {
     int64_t rows = min64(16, n - j);
     for (int64_t b = 0; b < blocks; b++) {
-      int64_t width = min64(kBlock, w.k - b * kBlock);
-      for (int64_t r = 0; r < rows; r++) fp8_widen(data + (row + j + r) * w.ld + b * kBlock, width, tile + r * kBlock);
-      dot(tile, kBlock, 16, width, x, b * kBlock, part, 16);
-      F scale = fp8_scales(w, row + j, rows, b);
+      int64_t width = min64(kFp8Block, w.k - b * kFp8Block);
+      for (int64_t r = 0; r < rows; r++)
+        fp8_row_to_bf16(data + (row + j + r) * w.ld + b * kFp8Block, width, tile + r * kFp8Block);
+      dot(tile, kFp8Block, 16, width, x, b * kFp8Block, part, 16);
+      F32x16 scale = load_fp8_scales(w, row + j, rows, b);
       for (int64_t i = 0; i < x.m; i++) {
         float *to = out + i * ldo + j;
-        F sums = load<F>(part + i * 16);
-        store_f(to, b ? fma(sums, scale, load_f(to, rows)) : sums * scale, rows);
+        F32x16 sums = load<F32x16>(part + i * 16);
+        store_f32x16(to, b ? fma(sums, scale, load_f32x16(to, rows)) : sums * scale, rows);
       }
     }
   }

@@ -1,33 +1,34 @@
-// Products with many rows on tiles (tiles.h), for weights of every kind.
+// Products with many rows on tiles (tile_products.h), for weights of every kind; reached through attention/prefill.h,
+// which says what gemm_float32.h provides under the same names.
 //
-// The activations are laid out once as panels of 16 rows with pairs of columns interleaved, which is how tiles want the
+// The activations are laid out once as panels of 16 rows with pairs of columns interleaved, which is how tiles read the
 // second factor. A thread takes some rows of the weight and goes through its columns in blocks: 32 rows of a block are
 // copied (or expanded, from 8 or 4 bits) to the first-level cache, and all rows of activations pass by. A result is
-// summed over the columns in one order, which on AMX is that of `amx_dot`: both give the same bits for bf16 weights whose rows
-// fill the tiles.
+// summed over the columns in one order, which on AMX is that of `amx_dot`: both give the same bits for bf16 weights
+// whose rows fill the tiles.
 #pragma once
-#include "linear.h"
-#include "tiles.h"
+#include "products/linear.h"
+#include "products/tile_products.h"
 
 namespace {
 
-constexpr int64_t kGemmRows = 512;    // rows of activations that pass by a block of weights
-constexpr int64_t kGemmColumns = 256; // columns of a block
-constexpr int64_t kPanelRows = 16;
+constexpr int64_t kGemmRows = 512;  // rows of activations that pass by a block of weights
+constexpr int64_t kGemmColumns = 256;  // columns of a block of weights
 
 // Activations in panels: pairs[panel][padded / 2][16], zeros behind the last row and column.
-struct PanelsOf {
+struct ActivationPanels {
   uint32_t *pairs;
   int64_t m, padded;
   uint32_t *at(int64_t panel, int64_t column) const { return pairs + (panel * padded + column) * (kPanelRows / 2); }
 };
 
-inline PanelsOf panels_in(Scratch *s, int64_t m, int64_t k) {
-  int64_t padded = round_up(k, kStep);
-  return {s->get<uint32_t>(round_up(m, 2 * kPanelRows) * padded / 2), m, padded};
+// Reserves space for m rows of k columns.
+inline ActivationPanels reserve_panels(Workspace *s, int64_t m, int64_t k) {
+  int64_t padded = round_up(k, kColumnStep);
+  return {s->reserve<uint32_t>(round_up(m, 2 * kPanelRows) * padded / 2), m, padded};
 }
 
-// Rows become columns.
+// Transposes a matrix of 16 x 16 numbers of 32 bits.
 inline void transpose16(__m512i r[16]) {
   __m512i t[16];
 #pragma GCC unroll 8
@@ -58,16 +59,17 @@ inline void transpose16(__m512i r[16]) {
   }
 }
 
-inline __mmask32 first_of_32(int64_t n) { return n >= 32 ? 0xffffffffu : n <= 0 ? 0 : (1u << n) - 1; }
+// A mask of the first n of 32 lanes.
+inline __mmask32 mask_of_first(int64_t n) { return n >= 32 ? 0xffffffffu : n <= 0 ? 0 : (1u << n) - 1; }
 
-// One panel: `row(i)` points to the k entries of row i.
+// Fills one panel with sixteen rows of activations; `row(i)` points to the k entries of row i.
 template <class RowAt>
-inline void fill_panel(const PanelsOf &x, int64_t panel, int64_t k, RowAt row) {
+inline void fill_panel(const ActivationPanels &x, int64_t panel, int64_t k, RowAt row) {
   int64_t have = min64(kPanelRows, x.m - panel * kPanelRows);
   const bf16 *rows[kPanelRows];
   for (int64_t i = 0; i < have; i++) rows[i] = row(panel * kPanelRows + i);
-  for (int64_t c = 0; c < x.padded; c += kStep) {
-    __mmask32 mask = first_of_32(k - c);
+  for (int64_t c = 0; c < x.padded; c += kColumnStep) {
+    __mmask32 mask = mask_of_first(k - c);
     __m512i r[16];
     for (int64_t i = 0; i < 16; i++) r[i] = i < have ? _mm512_maskz_loadu_epi16(mask, rows[i] + c) : __m512i{};
     transpose16(r);
@@ -76,54 +78,56 @@ inline void fill_panel(const PanelsOf &x, int64_t panel, int64_t k, RowAt row) {
   }
 }
 
-inline int64_t panel_count(const PanelsOf &x) { return (x.m + 2 * kPanelRows - 1) / (2 * kPanelRows) * 2; }
+// Panels that m rows fill, an even number.
+inline int64_t num_panels(const ActivationPanels &x) { return (x.m + 2 * kPanelRows - 1) / (2 * kPanelRows) * 2; }
 
+// Fills all panels, shared by the team.
 template <class RowAt>
-inline void fill_panels(Team &team, const PanelsOf &x, int64_t k, RowAt row) {
-  team.each(panel_count(x), 1, [&](int64_t first, int64_t last) {
+inline void fill_panels(Team &team, const ActivationPanels &x, int64_t k, RowAt row) {
+  team.for_each_chunk(num_panels(x), 1, [&](int64_t first, int64_t last) {
     for (int64_t p = first; p < last; p++) fill_panel(x, p, k, row);
   });
 }
 
-// Sixteen rows of a weight from `row` on and 32 columns from `c` on as a tile. Rows behind the last and columns behind k
-// are zeros.
-inline void weight_tile(const ip_matrix &w, int64_t row, int64_t c, bf16 *to) {
+// Loads sixteen rows of a weight from `row` on and 32 columns from `c` on as a tile in bf16, scales applied. Rows
+// behind the last and columns behind k are zeros.
+inline void load_weight_tile(const ip_matrix &w, int64_t row, int64_t c, bf16 *to) {
   int64_t have = max64(0, min64(kPanelRows, w.n - row));
-  __m512i r[kPanelRows];  // all read before any is written: rows and tiles often lie a multiple of 4096 bytes apart
+  __m512i r[kPanelRows];  // all are read before any is written: rows and tiles often lie a multiple of 4096 bytes apart
   if (is_bf16(w)) {
     const bf16 *from = (const bf16 *)w.data + row * w.ld + c;
-    if (have == kPanelRows && c + kStep <= w.k) {
+    if (have == kPanelRows && c + kColumnStep <= w.k) {
 #pragma GCC unroll 16
       for (int i = 0; i < kPanelRows; i++) r[i] = _mm512_loadu_si512(from + i * w.ld);
     } else {
       for (int i = 0; i < kPanelRows; i++)
-        r[i] = i < have ? _mm512_maskz_loadu_epi16(first_of_32(w.k - c), from + i * w.ld) : __m512i{};
+        r[i] = i < have ? _mm512_maskz_loadu_epi16(mask_of_first(w.k - c), from + i * w.ld) : __m512i{};
     }
   } else if (w.kind == IP_FP8) {
-    int64_t blocks = (w.k + kBlock - 1) / kBlock;
+    int64_t blocks = (w.k + kFp8Block - 1) / kFp8Block;
     for (int i = 0; i < kPanelRows; i++) {
-      alignas(64) bf16 part[kStep] = {};
+      alignas(64) bf16 part[kColumnStep] = {};
       if (i < have) {
-        fp8_widen((const uint8_t *)w.data + (row + i) * w.ld + c, min64(kStep, w.k - c), part);
-        F scale = splat(w.scale[(row + i) / w.group * blocks + c / kBlock]);
-        for (int h = 0; h < 2; h++) store16(part + h * 16, load16(part + h * 16) * scale);
+        fp8_row_to_bf16((const uint8_t *)w.data + (row + i) * w.ld + c, min64(kColumnStep, w.k - c), part);
+        F32x16 scale = splat(w.scale[(row + i) / w.group * blocks + c / kFp8Block]);
+        for (int h = 0; h < 2; h++) store_bf16x16(part + h * 16, load_f32x16(part + h * 16) * scale);
       }
       r[i] = _mm512_load_si512(part);
     }
   } else if (have) {
     int64_t panel = row / kPanelRows;
-    const uint8_t *line = (const uint8_t *)w.data + panel * panel_bytes(w) + c / line_columns(w) * 64;
+    const uint8_t *line = (const uint8_t *)w.data + panel * panel_bytes(w) + c / columns_per_line(w) * 64;
 #pragma GCC unroll 8
     for (int q = 0; q < 8; q++) {
-      Line v = line_at(line + (w.kind == IP_INT8 ? q : q / 2) * 64);
+      Line v = load_line(line + (w.kind == IP_INT8 ? q : q / 2) * 64);
       r[q] = (__m512i)(w.kind == IP_INT8 ? v : q % 2 ? high_nibbles(v) : low_nibbles(v));
       r[8 + q] = __m512i{};
     }
     transpose16(r);
     alignas(64) float scale[kLanes], less[kLanes];
-    F of = scale_of(w, panel, w.group ? c / group_of(w) : 0);
-    store(scale, of), store(less, of * (float)-offset_of(w));
-    __mmask32 mask = first_of_32(w.k - c);
+    F32x16 of = panel_scale(w, panel, w.group ? c / group_size(w) : 0);
+    store(scale, of), store(less, of * (float)-entry_offset(w));
+    __mmask32 mask = mask_of_first(w.k - c);
     for (int i = 0; i < kPanelRows; i++) {
       __m512 by = _mm512_set1_ps(scale[i]), minus = _mm512_set1_ps(less[i]);
       __m256i bytes = _mm512_castsi512_si256(r[i]);
@@ -136,116 +140,124 @@ inline void weight_tile(const ip_matrix &w, int64_t row, int64_t c, bf16 *to) {
     for (int i = 0; i < kPanelRows; i++) r[i] = __m512i{};
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < kPanelRows; i++) _mm512_store_si512(to + i * kStep, r[i]);
+  for (int i = 0; i < kPanelRows; i++) _mm512_store_si512(to + i * kColumnStep, r[i]);
 }
 
-// The lines that `weight_tile` will read, asked for one after the other: sixteen at once would take the places in which
-// a core keeps its misses, and what is multiplied meanwhile waits for places too.
-struct TileLines {
+// The lines that `load_weight_tile` will read, prefetched one after the other: sixteen at once would occupy the buffers
+// in which a core tracks its cache misses, and the product in progress needs such buffers too.
+struct TilePrefetch {
   const char *at = nullptr;
-  int64_t apart = 0, left = 0;
-  void one() {
+  int64_t stride = 0, left = 0;
+  void prefetch_one() {
     if (left <= 0) return;
     _mm_prefetch(at, _MM_HINT_T1);
-    at += apart, left--;
+    at += stride, left--;
   }
-  void rest() {
-    while (left > 0) one();
+  void prefetch_rest() {
+    while (left > 0) prefetch_one();
   }
 };
 
-inline TileLines tile_lines(const ip_matrix &w, int64_t row, int64_t c) {
+// The lines of the tile at `row` and column `c`.
+inline TilePrefetch prefetch_of_tile(const ip_matrix &w, int64_t row, int64_t c) {
   if (is_bf16(w) || w.kind == IP_FP8) {
     int64_t size = is_bf16(w) ? 2 : 1;
     return {(const char *)w.data + (row * w.ld + c) * size, w.ld * size, min64(kPanelRows, w.n - row)};
   }
-  const char *line = (const char *)w.data + row / kPanelRows * panel_bytes(w) + c / line_columns(w) * 64;
-  return {line, 64, row < w.n ? kStep / line_columns(w) : 0};
+  const char *line = (const char *)w.data + row / kPanelRows * panel_bytes(w) + c / columns_per_line(w) * 64;
+  return {line, 64, row < w.n ? kColumnStep / columns_per_line(w) : 0};
 }
 
-// Rows a thread takes at a time.
-inline int64_t gemm_chunk(const ip_matrix &w, int64_t n, int threads) {
+// Rows of the weight, of n, that a thread takes at a time.
+inline int64_t gemm_rows_per_chunk(const ip_matrix &w, int64_t n, int threads) {
   int64_t most = round_up((n + threads * 4 - 1) / (threads * 4), 32);
   return max64(32, min64(w.k > 1024 ? 256 : 128, most));
 }
 
-// Block b of some rows: 32 rows of the weight and kGemmColumns columns; all rows of a column block come first.
-struct Blocks {
+// How a thread goes through `rows` blocks of 32 rows: block b is 32 rows of the weight and kGemmColumns columns; all
+// rows of a column block come first.
+struct WeightBlocks {
   const ip_matrix *w;
   int64_t first, rows, padded;  // of blocks of rows
   int64_t count() const { return rows * ((padded + kGemmColumns - 1) / kGemmColumns); }
   int64_t column(int64_t b) const { return b / rows * kGemmColumns; }
-  int64_t tiles(int64_t b) const { return b < count() ? min64(kGemmColumns, padded - column(b)) / kStep * 2 : 0; }
+  int64_t tiles(int64_t b) const { return b < count() ? min64(kGemmColumns, padded - column(b)) / kColumnStep * 2 : 0; }
 };
 
-// `half(j, h)`, h 0 or 1, is where the sixteen rows of the weight begin that block j of `blocks` is made of. put(j, panel,
-// sums) receives its four tiles [16 weight rows, 16 rows of activations]: sums[0], [1]: the first sixteen times panels
-// `panel` and `panel + 1`; [2], [3]: the second. A block is laid out while the one
-// before it is multiplied, and the memory of the next one is asked for.
-template <class Half, class Put>
-inline void gemm(Team &team, const ip_matrix &w, const PanelsOf &x, int64_t blocks, Half half, Put put) {
-  int64_t chunk = gemm_chunk(w, blocks * 32, team.count) / 32, panels = panel_count(x);
+// Multiplies all activations with `blocks` blocks of 32 weight rows. `first_weight_row(j, h)`, h 0 or 1, is where the
+// two groups of sixteen weight rows of block j begin. store_sums(j, panel, sums) receives its four tiles [16 weight
+// rows, 16 rows of activations]: sums[0] and [1] are the first sixteen times panels `panel` and `panel + 1`; [2] and
+// [3] the second. A block is loaded while the one before it is multiplied, and the one behind it is prefetched.
+template <class FirstRow, class Store>
+inline void gemm(Team &team, const ip_matrix &w, const ActivationPanels &x, int64_t blocks, FirstRow first_weight_row,
+                 Store store_sums) {
+  int64_t chunk = gemm_rows_per_chunk(w, blocks * 32, team.count) / 32, panels = num_panels(x);
   for (int64_t p0 = 0; p0 < panels; p0 += kGemmRows / kPanelRows) {
     int64_t pairs = (min64(panels, p0 + kGemmRows / kPanelRows) - p0) / 2;
-    team.each(blocks, chunk, [&](int64_t first, int64_t last) {
-      tiles_begin();
-      bf16 *weights = scratch(5)->get<bf16>(2 * 32 * kGemmColumns);
+    team.for_each_chunk(blocks, chunk, [&](int64_t first, int64_t last) {
+      configure_tiles();
+      bf16 *weights = workspace(kWeightTile)->reserve<bf16>(2 * 32 * kGemmColumns);
       for (int64_t j0 = first; j0 < last; j0 += chunk) {
-        Blocks of = {&w, j0, min64(chunk, last - j0), x.padded};
-        float *sums = scratch(7)->get<float>(of.rows * pairs * 1024);
-        auto lay = [&](int64_t b, int64_t u) {
-          weight_tile(w, half(j0 + b % of.rows, u & 1), of.column(b) + u / 2 * kStep,
+        WeightBlocks of = {&w, j0, min64(chunk, last - j0), x.padded};
+        float *sums = workspace(kProductSums)->reserve<float>(of.rows * pairs * 1024);
+        auto load_tile = [&](int64_t b, int64_t u) {
+          load_weight_tile(w, first_weight_row(j0 + b % of.rows, u & 1), of.column(b) + u / 2 * kColumnStep,
                       weights + (b & 1) * 32 * kGemmColumns + u * 512);
         };
-        TileLines soon;
-        auto ask = [&](int64_t b, int64_t u) {
-          soon.rest();
-          soon = tile_lines(w, half(j0 + b % of.rows, u & 1), of.column(b) + u / 2 * kStep);
+        TilePrefetch prefetch;
+        auto start_prefetch = [&](int64_t b, int64_t u) {
+          prefetch.prefetch_rest();
+          prefetch = prefetch_of_tile(w, first_weight_row(j0 + b % of.rows, u & 1), of.column(b) + u / 2 * kColumnStep);
         };
-        for (int64_t u = 0; u < of.tiles(0); u++) lay(0, u);
-        for (int64_t u = 0; u < of.tiles(1); u++) ask(1, u);
+        for (int64_t u = 0; u < of.tiles(0); u++) load_tile(0, u);
+        for (int64_t u = 0; u < of.tiles(1); u++) start_prefetch(1, u);
         for (int64_t b = 0; b < of.count(); b++) {
-          int64_t laid = 0, asked = 0, c = of.column(b);
+          int64_t loaded = 0, prefetched = 0, c = of.column(b);
           for (int64_t p = 0; p < pairs; p++) {
             float *at = sums + (b % of.rows * pairs + p) * 1024;
-            for (int64_t to = of.tiles(b + 1) * (p + 1) / pairs; laid < to; laid++) lay(b + 1, laid);
-            for (int64_t to = of.tiles(b + 2) * (p + 1) / pairs; asked < to; asked++) ask(b + 2, asked);
+            for (int64_t to = of.tiles(b + 1) * (p + 1) / pairs; loaded < to; loaded++) load_tile(b + 1, loaded);
+            for (int64_t to = of.tiles(b + 2) * (p + 1) / pairs; prefetched < to; prefetched++)
+              start_prefetch(b + 2, prefetched);
             const bf16 *block = weights + (b & 1) * 32 * kGemmColumns;
-            tile_products({block, block + 512, kStep, 1024}, x.at(p0 + 2 * p, c), x.at(p0 + 2 * p + 1, c), of.tiles(b) / 2,
-                          c == 0, {at, 512, 256}, [&] { soon.one(); });
-            if (c + kGemmColumns >= x.padded) put(j0 + b % of.rows, p0 + 2 * p, at);
+            multiply_tiles({block, block + 512, kColumnStep, 1024}, x.at(p0 + 2 * p, c), x.at(p0 + 2 * p + 1, c),
+                           of.tiles(b) / 2, c == 0, {at, 512, 256}, [&] { prefetch.prefetch_one(); });
+            if (c + kGemmColumns >= x.padded) store_sums(j0 + b % of.rows, p0 + 2 * p, at);
           }
         }
       }
-      tiles_end();
-      _mm_sfence();  // what `put` streamed to memory is seen with the rest
+      release_tiles();
+      _mm_sfence();  // makes what `store_sums` streamed to memory visible with the rest
     });
   }
 }
 
-// Two rows of 16 sums in bf16, one entry of each after the other. Sums out of tiles are never denormal, which is where the
-// processor's own rounding differs from `narrow`.
-inline __m512i side_by_side(F a, F b) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
-                                         4, 19, 3, 18, 2, 17, 1, 16, 0);
+// Two rows of 16 sums in bf16, their entries alternating. Sums that come out of tiles are never denormal, and only
+// there the processor's own rounding differs from `f32_to_bf16`.
+inline __m512i interleave_as_bf16(F32x16 a, F32x16 b) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
 }
-inline __m512i interleaved(const float *rows) { return side_by_side(load<F>(rows), load<F>(rows + 16)); }
+// As `interleave_as_bf16`, of two neighbouring rows in memory.
+inline __m512i load_interleaved(const float *rows) {
+  return interleave_as_bf16(load<F32x16>(rows), load<F32x16>(rows + 16));
+}
 
-// One row of sums rounded to bf16, widened again.
-inline __m512i rounded(const float *row) {
+// One row of sums, rounded to bf16, as float32.
+inline __m512i load_rounded(const float *row) {
   return _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(row))), 16);
 }
 
-// Results as rows: y[i, j .. j + 32] of the rows of activations that the panels hold.
-inline void put_rows(const ip_matrix &w, const PanelsOf &x, int64_t j, int64_t panel, float *sums, void *y, int64_t ldy,
-                     int wide) {
+// Writes four tiles of sums as rows of results: y[i, j .. j + 32] for the rows of activations in two panels; adds the
+// bias.
+inline void store_rows(const ip_matrix &w, const ActivationPanels &x, int64_t j, int64_t panel, float *sums, void *y,
+                       int64_t ldy, int wide) {
   int64_t n = min64(32, w.n - j);
   if (w.bias)
     for (int64_t r = 0; r < n; r++) {
-      F bias = splat(widen1(w.bias[j + r]));
+      F32x16 bias = splat(bf16_to_float(w.bias[j + r]));
       float *at = sums + r / 16 * 512 + r % 16 * 16;
-      store(at, load<F>(at) + bias), store(at + 256, load<F>(at + 256) + bias);
+      store(at, load<F32x16>(at) + bias), store(at + 256, load<F32x16>(at + 256) + bias);
     }
   for (int h = 0; h < 2; h++) {
     int64_t i0 = (panel + h) * kPanelRows, have = min64(kPanelRows, x.m - i0);
@@ -255,39 +267,41 @@ inline void put_rows(const ip_matrix &w, const PanelsOf &x, int64_t j, int64_t p
       for (int part = 0; part < 2; part++) {
         for (int r = 0; r < 16; r++) t[r] = _mm512_load_si512((part ? high : low) + r * 16);
         transpose16(t);
-        __mmask16 mask = (__mmask16)(first_of_32(n - part * 16) & 0xffff);
+        __mmask16 mask = (__mmask16)(mask_of_first(n - part * 16) & 0xffff);
         for (int64_t i = 0; i < have; i++)
           _mm512_mask_storeu_epi32((float *)y + (i0 + i) * ldy + j + part * 16, mask, t[i]);
       }
       continue;
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < 16; r++) t[r] = interleaved((r < 8 ? low : high) + r % 8 * 32);
+    for (int r = 0; r < 16; r++) t[r] = load_interleaved((r < 8 ? low : high) + r % 8 * 32);
     transpose16(t);
     for (int64_t i = 0; i < have; i++) {
       bf16 *to = (bf16 *)y + (i0 + i) * ldy + j;
       if (n == 32 && ((uintptr_t)to & 63) == 0)
         _mm512_stream_si512((__m512i *)to, t[i]);
       else
-        _mm512_mask_storeu_epi16(to, first_of_32(n), t[i]);
+        _mm512_mask_storeu_epi16(to, mask_of_first(n), t[i]);
     }
   }
 }
 
-inline void gemm_rows(Team &team, const ip_matrix &w, const PanelsOf &x, void *y, int64_t ldy, int wide) {
+// y = x w^T + bias for all rows of x; y in float32 if `wide`, else bf16.
+inline void gemm_to_rows(Team &team, const ip_matrix &w, const ActivationPanels &x, void *y, int64_t ldy, int wide) {
   gemm(
       team, w, x, (w.n + 31) / 32, [](int64_t j, int h) { return j * 32 + h * 16; },
-      [&](int64_t j, int64_t panel, float *sums) { put_rows(w, x, j * 32, panel, sums, y, ldy, wide); });
+      [&](int64_t j, int64_t panel, float *sums) { store_rows(w, x, j * 32, panel, sums, y, ldy, wide); });
 }
 
-// As `interleaved`, for any values.
-inline __m512i narrowed(const float *rows) {
-  __m512i even = _mm512_cvtepu16_epi32((__m256i)narrow(load<F>(rows)));
-  return _mm512_or_si512(even, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)narrow(load<F>(rows + 16))), 16));
+// As `load_interleaved`, for values that may be denormal.
+inline __m512i load_interleaved_exact(const float *rows) {
+  __m512i even = _mm512_cvtepu16_epi32((__m256i)f32_to_bf16(load<F32x16>(rows)));
+  return _mm512_or_si512(even,
+                         _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)f32_to_bf16(load<F32x16>(rows + 16))), 16));
 }
 
-// silu(gate) * up, both rounded to bf16 first, as the panels of the product with `down`.
-inline void gated_panels(Team &team, const ip_matrix &w, const PanelsOf &x, const PanelsOf &to) {
+// silu(gate) * up, both rounded to bf16 first, as panels `to` for the product with `down`; rows of w are gate, then up.
+inline void gemm_silu_mul(Team &team, const ip_matrix &w, const ActivationPanels &x, const ActivationPanels &to) {
   int64_t inner = w.n / 2;
   gemm(
       team, w, x, inner / 16, [&](int64_t j, int h) { return h * inner + j * 16; },
@@ -296,11 +310,12 @@ inline void gated_panels(Team &team, const ip_matrix &w, const PanelsOf &x, cons
           uint32_t *at = to.at(panel + h, j * 16);
           for (int r = 0; r < 16; r++) {
             float *gate = sums + h * 256 + r * 16;
-            F a = (F)_mm512_castsi512_ps(rounded(gate)), b = (F)_mm512_castsi512_ps(rounded(gate + 512));
+            F32x16 a = (F32x16)_mm512_castsi512_ps(load_rounded(gate)),
+                   b = (F32x16)_mm512_castsi512_ps(load_rounded(gate + 512));
             store(gate, silu(a) * b);
           }
-          for (int r = 0; r < 8; r++) _mm512_store_si512(at + r * 16, narrowed(sums + h * 256 + r * 32));
-          if (inner % kStep && j * 16 + 16 == inner) memset(at + 128, 0, 128 * sizeof(uint32_t));
+          for (int r = 0; r < 8; r++) _mm512_store_si512(at + r * 16, load_interleaved_exact(sums + h * 256 + r * 32));
+          if (inner % kColumnStep && j * 16 + 16 == inner) memset(at + 128, 0, 128 * sizeof(uint32_t));
         }
       });
 }

@@ -1,161 +1,173 @@
-// A weight of any kind times rows of activations, shared by the team.
+// Products of a weight of any kind with few rows of activations, shared by the team: y = x w^T + bias. The layers of
+// few tokens (model/) and isa_entries.h call it; it chooses between the products for bf16, FP8, int8, int4 and W8A8
+// weights.
 #pragma once
-#include "bytes.h"
-#include "fp8.h"
+#include "products/w8a8.h"
+#include "products/fp8.h"
 
 namespace {
 
-constexpr int64_t kRowTile = 64;       // rows of activations at a time
-constexpr int64_t kChunkBytes = 65536; // weights a thread takes at a time
-constexpr int64_t kTurnBytes = 1048576;  // and of those read in turn, which is slower in small pieces (decision 30)
+constexpr int64_t kMaxRowsAtOnce = 64;  // rows of activations that are multiplied at a time
+constexpr int64_t kChunkBytes = 65536;  // bytes of a weight that a thread takes at a time
+// And of one read row by row, which is slower in small pieces (decision 30).
+constexpr int64_t kStreamedChunkBytes = 1048576;
 #if defined(INFERPLANE_AMX)
-constexpr int64_t kGatedBytes = 65536;  // and of either half of two that belong together
+constexpr int64_t kGatedChunkBytes = 65536;  // and of either half of a weight [gate | up]
 #else
-constexpr int64_t kGatedBytes = 262144;
+constexpr int64_t kGatedChunkBytes = 262144;
 #endif
-
-inline Scratch *scratch(int which) {
-  static thread_local Scratch all[32];
-  return &all[which];
-}
 
 inline bool is_bf16(const ip_matrix &w) { return w.kind == IP_BF16 || w.kind == IP_BF16_REORDERABLE; }
 
-// Whether products with m rows go through w row after row in place of tiles (dot.h). Asked once a call, of all
-// its rows, and once for each expert.
-inline bool in_turn(const ip_matrix &w, int64_t m) {
-  return kDotOnTiles && w.kind == IP_BF16_REORDERABLE && m <= kInTurn && w.k >= kMinStreamColumns;
+// Whether a product with m rows goes through w row by row in place of tiles (bf16_dot.h). Asked once per call, with all
+// of the call's rows, and once per expert.
+inline bool streams_row_by_row(const ip_matrix &w, int64_t m) {
+  return kDotOnTiles && w.kind == IP_BF16_REORDERABLE && m <= kMaxRowByRowRows && w.k >= kMinStreamColumns;
 }
 
-inline int64_t row_bytes(const ip_matrix &w) {
+// Bytes of one row of the weight.
+inline int64_t weight_row_bytes(const ip_matrix &w) {
   return max64(1, is_bf16(w) ? w.k * 2 : w.kind == IP_INT4 ? w.k / 2 : w.k);
 }
 
-inline int64_t chunk_rows(const ip_matrix &w, bool turn, int threads) {
+// Weight rows per chunk of `Team::for_each_chunk`: a multiple of 16 of about kChunkBytes, and at least four chunks per
+// thread.
+inline int64_t rows_per_chunk(const ip_matrix &w, bool row_by_row, int threads) {
   int64_t most = round_up((w.n + threads * 4 - 1) / (threads * 4), 16);
-  return max64(16, min64(round_up((turn ? kTurnBytes : kChunkBytes) / row_bytes(w), 16), most));
+  return max64(16, min64(round_up((row_by_row ? kStreamedChunkBytes : kChunkBytes) / weight_row_bytes(w), 16), most));
 }
 
-// Of the gate's rows, and as many of the other half's, of `inner` in each of `count` weights. Going from one half to the
-// other costs what a processor has foreseen (Zen 5: some half a microsecond), so these are larger, and of one size. Tiles
-// read 16 rows side by side, or 64 where there are so many: that is slower (26 GB/s, with 16 rows 28).
-inline int64_t gated_rows(const ip_matrix &w, bool turn, int64_t inner, int64_t count, int threads) {
-  int64_t bytes = turn ? kTurnBytes / 2 : kGatedBytes;
-  int64_t most = max64(16, min64(bytes / row_bytes(w), inner * count / (threads * 4)));
+// As `rows_per_chunk`, of the gate's rows, with as many up rows, of `inner` in each of `count` weights. Going from one
+// half to the other loses the processor's prefetched stream (Zen 5: about half a microsecond), so these chunks are
+// larger, and of one size. Tiles read 16 rows side by side, or 64 in large chunks, which is slower (26 GB/s; with 16
+// rows 28).
+inline int64_t gated_rows_per_chunk(const ip_matrix &w, bool row_by_row, int64_t inner, int64_t count, int threads) {
+  int64_t bytes = row_by_row ? kStreamedChunkBytes / 2 : kGatedChunkBytes;
+  int64_t most = max64(16, min64(bytes / weight_row_bytes(w), inner * count / (threads * 4)));
   int64_t chunks = (inner + most - 1) / most;
   return round_up((inner + chunks - 1) / chunks, 16);
 }
 
-// The row that a thread takes first of `total` in chunks, unless another has; -1 where it has no chunks of its own.
-inline int64_t first_row(const Team &team, int64_t total, int64_t chunk) {
-  int64_t row = team.first_of((total + chunk - 1) / chunk) * chunk;
+// The row that a thread takes first, of `total` in chunks, unless another thread has it; -1 if the thread has no chunks
+// of its own.
+inline int64_t first_row_of_thread(const Team &team, int64_t total, int64_t chunk) {
+  int64_t row = team.first_chunk((total + chunk - 1) / chunk) * chunk;
   return row < total ? row : -1;
 }
 
-struct Laid {
-  Rows rows;
-  Quantized q;
-  Bytes bytes;
+// Rows of activations in the form that the product with a kind of weight reads; the other forms are empty.
+struct Activations {
+  ActivationRows rows;
+  Int16Activations q;
+  Int8Activations bytes;
 };
 
-// float32 results of weight rows first .. last for all of x: out[i * ldo + j - first].
-inline void products(const ip_matrix &w, int64_t first, int64_t last, const Laid &x, float *out, int64_t ldo) {
+// float32 results of weight rows first .. last for all rows of x: out[i * ldo + j - first].
+inline void multiply_rows(const ip_matrix &w, int64_t first, int64_t last, const Activations &x, float *out,
+                          int64_t ldo) {
   if (is_bf16(w)) {
     const bf16 *rows = (const bf16 *)w.data + first * w.ld;
-    bool turn = kDotOnTiles && !x.rows.pairs;
-    (turn ? dot_stream : dot)(rows, w.ld, last - first, w.k, x.rows, 0, out, ldo);
+    bool row_by_row = kDotOnTiles && !x.rows.pairs;
+    (row_by_row ? dot_streamed : dot)(rows, w.ld, last - first, w.k, x.rows, 0, out, ldo);
   } else if (w.kind == IP_FP8) {
-    fp8_dot(w, first, last - first, x.rows, out, ldo, scratch(5));
+    fp8_dot(w, first, last - first, x.rows, out, ldo, workspace(kWeightTile));
   } else if (w.kind == IP_W8A8) {
-    bytes_dot(w, first, last, x.bytes, out, ldo);
+    w8a8_dot(w, first, last, x.bytes, out, ldo);
   } else {
     for (int64_t j = first; j < last; j += kLanes) {
       if (w.kind == IP_INT8)
-        quant_panel<IP_INT8>(w, j / kLanes, x.q, out + j - first, ldo);
+        multiply_panel<IP_INT8>(w, j / kLanes, x.q, out + j - first, ldo);
       else
-        quant_panel<IP_INT4>(w, j / kLanes, x.q, out + j - first, ldo);
+        multiply_panel<IP_INT4>(w, j / kLanes, x.q, out + j - first, ldo);
     }
   }
 }
 
-// Activations as the products with `w` want them; each thread lays out its own, which is cheaper than a barrier. `first`
-// is the row of w that the thread is likely to read first, -1 for none; `turn` is `in_turn`.
+// Lays out m rows of activations, row(i) each, for products with w. Each thread lays out its own copy, which is cheaper
+// than a barrier. `first` is the row of w that the thread probably reads first, which is prefetched meanwhile; -1 for
+// none. `row_by_row` is the result of `streams_row_by_row`.
 template <class RowAt>
-inline Laid lay_out(const ip_matrix &w, int64_t m, int64_t first, bool turn, RowAt row) {
+inline Activations lay_out_activations(const ip_matrix &w, int64_t m, int64_t first, bool row_by_row, RowAt row) {
   if (w.kind == IP_W8A8) {
-    Bytes bytes = bytes_in(scratch(2), m, w);
-    for (int64_t i = 0; i < m; i++) fill_bytes(bytes, i, row(i), w.k);
+    Int8Activations bytes = reserve_int8(workspace(kQuantizedRows), m, w);
+    for (int64_t i = 0; i < m; i++) quantize_row(bytes, i, row(i), w.k);
     return {{}, {}, bytes};
   }
-  Laid laid = {rows_of(scratch(0), m, w.k, row, !turn), {}, {}};
+  Activations activations = {lay_out_rows(workspace(kActivationRows), m, w.k, row, !row_by_row), {}, {}};
   if (w.kind == IP_INT8 || w.kind == IP_INT4)
-    laid.q = quantize(scratch(2), laid.rows, w,
-                      first < 0 ? nullptr : (const char *)w.data + first / kPanel * panel_bytes(w));
-  return laid;
+    activations.q = quantize_int16(workspace(kQuantizedRows), activations.rows, w,
+                      first < 0 ? nullptr : (const char *)w.data + first / kPanelRows * panel_bytes(w));
+  return activations;
 }
 
-// Every row of x times every row of w; `put(i, j, n, sums)` receives n results of row i from column j on.
-template <class RowAt, class Put>
-inline void multiply(Team &team, const ip_matrix &w, int64_t m, RowAt row, Put put) {
-  bool turn = in_turn(w, m);
-  int64_t chunk = chunk_rows(w, turn, team.count);
-  for (int64_t i0 = 0; i0 < m; i0 += kRowTile) {
-    int64_t tile = min64(kRowTile, m - i0);
-    Laid laid = lay_out(w, tile, first_row(team, w.n, chunk), turn, [&](int64_t i) { return row(i0 + i); });
-    team.each(w.n, chunk, [&](int64_t first, int64_t last) {
+// Multiplies every row of x, row(i) each, with every row of w; `store_sums(i, j, n, sums)` receives n results of row i
+// from column j on, in float32 without bias.
+template <class RowAt, class Store>
+inline void multiply(Team &team, const ip_matrix &w, int64_t m, RowAt row, Store store_sums) {
+  bool row_by_row = streams_row_by_row(w, m);
+  int64_t chunk = rows_per_chunk(w, row_by_row, team.count);
+  for (int64_t i0 = 0; i0 < m; i0 += kMaxRowsAtOnce) {
+    int64_t tile = min64(kMaxRowsAtOnce, m - i0);
+    Activations activations = lay_out_activations(w, tile, first_row_of_thread(team, w.n, chunk), row_by_row,
+                                                  [&](int64_t i) { return row(i0 + i); });
+    team.for_each_chunk(w.n, chunk, [&](int64_t first, int64_t last) {
       for (int64_t j = first; j < last; j += chunk) {
         int64_t n = min64(chunk, last - j);
-        float *out = scratch(7)->get<float>(tile * (chunk + kLanes));
-        products(w, j, j + n, laid, out, chunk);
-        for (int64_t i = 0; i < tile; i++) put(i0 + i, j, n, out + i * chunk);
+        float *out = workspace(kProductSums)->reserve<float>(tile * (chunk + kLanes));
+        multiply_rows(w, j, j + n, activations, out, chunk);
+        for (int64_t i = 0; i < tile; i++) store_sums(i0 + i, j, n, out + i * chunk);
       }
     });
   }
 }
 
+// Adds the bias of columns j .. j + n to their sums.
 inline void add_bias(const ip_matrix &w, int64_t j, int64_t n, float *sums) {
   if (!w.bias) return;
-  for (int64_t c = 0; c < n; c++) sums[c] += widen1(w.bias[j + c]);
+  for (int64_t c = 0; c < n; c++) sums[c] += bf16_to_float(w.bias[j + c]);
 }
 
-inline void put_bf16(bf16 *to, const float *sums, int64_t n) {
-  for (int64_t c = 0; c < n; c += kLanes) store16(to + c, load_f(sums + c, n - c), n - c);
+// Rounds n sums to bf16.
+inline void store_bf16(bf16 *to, const float *sums, int64_t n) {
+  for (int64_t c = 0; c < n; c += kLanes) store_bf16x16(to + c, load_f32x16(sums + c, n - c), n - c);
 }
 
+// y[m, w.n] = x w^T + bias; y in float32 if `out_is_float`, else bf16.
 inline void linear(Team &team, const ip_matrix &w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy,
-                   int wide) {
+                   int out_is_float) {
   multiply(
       team, w, m, [&](int64_t i) { return x + i * ldx; },
       [&](int64_t i, int64_t j, int64_t n, float *sums) {
         add_bias(w, j, n, sums);
-        if (wide)
+        if (out_is_float)
           memcpy((float *)y + i * ldy + j, sums, (size_t)n * sizeof(float));
         else
-          put_bf16((bf16 *)y + i * ldy + j, sums, n);
+          store_bf16((bf16 *)y + i * ldy + j, sums, n);
       });
 }
 
-// A weight's row in bf16.
-inline void expand_row(const ip_matrix &w, int64_t row, bf16 *out) {
+// One row of a weight of any kind, in bf16.
+inline void dequantize_row(const ip_matrix &w, int64_t row, bf16 *out) {
   if (is_bf16(w)) {
     memcpy(out, (const bf16 *)w.data + row * w.ld, (size_t)w.k * sizeof(bf16));
   } else if (w.kind == IP_FP8) {
-    int64_t blocks = (w.k + kBlock - 1) / kBlock;
-    fp8_widen((const uint8_t *)w.data + row * w.ld, w.k, out);
+    int64_t blocks = (w.k + kFp8Block - 1) / kFp8Block;
+    fp8_row_to_bf16((const uint8_t *)w.data + row * w.ld, w.k, out);
     for (int64_t c = 0; c < w.k; c += kLanes)
-      store16(out + c, load16(out + c, w.k - c) * w.scale[row / w.group * blocks + c / kBlock], w.k - c);
+      store_bf16x16(out + c, load_f32x16(out + c, w.k - c) * w.scale[row / w.group * blocks + c / kFp8Block], w.k - c);
   } else {
-    for (int64_t g = 0; g * group_of(w) < w.k; g++) {
-      float scale = scale_of(w, row / kLanes, g)[row % kLanes];
-      for (int64_t c = g * group_of(w); c < min64(w.k, (g + 1) * group_of(w)); c++)
-        out[c] = narrow1((float)quant_entry(w, row, c) * scale);
+    for (int64_t g = 0; g * group_size(w) < w.k; g++) {
+      float scale = panel_scale(w, row / kLanes, g)[row % kLanes];
+      for (int64_t c = g * group_size(w); c < min64(w.k, (g + 1) * group_size(w)); c++)
+        out[c] = float_to_bf16((float)unpack_entry(w, row, c) * scale);
     }
   }
 }
 
-inline void expand(Team &team, const ip_matrix &w, int64_t first, int64_t last, bf16 *out) {
-  team.each(last - first, 8, [&](int64_t a, int64_t b) {
-    for (int64_t r = a; r < b; r++) expand_row(w, first + r, out + r * w.k);
+// Rows first .. last of a weight in bf16, shared by the team.
+inline void dequantize_rows(Team &team, const ip_matrix &w, int64_t first, int64_t last, bf16 *out) {
+  team.for_each_chunk(last - first, 8, [&](int64_t a, int64_t b) {
+    for (int64_t r = a; r < b; r++) dequantize_row(w, first + r, out + r * w.k);
   });
 }
 

@@ -1,68 +1,72 @@
-// Entries in bf16 as signed bytes with a scale, as the op `quantize` makes them.
+// Dynamic quantization of bf16 rows to int8 with one scale per row, as the op `quantize` defines it, and int8 loads.
+// W8A8 products quantize activations with it, the KV cache its entries.
 #pragma once
-#include "vec.h"
+#include "runtime/vectors.h"
 
 namespace {
 
-inline F load16(const int8_t *p) {
+// Sixteen (or the first n) int8 entries as floats, without their scale.
+inline F32x16 load_f32x16(const int8_t *p) {
 #ifdef __AVX512F__
-  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+  return (F32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #else
   __m256 half[2] = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))),
                     _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8))))};
-  F v;
+  F32x16 v;
   memcpy(&v, half, 64);
   return v;
 #endif
 }
-inline F load16(const int8_t *p, int64_t n) {
-  if (n >= kLanes) return load16(p);
+inline F32x16 load_f32x16(const int8_t *p, int64_t n) {
+  if (n >= kLanes) return load_f32x16(p);
   int8_t part[kLanes] = {};
   memcpy(part, p, (size_t)n);
-  return load16(part);
+  return load_f32x16(part);
 }
 
 #ifdef __AVX512F__
-inline V load_v(const int8_t *p) { return load16(p); }
-inline V load_v(const int8_t *p, int64_t n) { return load16(p, n); }
+inline Floats load_floats(const int8_t *p) { return load_f32x16(p); }
+inline Floats load_floats(const int8_t *p, int64_t n) { return load_f32x16(p, n); }
 #else
-inline V load_v(const int8_t *p) {
-  return (V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+inline Floats load_floats(const int8_t *p) {
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
-inline V load_v(const int8_t *p, int64_t n) {
-  if (n >= kWide) return load_v(p);
-  int8_t part[kWide] = {};
+inline Floats load_floats(const int8_t *p, int64_t n) {
+  if (n >= kRegisterLanes) return load_floats(p);
+  int8_t part[kRegisterLanes] = {};
   memcpy(part, p, (size_t)n);
-  return load_v(part);
+  return load_floats(part);
 }
 #endif
 
-// The largest of a register's magnitudes that stand as integers, which rise as they do, and NaN is above all.
-inline float magnitude(N top) {
+// The largest of a register of magnitudes given by their bits as integers, which rise as the magnitudes do; NaN is the
+// largest.
+inline float largest_of_lanes(Ints largest_lanes) {
 #ifdef __AVX512F__
-  int32_t most = _mm512_reduce_max_epi32((__m512i)top);
+  int32_t largest = _mm512_reduce_max_epi32((__m512i)largest_lanes);
 #else
-  __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)top), _mm256_extracti128_si256((__m256i)top, 1));
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)largest_lanes),
+                            _mm256_extracti128_si256((__m256i)largest_lanes, 1));
   m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
-  int32_t most = _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
+  int32_t largest = _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
 #endif
   float f;
-  memcpy(&f, &most, 4);
+  memcpy(&f, &largest, 4);
   return f;
 }
 
-// The largest magnitude of n entries; NaN where one is.
-inline float largest(const bf16 *x, int64_t n) {
-  N top = {};
-  for (int64_t c = 0; c < n; c += kWide) {
-    N size = (N)load_v(x + c, n - c) & 0x7fffffff;
-    top = size > top ? size : top;
+// The largest magnitude of n entries; NaN if one of them is.
+inline float largest_magnitude(const bf16 *x, int64_t n) {
+  Ints largest_lanes = {};
+  for (int64_t c = 0; c < n; c += kRegisterLanes) {
+    Ints magnitude_bits = (Ints)load_floats(x + c, n - c) & 0x7fffffff;
+    largest_lanes = magnitude_bits > largest_lanes ? magnitude_bits : largest_lanes;
   }
-  return magnitude(top);
+  return largest_of_lanes(largest_lanes);
 }
 
-// The first n of 16 integers in bytes.
-inline void store8(int8_t *p, I v, int64_t n) {
+// Stores the first n of sixteen integers as bytes.
+inline void store_int8(int8_t *p, I32x16 v, int64_t n) {
 #ifdef __AVX512BW__
   _mm512_mask_cvtepi32_storeu_epi8(p, (__mmask16)(n >= kLanes ? 0xffff : (1 << n) - 1), (__m512i)v);
 #else
@@ -70,26 +74,27 @@ inline void store8(int8_t *p, I v, int64_t n) {
 #endif
 }
 
-struct Coded {
+// What quantizing a row returns besides its entries.
+struct QuantizedRow {
   float scale;
-  int32_t sum;  // of the codes
+  int32_t sum;  // of the quantized entries
 };
 
-// n entries as codes from -127 to 127, the largest as one of these; zeros have scale 1.
-inline Coded code(const bf16 *x, int64_t n, int8_t *to) {
-  float scale = largest(x, n) / 127.0f;
+// Quantizes n entries to integers from -127 to 127: the largest magnitude becomes 127. A row of zeros has scale 1.
+inline QuantizedRow quantize_int8_row(const bf16 *x, int64_t n, int8_t *to) {
+  float scale = largest_magnitude(x, n) / 127.0f;
   if (scale == 0) scale = 1;
   float inverse = 1 / scale;
   bool exact = scale > 1e-30f && scale < 1e30f;
-  I total = {};
+  I32x16 total = {};
   for (int64_t c = 0; c < n; c += kLanes) {
-    F v = load16(x + c, n - c), q = v * inverse;
-    q = exact ? fma(fma(-q, splat(scale), v), splat(inverse), q) : v / scale;  // rounded as a division rounds, for less
-    I code = __builtin_convertvector(round_even(q), I);
-    store8(to + c, code, n - c);
-    total = total + code;
+    F32x16 v = load_f32x16(x + c, n - c), q = v * inverse;
+    q = exact ? fma(fma(-q, splat(scale), v), splat(inverse), q) : v / scale;  // rounds as a division does, for less
+    I32x16 quantized = __builtin_convertvector(round_even(q), I32x16);
+    store_int8(to + c, quantized, n - c);
+    total = total + quantized;
   }
-  return {scale, sum(total)};
+  return {scale, sum_lanes(total)};
 }
 
 }  // namespace

@@ -1,44 +1,47 @@
-// Two by two tiles of 16 x 16 sums in float32 of products of bf16 pairs, which is what products and attention of many
-// tokens are made of: by AMX where there is AMX, else by AVX-512's own products of pairs.
+// Products of 2 x 2 tiles, 16 x 16 float32 sums each, of bf16 pairs: what products and attention of many tokens are
+// made of (gemm_tiles.h, prefill_tiles.h). They use AMX if there is AMX, else AVX-512's own products of pairs.
 //
-// Either takes denormal numbers for zero, and sums a result over its columns pair by pair, in one order whatever the
-// number of rows. AMX's order is also that of `dot` there (kDotOnTiles); `dot` on AVX-512 sums sixteen pairs side by side.
+// Both flush denormal numbers to zero and sum a result over its columns pair by pair, in one order whatever the number
+// of rows. AMX's order is also that of `dot` there (kDotOnTiles); `dot` on AVX-512 sums sixteen pairs side by side.
 #pragma once
-#include "dot.h"
+#include "products/bf16_dot.h"
 
 namespace {
 
-// The first factor: twice sixteen rows that begin `row` entries apart; 32 columns are a step, and lie `step` entries
-// behind those before.
+// The first factor: two times sixteen rows that begin `row` entries apart. A step is 32 columns, and begins `step`
+// entries behind the previous one.
 struct TileRows {
   const bf16 *upper, *lower;
   int64_t row, step;
 };
 
-// What a product does besides at each of its steps.
-struct Nothing {
+// What a product does in between at each of its steps, such as prefetching: nothing.
+struct NoOp {
   void operator()() const {}
 };
 
-// Tile [i][j], of the upper or lower rows and the first or second panel, is at + i * lower + j * second, [16, 16].
+// Tile [i][j], of the upper or lower rows and the first or second panel, is at + i * lower + j * second, [16, 16]
+// floats.
 struct TileSums {
   float *at;
   int64_t lower, second;
 };
 
 #if defined(INFERPLANE_AMX)
-inline void tiles_begin() { amx_configure(16); }
-inline void tiles_end() { _tile_release(); }  // torch's kernels use the tiles too, with shapes of their own
+// Before and after calls of `multiply_tiles`, in each thread.
+inline void configure_tiles() { amx_configure(16); }
+inline void release_tiles() { _tile_release(); }  // torch's kernels use tiles too, with shapes of their own
 
-// sums += w times two panels [steps, 16 pairs of columns, 16]; `begin`: from zero.
-template <class Meanwhile = Nothing>
-inline __attribute__((always_inline)) void tile_products(const TileRows &w, const uint32_t *x0, const uint32_t *x1,
+// sums += w times two panels x0 and x1 [steps, 16 pairs of columns, 16 rows]; `begin`: sums start from zero.
+// `meanwhile()` is called twice per step.
+template <class Meanwhile = NoOp>
+inline __attribute__((always_inline)) void multiply_tiles(const TileRows &w, const uint32_t *x0, const uint32_t *x1,
                                                          int64_t steps, bool begin, const TileSums &sums,
                                                          Meanwhile meanwhile = {}) {
   const bf16 *upper = w.upper, *lower = w.lower;
   float *s0 = sums.at, *s1 = s0 + sums.second, *s2 = s0 + sums.lower, *s3 = s1 + sums.lower;
   size_t row = (size_t)w.row * sizeof(bf16);
-  // GCC's tile loads do not say that they read memory: what was written before them must be told to be wanted.
+  // GCC's tile loads do not declare that they read memory; this keeps the stores before them.
   __asm__ volatile("" ::: "memory");
   if (begin) {
     _tile_zero(0);
@@ -71,14 +74,14 @@ inline __attribute__((always_inline)) void tile_products(const TileRows &w, cons
   __asm__ volatile("" ::: "memory");
 }
 #elif defined(__AVX512BF16__)
-inline void tiles_begin() {}
-inline void tiles_end() {}
+inline void configure_tiles() {}
+inline void release_tiles() {}
 
-// Eight rows of w and both panels: sixteen sums, more than the processor has under way, and each of w's pairs is brought
+// Eight rows of w times both panels: sixteen sums, more than the processor has in flight, and each pair of w is brought
 // to a register once for two products.
 template <class Meanwhile>
-inline void tile_quarter(const bf16 *w, int64_t row, int64_t step, const uint32_t *x0, const uint32_t *x1, int64_t steps,
-                         bool begin, float *s0, float *s1, Meanwhile meanwhile) {
+inline void multiply_tile_quarter(const bf16 *w, int64_t row, int64_t step, const uint32_t *x0, const uint32_t *x1,
+                                  int64_t steps, bool begin, float *s0, float *s1, Meanwhile meanwhile) {
   constexpr int kRows = 8;
   __m512 a[kRows], b[kRows];
 #pragma GCC unroll 8
@@ -95,7 +98,7 @@ inline void tile_quarter(const bf16 *w, int64_t row, int64_t step, const uint32_
         int32_t pair;
         memcpy(&pair, w + r * row + 2 * c, sizeof pair);
         __m512i each = _mm512_set1_epi32(pair);
-        __asm__("" : "+v"(each));  // or GCC reads it from memory for each product anew
+        __asm__("" : "+v"(each));  // or GCC reads it from memory again for each product
         a[r] = _mm512_dpbf16_ps(a[r], (__m512bh)each, left);
         b[r] = _mm512_dpbf16_ps(b[r], (__m512bh)each, right);
       }
@@ -105,14 +108,14 @@ inline void tile_quarter(const bf16 *w, int64_t row, int64_t step, const uint32_
   for (int r = 0; r < kRows; r++) _mm512_store_ps(s0 + r * 16, a[r]), _mm512_store_ps(s1 + r * 16, b[r]);
 }
 
-// sums += w times two panels [steps, 16 pairs of columns, 16]; `begin`: from zero.
-template <class Meanwhile = Nothing>
-inline void tile_products(const TileRows &w, const uint32_t *x0, const uint32_t *x1, int64_t steps, bool begin,
+// As above, with AVX-512's products of pairs.
+template <class Meanwhile = NoOp>
+inline void multiply_tiles(const TileRows &w, const uint32_t *x0, const uint32_t *x1, int64_t steps, bool begin,
                           const TileSums &sums, Meanwhile meanwhile = {}) {
   for (int h = 0; h < 4; h++) {
     const bf16 *from = (h < 2 ? w.upper : w.lower) + h % 2 * 8 * w.row;
     float *to = sums.at + h / 2 * sums.lower + h % 2 * 128;
-    tile_quarter(from, w.row, w.step, x0, x1, steps, begin, to, to + sums.second, meanwhile);
+    multiply_tile_quarter(from, w.row, w.step, x0, x1, steps, begin, to, to + sums.second, meanwhile);
   }
 }
 #endif

@@ -1,26 +1,28 @@
-// What each instruction set provides; the same functions as in inferplane_cpu.h, compiled once for each.
+// The table of kernels of one instruction set. isa_entries.h fills one table per instruction set, from the same sources
+// compiled with other flags; api.cpp picks a table and calls through it. A field has the signature of the function
+// `ip_<field>` of inferplane_cpu.h.
 #pragma once
 #include "inferplane_cpu.h"
 
-struct Table {
+struct KernelTable {
   const char *name;
   decltype(&ip_linear) linear;
-  decltype(&ip_linear_prefill) linear_many;
-  decltype(&ip_dequantize_rows) expand;
-  decltype(&ip_gather_rows) rows;
+  decltype(&ip_linear_prefill) linear_prefill;
+  decltype(&ip_dequantize_rows) dequantize_rows;
+  decltype(&ip_gather_rows) gather_rows;
   decltype(&ip_rms_norm) rms_norm;
   decltype(&ip_silu_mul) silu_mul;
   decltype(&ip_rope) rope;
   decltype(&ip_attention) attention;
-  decltype(&ip_attention_prefill) attention_many;
+  decltype(&ip_attention_prefill) attention_prefill;
   decltype(&ip_mla) mla;
   decltype(&ip_moe) moe;
-  decltype(&ip_route_experts) route;
+  decltype(&ip_route_experts) route_experts;
   decltype(&ip_decoder_layer) decoder_layer;
   decltype(&ip_decoder_layers) decoder_layers;
   decltype(&ip_model_step) model_step;
   decltype(&ip_sample) sample;
-  decltype(&ip_read_memory) read;
+  decltype(&ip_read_memory) read_memory;
 };
 
-extern const Table table_avx2, table_avx512, table_avx512_bf16, table_amx;
+extern const KernelTable table_avx2, table_avx512, table_avx512_bf16, table_amx;

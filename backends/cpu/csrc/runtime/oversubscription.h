@@ -1,6 +1,7 @@
-// Cores that something else wants too. The system takes a core away in the middle of a chunk, and then all other threads
-// wait for that chunk: so a thread offers its core between two chunks before that happens. And two threads of a team that
-// the system has put on one core, to leave another to a process that is bound to it, part again.
+// Yielding on shared cores: a clock, when to yield, and how to leave a core. thread_team.h and the tests call it. The
+// system preempts a thread in the middle of a chunk if another process wants its core, and then all other threads wait
+// for that chunk; so a thread yields its core between two chunks, before that happens. Two threads of a team that the
+// system has put on one core, to leave another core to a process that is bound to it, are separated again.
 #pragma once
 #include <sched.h>
 #include <stdint.h>
@@ -8,48 +9,52 @@
 
 namespace {
 
-constexpr int64_t kSliceNs = 2800000;     // Linux lets each of those that compute run for so long at most, in whole ticks
-constexpr uint64_t kAskCycles = 1 << 20;  // how often a clock is asked, which takes longer than counting cycles
-constexpr int64_t kHeldUpNs = 100000;     // nobody is away for so long who has a core alone
+// Linux lets each runnable thread of a shared core run for at most this long, in whole ticks.
+constexpr int64_t kTimeSliceNs = 2800000;
+constexpr uint64_t kClockCheckCycles = 1 << 20;  // how often the clock is read, which takes longer than counting cycles
+constexpr int64_t kPreemptedNs = 100000;  // longer than any interruption on an uncontended core
 
+// The monotonic clock, in nanoseconds.
 inline int64_t now_ns() {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-// After how long a core is offered: half a slice, which leaves each of two half of the core. Measured on Linux 6.18 with
-// 250 ticks a second, so after 2 ms: offered after 1 ms, ours kept a quarter; after 3 ms three eighths.
-inline int64_t offer_after_ns() {
+// How long a thread computes before it yields its core, in nanoseconds: half a time slice, which leaves each of two
+// processes half of the core. Measured on Linux 6.18 with 250 ticks a second, where it is 2 ms: a thread that yielded
+// after 1 ms kept a quarter of the core; after 3 ms, three eighths.
+inline int64_t yield_after_ns() {
   static const int64_t after = [] {
     int64_t tick = 4000000;
 #ifdef CLOCK_MONOTONIC_COARSE
     struct timespec t;
     if (!clock_getres(CLOCK_MONOTONIC_COARSE, &t) && t.tv_sec == 0 && t.tv_nsec >= 100000) tick = t.tv_nsec;
 #endif
-    return (kSliceNs + tick - 1) / tick * tick / 2;
+    return (kTimeSliceNs + tick - 1) / tick * tick / 2;
   }();
   return after;
 }
 
 #ifdef __linux__
-inline int core_now() { return sched_getcpu(); }
+// The number of the core that this thread runs on; -1 where the system does not tell.
+inline int current_core() { return sched_getcpu(); }
 
-// Moves this thread to a core that is none of these and that it may use; false: there is none. Whether somebody else
-// computes there is not known.
-inline bool leave(const int *cores, int count) {
+// Moves this thread to an allowed core that is not in `cores`, and keeps its set of allowed cores. Returns false if
+// there is no such core. It does not check whether another process computes on the new core.
+inline bool move_off_cores(const int *cores, int count) {
   cpu_set_t allowed, rest;
   if (sched_getaffinity(0, sizeof allowed, &allowed)) return false;
   rest = allowed;
   for (int i = 0; i < count; i++)
     if (cores[i] >= 0 && cores[i] < CPU_SETSIZE) CPU_CLR(cores[i], &rest);
   if (!CPU_COUNT(&rest) || sched_setaffinity(0, sizeof rest, &rest)) return false;
-  sched_setaffinity(0, sizeof allowed, &allowed);  // it stays there for now, and may be moved again
+  sched_setaffinity(0, sizeof allowed, &allowed);  // it stays on the new core for now, and may be moved again
   return true;
 }
 #else
-inline int core_now() { return -1; }
-inline bool leave(const int *, int) { return false; }
+inline int current_core() { return -1; }
+inline bool move_off_cores(const int *, int) { return false; }
 #endif
 
 }  // namespace

@@ -1,21 +1,22 @@
-// What a call of layers spends on each of its parts, counted by the thread that made it while somebody asks for it.
+// Time spent in each phase of a call of decoder layers. The calling thread counts, waiting included, and only after
+// `ip_time_phases` has received an array; otherwise a phase costs one comparison. The layer kernels (model/) call it.
 #pragma once
 #include <time.h>
 
-#include "team.h"
+#include "runtime/thread_team.h"
 
-extern int64_t *ip_phase_ns;  // api.cpp; null: nobody asks
+extern int64_t *ip_phase_ns;  // api.cpp; nanoseconds by phase, or null: not measured
 
 namespace {
 
-// In the order of `ip_time_phases`.
-enum Phase { kBegin, kAttnNorm, kProject, kEnter, kAttend, kOut, kMlpNorm, kMlp, kDown, kEmbed, kNorm, kHead };
+// The phases, in the order of the names that `ip_time_phases` returns.
+enum LayerPhase { kBegin, kAttnNorm, kProject, kRopeCache, kAttend, kOut, kMlpNorm, kMlp, kDown, kEmbed, kNorm, kHead };
 
-class Phases {
+class PhaseTimer {
  public:
-  explicit Phases(bool counts) : ns_(counts ? ip_phase_ns : nullptr), last_(ns_ ? now() : 0) {}
-  // All since the one before belongs to `phase`.
-  void end(Phase phase) {
+  explicit PhaseTimer(bool counts) : ns_(counts ? ip_phase_ns : nullptr), last_(ns_ ? now() : 0) {}
+  // Adds the time since the previous call (or the constructor) to `phase`.
+  void end_phase(LayerPhase phase) {
     if (!ns_) return;
     int64_t t = now();
     ns_[phase] += t - last_;

@@ -1,193 +1,182 @@
-// Threads that share one call: the OpenMP team, chunks that each takes from a share of its own and then from the others',
-// waiting that gives the core up after a short while, and memory that each thread keeps for the next call.
+// The thread team of one call. Every kernel of a call runs on all threads of torch's OpenMP team: `run_on_team` starts
+// them, `Team::for_each_chunk` shares work out in chunks, `Team::barrier` waits for work. A thread first takes the
+// chunks of its own share and then those of other shares; a thread that waits yields its core after a short while.
 #pragma once
 #include <omp.h>
-#include <stdlib.h>
 
-#include "crowd.h"
-#include "vec.h"
+#include "runtime/oversubscription.h"
+#include "runtime/vectors.h"
+#include "runtime/workspace.h"
 
-extern void (*ip_thread_begins)();  // api.cpp; may be null
+extern void (*ip_thread_init)();  // api.cpp; may be null
 
 namespace {
 
-constexpr int kSpins = 4000;  // about 50 us of waiting before the core is offered to others
+constexpr int kSpinsBeforeYield = 4000;  // about 50 us of waiting before the core is yielded
 
-constexpr int kShares = 32;  // with more threads, several start in the same share
+constexpr int kMaxShares = 32;  // with more threads than this, several start in the same share
 
-// A line for each share: one that all write to would go from core to core with every chunk. `taken` is of one part of the
-// call: its number, and how many chunks were taken from the share's beginning and from its end. `done` are the chunks that
-// the share's threads have done in the whole call. `core` is where the share's first thread computes; -1: not yet.
-struct Shared {
+// State that the threads of one call share. Each share has a cache line of its own: a line that all threads write to
+// would move from core to core with every chunk. `taken` packs the number of the current `for_each_chunk` call (its
+// section) and how many chunks were taken from the share's beginning and from its end. `chunks_done` counts the chunks
+// that the share's threads have done in the whole call. `core` is where the share's first thread runs; -1: not known
+// yet.
+struct TeamState {
   struct alignas(64) Share {
     uint64_t taken = 0;
-    int64_t done = 0;
+    int64_t chunks_done = 0;
     int core = -1;
-  } shares[kShares];
-  int64_t begun_ns;
+  } shares[kMaxShares];
+  int64_t start_ns;
 };
 
+// One thread's view of the team. `id` is the thread's number, `count` the number of threads.
 class Team {
  public:
   const int id, count;
-  Team(Shared *shared, int id, int count)
-      : id(id), count(count), shared_(shared), shares_(count < kShares ? count : kShares) {
+  Team(TeamState *state, int id, int count)
+      : id(id), count(count), state_(state), shares_(count < kMaxShares ? count : kMaxShares) {
     if (count == 1) return;
-    asked_ = __rdtsc(), since_ns_ = now_ns();
-    enter(core_now());
-    if (since_ns_ - shared->begun_ns > kHeldUpNs) spread();
+    checked_cycles_ = __rdtsc(), yielded_ns_ = now_ns();
+    publish_core(current_core());
+    if (yielded_ns_ - state->start_ns > kPreemptedNs) leave_shared_core();
   }
 
-  // Calls f(first, last) for chunks of 0 .. total. A thread takes the chunks of its share in their order, so that what it
-  // reads is one stream, which processors foresee: in turns with others, what came of itself or was asked for ahead was
-  // another's. Who has none left takes from the ends of others'. Every thread of the team makes the same calls in the same
-  // order.
+  // Calls f(first, last) for all chunks of 0 .. total, `chunk` entries each, spread over the team. A thread takes the
+  // chunks of its own share in ascending order, so that it reads one stream, which processors prefetch; if threads
+  // alternated, what a thread's processor had prefetched would be read by another thread. A thread without chunks left
+  // takes from the ends of other shares. Every thread of the team must make the same calls in the same order.
   template <class Fn>
-  void each(int64_t total, int64_t chunk, Fn f) {
+  void for_each_chunk(int64_t total, int64_t chunk, Fn f) {
     if (count == 1) {
       if (total > 0) f((int64_t)0, total);
       return;
     }
-    while (total / chunk >= kMostChunks) chunk *= 2;
+    while (total / chunk >= kMaxChunks) chunk *= 2;
     int64_t chunks = (total + chunk - 1) / chunk, even = chunks / shares_, more = chunks % shares_;
-    int64_t *done = &shared_->shares[id % shares_].done;
-    planned_ += chunks, part_++;
+    int64_t *chunks_done = &state_->shares[id % shares_].chunks_done;
+    chunks_planned_ += chunks, section_++;
     for (int i = 0, s = id % shares_; i < shares_; i++, s = s + 1 < shares_ ? s + 1 : 0) {
-      int64_t begin = s * even + min64(s, more), own = even + (s < more), n;
-      while ((n = take(shared_->shares[s].taken, own, i == 0)) >= 0) {
+      int64_t begin = s * even + min64(s, more), share_chunks = even + (s < more), n;
+      while ((n = take_chunk(state_->shares[s].taken, share_chunks, i == 0)) >= 0) {
         int64_t first = (begin + n) * chunk;
         f(first, min64(first + chunk, total));
-        __atomic_fetch_add(done, 1, __ATOMIC_RELEASE);
-        offer();
+        __atomic_fetch_add(chunks_done, 1, __ATOMIC_RELEASE);
+        yield_core();
       }
     }
   }
 
-  // The chunk of so many that this thread takes first, if nobody has taken it.
-  int64_t first_of(int64_t chunks) const {
+  // The number of the chunk, of `chunks`, that this thread takes first unless another thread has taken it already.
+  int64_t first_chunk(int64_t chunks) const {
     int64_t s = id % shares_;
     return s * (chunks / shares_) + min64(s, chunks % shares_);
   }
 
-  // All chunks of the calls before it are done, and seen, when it returns. It waits for work, not for threads: one
-  // that lost its core between two chunks holds nobody up, and finds later that everything was done.
+  // Returns when all chunks of the preceding calls are done and their results are visible to this thread. It waits for
+  // work, not for threads: a thread that lost its core between two chunks delays no other, and finds later that all is
+  // done.
   void barrier() {
     if (count == 1) return;
     int i = 0;
-    for (; done() < planned_; i++) {
-      if (i < kSpins)
+    for (; chunks_done() < chunks_planned_; i++) {
+      if (i < kSpinsBeforeYield)
         _mm_pause();
       else
         sched_yield();
     }
-    if (i > kSpins) since_ns_ = now_ns();  // others have had the core
+    if (i > kSpinsBeforeYield) yielded_ns_ = now_ns();  // other processes have had the core meanwhile
   }
 
  private:
   static constexpr int kBits = 20;
-  static constexpr int64_t kMostChunks = (int64_t)1 << kBits;
+  static constexpr int64_t kMaxChunks = (int64_t)1 << kBits;
 
-  // A chunk of a share of `own`, from its beginning or its end; -1: none is left of it, or this part is over.
-  int64_t take(uint64_t &taken, int64_t own, bool from_beginning) const {
+  // Takes a chunk of a share that has `share_chunks` chunks, from its beginning or its end. Returns the chunk's number
+  // in the share; -1 if none is left or if the section is over.
+  int64_t take_chunk(uint64_t &taken, int64_t share_chunks, bool from_beginning) const {
     uint64_t now = __atomic_load_n(&taken, __ATOMIC_RELAXED);
     while (true) {
-      uint64_t part = now >> 2 * kBits, base = part == part_ ? now : part_ << 2 * kBits;
-      int64_t first = base >> kBits & (kMostChunks - 1), last = base & (kMostChunks - 1);
-      if (part > part_ || first + last >= own) return -1;
-      uint64_t next = base + (from_beginning ? (uint64_t)kMostChunks : 1);
+      uint64_t section = now >> 2 * kBits, base = section == section_ ? now : section_ << 2 * kBits;
+      int64_t first = base >> kBits & (kMaxChunks - 1), last = base & (kMaxChunks - 1);
+      if (section > section_ || first + last >= share_chunks) return -1;
+      uint64_t next = base + (from_beginning ? (uint64_t)kMaxChunks : 1);
       if (__atomic_compare_exchange_n(&taken, &now, next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
-        return from_beginning ? first : own - 1 - last;
+        return from_beginning ? first : share_chunks - 1 - last;
     }
   }
 
-  // The core to whatever else wants it, now and then, while this thread holds no chunk.
-  void offer() {
+  // Yields the core from time to time (`yield_after_ns`); called while this thread holds no chunk.
+  void yield_core() {
     uint64_t cycles = __rdtsc();
-    if (cycles - asked_ < kAskCycles) return;
-    asked_ = cycles;
+    if (cycles - checked_cycles_ < kClockCheckCycles) return;
+    checked_cycles_ = cycles;
     int64_t now = now_ns();
-    if (now - since_ns_ < offer_after_ns()) return;
+    if (now - yielded_ns_ < yield_after_ns()) return;
     sched_yield();
-    since_ns_ = now_ns();
-    enter(core_now());
-    if (since_ns_ - now > kHeldUpNs) spread();
+    yielded_ns_ = now_ns();
+    publish_core(current_core());
+    if (yielded_ns_ - now > kPreemptedNs) leave_shared_core();
   }
 
-  void enter(int core) {
-    if (id < shares_) __atomic_store_n(&shared_->shares[id].core, core, __ATOMIC_RELAXED);
+  // Writes down on which core the share's first thread runs.
+  void publish_core(int core) {
+    if (id < shares_) __atomic_store_n(&state_->shares[id].core, core, __ATOMIC_RELAXED);
   }
 
-  // To a core where no other of the team's first threads was last, if one of them is on this thread's.
-  void spread() {
-    int cores[kShares], mine = core_now(), together = 0;
+  // Moves this thread to a core on which none of the shares' first threads ran last, if one of them shares its core.
+  void leave_shared_core() {
+    int cores[kMaxShares], mine = current_core(), sharing = 0;
     for (int s = 0; s < shares_; s++) {
-      cores[s] = s == id ? mine : __atomic_load_n(&shared_->shares[s].core, __ATOMIC_RELAXED);
-      together += s != id && mine >= 0 && cores[s] == mine;
+      cores[s] = s == id ? mine : __atomic_load_n(&state_->shares[s].core, __ATOMIC_RELAXED);
+      sharing += s != id && mine >= 0 && cores[s] == mine;
     }
-    if (together && leave(cores, shares_)) enter(core_now());
+    if (sharing && move_off_cores(cores, shares_)) publish_core(current_core());
   }
 
-  int64_t done() const {
+  // Chunks that all threads have finished since the call began.
+  int64_t chunks_done() const {
     int64_t all = 0;
-    for (int s = 0; s < shares_; s++) all += __atomic_load_n(&shared_->shares[s].done, __ATOMIC_ACQUIRE);
+    for (int s = 0; s < shares_; s++) all += __atomic_load_n(&state_->shares[s].chunks_done, __ATOMIC_ACQUIRE);
     return all;
   }
 
-  Shared *shared_;
+  TeamState *state_;
   int shares_;
-  int64_t planned_ = 0;
-  uint64_t part_ = 0, asked_ = 0;
-  int64_t since_ns_ = 0;  // when the core was offered last
+  int64_t chunks_planned_ = 0;
+  uint64_t section_ = 0, checked_cycles_ = 0;
+  int64_t yielded_ns_ = 0;  // when the core was yielded last
 };
 
-// Threads of a team that this thread would lead. OpenMP keeps that number for each thread, and torch sets it in a thread
-// only when it is first asked there.
+// The number of threads of a team that this thread would lead. OpenMP keeps that number per thread, and torch sets it
+// in a thread only when torch is first used there; hence `ip_set_thread_init`.
 inline int team_size() {
-  static thread_local bool begun = false;
-  if (!begun) {
-    begun = true;
-    if (ip_thread_begins) ip_thread_begins();
+  static thread_local bool is_initialized = false;
+  if (!is_initialized) {
+    is_initialized = true;
+    if (ip_thread_init) ip_thread_init();
   }
   return omp_get_max_threads();
 }
 
-// Runs f(team) on every thread of the team.
+// Runs f(team) on every thread of the team and returns when all have finished. `work` is an estimate in bytes read or
+// multiplications, which decides whether one thread does it alone.
 template <class Fn>
-inline void in_parallel(int64_t work, Fn f) {
-  // A few microseconds of work are done sooner by one thread than by waking another.
+inline void run_on_team(int64_t work, Fn f) {
+  // One thread does a few microseconds of work sooner than it wakes another.
   int threads = work < 16384 ? 1 : team_size();
   if (threads == 1 || omp_in_parallel()) {
     Team team(nullptr, 0, 1);
     f(team);
     return;
   }
-  Shared shared;
-  shared.begun_ns = now_ns();
+  TeamState state;
+  state.start_ns = now_ns();
 #pragma omp parallel num_threads(threads)
   {
-    Team team(&shared, omp_get_thread_num(), omp_get_num_threads());
+    Team team(&state, omp_get_thread_num(), omp_get_num_threads());
     f(team);
   }
 }
-
-// Grows, never shrinks; contents do not survive growing. A thread's own, so nothing is allocated in a usual call.
-class Scratch {
- public:
-  template <class T>
-  T *get(int64_t count) {
-    size_t bytes = (size_t)round_up(count * (int64_t)sizeof(T) + 64, 64);
-    if (bytes > size_) {
-      free(data_);
-      if (posix_memalign(&data_, 64, bytes)) abort();
-      size_ = bytes;
-    }
-    return (T *)data_;
-  }
-  ~Scratch() { free(data_); }
-
- private:
-  void *data_ = nullptr;
-  size_t size_ = 0;
-};
 
 }  // namespace

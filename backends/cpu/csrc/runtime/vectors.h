@@ -1,4 +1,11 @@
-// Sixteen lanes in the compilers' vector extension: one zmm register, or two ymm. Included once an instruction set.
+// Vectors of numbers in the compilers' vector extension, conversions, and the sums and exponentials that all kernels
+// use. F32x16, I32x16, U32x16 and U16x16 have sixteen lanes: one zmm register, or two ymm. Floats and Ints are one
+// register, kRegisterLanes wide. Included once per instruction set; all functions give the same bits on every one of
+// them.
+//
+// Conventions of all headers: a product is y[m, n] = x[m, k] w[n, k]^T, with m rows of activations, n rows of the
+// weight and k columns; `ld*` and `*stride` are distances between rows in entries, not bytes; a range is first .. last,
+// without last; a load or store with a count `n` touches the first n lanes only, and loads zeros behind them.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -9,121 +16,127 @@
 namespace {
 
 typedef ip_bf16 bf16;
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
-typedef uint32_t U __attribute__((vector_size(64)));
-typedef uint16_t H __attribute__((vector_size(32)));
+typedef float F32x16 __attribute__((vector_size(64)));
+typedef int32_t I32x16 __attribute__((vector_size(64)));
+typedef uint32_t U32x16 __attribute__((vector_size(64)));
+typedef uint16_t U16x16 __attribute__((vector_size(32)));
 
 constexpr int kLanes = 16;
 
+// `n` rounded up to a multiple of `to`.
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-template <class V, class T>
-inline V load(const T *p) {
-  V v;
+// A vector from, and to, memory that need not be aligned.
+template <class Vector, class T>
+inline Vector load(const T *p) {
+  Vector v;
   memcpy(&v, p, sizeof v);
   return v;
 }
-template <class V, class T>
-inline void store(T *p, V v) {
+template <class Vector, class T>
+inline void store(T *p, Vector v) {
   memcpy(p, &v, sizeof v);
 }
-inline F splat(float x) { return x - F{}; }
+// All sixteen lanes x.
+inline F32x16 splat(float x) { return x - F32x16{}; }
 
-// GCC 12 converts a vector in halves, for which there is one instruction.
+// Sixteen 16-bit integers to 32 bits and back (which keeps the low halves). By hand: GCC 12 converts such a vector in
+// halves, though there is one instruction for it.
 #ifdef __AVX512F__
-inline U long16(H h) { return (U)_mm512_cvtepu16_epi32((__m256i)h); }
-inline H short16(U u) { return (H)_mm512_cvtepi32_epi16((__m512i)u); }
+inline U32x16 widen_u16(U16x16 h) { return (U32x16)_mm512_cvtepu16_epi32((__m256i)h); }
+inline U16x16 narrow_u32(U32x16 u) { return (U16x16)_mm512_cvtepi32_epi16((__m512i)u); }
 #else
-inline U long16(H h) {
+inline U32x16 widen_u16(U16x16 h) {
   __m128i part[2];
   memcpy(part, &h, 32);
   __m256i wide[2] = {_mm256_cvtepu16_epi32(part[0]), _mm256_cvtepu16_epi32(part[1])};
-  return load<U>(wide);
+  return load<U32x16>(wide);
 }
-inline H short16(U u) {
+inline U16x16 narrow_u32(U32x16 u) {
   __m256i wide[2];
   memcpy(wide, &u, 64);
-  return (H)_mm256_permute4x64_epi64(_mm256_packus_epi32(wide[0], wide[1]), 0xd8);
+  return (U16x16)_mm256_permute4x64_epi64(_mm256_packus_epi32(wide[0], wide[1]), 0xd8);
 }
 #endif
-inline F widen(H h) { return (F)(long16(h) << 16); }
-inline F load16(const bf16 *p) { return widen(load<H>(p)); }
+// Sixteen bf16 numbers to float32, exactly; from a register, and from memory.
+inline F32x16 bf16_to_f32(U16x16 h) { return (F32x16)(widen_u16(h) << 16); }
+inline F32x16 load_f32x16(const bf16 *p) { return bf16_to_f32(load<U16x16>(p)); }
 
-// To nearest even; NaN stays NaN.
-inline H narrow(F v) {
+// Rounds sixteen floats to bf16, to nearest even; NaN stays NaN.
+inline U16x16 f32_to_bf16(F32x16 v) {
 #ifdef __AVX512BF16__
-  constexpr int denormal = 0x20;  // which the processor's own rounding takes for zero
-  if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, denormal), 1)) return (H)_mm512_cvtneps_pbh((__m512)v);
+  constexpr int denormal = 0x20;  // the processor's own rounding flushes denormal numbers to zero
+  if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, denormal), 1)) return (U16x16)_mm512_cvtneps_pbh((__m512)v);
 #endif
-  U u = (U)v;
-  U rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  U quiet = (u >> 16) | 0x40;
-  U nan = (U)(v != v);
-  return short16((rounded & ~nan) | (quiet & nan));
+  U32x16 u = (U32x16)v;
+  U32x16 rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  U32x16 quiet = (u >> 16) | 0x40;
+  U32x16 nan = (U32x16)(v != v);
+  return narrow_u32((rounded & ~nan) | (quiet & nan));
 }
-inline void store16(bf16 *p, F v) { store(p, narrow(v)); }
+inline void store_bf16x16(bf16 *p, F32x16 v) { store(p, f32_to_bf16(v)); }
 
-inline float widen1(bf16 b) {
+// One number, as the vector functions above.
+inline float bf16_to_float(bf16 b) {
   uint32_t u = (uint32_t)b << 16;
   float f;
   memcpy(&f, &u, 4);
   return f;
 }
-inline bf16 narrow1(float f) {
+inline bf16 float_to_bf16(float f) {
   uint32_t u;
   memcpy(&u, &f, 4);
   if (f != f) return (bf16)((u >> 16) | 0x40);
   return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// First `n` of 16 entries, zeros behind.
-inline F load16(const bf16 *p, int64_t n) {
-  if (n >= kLanes) return load16(p);
+// The first n of sixteen entries, zeros behind.
+inline F32x16 load_f32x16(const bf16 *p, int64_t n) {
+  if (n >= kLanes) return load_f32x16(p);
   bf16 part[kLanes] = {};
   memcpy(part, p, (size_t)n * sizeof(bf16));
-  return load16(part);
+  return load_f32x16(part);
 }
-inline void store16(bf16 *p, F v, int64_t n) {
-  if (n >= kLanes) return store16(p, v);
+inline void store_bf16x16(bf16 *p, F32x16 v, int64_t n) {
+  if (n >= kLanes) return store_bf16x16(p, v);
   bf16 part[kLanes];
-  store16(part, v);
+  store_bf16x16(part, v);
   memcpy(p, part, (size_t)n * sizeof(bf16));
 }
-inline F load_f(const float *p, int64_t n) {
-  if (n >= kLanes) return load<F>(p);
+inline F32x16 load_f32x16(const float *p, int64_t n) {
+  if (n >= kLanes) return load<F32x16>(p);
   float part[kLanes] = {};
   memcpy(part, p, (size_t)n * sizeof(float));
-  return load<F>(part);
+  return load<F32x16>(part);
 }
-inline void store_f(float *p, F v, int64_t n) {
+inline void store_f32x16(float *p, F32x16 v, int64_t n) {
   if (n >= kLanes) return store(p, v);
   memcpy(p, &v, (size_t)n * sizeof(float));
 }
 
 #ifndef __AVX512F__
-inline float sum(__m256 a) {
+inline float sum_lanes(__m256 a) {
   __m128 c = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   c = _mm_add_ps(c, _mm_movehl_ps(c, c));
   return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
 }
 #endif
-// The sum of the lanes, always in the same tree.
-inline float sum(F v) {
+// The sum of the lanes, always added in the same tree: results are equal on all instruction sets.
+inline float sum_lanes(F32x16 v) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps((__m512)v);
 #else
   __m256 a, b;
   memcpy(&a, &v, 32);
   memcpy(&b, (const char *)&v + 32, 32);
-  return sum(_mm256_add_ps(a, b));
+  return sum_lanes(_mm256_add_ps(a, b));
 #endif
 }
 #ifdef __AVX512F__
-// `sum` of each of four, to the same bits: lane i is added to lane i + 8, then to i + 4, i + 2 and i + 1.
-inline __m128 sums_of_four(F a, F b, F c, F d) {
+// `sum_lanes` of each of four vectors, to the same bits: lane i is added to lane i + 8, then to i + 4, i + 2 and i + 1.
+inline __m128 sum_lanes_of_four(F32x16 a, F32x16 b, F32x16 c, F32x16 d) {
   auto halves = [](__m512 x, __m512 y) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
   };
@@ -135,7 +148,7 @@ inline __m128 sums_of_four(F a, F b, F c, F d) {
   return _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, v));
 }
 #endif
-inline int32_t sum(I v) {
+inline int32_t sum_lanes(I32x16 v) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_epi32((__m512i)v);
 #else
@@ -144,9 +157,10 @@ inline int32_t sum(I v) {
   return all;
 #endif
 }
-inline F fma(F a, F b, F c) {
+// a * b + c, rounded once.
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 #ifdef __AVX512F__
-  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  return (F32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
   __m256 x[2], y[2], z[2];
   memcpy(x, &a, 64);
@@ -158,97 +172,106 @@ inline F fma(F a, F b, F c) {
   return c;
 #endif
 }
-// One register: what chains of operations are written in, since GCC keeps vectors of two registers in memory.
+// One register. Chains of operations are written with Floats and Ints, since GCC keeps vectors of two registers in
+// memory.
 #ifdef __AVX512F__
-constexpr int kWide = 16;
-typedef F V;
-typedef I N;
-inline V load_v(const bf16 *p) { return load16(p); }
-inline V load_v(const bf16 *p, int64_t n) { return load16(p, n); }
-inline V load_v(const float *p, int64_t n) { return load_f(p, n); }
-inline void store_v(bf16 *p, V v) { store16(p, v); }
-inline void store_v(bf16 *p, V v, int64_t n) { store16(p, v, n); }
-inline void store_v(float *p, V v, int64_t n) { store_f(p, v, n); }
-inline V rounded(V v) { return widen(narrow(v)); }
+constexpr int kRegisterLanes = 16;
+typedef F32x16 Floats;
+typedef I32x16 Ints;
+inline Floats load_floats(const bf16 *p) { return load_f32x16(p); }
+inline Floats load_floats(const bf16 *p, int64_t n) { return load_f32x16(p, n); }
+inline Floats load_floats(const float *p, int64_t n) { return load_f32x16(p, n); }
+inline void store_floats(bf16 *p, Floats v) { store_bf16x16(p, v); }
+inline void store_floats(bf16 *p, Floats v, int64_t n) { store_bf16x16(p, v, n); }
+inline void store_floats(float *p, Floats v, int64_t n) { store_f32x16(p, v, n); }
+inline Floats round_to_bf16(Floats v) { return bf16_to_f32(f32_to_bf16(v)); }
 #else
-constexpr int kWide = 8;
-typedef float V __attribute__((vector_size(32)));
-typedef int32_t N __attribute__((vector_size(32)));
-inline V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-inline V load_v(const bf16 *p) {
-  return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+constexpr int kRegisterLanes = 8;
+typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+inline Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline Floats load_floats(const bf16 *p) {
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
 }
-inline V load_v(const bf16 *p, int64_t n) {
-  if (n >= kWide) return load_v(p);
-  bf16 part[kWide] = {};
+inline Floats load_floats(const bf16 *p, int64_t n) {
+  if (n >= kRegisterLanes) return load_floats(p);
+  bf16 part[kRegisterLanes] = {};
   memcpy(part, p, (size_t)n * sizeof(bf16));
-  return load_v(part);
+  return load_floats(part);
 }
-inline V load_v(const float *p, int64_t n) {
-  if (n >= kWide) return load<V>(p);
-  V v = {};
+inline Floats load_floats(const float *p, int64_t n) {
+  if (n >= kRegisterLanes) return load<Floats>(p);
+  Floats v = {};
   memcpy(&v, p, (size_t)n * sizeof(float));
   return v;
 }
-// To nearest even, in the upper halves; NaN stays NaN.
-inline __m256i rounded_up(V v) {
+// Rounds to bf16, to nearest even, in the upper half of each lane (the lower halves are not cleared); NaN stays NaN.
+inline __m256i round_to_bf16_bits(Floats v) {
   __m256i u = (__m256i)v, odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
   __m256i near = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
   return _mm256_blendv_epi8(near, quiet, (__m256i)_mm256_cmp_ps((__m256)v, (__m256)v, _CMP_UNORD_Q));
 }
-inline V rounded(V v) { return (V)_mm256_and_si256(rounded_up(v), _mm256_set1_epi32((int)0xffff0000u)); }
-inline void store_v(bf16 *p, V v) {
-  __m256i u = _mm256_srli_epi32(rounded_up(v), 16);
+inline Floats round_to_bf16(Floats v) {
+  return (Floats)_mm256_and_si256(round_to_bf16_bits(v), _mm256_set1_epi32((int)0xffff0000u));
+}
+inline void store_floats(bf16 *p, Floats v) {
+  __m256i u = _mm256_srli_epi32(round_to_bf16_bits(v), 16);
   _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1)));
 }
-inline void store_v(bf16 *p, V v, int64_t n) {
-  if (n >= kWide) return store_v(p, v);
-  bf16 part[kWide];
-  store_v(part, v);
+inline void store_floats(bf16 *p, Floats v, int64_t n) {
+  if (n >= kRegisterLanes) return store_floats(p, v);
+  bf16 part[kRegisterLanes];
+  store_floats(part, v);
   memcpy(p, part, (size_t)n * sizeof(bf16));
 }
-inline void store_v(float *p, V v, int64_t n) { memcpy(p, &v, (size_t)min64(n, kWide) * sizeof(float)); }
+inline void store_floats(float *p, Floats v, int64_t n) {
+  memcpy(p, &v, (size_t)min64(n, kRegisterLanes) * sizeof(float));
+}
 #endif
-inline V all(float x) { return x - V{}; }
+inline Floats splat_floats(float x) { return x - Floats{}; }
 #ifndef __AVX512F__
-inline int32_t sum(N v) {
+inline int32_t sum_lanes(Ints v) {
   __m128i s = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
   s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 #endif
 
-inline F round_even(F v) {
+// Each lane rounded to the nearest integer, ties to even.
+inline F32x16 round_even(F32x16 v) {
 #ifdef __AVX512F__
-  return (F)_mm512_roundscale_ps((__m512)v, 0);
+  return (F32x16)_mm512_roundscale_ps((__m512)v, 0);
 #else
-  const F magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves no room for fractions
+  const F32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves no bits for fractions
   return (v + magic) - magic;
 #endif
 }
 #ifndef __AVX512F__
-inline V round_even(V v) { return (V)_mm256_round_ps((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Floats round_even(Floats v) {
+  return (Floats)_mm256_round_ps((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 #endif
 
-// exp to about 2 units in the last place; below -87 it is 0. Cephes' polynomial.
-inline V vexp(V x) {
-  V low = (V)((N)(x < -87.0f));
-  x = x < -87.0f ? all(-87.0f) : x;
-  x = x > 88.0f ? all(88.0f) : x;
-  V n = round_even(x * 1.44269504088896341f);
-  V r = fma(n, all(-0.693359375f), x);
-  r = fma(n, all(2.12194440e-4f), r);
-  V y = all(1.9875691500e-4f);
-  y = fma(y, r, all(1.3981999507e-3f));
-  y = fma(y, r, all(8.3334519073e-3f));
-  y = fma(y, r, all(4.1665795894e-2f));
-  y = fma(y, r, all(1.6666665459e-1f));
-  y = fma(y, r, all(5.0000001201e-1f));
+// exp of each lane, to about 2 units in the last place; 0 below -87. The polynomial is Cephes'.
+inline Floats vexp(Floats x) {
+  Floats low = (Floats)((Ints)(x < -87.0f));
+  x = x < -87.0f ? splat_floats(-87.0f) : x;
+  x = x > 88.0f ? splat_floats(88.0f) : x;
+  Floats n = round_even(x * 1.44269504088896341f);
+  Floats r = fma(n, splat_floats(-0.693359375f), x);
+  r = fma(n, splat_floats(2.12194440e-4f), r);
+  Floats y = splat_floats(1.9875691500e-4f);
+  y = fma(y, r, splat_floats(1.3981999507e-3f));
+  y = fma(y, r, splat_floats(8.3334519073e-3f));
+  y = fma(y, r, splat_floats(4.1665795894e-2f));
+  y = fma(y, r, splat_floats(1.6666665459e-1f));
+  y = fma(y, r, splat_floats(5.0000001201e-1f));
   y = fma(y, r * r, r) + 1.0f;
-  N bits = (__builtin_convertvector(n, N) + 127) << 23;
-  return (V)((N)(y * (V)bits) & ~(N)low);
+  Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return (Floats)((Ints)(y * (Floats)bits) & ~(Ints)low);
 }
-inline V silu(V x) { return x / (1.0f + vexp(-x)); }
+// x / (1 + exp(-x)).
+inline Floats silu(Floats x) { return x / (1.0f + vexp(-x)); }
 
 }  // namespace

@@ -1,57 +1,58 @@
-// The likeliest token of a row of logits whose pieces come in any order, from any thread; as Row::likeliest in
-// sampling.h.
+// The index of the largest logit of a row whose pieces are computed in any order by any thread. `ip_model_step` keeps
+// one per row and thread and merges them; the result is that of LogitsRow::argmax in sample_row.h.
 #pragma once
 #include <math.h>
 
-#include "vec.h"
+#include "runtime/vectors.h"
 
 namespace {
 
-class alignas(64) Likeliest {  // of one thread: no two write to a line
+class alignas(64) Argmax {  // of one thread; no two threads write to one cache line
  public:
-  // Logits of tokens j .. j + n.
-  void take(int64_t j, int64_t n, const float *logits) {
-    F most = splat(-INFINITY);
-    I nans = {};
+  // Adds the logits of tokens j .. j + n.
+  void add(int64_t j, int64_t n, const float *logits) {
+    F32x16 most = splat(-INFINITY);
+    I32x16 nans = {};
     int64_t c = 0;
     for (; c + kLanes <= n; c += kLanes) {
-      F x = load<F>(logits + c);
+      F32x16 x = load<F32x16>(logits + c);
       nans |= x != x;
       most = x > most ? x : most;
     }
     float top = -INFINITY;
     for (int l = 0; l < kLanes; l++) top = most[l] > top ? most[l] : top;
-    bool nan = sum(nans) != 0;
+    bool nan = sum_lanes(nans) != 0;
     for (; c < n; c++) nan |= logits[c] != logits[c], top = logits[c] > top ? logits[c] : top;
     if (nan) {
       for (c = 0; logits[c] == logits[c];) c++;
-      nan_ = min64(nan_, j + c);
-    } else if (top > top_ || (top == top_ && j < at_)) {
+      nan_id_ = min64(nan_id_, j + c);
+    } else if (top > largest_ || (top == largest_ && j < largest_id_)) {
       for (c = 0; logits[c] != top;) c++;
-      take(top, j + c);
+      add(top, j + c);
     }
   }
 
-  void take(const Likeliest &other) {
-    nan_ = min64(nan_, other.nan_);
-    take(other.top_, other.at_);
+  // Merges the result of another thread.
+  void add(const Argmax &other) {
+    nan_id_ = min64(nan_id_, other.nan_id_);
+    add(other.largest_, other.largest_id_);
   }
 
   // The first NaN if there is one, else the first of the largest.
-  int64_t token() const { return nan_ < kNone ? nan_ : at_; }
+  int64_t token() const { return nan_id_ < kNoToken ? nan_id_ : largest_id_; }
 
  private:
-  static constexpr int64_t kNone = INT64_MAX;
+  static constexpr int64_t kNoToken = INT64_MAX;
 
-  void take(float top, int64_t at) {
-    if (top == top_)
-      at_ = min64(at_, at);
-    else if (top > top_)
-      top_ = top, at_ = at;
+  void add(float top, int64_t at) {
+    if (top == largest_)
+      largest_id_ = min64(largest_id_, at);
+    else if (top > largest_)
+      largest_ = top, largest_id_ = at;
   }
 
-  float top_ = -INFINITY;
-  int64_t at_ = kNone, nan_ = kNone;
+  float largest_ = -INFINITY;
+  int64_t largest_id_ = kNoToken, nan_id_ = kNoToken;
 };
 
 }  // namespace

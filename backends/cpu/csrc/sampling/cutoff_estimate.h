@@ -1,85 +1,96 @@
-// What a sample of a row says about its tokens by rank: in which logits the one at a share of their weights, or of their
-// number, is likely to lie.
+// Estimates, from every 16th register of a row's logits, the interval of logits that contains the top-p or top-k
+// cutoff, or the token to be drawn. sample_row.h calls it before it reads the whole row; a wrong estimate costs a
+// second pass, never the result.
 #pragma once
-#include "choose.h"
+#include "sampling/topk_select.h"
 
 namespace {
 
-constexpr int kEvery = 16;         // one register in so many is sampled
-constexpr float kDeviations = 3;   // how far from its guess a token is looked for
-constexpr float kUnseen = 0.01f;   // of the weight of known tokens: heavy ones that are neither known nor sampled
+constexpr int kSampleEvery = 16;  // one register of this many is sampled
+constexpr float kBandDeviations = 3;  // half the width of a band, in standard deviations of the estimate
+constexpr float kUnseenShare = 0.01f;  // of the known tokens' weight: heavy tokens that are neither known nor sampled
 
-// Logits from `low` up to below `high` in which a token is looked for.
+// The interval of logits from `low` up to below `high` in which a token is looked for: the tokens in it, and what is
+// above it.
 struct Band {
   float low, high;
-  Few inside;
-  Upto above;
+  TokenList inside;
+  RankTotals above;
 };
 
-class Guess {
+// Histogram of a row's weights by interval of logits, accumulated from the largest logit down.
+class CutoffEstimate {
  public:
   // `low`: the least logit to count.
-  Guess(const Heat &heat, float low)
-      : intervals_(heat.top, low, kBins), step_((heat.top - low) / (float)(kBins - 1)), degrees_(heat.degrees),
-        sampled_(scratch(17)->get<int32_t>(2 * (kBins + 1))), known_(sampled_ + kBins + 1) {
-    memset(sampled_, 0, 2 * (kBins + 1) * sizeof(int32_t));
+  CutoffEstimate(const Softmax &softmax, float low)
+      : intervals_(softmax.top, low, kIntervals), step_((softmax.top - low) / (float)(kIntervals - 1)),
+        temperature_(softmax.temperature),
+        sampled_(workspace(kRankedTokens)->reserve<int32_t>(2 * (kIntervals + 1))), known_(sampled_ + kIntervals + 1) {
+    memset(sampled_, 0, 2 * (kIntervals + 1) * sizeof(int32_t));
   }
 
-  // Whole registers of logits; each stands for kEvery tokens.
-  void sampled(const float *logits, int64_t n) { count(sampled_, logits, n); }
-  // Of those that are there once.
-  void known(const float *logits, int64_t n) { count(known_, logits, n); }
+  // Adds whole registers of sampled logits; each stands for kSampleEvery tokens.
+  void add_sampled(const float *logits, int64_t n) { count(sampled_, logits, n); }
+  // Adds logits that are known to be in the row once.
+  void add_known(const float *logits, int64_t n) { count(known_, logits, n); }
 
-  void add_up() {
-    upto_ = scratch(16)->get<Sums>(kBins);
-    float weights[kBins];
-    const V number = __builtin_convertvector(first_ids(), V);
-    for (int i = 0; i < kBins; i += kWide)
-      store(weights + i, exp_scaled(larger((number + (float)i) * (-step_ / degrees_), all(kFar))));
-    float spread = step_ / degrees_, uneven = spread * spread / 12;  // weights differ within an interval
-    Sums sum = {};
-    for (int i = 0; i < kBins; i++) {
-      float light = (float)sampled_[i] * kEvery, tokens = light + (float)known_[i], w = weights[i];
+  // Accumulates the counts to weights, tokens and their variances; call it after all logits are added.
+  void accumulate() {
+    upto_ = workspace(kIntervalSums)->reserve<SumVector>(kIntervals);
+    float weights[kIntervals];
+    const Floats number = __builtin_convertvector(lane_numbers(), Floats);
+    for (int i = 0; i < kIntervals; i += kRegisterLanes)
+      store(weights + i,
+            exp_scaled(max_floats((number + (float)i) * (-step_ / temperature_), splat_floats(kExponentFloor))));
+    float spread = step_ / temperature_, uneven = spread * spread / 12;  // weights differ within an interval
+    SumVector sum = {};
+    for (int i = 0; i < kIntervals; i++) {
+      float light = (float)sampled_[i] * kSampleEvery, tokens = light + (float)known_[i], w = weights[i];
       known_weight_ += (float)known_[i] * w;
-      sum += Sums{tokens * w, (light * kEvery + tokens * uneven) * w * w, tokens, light * kEvery};
+      sum += SumVector{tokens * w, (light * kSampleEvery + tokens * uneven) * w * w, tokens, light * kSampleEvery};
       upto_[i] = sum;
     }
   }
 
-  float weight() const { return upto_[kBins - 1][0]; }
-  float tokens() const { return upto_[kBins - 1][2]; }
-  float weight_of_first(float tokens) const { return upto_[where(2, tokens)][0]; }
-  float weight_above(float below) const { return upto_[(int)fmaxf(fminf(-below * degrees_ / step_, kBins - 1), 0)][0]; }
+  // Estimates: the weight and the number of all tokens; the weight of the first `tokens` by rank; the weight of tokens
+  // with (logit - top) / temperature >= below.
+  float weight() const { return upto_[kIntervals - 1][0]; }
+  float tokens() const { return upto_[kIntervals - 1][2]; }
+  float weight_of_first(float tokens) const { return upto_[first_interval(2, tokens)][0]; }
+  float weight_above(float below) const {
+    return upto_[(int)fmaxf(fminf(-below * temperature_ / step_, kIntervals - 1), 0)][0];
+  }
 
-  // Where the token lies up to which there is a `share` of the first tokens that have `whole` together.
-  void place(Band &b, bool by_number, float share, float whole) const {
-    int what = by_number ? 2 : 0;
-    float target = share * whole, noise = upto_[where(what, target)][what + 1], rest = upto_[where(what, whole)][what + 1];
-    float far = kDeviations * sqrtf((1 - share) * (1 - share) * noise + share * share * (rest - noise));
-    if (!by_number) far += kUnseen * known_weight_;
-    int from = where(what, target - far), to = where(what, target + far);
+  // Sets the band in which the token lies up to which tokens have a `share` of `total`, by number or by weight.
+  void place_band(Band &b, bool by_number, float share, float total) const {
+    int column = by_number ? 2 : 0;
+    float target = share * total, noise = upto_[first_interval(column, target)][column + 1],
+          rest = upto_[first_interval(column, total)][column + 1];
+    float margin = kBandDeviations * sqrtf((1 - share) * (1 - share) * noise + share * share * (rest - noise));
+    if (!by_number) margin += kUnseenShare * known_weight_;
+    int from = first_interval(column, target - margin), to = first_interval(column, target + margin);
     b.high = from == 0 ? INFINITY : intervals_.top - ((float)from - 0.5f) * step_;
-    b.low = to == kBins - 1 ? -FLT_MAX : intervals_.top - ((float)to + 0.5f) * step_;
+    b.low = to == kIntervals - 1 ? -FLT_MAX : intervals_.top - ((float)to + 0.5f) * step_;
   }
 
  private:
-  typedef float Sums __attribute__((vector_size(16)));  // weights, their variance, tokens, their variance
+  typedef float SumVector __attribute__((vector_size(16)));  // weights, their variance, tokens, their variance
 
   void count(int32_t *counts, const float *logits, int64_t n) const {
-    for (int64_t i = 0; i < n; i += kWide) {
-      int32_t to[kWide];
-      store(to, intervals_.of(load<V>(logits + i)));
+    for (int64_t i = 0; i < n; i += kRegisterLanes) {
+      int32_t to[kRegisterLanes];
+      store(to, intervals_.number_of(load<Floats>(logits + i)));
 #pragma GCC unroll 16
-      for (int l = 0; l < kWide; l++) counts[to[l]]++;
+      for (int l = 0; l < kRegisterLanes; l++) counts[to[l]]++;
     }
   }
 
-  // The first interval up to which there is so much; the last if there is none.
-  int where(int what, float much) const {
-    int first = 0, count = kBins - 1;
+  // The first interval up to which a column sums to at least `amount`; the last interval if there is none.
+  int first_interval(int column, float amount) const {
+    int first = 0, count = kIntervals - 1;
     while (count > 0) {
       int half = count / 2;
-      if (upto_[first + half][what] < much)
+      if (upto_[first + half][column] < amount)
         first += half + 1, count -= half + 1;
       else
         count = half;
@@ -88,10 +99,10 @@ class Guess {
   }
 
   Intervals intervals_;
-  float step_, degrees_;
+  float step_, temperature_;
   int32_t *sampled_, *known_;
   float known_weight_ = 0;
-  Sums *upto_ = nullptr;
+  SumVector *upto_ = nullptr;
 };
 
 }  // namespace

@@ -1,51 +1,55 @@
-// A few tokens in no order, and which of them is the one at a share of their weights, or of their number, by rank: by
-// falling logit, then by id. They are counted by interval of logits, and those of one interval counted again, until there
-// are so few that sorting them costs nothing.
+// Finds, in a list of a few tokens, the one at a share of their weights, or of their number, by rank: by descending
+// logit, then by id. The tokens are counted by interval of logits, and those of one interval are counted again, until
+// so few are left that sorting them costs nothing. sample_row.h calls `find_token` on each band.
 #pragma once
 #include <algorithm>
 
-#include "weigh.h"
+#include "sampling/token_weights.h"
 
 namespace {
 
-constexpr int kBins = 1024;      // intervals; their sums stay in the nearest cache
-constexpr int64_t kSorted = 32;  // so few are sorted
+constexpr int kIntervals = 1024;  // intervals of logits; their sums stay in the first-level cache
+constexpr int64_t kMaxSorted = 32;  // a list of at most this many is sorted
 
-struct Few {
+// Tokens in no order.
+struct TokenList {
   float *logits;
   int32_t *ids;
   int64_t count;
 
-  // Marked lanes; behind the last one there has to be room for a register.
-  void add(V x, N id, Where marked) {
-    pack(logits + count, x, marked);
-    pack(ids + count, id, marked);
-    count += __builtin_popcount(lanes(marked));
+  // Adds the marked lanes; there must be space for a whole register behind the last token.
+  void add(Floats x, Ints id, Mask marked) {
+    compress_store(logits + count, x, marked);
+    compress_store(ids + count, id, marked);
+    count += __builtin_popcount(mask_bits(marked));
   }
 };
 
 // How many tokens, and the sum of their weights.
-struct Upto {
+struct RankTotals {
   int64_t tokens = 0, weight = 0;
-  template <bool kNumber>
-  int64_t much() const {
-    return kNumber ? tokens : weight;
+  template <bool BY_NUMBER>
+  int64_t amount() const {
+    return BY_NUMBER ? tokens : weight;
   }
 };
 
-struct Found {
-  int64_t token;  // -1: none of them
-  Upto upto;      // its own included
+// A token and the totals up to it.
+struct RankedToken {
+  int64_t token;  // -1: none of the list
+  RankTotals totals;  // of the tokens up to this one, included
 };
 
-struct Member {
-  uint64_t place;  // by falling logit, then by id
+// A token in a sorted list.
+struct RankedEntry {
+  uint64_t rank_key;  // orders by descending logit, then by id
   int64_t weight;
-  bool operator<(const Member &other) const { return place < other.place; }
-  int64_t token() const { return (int64_t)(place & 0xffffffff); }
+  bool operator<(const RankedEntry &other) const { return rank_key < other.rank_key; }
+  int64_t token() const { return (int64_t)(rank_key & 0xffffffff); }
 };
 
-inline uint64_t place_of(float logit, int64_t token) {
+// The key that orders tokens by rank; its lower half is the id.
+inline uint64_t rank_key_of(float logit, int64_t token) {
   float one_zero = logit + 0.0f;
   uint32_t bits;
   memcpy(&bits, &one_zero, 4);
@@ -53,93 +57,95 @@ inline uint64_t place_of(float logit, int64_t token) {
   return (uint64_t)~rising << 32 | (uint64_t)token;
 }
 
-// Numbers of intervals, from the largest logit down; `count` for what lies below the last one.
+// Numbers intervals of logits from the largest logit down; `count` for what lies below the last interval.
 struct Intervals {
   float top, low, scale;
   int count;
   Intervals(float top, float low, int count)
       : top(top), low(low), scale((float)(count - 1) / (top - low)), count(count) {}
-  bool any() const { return scale > 0 && scale < INFINITY; }
-  N of(V x) const {
-    V at = fma(smaller(top - x, all(FLT_MAX)), all(scale), all(0.5f));
-    return __builtin_convertvector(smaller(at, all((float)count)), N);
+  bool are_usable() const { return scale > 0 && scale < INFINITY; }
+  Ints number_of(Floats x) const {
+    Floats at = fma(min_floats(top - x, splat_floats(FLT_MAX)), splat_floats(scale), splat_floats(0.5f));
+    return __builtin_convertvector(min_floats(at, splat_floats((float)count)), Ints);
   }
 };
 
-// The smallest and the largest.
-inline Intervals intervals_of(const Few &few) {
-  for (int l = 0; l < kWide; l++) few.logits[few.count + l] = few.logits[0];
-  V least = all(few.logits[0]), most = least;
-  for (int64_t i = 0; i < few.count; i += kWide) {
-    V x = load<V>(few.logits + i);
-    least = smaller(x, least), most = larger(x, most);
+// The intervals between the smallest and the largest logit of a list.
+inline Intervals intervals_of_list(const TokenList &list) {
+  for (int l = 0; l < kRegisterLanes; l++) list.logits[list.count + l] = list.logits[0];
+  Floats least = splat_floats(list.logits[0]), most = least;
+  for (int64_t i = 0; i < list.count; i += kRegisterLanes) {
+    Floats x = load<Floats>(list.logits + i);
+    least = min_floats(x, least), most = max_floats(x, most);
   }
-  for (int l = 1; l < kWide; l++) least[0] = fminf(least[0], least[l]), most[0] = fmaxf(most[0], most[l]);
-  return Intervals(most[0], least[0], (int)min64(kBins, few.count / 4));  // rounding adds less than half of one
+  for (int l = 1; l < kRegisterLanes; l++) least[0] = fminf(least[0], least[l]), most[0] = fmaxf(most[0], most[l]);
+  return Intervals(most[0], least[0], (int)min64(kIntervals, list.count / 4));  // rounding adds less than half of one
 }
 
-// Those few tokens by rank, with their weights.
-inline Member *sorted(const Few &few, const Heat &heat) {
-  Member *members = scratch(17)->get<Member>(few.count + kWide);
-  for (int64_t i = 0; i < few.count; i += kWide) {
-    int64_t w[kWide];
-    heat.weigh(load<V>(few.logits + i)).put(w);
-    for (int64_t l = i; l < min64(i + kWide, few.count); l++) members[l] = {place_of(few.logits[l], few.ids[l]), w[l - i]};
+// The list sorted by rank, with weights.
+inline RankedEntry *sort_by_rank(const TokenList &list, const Softmax &softmax) {
+  RankedEntry *entries = workspace(kRankedTokens)->reserve<RankedEntry>(list.count + kRegisterLanes);
+  for (int64_t i = 0; i < list.count; i += kRegisterLanes) {
+    int64_t w[kRegisterLanes];
+    softmax.weights(load<Floats>(list.logits + i)).store_to(w);
+    for (int64_t l = i; l < min64(i + kRegisterLanes, list.count); l++)
+      entries[l] = {rank_key_of(list.logits[l], list.ids[l]), w[l - i]};
   }
-  if (!std::is_sorted(members, members + few.count)) std::sort(members, members + few.count);
-  return members;
+  if (!std::is_sorted(entries, entries + list.count)) std::sort(entries, entries + list.count);
+  return entries;
 }
 
-// As `find`, of tokens of one logit, which stand in the order of their ids.
-template <bool kNumber>
-Found find_of_equals(const Few &few, const Heat &heat, Upto before, int64_t share) {
-  int64_t w[kWide];
-  heat.weigh(all(few.logits[0])).put(w);
-  int64_t each = kNumber ? 1 : w[0], left = share - before.much<kNumber>(), at = each > 0 ? left / each : few.count;
-  if (at >= few.count) return {-1, before};
-  return {few.ids[at], {before.tokens + at + 1, before.weight + (at + 1) * w[0]}};
+// As `find_token`, for a list of equal logits, which stands in the order of ids.
+template <bool BY_NUMBER>
+RankedToken find_among_equals(const TokenList &list, const Softmax &softmax, RankTotals before, int64_t share) {
+  int64_t w[kRegisterLanes];
+  softmax.weights(splat_floats(list.logits[0])).store_to(w);
+  int64_t each = BY_NUMBER ? 1 : w[0], left = share - before.amount<BY_NUMBER>(),
+          at = each > 0 ? left / each : list.count;
+  if (at >= list.count) return {-1, before};
+  return {list.ids[at], {before.tokens + at + 1, before.weight + (at + 1) * w[0]}};
 }
 
-// The first token by rank up to which there is more than `share`, where `before` is what there is before these few; they
-// are not the same afterwards.
-template <bool kNumber>
-Found find(Few few, const Heat &heat, Upto before, int64_t share) {
-  while (few.count > kSorted) {
-    const Intervals intervals = intervals_of(few);
-    if (intervals.top == intervals.low) return find_of_equals<kNumber>(few, heat, before, share);
-    if (!intervals.any()) break;  // too close together, or too far apart, to tell how far
-    Upto *sums = scratch(16)->get<Upto>(kBins);
-    memset((void *)sums, 0, (size_t)intervals.count * sizeof(Upto));
-    for (int64_t i = 0; i < few.count; i += kWide) {
-      V x = load<V>(few.logits + i);
-      int64_t w[kWide];
-      int32_t to[kWide];
-      heat.weigh(x).put(w);
-      store(to, intervals.of(x));
-      for (int64_t l = 0, n = min64(kWide, few.count - i); l < n; l++) {
+// The first token by rank up to which there is more than `share`, in number or in weight, where `before` is what
+// precedes the list. The list's contents are overwritten.
+template <bool BY_NUMBER>
+RankedToken find_token(TokenList list, const Softmax &softmax, RankTotals before, int64_t share) {
+  while (list.count > kMaxSorted) {
+    const Intervals intervals = intervals_of_list(list);
+    if (intervals.top == intervals.low) return find_among_equals<BY_NUMBER>(list, softmax, before, share);
+    if (!intervals.are_usable()) break;  // too close together, or too far apart, to be divided
+    RankTotals *sums = workspace(kIntervalSums)->reserve<RankTotals>(kIntervals);
+    memset((void *)sums, 0, (size_t)intervals.count * sizeof(RankTotals));
+    for (int64_t i = 0; i < list.count; i += kRegisterLanes) {
+      Floats x = load<Floats>(list.logits + i);
+      int64_t w[kRegisterLanes];
+      int32_t to[kRegisterLanes];
+      softmax.weights(x).store_to(w);
+      store(to, intervals.number_of(x));
+      for (int64_t l = 0, n = min64(kRegisterLanes, list.count - i); l < n; l++) {
         sums[to[l]].weight += w[l];
-        if (kNumber) sums[to[l]].tokens++;
+        if (BY_NUMBER) sums[to[l]].tokens++;
       }
     }
-    int wanted = 0;
-    for (; wanted < intervals.count; wanted++) {
-      Upto upto = {before.tokens + sums[wanted].tokens, before.weight + sums[wanted].weight};
-      if (upto.much<kNumber>() > share) break;
-      before = upto;
+    int interval = 0;
+    for (; interval < intervals.count; interval++) {
+      RankTotals totals = {before.tokens + sums[interval].tokens, before.weight + sums[interval].weight};
+      if (totals.amount<BY_NUMBER>() > share) break;
+      before = totals;
     }
-    if (wanted == intervals.count) return {-1, before};
-    Few left = {few.logits, few.ids, 0};
-    for (int64_t i = 0; i < few.count; i += kWide) {
-      V x = load<V>(few.logits + i);
-      N id = load<N>(few.ids + i);
-      left.add(x, id, (Where)(equal(intervals.of(x), N{} + wanted) & first_lanes(few.count - i)));
+    if (interval == intervals.count) return {-1, before};
+    TokenList left = {list.logits, list.ids, 0};
+    for (int64_t i = 0; i < list.count; i += kRegisterLanes) {
+      Floats x = load<Floats>(list.logits + i);
+      Ints id = load<Ints>(list.ids + i);
+      left.add(x, id, (Mask)(equal(intervals.number_of(x), Ints{} + interval) & mask_of_first_lanes(list.count - i)));
     }
-    few = left;
+    list = left;
   }
-  const Member *members = sorted(few, heat);
-  for (int64_t i = 0; i < few.count; i++) {
-    before.tokens++, before.weight += members[i].weight;
-    if (before.much<kNumber>() > share) return {members[i].token(), before};
+  const RankedEntry *entries = sort_by_rank(list, softmax);
+  for (int64_t i = 0; i < list.count; i++) {
+    before.tokens++, before.weight += entries[i].weight;
+    if (before.amount<BY_NUMBER>() > share) return {entries[i].token(), before};
   }
   return {-1, before};
 }
