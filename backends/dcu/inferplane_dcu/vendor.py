@@ -86,7 +86,7 @@ MLA = VendorFunction("flash_mla_with_kvcache", ("flash_mla", "flash_mla.flash_ml
 FUNCTIONS = tuple(value for value in list(globals().values()) if isinstance(value, VendorFunction))
 
 
-def found_once(*functions: VendorFunction) -> Callable[[Any, Context], Any]:
+def find_once(*functions: VendorFunction) -> Callable[[Any, Context], Any]:
     """`Kernel.prepare` that looks functions up when the kernel is linked: one as itself, several as a tuple."""
 
     def prepare(op: Any, ctx: Context) -> Any:

@@ -54,14 +54,14 @@ def test_a_module_without_the_function_is_passed_by(installed):
 
 def test_lmslim_serves_before_its_functions_moved(installed):
     installed("lmslim.layers.gemm.int8_utils", "per_token_quant_int8")
-    quantize = vendor.found_once(vendor.QUANTIZE)(None, None)
+    quantize = vendor.find_once(vendor.QUANTIZE)(None, None)
     assert quantize.__module__ == "lmslim.layers.gemm.int8_utils"
 
 
 def test_what_is_nowhere_is_told(installed):
     installed("lightop.op", "another")
     with pytest.raises(KernelError, match="silu_and_mul_opt of Hygon's lightop is not here") as caught:
-        vendor.found_once(vendor.SILU_MUL, vendor.RMS_NORM)(None, None)
+        vendor.find_once(vendor.SILU_MUL, vendor.RMS_NORM)(None, None)
     assert "lightop.activation: ModuleNotFoundError" in caught.value.there_is
     assert "lightop.op: AttributeError" in caught.value.there_is
 

@@ -83,7 +83,7 @@ def test_sequences_are_made_once_a_step_and_anew_for_a_graph(monkeypatch):
     made = lengths.single_tokens(batch, 2)
     assert made.lens.tolist() == [5, 5, 6, 6, 7, 7, 71, 71]
     assert made.tables[:, 0].tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
-    assert made.query_start.tolist() == list(range(9)) and made.most_queries == 1
+    assert made.query_start.tolist() == list(range(9)) and made.max_query_tokens == 1
     assert lengths.single_tokens(batch, 2) is made
     assert lengths.single_tokens(batch).lens.tolist() == [5, 6, 7, 71], "other kernels take other groups"
     again = lengths.single_tokens(batch, 2)

@@ -36,9 +36,9 @@ VERSION = 2
 OPERATORS = (vendor.CACHE_OPERATORS,)
 
 
-def _window(p: Any) -> list[int] | None:
+def _window(view: Any) -> list[int] | None:
     """A window of w tokens is the token and w - 1 before it."""
-    return None if p.kv.window is None else [p.kv.window - 1, 0]
+    return None if view.kv.window is None else [view.kv.window - 1, 0]
 
 
 def _write(k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: Any) -> None:
@@ -55,7 +55,7 @@ def _write(k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: Any) -> None:
     when=with_(features=OPERATORS, kv_layouts=(HEADS, PAGED)),
     capture_safe=True,
 )
-def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """hcu_ops::reshape_and_cache for blocks of heads, reshape_and_cache_flash for plain ones; slot -1 is skipped."""
     _write(k, v, batch, kv)
 
@@ -76,18 +76,18 @@ def _both_norms(op: Any) -> bool:
         needs=(("norms of queries and keys with one epsilon, weights in the plan's dtype", _both_norms),),
     ),
     packs={"rope.table": TABLE},
-    prepare=vendor.found_once(vendor.NORM_ROPE),
+    prepare=vendor.find_once(vendor.NORM_ROPE),
     capture_safe=True,
 )
 def norm_rope_write(
-    p: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV
+    view: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV
 ) -> torch.Tensor:
     """rms_rotary_embedding_fuse, in place on copies, and the cache's write."""
     tokens, heads, dim = q.shape
     q, k = (t.clone(memory_format=torch.contiguous_format) for t in (q, k))
-    p.prepared(
-        batch.positions, q.view(tokens, -1), k.view(tokens, -1), dim, p.rope.table.in_dtype(q.dtype),
-        not p.rope.interleaved, p.q_norm.weight, p.k_norm.weight, None, None, p.q_norm.eps,
+    view.prepared(
+        batch.positions, q.view(tokens, -1), k.view(tokens, -1), dim, view.rope.table.in_dtype(q.dtype),
+        not view.rope.interleaved, view.q_norm.weight, view.k_norm.weight, None, None, view.q_norm.eps,
     )  # fmt: skip
     _write(k, v, batch, kv)
     return q.view(tokens, heads, dim)
@@ -104,14 +104,14 @@ def _single_tokens(op: Any) -> bool:
     when=with_(
         vendor.FLASH_TOKENS, kv_layouts=(HEADS,), needs=(("at most 8 tokens a sequence, no window", _single_tokens),)
     ),
-    prepare=vendor.found_once(vendor.FLASH_TOKENS),
+    prepare=vendor.find_once(vendor.FLASH_TOKENS),
     capture_safe=True,
 )
-def attention_tokens(p: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
+def attention_tokens(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
     """Paged attention with each token as a sequence of its own."""
     lens, tables = each_token_alone(batch)
-    out = p.prepared(
-        q.contiguous()[:, None], kv.keys, kv.values, cache_seqlens=lens, block_table=tables, softmax_scale=p.scale,
+    out = view.prepared(
+        q.contiguous()[:, None], kv.keys, kv.values, cache_seqlens=lens, block_table=tables, softmax_scale=view.scale,
         causal=True,
     )  # fmt: skip
     return only(out)[:, 0]
@@ -131,15 +131,15 @@ def _ragged(op: Any) -> bool:
         kv_layouts=(HEADS,),
         needs=(("more than 8 tokens of a sequence, or a window", _ragged),),
     ),
-    prepare=vendor.found_once(vendor.FLASH_PROMPTS),
+    prepare=vendor.find_once(vendor.FLASH_PROMPTS),
     capture_safe=True,
 )
-def attention_prompts(p: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
+def attention_prompts(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
     """All sequences in one call, over blocks of heads."""
-    out = p.prepared(
+    out = view.prepared(
         q.contiguous(), kv.keys, kv.values, max_seqlen_q=batch.max_query_tokens, cu_seqlens_q=batch.query_start,
-        max_seqlen_k=batch.max_seq_tokens, seqused_k=batch.seq_lens, softmax_scale=p.scale, causal=True,
-        window_size=_window(p), block_table=batch.block_tables, is_prefix_cache=True, fa_version=VERSION,
+        max_seqlen_k=batch.max_seq_tokens, seqused_k=batch.seq_lens, softmax_scale=view.scale, causal=True,
+        window_size=_window(view), block_table=batch.block_tables, is_prefix_cache=True, fa_version=VERSION,
     )  # fmt: skip
     return only(out)
 
@@ -149,15 +149,15 @@ def attention_prompts(p: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.T
     "flash_attn",
     rank=RANK_FUSED,
     when=with_(vendor.FLASH_PAGED, kv_layouts=(PAGED,), needs=(FLASH_DIMS,)),
-    prepare=vendor.found_once(vendor.FLASH_PAGED),
+    prepare=vendor.find_once(vendor.FLASH_PAGED),
     capture_safe=True,
 )
-def attention_paged(p: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
+def attention_paged(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
     """All sequences in one call, over plain blocks."""
     keys, values = kv.blocked()
-    out = p.prepared(
+    out = view.prepared(
         q=q.contiguous(), k=keys, v=values, cu_seqlens_q=batch.query_start, max_seqlen_q=batch.max_query_tokens,
-        max_seqlen_k=batch.max_seq_tokens, seqused_k=batch.seq_lens, softmax_scale=p.scale, causal=True,
-        window_size=tuple(_window(p) or (-1, -1)), block_table=batch.block_tables,
+        max_seqlen_k=batch.max_seq_tokens, seqused_k=batch.seq_lens, softmax_scale=view.scale, causal=True,
+        window_size=tuple(_window(view) or (-1, -1)), block_table=batch.block_tables,
     )  # fmt: skip
     return only(out)

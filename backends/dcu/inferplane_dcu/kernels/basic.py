@@ -32,13 +32,13 @@ INT8_ROWS = Packing("lightop.int8_rows", Int8Rows)
     "lightop",
     rank=RANK_FUSED,
     when=with_(vendor.RMS_NORM, needs=(NORM_WEIGHT,)),
-    prepare=vendor.found_once(vendor.RMS_NORM),
+    prepare=vendor.find_once(vendor.RMS_NORM),
     capture_safe=True,
 )
-def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """rmsnorm_forward_autograd, of contiguous rows; the last argument says that nothing is trained."""
     rows = x.contiguous()
-    return p.prepared(rows.view(-1, rows.shape[-1]), p.weight, p.eps, False).view(x.shape)
+    return view.prepared(rows.view(-1, rows.shape[-1]), view.weight, view.eps, False).view(x.shape)
 
 
 @KERNELS(
@@ -46,15 +46,15 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     "lightop",
     rank=RANK_FUSED,
     when=with_(vendor.ADD_RMS_NORM, vendor.RMS_NORM, needs=(ADD_NORM_WEIGHT,)),
-    prepare=vendor.found_once(vendor.ADD_RMS_NORM, vendor.RMS_NORM),
+    prepare=vendor.find_once(vendor.ADD_RMS_NORM, vendor.RMS_NORM),
     capture_safe=True,
 )
-def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """fused_add_rms_norm, whose first argument becomes the norm and second the sum; the first layer has no sum."""
-    add_norm, norm = p.prepared
+    add_norm, norm = view.prepared
     if residual is None:
-        return norm(x.contiguous(), p.norm.weight, p.norm.eps, False), x
-    return forms.add_rms_norm(add_norm, p.norm, x, residual)
+        return norm(x.contiguous(), view.norm.weight, view.norm.eps, False), x
+    return forms.add_rms_norm(add_norm, view.norm, x, residual)
 
 
 @KERNELS(
@@ -63,13 +63,13 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
     rank=RANK_FUSED,
     when=with_(vendor.ROPE),
     packs={"table": TABLE},
-    prepare=vendor.found_once(vendor.ROPE),
+    prepare=vendor.find_once(vendor.ROPE),
     capture_safe=True,
 )
-def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """rotary_embedding_fuse, in place, of queries and keys at once: the last head goes as the key."""
-    dim, table, neox = x.shape[-1], p.table.in_dtype(x.dtype), not p.interleaved
-    return last_head_as_key(x, lambda rest, last: p.prepared(positions, rest, last, dim, table, neox))
+    dim, table, neox = x.shape[-1], view.table.in_dtype(x.dtype), not view.interleaved
+    return last_head_as_key(x, lambda rest, last: view.prepared(positions, rest, last, dim, table, neox))
 
 
 @KERNELS(
@@ -77,12 +77,12 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     "lightop",
     rank=RANK_FUSED,
     when=with_(vendor.SILU_MUL),
-    prepare=vendor.found_once(vendor.SILU_MUL),
+    prepare=vendor.find_once(vendor.SILU_MUL),
     capture_safe=True,
 )
-def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """silu_and_mul_opt: SiLU of the first half times the second."""
-    return forms.silu_mul(p.prepared, x)
+    return forms.silu_mul(view.prepared, x)
 
 
 @KERNELS(
@@ -97,17 +97,17 @@ def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
         needs=(INT8_TOKENS,),
     ),
     packs={"weight": INT8_ROWS},
-    prepare=vendor.found_once(vendor.QUANTIZE, vendor.W8A8),
+    prepare=vendor.find_once(vendor.QUANTIZE, vendor.W8A8),
     capture_safe=True,
 )
-def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Both sides in int8 by hipBLASLt, which answers with a status; what is added is added behind it.
 
     Raises:
         RuntimeError: the library has no kernel for these sizes and says so.
     """
-    quantize, product = p.prepared
-    w: Int8Rows = p.weight
+    quantize, product = view.prepared
+    w: Int8Rows = view.weight
     data, scale = quantize(x.contiguous())
     tokens, columns = data.shape
     rows = w.data.shape[0]
@@ -118,7 +118,7 @@ def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
             "pin linear to torch"
         )
     y = w.shifted(y, data, scale)
-    return y if p.bias is None else y + p.bias
+    return y if view.bias is None else y + view.bias
 
 
 @KERNELS(
@@ -126,10 +126,10 @@ def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
     "lightop",
     rank=RANK_FUSED,
     when=with_(vendor.QUANTIZE, needs=(INT8_BY_TOKEN,)),
-    prepare=vendor.found_once(vendor.QUANTIZE),
+    prepare=vendor.find_once(vendor.QUANTIZE),
     capture_safe=True,
 )
-def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """per_token_quant_int8; a token of zeros has a tiny scale there, and 1 here."""
-    data, scale = p.prepared(x.contiguous())
+    data, scale = view.prepared(x.contiguous())
     return data, torch.where((data == 0).all(-1, keepdim=True), 1.0, scale)

@@ -33,7 +33,7 @@ LATENT, ROTARY = 512, 64
     when=with_(features=OPERATORS, kv_layouts=(PAGED,)),
     capture_safe=True,
 )
-def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """hcu_ops::concat_and_cache_mla; it skips slot -1."""
     forms.mla_kv_write(hcu.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
 
@@ -52,19 +52,19 @@ def _absorbed_dims(op: Any) -> bool:
         kv_layouts=(PAGED,),
         needs=((f"latents of {LATENT} + {ROTARY}", _absorbed_dims),),
     ),
-    prepare=vendor.found_once(vendor.MLA_PLAN, vendor.MLA),
+    prepare=vendor.find_once(vendor.MLA_PLAN, vendor.MLA),
     capture_safe=True,
 )
-def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Fold `kv_b` into the query, attend with each token as a sequence of its own, unfold."""
-    plan, attend = p.prepared
-    q, (lens, tables) = folded(p, q_nope, q_rope), each_token_alone(batch)
-    schedule, splits = plan(lens, p.dims.heads, 1)
+    plan, attend = view.prepared
+    q, (lens, tables) = folded(view, q_nope, q_rope), each_token_alone(batch)
+    schedule, splits = plan(lens, view.dims.heads, 1)
     cache = latents(kv)[:, :, None]
     out = attend(
-        q[:, None], cache, tables, lens, p.dims.latent, schedule, splits, softmax_scale=p.scale, causal=True
+        q[:, None], cache, tables, lens, view.dims.latent, schedule, splits, softmax_scale=view.scale, causal=True
     )  # fmt: skip
-    return unfolded(p, only(out)[:, 0])
+    return unfolded(view, only(out)[:, 0])
 
 
 @KERNELS(
@@ -76,14 +76,14 @@ def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
         kv_layouts=(PAGED,),
         needs=(FLASH_EXPANDED, PLAIN_KV_B),
     ),
-    prepare=vendor.found_once(vendor.FLASH),
+    prepare=vendor.find_once(vendor.FLASH),
     needs_host_lens=True,
 )
-def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, which flash attention wants."""
     lens = batch.lens().seq_lens
-    keys, values = expanded(p, _gathered(latents(kv), batch.block_tables, lens))
-    out = p.prepared(
+    keys, values = expanded(view, _gathered(latents(kv), batch.block_tables, lens))
+    out = view.prepared(
         torch.cat((q_nope, q_rope), -1),
         keys,
         values,
@@ -91,10 +91,10 @@ def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
         running_sum(lens, q_nope.device),
         batch.max_query_tokens,
         batch.max_seq_tokens,
-        softmax_scale=p.scale,
+        softmax_scale=view.scale,
         causal=True,
     )
-    return only(out)[..., : p.dims.value].contiguous()
+    return only(out)[..., : view.dims.value].contiguous()
 
 
 def _gathered(cache: torch.Tensor, tables: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:

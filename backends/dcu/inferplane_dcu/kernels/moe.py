@@ -47,13 +47,20 @@ def _group_dims(op: Any) -> bool:
         ),
     ),
     packs={"bias": FLOAT32},
-    prepare=vendor.found_once(vendor.GATE),
+    prepare=vendor.find_once(vendor.GATE),
     capture_safe=True,
 )
-def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """moe_fused_gate; ids are int32."""
-    weights, ids = p.prepared(
-        logits.float().contiguous(), p.bias, p.groups, p.top_groups, p.top_k, 0, p.factor, p.factor != 1.0
+    weights, ids = view.prepared(
+        logits.float().contiguous(),
+        view.bias,
+        view.groups,
+        view.top_groups,
+        view.top_k,
+        0,
+        view.factor,
+        view.factor != 1.0,
     )
     return weights, ids
 
@@ -91,11 +98,11 @@ class Experts:
         self.device = vendor.device()
         self._known: dict[tuple[int, int], tuple[dict[str, int], dict[str, int]] | None] = {}
 
-    def configurations(self, p: Any, x: torch.Tensor, k: int) -> tuple[dict[str, int], dict[str, int]] | None:
+    def configurations(self, view: Any, x: torch.Tensor, k: int) -> tuple[dict[str, int], dict[str, int]] | None:
         """Of both products for as many tokens; None where lightop has none."""
         key = x.shape[0], k
         if key not in self._known:
-            experts, both, width = p.gate_up.shape
+            experts, both, width = view.gate_up.shape
             first, second, status = self.config(
                 experts, x.shape[0], both, width, width, both // 2, k, *self.device, x.dtype
             )
@@ -125,22 +132,22 @@ def _tiles(op: Any) -> bool:
     prepare=_prepared,
     capture_safe=True,
 )
-def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls where lightop has a configuration for as many tokens; else expert by expert, with torch's products on
     weights that are put back into rows one expert at a time (which cannot be recorded).
     """
-    calls: Experts = p.prepared
+    calls: Experts = view.prepared
     tokens, k = ids.shape
-    found = calls.configurations(p, x, k)
+    found = calls.configurations(view, x, k)
     if found is None:
-        return by_expert(p, x, weights, ids.long())
+        return by_expert(view, x, weights, ids.long())
     first, second = found
-    experts, both, width = p.gate_up.shape
+    experts, both, width = view.gate_up.shape
     aligned = _aligned(calls, ids.int().contiguous(), experts, first["BLOCK_SIZE_M"])
     h, act, y = (x.new_empty(tokens * k, n) for n in (both, both // 2, width))
-    calls.product(x.contiguous(), p.gate_up.data, h, None, *aligned, k, first)
+    calls.product(x.contiguous(), view.gate_up.data, h, None, *aligned, k, first)
     calls.act(h, act)
-    calls.product(act, p.down.data, y, weights.float().contiguous(), *aligned, 1, second)
+    calls.product(act, view.down.data, y, weights.float().contiguous(), *aligned, 1, second)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     calls.sum(
         input=y.view(tokens, k, width), output=out, bias=None, expert_mask=None, num_local_tokens=None, factor=1.0

@@ -38,7 +38,7 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: A
     when=When(HALF, kv_layouts=(PAGED,), features=OPERATORS),
     capture_safe=True,
 )
-def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """_C_cache_ops::reshape_and_cache_flash; it skips slot -1."""
     forms.kv_write(cache_ops.reshape_and_cache_flash, k, v, kv.blocked(), batch)  # type: ignore[attr-defined]
 
@@ -50,10 +50,10 @@ def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV
     when=When(HALF, kv_layouts=(PAGED,), features=FLASH, needs=(FLASH_DIMS,)),
     capture_safe=True,
 )
-def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """All sequences in one call. A window of w tokens is the token and w - 1 before it."""
     keys, values = kv.blocked()  # type: ignore[attr-defined]
-    window = p.kv.window
+    window = view.kv.window
     return flash_attention(
         q.contiguous(),
         keys,
@@ -62,7 +62,7 @@ def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tenso
         max_seqlen_q=batch.max_query_tokens,
         seqused_k=batch.seq_lens,
         max_seqlen_k=batch.max_seq_tokens,
-        softmax_scale=p.scale,
+        softmax_scale=view.scale,
         window_size=list(NO_WINDOW if window is None else (window - 1, 0)),
         block_table=batch.block_tables,
     )

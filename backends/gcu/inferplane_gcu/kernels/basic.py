@@ -33,9 +33,9 @@ INT8_ROWS = Packing("vllm_gcu.int8_rows", Int8Rows)
     when=When(HALF, features=OPERATORS, needs=(NORM_WEIGHT,)),
     capture_safe=True,
 )
-def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_C::rms_norm, which takes contiguous rows."""
-    return forms.rms_norm(vllm.rms_norm, p, x)
+    return forms.rms_norm(vllm.rms_norm, view, x)
 
 
 @KERNELS(
@@ -45,24 +45,24 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     when=When(HALF, features=OPERATORS, needs=(ADD_NORM_WEIGHT,)),
     capture_safe=True,
 )
-def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """_C::fused_add_rms_norm, whose first argument becomes the norm and second the sum; the first layer has no sum."""
     if residual is None:
-        return rms_norm(p.norm, x), x
-    return forms.add_rms_norm(vllm.fused_add_rms_norm, p.norm, x, residual)
+        return rms_norm(view.norm, x), x
+    return forms.add_rms_norm(vllm.fused_add_rms_norm, view.norm, x, residual)
 
 
 @KERNELS(
     "rope", "vllm_gcu", rank=RANK_FUSED, when=When(HALF, features=OPERATORS), packs={"table": TABLE}, capture_safe=True
 )
-def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """_C::rotary_embedding, in place, of queries and keys at once: the last head goes as the key."""
-    dim, table, neox = x.shape[-1], p.table.in_dtype(x.dtype), not p.interleaved
+    dim, table, neox = x.shape[-1], view.table.in_dtype(x.dtype), not view.interleaved
     return last_head_as_key(x, lambda rest, last: vllm.rotary_embedding(positions, rest, last, dim, table, neox))
 
 
 @KERNELS("silu_mul", "vllm_gcu", rank=RANK_FUSED, when=When(HALF, features=OPERATORS), capture_safe=True)
-def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_C::silu_and_mul: SiLU of the first half times the second."""
     return forms.silu_mul(vllm.silu_and_mul, x)
 
@@ -75,9 +75,9 @@ def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
     packs={"weight": INT8_ROWS},
     capture_safe=True,
 )
-def linear_w8a16(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_C::weight_only_quant: weights in int8, expanded within the product; scales have the activations' dtype."""
-    w: Int8Rows = p.weight
+    w: Int8Rows = view.weight
     out = x.new_empty(x.shape[0], w.data.shape[0])
-    vllm.weight_only_quant(out, x.contiguous(), w.data, p.bias, w.scale.to(x.dtype), WHOLE_ROW)
+    vllm.weight_only_quant(out, x.contiguous(), w.data, view.bias, w.scale.to(x.dtype), WHOLE_ROW)
     return w.shifted(out, x)

@@ -30,7 +30,7 @@ KERNELS = Kernels()
     when=When(HALF, kv_layouts=(PAGED,), features=OPERATORS),
     capture_safe=True,
 )
-def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """_C_cache_ops::concat_and_cache_mla; it skips slot -1."""
     forms.mla_kv_write(cache_ops.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
 
@@ -51,12 +51,12 @@ def _absorbed_dims(op: Any) -> bool:
     ),
     capture_safe=True,
 )
-def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """_flashmla_C::fwd_kvcache_mla, with each token as a sequence of its own that ends with it, as vllm-gcu does."""
-    q, (lens, tables) = folded(p, q_nope, q_rope)[:, None], each_token_alone(batch)
-    cache, width = latents(kv)[:, :, None], p.dims.latent
-    mid = flashmla.fwd_kvcache_mla(q, cache, width, lens, tables, p.scale, False, None, None, None, None)[0]
-    return unfolded(p, mid[:, 0])
+    q, (lens, tables) = folded(view, q_nope, q_rope)[:, None], each_token_alone(batch)
+    cache, width = latents(kv)[:, :, None], view.dims.latent
+    mid = flashmla.fwd_kvcache_mla(q, cache, width, lens, tables, view.scale, False, None, None, None, None)[0]
+    return unfolded(view, mid[:, 0])
 
 
 @KERNELS(
@@ -71,13 +71,13 @@ def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     ),
     needs_host_lens=True,
 )
-def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, which flash attention wants."""
-    d, lens, cache = p.dims, batch.lens().seq_lens, latents(kv)
+    d, lens, cache = view.dims, batch.lens().seq_lens, latents(kv)
     ends = running_sum(lens, q_nope.device)
     dense = q_nope.new_empty(sum(lens), d.latent + d.rope)
     cache_ops.gather_cache(cache, dense, batch.block_tables, ends, len(lens), torch.zeros_like(batch.seq_lens))
-    keys, values = expanded(p, dense)
+    keys, values = expanded(view, dense)
     out = flash_attention(
         torch.cat((q_nope, q_rope), -1),
         keys,
@@ -86,6 +86,6 @@ def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
         max_seqlen_q=batch.max_query_tokens,
         cu_seqlens_k=ends,
         max_seqlen_k=batch.max_seq_tokens,
-        softmax_scale=p.scale,
+        softmax_scale=view.scale,
     )
     return out[..., : d.value].contiguous()

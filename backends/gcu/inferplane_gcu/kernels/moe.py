@@ -33,11 +33,11 @@ def _grouped(op: Any) -> bool:
     when=When(FLOATS, features=OPERATORS, needs=(SOFTMAX_ALONE,)),
     capture_safe=True,
 )
-def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_moe_C::topk_softmax, which does not renormalize; ids are int32."""
-    weights, ids = room_for_routes(logits, p.top_k)
+    weights, ids = room_for_routes(logits, view.top_k)
     moe.topk_softmax(weights, ids, torch.empty_like(ids), logits.float())
-    return (weights / weights.sum(-1, keepdim=True) if p.renormalize else weights) * p.factor, ids
+    return (weights / weights.sum(-1, keepdim=True) if view.renormalize else weights) * view.factor, ids
 
 
 @KERNELS(
@@ -51,13 +51,21 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     ),
     capture_safe=True,
 )
-def moe_route_grouped(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_C::fused_grouped_topk; it knows no factor."""
-    weights, ids = room_for_routes(logits, p.top_k)
+    weights, ids = room_for_routes(logits, view.top_k)
     vllm.fused_grouped_topk(
-        weights, ids, logits.contiguous(), p.top_k, p.renormalize, p.groups, p.top_groups, p.bias, p.score
+        weights,
+        ids,
+        logits.contiguous(),
+        view.top_k,
+        view.renormalize,
+        view.groups,
+        view.top_groups,
+        view.bias,
+        view.score,
     )
-    return weights * p.factor, ids
+    return weights * view.factor, ids
 
 
 @KERNELS(
@@ -67,18 +75,18 @@ def moe_route_grouped(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch
     when=When(HALF, features=OPERATORS, needs=(EVERY_EXPERT,)),
     capture_safe=True,
 )
-def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls; how many blocks an expert has is known to the device alone."""
-    experts, columns, _ = p.gate_up.shape
+    experts, columns, _ = view.gate_up.shape
     tokens, k = ids.shape
     ids, weights = ids.int().contiguous(), weights.float().contiguous()
     aligned = _aligned(ids, experts)
     h = x.new_empty(tokens, k, columns)
-    vllm.fused_moe_kernel(h, x.contiguous(), p.gate_up, weights, ids, *aligned, False, k, BLOCK_PAIRS, None)
+    vllm.fused_moe_kernel(h, x.contiguous(), view.gate_up, weights, ids, *aligned, False, k, BLOCK_PAIRS, None)
     act = x.new_empty(tokens * k, columns // 2)
     vllm.silu_and_mul(act, h.view(tokens * k, columns))
     y = x.new_empty(tokens, k, x.shape[1])
-    vllm.fused_moe_kernel(y, act, p.down, weights, ids, *aligned, True, 1, BLOCK_PAIRS, None)
+    vllm.fused_moe_kernel(y, act, view.down, weights, ids, *aligned, True, 1, BLOCK_PAIRS, None)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     moe.moe_sum_pad(out, y, torch.full((1,), tokens, dtype=torch.int32, device=x.device), 1, False)
     return out

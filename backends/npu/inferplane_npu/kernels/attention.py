@@ -71,7 +71,7 @@ HEADS = ("at most 256 heads, 64 to a KV head", _few_heads)
     when=OnNpu(HALF, kv_layouts=(ND_128,), features=("fused-infer",)),
     capture_safe=True,
 )
-def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
+def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
     """npu_scatter_pa_kv_cache in its ND mode, which is not the default."""
     npu.npu_scatter_pa_kv_cache(
         k.contiguous(), v.contiguous(), kv.first, kv.second, kv.real(batch.slots), cache_mode="Norm"
@@ -85,7 +85,7 @@ def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuKV) 
     when=OnNpu((torch.float16,), kv_layouts=(NZ_128,), features=("nz-cache", "atb")),
     capture_safe=True,
 )
-def kv_write_nz(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
+def kv_write_nz(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
     """_npu_reshape_and_cache into NZ tiles."""
     atb._npu_reshape_and_cache(k.contiguous(), v.contiguous(), kv.first, kv.second, kv.real(batch.slots).int())
 
@@ -107,7 +107,7 @@ def kv_write_nz(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuK
     capture_safe=True,
     needs_host_lens=True,
 )
-def attention_ragged(p: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+def attention_ragged(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """All sequences in one call, in the layout TND."""
     k, v = kv.flat()
     return attend(
@@ -119,9 +119,9 @@ def attention_ragged(p: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.
         actual_seq_lengths=list(batch.lens().query_start[1:]),
         actual_seq_lengths_kv=key_lens(batch),
         block_table=batch.block_tables,
-        num_heads=p.heads,
-        num_key_value_heads=p.kv.heads,
-        scale=p.scale,
+        num_heads=view.heads,
+        num_key_value_heads=view.kv.heads,
+        scale=view.scale,
         input_layout="TND",
         sparse_mode=RIGHT_DOWN_CAUSAL,
         block_size=BLOCK_TOKENS,
@@ -140,27 +140,27 @@ def attention_ragged(p: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.
     ),
     needs_host_lens=True,
 )
-def attention_by_sequence(p: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+def attention_by_sequence(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """Head sizes and windows that TND does not take, in the layout BSND: single tokens of all sequences in one call,
     longer queries sequence by sequence.
     """
     if batch.max_query_tokens == 1:
-        return _single(p, q, batch.seq_lens, key_lens(batch), batch.block_tables, kv)
+        return _single(view, q, batch.seq_lens, key_lens(batch), batch.block_tables, kv)
     out = torch.empty_like(q)
     for a, b, n, table in batch.rows():
         if b - a == 1:
             lens = torch.full((1,), n, dtype=torch.int32, device=q.device)
-            out[a:b] = _single(p, q[a:b], lens, [n], table[None], kv)
+            out[a:b] = _single(view, q[a:b], lens, [n], table[None], kv)
         else:
-            out[a:b] = _several(p, q[a:b], n, table, kv)
+            out[a:b] = _several(view, q[a:b], n, table, kv)
     return out
 
 
-def _several(p: Any, q: torch.Tensor, n: int, table: torch.Tensor, kv: NpuKV) -> torch.Tensor:
+def _several(view: Any, q: torch.Tensor, n: int, table: torch.Tensor, kv: NpuKV) -> torch.Tensor:
     """The last S of a sequence's n tokens ask, `[S, H, D]`. A window of w tokens is the token and w - 1 before it."""
-    window = p.kv.window
+    window = view.kv.window
     band = {} if window is None else {"pre_tokens": window - 1, "next_tokens": 0}
-    gone = p.kv.blocks_before_window(q.shape[0], n, BLOCK_TOKENS)
+    gone = view.kv.blocks_before_window(q.shape[0], n, BLOCK_TOKENS)
     k, v = kv.flat()
     return npu.npu_fused_infer_attention_score(
         q[None],
@@ -170,9 +170,9 @@ def _several(p: Any, q: torch.Tensor, n: int, table: torch.Tensor, kv: NpuKV) ->
         actual_seq_lengths=[q.shape[0]],
         actual_seq_lengths_kv=[n - gone * BLOCK_TOKENS],
         block_table=table[None, gone:].contiguous(),
-        num_heads=p.heads,
-        num_key_value_heads=p.kv.heads,
-        scale=p.scale,
+        num_heads=view.heads,
+        num_key_value_heads=view.kv.heads,
+        scale=view.scale,
         input_layout="BSND",
         sparse_mode=RIGHT_DOWN_CAUSAL if window is None else BAND,
         block_size=BLOCK_TOKENS,
@@ -181,10 +181,10 @@ def _several(p: Any, q: torch.Tensor, n: int, table: torch.Tensor, kv: NpuKV) ->
 
 
 def _single(
-    p: Any, q: torch.Tensor, lens: torch.Tensor, host_lens: list[int], tables: torch.Tensor, kv: NpuKV
+    view: Any, q: torch.Tensor, lens: torch.Tensor, host_lens: list[int], tables: torch.Tensor, kv: NpuKV
 ) -> torch.Tensor:
     """One token of each sequence asks, `[B, H, D]`. `sparse_mode` means nothing then: a window needs a whole mask."""
-    mask, window = None, p.kv.window
+    mask, window = None, view.kv.window
     if window is not None:
         # The table without the blocks before the window, which may hold anything, and the lengths without their tokens.
         gone = (lens - window).clamp(min=0) // BLOCK_TOKENS
@@ -202,9 +202,9 @@ def _single(
         atten_mask=mask,
         actual_seq_lengths_kv=host_lens,
         block_table=tables,
-        num_heads=p.heads,
-        num_key_value_heads=p.kv.heads,
-        scale=p.scale,
+        num_heads=view.heads,
+        num_key_value_heads=view.kv.heads,
+        scale=view.scale,
         input_layout="BSND",
         block_size=BLOCK_TOKENS,
     )[0][:, 0]
@@ -225,14 +225,16 @@ def _single(
     ),
     needs_host_lens=True,
 )
-def attention_nz(p: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+def attention_nz(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """ATB on the 310P: paged attention for single tokens, its split-fuse form for longer queries.
 
     A block holds at most 128 tokens of 128 entries a head (vllm-ascend, _310p/model_runner_310p.py).
     """
     q, out, lens = q.contiguous(), torch.empty_like(q), batch.seq_lens.clamp(min=1)
     if batch.max_query_tokens == 1:
-        atb._npu_paged_attention(q, kv.first, kv.second, p.kv.heads, p.heads, p.scale, batch.block_tables, lens, out)
+        atb._npu_paged_attention(
+            q, kv.first, kv.second, view.kv.heads, view.heads, view.scale, batch.block_tables, lens, out
+        )
         return out
     starts = torch.tensor(batch.lens().query_start, dtype=torch.int32)
     atb._npu_paged_attention_splitfuse_v2(
@@ -243,9 +245,9 @@ def attention_nz(p: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tens
         lens,
         additive_mask(q.device),
         starts.diff(),
-        p.kv.heads,
-        p.heads,
-        p.scale,
+        view.kv.heads,
+        view.heads,
+        view.scale,
         mask_type=NORM_COMPRESS,
         out=out,
     )

@@ -53,9 +53,9 @@ NARROW = ("heads of fewer than 896 entries", lambda op: _entries(op) < 896)
     when=OnNpu(FLOATS, needs=(NORM_WEIGHT,)),
     capture_safe=True,
 )
-def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """npu_rms_norm; its second result is for training."""
-    return npu.npu_rms_norm(x, p.weight, p.eps)[0]
+    return npu.npu_rms_norm(x, view.weight, view.eps)[0]
 
 
 @KERNELS(
@@ -65,9 +65,9 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     when=OnNpu(FLOATS, needs=(ADD_NORM_WEIGHT,)),
     capture_safe=True,
 )
-def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_add_rms_norm, whose third result is the sum; the first layer has nothing to add."""
-    norm = p.norm
+    norm = view.norm
     if residual is None:
         return npu.npu_rms_norm(x, norm.weight, norm.eps)[0], x
     y, _, s = npu.npu_add_rms_norm(x, residual, norm.weight, norm.eps)
@@ -82,9 +82,9 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
     packs={"table": ROPE_HALF},
     capture_safe=True,
 )
-def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """npu_rotary_mul on `[T, H, D]`; cosines and sines must have the dtype of what they rotate."""
-    cos, sin = cos_sin(p.table, positions, x.dtype)
+    cos, sin = cos_sin(view.table, positions, x.dtype)
     return npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None])
 
 
@@ -96,9 +96,9 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     packs={"table": ROPE_HALF},
     capture_safe=True,
 )
-def rope_128(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rope_128(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """npu_rotary_mul on `[1, T, H, 128]`, the only form that the 310P takes."""
-    cos, sin = cos_sin(p.table, positions, x.dtype)
+    cos, sin = cos_sin(view.table, positions, x.dtype)
     return npu.npu_rotary_mul(x.contiguous()[None], cos[None, :, None], sin[None, :, None])[0]
 
 
@@ -110,14 +110,14 @@ def rope_128(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     packs={"table": ROPE_INTERLEAVED},
     capture_safe=True,
 )
-def rope_interleaved(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rope_interleaved(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """npu_rotary_mul in the mode whose results stand where their inputs stood."""
-    cos, sin = cos_sin(p.table, positions, x.dtype)
+    cos, sin = cos_sin(view.table, positions, x.dtype)
     return npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None], "interleave")
 
 
 @KERNELS("silu_mul", "torch_npu", rank=RANK_FUSED, when=OnNpu(FLOATS, features=("fused-infer",)), capture_safe=True)
-def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """npu_swiglu: SiLU of the first half times the second."""
     return npu.npu_swiglu(x.contiguous())
 
@@ -130,6 +130,6 @@ def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
     packs={"weight": NZ_WEIGHT},
     capture_safe=True,
 )
-def linear_nz(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_nz(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's own product, with the weight in the cube unit's own tiles."""
-    return F.linear(x, p.weight, p.bias)
+    return F.linear(x, view.weight, view.bias)

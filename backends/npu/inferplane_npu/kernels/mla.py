@@ -67,7 +67,7 @@ EXPANDED = ("latents of 512 + 64 and heads of 128 + 64 with values of 128", _exp
     when=OnNpu(HALF, kv_layouts=BOTH, features=("fused-infer",)),
     capture_safe=True,
 )
-def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
+def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
     """npu_scatter_pa_kv_cache: the latent goes where a key would, the rotated key where a value would."""
     npu.npu_scatter_pa_kv_cache(
         latent[:, None].contiguous(),
@@ -87,23 +87,23 @@ def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batc
     capture_safe=True,
     needs_host_lens=True,
 )
-def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """Fold kv_b into the query, attend to the latents, unfold: three calls."""
-    return _absorbed(p, q_nope, even_first(q_rope), batch, kv)
+    return _absorbed(view, q_nope, even_first(q_rope), batch, kv)
 
 
-def _fold(p: Any, q_nope: torch.Tensor) -> torch.Tensor:
+def _fold(view: Any, q_nope: torch.Tensor) -> torch.Tensor:
     """`[T, H, N]` times each head's `[N, 512]`: `[T, H, 512]`. The weight is a view: kv_b is kept once."""
-    return npu.npu_transpose_batchmatmul(q_nope, halves(p)[0], perm_x1=[1, 0, 2], perm_y=[1, 0, 2])
+    return npu.npu_transpose_batchmatmul(q_nope, halves(view)[0], perm_x1=[1, 0, 2], perm_y=[1, 0, 2])
 
 
-def _unfold(p: Any, heads_first: torch.Tensor) -> torch.Tensor:
+def _unfold(view: Any, heads_first: torch.Tensor) -> torch.Tensor:
     """`[H, T, 512]` times each head's `[512, V]`: `[T, H, V]`."""
-    w_v = halves(p)[1].transpose(1, 2)
+    w_v = halves(view)[1].transpose(1, 2)
     return npu.npu_transpose_batchmatmul(heads_first, w_v, perm_y=[1, 0, 2])
 
 
-def _absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+def _absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     # The result comes heads first: the product that unfolds it may not turn 128 heads of 512 entries itself.
     if kv.nz:
         latent, rotated = (t.view(t.shape[0], 1, -1, BLOCK_TOKENS, NZ) for t in (kv.first, kv.second))
@@ -111,7 +111,7 @@ def _absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, 
         latent, rotated = kv.flat()
     mid = attend(
         batch,
-        _fold(p, q_nope).contiguous(),
+        _fold(view, q_nope).contiguous(),
         latent,
         latent,
         heads_first=True,
@@ -121,14 +121,14 @@ def _absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, 
         actual_seq_lengths=list(batch.lens().query_start[1:]),
         actual_seq_lengths_kv=key_lens(batch),
         block_table=batch.block_tables,
-        num_heads=p.dims.heads,
+        num_heads=view.dims.heads,
         num_key_value_heads=1,
-        scale=p.scale,
+        scale=view.scale,
         input_layout="TND_NTD",
         sparse_mode=RIGHT_DOWN_CAUSAL,
         block_size=BLOCK_TOKENS,
     )
-    return _unfold(p, mid)
+    return _unfold(view, mid)
 
 
 @KERNELS(
@@ -138,7 +138,7 @@ def _absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, 
     when=OnNpu(HALF, kv_layouts=(LATENT_ND_128,), features=("fused-infer", "atb"), needs=(ABSORBED,)),
     needs_host_lens=True,
 )
-def mla_absorbed_atb(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+def mla_absorbed_atb(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """ATB's latent attention, which knows no mask: each token asks as a sequence of its own that ends with it."""
     lens, tables = batch.lens(), batch.block_tables
     ends = key_lens(batch)
@@ -147,17 +147,17 @@ def mla_absorbed_atb(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: 
         ends = [n - count + 1 + i for n, count in zip(ends, counts) for i in range(count)]
         tables = tables.repeat_interleave(torch.tensor(counts, device=tables.device), 0)
     mid = atb.npu_multi_head_latent_attention(
-        _fold(p, q_nope).contiguous(),
+        _fold(view, q_nope).contiguous(),
         even_first(q_rope).contiguous(),
         kv.first,
         kv.second,
         tables,
         [max(1, n) for n in ends],
-        p.dims.heads,
-        p.scale,
+        view.dims.heads,
+        view.scale,
         1,
     )
-    return _unfold(p, mid.transpose(0, 1).contiguous())
+    return _unfold(view, mid.transpose(0, 1).contiguous())
 
 
 @KERNELS(
@@ -172,18 +172,18 @@ def mla_absorbed_atb(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: 
     ),
     needs_host_lens=True,
 )
-def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """Gather the latents, expand them, attend to dense keys and values."""
-    return _expanded(p, q_nope, even_first(q_rope), batch, kv)
+    return _expanded(view, q_nope, even_first(q_rope), batch, kv)
 
 
-def _expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
-    d, lens = p.dims, batch.lens()
+def _expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    d, lens = view.dims, batch.lens()
     ends = list(accumulate(lens.seq_lens))
     latent = q_nope.new_empty(ends[-1], 1, LATENT)
     rotated = q_nope.new_empty(ends[-1], 1, ROTARY)
     npu.npu_gather_pa_kv_cache(kv.first, kv.second, batch.block_tables, batch.seq_lens, latent, rotated)
-    both = F.linear(latent[:, 0], p.kv_b.weight).view(-1, d.heads, d.nope + d.value)
+    both = F.linear(latent[:, 0], view.kv_b.weight).view(-1, d.heads, d.nope + d.value)
     k, v = both.split((d.nope, d.value), -1)
     return npu.npu_fused_infer_attention_score(
         q_nope.contiguous(),
@@ -196,7 +196,7 @@ def _expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, 
         actual_seq_lengths_kv=ends,
         num_heads=d.heads,
         num_key_value_heads=d.heads,
-        scale=p.scale,
+        scale=view.scale,
         input_layout="TND",
         sparse_mode=RIGHT_DOWN_CAUSAL,
     )[0]
@@ -223,36 +223,38 @@ def _expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, 
     capture_safe=True,
     needs_host_lens=True,
 )
-def mla_block(p: Any, x: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+def mla_block(view: Any, x: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """The block, with norm, rotation and write of the latent in one call (npu_kv_rmsnorm_rope_cache)."""
-    d, tokens = p.dims, x.shape[0]
+    d, tokens = view.dims, x.shape[0]
     c = x
-    if p.q_a is not None:
-        c = npu.npu_rms_norm(F.linear(x, p.q_a.weight, p.q_a.bias), p.enter.q_a_norm.weight, p.enter.q_a_norm.eps)[0]
-    q = F.linear(c, p.q_b.weight, p.q_b.bias).view(tokens, d.heads, -1)
+    if view.q_a is not None:
+        c = npu.npu_rms_norm(
+            F.linear(x, view.q_a.weight, view.q_a.bias), view.enter.q_a_norm.weight, view.enter.q_a_norm.eps
+        )[0]
+    q = F.linear(c, view.q_b.weight, view.q_b.bias).view(tokens, d.heads, -1)
     q_nope, q_rope = q.split((d.nope, d.rope), -1)
-    cos, sin = cos_sin(p.rope.table, batch.positions, x.dtype)
+    cos, sin = cos_sin(view.rope.table, batch.positions, x.dtype)
     q_rope = npu.npu_interleave_rope(
         q_rope[:, :, None].contiguous(), cos[:, None, None].contiguous(), sin[:, None, None].contiguous()
     )[:, :, 0]
     # All tokens as one sequence: as many of one token each would need as many blocks as tokens.
     one = (1, 1, tokens, -1)
     npu.npu_kv_rmsnorm_rope_cache(
-        F.linear(x, p.kv_a.weight, p.kv_a.bias).view(one),
-        p.enter.kv_a_norm.weight,
+        F.linear(x, view.kv_a.weight, view.kv_a.bias).view(one),
+        view.enter.kv_a_norm.weight,
         cos.view(one),
         sin.view(one),
         kv.real(batch.slots),
         kv.second,
         kv.first,
-        epsilon=p.enter.kv_a_norm.eps,
+        epsilon=view.enter.kv_a_norm.eps,
         cache_mode="PA",
     )
     few, many = batch.split()
     parts, n = [], 0 if few is None else few.tokens
     if few is not None:
-        parts.append(_absorbed(p.absorbed, q_nope[:n], q_rope[:n], few, kv))
+        parts.append(_absorbed(view.absorbed, q_nope[:n], q_rope[:n], few, kv))
     if many is not None:
-        parts.append(_expanded(p.expanded, q_nope[n:], q_rope[n:], many, kv))
+        parts.append(_expanded(view.expanded, q_nope[n:], q_rope[n:], many, kv))
     y = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return F.linear(y.flatten(1), p.o.weight, p.o.bias)
+    return F.linear(y.flatten(1), view.o.weight, view.o.bias)

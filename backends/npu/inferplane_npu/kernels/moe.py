@@ -65,20 +65,20 @@ def _normed(op: Any) -> bool:
     packs={"bias": FLOAT32},
     capture_safe=True,
 )
-def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_moe_gating_top_k, which renormalizes sigmoid scores always and softmax scores never; ids are int32."""
-    again = p.score == "softmax" and p.renormalize
+    again = view.score == "softmax" and view.renormalize
     weights, ids, _ = npu.npu_moe_gating_top_k(
         logits,
-        p.top_k,
-        bias=p.bias,
-        k_group=p.top_groups if p.groups > 1 else 1,
-        group_count=p.groups,
-        group_select_mode=1 if p.group_score == "top2" else 0,
-        norm_type=SIGMOID if p.score == "sigmoid" else SOFTMAX,
-        routed_scaling_factor=1.0 if again else p.factor,
+        view.top_k,
+        bias=view.bias,
+        k_group=view.top_groups if view.groups > 1 else 1,
+        group_count=view.groups,
+        group_select_mode=1 if view.group_score == "top2" else 0,
+        norm_type=SIGMOID if view.score == "sigmoid" else SOFTMAX,
+        routed_scaling_factor=1.0 if again else view.factor,
     )
-    return (_renormalized(weights, p.factor) if again else weights), ids
+    return (_renormalized(weights, view.factor) if again else weights), ids
 
 
 @KERNELS(
@@ -95,10 +95,10 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     ),
     capture_safe=True,
 )
-def moe_route_softmax(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route_softmax(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_moe_gating_top_k_softmax; ids are int32."""
-    weights, ids, _ = npu.npu_moe_gating_top_k_softmax(logits, None, p.top_k)
-    return (_renormalized(weights, p.factor) if p.renormalize else weights * p.factor), ids
+    weights, ids, _ = npu.npu_moe_gating_top_k_softmax(logits, None, view.top_k)
+    return (_renormalized(weights, view.factor) if view.renormalize else weights * view.factor), ids
 
 
 def _renormalized(weights: torch.Tensor, factor: float) -> torch.Tensor:
@@ -121,11 +121,11 @@ SIZES = ("2 to 1024 experts with fewer than 65536 rows and columns", _inner_dims
     packs={"gate_up": COLUMNS, "down": COLUMNS},
     capture_safe=True,
 )
-def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls; how many rows an expert has is known to the device alone."""
-    rows, places, counts = _sorted(p.gate_up.shape[0], x, ids)
-    h = npu.npu_swiglu(_grouped(rows, p.gate_up, counts))
-    return npu.npu_moe_token_unpermute(_grouped(h, p.down, counts), places, weights.to(x.dtype))
+    rows, places, counts = _sorted(view.gate_up.shape[0], x, ids)
+    h = npu.npu_swiglu(_grouped(rows, view.gate_up, counts))
+    return npu.npu_moe_token_unpermute(_grouped(h, view.down, counts), places, weights.to(x.dtype))
 
 
 def _sorted(experts: int, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -154,15 +154,15 @@ def _grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **q
     )[0]
 
 
-def _quantized(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _quantized(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     def product(rows: torch.Tensor, packed: Packed) -> torch.Tensor:
         offset = packed.offset_in(x.dtype)
         more = {} if offset is None else {"antiquant_offset": [offset]}
         return _grouped(rows, packed.data, counts, antiquant_scale=[packed.scale_in(x.dtype)], **more)
 
-    rows, places, counts = _sorted(p.gate_up.data.shape[0], x, ids)
-    h = npu.npu_swiglu(product(rows, p.gate_up))
-    return npu.npu_moe_token_unpermute(product(h, p.down), places, weights.to(x.dtype))
+    rows, places, counts = _sorted(view.gate_up.data.shape[0], x, ids)
+    h = npu.npu_swiglu(product(rows, view.gate_up))
+    return npu.npu_moe_token_unpermute(product(h, view.down), places, weights.to(x.dtype))
 
 
 @KERNELS(
@@ -173,9 +173,9 @@ def _quantized(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     packs={"gate_up": INT8_EXPERTS, "down": INT8_EXPERTS},
     capture_safe=True,
 )
-def moe_experts_int8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def moe_experts_int8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in int8, expanded within the grouped product."""
-    return _quantized(p, x, weights, ids)
+    return _quantized(view, x, weights, ids)
 
 
 def _int4_dims(op: Any) -> bool:
@@ -199,6 +199,6 @@ def _whole_groups(op: Any) -> bool:
     packs={"gate_up": INT4_EXPERTS, "down": INT4_EXPERTS},
     capture_safe=True,
 )
-def moe_experts_int4(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def moe_experts_int4(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in int4, eight to an int32, expanded within the grouped product."""
-    return _quantized(p, x, weights, ids)
+    return _quantized(view, x, weights, ids)

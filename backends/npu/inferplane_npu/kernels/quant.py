@@ -99,10 +99,10 @@ FITS = ("at most 65535 rows and columns", _fits)
 NEEDS = (WEIGHT_ONLY, FITS)
 
 
-def _product(p: Any, x: torch.Tensor) -> torch.Tensor:
-    w: Packed = p.weight
+def _product(view: Any, x: torch.Tensor) -> torch.Tensor:
+    w: Packed = view.weight
     # bfloat16 wants its bias in float32, float16 in float16.
-    bias = None if p.bias is None else p.bias.to(torch.float32 if x.dtype is torch.bfloat16 else x.dtype)
+    bias = None if view.bias is None else view.bias.to(torch.float32 if x.dtype is torch.bfloat16 else x.dtype)
     return npu.npu_weight_quant_batchmatmul(
         x, w.data, w.scale_in(x.dtype), w.offset_in(x.dtype), None, None, bias, w.group
     )
@@ -116,9 +116,9 @@ def _product(p: Any, x: torch.Tensor) -> torch.Tensor:
     packs={"weight": INT8},
     capture_safe=True,
 )
-def linear_w8a16(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights in int8, expanded within the product."""
-    return _product(p, x)
+    return _product(view, x)
 
 
 @KERNELS(
@@ -134,9 +134,9 @@ def linear_w8a16(p: Any, x: torch.Tensor) -> torch.Tensor:
     packs={"weight": INT4},
     capture_safe=True,
 )
-def linear_w4a16(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights in int4, eight to an int32, expanded within the product."""
-    return _product(p, x)
+    return _product(view, x)
 
 
 @KERNELS(
@@ -152,12 +152,12 @@ def linear_w4a16(p: Any, x: torch.Tensor) -> torch.Tensor:
     packs={"weight": INT8_NZ},
     capture_safe=True,
 )
-def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Both sides in int8. Without `output_dtype` the result would be int8 as well."""
     data, scale = npu.npu_dynamic_quant(x)
-    bias = None if p.bias is None else p.bias.float()
+    bias = None if view.bias is None else view.bias.float()
     return npu.npu_quant_matmul(
-        data, p.weight.data, p.weight.scale, pertoken_scale=scale, bias=bias, output_dtype=x.dtype
+        data, view.weight.data, view.weight.scale, pertoken_scale=scale, bias=bias, output_dtype=x.dtype
     )
 
 
@@ -178,14 +178,14 @@ def _fp8_tokens(op: Any) -> bool:
     packs={"weight": FP8},
     capture_safe=True,
 )
-def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Both sides in FP8. The bias is added behind: vllm-ascend says that the product is wrong with one. What a token of
     zeros is quantized to is not documented, so its row is set.
     """
     data, scale = npu.npu_dynamic_quant(x, dst_type=torch.float8_e4m3fn)
-    y = npu.npu_quant_matmul(data, p.weight.data, p.weight.scale, pertoken_scale=scale, output_dtype=x.dtype)
+    y = npu.npu_quant_matmul(data, view.weight.data, view.weight.scale, pertoken_scale=scale, output_dtype=x.dtype)
     y = y.masked_fill((scale == 0)[:, None], 0.0)
-    return y if p.bias is None else y + p.bias
+    return y if view.bias is None else y + view.bias
 
 
 @KERNELS(
@@ -195,7 +195,7 @@ def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     when=OnNpu(HALF, features=("fused-infer",), needs=(INT8_BY_TOKEN,)),
     capture_safe=True,
 )
-def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_dynamic_quant; a token of zeros has scale 0 there, and 1 here."""
     data, scale = npu.npu_dynamic_quant(x)
     zeros = scale == 0

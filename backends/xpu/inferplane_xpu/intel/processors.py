@@ -36,9 +36,9 @@ def kernels() -> list[Kernel]:
     rank=RANK_LEGACY,
     when=When(FLOATS, needs=(NORM_WEIGHT,)),
 )
-def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch_ipex::rmsnorm."""
-    out: torch.Tensor = torch_ipex.rmsnorm(x.contiguous(), p.weight, p.eps)
+    out: torch.Tensor = torch_ipex.rmsnorm(x.contiguous(), view.weight, view.eps)
     return out
 
 
@@ -48,9 +48,9 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     rank=RANK_LEGACY,
     when=When(FLOATS, needs=(ADD_NORM_WEIGHT,)),
 )
-def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """torch_ipex::add_rmsnorm, whose second argument becomes the sum; the first layer has no sum."""
     if residual is None:
-        return rms_norm(p.norm, x), x
+        return rms_norm(view.norm, x), x
     total = residual.clone(memory_format=torch.contiguous_format)
-    return torch_ipex.add_rmsnorm(x.contiguous(), total, p.norm.weight, p.norm.eps, True), total
+    return torch_ipex.add_rmsnorm(x.contiguous(), total, view.norm.weight, view.norm.eps, True), total

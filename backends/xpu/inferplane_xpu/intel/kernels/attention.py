@@ -52,11 +52,11 @@ def varlen(
         at: the sequences. scale: of the scores. window: how many last tokens a query sees, itself included.
     """
     left, right = NO_WINDOW if window is None else (window - 1, 0)
-    causal = at.most_queries > 1
+    causal = at.max_query_tokens > 1
     # The offsets of keys are read only without blocks; with them any int32 tensor will do.
     keys, lens, tables = (at.query_start, at.lens, at.tables) if paged else (at.lens, None, None)
     out: torch.Tensor = flash.varlen_fwd(
-        q, k, v, None, at.query_start, keys, lens, None, tables, None, at.most_queries, at.longest, 0.0,
+        q, k, v, None, at.query_start, keys, lens, None, tables, None, at.max_query_tokens, at.max_seq_tokens, 0.0,
         *_scales(), scale, None, False, causal, left, right, 0.0, False, None, None, False, None, None,
     )[0]  # fmt: skip
     return out
@@ -69,7 +69,7 @@ def varlen(
     when=When(FLOATS, kv_layouts=(PAGED,), features=OPERATORS),
     capture_safe=True,
 )
-def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """_C_cache_ops::reshape_and_cache_flash; it skips slot -1."""
     forms.kv_write(cache_ops.reshape_and_cache_flash, k, v, kv.blocked(), batch)  # type: ignore[attr-defined]
 
@@ -99,10 +99,10 @@ def _many(op: Any) -> bool:
     ),
     capture_safe=True,
 )
-def attention_few(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The kernels for single tokens."""
     keys, values = kv.blocked()  # type: ignore[attr-defined]
-    return varlen(q.contiguous(), keys, values, single_tokens(batch), p.scale, window=p.kv.window)
+    return varlen(q.contiguous(), keys, values, single_tokens(batch), view.scale, window=view.kv.window)
 
 
 @KERNELS(
@@ -117,9 +117,9 @@ def attention_few(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.T
     ),
     capture_safe=True,
 )
-def attention_many(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def attention_many(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The kernels for many query tokens; a largest size of 1 would send the call to the others."""
     keys, values = kv.blocked()  # type: ignore[attr-defined]
     most = max(2, batch.max_query_tokens)
     at = Sequences(batch.query_start, batch.seq_lens, batch.block_tables, most, batch.max_seq_tokens)
-    return varlen(q.contiguous(), keys, values, at, p.scale, window=p.kv.window)
+    return varlen(q.contiguous(), keys, values, at, view.scale, window=view.kv.window)

@@ -30,9 +30,9 @@ TABLE = Packing("vllm_xpu.rope_table", RopeTable)
     when=When(FLOATS, features=OPERATORS, needs=(NORM_WEIGHT,)),
     capture_safe=True,
 )
-def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_C::rms_norm of contiguous rows."""
-    return forms.rms_norm(vllm.rms_norm, p, x)
+    return forms.rms_norm(vllm.rms_norm, view, x)
 
 
 @KERNELS(
@@ -42,11 +42,11 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     when=When(FLOATS, features=OPERATORS, needs=(ADD_NORM_WEIGHT,)),
     capture_safe=True,
 )
-def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """_C::fused_add_rms_norm, whose first argument becomes the norm and second the sum; the first layer has no sum."""
     if residual is None:
-        return rms_norm(p.norm, x), x
-    return forms.add_rms_norm(vllm.fused_add_rms_norm, p.norm, x, residual)
+        return rms_norm(view.norm, x), x
+    return forms.add_rms_norm(vllm.fused_add_rms_norm, view.norm, x, residual)
 
 
 @KERNELS(
@@ -57,15 +57,17 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
     packs={"table": TABLE},
     capture_safe=True,
 )
-def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """_C::rotary_embedding, in place and without a key: queries and keys come here alike."""
     tokens, _, dim = x.shape
     out = x.clone(memory_format=torch.contiguous_format)
-    vllm.rotary_embedding(positions, out.view(tokens, -1), None, dim, p.table.in_dtype(x.dtype), not p.interleaved)
+    vllm.rotary_embedding(
+        positions, out.view(tokens, -1), None, dim, view.table.in_dtype(x.dtype), not view.interleaved
+    )
     return out
 
 
 @KERNELS("silu_mul", "vllm_xpu", rank=RANK_FUSED, when=When(FLOATS, features=OPERATORS), capture_safe=True)
-def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_C::silu_and_mul: SiLU of the first half times the second."""
     return forms.silu_mul(vllm.silu_and_mul, x)

@@ -29,9 +29,9 @@ FEATURES = ("ipex",)
     rank=RANK_LEGACY,
     when=When(HALF, features=FEATURES, needs=(NORM_WEIGHT,)),
 )
-def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """llm.functional.rms_norm."""
-    out: torch.Tensor = functional.rms_norm(x.contiguous(), p.weight, p.eps)
+    out: torch.Tensor = functional.rms_norm(x.contiguous(), view.weight, view.eps)
     return out
 
 
@@ -41,16 +41,16 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     rank=RANK_LEGACY,
     when=When(HALF, features=FEATURES, needs=(ADD_NORM_WEIGHT,)),
 )
-def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """llm.functional.add_rms_norm, whose first argument becomes the sum; the first layer has no sum."""
     if residual is None:
-        return rms_norm(p.norm, x), x
+        return rms_norm(view.norm, x), x
     total = residual.clone(memory_format=torch.contiguous_format)
-    return functional.add_rms_norm(total, x.contiguous(), p.norm.weight, None, p.norm.eps, True), total
+    return functional.add_rms_norm(total, x.contiguous(), view.norm.weight, None, view.norm.eps, True), total
 
 
 @KERNELS("silu_mul", "ipex", rank=RANK_LEGACY, when=When(HALF, features=FEATURES))
-def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """llm.functional.silu_mul of the two halves."""
     gate, up = (half.contiguous() for half in x.chunk(2, -1))
     out: torch.Tensor = functional.silu_mul(gate, up)
@@ -58,7 +58,7 @@ def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @KERNELS("kv_write", "ipex", rank=RANK_LEGACY, when=When(HALF, kv_layouts=(PAGED,), features=FEATURES))
-def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """llm.modules.PagedAttention.reshape_and_cache_flash."""
     keys, values = kv.blocked()  # type: ignore[attr-defined]
     paged.reshape_and_cache_flash(k.contiguous(), v.contiguous(), keys, values, batch.slots, "auto", 1.0, 1.0)
@@ -76,14 +76,14 @@ def _one_width(op: Any) -> bool:
         HALF, kv_layouts=(PAGED,), features=FEATURES, needs=(("heads of 64, 96, 128, 192 or 256 entries", _one_width),)
     ),
 )
-def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """llm.modules.PagedAttention.flash_attn_varlen_func, causal, all sequences in one call."""
     keys, values = kv.blocked()  # type: ignore[attr-defined]
-    left, right = (-1, -1) if p.kv.window is None else (p.kv.window - 1, 0)
+    left, right = (-1, -1) if view.kv.window is None else (view.kv.window - 1, 0)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     paged.flash_attn_varlen_func(
         out, q.contiguous(), keys, values, batch.query_start, batch.seq_lens, batch.max_query_tokens,
-        batch.max_seq_tokens, p.scale, True, batch.block_tables, None, softcap=0.0, window_size_left=left,
+        batch.max_seq_tokens, view.scale, True, batch.block_tables, None, softcap=0.0, window_size_left=left,
         window_size_right=right, k_scale=1.0, v_scale=1.0,
     )  # fmt: skip
     return out

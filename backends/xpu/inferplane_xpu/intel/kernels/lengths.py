@@ -21,8 +21,8 @@ class Sequences(NamedTuple):
     query_start: torch.Tensor
     lens: torch.Tensor
     tables: torch.Tensor
-    most_queries: int
-    longest: int
+    max_query_tokens: int
+    max_seq_tokens: int
 
 
 class _Made(NamedTuple):

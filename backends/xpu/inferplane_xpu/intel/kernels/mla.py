@@ -32,7 +32,7 @@ LATENT, ROTATED = 512, 64
     when=When(FLOATS, kv_layouts=(PAGED,), features=OPERATORS),
     capture_safe=True,
 )
-def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """_C_cache_ops::concat_and_cache_mla; it skips slot -1."""
     forms.mla_kv_write(cache_ops.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
 
@@ -57,16 +57,16 @@ def _whole_groups(op: Any) -> bool:
     ),
     capture_safe=True,
 )
-def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """varlen_fwd with the latents as keys and their first 512 entries as values. It takes eight query heads a sequence:
     more become further sequences.
     """
-    d, tokens = p.dims, q_nope.shape[0]
-    q = folded(p, q_nope, q_rope)
+    d, tokens = view.dims, q_nope.shape[0]
+    q = folded(view, q_nope, q_rope)
     cache, groups = latents(kv)[:, :, None], max(1, d.heads // LATENT_HEADS)
     grouped = q.view(tokens * groups, d.heads // groups, -1)
-    mid = varlen(grouped, cache, cache[..., : d.latent], single_tokens(batch, groups), p.scale)
-    return unfolded(p, mid.view(tokens, d.heads, d.latent))
+    mid = varlen(grouped, cache, cache[..., : d.latent], single_tokens(batch, groups), view.scale)
+    return unfolded(view, mid.view(tokens, d.heads, d.latent))
 
 
 EXPANDED_WIDTHS = (64, 128, 192, 256)
@@ -93,20 +93,20 @@ def _expanded_width(op: Any) -> bool:
     ),
     needs_host_lens=True,
 )
-def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, in which the result comes."""
-    d, lens, cache = p.dims, batch.lens().seq_lens, latents(kv)
+    d, lens, cache = view.dims, batch.lens().seq_lens, latents(kv)
     ends = running_sum(lens, q_nope.device)
     dense = q_nope.new_empty(sum(lens), d.latent + d.rope)
     cache_ops.gather_cache(cache, dense, batch.block_tables, ends, len(lens), None)
-    keys, values = expanded(p, dense)
+    keys, values = expanded(view, dense)
     most = max(2, batch.max_query_tokens)
     out = varlen(
         torch.cat((q_nope, q_rope), -1),
         keys,
         values,
         Sequences(batch.query_start, ends, batch.block_tables, most, batch.max_seq_tokens),
-        p.scale,
+        view.scale,
         paged=False,
     )
     return out[..., : d.value].contiguous()

@@ -40,17 +40,17 @@ def _grouped(op: Any) -> bool:
     when=When(FLOATS, features=OPERATORS, needs=(("no groups, and a bias to sigmoid scores only", _simple),)),
     capture_safe=True,
 )
-def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_moe_C::topk_softmax or topk_sigmoid; the third tensor is room that both want."""
-    weights = logits.new_empty(logits.shape[0], p.top_k, dtype=torch.float32)
+    weights = logits.new_empty(logits.shape[0], view.top_k, dtype=torch.float32)
     ids, room = torch.empty_like(weights, dtype=torch.int64), torch.empty_like(weights, dtype=torch.int32)
     logits = logits.float().contiguous()
-    if p.score == "sigmoid":
-        bias = None if p.bias is None else p.bias.float()
-        moe.topk_sigmoid(weights, ids, room, logits, p.renormalize, bias, p.factor, None)
+    if view.score == "sigmoid":
+        bias = None if view.bias is None else view.bias.float()
+        moe.topk_sigmoid(weights, ids, room, logits, view.renormalize, bias, view.factor, None)
         return weights, ids
-    moe.topk_softmax(weights, ids, room, logits, p.renormalize, None, None)
-    return weights * p.factor, ids
+    moe.topk_softmax(weights, ids, room, logits, view.renormalize, None, None)
+    return weights * view.factor, ids
 
 
 @KERNELS(
@@ -62,15 +62,15 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     ),
     capture_safe=True,
 )
-def moe_route_grouped(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_moe_C::grouped_topk, which knows sigmoid alone: others are scored before; zeros stand for no bias."""
     logits = logits.float().contiguous()
-    sigmoid = p.score == "sigmoid"
+    sigmoid = view.score == "sigmoid"
     scores = logits if sigmoid else logits.softmax(-1)
-    bias = logits.new_zeros(logits.shape[1]) if p.bias is None else p.bias.float()
+    bias = logits.new_zeros(logits.shape[1]) if view.bias is None else view.bias.float()
     scoring = SIGMOID if sigmoid else SCORED_ALREADY
     found: tuple[torch.Tensor, torch.Tensor] = moe.grouped_topk(
-        scores, p.groups, p.top_groups, p.top_k, p.renormalize, p.factor, bias, scoring
+        scores, view.groups, view.top_groups, view.top_k, view.renormalize, view.factor, bias, scoring
     )
     return found
 
@@ -137,10 +137,10 @@ NEEDS = (
 )
 
 
-def _experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls; how many rows an expert has is known to the device alone."""
     weights, ids = _to_compiled(weights, ids)
-    up, down = p.gate_up.in_dtype(x.dtype), p.down.in_dtype(x.dtype)
+    up, down = view.gate_up.in_dtype(x.dtype), view.down.in_dtype(x.dtype)
     experts, (tokens, k), width = up.data.shape[0], ids.shape, x.shape[1]
     rows = x.new_empty(tokens * k, width)
     counts = ids.new_zeros(experts, dtype=torch.int32)
@@ -174,9 +174,9 @@ def _to_compiled(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor
     packs={"gate_up": EXPERTS, "down": EXPERTS},
     capture_safe=True,
 )
-def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Experts in the activations' dtype."""
-    return _experts(p, x, weights, ids)
+    return _experts(view, x, weights, ids)
 
 
 @KERNELS(
@@ -189,9 +189,9 @@ def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
     packs={"gate_up": INT4_EXPERTS, "down": INT4_EXPERTS},
     capture_safe=True,
 )
-def moe_experts_int4(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def moe_experts_int4(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in int4, expanded within the product."""
-    return _experts(p, x, weights, ids)
+    return _experts(view, x, weights, ids)
 
 
 @KERNELS(
@@ -204,6 +204,6 @@ def moe_experts_int4(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.
     packs={"gate_up": FP8_EXPERTS, "down": FP8_EXPERTS},
     capture_safe=True,
 )
-def moe_experts_fp8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def moe_experts_fp8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in FP8 with a scale a block of 128 x 128, expanded within the product."""
-    return _experts(p, x, weights, ids)
+    return _experts(view, x, weights, ids)

@@ -141,10 +141,10 @@ WHOLE_BLOCKS = ("a scale a row, or whole blocks of 128 and more than one of them
     packs={"weight": ONEDNN},
     capture_safe=True,
 )
-def linear_int4(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_int4(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_xpu_C::int4_gemm_w4a16."""
-    w: Int4 = p.weight
-    y = xpu.int4_gemm_w4a16(x.contiguous(), w.data, p.bias, w.scale_in(x.dtype), w.zero, w.group, None)
+    w: Int4 = view.weight
+    y = xpu.int4_gemm_w4a16(x.contiguous(), w.data, view.bias, w.scale_in(x.dtype), w.zero, w.group, None)
     return w.shifted(y, x)
 
 
@@ -156,12 +156,12 @@ def linear_int4(p: Any, x: torch.Tensor) -> torch.Tensor:
     packs={"weight": TORCH_XPU},
     capture_safe=True,
 )
-def linear_int4pack(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_int4pack(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's _weight_int4pack_mm_with_scales_and_zeros."""
-    w: Int4 = p.weight
+    w: Int4 = view.weight
     y = aten._weight_int4pack_mm_with_scales_and_zeros(x.contiguous(), w.data, w.group, w.scale_in(x.dtype), w.zero)
     y = w.shifted(y, x)
-    return y if p.bias is None else y + p.bias
+    return y if view.bias is None else y + view.bias
 
 
 @KERNELS(
@@ -172,12 +172,12 @@ def linear_int4pack(p: Any, x: torch.Tensor) -> torch.Tensor:
     packs={"weight": INT8_ROWS},
     capture_safe=True,
 )
-def linear_int8pack(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_int8pack(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's _weight_int8pack_mm: weights in int8, a scale a row."""
-    w: Int8Rows = p.weight
+    w: Int8Rows = view.weight
     y = aten._weight_int8pack_mm(x.contiguous(), w.data, w.scale.to(x.dtype))
     y = w.shifted(y, x)
-    return y if p.bias is None else y + p.bias
+    return y if view.bias is None else y + view.bias
 
 
 @KERNELS(
@@ -188,10 +188,10 @@ def linear_int8pack(p: Any, x: torch.Tensor) -> torch.Tensor:
     packs={"weight": FP8_WEIGHT},
     capture_safe=True,
 )
-def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_xpu_C::fp8_gemm_w8a16: weights in FP8, activations as they are. One block along a row would read as rows."""
-    w: Fp8 = p.weight
-    y: torch.Tensor = xpu.fp8_gemm_w8a16(x.contiguous(), w.data, w.scale, p.bias)
+    w: Fp8 = view.weight
+    y: torch.Tensor = xpu.fp8_gemm_w8a16(x.contiguous(), w.data, w.scale, view.bias)
     return y
 
 
@@ -208,9 +208,9 @@ def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
     packs={"weight": FP8_WEIGHT},
     capture_safe=True,
 )
-def linear_fp8_act(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_fp8_act(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_xpu_C::fp8_gemm on activations that the extension quantizes, by rows or by groups of 128."""
-    w: Fp8 = p.weight
+    w: Fp8 = view.weight
     x = x.contiguous()
     data = torch.empty_like(x, dtype=FP8)
     if w.scale.ndim == 1:
@@ -219,5 +219,5 @@ def linear_fp8_act(p: Any, x: torch.Tensor) -> torch.Tensor:
     else:
         scale = x.new_empty(x.shape[0], x.shape[1] // BLOCK, dtype=torch.float32)
         vllm.per_token_group_fp8_quant(x, data, scale, BLOCK, 1e-10, -FP8_MAX, FP8_MAX, False, False, False)
-    y: torch.Tensor = xpu.fp8_gemm(data, w.data, x.dtype, scale, w.scale, p.bias)
+    y: torch.Tensor = xpu.fp8_gemm(data, w.data, x.dtype, scale, w.scale, view.bias)
     return y

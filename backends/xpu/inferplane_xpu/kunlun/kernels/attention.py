@@ -13,7 +13,7 @@ import torch
 
 from inferplane.kernels.fused.needs import HALF, RANK_FUSED
 from inferplane.plugin import Batch, Kernels, LayerKV, When
-from inferplane_xpu.kunlun.kernels.lengths import lods, sequence_a_token
+from inferplane_xpu.kunlun.kernels.lengths import lods, sequence_per_token
 from inferplane_xpu.kunlun.kernels.when import KUNLUN
 from inferplane_xpu.kunlun.kvcache import BHLD
 from inferplane_xpu.library import Library
@@ -32,7 +32,7 @@ MOST_SEQUENCES = 1023
     when=When(HALF, kv_layouts=(BHLD,), features=KUNLUN),
     capture_safe=True,
 )
-def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """kunlun_ops.reshape_and_cache_flash into blocks with heads before tokens."""
     keys, values = kv.parts  # type: ignore[attr-defined]
     slots = kv.real(batch.slots)  # type: ignore[attr-defined]
@@ -57,10 +57,10 @@ NEEDS = (
     ),
     needs_host_lens=True,
 )
-def attention_few(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """kunlun_ops.speculative_attention, each token as a sequence that ends with it; at most 1023 in a call."""
     keys, values = kv.parts  # type: ignore[attr-defined]
-    s, q, out = sequence_a_token(batch), q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    s, q, out = sequence_per_token(batch), q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     for first in range(0, q.shape[0], MOST_SEQUENCES):
         some = slice(first, first + MOST_SEQUENCES)
         kunlun.speculative_attention(
@@ -75,7 +75,7 @@ def attention_few(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.T
             max_context_len=batch.max_seq_tokens,
             head_num=q.shape[1],
             head_dim=q.shape[2],
-            scale=p.scale,
+            scale=view.scale,
             kv_head_num=keys.shape[1],
             block_size=keys.shape[2],
             max_num_blocks_per_seq=s.tables.shape[1],
@@ -96,10 +96,10 @@ def attention_few(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.T
     ),
     needs_host_lens=True,
 )
-def attention_many(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def attention_many(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """kunlun_ops.prefill_attention over the cache."""
     keys, values = kv.parts  # type: ignore[attr-defined]
-    return prefill(q, keys, values, batch, batch.block_tables.contiguous(), p.scale)
+    return prefill(q, keys, values, batch, batch.block_tables.contiguous(), view.scale)
 
 
 def prefill(

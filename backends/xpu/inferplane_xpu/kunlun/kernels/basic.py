@@ -34,11 +34,11 @@ TABLE = Packing("kunlun_ops.rope_table", RopeTable)
     packs={"weight": FLOAT32},
     capture_safe=True,
 )
-def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.rmsnorm over contiguous rows, with its weight in float32."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.empty_like(rows)
-    kunlun.rmsnorm(rows, p.weight, out, p.eps)
+    kunlun.rmsnorm(rows, view.weight, out, view.eps)
     return out.view(x.shape)
 
 
@@ -50,13 +50,18 @@ def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     packs={"norm.weight": FLOAT32},
     capture_safe=True,
 )
-def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.add_rmsnorm, which writes the norm and the sum into tensors of their own; the first layer has none."""
     if residual is None:
-        return rms_norm(p.norm, x), x
+        return rms_norm(view.norm, x), x
     out, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     kunlun.add_rmsnorm(
-        x.contiguous(), residual.contiguous(), residual_output=total, weight=p.norm.weight, eps=p.norm.eps, output=out
+        x.contiguous(),
+        residual.contiguous(),
+        residual_output=total,
+        weight=view.norm.weight,
+        eps=view.norm.eps,
+        output=out,
     )
     return out, total
 
@@ -64,7 +69,7 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
 @KERNELS(
     "rope", "kunlun_ops", rank=RANK_FUSED, when=When(HALF, features=KUNLUN), packs={"table": TABLE}, capture_safe=True
 )
-def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.rotary_embedding, in place, of queries and keys at once: the last head goes as the key."""
 
     def rotate(rest: torch.Tensor, last: torch.Tensor) -> None:
@@ -73,15 +78,15 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             query=rest,
             key=last,
             head_size=x.shape[-1],
-            cos_sin_cache=p.table.in_dtype(x.dtype),
-            is_neox=not p.interleaved,
+            cos_sin_cache=view.table.in_dtype(x.dtype),
+            is_neox=not view.interleaved,
         )
 
     return last_head_as_key(x, rotate)
 
 
 @KERNELS("silu_mul", "kunlun_ops", rank=RANK_FUSED, when=When(HALF, features=KUNLUN), capture_safe=True)
-def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.swiglu: SiLU of the first half times the second."""
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     kunlun.swiglu(x=x.contiguous(), y=out)
@@ -89,7 +94,7 @@ def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @KERNELS("lm_head", "torch", rank=RANK_IN_PARTS, when=When((torch.float16,)), capture_safe=True)
-def lm_head_in_parts(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+def lm_head_in_parts(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """F.linear some rows of the weight at a time: in float16 its sums are wrong where there are very many."""
     rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
-    return torch.cat([F.linear(rows, part).float() for part in p.weight.split(WIDEST_HALF)], -1)
+    return torch.cat([F.linear(rows, part).float() for part in view.weight.split(WIDEST_HALF)], -1)

@@ -76,5 +76,5 @@ def _lods(batch: Batch) -> Lods:
     return Lods(query, batch.query_start, kv, kv.to(device))
 
 
-sequence_a_token = once_a_batch(_sequence_a_token)
+sequence_per_token = once_a_batch(_sequence_a_token)
 lods = once_a_batch(_lods)

@@ -14,7 +14,7 @@ from inferplane.kernels.fused.latents import expanded, folded, unfolded
 from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.kunlun.kernels.attention import HEAD_SIZES, prefill
-from inferplane_xpu.kunlun.kernels.lengths import once_a_batch, sequence_a_token
+from inferplane_xpu.kunlun.kernels.lengths import once_a_batch, sequence_per_token
 from inferplane_xpu.kunlun.kernels.when import KUNLUN
 from inferplane_xpu.kunlun.kvcache import LATENT, LATENT_BLOCK_TOKENS
 from inferplane_xpu.library import Library
@@ -34,7 +34,7 @@ VALUES_ARE_LATENTS = -1
     when=When(HALF, kv_layouts=(LATENT,), features=KUNLUN),
     capture_safe=True,
 )
-def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """kunlun_ops.concat_and_cache_mla."""
     kunlun.concat_and_cache_mla(
         kv_c=latent.contiguous(),
@@ -56,15 +56,15 @@ def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batc
     ),
     needs_host_lens=True,
 )
-def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """kunlun_ops.paged_attention in its form for latents, each token as a sequence that ends with it."""
-    d, q = p.dims, folded(p, q_nope, q_rope)[:, None]
-    s, mid = sequence_a_token(batch), q.new_empty(q.shape[0], 1, d.heads, d.latent)
+    d, q = view.dims, folded(view, q_nope, q_rope)[:, None]
+    s, mid = sequence_per_token(batch), q.new_empty(q.shape[0], 1, d.heads, d.latent)
     kunlun.paged_attention(
         mid, q, kv.parts[0], None, s.tables, s.lens_cpu, s.lens_xpu, False, True,  # type: ignore[attr-defined]
-        VALUES_ARE_LATENTS, d.latent, d.rope, p.scale, q_r=q,
+        VALUES_ARE_LATENTS, d.latent, d.rope, view.scale, q_r=q,
     )  # fmt: skip
-    return unfolded(p, mid[:, 0])
+    return unfolded(view, mid[:, 0])
 
 
 class Blocks(NamedTuple):
@@ -113,13 +113,13 @@ def _expanded_dims(op: Any) -> bool:
     ),
     needs_host_lens=True,
 )
-def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Expand the step's blocks to blocks of keys and values, and attend over those; values are padded to the keys'
     width. The vendor itself attends to what is new and to chunks of what is old, and merges by their sums; blocks need
     no merging.
     """
     b = blocks(batch)
-    both = expanded(p, kv.parts[0][b.numbers, 0])  # type: ignore[attr-defined]
+    both = expanded(view, kv.parts[0][b.numbers, 0])  # type: ignore[attr-defined]
     keys, values = (t.transpose(1, 2).contiguous() for t in both)
-    out = prefill(torch.cat((q_nope, q_rope), -1), keys, values, batch, b.tables, p.scale)
-    return out[..., : p.dims.value].contiguous()
+    out = prefill(torch.cat((q_nope, q_rope), -1), keys, values, batch, b.tables, view.scale)
+    return out[..., : view.dims.value].contiguous()

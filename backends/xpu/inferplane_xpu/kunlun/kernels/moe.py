@@ -54,14 +54,14 @@ def _statistic(experts: int, device: torch.device) -> torch.Tensor:
     when=When(FLOATS, features=KUNLUN, needs=(SOFTMAX_ALONE,)),
     capture_safe=True,
 )
-def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_softmax_topk_norm, or moe_softmax_topk, which does not renormalize; ids are int32."""
-    weights, ids = room_for_routes(logits, p.top_k)
-    if p.renormalize:
+    weights, ids = room_for_routes(logits, view.top_k)
+    if view.renormalize:
         kunlun.moe_softmax_topk_norm(logits.contiguous(), weights, ids, None, False)
     else:
         kunlun.moe_softmax_topk(logits.contiguous(), weights, ids, None)
-    return (weights if p.factor == 1.0 else weights * p.factor), ids
+    return (weights if view.factor == 1.0 else weights * view.factor), ids
 
 
 @KERNELS(
@@ -76,18 +76,18 @@ def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     packs={"bias": FLOAT32},
     capture_safe=True,
 )
-def moe_route_grouped(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_sigmoid_group_topk_norm, which renormalizes and scales."""
-    weights, ids = room_for_routes(logits, p.top_k)
+    weights, ids = room_for_routes(logits, view.top_k)
     kunlun.moe_sigmoid_group_topk_norm(
         x=logits.contiguous(),
         norm_score=weights,
         topk_index=ids,
         block_static=_statistic(logits.shape[1], logits.device),
-        bias=p.bias,
-        n_group=p.groups,
-        topk_group=p.top_groups,
-        scale=p.factor,
+        bias=view.bias,
+        n_group=view.groups,
+        topk_group=view.top_groups,
+        scale=view.factor,
     )
     return weights, ids
 
@@ -101,12 +101,14 @@ def moe_route_grouped(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch
     ),
     capture_safe=True,
 )
-def moe_route_best_groups(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route_best_groups(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_group_topk chooses by scores that it is given, and returns them as they are."""
-    scores = logits.sigmoid() if p.score == "sigmoid" else logits.softmax(-1)
-    weights, ids = room_for_routes(logits, p.top_k)
-    kunlun.moe_group_topk(scores, p.groups, p.top_groups, weights, ids, _statistic(logits.shape[1], logits.device))
-    return (weights / weights.sum(-1, keepdim=True) if p.renormalize else weights) * p.factor, ids
+    scores = logits.sigmoid() if view.score == "sigmoid" else logits.softmax(-1)
+    weights, ids = room_for_routes(logits, view.top_k)
+    kunlun.moe_group_topk(
+        scores, view.groups, view.top_groups, weights, ids, _statistic(logits.shape[1], logits.device)
+    )
+    return (weights / weights.sum(-1, keepdim=True) if view.renormalize else weights) * view.factor, ids
 
 
 def _sorted(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -145,17 +147,17 @@ def _product(
     when=When(HALF, features=(*KUNLUN, *SPEEDGATE), needs=(EVERY_EXPERT,)),
     capture_safe=True,
 )
-def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Rows stay in the order of experts from the sorting to the sum, which is told where each pair stands."""
-    experts, columns, _ = p.gate_up.shape
+    experts, columns, _ = view.gate_up.shape
     x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
     places, starts, rows = _sorted(x, ids, experts)
     h = x.new_empty(*ids.shape, columns)
-    _product(rows, p.gate_up, starts, places, h)
+    _product(rows, view.gate_up, starts, places, h)
     act = x.new_empty(ids.numel(), columns // 2)
     kunlun.swiglu(x=h.view(-1, columns), y=act)
     y = x.new_empty(*ids.shape, x.shape[1])
-    _product(act, p.down, starts, places, y)
+    _product(act, view.down, starts, places, y)
     out = torch.empty_like(x)
     kunlun.moe_post(y, places.view_as(ids), weights, torch.ones_like(weights), out)
     return out

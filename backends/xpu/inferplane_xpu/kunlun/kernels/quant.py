@@ -30,7 +30,7 @@ COLUMNS, BITS, OFFSET = 8, 4, 8
 """Of a word of int4: columns, bits each, and what is added to make them unsigned."""
 
 
-def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in int8 and their maxima, float32 `[T, 1]`."""
     x = x.contiguous()
     data = torch.empty_like(x, dtype=torch.int8)
@@ -60,12 +60,12 @@ INT8_ROWS = Packing("kunlun_ops.int8_rows", Rows)
     packs={"weight": INT8_ROWS},
     capture_safe=True,
 )
-def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.quant2d and matmul; the bias goes in float32. What a token of zeros becomes in int8 is written
     nowhere, and does not matter to the product, for its maximum is 0.
     """
-    w: Rows = p.weight
-    data, largest = quantized(x)
+    w: Rows = view.weight
+    data, largest = quantize_rows(x)
     out = x.new_empty(x.shape[0], w.data.shape[0])
     kunlun.matmul(
         x=data,
@@ -75,7 +75,7 @@ def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
         w_trans=True,
         alpha=1.0,
         beta=0.0,
-        bias=None if p.bias is None else p.bias.float(),
+        bias=None if view.bias is None else view.bias.float(),
         x_max=None,
         w_max=None,
         x_pc_max=largest,
@@ -94,9 +94,9 @@ def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
     when=When(HALF, features=KUNLUN, needs=(INT8_BY_TOKEN,)),
     capture_safe=True,
 )
-def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.quant2d; a token of zeros has maximum 0 there, and zeros with scale 1 here."""
-    data, largest = quantized(x)
+    data, largest = quantize_rows(x)
     zeros = largest == 0
     return data.masked_fill(zeros, 0), (largest / LARGEST).masked_fill(zeros, 1.0)
 
@@ -143,9 +143,9 @@ def _whole_groups(op: Any) -> bool:
     packs={"weight": INT4_WORDS},
     capture_safe=True,
 )
-def linear_w4a16(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.awq_gemm, which multiplies in float16 alone; with many tokens awq_dequantize and torch's product."""
-    w: Words = p.weight
+    w: Words = view.weight
     columns = w.data.shape[1] * COLUMNS
     if x.shape[0] >= MANY_TOKENS:
         plain = x.new_empty(w.data.shape[0], columns)
@@ -170,4 +170,4 @@ def linear_w4a16(p: Any, x: torch.Tensor) -> torch.Tensor:
             align_type=PLAIN_ORDER,
             group_size=w.group,
         )
-    return out if p.bias is None else out + p.bias
+    return out if view.bias is None else out + view.bias
