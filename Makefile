@@ -18,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 SERVING := .venv-serving
 
 # Vendors with a folder in tests/vendors; what each needs beside Inferplane lies in an environment of its own, .venv-NAME.
-VENDORS := npu gcu kunlun dcu intel
+VENDORS := $(patsubst tests/vendors/%/suite.json,%,$(sort $(wildcard tests/vendors/*/suite.json)))
 # What `make conformance` tests, and where its evidence goes.
 DEVICE ?= cpu
 EVIDENCE ?= backends/$(firstword $(subst :, ,$(DEVICE)))/evidence/
@@ -69,7 +69,8 @@ test-serving: $(SERVING)/.installed
 test-vendors: $(VENDORS:%=test-vendor-%)
 
 # A vendor's suites, one after the other: emulator, conformance on it, calls against the vendor's library in .venv-NAME.
-test-vendor-npu: .venv-npu/.installed
+$(foreach file,$(wildcard tests/vendors/*/requirements.txt),$(eval \
+	test-vendor-$(notdir $(patsubst %/,%,$(dir $(file)))): .venv-$(notdir $(patsubst %/,%,$(dir $(file))))/.installed))
 test-vendor-%: $(VENV)/.installed-test
 	$(BIN)/python tests/vendors/run.py $* $(PYTEST_ARGS)
 
@@ -101,7 +102,7 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check --quiet --output-format concise .
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/lint_imports.py
 
 format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --quiet --fix-only .

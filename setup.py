@@ -1,8 +1,8 @@
-"""Builds the native kernels of the cpu backend; pyproject.toml declares everything else.
+"""Lists the packages of core and of every backend folder, and builds the native kernels of the cpu backend.
 
-They are a plain shared library, loaded with ctypes, which links neither Python nor torch. If it cannot be built, the
-installation continues without it, and the file `native.txt` beside the backend contains the reason, which `inferplane
-doctor` and `inferplane explain` show. Set INFERPLANE_NO_NATIVE=1 to skip it.
+The kernels are a plain shared library, loaded with ctypes, which links neither Python nor torch. If it cannot be built,
+the installation continues without it, and the file `native.txt` beside the backend contains the reason, which
+`inferplane doctor` and `inferplane explain` show. Set INFERPLANE_NO_NATIVE=1 to skip it.
 """
 
 import os
@@ -11,7 +11,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 PACKAGE = "inferplane_cpu"
@@ -112,7 +112,13 @@ def _compiler() -> list[str]:
     return os.environ.get("CXX", "g++").split()
 
 
+# pyproject.toml could name folders one by one, but no pattern for them.
+FOLDERS = [Path("core"), *sorted(path for path in Path("backends").iterdir() if path.is_dir())]
+PACKAGES = {name: str(folder) for folder in FOLDERS for name in find_packages(str(folder), include=["inferplane*"])}
+
 setup(
+    packages=list(PACKAGES),
+    package_dir={name: f"{folder}/{name}" for name, folder in PACKAGES.items() if "." not in name},
     ext_modules=[
         Extension(
             f"{PACKAGE}._native",

@@ -10,11 +10,11 @@ import pytest
 
 from inferplane.cli import main
 from inferplane.plugins import discover
+from tests.house.rules import IN_TREE
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 MACHINES = re.compile(r"generate -p 'import |\| inferplane |> serving|inferplane (serve|devices|doctor|bench) ")
 """Samples that show a machine's speed, its own devices or texts that it rounds to."""
-IN_TREE = ",".join(("only", *(f"inferplane_{d}.plugin" for d in ("cpu", "cuda", "dcu", "gcu", "npu", "xpu"))))
 
 
 def samples(page: str) -> dict[str, str]:

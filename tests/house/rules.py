@@ -20,7 +20,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEVICES = ("cpu", "cuda", "dcu", "gcu", "npu", "xpu")
+DEVICES = tuple(sorted(path.parent.name for path in REPOSITORY.glob("backends/*/backend.json")))
+IN_TREE = ",".join(("only", *(f"inferplane_{device}.plugin" for device in DEVICES)))
+"""Value of INFERPLANE_PLUGINS that serves the backends of this repository, whatever is installed."""
 # What has to be on sys.path when nothing is installed.
 SOURCE_PATHS = tuple(str(REPOSITORY / part) for part in ("core", *(f"backends/{device}" for device in DEVICES)))
 
@@ -49,7 +51,7 @@ def plant(folder: Path, text: str, name: str = "fault.py") -> Path:
 
 # ------------------------------------------------------------------ core names no device
 
-_DEVICE_WORDS = "cuda|npu|xpu|dcu|gcu|hip|rocm|nccl|hccl|xccl|eccl"
+_DEVICE_WORDS = "|".join((*(d for d in DEVICES if d != "cpu"), "hip", "rocm", "nccl", "hccl", "xccl", "eccl"))
 # Underscores do not join a word here: `is_npu` and `cuda_graph` name a device as well, and so does `CudaGraph`.
 _DEVICE_WORD = re.compile(rf"(?<![A-Za-z0-9])(?:{_DEVICE_WORDS})(?![A-Za-z0-9])", re.IGNORECASE)
 _DEVICE_CAMEL = re.compile(rf"(?<![A-Z])(?:{'|'.join(map(str.title, _DEVICE_WORDS.split('|')))})(?=[A-Z0-9])")
@@ -142,7 +144,8 @@ def folder_shape(repository: Path) -> list[str]:
             found.append(f"{parent.name}/__init__.py: a plain parent, not a package")
     for backend in backends:
         package = f"inferplane_{backend.name}"
-        for name in ("README.md", f"{package}/__init__.py", f"{package}/plugin.py", f"{package}/backend.py"):
+        files = (f"{package}/{name}.py" for name in ("__init__", "plugin", "backend"))
+        for name in ("README.md", "backend.json", *files):
             if not (backend / name).exists():
                 found.append(f"backends/{backend.name}/{name}: every backend has it, this one does not")
     return found
@@ -150,16 +153,10 @@ def folder_shape(repository: Path) -> list[str]:
 
 # ------------------------------------------------------------------ what an import brings with it
 
-VENDOR_PACKAGES = frozenset(
-    {
-        *("acl", "mindie", "torch_npu"),
-        *("cupy", "cutlass", "pynvml", "tensorrt", "triton"),
-        *("deep_gemm", "flash_attn", "flash_mla", "flashinfer", "sgl_kernel", "vllm"),
-        *("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "xfastertransformer"),
-        *("lightop", "torch_gcu", "torch_xmlir", "xtorch_ops"),
-        *("habana_frameworks", "torch_mlu", "torch_musa", "torch_xla"),
-    }
+VENDOR_PACKAGES = frozenset({"habana_frameworks", "torch_mlu", "torch_musa", "torch_xla"}).union(
+    *(json.loads(path.read_text())["vendor_packages"] for path in REPOSITORY.glob("backends/*/backend.json"))
 )
+"""What each backend's `backend.json` names, and packages of devices that have no backend here."""
 
 _PROBE = """
 import importlib, json, os, sys

@@ -6,7 +6,7 @@ from tests.house import rules
 from tests.house.rules import none, plant
 
 # torch brings some of its own device modules; only what comes on top is ours, so torch is loaded first and not counted.
-TORCH_DEVICES = frozenset(f"torch.{device}" for device in ("cuda", "gcu", "hip", "mps", "mtia", "npu", "xpu"))
+TORCH_DEVICES = frozenset(f"torch.{device}" for device in {*rules.DEVICES, "hip", "mps", "mtia"} - {"cpu"})
 LIGHT = (
     rules.VENDOR_PACKAGES
     | TORCH_DEVICES

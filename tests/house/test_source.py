@@ -105,7 +105,8 @@ def test_folders_are_alike():
 
 
 def test_folders_unlike(tmp_path):
-    for name in ("README.md", "inferplane_x/__init__.py", "inferplane_x/plugin.py", "inferplane_x/backend.py"):
+    package = ("inferplane_x/__init__.py", "inferplane_x/plugin.py", "inferplane_x/backend.py")
+    for name in ("README.md", "backend.json", *package):
         plant(tmp_path / "backends" / "x", "", name)
     none(rules.folder_shape(tmp_path))
     plant(tmp_path / "core", "", "__init__.py")

@@ -95,7 +95,7 @@ def _result(value: Any) -> Any:
 
 
 class Open(torch.Tensor):
-    """A result that an emulator leaves open: nobody reads it, and its shape means nothing."""
+    """A result that an emulator leaves open: it is never read, and its shape means nothing."""
 
 
 def left_open() -> torch.Tensor:

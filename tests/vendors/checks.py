@@ -39,8 +39,8 @@ def contiguous(**tensors: torch.Tensor | None) -> None:
 def shape(name: str, tensor: torch.Tensor, *want: int | None) -> None:
     """None stands for any size."""
     fits = tensor.dim() == len(want) and all(w is None or w == n for w, n in zip(want, tensor.shape))
-    told = ", ".join("any" if w is None else str(w) for w in want)
-    require(fits, f"{name} has shape [{told}], got {list(tensor.shape)}")
+    expected = ", ".join("any" if w is None else str(w) for w in want)
+    require(fits, f"{name} has shape [{expected}], got {list(tensor.shape)}")
 
 
 def absent(name: str, tensor: torch.Tensor | None) -> None:

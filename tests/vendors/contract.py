@@ -158,14 +158,15 @@ def repeat(calls: Iterable[Call], device: str) -> Report:
     return report
 
 
-def written(folder: Path) -> set[str]:
-    """`namespace::name` of every operator that the sources of a folder call.
+def written(*sources: Path) -> set[str]:
+    """`namespace::name` of every operator that the sources, files or folders, call.
 
     Looked for are attributes of names that are `torch.ops.<namespace>`, as `npu` in `npu = torch.ops.npu`, of names
     that stand for a module, as `acme` in `acme = Library("acme_ops")`, and functions of modules that are imported by
     name; `a.b.f` is written `a__b::f`.
     """
-    texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*.py")]
+    files = [file for path in sources for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    texts = [file.read_text(encoding="utf-8") for file in files]
     modules = re.findall(r'^(\w+) = Library\("([\w.]+)"\)$', "\n".join(texts), re.MULTILINE)
     aliases = {name: module.replace(".", "__") for name, module in modules}
     for names, values in re.findall(r"^([\w, ]+) = ((?:torch\.ops\.\w+(?:, )?)+)$", "\n".join(texts), re.MULTILINE):

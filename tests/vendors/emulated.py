@@ -26,7 +26,7 @@ from tests.vendors.emulator import Emulator, lifted
 
 
 def emulator(folder: Path, *parts: ModuleType) -> Emulator:
-    """Put the operators of a vendor's schemas.txt into this process, and note their calls where that is asked for.
+    """Put the operators of a vendor's schemas.txt into this process, and note their calls where that is requested.
 
     Args:
         folder: the vendor's.

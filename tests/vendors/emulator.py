@@ -87,7 +87,7 @@ class Emulator:
 
     @contextmanager
     def heard_by(self, listener: Listener) -> Iterator[None]:
-        """Within it `listener(name, args, kwargs, result)` is told of every call that was carried out."""
+        """Within it `listener(name, args, kwargs, result)` is called for every call that was carried out."""
         self.listeners.append(listener)
         try:
             yield

@@ -1,4 +1,4 @@
-"""The engine on an emulated device: what it is started with, and what it is asked."""
+"""The engine on an emulated device: its options, and the requests that it is sent."""
 
 from __future__ import annotations
 

@@ -41,6 +41,8 @@ class Profile:
     """What the calls are held against, in words."""
     sources: str
     """The folder whose kernels call the vendor's operators, from the repository's root."""
+    shared_sources: tuple[str, ...] = ()
+    """Files of core whose kernels call them too."""
     wrong_calls: list[Call]
     """Calls of restated operators that their schemas refuse."""
 
@@ -72,7 +74,7 @@ class Profile:
 
     def written(self) -> set[str]:
         """`namespace::name` of everything that the sources call of the vendor's."""
-        return contract.written(REPOSITORY / self.sources)
+        return contract.written(*(REPOSITORY / path for path in (self.sources, *self.shared_sources)))
 
     def models(self) -> Iterator[tuple[str, str, str]]:
         """Family, weight format and schedule of each model in the vendor's dtypes."""

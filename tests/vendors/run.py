@@ -53,20 +53,20 @@ class Suite:
         self.name, self.evidence, self.arguments = name, evidence, arguments
         self.folder = REPOSITORY / "tests" / "vendors" / name
         self.build = REPOSITORY / "build" / "vendors" / name
-        self.told: dict[str, Any] = json.loads((self.folder / "suite.json").read_text(encoding="utf-8"))
+        self.suite: dict[str, Any] = json.loads((self.folder / "suite.json").read_text(encoding="utf-8"))
         self.failed: list[str] = []
         self.start = time.monotonic()
 
     def run(self) -> int:
-        contract = self.told.get("contract", {})
+        contract = self.suite.get("contract", {})
         held = [self.folder / name for name in contract.get("tests", ())]
         ignored = [f"--ignore={path}" for path in (*held, PUBLISHED)]
         shutil.rmtree(self.build / "calls", ignore_errors=True)
-        for variables in self.told["emulated"]:
+        for variables in self.suite["emulated"]:
             label = " ".join(f"{key}={value}" for key, value in variables.items())
             self.step(f"on the emulator, {label}", self.pytest(str(self.folder), str(EVERY), *ignored), variables)
-        for run in self.told["conformance"]:
-            more = ["--pyargs", "inferplane.conformance", "--device", self.told["device"], "--dtype", run["dtypes"]]
+        for run in self.suite["conformance"]:
+            more = ["--pyargs", "inferplane.conformance", "--device", self.suite["device"], "--dtype", run["dtypes"]]
             if self.evidence:
                 more += ["--evidence", str(self.evidence_file("l2", run["label"]))]
             self.step(f"conformance on the emulator, {run['label']}", self.pytest(*more), run["variables"])
@@ -99,7 +99,7 @@ class Suite:
         print(f"\n== {self.name}: {label} (at {self.seconds()} s)", flush=True)
         environment = {**os.environ, **SETTINGS, "INFERPLANE_EMULATED_VENDOR": self.name}
         if emulated:
-            environment["INFERPLANE_PLUGINS"] = f"only,inferplane_cpu.plugin,{self.told['plugin']}"
+            environment["INFERPLANE_PLUGINS"] = f"only,inferplane_cpu.plugin,{self.suite['plugin']}"
             environment["INFERPLANE_EMULATED_CALLS"] = str(self.build / "calls")
         environment.update({key: self.filled(value) for key, value in variables.items()})
         command = [self.filled(word) for word in command]
@@ -110,7 +110,7 @@ class Suite:
         return words.replace("{build}", str(self.build))
 
     def evidence_file(self, level: str, label: str) -> Path:
-        backend = Path("backends") / self.told["device"].partition(":")[0] / "evidence"
+        backend = Path("backends") / self.suite["device"].partition(":")[0] / "evidence"
         today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
         return backend / f"{level}-{today}-{label}.json"
 

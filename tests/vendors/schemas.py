@@ -89,7 +89,7 @@ def differences(restated: Any, found: Any | None) -> list[str]:
     new = {a.name: (i, a) for i, a in enumerate(found.arguments)}
     out = [f"{name}: argument {a!r} is gone" for a in old if a not in new]
     out += [f"{name}: argument {_told(new[a][1])} is new, at place {new[a][0]}" for a in new if a not in old]
-    # Places are compared among the arguments that both have: one that is new moves those behind it, and is told once.
+    # Places are compared among the arguments that both have: a new one moves those behind it, and is reported once.
     kept_old, kept_new = [a for a in old if a in new], [a for a in new if a in old]
     for argument in kept_old:
         (_, was), (_, now) = old[argument], new[argument]

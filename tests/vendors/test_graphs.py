@@ -1,4 +1,4 @@
-"""How backends record steps, on a pretended runtime that notes what is asked of it: warmed up aside, one pool."""
+"""How backends capture steps, on a stand-in for the runtime that notes every call."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ from typing import Any
 
 import pytest
 
-from inferplane.kernels.graphs import WARM_UPS
+from inferplane.kernels.graphs import WARM_UPS, RecordingAccelerator
 from inferplane.plugin import Accelerator
-from inferplane_cuda.backend import CudaBackend
-from inferplane_dcu.backend import DcuBackend
-from inferplane_gcu.backend import GcuBackend
-from inferplane_xpu.intel.backend import IntelBackend
+from inferplane.plugins import discover
+from inferplane.types.batch import Query, make_batch
 from inferplane_xpu.kunlun import backend as kunlun
 from inferplane_xpu.kunlun.backend import KunlunBackend
+from tests.house.rules import IN_TREE
 
-KINDS = {
-    CudaBackend: "CUDAGraph",
-    DcuBackend: "CUDAGraph",
-    GcuBackend: "GCUGraph",
-    IntelBackend: "XPUGraph",
-    KunlunBackend: "CUDAGraph",
-}
-WARM = ["side waits for main", "on side", *["bucket"] * WARM_UPS, "off side", "main waits for side"]
+HOST = discover(IN_TREE)
+BACKENDS = [type(HOST.backend_for_explain(entry.name)) for entry in HOST.devices()]
+RECORDING = [backend for backend in BACKENDS if issubclass(backend, RecordingAccelerator)]
+BUCKET, LARGER = (make_batch([Query([1], n, [0])], block_tokens=64, device="cpu") for n in (0, 1))
+WARM = ["side waits for main", "on side", *[BUCKET] * WARM_UPS, "off side", "main waits for side"]
 
 
 class Runtime:
@@ -63,16 +59,16 @@ class Runtime:
 def runtime(monkeypatch):
     """A runtime that every backend takes for its own, with the variable set that Kunlun's wants."""
     made = Runtime()
-    for backend in KINDS:
+    for backend in RECORDING:
         monkeypatch.setattr(backend, "runtime", lambda self: made)
     monkeypatch.setenv(kunlun.GRAPHS_SWITCH, "1")
     return made
 
 
-@pytest.fixture(params=KINDS, ids=lambda backend: backend.name)
+@pytest.fixture(params=RECORDING, ids=lambda backend: backend.name)
 def kind(request, runtime) -> tuple[Accelerator, str]:
     """A backend, and the class of graphs that it records; its runtime has that class."""
-    name = KINDS[request.param]
+    name = request.param.graph
     setattr(runtime, name, lambda: runtime.make(name))
     return request.param(), name
 
@@ -84,17 +80,30 @@ def test_steps_are_warmed_up_aside_and_recorded_once_into_one_pool(kind, runtime
         runtime.log.append(batch)
         return results
 
-    recorded = backend.capture(step, "bucket")
-    assert runtime.log == [*WARM, f"{name} into None", "bucket", "recorded"]
+    recorded = backend.capture(step, BUCKET)
+    assert runtime.log == [*WARM, f"{name} into None", BUCKET, "recorded"]
     assert recorded.replay() is results and runtime.log[-1] == "replayed"
     runtime.log.clear()
-    backend.capture(step, "bucket")
-    assert runtime.log == [*WARM, f"{name} into pool", "bucket", "recorded"]
+    backend.capture(step, BUCKET)
+    assert runtime.log == [*WARM, f"{name} into pool", BUCKET, "recorded"]
     runtime.log.clear()
-    backend.capture(step, "larger")
-    assert runtime.log[-3:] == [f"{name} into pool", "larger", "recorded"], "one pool for all sizes"
+    backend.capture(step, LARGER)
+    assert runtime.log[-3:] == [f"{name} into pool", LARGER, "recorded"], "one pool for all sizes"
     recorded.replay()
     assert runtime.log[-1] == "replayed"
+
+
+def test_what_is_computed_once_a_step_is_computed_within_every_graph(kind):
+    """What a warm-up or another graph of the same bucket computed is not updated when this graph is replayed."""
+    backend, made = kind[0], []
+
+    def step(batch: Any) -> object:
+        return [batch.once("test.lengths", lambda: made.append(batch) or len(made)) for layer in range(3)]
+
+    BUCKET.once("test.lengths", lambda: 0)
+    for graph in (1, 2):
+        results = backend.capture(step, BUCKET).replay()
+        assert len(made) == graph * (WARM_UPS + 1) and results == [len(made)] * 3
 
 
 def test_a_step_that_cannot_be_recorded_says_so_and_leaves_no_pool(kind, runtime):
@@ -106,15 +115,15 @@ def test_a_step_that_cannot_be_recorded_says_so_and_leaves_no_pool(kind, runtime
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="capturing"):
-        backend.capture(step, "bucket")
+        backend.capture(step, BUCKET)
     runtime.log.clear()
-    backend.capture(lambda batch: None, "bucket")
+    backend.capture(lambda batch: None, BUCKET)
     assert f"{name} into None" in runtime.log
 
 
-@pytest.mark.parametrize("backend", KINDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", RECORDING, ids=lambda backend: backend.name)
 def test_nothing_is_run_where_the_runtime_has_no_graphs(backend, runtime):
-    assert backend().capture(lambda batch: pytest.fail("a step was run"), "bucket") is None
+    assert backend().capture(lambda batch: pytest.fail("a step was run"), BUCKET) is None
     assert not runtime.log
 
 
@@ -122,5 +131,5 @@ def test_kunlun_records_where_the_vendors_switch_says_so(runtime, monkeypatch):
     runtime.CUDAGraph = lambda: runtime.make("CUDAGraph")
     for value in ("0", None):
         monkeypatch.delenv(kunlun.GRAPHS_SWITCH) if value is None else monkeypatch.setenv(kunlun.GRAPHS_SWITCH, value)
-        assert KunlunBackend().capture(lambda batch: pytest.fail("a step was run"), "bucket") is None
+        assert KunlunBackend().capture(lambda batch: pytest.fail("a step was run"), BUCKET) is None
         assert not runtime.log

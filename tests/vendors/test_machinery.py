@@ -49,7 +49,7 @@ def test_a_bad_file_is_refused(tmp_path, text, words):
 
 
 @pytest.mark.parametrize(
-    ("new", "told"),
+    ("new", "expected"),
     [
         ("v::f(Tensor x, int n=1, *, str mode='a') -> Tensor", []),
         (
@@ -74,12 +74,12 @@ def test_a_bad_file_is_refused(tmp_path, text, words):
         ),
     ],
 )
-def test_what_has_changed_is_told(new, told):
+def test_changes_are_reported(new, expected):
     found = changed("v::f(Tensor x, int n=1, *, str mode='a') -> Tensor", new)
-    if told is None:
+    if expected is None:
         assert "v::f: argument 'x' has moved from place 0 to 1" in found
     else:
-        assert found == [f"v::f: {line}" for line in told]
+        assert found == [f"v::f: {line}" for line in expected]
 
 
 def test_a_schema_that_is_gone():

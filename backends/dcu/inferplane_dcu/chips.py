@@ -49,11 +49,11 @@ def features_of(gfx: str) -> Features:
             **GFX[gfx][1],
             PAGED_PROMPTS: reported,
             "triton": Feature(True, "assumed: Hygon's build of Triton is installed"),
-            **vendor.assumed(),
+            **vendor.assumed_features(),
         }
     )
 
 
 def features_here(gfx: str) -> Features:
     """The same with what of the vendor's software is found on this machine; its packages are imported."""
-    return Features({**features_of(gfx), "triton": vendor.triton(gfx), **vendor.found()})
+    return Features({**features_of(gfx), "triton": vendor.triton(gfx), **vendor.find_features()})

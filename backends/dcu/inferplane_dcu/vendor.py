@@ -102,7 +102,7 @@ def device() -> tuple[str, int]:
     return torch.cuda.get_device_name(index), torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def assumed() -> dict[str, Feature]:
+def assumed_features() -> dict[str, Feature]:
     """Every function and operator, as on a machine that has the vendor's current release."""
     return {
         **{f.feature: Feature(True, f"assumed: {f.modules[0]} has it") for f in FUNCTIONS},
@@ -110,7 +110,7 @@ def assumed() -> dict[str, Feature]:
     }
 
 
-def found() -> dict[str, Feature]:
+def find_features() -> dict[str, Feature]:
     """Which of them are here; their modules are imported, which may start the device."""
     return {**{f.feature: _looked_for(f) for f in FUNCTIONS}, CACHE_OPERATORS: _load_operators()}
 
@@ -138,8 +138,8 @@ def triton(gfx: str) -> Feature:
     if not installed("triton"):
         return Feature(False, "Triton is not installed; DAS has wheels of Hygon's build")
     here = versions.installed()
-    told = [f"{name} {here[name]}" for name in ("triton", "flagtree") if name in here]
-    if not any(versions.dtk_of(name) or "+hcu" in name for name in told):
-        what = " and ".join(told) or "triton (version unknown)"
+    compilers = [f"{name} {here[name]}" for name in ("triton", "flagtree") if name in here]
+    if not any(versions.dtk_of(name) or "+hcu" in name for name in compilers):
+        what = " and ".join(compilers) or "triton (version unknown)"
         return Feature(False, f"{what} is not Hygon's build, which alone knows {gfx}")
-    return Feature(True, ", ".join(told))
+    return Feature(True, ", ".join(compilers))

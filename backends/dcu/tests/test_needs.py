@@ -1,4 +1,4 @@
-"""What the kernels turn down, and what they take from the vendor's functions."""
+"""What the kernels refuse, and what they take from the vendor's functions."""
 
 from __future__ import annotations
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane.plugin import Backend, DeviceError, KVRequest, Presence
+from inferplane.plugin import DeviceError, KVRequest, Presence
 from inferplane_dcu import backend, plugin, versions
 from inferplane_dcu.backend import DcuBackend, features_of
-
-VENDORS = ("torch_npu", "torch_gcu", "torch_xmlir", "triton", "flash_attn", "flash_mla", "lightop", "lmslim", "amdsmi")
+from tests.vendors.probes import RecognitionTests
 
 
 @pytest.fixture
@@ -68,27 +62,34 @@ def dcus(machine, monkeypatch):
     return SimpleNamespace(properties=properties, done=done)
 
 
-def test_registers_what_it_can_import():
-    registered = {}
-    plugin.inferplane_register_backends(registered.__setitem__)
-    assert list(registered) == ["dcu"]
-    module, _, attribute = registered["dcu"].partition(":")
-    found = getattr(import_module(module), attribute)
-    assert issubclass(found, Backend)
-    assert found.name == "dcu"
-    assert found.torch_device == "cuda"
-    assert plugin.INFERPLANE_API == (1, 0)
+class TestDcu(RecognitionTests):
+    backend, plugin, registered = DcuBackend, plugin, ["dcu"]
+    versions = {"torch": "2.9.0", "hip": "6.3.26093"}
+    nodes, no_node = ["dev/kfd"], ("no DCU is", "/dev/mkfd")
+    opened, memory = ("cuda:1", "BW200, UBB BW1000", "gfx936"), (64, 50)
+    called, variables = "DCU 2", ["HIP_VISIBLE_DEVICES"]
+    look, absent, collectives = "hy-smi", "nothing of Hygon's is here", "nccl"
+
+    @pytest.fixture
+    def done(self, dcus):
+        return dcus.done
+
+    def test_every_declared_kernel_exists(self):
+        """Functions behind dotted names are looked for in the source: importing them takes what only a DCU machine
+        has.
+        """
+        kernels = DcuBackend().kernels()
+        assert {kernel.provider for kernel in kernels} >= {"lightop", "hcu_ops", "flash_attn", "flash_mla", "triton"}
+        for kernel in kernels:
+            if callable(kernel.target):
+                continue
+            module, _, name = kernel.target.partition(":")
+            source = Path(find_spec(module).origin).read_text(encoding="utf-8")
+            assert f"def {name}(" in source, kernel.target
 
 
-def test_this_machine_is_explained():
-    probe = DcuBackend.probe()
-    assert probe.reason
-    assert probe.available or probe.remedy
-    assert probe.versions["torch"] == torch.__version__
-    if not probe.available:
-        with pytest.raises(DeviceError) as caught:
-            DcuBackend().open()
-        assert caught.value.remedy == probe.remedy
+def test_available_names_the_chips(dcus):
+    assert "gfx936 (BW1000)" in DcuBackend.probe().reason
 
 
 @pytest.mark.parametrize(("cuda", "words"), [(None, "a build without HIP"), ("12.6", "built for CUDA 12.6")])
@@ -175,15 +176,6 @@ def test_toolkit_without_a_device(machine):
     assert "/dev/mkfd" in probe.remedy
 
 
-def test_available(dcus):
-    probe = DcuBackend.probe()
-    assert probe.presence is Presence.AVAILABLE
-    assert "gfx936 (BW1000)" in probe.reason
-    assert probe.versions == {"torch": "2.9.0", "hip": "6.3.26093"}
-    assert probe.devices == 2
-    assert not probe.remedy
-
-
 @pytest.mark.parametrize("version", [90208, 90306, 90308, 90406, 90210])
 def test_a_hygon_name_needs_no_other_sign(machine, version):
     add_gpus(machine, version)
@@ -214,55 +206,11 @@ def test_hidden_dcus(dcus, monkeypatch, variable):
     assert f"unset {variable}" in probe.remedy
 
 
-def test_probe_is_cheap():
-    def once() -> float:
-        start = time.perf_counter()
-        DcuBackend.probe()
-        return time.perf_counter() - start
-
-    assert min(once() for _ in range(5)) < 0.1
-
-
-def test_open_describes_the_dcu(dcus):
-    state = DcuBackend(1).open()
-    assert state.torch_device == "cuda:1"
-    assert state.name == "BW200, UBB BW1000"
-    assert state.arch == "gfx936"
-    assert state.features["bf16"].present
-    assert state.features["fp8"].present is False
-    assert (state.memory.total_bytes, state.memory.free_bytes) == (64, 50)
-    assert dcus.done == [1, "cuda:1", "synchronize"], "current device set, one allocation, waited for"
-
-
 def test_open_of_an_amd_gpu(dcus):
     dcus.properties.name, dcus.properties.gcnArchName = "AMD Instinct MI300X", "gfx942:sramecc+:xnack-"
     with pytest.raises(DeviceError, match=r"'AMD Instinct MI300X' \(gfx942\), which is not a Hygon DCU"):
         DcuBackend().open()
     assert not dcus.done, "another vendor's GPU was touched"
-
-
-def test_open_without_hip_gives_the_probes_reason(machine, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", None)
-    with pytest.raises(DeviceError, match="a build without HIP") as caught:
-        DcuBackend().open()
-    assert caught.value.remedy == DcuBackend.probe().remedy
-
-
-def test_open_of_an_index_too_far(dcus):
-    with pytest.raises(DeviceError, match="DCU 2 was asked for") as caught:
-        DcuBackend(2).open()
-    assert "2 DCUs" in caught.value.there_is
-    assert "HIP_VISIBLE_DEVICES=not set" in caught.value.there_is
-
-
-def test_open_when_the_allocation_fails(dcus, monkeypatch):
-    def fail(self):
-        raise RuntimeError("HIP error: no kernel image\n  at line 1")
-
-    monkeypatch.setattr(DcuBackend, "touch", fail)
-    with pytest.raises(DeviceError, match="RuntimeError: HIP error: no kernel image at line 1") as caught:
-        DcuBackend().open()
-    assert "hy-smi" in caught.value.remedy
 
 
 def test_assumed_architectures():
@@ -286,43 +234,3 @@ def test_blocks_of_64_tokens_for_every_kind_of_layer():
         assert {layout.block_tokens for layout in layouts} == {64}
         assert [layout.kv_dtype for layout in layouts] == kv_dtypes
         assert (layouts[0].name == "dcu_heads_64") == (len(layouts) == 3), "the vendor's own layout first"
-
-
-def test_every_declared_kernel_exists():
-    """Functions behind dotted names are looked for in the source: importing them takes what only a DCU machine has."""
-    kernels = DcuBackend().kernels()
-    assert {kernel.provider for kernel in kernels} >= {"lightop", "hcu_ops", "flash_attn", "flash_mla", "triton"}
-    for kernel in kernels:
-        if callable(kernel.target):
-            continue
-        module, _, name = kernel.target.partition(":")
-        source = Path(find_spec(module).origin).read_text(encoding="utf-8")
-        assert f"def {name}(" in source, kernel.target
-
-
-def test_collectives():
-    assert DcuBackend().comm() == "nccl"
-
-
-def test_nothing_of_a_vendor_is_imported_and_no_device_started(tmp_path):
-    """Each vendor's package is there, and fails when imported."""
-    for vendor in VENDORS:
-        (tmp_path / vendor).mkdir()
-        (tmp_path / vendor / "__init__.py").write_text(f"raise SystemExit('{vendor} was imported')")
-    code = f"""
-import sys
-import inferplane_dcu.plugin
-assert "inferplane_dcu.backend" not in sys.modules, "the plugin imports its backend"
-import torch
-from inferplane_dcu.backend import DcuBackend
-from inferplane.plugin import KVRequest
-backend = DcuBackend()
-DcuBackend.probe(), backend.kernels(), backend.features(), backend.comm()
-backend.kv_layouts(KVRequest("mla", 1, 576), torch.bfloat16)
-assert not set({VENDORS!r}) & set(sys.modules), "a vendor's package was imported"
-assert not torch.cuda.is_initialized()
-"""
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -119,7 +119,7 @@ def test_operators_that_do_not_load_are_told(tmp_path, monkeypatch):
     (tmp_path / "vllm_hcu/__init__.py").write_text("raise SystemExit('vLLM was imported')")
     (tmp_path / "vllm_hcu/hcu_ops.so").write_bytes(b"no library")
     monkeypatch.syspath_prepend(str(tmp_path))
-    feature = vendor.found()["hcu-ops"]
+    feature = vendor.find_features()["hcu-ops"]
     assert feature.present is False and "hcu_ops.so does not load" in feature.reason
 
 

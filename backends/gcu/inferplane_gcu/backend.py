@@ -8,15 +8,14 @@ variable, so the probe reads its metadata and looks for device nodes, and only `
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Sequence
-from glob import glob
 from typing import Any, ClassVar
 
 import torch
 from packaging.version import InvalidVersion, Version
 
 from inferplane.kernels.graphs import RecordingAccelerator
+from inferplane.kernels.probes import probe_package
 from inferplane.plugin import (
     DeviceState,
     Feature,
@@ -24,12 +23,10 @@ from inferplane.plugin import (
     Kernel,
     KVLayout,
     KVRequest,
-    Presence,
     Probe,
     installed,
     libraries_of,
     load_library,
-    version_of,
 )
 from inferplane_gcu.kernels import kernels
 from inferplane_gcu.kvcache import layouts
@@ -104,26 +101,16 @@ class GcuBackend(RecordingAccelerator):
     @classmethod
     def probe(cls) -> Probe:
         """From package metadata and device nodes; torch_gcu is not imported."""
-        versions = {"torch": str(torch.__version__)}
-        nodes = len(glob(DEVICE_NODES))
-        if not installed(MODULE):
-            seen = "; a GCU is there" if nodes else ", and no GCU is visible"
-            return Probe(Presence.ABSENT, f"{MODULE} is not installed{seen}", INSTALL, versions)
-        version = version_of(DISTRIBUTION)
-        versions[DISTRIBUTION] = version or "(version unknown)"
-        package = f"{DISTRIBUTION} {versions[DISTRIBUTION]}"
-        wants, here = _minor(version), _minor(torch.__version__)
-        if not wants:
-            reason = f"{package}: nothing says which torch it is made for"
-            return Probe(Presence.BROKEN, reason, f"install torch_gcu {here} of TopsRider as a wheel", versions)
-        if wants != here:
-            reason = f"{package} is made for torch {wants}, this is torch {torch.__version__}"
-            remedy = f"install torch_gcu {here} of TopsRider, or 'torch=={wants}.*'"
-            return Probe(Presence.BROKEN, reason, remedy, versions)
-        if not nodes:
-            return Probe(Presence.ABSENT, f"{package} is here, but no GCU is: no {DEVICE_NODES}", PASS_NODES, versions)
-        reason = f"torch {torch.__version__} with {package}"
-        return Probe(Presence.AVAILABLE, reason, versions=versions, devices=None if VISIBLE in os.environ else nodes)
+        return probe_package(
+            MODULE,
+            DISTRIBUTION,
+            device=("a GCU", "GCU"),
+            nodes=DEVICE_NODES,
+            visible=(VISIBLE,),
+            install=INSTALL,
+            pass_nodes=PASS_NODES,
+            misfit=_misfit,
+        )
 
     def open(self) -> DeviceState:
         """Import torch_gcu, make GCU `index` torch's current device and allocate one element on it.
@@ -173,6 +160,18 @@ def _load_operators() -> Feature:
     if not libraries:
         return Feature(False, f"{OPERATORS} is not installed; TopsRider has a wheel of it")
     return load_library(libraries[0]) or Feature(True, f"its operators are loaded from {libraries[0]}")
+
+
+def _misfit(version: str | None, versions: dict[str, str]) -> tuple[str, str] | None:
+    """Reason and remedy where torch_gcu is made for another torch, or does not say for which."""
+    package, made_for, here = f"{DISTRIBUTION} {versions[DISTRIBUTION]}", _minor(version), _minor(torch.__version__)
+    if not made_for:
+        reason = f"{package}: nothing says which torch it is made for"
+        return reason, f"install torch_gcu {here} of TopsRider as a wheel"
+    if made_for != here:
+        reason = f"{package} is made for torch {made_for}, this is torch {torch.__version__}"
+        return reason, f"install torch_gcu {here} of TopsRider, or 'torch=={made_for}.*'"
+    return None
 
 
 def _minor(version: str | None) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from inferplane.plugin import KVLayout, paged_layout
 
 BLOCK_TOKENS = 64
-"""What vllm-gcu chooses when nothing is asked for (vllm_gcu/gcu.py, check_and_update_config)."""
+"""What vllm-gcu chooses by default (vllm_gcu/gcu.py, check_and_update_config)."""
 
 PAGED = "paged_64"
 

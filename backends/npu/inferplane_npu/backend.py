@@ -12,12 +12,13 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from glob import glob
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from inferplane.kernels.probes import probe_package
 from inferplane.plugin import (
     Accelerator,
     Batch,
@@ -27,11 +28,8 @@ from inferplane.plugin import (
     Kernel,
     KVLayout,
     KVRequest,
-    Presence,
     Probe,
-    installed,
     minor_of,
-    version_of,
 )
 from inferplane_npu.chips import SERIES, arch_of, features_of
 from inferplane_npu.graphs import CapturedStep
@@ -72,40 +70,22 @@ class NpuBackend(Accelerator):
     @classmethod
     def probe(cls) -> Probe:
         """From package metadata, CANN's files and device nodes; torch_npu is not imported."""
-        versions = {"torch": str(torch.__version__)}
-        nodes = len(glob(DEVICE_NODES))
-        if not installed(MODULE):
-            seen = "; an NPU is there" if nodes else ", and no NPU is visible"
-            remedy = f"pip install '{DISTRIBUTION}=={minor_of(torch.__version__)}.*' for this torch, and {INSTALL_CANN}"
-            return Probe(Presence.ABSENT, f"{MODULE} is not installed{seen}", remedy, versions)
-        version = version_of(DISTRIBUTION)
-        versions[DISTRIBUTION] = version or "(version unknown)"
-        package = f"{DISTRIBUTION} {versions[DISTRIBUTION]}"
-        if version and minor_of(version) != minor_of(torch.__version__):
-            reason = f"{package} is made for torch {minor_of(version)}, this is torch {torch.__version__}"
-            remedy = (
-                f"pip install '{DISTRIBUTION}=={minor_of(torch.__version__)}.*' for this torch, "
-                f"or 'torch=={minor_of(version)}.*' for this {DISTRIBUTION}"
-            )
-            return Probe(Presence.BROKEN, reason, f"{remedy}; {AUTOLOAD}", versions)
-        toolkit, loadable = _toolkit(), MODULE in sys.modules or _on_loader_path(RUNTIME_LIBRARY)
-        if toolkit is None and not loadable:
-            looked = f"looked for {', '.join((*TOOLKIT_VARIABLES, *TOOLKIT_FOLDERS))} and {RUNTIME_LIBRARY}"
-            reason = f"{package} is installed, but CANN is not ({looked})"
-            return Probe(Presence.BROKEN, reason, f"{INSTALL_CANN}; {AUTOLOAD}", versions)
-        if not loadable:
-            reason = f"CANN is in {toolkit}, but {RUNTIME_LIBRARY} is not on the loader's path"
-            return Probe(Presence.BROKEN, reason, f"source {_environment_script(toolkit)} first; {AUTOLOAD}", versions)
-        if cann := cann_version(toolkit):
-            versions["CANN"] = cann
-        if unfit := mismatch(version or "", cann):
-            remedy = "install that CANN, or the torch-npu that COMPATIBILITY.md of Ascend/pytorch names for this one"
-            return Probe(Presence.BROKEN, unfit, f"{remedy}; {AUTOLOAD}", versions)
-        if not nodes:
-            reason = f"{package} and CANN are here, but no NPU is: no {DEVICE_NODES}"
-            return Probe(Presence.ABSENT, reason, PASS_NODES, versions)
-        reason = f"torch {torch.__version__} with {package}, CANN in {toolkit or 'the loader path'}"
-        return Probe(Presence.AVAILABLE, reason, versions=versions, devices=None if VISIBLE in os.environ else nodes)
+        install = f"pip install '{DISTRIBUTION}=={minor_of(torch.__version__)}.*' for this torch, and {INSTALL_CANN}"
+        probe = probe_package(
+            MODULE,
+            DISTRIBUTION,
+            device=("an NPU", "NPU"),
+            nodes=DEVICE_NODES,
+            visible=(VISIBLE,),
+            install=install,
+            pass_nodes=PASS_NODES,
+            misfit=_misfit,
+        )
+        return (
+            replace(probe, reason=f"{probe.reason}, CANN in {_toolkit() or 'the loader path'}")
+            if probe.available
+            else probe
+        )
 
     def open(self) -> DeviceState:
         """Import torch_npu, make NPU `index` torch's current device and allocate one element on it.
@@ -154,8 +134,35 @@ def features_here(arch: str) -> Features:
     return Features({**found, "atb": Feature(False, why)})
 
 
+def _misfit(version: str | None, versions: dict[str, str]) -> tuple[str, str] | None:
+    """Reason and remedy where torch-npu is made for another torch or CANN, or CANN cannot be loaded; notes CANN's
+    version.
+    """
+    package, here = f"{DISTRIBUTION} {versions[DISTRIBUTION]}", minor_of(torch.__version__)
+    if version and minor_of(version) != here:
+        reason = f"{package} is made for torch {minor_of(version)}, this is torch {torch.__version__}"
+        remedy = (
+            f"pip install '{DISTRIBUTION}=={here}.*' for this torch, "
+            f"or 'torch=={minor_of(version)}.*' for this {DISTRIBUTION}"
+        )
+        return reason, f"{remedy}; {AUTOLOAD}"
+    toolkit, loadable = _toolkit(), MODULE in sys.modules or _on_loader_path(RUNTIME_LIBRARY)
+    if toolkit is None and not loadable:
+        looked = f"looked for {', '.join((*TOOLKIT_VARIABLES, *TOOLKIT_FOLDERS))} and {RUNTIME_LIBRARY}"
+        return f"{package} is installed, but CANN is not ({looked})", f"{INSTALL_CANN}; {AUTOLOAD}"
+    if not loadable:
+        reason = f"CANN is in {toolkit}, but {RUNTIME_LIBRARY} is not on the loader's path"
+        return reason, f"source {_environment_script(toolkit)} first; {AUTOLOAD}"
+    if cann := cann_version(toolkit):
+        versions["CANN"] = cann
+    if reason := mismatch(version or "", cann):
+        remedy = "install that CANN, or the torch-npu that COMPATIBILITY.md of Ascend/pytorch names for this one"
+        return reason, f"{remedy}; {AUTOLOAD}"
+    return None
+
+
 def _toolkit() -> str | None:
-    """The folder of CANN: the environment's, else a usual one."""
+    """The folder of CANN: the environment's, else one of the default folders."""
     named = [os.environ[variable] for variable in TOOLKIT_VARIABLES if os.environ.get(variable)]
     return next((folder for folder in (*named, *TOOLKIT_FOLDERS) if os.path.isdir(folder)), None)
 

@@ -42,7 +42,7 @@ SERIES: dict[str, dict[str, Feature]] = {
         "rotary-ragged": Feature(False, _ROTARY_310P),
         "atb": Feature(True, "assumed: NNAL is installed beside CANN"),
         "nz-cache": Feature(True, _ATTENTION_310P),
-        "nz-plain-weights": Feature(True, "weights are kept in NZ there (vllm-ascend hardware_profile.py, FORCE_NZ)"),
+        "nz-plain-weights": Feature(True, "weights are in NZ there (vllm-ascend hardware_profile.py, FORCE_NZ)"),
     },
     "950": {
         "fp16": Feature(True, _CUBE),

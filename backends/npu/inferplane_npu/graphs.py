@@ -1,6 +1,5 @@
-"""Captured steps. Tensors of a step are read again at every replay; lengths that the vendor's attention takes as Python
-integers are not, so each attention call is a task of its own within the graph, and is given new lengths before each
-replay.
+"""Captured steps. A replay reads a step's tensors anew, but not the lengths that the vendor's attention takes as Python
+integers. So each attention call is a task of its own within the graph, which gets new lengths before each replay.
 
 A task waits for an event that `update` records once it has been given its lengths, on a stream of its own: replay and
 update may overlap.
@@ -12,7 +11,7 @@ at 517f2e7d; the order of events as in vllm-ascend at 182b75ea, attention_v1.py 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ PERSISTENT = ("ids", "positions", "slots", "query_start", "seq_lens", "block_tab
 def attend(
     batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, heads_first: bool = False, **call: Any
 ) -> torch.Tensor:
-    """npu_fused_infer_attention_score, or the recording of it when the batch is one that is being captured.
+    """Call npu_fused_infer_attention_score; for a batch whose step is being captured, add the call to its graph.
 
     Args:
         batch: the step.
@@ -35,8 +34,9 @@ def attend(
         heads_first: the result is `[H, T, D]`, not `[T, H, D]`.
         call: keyword arguments of the operator.
     """
-    if isinstance(batch, RecordedBatch):
-        return batch.recorder.attend(q, k, v, heads_first, call)
+    recorder = recorder_of(batch)
+    if recorder is not None:
+        return recorder.attend(q, k, v, heads_first, call)
     return npu.npu_fused_infer_attention_score(q, k, v, **call)[0]
 
 
@@ -53,7 +53,7 @@ class Task:
 
 @dataclass
 class Recorder:
-    """Gathers the tasks of a graph while it is captured.
+    """Collects the attention tasks of a graph during capture.
 
     Args:
         runtime: the vendor's counterpart of `torch.cuda`.
@@ -67,7 +67,7 @@ class Recorder:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool, call: dict[str, Any]
     ) -> torch.Tensor:
-        """Record one call of attention, with a place for its results."""
+        """Add one call of attention to the graph, with tensors for its results."""
         shape = (q.shape[1], q.shape[0], v.shape[-1]) if heads_first else q.shape
         key = (tuple(q.shape), tuple(k.shape), call["input_layout"])
         if key not in self.workspaces:
@@ -85,7 +85,7 @@ class Recorder:
         return results[0]
 
     def update(self, stream: Any, lengths: dict[str, list[int]]) -> None:
-        """Give every task its lengths, in order, and let it go."""
+        """Give every task its lengths, in order, and release it."""
         with self.runtime.stream(stream):
             for task in self.tasks:
                 task.call.update(lengths)
@@ -95,15 +95,13 @@ class Recorder:
                 task.event.record(stream)
 
 
-@dataclass(frozen=True)
-class RecordedBatch(Batch):
-    """A batch whose step is being captured; its tensors live as long as the graph.
+def recorder_of(batch: Batch, recorder: Recorder | None = None) -> Recorder | None:
+    """The recorder of the step that this batch captures; None for a batch that runs eagerly.
 
     Args:
-        recorder: gathers attention calls.
+        recorder: is remembered for the batch when this is the first call.
     """
-
-    recorder: Recorder = field(kw_only=True)
+    return batch.once("inferplane_npu.recorder", lambda: recorder)
 
 
 class CapturedStep:
@@ -125,7 +123,8 @@ class CapturedStep:
                 remedy="capture decode steps, with host_lens",
             )
         self.runtime, self.recorder = runtime, Recorder(runtime)
-        self.batch = RecordedBatch(**{f.name: getattr(bucket, f.name) for f in fields(Batch)}, recorder=self.recorder)
+        self.batch = replace(bucket)  # a copy has an empty scratch, which the step fills while it is captured
+        recorder_of(self.batch, self.recorder)
         self.graph, self.side = runtime.NPUGraph(), runtime.Stream()
         with runtime.graph(self.graph):
             self.outputs = step(self.batch)
@@ -167,4 +166,4 @@ def _rows(batch: Batch) -> str:
     return f"{batch.tokens} rows of {batch.seq_lens.shape[0]} sequences"
 
 
-__all__ = ["CapturedStep", "RecordedBatch", "Recorder", "attend", "lengths_of"]
+__all__ = ["CapturedStep", "Recorder", "attend", "lengths_of", "recorder_of"]

@@ -10,7 +10,7 @@
 The vendor has no mark for padding: its writes demand slots that exist and differ. So slot -1 becomes a slot of the
 spare block, which no block table names.
 
-The rotated key of a latent is kept with its even entries first and its odd ones behind, as the vendor's fused write
+The rotated key of a latent is stored with its even entries first and its odd ones behind, as the vendor's fused write
 leaves it (npu_kv_rmsnorm_rope_cache); `read` gives it in canonical order.
 
 Source: pages of npu_scatter_pa_kv_cache, npu_kv_rmsnorm_rope_cache and npu_fused_infer_attention_score (op-plugin at
@@ -56,7 +56,7 @@ class NpuKV(BlockedKV):
 
     Args:
         request: what the layer remembers.
-        blocks: number of blocks; a spare one is kept behind them.
+        blocks: number of blocks; one spare block follows them.
         layout: the layout's name.
         dtype: of the entries.
         device: where the tensors live.

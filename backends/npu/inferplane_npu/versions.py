@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-WANTED = {
+REQUIRED_CANN = {
     "2.12.0": "9.1.0",
     "2.11.0": "9.1.0",
     "2.10.0": "9.1.0",
@@ -53,14 +53,14 @@ def cann_version(toolkit: str | None) -> str | None:
 
 
 def mismatch(torch_npu: str, cann: str | None) -> str:
-    """In words, why a torch-npu and an older CANN do not fit, with both versions; empty when they do or nobody knows.
+    """Why a torch-npu and an older CANN do not fit, with both versions; empty when they fit or it is unknown.
 
     A newer CANN is taken: the vendor keeps the interfaces of older ones.
     """
-    wanted = WANTED.get(torch_npu.partition("+")[0])
-    if wanted is None or cann is None or _order(cann) >= _order(wanted):
+    required = REQUIRED_CANN.get(torch_npu.partition("+")[0])
+    if required is None or cann is None or _order(cann) >= _order(required):
         return ""
-    return f"torch-npu {torch_npu} is made for CANN {wanted}, here is CANN {cann}"
+    return f"torch-npu {torch_npu} is made for CANN {required}, here is CANN {cann}"
 
 
 def _order(version: str) -> tuple[int, ...]:

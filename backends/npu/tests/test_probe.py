@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from inferplane.binding import Settings, bind, explain
 from inferplane.conformance.configs import TINY, model
-from inferplane.plugin import Backend, DeviceError, KVRequest, Presence
+from inferplane.kernels import probes
+from inferplane.plugin import DeviceError, KVRequest, Presence
 from inferplane_npu import backend, plugin
 from inferplane_npu.backend import NpuBackend, arch_of, features_of
+from tests.vendors.probes import OutsideDeviceTests, forget_packages, install
 
 REAL_RUNTIME = NpuBackend.runtime
-VENDORS = ("torch_npu", "torch_gcu", "torch_xmlir", "triton", "acl", "torchair", "mindie")
 
 
 @pytest.fixture
@@ -33,25 +29,21 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     for variable in (*backend.TOOLKIT_VARIABLES, backend.VISIBLE, "LD_LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
-    for vendor in VENDORS:
-        monkeypatch.delitem(sys.modules, vendor, raising=False)
+    forget_packages(monkeypatch)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     return tmp_path
 
 
-def install(machine, version="2.13.0.post1"):
+def install_torch_npu(machine):
     """torch-npu as pip leaves it; importing it fails, as it does without CANN."""
-    (machine / "site/torch_npu").mkdir()
-    (machine / "site/torch_npu/__init__.py").write_text("raise ImportError('libhccl.so: cannot open shared object')")
-    info = machine / f"site/torch_npu-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-npu\nVersion: {version}\n")
+    error = "raise ImportError('libhccl.so: cannot open shared object')"
+    install(machine / "site", "torch_npu", "2.13.0.post1", distribution="torch-npu", code=error)
 
 
 @pytest.fixture
 def npus(machine, monkeypatch):
     """The same with torch-npu, CANN on the loader's path and two NPUs; returns the stand-in, which notes calls."""
-    install(machine)
+    install_torch_npu(machine)
     (machine / "Ascend/ascend-toolkit/latest").mkdir(parents=True)
     (machine / "lib/libascendcl.so").touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{machine / 'lib'}")
@@ -72,37 +64,24 @@ def npus(machine, monkeypatch):
     return npu
 
 
-def test_registers_what_it_can_import():
-    registered = {}
-    plugin.inferplane_register_backends(registered.__setitem__)
-    assert list(registered) == ["npu"]
-    module, _, attribute = registered["npu"].partition(":")
-    found = getattr(import_module(module), attribute)
-    assert issubclass(found, Backend)
-    assert found.name == "npu"
-    assert plugin.INFERPLANE_API == (1, 0)
+class TestNpu(OutsideDeviceTests):
+    backend, plugin, registered = NpuBackend, plugin, ["npu"]
+    package, device, remedies = "torch_npu", ("an NPU", "NPU"), ["pip install 'torch-npu==2.13.*'", "CANN"]
+    versions = {"torch": "2.13.0+cpu", "torch-npu": "2.13.0.post1"}
+    nodes, no_node = ["dev/davinci0", "dev/davinci1"], ("no NPU is", "/dev/davinci_manager")
+    opened, memory = ("npu:1", "Ascend910B3", "910b"), (64, 60)
+    called, variables = "npu:2", ["ASCEND_RT_VISIBLE_DEVICES"]
+    look, absent, collectives = "npu-smi info", "torch_npu is not installed", "hccl"
+    import_error, rival, runtime = r"libhccl\.so", "torch_gcu", REAL_RUNTIME
+    before = (
+        "from inferplane_npu import backend as module; module.DEVICE_NODES = SITE + '/node'\n"
+        "open(SITE + '/libascendcl.so', 'w').close()"
+    )
+    after = "assert probe.available, probe"
 
-
-def test_this_machine_is_explained():
-    probe = NpuBackend.probe()
-    assert probe.reason
-    assert probe.available or probe.remedy
-    assert probe.versions["torch"] == torch.__version__
-    if not probe.available:
-        with pytest.raises(DeviceError) as caught:
-            NpuBackend().open()
-        assert caught.value.remedy == probe.remedy
-
-
-def test_nothing_installed(machine, monkeypatch):
-    monkeypatch.setattr(backend, "installed", lambda module: False)
-    probe = NpuBackend.probe()
-    assert probe.presence is Presence.ABSENT
-    assert "torch_npu is not installed, and no NPU is visible" in probe.reason
-    assert "pip install 'torch-npu==2.13.*'" in probe.remedy
-    assert "CANN" in probe.remedy
-    (machine / "dev/davinci0").touch()
-    assert "an NPU is there" in NpuBackend.probe().reason
+    @pytest.fixture
+    def done(self, npus):
+        return npus.done
 
 
 def test_versions_that_differ_are_broken_with_both_ways_out(npus, machine):
@@ -124,7 +103,7 @@ def test_a_candidate_for_a_release_fits_the_release(npus, machine, version):
 
 
 def test_without_cann_it_is_broken_and_the_autoload_trap_is_named(machine):
-    install(machine)
+    install_torch_npu(machine)
     probe = NpuBackend.probe()
     assert probe.presence is Presence.BROKEN
     assert "torch-npu 2.13.0.post1 is installed, but CANN is not" in probe.reason
@@ -134,7 +113,7 @@ def test_without_cann_it_is_broken_and_the_autoload_trap_is_named(machine):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_cann_whose_environment_is_not_set(machine, monkeypatch, named):
-    install(machine)
+    install_torch_npu(machine)
     toolkit = machine / ("elsewhere/cann" if named else "Ascend/ascend-toolkit/latest")
     toolkit.mkdir(parents=True)
     (toolkit.parent / "set_env.sh").touch()
@@ -144,24 +123,6 @@ def test_cann_whose_environment_is_not_set(machine, monkeypatch, named):
     assert probe.presence is Presence.BROKEN
     assert str(toolkit) in probe.reason
     assert f"source {toolkit.parent / 'set_env.sh'}" in probe.remedy
-
-
-def test_no_device_nodes(npus, machine):
-    for name in ("davinci0", "davinci1"):
-        (machine / "dev" / name).unlink()
-    probe = NpuBackend.probe()
-    assert probe.presence is Presence.ABSENT
-    assert "no NPU is" in probe.reason
-    assert "/dev/davinci_manager" in probe.remedy
-
-
-def test_available(npus):
-    probe = NpuBackend.probe()
-    assert probe.presence is Presence.AVAILABLE
-    assert probe.versions == {"torch": "2.13.0+cpu", "torch-npu": "2.13.0.post1"}
-    assert probe.devices == 2
-    assert not probe.remedy
-    assert "torch_npu" not in sys.modules
 
 
 def test_a_cann_that_is_too_old_is_broken_with_both_versions(npus, machine, monkeypatch):
@@ -191,85 +152,20 @@ def test_cann_known_to_the_loaders_cache(npus, machine, monkeypatch):
     assert NpuBackend.probe().presence is Presence.AVAILABLE
 
 
-def test_chosen_npus_are_counted_by_cann_alone(npus, monkeypatch):
-    monkeypatch.setenv(backend.VISIBLE, "1")
-    assert NpuBackend.probe().devices is None
-
-
 def test_a_build_without_metadata_is_not_called_mismatched(npus, machine, monkeypatch):
     (machine / "site/torch_npu-2.13.0.post1.dist-info/METADATA").unlink()
     (machine / "site/torch_npu-2.13.0.post1.dist-info").rmdir()
-    monkeypatch.setattr(backend, "version_of", lambda distribution: None)
+    monkeypatch.setattr(probes, "version_of", lambda distribution: None)
     probe = NpuBackend.probe()
     assert probe.presence is Presence.AVAILABLE
     assert "version unknown" in probe.reason
 
 
-def test_probe_is_cheap():
-    def once() -> float:
-        start = time.perf_counter()
-        NpuBackend.probe()
-        return time.perf_counter() - start
-
-    assert min(once() for _ in range(5)) < 0.1
-
-
-def test_open_describes_the_npu(npus):
-    state = NpuBackend(1).open()
-    assert state.torch_device == "npu:1"
-    assert state.name == "Ascend910B3"
-    assert state.arch == "910b"
-    assert state.features["bf16"].present
-    assert state.features["fp8"].present is False
-    assert (state.memory.total_bytes, state.memory.free_bytes) == (64, 60)
-    assert npus.done == [1, "npu:1", "synchronize"], "current device set, one allocation, waited for"
-
-
-def test_open_when_the_import_fails(npus, monkeypatch):
-    monkeypatch.setattr(NpuBackend, "runtime", REAL_RUNTIME)
-    with pytest.raises(DeviceError, match=r"ImportError: libhccl\.so") as caught:
-        NpuBackend().open()
-    assert "npu-smi info" in caught.value.remedy
-    assert "COMPATIBILITY.md" in caught.value.remedy
-
-
-def test_open_when_the_allocation_fails(npus, monkeypatch):
-    """Stub libraries answer every question and can do nothing."""
-
-    def fail(self):
-        raise RuntimeError("aclrtMalloc failed\n  at line 1")
-
-    monkeypatch.setattr(NpuBackend, "touch", fail)
-    with pytest.raises(DeviceError, match="RuntimeError: aclrtMalloc failed at line 1"):
-        NpuBackend().open()
-
-
-def test_open_of_an_index_too_far(npus, monkeypatch):
-    monkeypatch.setenv(backend.VISIBLE, "0,1")
-    with pytest.raises(DeviceError, match="npu:2 was asked for") as caught:
-        NpuBackend(2).open()
-    assert "ASCEND_RT_VISIBLE_DEVICES=0,1" in caught.value.there_is
-
-
 def test_open_on_a_broken_installation_gives_the_probes_reason(machine):
-    install(machine)
+    install_torch_npu(machine)
     with pytest.raises(DeviceError, match="CANN is not") as caught:
         NpuBackend().open()
     assert caught.value.remedy == NpuBackend.probe().remedy
-
-
-def test_open_beside_another_privateuse1_package(npus, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch_gcu", ModuleType("torch_gcu"))
-    with pytest.raises(DeviceError, match="'torch_gcu' has taken it") as caught:
-        NpuBackend().open()
-    assert "another process" in caught.value.remedy
-    assert not npus.done
-
-
-def test_open_beside_an_unknown_privateuse1_package(npus, monkeypatch):
-    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "openreg")
-    with pytest.raises(DeviceError, match="'openreg' has taken it"):
-        NpuBackend().open()
 
 
 @pytest.mark.parametrize(
@@ -342,46 +238,3 @@ def test_atb_needs_nnal(npus, machine):
     assert "libatb.so of NNAL" in found["atb"].reason
     (machine / "lib/libatb.so").touch()
     assert NpuBackend().open().features["atb"].present
-
-
-def test_every_declared_kernel_exists():
-    kernels = NpuBackend().kernels()
-    assert kernels
-    assert all(callable(kernel.function()) for kernel in kernels)
-
-
-def test_collectives():
-    assert NpuBackend().comm() == "hccl"
-
-
-def test_nothing_of_a_vendor_is_imported(tmp_path):
-    """Each vendor's package is there, with metadata, and fails when imported."""
-    for vendor in VENDORS:
-        (tmp_path / vendor).mkdir()
-        (tmp_path / vendor / "__init__.py").write_text(f"raise SystemExit('{vendor} was imported')")
-        info = tmp_path / f"{vendor}-{torch.__version__}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Name: {vendor}\nVersion: {torch.__version__}\n")
-    (tmp_path / "libascendcl.so").touch()
-    code = f"""
-import sys
-import inferplane_npu.plugin
-assert "inferplane_npu.backend" not in sys.modules, "the plugin imports its backend"
-import torch
-from inferplane_npu import backend as module
-from inferplane.plugin import KVRequest
-module.DEVICE_NODES = {str(tmp_path / "libascendcl.so")!r}
-backend = module.NpuBackend()
-assert backend.probe().available, backend.probe()
-backend.kernels(), backend.features(), backend.comm(), backend.kv_layouts(KVRequest("mla", 1, 576), torch.bfloat16)
-assert not set({VENDORS!r}) & set(sys.modules), "a vendor's package was imported"
-"""
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "LD_LIBRARY_PATH": str(tmp_path),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Library:
-    """A module, or a class in one, that is imported at the first look at it; what was found is kept.
+    """A module, or a class in one, that is imported when an attribute is first read; attributes are cached.
 
     Args:
         name: its dotted name.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,23 +9,7 @@ import torch
 
 from inferplane_xpu.intel import backend as intel
 from inferplane_xpu.kunlun import backend as kunlun
-
-VENDORS = (
-    "torch_xmlir",
-    "torch_npu",
-    "torch_gcu",
-    "triton",
-    "intel_extension_for_pytorch",
-    "kunlun_ops",
-    "cocopod",
-    "xspeedgate_ops",
-)
-
-
-@pytest.fixture
-def vendors():
-    """Packages that no test and no probe may import."""
-    return VENDORS
+from tests.vendors.probes import forget_packages, install
 
 
 @pytest.fixture
@@ -44,18 +27,15 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: False)
     for variable in (*intel.VISIBLE, *kunlun.VISIBLE):
         monkeypatch.delenv(variable, raising=False)
-    for vendor in VENDORS:
-        monkeypatch.delitem(sys.modules, vendor, raising=False)
+    forget_packages(monkeypatch)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     return tmp_path
 
 
 def install_torch_xmlir(machine):
     """torch_xmlir as the vendor's image has it; importing it fails, as it does without the driver."""
-    (machine / "site/torch_xmlir").mkdir()
-    (machine / "site/torch_xmlir/__init__.py").write_text("raise ImportError('libxpurt.so: cannot open shared object')")
-    (machine / "site/torch_xmlir-1.0.0.dist-info").mkdir()
-    (machine / "site/torch_xmlir-1.0.0.dist-info/METADATA").write_text("Name: torch_xmlir\nVersion: 1.0.0\n")
+    error = "raise ImportError('libxpurt.so: cannot open shared object')"
+    install(machine / "site", "torch_xmlir", "1.0.0", code=error)
 
 
 @pytest.fixture

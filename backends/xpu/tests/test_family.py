@@ -15,7 +15,7 @@ def here() -> Probe:
     return Probe(Presence.AVAILABLE, "a card is there", devices=1)
 
 
-def gone() -> Probe:
+def absent() -> Probe:
     return Probe(Presence.ABSENT, "no card is there", "put one in")
 
 
@@ -34,13 +34,13 @@ def test_both_visible_is_refused_with_both_named(monkeypatch):
 @pytest.mark.parametrize(("visible", "other"), [(KunlunBackend, IntelBackend), (IntelBackend, KunlunBackend)])
 def test_the_one_that_is_visible_is_taken(monkeypatch, visible, other):
     monkeypatch.setattr(visible, "probe", here)
-    monkeypatch.setattr(other, "probe", gone)
+    monkeypatch.setattr(other, "probe", absent)
     assert discover(ONLY).backend("xpu").name == visible.name
 
 
 def test_neither_visible_names_both(monkeypatch):
     for variant in (IntelBackend, KunlunBackend):
-        monkeypatch.setattr(variant, "probe", gone)
+        monkeypatch.setattr(variant, "probe", absent)
     with pytest.raises(DeviceError) as caught:
         discover(ONLY).backend("xpu")
     assert all(words in str(caught.value) for words in ("xpu:intel", "xpu:kunlun"))

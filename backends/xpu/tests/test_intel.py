@@ -8,9 +8,36 @@ import pytest
 import torch
 
 from inferplane.plugin import DeviceError, Presence
+from inferplane_xpu import plugin
 from inferplane_xpu.intel import chips
 from inferplane_xpu.intel.backend import IntelBackend
 from inferplane_xpu.kunlun.backend import KunlunBackend
+from tests.vendors.probes import RecognitionTests
+
+
+class TestIntel(RecognitionTests):
+    backend, plugin, registered = IntelBackend, plugin, ["xpu:intel", "xpu:kunlun"]
+    versions, count = {"torch": "2.13.0", "xpu": "20250201"}, None
+    nodes, no_node = ["dev/renderD128", "dev/renderD129"], ("no Intel GPU is at", "Level Zero")
+    opened, memory, fp8 = ("xpu:1", "Intel(R) Arc(TM) B580 Graphics", "bmg"), (12, 11), None
+    called, variables, look = "xpu:2", ["ZE_AFFINITY_MASK"], "sycl-ls"
+    absent, collectives = "a build without XPU", "xccl"
+
+    @pytest.fixture
+    def done(self, intel_gpus):
+        return intel_gpus.done
+
+
+def test_intel_available_names_the_node_and_opens_for_int8(intel_gpus):
+    assert "renderD128" in IntelBackend.probe().reason
+    assert IntelBackend(1).open().features["int8-dot"].present
+
+
+def test_intel_index_names_every_variable(intel_gpus, monkeypatch):
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "0,1")
+    with pytest.raises(DeviceError) as caught:
+        IntelBackend(2).open()
+    assert "ZE_AFFINITY_MASK=0,1, ONEAPI_DEVICE_SELECTOR=not set" in caught.value.there_is
 
 
 def test_intel_build_without_xpu(machine):
@@ -53,14 +80,6 @@ def test_a_render_node_whose_vendor_cannot_be_read_may_be_intels(machine, monkey
     assert IntelBackend.probe().presence is Presence.AVAILABLE
 
 
-def test_intel_available(intel_gpus):
-    probe = IntelBackend.probe()
-    assert probe.presence is Presence.AVAILABLE
-    assert "renderD128" in probe.reason
-    assert probe.versions == {"torch": "2.13.0", "xpu": "20250201"}
-    assert not probe.remedy
-
-
 def test_intel_under_wsl(machine, monkeypatch):
     monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: True)
     (machine / "dev/dxg").touch()
@@ -73,17 +92,6 @@ def test_intel_gives_way_to_kunlun(intel_gpus, kunlun_cards):
     assert "torch_xmlir is installed" in probe.reason
     assert "device='xpu:kunlun'" in probe.remedy
     assert KunlunBackend.probe().presence is Presence.AVAILABLE
-
-
-def test_intel_open_describes_the_gpu(intel_gpus):
-    state = IntelBackend(1).open()
-    assert state.torch_device == "xpu:1"
-    assert state.arch == "bmg"
-    assert state.features["bf16"].present
-    assert state.features["int8-dot"].present
-    assert state.features["fp8"].present is None
-    assert (state.memory.total_bytes, state.memory.free_bytes) == (12, 11)
-    assert intel_gpus.done == [1, "xpu:1", "synchronize"], "current device set, one allocation, waited for"
 
 
 def test_intel_features_are_what_torch_reports(intel_gpus):
@@ -102,28 +110,6 @@ def test_intel_memory_where_the_driver_does_not_tell(intel_gpus, monkeypatch):
     monkeypatch.setattr(torch.xpu, "mem_get_info", fail)
     memory = IntelBackend().memory()
     assert (memory.total_bytes, memory.free_bytes) == (12, 10)
-
-
-def test_intel_open_of_an_index_too_far(intel_gpus, monkeypatch):
-    monkeypatch.setenv("ZE_AFFINITY_MASK", "0,1")
-    with pytest.raises(DeviceError, match="xpu:2 was asked for") as caught:
-        IntelBackend(2).open()
-    assert "ZE_AFFINITY_MASK=0,1, ONEAPI_DEVICE_SELECTOR=not set" in caught.value.there_is
-
-
-def test_intel_open_without_xpu_gives_the_probes_reason(machine):
-    with pytest.raises(DeviceError, match="a build without XPU") as caught:
-        IntelBackend().open()
-    assert caught.value.remedy == IntelBackend.probe().remedy
-
-
-def test_intel_open_when_the_allocation_fails(intel_gpus, monkeypatch):
-    def fail(self):
-        raise RuntimeError("UR_RESULT_ERROR_DEVICE_LOST\n  at line 1")
-
-    monkeypatch.setattr(IntelBackend, "touch", fail)
-    with pytest.raises(DeviceError, match="RuntimeError: UR_RESULT_ERROR_DEVICE_LOST at line 1"):
-        IntelBackend().open()
 
 
 @pytest.mark.parametrize(

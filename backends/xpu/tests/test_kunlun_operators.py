@@ -71,7 +71,7 @@ def test_a_library_without_a_name_is_not_used_and_says_which(kunlun_cards, machi
 
 
 def test_whole_libraries_are_used(kunlun_cards, machine, monkeypatch):
-    """A function of a later release is told of by itself."""
+    """A function of a later release has a feature of its own."""
     everything = "\n".join(f"{name} = print" for name in operators.KUNLUN_OPS)
     install(machine, "kunlun_ops", "0.1.58", f"import cocopod\n{everything}")
     install(machine, "cocopod", "1.1.0")

@@ -1,11 +1,13 @@
 """Decode steps as graphs, on runtimes whose streams and graphs are used like those of torch's own accelerators.
 
-Kernels must read every length that they need from tensors: a replay brings no other news.
+Kernels must read every length that they need from tensors, which is all that a replay updates. Promised to backends
+like `inferplane.plugin`: names keep their meaning within one API major.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from inferplane.plugin import Accelerator, Batch
@@ -29,6 +31,9 @@ class Graphs:
     def record(self, runtime: Any, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
         """Run `step(bucket)` aside, then record it; None, and nothing is run, where the runtime has no such graphs.
 
+        Each run has a copy of the bucket with the same tensors and an empty scratch: what kernels keep there must be
+        computed within the graph, or a replay would read what a warm-up computed.
+
         Args:
             runtime: the device's module in torch, with `Stream`, `current_stream`, `stream` and `graph`.
             step: the step.
@@ -43,11 +48,11 @@ class Graphs:
         stream.wait_stream(runtime.current_stream())
         with runtime.stream(stream):
             for _ in range(WARM_UPS):
-                step(bucket)
+                step(replace(bucket))
         runtime.current_stream().wait_stream(stream)
         graph = getattr(runtime, self.kind)()
         with runtime.graph(graph, pool=self._pool):
-            results = step(bucket)
+            results = step(replace(bucket))
         self._pool = graph.pool()
         return Graph(graph, results)
 

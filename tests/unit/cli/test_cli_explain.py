@@ -12,7 +12,7 @@ import pytest
 from inferplane.binding import explain, explain_text
 from inferplane.cli import main
 from inferplane.engine import ModelFiles, Runner, RunnerOptions, recorded_steps
-from tests.house.rules import DEVICES, REPOSITORY
+from tests.house.rules import DEVICES, IN_TREE, REPOSITORY
 
 FULL_SIZE = {
     "hidden_size": 7168,
@@ -51,7 +51,7 @@ def in_tree(monkeypatch):
     """A host that serves the in-tree devices, whatever is installed."""
     from inferplane.plugins import discover
 
-    host = discover(",".join(("only", *(f"inferplane_{device}.plugin" for device in DEVICES))))
+    host = discover(IN_TREE)
     monkeypatch.setattr("inferplane.plugins.host", lambda: host)
     return host
 

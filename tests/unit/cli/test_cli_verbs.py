@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from inferplane.cli.main import DONE, FAILED
+from tests.house.rules import IN_TREE, REPOSITORY
 
 # ---------------------------------------------------------------- devices, doctor
 
@@ -129,12 +130,15 @@ def test_evidence_of_an_op_is_none_of_its_other_kernels():
     assert levels == {"a:rope_wide": "L2", "b:rope": "L2", "a:rope": "", "c:rope": ""}
 
 
-@pytest.mark.parametrize("device", ["npu", "xpu:intel", "xpu:kunlun", "dcu", "gcu", "cuda", "cpu"])
+EVIDENCE = [json.loads(path.read_text()) for path in REPOSITORY.glob("backends/*/evidence/*.json")]
+
+
+@pytest.mark.parametrize("device", sorted({evidence["backend"] for evidence in EVIDENCE}))
 def test_each_backend_finds_its_evidence(device):
     from inferplane.cli.evidence import Evidence
-    from inferplane.plugins import host
+    from inferplane.plugins import discover
 
-    evidence = Evidence.of(host().backend_for_explain(device))
+    evidence = Evidence.of(discover(IN_TREE).backend_for_explain(device))
     assert evidence.files and evidence.level("rms_norm")
 
 

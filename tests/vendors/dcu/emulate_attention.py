@@ -2,7 +2,7 @@
 
 Meaning: FlashAttention 2's functions with the fork's additions, and the fork's own branches, as its
 flash_attn_interface.py has them: which call goes to paged attention, what that leaves out of account, and that it gives
-no LSE even where one is asked for.
+no LSE even where one is requested.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def vllm_flash_attn_with_kvcache(
     softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, s_aux,
     return_softmax_lse, q_scale, k_scale, v_scale, kv_cache_dtype, out, max_seqlen_k, is_bhsd,
 ):  # fmt: skip
-    """Blocks of heads, one token a sequence: the output alone, also where an LSE is asked for; no window is seen."""
+    """Blocks of heads, one token a sequence: the output alone, also where an LSE is requested; no window is seen."""
     _plain(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, softcap=softcap)
     _plain(cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, s_aux=s_aux, q_scale=q_scale, k_scale=k_scale)
     _plain(v_scale=v_scale, kv_cache_dtype=kv_cache_dtype, out=out, is_bhsd=is_bhsd, num_splits=num_splits)

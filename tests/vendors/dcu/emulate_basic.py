@@ -114,7 +114,7 @@ def moe_fused_gate(
     router_logits, e_score_correction_bias, num_expert_group, topk_group, top_k, num_fused_shared_experts,
     routed_scaling_factor, apply_routed_scaling_factor_on_output,
 ):  # fmt: skip
-    """Sigmoid scores, groups judged by their two best choices, weights that sum to 1, times the factor if asked for."""
+    """Sigmoid scores, groups judged by their two best choices, weights that sum to 1, times the factor if requested."""
     chip.dtype(torch.float32, router_logits=router_logits, e_score_correction_bias=e_score_correction_bias)
     chip.contiguous(router_logits=router_logits)
     rows, experts = router_logits.shape

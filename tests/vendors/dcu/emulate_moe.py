@@ -48,10 +48,10 @@ def moe_align_block_size_out(
     at = 0
     for expert in range(num_experts):
         own = torch.nonzero(flat == expert).flatten()
-        room = -(-len(own) // block_size) * block_size
+        size = -(-len(own) // block_size) * block_size
         sorted_token_ids[at : at + len(own)] = own.int()
-        expert_ids[at // block_size : (at + room) // block_size] = expert
-        at += room
+        expert_ids[at // block_size : (at + size) // block_size] = expert
+        at += size
     num_tokens_post_pad.fill_(at)
 
 

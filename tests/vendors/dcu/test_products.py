@@ -70,22 +70,22 @@ def test_marlins_order_and_back(shape):
 
 @pytest.mark.parametrize("tokens", [1, emulate_moe.MOST_TOKENS, emulate_moe.MOST_TOKENS + 1])
 def test_experts_with_a_configuration_and_without(tokens, monkeypatch):
-    """Where lightop has none, torch multiplies by the same packed weights; each size is asked for once."""
+    """Where lightop has none, torch multiplies by the same packed weights; each size is looked up once."""
     draw = Draw(5, BF16)
     x, gate_up, down = draw.normal(tokens, 64), draw.normal(5, 96, 64) / 8, draw.normal(5, 64, 48) / 7
     weights = draw.uniform(tokens, 2, low=0.1)
     ids = torch.stack([torch.tensor(draw.permutation(5)[:2]) for _ in range(tokens)])
     view = SimpleNamespace(gate_up=moe.Marlin(gate_up), down=moe.Marlin(down), prepared=moe.Experts())
-    products, asked = [], []
+    products, looked_up = [], []
     product, config = view.prepared.product, view.prepared.config
     monkeypatch.setattr(view.prepared, "product", lambda *args: (products.append(args), product(*args)))
-    monkeypatch.setattr(view.prepared, "config", lambda *args: (asked.append(args), config(*args))[1])
+    monkeypatch.setattr(view.prepared, "config", lambda *args: (looked_up.append(args), config(*args))[1])
     want = MoEExperts.__call__(SimpleNamespace(gate_up=gate_up, down=down), x, weights, ids).float()
     for _ in range(2):
         got = moe.moe_experts(view, x, weights, ids.int()).float()
         assert error(got, want) <= OPS["moe_experts"].tolerance[BF16]
     assert len(products) == (4 if tokens <= emulate_moe.MOST_TOKENS else 0)
-    assert len(asked) == 1
+    assert len(looked_up) == 1
 
 
 def test_a_configuration_is_of_a_number_of_tokens_and_experts():
@@ -131,10 +131,10 @@ def test_an_lse_beside_the_output_or_none(form):
 
 
 def test_paged_attention_gives_no_lse():
-    """As the fork does: asked for an LSE it gives the output alone, of which a batch of two unpacks without a word."""
+    """As in the fork: with an LSE requested it gives the output alone, which unpacks silently for a batch of two."""
     _, q, batch, kv, _ = step([(1, 5), (1, 90)])
-    asked = {"cache_seqlens": batch.seq_lens, "block_table": batch.block_tables, "softmax_scale": 0.125}
-    result = vendor.FLASH_TOKENS.find()(q[:, None], kv.keys, kv.values, causal=True, return_softmax_lse=True, **asked)
+    call = {"cache_seqlens": batch.seq_lens, "block_table": batch.block_tables, "softmax_scale": 0.125}
+    result = vendor.FLASH_TOKENS.find()(q[:, None], kv.keys, kv.values, causal=True, return_softmax_lse=True, **call)
     assert isinstance(result, torch.Tensor)
     out, _mass = result
     assert out.shape == (1, 4, 64), "a sequence's output, taken for the batch's"

@@ -75,11 +75,11 @@ def _align(topk_ids, num_experts, block_size, sorted_token_ids, experts_ids, num
     flat = topk_ids.flatten()
     for expert in range(num_experts):
         own = torch.nonzero(flat == expert).flatten()
-        room = -(-len(own) // block_size) * block_size
-        sorted_token_ids[at : at + room] = pairs
+        size = -(-len(own) // block_size) * block_size
+        sorted_token_ids[at : at + size] = pairs
         sorted_token_ids[at : at + len(own)] = own.int()
-        experts_ids[at // block_size : (at + room) // block_size] = expert
-        at += room
+        experts_ids[at // block_size : (at + size) // block_size] = expert
+        at += size
     num_tokens_post_pad.fill_(at)
 
 
@@ -102,7 +102,7 @@ def fused_moe_kernel(
     C, A, B, topk_weights, topk_ids, sorted_topk_ids, expert_ids, num_tokens_post_pad, mul_routed_weight, topk,
     block_size, bias,
 ):  # fmt: skip
-    """Row i of the pairs is A[i // topk] B[e]^T, times its weight where that is asked for."""
+    """Row i of the pairs is A[i // topk] B[e]^T, times its weight where that is requested."""
     chip.absent("bias", bias)
     chip.half(A=A, B=B, C=C)
     chip.contiguous(A=A, B=B, C=C)

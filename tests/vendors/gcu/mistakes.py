@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from inferplane_gcu.kernels import attention, basic, mla, moe
+from inferplane.kernels.fused import vllm_kernels
+from inferplane_gcu.kernels import mla, moe, products
 from tests.vendors.mistakes import Change, Mistake, at, swapped, with_
 
 
@@ -18,13 +19,13 @@ def flash(words: str, change: Change, caught: str) -> Mistake:
     return Mistake(words, where, None, wrong, "flash_attn:attention", "prefill_d128", caught)
 
 
-ROWS, WRITE = (basic, "vllm"), (attention, "cache_ops")
+ROWS, WRITE = (vllm_kernels, "vllm"), (vllm_kernels, "cache_ops")
 MISTAKES = [
     Mistake("K and V exchanged", WRITE, "reshape_and_cache_flash", swapped(0, 1),
             "vllm_gcu:kv_write", "decode", ""),
     Mistake("slots in int32", WRITE, "reshape_and_cache_flash", at(4, lambda s: s.int()),
             "vllm_gcu:kv_write", "decode", "slot_mapping is torch.int64"),
-    Mistake("a cache in int8 asked for", WRITE, "reshape_and_cache_flash", at(5, lambda s: "int8"),
+    Mistake("a cache in int8 requested", WRITE, "reshape_and_cache_flash", at(5, lambda s: "int8"),
             "vllm_gcu:kv_write", "decode", "kv_cache_dtype"),
     Mistake("blocks of heads first", WRITE, "reshape_and_cache_flash",
             at(2, lambda c: c.transpose(1, 2)), "vllm_gcu:kv_write", "decode", "must be contiguous"),
@@ -36,9 +37,9 @@ MISTAKES = [
     Mistake("the other pairs", ROWS, "rotary_embedding", at(5, lambda neox: not neox), "vllm_gcu:rope", "half", ""),
     Mistake("a table in float32", ROWS, "rotary_embedding", at(4, lambda t: t.float()),
             "vllm_gcu:rope", "half", "have one dtype"),
-    Mistake("weight-only weights turned", ROWS, "weight_only_quant", at(2, lambda w: w.t().contiguous()),
+    Mistake("weight-only weights turned", (products, "vllm"), "weight_only_quant", at(2, lambda w: w.t().contiguous()),
             "vllm_gcu:linear_w8a16", "int8_row", "input has shape"),
-    Mistake("groups of 128", ROWS, "weight_only_quant", at(5, lambda g: 128),
+    Mistake("groups of 128", (products, "vllm"), "weight_only_quant", at(5, lambda g: 128),
             "vllm_gcu:linear_w8a16", "int8_row", "group_size 128"),
     Mistake("ids in int64", (moe, "moe"), "moe_align_block_size", at(0, lambda ids: ids.long()),
             "vllm_gcu:moe_experts", "t13", "topk_ids is torch.int32"),

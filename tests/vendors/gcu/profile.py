@@ -12,6 +12,7 @@ class Gcu(Profile):
     device = "gcu"
     library = "vllm-gcu"
     sources = "backends/gcu/inferplane_gcu"
+    shared_sources = ("core/inferplane/kernels/fused/vllm_kernels.py",)
     providers = ("vllm_gcu", "flash_attn", "torch", "decomposition")
     wrong_calls = [  # a keyword that there is not, and an argument that is missing
         Call("_C::silu_and_mul", [ROWS], {"x": ROWS}, []),

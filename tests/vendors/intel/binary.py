@@ -101,10 +101,10 @@ def main(folder: Path, record: bool) -> int:
         if subprocess.run(command, check=False).returncode:
             print(f"{WHEEL} cannot be had: the record of it is used")
             return 0
-    wanted = (*(f"vllm_xpu_kernels/{name}." for name in LIBRARIES), f"vllm_xpu_kernels/{ATTENTION}")
+    prefixes = (*(f"vllm_xpu_kernels/{name}." for name in LIBRARIES), f"vllm_xpu_kernels/{ATTENTION}")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         for name in wheel.namelist():
-            if name.startswith(wanted):
+            if name.startswith(prefixes):
                 wheel.extract(name, folder)
     found = found_in(folder)
     target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

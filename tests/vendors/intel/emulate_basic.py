@@ -1,4 +1,4 @@
-"""Norms, positions, activation, cache writes, and what is asked of the device.
+"""Norms, positions, activation, cache writes, and queries about the device.
 
 Meaning and limits: vllm-project/vllm-xpu-kernels at 4543b580, csrc/layernorm.cpp, activation.cpp,
 pos_encoding_kernels.cpp and cache.cpp with tests/ops and tests/test_cache.py.

@@ -47,7 +47,7 @@ def rms_norm(input, weight, eps):
 
 @emulates(f"{FUNCTIONAL}::add_rms_norm")
 def add_rms_norm(add, input, weight, bias, eps, add_back):
-    """add <- add + input, where that is asked for; the norm of the sum."""
+    """add <- add + input, where that is requested; the norm of the sum."""
     chip.absent(bias=bias)
     return _added(input, add, weight, eps, add_back)
 

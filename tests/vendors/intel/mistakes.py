@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from inferplane_xpu.intel.kernels import attention, basic, mla, moe, products
+from inferplane.kernels.fused import vllm_kernels
+from inferplane_xpu.intel.kernels import attention, mla, moe, products
 from tests.vendors.mistakes import Mistake, at, swapped
 
 
 def whole(batch, groups=1):
-    """Sequences as they are, told to be single tokens."""
+    """Sequences as they are, declared to be single tokens."""
     return attention.Sequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, batch.max_seq_tokens)
 
 
-ROWS, WRITE, FLASH = (basic, "vllm"), (attention, "cache_ops"), (attention, "flash")
+ROWS, WRITE, FLASH = (vllm_kernels, "vllm"), (vllm_kernels, "cache_ops"), (attention, "flash")
 MISTAKES = [
     Mistake("K and V exchanged", WRITE, "reshape_and_cache_flash", swapped(0, 1), "vllm_xpu:kv_write", "decode", ""),
     Mistake("slots in int32", WRITE, "reshape_and_cache_flash", at(4, lambda s: s.int()),
             "vllm_xpu:kv_write", "decode", "slot_mapping is torch.int64"),
     Mistake("heads before tokens in blocks", WRITE, "reshape_and_cache_flash", at(2, lambda c: c.transpose(1, 2)),
             "vllm_xpu:kv_write", "decode", "key_cache has shape"),
-    Mistake("a cache in FP8 asked for", WRITE, "reshape_and_cache_flash", at(5, lambda s: "fp8"),
+    Mistake("a cache in FP8 requested", WRITE, "reshape_and_cache_flash", at(5, lambda s: "fp8"),
             "vllm_xpu:kv_write", "decode", "kv_cache_dtype"),
     Mistake("norm and sum exchanged", ROWS, "fused_add_rms_norm", swapped(0, 1), "vllm_xpu:add_rms_norm", "t3_d64", ""),
     Mistake("result behind the input", ROWS, "rms_norm", swapped(0, 1), "vllm_xpu:rms_norm", "t3_d64", ""),

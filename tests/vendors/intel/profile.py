@@ -12,6 +12,7 @@ class Intel(Profile):
     device = "xpu:intel"
     library = "vllm-xpu-kernels"
     sources = "backends/xpu/inferplane_xpu/intel"
+    shared_sources = ("core/inferplane/kernels/fused/vllm_kernels.py",)
     formats = ("int8_row", "int4_group", "fp8_block")
     providers = ("vllm_xpu", "torch_xpu", "torch", "decomposition")
     wrong_calls = [  # a keyword that there is not, and an argument that is missing

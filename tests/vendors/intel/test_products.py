@@ -123,7 +123,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "op", "words"), REFUSED, ids=[f"{name}_{i}" for i, (name, *_) in enumerate(REFUSED)])
 def test_what_the_operators_cannot_do_is_refused(name, op, words):
     (kernel,) = [k for k in kernels() if k.name == f"vllm_xpu:{name}"]
-    context = Context(torch.bfloat16, "decode", features=chips.assumed("bmg"))
+    context = Context(torch.bfloat16, "decode", features=chips.assumed_features("bmg"))
     formats = {w.format for w in vars(op).values() if isinstance(w, Weight)}
     assert words in " ".join(kernel.refusals(op, context, formats))
 

@@ -2,7 +2,7 @@
 
 Meaning: the calls in baidu/vLLM-Kunlun at 09869ee7 (ops/_kunlun_ops.py, fused_moe), and what its tests found on a P800
 (ops/moe/router.py, tests/ut/ops/test_route_matrix.py and test_fused_moe.py at f926eebd). Rows stay in the order of
-experts through moe_fc; `moe_index` is told by how moe_post reads it: the place of each pair in that order.
+experts through moe_fc; `moe_index` follows from how moe_post reads it: the place of each pair in that order.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ def test_either_sorting(tokens):
     draw = Draw(3, torch.bfloat16)
     x, gate_up, down = draw.normal(tokens, 32), draw.normal(9, 48, 32) / 6, draw.normal(9, 32, 24) / 5
     weights = draw.uniform(tokens, 2, low=0.1)
-    ids = torch.stack([torch.tensor(draw.permutation(8)[:2]) for _ in range(tokens)])  # nobody asks the ninth expert
+    ids = torch.stack(
+        [torch.tensor(draw.permutation(8)[:2]) for _ in range(tokens)]
+    )  # no token goes to the ninth expert
     heard = []
     with EMULATOR.heard_by(lambda name, *call: heard.append(name)):
         got = moe.moe_experts(SimpleNamespace(gate_up=gate_up, down=down), x, weights, ids)
@@ -80,7 +82,7 @@ def test_sorting_for_few_pairs_is_not_asked_for_many(monkeypatch):
     monkeypatch.setattr(moe, "FEW_PAIRS", 10**6)
     x, ids = torch.zeros(385, 32, dtype=torch.bfloat16), torch.zeros(385, 2, dtype=torch.int32)
     with pytest.raises(AssertionError, match="at most 768 pairs, got 770"):
-        moe._sorted(x, ids, 4)
+        moe._sort_pairs(x, ids, 4)
 
 
 def test_softmax_scores_as_they_are():
@@ -116,8 +118,8 @@ def test_more_sequences_than_one_call_takes():
 
 def test_each_draft_ends_a_sequence_of_its_own():
     batch = make_batch([Query([1], 4, [3]), Query([5, 6, 7], 14, [0, 2])], block_tokens=16, device="cpu")
-    found = lengths.sequence_a_token(batch)
+    found = lengths.sequence_per_token(batch)
     assert found.lens_cpu.tolist() == found.lens_xpu.tolist() == [5, 15, 16, 17]
     assert found.tables.tolist() == [[3, 0], [0, 2], [0, 2], [0, 2]]
-    assert lengths.sequence_a_token(batch) is found, "made once a step"
-    assert lengths.sequence_a_token(replace(batch)) is not found
+    assert lengths.sequence_per_token(batch) is found, "computed once per step"
+    assert lengths.sequence_per_token(replace(batch)) is not found

@@ -230,7 +230,7 @@ def _whole_mask(mask, b, n, table, block_size, mode) -> torch.Tensor | None:
 
 @emulates("npu::npu_fused_infer_attention_score")
 def fused_infer_attention_score(**call):
-    """Prefill and decode; the second result is a zero unless the log-sum-exp is asked for."""
+    """Prefill and decode; the second result is a zero unless the log-sum-exp is requested."""
     return _fused(**call), left_open()  # the page says [1], the shape function [0]
 
 

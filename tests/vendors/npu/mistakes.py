@@ -98,7 +98,7 @@ MISTAKES = {
                 "weight [E, K, N]"),
         Mistake("counts where sums are expected", EXPERTS, GROUPED, with_(group_list_type=0), "torch_npu:moe_experts",
                 "t13", "group_list adds up"),
-        Mistake("counts not asked for", EXPERTS, "npu_moe_init_routing_v2", with_(expert_tokens_num_flag=False),
+        Mistake("counts not requested", EXPERTS, "npu_moe_init_routing_v2", with_(expert_tokens_num_flag=False),
                 "torch_npu:moe_experts", "t13", "group_list is an int64 tensor"),
         Mistake("groups judged by their best expert", EXPERTS, "npu_moe_gating_top_k", with_(group_select_mode=0),
                 "torch_npu:moe_route", "v3", ""),

@@ -57,8 +57,8 @@ def test_a_changed_schema_is_told_in_words(restated):
         .replace("y_scale=None", "y_scale=None, bool fast=False")
     )
     text = text.replace("int? output_dtype=None", "int? output_dtype=1")
-    told = schemas.differences(torch._C.parse_schema(text), schemas.registered(name))
-    assert told == [
+    found = schemas.differences(torch._C.parse_schema(text), schemas.registered(name))
+    assert found == [
         f"{name}: argument 'x2_scale' is gone",
         f"{name}: argument 'fast' is gone",
         f"{name}: argument Tensor scale is new, at place 2",

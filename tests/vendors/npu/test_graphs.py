@@ -21,7 +21,7 @@ from inferplane.ops import Draw
 from inferplane.plugin import UsageError
 from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
-from inferplane_npu.graphs import CapturedStep, RecordedBatch
+from inferplane_npu.graphs import CapturedStep, recorder_of
 from tests.vendors.configs import LLAMA, V3, model
 from tests.vendors.npu import chip
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_captured():
     with pytest.raises(UsageError, match="without lengths on the host"):
         CapturedStep(Runtime(), lambda batch: None, replace(one, host_lens=None))
     graph = CapturedStep(Runtime(), lambda batch: batch.ids, one)
-    assert isinstance(graph.batch, RecordedBatch)
+    assert recorder_of(graph.batch) is graph.recorder and recorder_of(one) is None
     two = make_batch([Query([1], 3, [0]), Query([1], 3, [1])], block_tokens=128, device="cpu")
     with pytest.raises(UsageError, match="has 1 rows of 1 sequences, the batch 2 rows of 2 sequences: ids differs"):
         graph.update(two)

@@ -9,8 +9,8 @@ from inferplane_dcu.kernels import attention, basic, mla, moe
 from inferplane_dcu.kvcache import PAGED
 
 TILES = Tiles(prefill=Launch(32, 16, 4, 1), decode=Launch(16, 16, 4, 1), mla=Launch(16, 16, 4, 1))
-"""A program may have 64 KiB of shared memory and waves have 64 lanes; Hygon's build of Triton takes 16 keys a turn in
-attention and no more (FlagGems issue 3819). One stage: there is no room for a second.
+"""A program may have 64 KiB of shared memory and waves have 64 lanes; in attention, Hygon's build of Triton takes at
+most 16 keys per iteration (FlagGems issue 3819). One stage: shared memory holds no second.
 """
 
 

@@ -4,7 +4,7 @@ Blocks of heads (`dcu_heads_64`): the vendor's paged attention for single tokens
 mass of the softmax (LSE), and its flash attention over the same blocks for everything else. Plain blocks (`paged_64`):
 the vendor's other flash attention, one call a step.
 
-Three paths of the fork are kept off, each behind the same name: vllm_flash_attn_with_kvcache ignores a window and
+Three paths of the fork are avoided, each behind the same name: vllm_flash_attn_with_kvcache ignores a window and
 `causal`, and for several tokens a sequence knows one KV head only; vllm_flash_attn_varlen_func goes the same way where
 every sequence brings the same 1 to 4 tokens and there is no window. So single tokens are all that the first gets, and
 the second is called for more than 8 tokens or with a window.
@@ -93,7 +93,7 @@ def norm_rope_write(
     return q.view(tokens, heads, dim)
 
 
-def _single_tokens(op: Any) -> bool:
+def _has_few_tokens_without_window(op: Any) -> bool:
     return op.queries == "few" and op.kv.window is None
 
 
@@ -102,7 +102,9 @@ def _single_tokens(op: Any) -> bool:
     "flash_attn",
     rank=RANK_FUSED,
     when=with_(
-        vendor.FLASH_TOKENS, kv_layouts=(HEADS,), needs=(("at most 8 tokens a sequence, no window", _single_tokens),)
+        vendor.FLASH_TOKENS,
+        kv_layouts=(HEADS,),
+        needs=(("at most 8 tokens a sequence, no window", _has_few_tokens_without_window),),
     ),
     prepare=vendor.find_once(vendor.FLASH_TOKENS),
     capture_safe=True,
@@ -117,8 +119,8 @@ def attention_tokens(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch
     return only(out)[:, 0]
 
 
-def _ragged(op: Any) -> bool:
-    return not _single_tokens(op)
+def _has_many_tokens_or_window(op: Any) -> bool:
+    return not _has_few_tokens_without_window(op)
 
 
 @KERNELS(
@@ -129,7 +131,7 @@ def _ragged(op: Any) -> bool:
         vendor.FLASH_PROMPTS,
         features=(PAGED_PROMPTS,),
         kv_layouts=(HEADS,),
-        needs=(("more than 8 tokens of a sequence, or a window", _ragged),),
+        needs=(("more than 8 tokens of a sequence, or a window", _has_many_tokens_or_window),),
     ),
     prepare=vendor.find_once(vendor.FLASH_PROMPTS),
     capture_safe=True,

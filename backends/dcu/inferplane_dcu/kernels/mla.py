@@ -38,7 +38,7 @@ def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: B
     forms.mla_kv_write(hcu.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
 
 
-def _absorbed_dims(op: Any) -> bool:
+def _has_supported_dims(op: Any) -> bool:
     return (op.dims.latent, op.dims.rope) == (LATENT, ROTARY)
 
 
@@ -50,7 +50,7 @@ def _absorbed_dims(op: Any) -> bool:
         vendor.MLA_PLAN,
         vendor.MLA,
         kv_layouts=(PAGED,),
-        needs=((f"latents of {LATENT} + {ROTARY}", _absorbed_dims),),
+        needs=((f"latents of {LATENT} + {ROTARY}", _has_supported_dims),),
     ),
     prepare=vendor.find_once(vendor.MLA_PLAN, vendor.MLA),
     capture_safe=True,
@@ -82,7 +82,7 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, which flash attention wants."""
     lens = batch.lens().seq_lens
-    keys, values = expanded(view, _gathered(latents(kv), batch.block_tables, lens))
+    keys, values = expanded(view, _gather_latents(latents(kv), batch.block_tables, lens))
     out = view.prepared(
         torch.cat((q_nope, q_rope), -1),
         keys,
@@ -97,7 +97,7 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     return only(out)[..., : view.dims.value].contiguous()
 
 
-def _gathered(cache: torch.Tensor, tables: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:
+def _gather_latents(cache: torch.Tensor, tables: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:
     """Entries of every sequence, one behind the other."""
     parts = [cache.index_select(0, table[: -(-n // BLOCK_TOKENS)]).flatten(0, 1)[:n] for table, n in zip(tables, lens)]
     return torch.cat(parts)

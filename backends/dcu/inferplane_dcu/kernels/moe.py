@@ -110,7 +110,7 @@ class Experts:
         return self._known[key]
 
 
-def _prepared(op: Any, ctx: Context) -> Experts:
+def _prepare_experts(op: Any, ctx: Context) -> Experts:
     return Experts()
 
 
@@ -129,7 +129,7 @@ def _tiles(op: Any) -> bool:
         needs=(EVERY_EXPERT, ("widths in 32s, and in 16s inside", _tiles)),
     ),
     packs={"gate_up": MARLIN, "down": MARLIN},
-    prepare=_prepared,
+    prepare=_prepare_experts,
     capture_safe=True,
 )
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
         return by_expert(view, x, weights, ids.long())
     first, second = found
     experts, both, width = view.gate_up.shape
-    aligned = _aligned(calls, ids.int().contiguous(), experts, first["BLOCK_SIZE_M"])
+    aligned = _align_pairs(calls, ids.int().contiguous(), experts, first["BLOCK_SIZE_M"])
     h, act, y = (x.new_empty(tokens * k, n) for n in (both, both // 2, width))
     calls.product(x.contiguous(), view.gate_up.data, h, None, *aligned, k, first)
     calls.act(h, act)
@@ -155,10 +155,10 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     return out
 
 
-def _aligned(
+def _align_pairs(
     calls: Experts, ids: torch.Tensor, experts: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pairs by expert in whole blocks, each block's expert, and how many places are used; all int32."""
+    """Pairs by expert in whole blocks, each block's expert, and how many entries are used; all int32."""
     blocks = -(-(ids.numel() + experts * (block - 1)) // block)
     pairs = ids.new_full((blocks * block,), ids.numel())
     owners, used = ids.new_empty(blocks), ids.new_empty(1)

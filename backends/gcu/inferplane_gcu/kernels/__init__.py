@@ -1,12 +1,20 @@
-"""Kernels for Enflame GCUs: vllm-gcu's operators, and torch's own on the GCU for the rest."""
+"""Kernels for Enflame GCUs: vllm-gcu's operators, and torch's own on the GCU for the rest.
+
+Source: EnflameTechnology/vllm-gcu at 7b5aaca9, csrc/torch_bindings.cpp.
+"""
 
 from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
+from inferplane.kernels.fused.needs import HALF
+from inferplane.kernels.fused.vllm_kernels import vllm_kernels
 from inferplane.plugin import Kernel
-from inferplane_gcu.kernels import attention, basic, mla, moe
+from inferplane_gcu.kernels import attention, mla, moe, products
+from inferplane_gcu.kernels.when import OPERATORS
+from inferplane_gcu.kvcache import PAGED
 
 
 def kernels() -> list[Kernel]:
     """Every kernel this backend declares. torch.ops looks the vendor's operators up when they are called."""
-    return [*basic.KERNELS, *attention.KERNELS, *mla.KERNELS, *moe.KERNELS, *composed_kernels()]
+    shared = vllm_kernels("vllm_gcu", HALF, OPERATORS, PAGED, rope_requires_key=True)
+    return [*shared, *products.KERNELS, *attention.KERNELS, *mla.KERNELS, *moe.KERNELS, *composed_kernels()]

@@ -1,4 +1,4 @@
-"""Cache writes and attention over paged K and V: vLLM's write and Enflame's build of flash attention.
+"""Attention over paged K and V by Enflame's build of flash attention.
 
 Source: EnflameTechnology/vllm-gcu at 7b5aaca9, attention/backends/flash_attn.py: `flash_attn_varlen_func` serves
 prompts and single tokens alike, in one call a step.
@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.needs import FLASH_DIMS, HALF, RANK_FUSED
 from inferplane.plugin import Batch, Kernels, LayerKV, When
-from inferplane_gcu.kernels.when import FLASH, OPERATORS
+from inferplane_gcu.kernels.when import FLASH
 from inferplane_gcu.kvcache import PAGED
 
-cache_ops = torch.ops._C_cache_ops
 KERNELS = Kernels()
 VERSION = 2
 """Value of `fa_version`."""
@@ -29,18 +27,6 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: A
     function = importlib.import_module("flash_attn.vllm_flash_attn").flash_attn_varlen_func
     out: torch.Tensor = function(q, k, v, causal=True, fa_version=VERSION, **call)
     return out
-
-
-@KERNELS(
-    "kv_write",
-    "vllm_gcu",
-    rank=RANK_FUSED,
-    when=When(HALF, kv_layouts=(PAGED,), features=OPERATORS),
-    capture_safe=True,
-)
-def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """_C_cache_ops::reshape_and_cache_flash; it skips slot -1."""
-    forms.kv_write(cache_ops.reshape_and_cache_flash, k, v, kv.blocked(), batch)  # type: ignore[attr-defined]
 
 
 @KERNELS(

@@ -10,32 +10,19 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.latents import expanded, folded, unfolded
 from inferplane.kernels.fused.needs import FLASH_EXPANDED, HALF, PLAIN_KV_B, RANK_FUSED
 from inferplane.kernels.fused.operands import each_token_alone, running_sum
 from inferplane.plugin import Batch, Kernels, LayerKV, When, latents
-from inferplane_gcu.kernels.attention import cache_ops, flash_attention
+from inferplane_gcu.kernels.attention import flash_attention
 from inferplane_gcu.kernels.when import FLASH, OPERATORS
 from inferplane_gcu.kvcache import PAGED
 
-flashmla = torch.ops._flashmla_C
+cache_ops, flashmla = torch.ops._C_cache_ops, torch.ops._flashmla_C
 KERNELS = Kernels()
 
 
-@KERNELS(
-    "mla_kv_write",
-    "vllm_gcu",
-    rank=RANK_FUSED,
-    when=When(HALF, kv_layouts=(PAGED,), features=OPERATORS),
-    capture_safe=True,
-)
-def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """_C_cache_ops::concat_and_cache_mla; it skips slot -1."""
-    forms.mla_kv_write(cache_ops.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
-
-
-def _absorbed_dims(op: Any) -> bool:
+def _has_supported_dims(op: Any) -> bool:
     return (op.dims.latent + op.dims.rope) % 8 == 0 and op.dims.latent % 32 == 0
 
 
@@ -47,7 +34,7 @@ def _absorbed_dims(op: Any) -> bool:
         HALF,
         kv_layouts=(PAGED,),
         features=OPERATORS,
-        needs=(("entries in eights, latents in 32s", _absorbed_dims),),
+        needs=(("entries in eights, latents in 32s", _has_supported_dims),),
     ),
     capture_safe=True,
 )

@@ -22,7 +22,7 @@ MANY_EXPERTS = 224
 """From here on vllm-gcu calls another alignment."""
 
 
-def _grouped(op: Any) -> bool:
+def _has_supported_groups(op: Any) -> bool:
     return op.groups > 1 and op.group_score == ("max" if op.bias is None else "top2")
 
 
@@ -47,7 +47,7 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     when=When(
         FLOATS,
         features=OPERATORS,
-        needs=(("groups, judged by two experts where there is a bias, else by one", _grouped),),
+        needs=(("groups, judged by two experts where there is a bias, else by one", _has_supported_groups),),
     ),
     capture_safe=True,
 )
@@ -80,7 +80,7 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     experts, columns, _ = view.gate_up.shape
     tokens, k = ids.shape
     ids, weights = ids.int().contiguous(), weights.float().contiguous()
-    aligned = _aligned(ids, experts)
+    aligned = _align_pairs(ids, experts)
     h = x.new_empty(tokens, k, columns)
     vllm.fused_moe_kernel(h, x.contiguous(), view.gate_up, weights, ids, *aligned, False, k, BLOCK_PAIRS, None)
     act = x.new_empty(tokens * k, columns // 2)
@@ -92,10 +92,10 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     return out
 
 
-def _aligned(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pairs by expert in whole blocks, each block's expert, and how many places are used; all int32."""
-    room = ids.numel() + experts * (BLOCK_PAIRS - 1)
-    pairs, owners, used = ids.new_empty(room), ids.new_empty(room // BLOCK_PAIRS), ids.new_empty(1)
+def _align_pairs(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs by expert in whole blocks, each block's expert, and how many entries are used; all int32."""
+    size = ids.numel() + experts * (BLOCK_PAIRS - 1)
+    pairs, owners, used = ids.new_empty(size), ids.new_empty(size // BLOCK_PAIRS), ids.new_empty(1)
     align = moe.sgl_moe_align_block_size if experts >= MANY_EXPERTS else moe.moe_align_block_size
     align(ids, experts, BLOCK_PAIRS, pairs, owners, used)
     return pairs, owners, used

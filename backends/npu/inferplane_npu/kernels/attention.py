@@ -53,7 +53,7 @@ def _few_heads(op: Any) -> bool:
     return op.heads <= 256 and op.heads // op.kv.heads <= 64
 
 
-def _ragged_dims(op: Any) -> bool:
+def _has_ragged_dims(op: Any) -> bool:
     return (op.kv.dim, op.kv.v_dim) in ((128, 128), (192, 128), (192, 192))
 
 
@@ -100,7 +100,7 @@ def kv_write_nz(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: N
         features=("fused-infer",),
         needs=(
             HEADS,
-            ("heads of 128 entries, or of 192 with values of 128 or 192", _ragged_dims),
+            ("heads of 128 entries, or of 192 with values of 128 or 192", _has_ragged_dims),
             ("no window", lambda op: op.kv.window is None),
         ),
     ),
@@ -160,7 +160,7 @@ def _several(view: Any, q: torch.Tensor, n: int, table: torch.Tensor, kv: NpuKV)
     """The last S of a sequence's n tokens ask, `[S, H, D]`. A window of w tokens is the token and w - 1 before it."""
     window = view.kv.window
     band = {} if window is None else {"pre_tokens": window - 1, "next_tokens": 0}
-    gone = view.kv.blocks_before_window(q.shape[0], n, BLOCK_TOKENS)
+    skipped = view.kv.blocks_before_window(q.shape[0], n, BLOCK_TOKENS)
     k, v = kv.flat()
     return npu.npu_fused_infer_attention_score(
         q[None],
@@ -168,8 +168,8 @@ def _several(view: Any, q: torch.Tensor, n: int, table: torch.Tensor, kv: NpuKV)
         v,
         atten_mask=causal_mask(q.device),
         actual_seq_lengths=[q.shape[0]],
-        actual_seq_lengths_kv=[n - gone * BLOCK_TOKENS],
-        block_table=table[None, gone:].contiguous(),
+        actual_seq_lengths_kv=[n - skipped * BLOCK_TOKENS],
+        block_table=table[None, skipped:].contiguous(),
         num_heads=view.heads,
         num_key_value_heads=view.kv.heads,
         scale=view.scale,
@@ -183,14 +183,14 @@ def _several(view: Any, q: torch.Tensor, n: int, table: torch.Tensor, kv: NpuKV)
 def _single(
     view: Any, q: torch.Tensor, lens: torch.Tensor, host_lens: list[int], tables: torch.Tensor, kv: NpuKV
 ) -> torch.Tensor:
-    """One token of each sequence asks, `[B, H, D]`. `sparse_mode` means nothing then: a window needs a whole mask."""
+    """One query token per sequence, `[B, H, D]`. `sparse_mode` means nothing then: a window needs a whole mask."""
     mask, window = None, view.kv.window
     if window is not None:
         # The table without the blocks before the window, which may hold anything, and the lengths without their tokens.
-        gone = (lens - window).clamp(min=0) // BLOCK_TOKENS
-        place = gone[:, None] + torch.arange(min(tables.shape[1], window // BLOCK_TOKENS + 2), device=q.device)
+        skipped = (lens - window).clamp(min=0) // BLOCK_TOKENS
+        place = skipped[:, None] + torch.arange(min(tables.shape[1], window // BLOCK_TOKENS + 2), device=q.device)
         tables = tables.gather(1, place.clamp(max=tables.shape[1] - 1).long())
-        lens = lens - gone * BLOCK_TOKENS
+        lens = lens - skipped * BLOCK_TOKENS
         host_lens = [n - max(0, n - window) // BLOCK_TOKENS * BLOCK_TOKENS for n in host_lens]
         key = torch.arange(tables.shape[1] * BLOCK_TOKENS, device=q.device)
         mask = ((key >= lens[:, None]) | (key < lens[:, None] - window))[:, None, None]

@@ -1,6 +1,6 @@
 """Latent attention at the sizes that the vendor's operators know: 512 + 64 entries a token.
 
-Queries are rotated, and keys kept, with even entries first: scores do not depend on the order, as long as both have it.
+Queries are rotated, and keys stored, with even entries first: scores do not depend on an order that both share.
 
 Source: pages of npu_kv_rmsnorm_rope_cache, npu_interleave_rope, npu_transpose_batchmatmul and
 npu_fused_infer_attention_score in Ascend/op-plugin at 517f2e7d; the docstring of torch_npu.atb's
@@ -38,17 +38,22 @@ KERNELS = Kernels()
 BOTH = (LATENT_ND_128, LATENT_NZ_128)
 
 
-def _sizes(op: Any) -> bool:
+def _has_supported_latents(op: Any) -> bool:
     return (op.dims.latent, op.dims.rope) == (LATENT, ROTARY)
 
 
-def _absorbed_dims(op: Any) -> bool:
+def _has_absorbed_dims(op: Any) -> bool:
     d = op.dims
-    return _sizes(op) and d.heads in (1, 2, 4, 8, 16, 32, 64, 128) and d.nope % 16 == 0 and d.value % 16 == 0
+    return (
+        _has_supported_latents(op)
+        and d.heads in (1, 2, 4, 8, 16, 32, 64, 128)
+        and d.nope % 16 == 0
+        and d.value % 16 == 0
+    )
 
 
-def _expanded_dims(op: Any) -> bool:
-    return _sizes(op) and op.dims.nope == 128 and op.dims.value == 128 and op.dims.heads <= 256
+def _has_expanded_dims(op: Any) -> bool:
+    return _has_supported_latents(op) and op.dims.nope == 128 and op.dims.value == 128 and op.dims.heads <= 256
 
 
 def _plain_block(op: Any) -> bool:
@@ -56,8 +61,8 @@ def _plain_block(op: Any) -> bool:
     return all(map(plain_linear, products)) and PLAIN_KV_B[1](op.expanded)
 
 
-ABSORBED = ("latents of 512 + 64, a power of two of heads up to 128, head sizes that 16 divides", _absorbed_dims)
-EXPANDED = ("latents of 512 + 64 and heads of 128 + 64 with values of 128", _expanded_dims)
+ABSORBED = ("latents of 512 + 64, a power of two of heads up to 128, head sizes that 16 divides", _has_absorbed_dims)
+EXPANDED = ("latents of 512 + 64 and heads of 128 + 64 with values of 128", _has_expanded_dims)
 
 
 @KERNELS(
@@ -89,11 +94,11 @@ def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: B
 )
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """Fold kv_b into the query, attend to the latents, unfold: three calls."""
-    return _absorbed(view, q_nope, even_first(q_rope), batch, kv)
+    return _attend_absorbed(view, q_nope, even_first(q_rope), batch, kv)
 
 
 def _fold(view: Any, q_nope: torch.Tensor) -> torch.Tensor:
-    """`[T, H, N]` times each head's `[N, 512]`: `[T, H, 512]`. The weight is a view: kv_b is kept once."""
+    """`[T, H, N]` times each head's `[N, 512]`: `[T, H, 512]`. The weight is a view: kv_b is stored once."""
     return npu.npu_transpose_batchmatmul(q_nope, halves(view)[0], perm_x1=[1, 0, 2], perm_y=[1, 0, 2])
 
 
@@ -103,8 +108,8 @@ def _unfold(view: Any, heads_first: torch.Tensor) -> torch.Tensor:
     return npu.npu_transpose_batchmatmul(heads_first, w_v, perm_y=[1, 0, 2])
 
 
-def _absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
-    # The result comes heads first: the product that unfolds it may not turn 128 heads of 512 entries itself.
+def _attend_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+    # The result comes heads first: the product that unfolds it may not transpose 128 heads of 512 entries itself.
     if kv.nz:
         latent, rotated = (t.view(t.shape[0], 1, -1, BLOCK_TOKENS, NZ) for t in (kv.first, kv.second))
     else:
@@ -139,7 +144,7 @@ def _absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     needs_host_lens=True,
 )
 def mla_absorbed_atb(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
-    """ATB's latent attention, which knows no mask: each token asks as a sequence of its own that ends with it."""
+    """ATB's latent attention, which has no mask: each token is a sequence of its own that ends with it."""
     lens, tables = batch.lens(), batch.block_tables
     ends = key_lens(batch)
     if batch.max_query_tokens > 1:
@@ -174,10 +179,10 @@ def mla_absorbed_atb(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
 )
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """Gather the latents, expand them, attend to dense keys and values."""
-    return _expanded(view, q_nope, even_first(q_rope), batch, kv)
+    return _attend_expanded(view, q_nope, even_first(q_rope), batch, kv)
 
 
-def _expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
+def _attend_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     d, lens = view.dims, batch.lens()
     ends = list(accumulate(lens.seq_lens))
     latent = q_nope.new_empty(ends[-1], 1, LATENT)
@@ -215,8 +220,8 @@ def _expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
             ("neighbours as pairs", lambda op: op.rope.interleaved),
             ("plain products", _plain_block),
             ("a norm in the plan's dtype", lambda op: op.enter.kv_a_norm.weight.dtype is None),
-            (ABSORBED[0], lambda op: _absorbed_dims(op.absorbed)),
-            (EXPANDED[0], lambda op: _expanded_dims(op.expanded)),
+            (ABSORBED[0], lambda op: _has_absorbed_dims(op.absorbed)),
+            (EXPANDED[0], lambda op: _has_expanded_dims(op.expanded)),
         ),
     ),
     packs={"rope.table": ROPE_HALF, "enter.rope.table": ROPE_HALF},
@@ -253,8 +258,8 @@ def mla_block(view: Any, x: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tens
     few, many = batch.split()
     parts, n = [], 0 if few is None else few.tokens
     if few is not None:
-        parts.append(_absorbed(view.absorbed, q_nope[:n], q_rope[:n], few, kv))
+        parts.append(_attend_absorbed(view.absorbed, q_nope[:n], q_rope[:n], few, kv))
     if many is not None:
-        parts.append(_expanded(view.expanded, q_nope[n:], q_rope[n:], many, kv))
+        parts.append(_attend_expanded(view.expanded, q_nope[n:], q_rope[n:], many, kv))
     y = parts[0] if len(parts) == 1 else torch.cat(parts)
     return F.linear(y.flatten(1), view.o.weight, view.o.bias)

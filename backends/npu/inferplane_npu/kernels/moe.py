@@ -37,7 +37,7 @@ def _experts(op: Any) -> int | None:
 
 
 def _groups_fit(op: Any) -> bool:
-    """At least three experts a group; told by the bias, and where there is none by how many are chosen of a group."""
+    """At least three experts a group; judged by the bias, and without one by how many experts of a group are chosen."""
     experts = _experts(op)
     if experts is None:
         return op.groups == 1 or op.top_k > 2 * op.top_groups
@@ -45,7 +45,7 @@ def _groups_fit(op: Any) -> bool:
     return experts % op.groups == 0 and size > 2 and -(-size // 32) * 32 * op.groups <= 2048
 
 
-def _normed(op: Any) -> bool:
+def _has_renormalized_sigmoid(op: Any) -> bool:
     return op.score == "softmax" or op.renormalize
 
 
@@ -58,7 +58,7 @@ def _normed(op: Any) -> bool:
         features=("fused-infer",),
         needs=(
             ("a bias, groups, or sigmoid scores", lambda op: not SOFTMAX_ALONE[1](op)),
-            ("sigmoid scores to be renormalized", _normed),
+            ("sigmoid scores to be renormalized", _has_renormalized_sigmoid),
             ("more than two experts a group", _groups_fit),
         ),
     ),
@@ -78,7 +78,7 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         norm_type=SIGMOID if view.score == "sigmoid" else SOFTMAX,
         routed_scaling_factor=1.0 if again else view.factor,
     )
-    return (_renormalized(weights, view.factor) if again else weights), ids
+    return (_renormalize(weights, view.factor) if again else weights), ids
 
 
 @KERNELS(
@@ -98,10 +98,10 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def moe_route_softmax(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_moe_gating_top_k_softmax; ids are int32."""
     weights, ids, _ = npu.npu_moe_gating_top_k_softmax(logits, None, view.top_k)
-    return (_renormalized(weights, view.factor) if view.renormalize else weights * view.factor), ids
+    return (_renormalize(weights, view.factor) if view.renormalize else weights * view.factor), ids
 
 
-def _renormalized(weights: torch.Tensor, factor: float) -> torch.Tensor:
+def _renormalize(weights: torch.Tensor, factor: float) -> torch.Tensor:
     return weights / weights.sum(-1, keepdim=True) * factor
 
 
@@ -123,12 +123,12 @@ SIZES = ("2 to 1024 experts with fewer than 65536 rows and columns", _inner_dims
 )
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls; how many rows an expert has is known to the device alone."""
-    rows, places, counts = _sorted(view.gate_up.shape[0], x, ids)
-    h = npu.npu_swiglu(_grouped(rows, view.gate_up, counts))
-    return npu.npu_moe_token_unpermute(_grouped(h, view.down, counts), places, weights.to(x.dtype))
+    rows, places, counts = _sort_pairs(view.gate_up.shape[0], x, ids)
+    h = npu.npu_swiglu(_multiply_groups(rows, view.gate_up, counts))
+    return npu.npu_moe_token_unpermute(_multiply_groups(h, view.down, counts), places, weights.to(x.dtype))
 
 
-def _sorted(experts: int, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sort_pairs(experts: int, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows by expert `[T k, D]`, where each of the `T k` pairs went (int32), rows an expert (int64 `[E]`)."""
     rows, places, counts, _ = npu.npu_moe_init_routing_v2(
         x.contiguous(),
@@ -142,7 +142,7 @@ def _sorted(experts: int, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Ten
     return rows, places, counts
 
 
-def _grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **quantized: Any) -> torch.Tensor:
+def _multiply_groups(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **quantized: Any) -> torch.Tensor:
     return npu.npu_grouped_matmul(
         [rows],
         [weight],
@@ -154,13 +154,13 @@ def _grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **q
     )[0]
 
 
-def _quantized(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _run_quantized_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     def product(rows: torch.Tensor, packed: Packed) -> torch.Tensor:
         offset = packed.offset_in(x.dtype)
         more = {} if offset is None else {"antiquant_offset": [offset]}
-        return _grouped(rows, packed.data, counts, antiquant_scale=[packed.scale_in(x.dtype)], **more)
+        return _multiply_groups(rows, packed.data, counts, antiquant_scale=[packed.scale_in(x.dtype)], **more)
 
-    rows, places, counts = _sorted(view.gate_up.data.shape[0], x, ids)
+    rows, places, counts = _sort_pairs(view.gate_up.data.shape[0], x, ids)
     h = npu.npu_swiglu(product(rows, view.gate_up))
     return npu.npu_moe_token_unpermute(product(h, view.down), places, weights.to(x.dtype))
 
@@ -175,7 +175,7 @@ def _quantized(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Ten
 )
 def moe_experts_int8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in int8, expanded within the grouped product."""
-    return _quantized(view, x, weights, ids)
+    return _run_quantized_experts(view, x, weights, ids)
 
 
 def _int4_dims(op: Any) -> bool:
@@ -201,4 +201,4 @@ def _whole_groups(op: Any) -> bool:
 )
 def moe_experts_int4(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in int4, eight to an int32, expanded within the grouped product."""
-    return _quantized(view, x, weights, ids)
+    return _run_quantized_experts(view, x, weights, ids)

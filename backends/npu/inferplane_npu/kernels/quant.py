@@ -61,7 +61,7 @@ def _columns(scale: torch.Tensor | None) -> torch.Tensor | None:
     return scale[..., 0].contiguous() if scale.shape[-1] == 1 else scale.transpose(-1, -2).contiguous()
 
 
-def _packed(q: QTensor, data: torch.Tensor) -> Packed:
+def _pack(q: QTensor, data: torch.Tensor) -> Packed:
     scale = _columns(q.scale)
     assert scale is not None
     return Packed(data, scale, _columns(q.zero), q.block[1] if q.scale.shape[-1] > 1 else 0)
@@ -69,25 +69,25 @@ def _packed(q: QTensor, data: torch.Tensor) -> Packed:
 
 def _int8(q: QTensor) -> Packed:
     """A transposed view: the page recommends it for one scale a row of outputs."""
-    return _packed(q, q.data.transpose(-1, -2))
+    return _pack(q, q.data.transpose(-1, -2))
 
 
 def _int8_nz(q: QTensor) -> Packed:
     """For W8A8 the page recommends NZ, cast without a transposition."""
-    return _packed(q, npu.npu_format_cast(q.data.transpose(-1, -2).contiguous(), FRACTAL_NZ))
+    return _pack(q, npu.npu_format_cast(q.data.transpose(-1, -2).contiguous(), FRACTAL_NZ))
 
 
 def _int4(q: QTensor) -> Packed:
     """Eight columns to an int32; experts are packed as one long matrix."""
     columns = q.data.transpose(-1, -2).to(torch.int32).contiguous()
     data = npu.npu_convert_weight_to_int4pack(columns.flatten(0, -2))
-    return _packed(q, data.view(*columns.shape[:-1], columns.shape[-1] // 8))
+    return _pack(q, data.view(*columns.shape[:-1], columns.shape[-1] // 8))
 
 
 INT8 = Packing("torch_npu.int8", _int8)
 INT8_NZ = Packing("torch_npu.int8_nz", _int8_nz)
 INT4 = Packing("torch_npu.int4pack", _int4)
-FP8 = Packing("torch_npu.fp8", lambda q: _packed(q, q.data.transpose(-1, -2).contiguous()))
+FP8 = Packing("torch_npu.fp8", lambda q: _pack(q, q.data.transpose(-1, -2).contiguous()))
 INT8_EXPERTS, INT4_EXPERTS = INT8, INT4
 
 
@@ -99,7 +99,7 @@ FITS = ("at most 65535 rows and columns", _fits)
 NEEDS = (WEIGHT_ONLY, FITS)
 
 
-def _product(view: Any, x: torch.Tensor) -> torch.Tensor:
+def _multiply(view: Any, x: torch.Tensor) -> torch.Tensor:
     w: Packed = view.weight
     # bfloat16 wants its bias in float32, float16 in float16.
     bias = None if view.bias is None else view.bias.to(torch.float32 if x.dtype is torch.bfloat16 else x.dtype)
@@ -118,7 +118,7 @@ def _product(view: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights in int8, expanded within the product."""
-    return _product(view, x)
+    return _multiply(view, x)
 
 
 @KERNELS(
@@ -136,7 +136,7 @@ def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights in int4, eight to an int32, expanded within the product."""
-    return _product(view, x)
+    return _multiply(view, x)
 
 
 @KERNELS(

@@ -54,7 +54,8 @@ class IntelBackend(RecordingAccelerator):
     graph = "XPUGraph"
     """torch 2.13 has it, older ones may not."""
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
-        arch: tuple(name for name, feature in chips.assumed(arch).items() if feature.present) for arch in chips.ARCHS
+        arch: tuple(name for name, feature in chips.assumed_features(arch).items() if feature.present)
+        for arch in chips.ARCHS
     }
 
     def __init__(self, index: int = 0) -> None:
@@ -108,7 +109,9 @@ class IntelBackend(RecordingAccelerator):
 
     def features(self, arch: str | None = None) -> Features:
         """Of an architecture by public specification; what an opened device reports takes its place."""
-        return chips.assumed(arch or chips.ARCHS[0]) if arch in (None, *chips.ARCHS) else super().features(arch)
+        return (
+            chips.assumed_features(arch or chips.ARCHS[0]) if arch in (None, *chips.ARCHS) else super().features(arch)
+        )
 
     def _features_here(self, properties: Any) -> Features:
         """What torch reports, and what the extension says once it is loaded."""

@@ -38,7 +38,7 @@ def arch_of(name: str) -> str:
     return next((arch for pattern, arch in _NAMES if re.search(pattern, name)), "xe")
 
 
-def assumed(arch: str) -> Features:
+def assumed_features(arch: str) -> Features:
     """Of an architecture by public specification, with everything installed."""
     return Features(
         {
@@ -56,9 +56,9 @@ def features_of(properties: Any) -> Features:
     """What torch reports of a device; what an older torch does not report stays unknown."""
     return Features(
         {
-            "fp16": _reported(properties, "has_fp16"),
-            "bf16": _reported(properties, "has_bfloat16_conversions"),
-            "int8-dot": _reported(properties, "has_subgroup_matrix_multiply_accumulate"),
+            "fp16": _read_feature(properties, "has_fp16"),
+            "bf16": _read_feature(properties, "has_bfloat16_conversions"),
+            "int8-dot": _read_feature(properties, "has_subgroup_matrix_multiply_accumulate"),
             "fp8": Feature(None, _FP8),
             **{name: _of_torch(operator) for name, operator in PRODUCTS.items()},
         }
@@ -70,7 +70,7 @@ def matrix_kernels(index: int) -> Feature:
     return Feature(bool(xpu.is_xe2_arch(index) or xpu.is_xe3_arch(index)), _COMPILED)
 
 
-def _reported(properties: Any, attribute: str) -> Feature:
+def _read_feature(properties: Any, attribute: str) -> Feature:
     value = getattr(properties, attribute, None)
     return Feature(None if value is None else bool(value), f"torch reports {attribute}={value}")
 

@@ -24,7 +24,7 @@ INSTALL = f"pip install {DISTRIBUTION}, the release made for this torch"
 
 
 def version() -> str | None:
-    """The installed release; None when there is none, or nobody knows."""
+    """The installed release; None when there is none, or it is unknown."""
     return version_of(DISTRIBUTION)
 
 

@@ -1,7 +1,7 @@
 """intel_extension_for_pytorch, which Intel has archived: what its last releases still serve, and only those.
 
 Its last release for GPUs is 2.10, for processors 2.8, each for torch of the same number. With another torch its import
-prints an error and ends the process, so it is tried in a process of its own before it is let into this one.
+prints an error and ends the process, so it is tried in a process of its own before it is imported into this one.
 
 Source: its archived repository and wheel; intel/intel-extension-for-pytorch#865 for what its import does.
 """

@@ -1,21 +1,21 @@
 """Kunlun cards (P800): torch's "cuda" device under torch_xmlir, which runs CUDA calls on the card.
 
-The vendor ships a torch 2.5 of its own that was built for CUDA. torch_xmlir is told by its spec alone; `open()` imports
-it, after which "cuda" means the card, and then the libraries of fused operators. `torch.xpu` there is Intel's stub and
-finds nothing.
+The vendor ships a torch 2.5 of its own that was built for CUDA. The probe recognises torch_xmlir by its spec alone;
+`open()` imports it, after which "cuda" means the card, and then the libraries of fused operators. `torch.xpu` there is
+Intel's stub and finds nothing.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from glob import glob
 from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 
 from inferplane.kernels.graphs import Graph, RecordingAccelerator
+from inferplane.kernels.probes import probe_package
 from inferplane.plugin import (
     Batch,
     DeviceState,
@@ -24,15 +24,13 @@ from inferplane.plugin import (
     Kernel,
     KVLayout,
     KVRequest,
-    Presence,
     Probe,
-    installed,
     minor_of,
     version_of,
 )
 from inferplane_xpu.kunlun.kernels import kernels
 from inferplane_xpu.kunlun.kvcache import layouts
-from inferplane_xpu.kunlun.operators import assumed, found
+from inferplane_xpu.kunlun.operators import assumed_features, find_features
 
 MODULE = "torch_xmlir"
 VISIBLE = ("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -68,7 +66,7 @@ class KunlunBackend(RecordingAccelerator):
     torch_device = "cuda"
     graph = "CUDAGraph"
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
-        "p800": tuple(name for name, feature in {**P800, **assumed()}.items() if feature.present)
+        "p800": tuple(name for name, feature in {**P800, **assumed_features()}.items() if feature.present)
     }
 
     def runtime(self) -> Any:
@@ -79,24 +77,16 @@ class KunlunBackend(RecordingAccelerator):
     @classmethod
     def probe(cls) -> Probe:
         """From torch_xmlir's spec, torch's build and device nodes; torch_xmlir is not imported."""
-        versions = {"torch": str(torch.__version__)}
-        nodes = len(glob(DEVICE_NODES))
-        if not installed(MODULE):
-            seen = "; a Kunlun card is there" if nodes else ", and no Kunlun card is visible"
-            return Probe(Presence.ABSENT, f"{MODULE} is not installed{seen}", INSTALL, versions)
-        versions[MODULE] = version_of(MODULE) or "(version unknown)"
-        package = f"{MODULE} {versions[MODULE]}"
-        if torch.version.cuda is None:
-            reason = f"{package} is installed, but torch {torch.__version__} is not the vendor's: it lacks CUDA"
-            return Probe(Presence.BROKEN, reason, INSTALL, versions)
-        if wrong := _misfit():
-            return Probe(Presence.BROKEN, *wrong, versions)
-        if not nodes:
-            reason = f"{package} is here, but no Kunlun card is: no {DEVICE_NODES}"
-            return Probe(Presence.ABSENT, reason, PASS_NODES, versions)
-        devices = None if any(variable in os.environ for variable in VISIBLE) else nodes
-        reason = f"torch {torch.__version__} under {package}"
-        return Probe(Presence.AVAILABLE, reason, versions=versions, devices=devices)
+        return probe_package(
+            MODULE,
+            MODULE,
+            device=("a Kunlun card", "Kunlun card"),
+            nodes=DEVICE_NODES,
+            visible=VISIBLE,
+            install=INSTALL,
+            pass_nodes=PASS_NODES,
+            misfit=_misfit,
+        )
 
     def open(self) -> DeviceState:
         """Import torch_xmlir, make card `index` torch's current device and allocate one element on it.
@@ -109,7 +99,7 @@ class KunlunBackend(RecordingAccelerator):
             name = cuda.get_device_name(self.index)
             self.select()
             memory = self.memory()
-        return DeviceState(self.torch_device_indexed, name, "p800", Features({**P800, **found()}), memory)
+        return DeviceState(self.torch_device_indexed, name, "p800", Features({**P800, **find_features()}), memory)
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_xpu.kunlun.kernels`."""
@@ -117,7 +107,7 @@ class KunlunBackend(RecordingAccelerator):
 
     def features(self, arch: str | None = None) -> Features:
         """Of the P800, with what it lacks and why."""
-        return Features({**P800, **assumed()}) if arch in (None, "p800") else super().features(arch)
+        return Features({**P800, **assumed_features()}) if arch in (None, "p800") else super().features(arch)
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
         """See `inferplane_xpu.kunlun.kvcache`."""
@@ -137,10 +127,13 @@ class KunlunBackend(RecordingAccelerator):
         return super().capture(step, bucket) if os.environ.get(GRAPHS_SWITCH) == "1" else None
 
 
-def _misfit() -> tuple[str, str] | None:
+def _misfit(version: str | None, versions: dict[str, str]) -> tuple[str, str] | None:
     """Reason and remedy where versions do not fit each other, both named; None where they do."""
+    package = f"{MODULE} {versions[MODULE]}"
+    if torch.version.cuda is None:
+        return f"{package} is installed, but torch {torch.__version__} is not the vendor's: it lacks CUDA", INSTALL
     if tuple(map(int, minor_of(torch.__version__).split("."))) < OLDEST_TORCH:
-        package, made_for = f"{MODULE} {version_of(MODULE)}", ".".join(map(str, OLDEST_TORCH))
+        made_for = ".".join(map(str, OLDEST_TORCH))
         reason = f"{package} is made for torch {made_for} or newer, this is torch {torch.__version__}"
         return reason, INSTALL
     twins = [(name, version_of(name)) for name in TWINS]

@@ -29,7 +29,7 @@ class KunlunKV(BlockedKV):
 
     Args:
         request: what the layer remembers.
-        blocks: number of blocks; a spare one is kept behind them.
+        blocks: number of blocks; one spare block follows them.
         layout: the layout's name.
         block_tokens: tokens a block.
         dtype: of the entries.

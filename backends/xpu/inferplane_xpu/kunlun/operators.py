@@ -28,24 +28,24 @@ COMPANION = "cocopod"
 """What the vendor's code imports before kunlun_ops."""
 
 
-def assumed() -> dict[str, Feature]:
+def assumed_features() -> dict[str, Feature]:
     """Features of libraries that are taken to be installed."""
     words = "assumed: the vendor's {} is installed"
     names = {"kunlun-ops": "kunlun_ops", "xspeedgate-ops": "xspeedgate_ops", "group-topk": "kunlun_ops"}
     return {feature: Feature(True, words.format(library)) for feature, library in names.items()}
 
 
-def found() -> dict[str, Feature]:
+def find_features() -> dict[str, Feature]:
     """Features of this machine's libraries; imports them."""
     if installed(COMPANION):
-        _imported(COMPANION)
-    ops = _imported("kunlun_ops") or _has("kunlun_ops", import_module("kunlun_ops"), KUNLUN_OPS)
+        _import(COMPANION)
+    ops = _import("kunlun_ops") or _has("kunlun_ops", import_module("kunlun_ops"), KUNLUN_OPS)
     newer = ops if not ops.present else _has("kunlun_ops", import_module("kunlun_ops"), (GROUP_TOPK,))
-    speedgate = _imported("xspeedgate_ops") or _has("xspeedgate_ops", torch.ops.xspeedgate_ops, XSPEEDGATE_OPS)
+    speedgate = _import("xspeedgate_ops") or _has("xspeedgate_ops", torch.ops.xspeedgate_ops, XSPEEDGATE_OPS)
     return {"kunlun-ops": ops, "xspeedgate-ops": speedgate, "group-topk": newer}
 
 
-def _imported(module: str) -> Feature | None:
+def _import(module: str) -> Feature | None:
     """Import a library. None when that worked, else what is wrong."""
     if not installed(module):
         return Feature(False, f"{module} is not installed; it comes from the vendor")

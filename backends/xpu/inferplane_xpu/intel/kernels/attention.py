@@ -1,10 +1,10 @@
-"""Cache writes and attention over blocks of K and V.
+"""Attention over blocks of K and V.
 
 One operator, `varlen_fwd`, holds two families of kernels: one for single tokens, which shares a sequence's keys among
 work groups, and one for many query tokens. Few query tokens go to the first, each as a sequence of its own that ends
 with it, as the vendor does for drafts.
 
-Source: vllm-project/vllm-xpu-kernels, csrc/flash_attn/flash_api.cpp and csrc/cache.cpp at 4543b580, and
+Source: vllm-project/vllm-xpu-kernels, csrc/flash_attn/flash_api.cpp at 4543b580, and
 flash_attn_interface.py of its wheel 0.1.16.2.
 """
 
@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused import forms
-from inferplane.kernels.fused.needs import FLOATS, HALF, RANK_FUSED
+from inferplane.kernels.fused.needs import HALF, RANK_FUSED
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
-from inferplane_xpu.intel.kernels.when import MATRIX, OPERATORS, decode_compiled, prefill_compiled
+from inferplane_xpu.intel.kernels.when import MATRIX, decode_compiled, prefill_compiled
 from inferplane_xpu.intel.kvcache import PAGED
 
-cache_ops, flash = torch.ops._C_cache_ops, torch.ops._vllm_fa2_C
+flash = torch.ops._vllm_fa2_C
 KERNELS = Kernels()
 NO_WINDOW = (-1, -1)
 
@@ -60,18 +59,6 @@ def varlen(
         *_scales(), scale, None, False, causal, left, right, 0.0, False, None, None, False, None, None,
     )[0]  # fmt: skip
     return out
-
-
-@KERNELS(
-    "kv_write",
-    "vllm_xpu",
-    rank=RANK_FUSED,
-    when=When(FLOATS, kv_layouts=(PAGED,), features=OPERATORS),
-    capture_safe=True,
-)
-def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """_C_cache_ops::reshape_and_cache_flash; it skips slot -1."""
-    forms.kv_write(cache_ops.reshape_and_cache_flash, k, v, kv.blocked(), batch)  # type: ignore[attr-defined]
 
 
 def _one_width(op: Any) -> bool:

@@ -1,12 +1,7 @@
-"""Sequences as the vendor's attention for single tokens wants them, made once a step.
-
-A step's batch is one object in all layers, so what was made for it last is kept. While a graph is recorded it is made
-anew: a graph that did not hold the making would replay the lengths of the batch that it was warmed up with.
-"""
+"""Sequences in the form that the vendor's attention for single tokens takes."""
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -25,37 +20,20 @@ class Sequences(NamedTuple):
     max_seq_tokens: int
 
 
-class _Made(NamedTuple):
-    batch: weakref.ref[Batch]
-    groups: int
-    recorded: bool
-    sequences: Sequences
-
-
-_last: _Made | None = None
-
-
 def single_tokens(batch: Batch, groups: int = 1) -> Sequences:
-    """Each token as a sequence of its own that ends with it; `groups` of them, one behind the other, where its heads
-    are too many for one.
+    """Each token as a sequence of its own that ends with it, computed once per step.
+
+    Args:
+        groups: consecutive copies of each sequence, for kernels that take only some of a token's heads per sequence.
     """
     if batch.max_query_tokens == groups == 1:
         return Sequences(batch.query_start, batch.seq_lens, batch.block_tables, 1, batch.max_seq_tokens)
-    global _last
-    recorded = _recording()
-    known = _last  # another thread may put its own there at any time
-    if known is None or known.batch() is not batch or (known.groups, known.recorded) != (groups, recorded):
-        known = _last = _Made(weakref.ref(batch), groups, recorded, _make(batch, groups))
-    return known.sequences
+    return batch.once(("inferplane_xpu.intel.single_tokens", groups), lambda: _single_tokens(batch, groups))
 
 
-def _make(batch: Batch, groups: int) -> Sequences:
+def _single_tokens(batch: Batch, groups: int) -> Sequences:
     lens, tables = each_token_alone(batch)
     if groups > 1:
         lens, tables = lens.repeat_interleave(groups), tables.repeat_interleave(groups, 0)
     starts = torch.arange(batch.tokens * groups + 1, dtype=torch.int32, device=lens.device)
     return Sequences(starts, lens, tables, 1, batch.max_seq_tokens)
-
-
-def _recording() -> bool:
-    return torch.xpu.is_initialized() and bool(torch.xpu.is_current_stream_capturing())

@@ -10,38 +10,26 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused import forms
 from inferplane.kernels.fused.latents import expanded, folded, unfolded
-from inferplane.kernels.fused.needs import FLOATS, HALF, PLAIN_KV_B, RANK_FUSED
+from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED
 from inferplane.kernels.fused.operands import running_sum
 from inferplane.plugin import Batch, Kernels, LayerKV, When, latents
-from inferplane_xpu.intel.kernels.attention import cache_ops, varlen
+from inferplane_xpu.intel.kernels.attention import varlen
 from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
-from inferplane_xpu.intel.kernels.when import LATENT_HEADS, MATRIX, OPERATORS
+from inferplane_xpu.intel.kernels.when import LATENT_HEADS, MATRIX
 from inferplane_xpu.intel.kvcache import PAGED
 
+cache_ops = torch.ops._C_cache_ops
 KERNELS = Kernels()
 LATENT, ROTATED = 512, 64
 """Entries of a latent and of its rotated part, for which the kernel was compiled."""
 
 
-@KERNELS(
-    "mla_kv_write",
-    "vllm_xpu",
-    rank=RANK_FUSED,
-    when=When(FLOATS, kv_layouts=(PAGED,), features=OPERATORS),
-    capture_safe=True,
-)
-def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """_C_cache_ops::concat_and_cache_mla; it skips slot -1."""
-    forms.mla_kv_write(cache_ops.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
-
-
-def _sizes(op: Any) -> bool:
+def _has_supported_latents(op: Any) -> bool:
     return (op.dims.latent, op.dims.rope) == (LATENT, ROTATED)
 
 
-def _whole_groups(op: Any) -> bool:
+def _has_full_head_groups(op: Any) -> bool:
     return op.dims.heads <= LATENT_HEADS or op.dims.heads % LATENT_HEADS == 0
 
 
@@ -53,7 +41,10 @@ def _whole_groups(op: Any) -> bool:
         HALF,
         kv_layouts=(PAGED,),
         features=MATRIX,
-        needs=(("latents of 512 + 64 entries", _sizes), ("query heads in eights, or fewer", _whole_groups)),
+        needs=(
+            ("latents of 512 + 64 entries", _has_supported_latents),
+            ("query heads in eights, or fewer", _has_full_head_groups),
+        ),
     ),
     capture_safe=True,
 )
@@ -73,7 +64,7 @@ EXPANDED_WIDTHS = (64, 128, 192, 256)
 """Head sizes for which causal attention without blocks was compiled (symbols of the wheel, as in `when`)."""
 
 
-def _expanded_width(op: Any) -> bool:
+def _has_expanded_width(op: Any) -> bool:
     width = op.dims.nope + op.dims.rope
     return op.dims.value <= width and width in EXPANDED_WIDTHS
 
@@ -87,7 +78,7 @@ def _expanded_width(op: Any) -> bool:
         kv_layouts=(PAGED,),
         features=MATRIX,
         needs=(
-            ("heads of 64, 128, 192 or 256 entries, and no wider values", _expanded_width),
+            ("heads of 64, 128, 192 or 256 entries, and no wider values", _has_expanded_width),
             PLAIN_KV_B,
         ),
     ),

@@ -29,7 +29,7 @@ def _simple(op: Any) -> bool:
     return op.groups == 1 and (op.bias is None or op.score == "sigmoid")
 
 
-def _grouped(op: Any) -> bool:
+def _has_supported_groups(op: Any) -> bool:
     return 1 < op.groups <= MOST_GROUPS and op.top_k <= MOST_CHOSEN and op.group_score == "top2"
 
 
@@ -41,15 +41,15 @@ def _grouped(op: Any) -> bool:
     capture_safe=True,
 )
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """_moe_C::topk_softmax or topk_sigmoid; the third tensor is room that both want."""
+    """_moe_C::topk_softmax or topk_sigmoid; the third tensor is a buffer that both need."""
     weights = logits.new_empty(logits.shape[0], view.top_k, dtype=torch.float32)
-    ids, room = torch.empty_like(weights, dtype=torch.int64), torch.empty_like(weights, dtype=torch.int32)
+    ids, buffer = torch.empty_like(weights, dtype=torch.int64), torch.empty_like(weights, dtype=torch.int32)
     logits = logits.float().contiguous()
     if view.score == "sigmoid":
         bias = None if view.bias is None else view.bias.float()
-        moe.topk_sigmoid(weights, ids, room, logits, view.renormalize, bias, view.factor, None)
+        moe.topk_sigmoid(weights, ids, buffer, logits, view.renormalize, bias, view.factor, None)
         return weights, ids
-    moe.topk_softmax(weights, ids, room, logits, view.renormalize, None, None)
+    moe.topk_softmax(weights, ids, buffer, logits, view.renormalize, None, None)
     return weights * view.factor, ids
 
 
@@ -58,7 +58,9 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     "vllm_xpu",
     rank=RANK_FUSED,
     when=When(
-        FLOATS, features=OPERATORS, needs=(("at most 32 groups, each judged by its best two experts", _grouped),)
+        FLOATS,
+        features=OPERATORS,
+        needs=(("at most 32 groups, each judged by its best two experts", _has_supported_groups),),
     ),
     capture_safe=True,
 )
@@ -98,14 +100,14 @@ class Stack:
         return self._cast[dtype]
 
 
-def _plain(w: torch.Tensor) -> Stack:
+def _pack_plain(w: torch.Tensor) -> Stack:
     return Stack(w.transpose(1, 2).contiguous(), None, w.shape[1])
 
 
 def _int4(q: QTensor) -> Stack:
     """The product knows no zero points: a stack that has some is expanded."""
     if q.zero is not None:
-        return _plain(q.dequantize(torch.bfloat16))
+        return _pack_plain(q.dequantize(torch.bfloat16))
     low, high = q.data[..., 0::2] & 15, q.data[..., 1::2] & 15
     return Stack(low | (high << 4), q.scale.contiguous(), q.shape[-2])
 
@@ -114,7 +116,7 @@ def _fp8(q: QTensor) -> Stack:
     return Stack(q.data.transpose(1, 2).contiguous(), q.scale.transpose(1, 2).contiguous(), q.shape[-2])
 
 
-EXPERTS = Packing("vllm_xpu.experts", _plain)
+EXPERTS = Packing("vllm_xpu.experts", _pack_plain)
 INT4_EXPERTS = Packing("vllm_xpu.int4_experts", _int4)
 FP8_EXPERTS = Packing("vllm_xpu.fp8_experts", _fp8)
 

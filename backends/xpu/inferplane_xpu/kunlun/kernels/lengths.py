@@ -1,35 +1,16 @@
-"""Lengths as the vendor's attention wants them, on the host and on the card at once, made once a step.
+"""Lengths as the vendor's attention takes them, on the host and on the card at once, computed once per step.
 
-The host's tensors are named `_cpu`, the card's `_xpu`, as the vendor does. A step's batch is one object in all layers,
-so what was made for it last is kept.
+As in the vendor's code, tensors on the host are named `_cpu` and those on the card `_xpu`.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from inferplane.plugin import Batch
-
-Made = TypeVar("Made")
-
-
-def once_a_batch(make: Callable[[Batch], Made]) -> Callable[[Batch], Made]:
-    """`make`, called again only for another batch than the last one."""
-    last: tuple[weakref.ref[Batch], Made] | None = None
-
-    def made(batch: Batch) -> Made:
-        nonlocal last
-        known = last  # another thread may put its own there at any time
-        if known is None or known[0]() is not batch:
-            known = last = weakref.ref(batch), make(batch)
-        return known[1]
-
-    return made
 
 
 class Sequences(NamedTuple):
@@ -45,10 +26,15 @@ class Sequences(NamedTuple):
     tables: torch.Tensor
 
 
-def _sequence_a_token(batch: Batch) -> Sequences:
-    """Each query token as a sequence that ends with it. A padded one reads one token of what its table names: what a
-    length of 0 does is written nowhere.
+def sequence_per_token(batch: Batch) -> Sequences:
+    """Each query token as a sequence that ends with it, computed once per step.
+
+    A padded token reads one token of the blocks in its table: no document says what a length of 0 does.
     """
+    return batch.once("inferplane_xpu.kunlun.sequence_per_token", lambda: _sequence_per_token(batch))
+
+
+def _sequence_per_token(batch: Batch) -> Sequences:
     lens, tables, known = batch.seq_lens, batch.block_tables, batch.lens()
     ends = list(known.seq_lens)
     if batch.max_query_tokens > 1:
@@ -69,12 +55,13 @@ class Lods(NamedTuple):
     kv_xpu: torch.Tensor
 
 
-def _lods(batch: Batch) -> Lods:
+def lods(batch: Batch) -> Lods:
+    """The running sums of a step, computed once."""
+    return batch.once("inferplane_xpu.kunlun.lods", lambda: _compute_lods(batch))
+
+
+def _compute_lods(batch: Batch) -> Lods:
     known, device = batch.lens(), batch.seq_lens.device
     query = torch.tensor(known.query_start, dtype=torch.int32)
     kv = torch.tensor([0, *accumulate(known.seq_lens)], dtype=torch.int32)
     return Lods(query, batch.query_start, kv, kv.to(device))
-
-
-sequence_per_token = once_a_batch(_sequence_a_token)
-lods = once_a_batch(_lods)

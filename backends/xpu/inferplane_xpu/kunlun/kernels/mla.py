@@ -14,7 +14,7 @@ from inferplane.kernels.fused.latents import expanded, folded, unfolded
 from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.kunlun.kernels.attention import HEAD_SIZES, prefill
-from inferplane_xpu.kunlun.kernels.lengths import once_a_batch, sequence_per_token
+from inferplane_xpu.kunlun.kernels.lengths import sequence_per_token
 from inferplane_xpu.kunlun.kernels.when import KUNLUN
 from inferplane_xpu.kunlun.kvcache import LATENT, LATENT_BLOCK_TOKENS
 from inferplane_xpu.library import Library
@@ -24,7 +24,7 @@ KERNELS = Kernels()
 LATENT_ENTRIES, ROTATED = 512, 64
 """The sizes that FlashMLA knows, and with it the vendor's operator."""
 VALUES_ARE_LATENTS = -1
-"""Value of `vo_head_dim`: the latent's size is told by itself."""
+"""Value of `vo_head_dim`: the latent's size is an argument of its own."""
 
 
 @KERNELS(
@@ -79,7 +79,12 @@ class Blocks(NamedTuple):
     tables: torch.Tensor
 
 
-def _blocks(batch: Batch) -> Blocks:
+def blocks(batch: Batch) -> Blocks:
+    """The blocks of a step, computed once."""
+    return batch.once("inferplane_xpu.kunlun.blocks", lambda: _compute_blocks(batch))
+
+
+def _compute_blocks(batch: Batch) -> Blocks:
     counts = [-(-n // LATENT_BLOCK_TOKENS) for n in batch.lens().seq_lens]
     width, device = batch.block_tables.shape[1], batch.block_tables.device
     flat = torch.tensor([i * width + j for i, count in enumerate(counts) for j in range(count)], device=device)
@@ -90,10 +95,7 @@ def _blocks(batch: Batch) -> Blocks:
     return Blocks(batch.block_tables.flatten()[flat].long(), tables.to(device))
 
 
-blocks = once_a_batch(_blocks)
-
-
-def _expanded_dims(op: Any) -> bool:
+def _has_expanded_dims(op: Any) -> bool:
     width = op.dims.nope + op.dims.rope
     return op.dims.value <= width and width in HEAD_SIZES
 
@@ -107,7 +109,7 @@ def _expanded_dims(op: Any) -> bool:
         kv_layouts=(LATENT,),
         features=KUNLUN,
         needs=(
-            ("heads of a size that the vendor lists, and no wider values", _expanded_dims),
+            ("heads of a size that the vendor lists, and no wider values", _has_expanded_dims),
             PLAIN_KV_B,
         ),
     ),

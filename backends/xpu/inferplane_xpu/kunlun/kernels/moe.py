@@ -111,7 +111,7 @@ def moe_route_best_groups(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor
     return (weights / weights.sum(-1, keepdim=True) if view.renormalize else weights) * view.factor, ids
 
 
-def _sorted(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sort_pairs(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where each pair of token and expert stands among pairs in the order of experts `[pairs]`, each expert's first
     place `[experts + 1]`, both int32, and the pairs' rows of `x` in that order.
     """
@@ -127,7 +127,7 @@ def _sorted(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Ten
     return places, starts, rows
 
 
-def _product(
+def _multiply(
     x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, places: torch.Tensor, y: torch.Tensor
 ) -> None:
     kunlun.moe_fc(
@@ -148,16 +148,16 @@ def _product(
     capture_safe=True,
 )
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Rows stay in the order of experts from the sorting to the sum, which is told where each pair stands."""
+    """Rows stay in the order of experts from the sorting to the sum, which is given the position of each pair."""
     experts, columns, _ = view.gate_up.shape
     x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
-    places, starts, rows = _sorted(x, ids, experts)
+    places, starts, rows = _sort_pairs(x, ids, experts)
     h = x.new_empty(*ids.shape, columns)
-    _product(rows, view.gate_up, starts, places, h)
+    _multiply(rows, view.gate_up, starts, places, h)
     act = x.new_empty(ids.numel(), columns // 2)
     kunlun.swiglu(x=h.view(-1, columns), y=act)
     y = x.new_empty(*ids.shape, x.shape[1])
-    _product(act, view.down, starts, places, y)
+    _multiply(act, view.down, starts, places, y)
     out = torch.empty_like(x)
     kunlun.moe_post(y, places.view_as(ids), weights, torch.ones_like(weights), out)
     return out

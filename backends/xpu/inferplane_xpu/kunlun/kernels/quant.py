@@ -23,7 +23,7 @@ KERNELS = Kernels()
 LARGEST = 127.0
 """Entry of int8 that stands for a row's maximum."""
 MANY_TOKENS = 256
-"""From here on the vendor expands int4 weights and multiplies as usual."""
+"""From here on the vendor expands int4 weights and calls the plain product."""
 PLAIN_ORDER = 0
 """Value of `align_type`: eight columns after one another in a word."""
 COLUMNS, BITS, OFFSET = 8, 4, 8

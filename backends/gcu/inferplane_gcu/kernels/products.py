@@ -1,0 +1,37 @@
+"""Weight-only products by vllm-gcu's operator.
+
+Source: EnflameTechnology/vllm-gcu at 7b5aaca9, csrc/torch_bindings.cpp and vllm_gcu/kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferplane.kernels.fused.needs import HALF, RANK_FUSED, WEIGHT_ONLY
+from inferplane.kernels.fused.packings import Int8Rows
+from inferplane.plugin import Kernels, Packing, When
+from inferplane_gcu.kernels.when import OPERATORS
+
+vllm = torch.ops._C
+KERNELS = Kernels()
+SCALE_PER_ROW = -1
+"""Value of `group_size`."""
+INT8_ROWS = Packing("vllm_gcu.int8_rows", Int8Rows)
+
+
+@KERNELS(
+    "linear",
+    "vllm_gcu",
+    rank=RANK_FUSED,
+    when=When(HALF, formats=("int8_row",), features=OPERATORS, needs=(WEIGHT_ONLY,)),
+    packs={"weight": INT8_ROWS},
+    capture_safe=True,
+)
+def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """_C::weight_only_quant: weights in int8, expanded within the product; scales have the activations' dtype."""
+    w: Int8Rows = view.weight
+    out = x.new_empty(x.shape[0], w.data.shape[0])
+    vllm.weight_only_quant(out, x.contiguous(), w.data, view.bias, w.scale.to(x.dtype), SCALE_PER_ROW)
+    return w.shifted(out, x)
