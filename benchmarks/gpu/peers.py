@@ -36,7 +36,7 @@ def latent(op: Any, q: Any, weight: Any, batch: Any, kv: Any) -> Calls:
     plain = kv.layout == "paged_64" and kv.entries[0].dtype == torch.bfloat16
     if not plain or torch.cuda.get_device_capability() != (9, 0):
         return {}
-    from inferplane_cuda.kernels.hopper import launch
+    from inferplane_cuda.kernels.hopper import mla_launch as launch
 
     folded, _ = launch.folded(_View(weight, op.dims), *q)
     given = folded, op, batch, kv.entries[0][:-1].view(-1, 64, 1, 576)

@@ -70,8 +70,8 @@ def gemm(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]) -
 def dense_calls(rows: int, outputs: int, columns: int, format: str) -> dict[str, Any]:
     """Ours with activations coded before ("core") and while timed, and torch's of the same numbers."""
     from inferplane.kernels.triton.linear import fp8_rows, linear_fp8, linear_int8
-    from inferplane.kernels.triton.packed import pack
-    from inferplane.kernels.triton.product import plain, product
+    from inferplane.kernels.triton.matmul import plain, product
+    from inferplane.kernels.triton.weight_packing import pack
 
     how, weight = tiles(), quantized(outputs, columns, format)
     x, packed = torch.randn(rows, columns, device=cases.DEVICE, dtype=cases.BF16), pack(weight)
@@ -136,9 +136,9 @@ def experts(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]
 
 def expert_calls(count: int, each: int, outputs: int, columns: int, format: str) -> dict[str, Any]:
     """Ours, with activations of 8 bits where the format has them, and torch's grouped product in bfloat16."""
+    from inferplane.kernels.triton.matmul import plain
     from inferplane.kernels.triton.moe import grouped, masked
-    from inferplane.kernels.triton.packed import pack
-    from inferplane.kernels.triton.product import plain
+    from inferplane.kernels.triton.weight_packing import pack
 
     how = tiles()
     tile = how.of_experts(each)

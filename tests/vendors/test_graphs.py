@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inferplane.kernels.graphs import WARM_UPS, RecordingAccelerator
+from inferplane.kernels.graphs import WARM_UPS, CapturingAccelerator
 from inferplane.plugin import Accelerator
 from inferplane.plugins import discover
 from inferplane.types.batch import Query, make_batch
@@ -18,7 +18,7 @@ from tests.house.rules import IN_TREE
 
 HOST = discover(IN_TREE)
 BACKENDS = [type(HOST.backend_for_explain(entry.name)) for entry in HOST.devices()]
-RECORDING = [backend for backend in BACKENDS if issubclass(backend, RecordingAccelerator)]
+RECORDING = [backend for backend in BACKENDS if issubclass(backend, CapturingAccelerator)]
 BUCKET, LARGER = (make_batch([Query([1], n, [0])], block_tokens=64, device="cpu") for n in (0, 1))
 WARM = ["side waits for main", "on side", *[BUCKET] * WARM_UPS, "off side", "main waits for side"]
 

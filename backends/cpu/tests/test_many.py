@@ -8,7 +8,7 @@ import torch
 
 from inferplane.binding import run_case
 from inferplane.binding.check import Bench
-from inferplane.kernels.composed.shapes import padded
+from inferplane.kernels.composed.padding import pad_rows
 from inferplane.ops import OPS, Draw, encode
 from inferplane.types import HOST, KVRequest
 from inferplane_cpu.backend import CpuBackend
@@ -96,7 +96,7 @@ def test_without_amx_many_rows_of_a_bf16_weight_are_onednns():
     with use_instruction_set("avx512_bf16"):
         found = many_rows(SimpleNamespace(weight=w, prepared=None), x, None)
         assert on_tiles(matrices(w)[0], x, native)
-    assert torch.equal(found, torch.nn.functional.linear(padded(x), w)) and not torch.equal(found, native)
+    assert torch.equal(found, torch.nn.functional.linear(pad_rows(x), w)) and not torch.equal(found, native)
 
 
 @pytest.mark.parametrize("isa", [name for name in FASTER_THAN_ONEDNN if name in SETS])

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from inferplane.kernels.graphs import RecordingAccelerator
+from inferplane.kernels.graphs import CapturingAccelerator
 from inferplane.plugin import (
     DeviceError,
     DeviceState,
@@ -105,12 +105,12 @@ def _present(capability: tuple[int, int]) -> tuple[str, ...]:
     return tuple(name for name in (*SINCE, *ONLY) if known[name].present)
 
 
-class CudaBackend(RecordingAccelerator):
+class CudaBackend(CapturingAccelerator):
     """One NVIDIA GPU."""
 
     name = "cuda"
     torch_device = "cuda"
-    graph = "CUDAGraph"
+    graph_class = "CUDAGraph"
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         arch_of(capability): _present(capability) for capability in ((9, 0), (8, 0), (8, 9), (10, 0), (12, 0))
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backends.cuda.tests import gluon_emulator
-from inferplane.kernels.triton.packed import pack
+from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import MoEExperts, Quantize, SiluMul, encode, placeholder
 from inferplane.ops.op import relative_error
 from inferplane.ops.quantize import dequantize_rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backends.cuda.tests import gluon_emulator
-from inferplane.kernels.triton.packed import pack
+from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import Quantize
 from inferplane.ops.quantize import dequantize_rows, encode
 

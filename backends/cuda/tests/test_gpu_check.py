@@ -109,7 +109,7 @@ def test_peers_are_asked_as_they_are_called(monkeypatch):
     launch = ModuleType("launch")
     launch.folded = lambda view, q_nope, q_rope: (torch.randn(4 * 2, 576), None)  # type: ignore[attr-defined]
     launch.attend = lambda q, heads, scale, batch, kv: "ours"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "inferplane_cuda.kernels.hopper.launch", launch)
+    monkeypatch.setitem(sys.modules, "inferplane_cuda.kernels.hopper.mla_launch", launch)
     import inferplane_cuda.kernels.hopper as hopper
 
     monkeypatch.setattr(hopper, "launch", launch, raising=False)

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from inferplane.kernels.graphs import RecordingAccelerator
+from inferplane.kernels.graphs import CapturingAccelerator
 from inferplane.plugin import (
     DeviceError,
     DeviceState,
@@ -46,12 +46,12 @@ INSTALL = (
 )
 
 
-class DcuBackend(RecordingAccelerator):
+class DcuBackend(CapturingAccelerator):
     """One Hygon DCU."""
 
     name = "dcu"
     torch_device = "cuda"
-    graph = "CUDAGraph"
+    graph_class = "CUDAGraph"
     """What a HIP build of torch calls a HIP graph. Source: HYGON-AI/vllm-plugin-das, tests/accuracy: its cache write is
     recorded and replayed this way."""
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {

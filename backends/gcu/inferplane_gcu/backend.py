@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from packaging.version import InvalidVersion, Version
 
-from inferplane.kernels.graphs import RecordingAccelerator
+from inferplane.kernels.graphs import CapturingAccelerator
 from inferplane.kernels.probes import probe_package
 from inferplane.plugin import (
     DeviceState,
@@ -83,12 +83,12 @@ def generation_of(capability: Sequence[int]) -> int:
     return capability[0] - 10 if capability[0] > 10 else capability[0]
 
 
-class GcuBackend(RecordingAccelerator):
+class GcuBackend(CapturingAccelerator):
     """One Enflame GCU."""
 
     name = "gcu"
     torch_device = "gcu"
-    graph = "GCUGraph"
+    graph_class = "GCUGraph"
     """Source: EnflameTechnology/vllm-gcu at 7b5aaca9, vllm_gcu/worker/model_runner.py (GCUGraphRunner)."""
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         "s60": tuple(name for name, feature in features_of(S60_MAJOR).items() if feature.present)

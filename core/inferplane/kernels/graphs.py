@@ -28,7 +28,7 @@ class Graphs:
         self.kind = kind
         self._pool: Any = None
 
-    def record(self, runtime: Any, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
+    def record(self, runtime: Any, step: Callable[[Batch], Any], bucket: Batch) -> CapturedGraph | None:
         """Run `step(bucket)` aside, then record it; None, and nothing is run, where the runtime has no such graphs.
 
         Each run has a copy of the bucket with the same tensors and an empty scratch: what kernels keep there must be
@@ -54,10 +54,10 @@ class Graphs:
         with runtime.graph(graph, pool=self._pool):
             results = step(replace(bucket))
         self._pool = graph.pool()
-        return Graph(graph, results)
+        return CapturedGraph(graph, results)
 
 
-class Graph:
+class CapturedGraph:
     """One recorded step."""
 
     def __init__(self, graph: Any, results: Any) -> None:
@@ -69,7 +69,7 @@ class Graph:
         return self._results
 
 
-class RecordingAccelerator(Accelerator):
+class CapturingAccelerator(Accelerator):
     """A backend whose runtime records graphs; decode steps become such."""
 
     graph: ClassVar[str]
@@ -79,6 +79,6 @@ class RecordingAccelerator(Accelerator):
         super().__init__(index)
         self._graphs = Graphs(self.graph)
 
-    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> CapturedGraph | None:
         """As a graph of the runtime; None where it has none."""
         return self._graphs.record(self.runtime(), step, bucket)

@@ -27,7 +27,7 @@ COLUMNS = 512
 
 
 def _packed(format: str, *shape: int) -> Any:
-    from inferplane.kernels.triton.packed import pack
+    from inferplane.kernels.triton.weight_packing import pack
     from inferplane.ops.quantize import encode
 
     weight = torch.zeros(*shape, dtype=torch.bfloat16)
@@ -35,7 +35,7 @@ def _packed(format: str, *shape: int) -> Any:
 
 
 def _product(products: Products, rows: int, format: str, act: str) -> None:
-    from inferplane.kernels.triton.product import coded, plain, product
+    from inferplane.kernels.triton.matmul import coded, plain, product
 
     x = replace(plain(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), code=act == "here")
     if act in ("fp8", "int8"):
@@ -73,8 +73,8 @@ def _grouped(products: Products, rows: int, format: str, act: str = "", *, code:
     """The first product over experts, which deals with few rows, or with `last` the second one, which sums up; `act` as
     in `FORMS`.
     """
+    from inferplane.kernels.triton.matmul import coded, plain
     from inferplane.kernels.triton.moe import Sum, grouped
-    from inferplane.kernels.triton.product import coded, plain
 
     how, weight = products.of_experts(rows), _packed(format, 8, 512, DEPTH)
     rest = torch.empty(64, DEPTH, dtype=torch.bfloat16)
@@ -128,14 +128,14 @@ def _(products: Products) -> None:
 def _static(products: Products, rows: int) -> None:
     """Activations by the scale that the weight brings: coded in the product, and before it."""
     from inferplane.kernels.triton.linear import fp8_input
-    from inferplane.kernels.triton.product import product
+    from inferplane.kernels.triton.matmul import product
 
     weight = replace(_packed("fp8_row", COLUMNS, DEPTH), act_scale=torch.ones(1))
     product(fp8_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16), weight, 0, products), weight, products)
 
 
 def _gated(products: Products, rows: int) -> None:
-    from inferplane.kernels.triton.product import plain, product
+    from inferplane.kernels.triton.matmul import plain, product
 
     product(plain(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), _packed("fp8_block", 1024, DEPTH), products,
             gated=True)  # fmt: skip
@@ -165,7 +165,7 @@ def _(products: Products) -> None:
 
 @specimen("moe_route")
 def _(products: Products) -> None:
-    from inferplane.kernels.triton.route import moe_route
+    from inferplane.kernels.triton.moe_route import moe_route
 
     op = SimpleNamespace(
         bias=torch.zeros(256), top_k=8, score="sigmoid", groups=8, top_groups=4, group_score="top2", renormalize=True,
@@ -185,7 +185,7 @@ def _(products: Products) -> None:
 
 
 def _hopper_product(rows: int) -> None:
-    from inferplane.kernels.triton.product import coded
+    from inferplane.kernels.triton.matmul import coded
     from inferplane_cuda.kernels.hopper.linear import blocks
 
     x = coded(torch.empty(rows, DEPTH, dtype=torch.uint8), torch.empty(rows, DEPTH // 128), 128, torch.bfloat16)
@@ -203,7 +203,7 @@ def _(products: Products) -> None:
 
 
 def _hopper_experts(*, weighted: bool) -> None:
-    from inferplane.kernels.triton.product import coded
+    from inferplane.kernels.triton.matmul import coded
     from inferplane_cuda.kernels.hopper.experts import product, spread
 
     dealing = torch.empty(8 * 128, dtype=torch.int32), torch.empty(8, dtype=torch.int32)

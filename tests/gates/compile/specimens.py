@@ -45,63 +45,63 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @specimen("rms_norm")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rows import norm
+    from inferplane.kernels.triton.rowwise import norm
 
     norm(empty(4, 4096), empty(4096), 1e-6)
 
 
 @specimen("add_rms_norm")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rows import norm
+    from inferplane.kernels.triton.rowwise import norm
 
     norm(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096))
 
 
 @specimen("add_rms_norm_fp8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rows import norm
+    from inferplane.kernels.triton.rowwise import norm
 
     norm(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8", keep=True)
 
 
 @specimen("silu_mul")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rows import gated
+    from inferplane.kernels.triton.rowwise import gated
 
     gated(empty(4, 2 * 4096))
 
 
 @specimen("silu_mul_fp8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rows import gated
+    from inferplane.kernels.triton.rowwise import gated
 
     gated(empty(4, 2 * 4096), "fp8")
 
 
 @specimen("silu_mul_int8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rows import gated
+    from inferplane.kernels.triton.rowwise import gated
 
     gated(empty(4, 2 * 14336), "int8", 0)
 
 
 @specimen("quantize_int8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rows import quantize
+    from inferplane.kernels.triton.rowwise import quantize
 
     quantize(SimpleNamespace(format="int8", group=0), empty(4, 14336))
 
 
 @specimen("quantize_fp8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rows import quantize
+    from inferplane.kernels.triton.rowwise import quantize
 
     quantize(SimpleNamespace(format="fp8", group=128), empty(4, 4096))
 
 
 @specimen("rope")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.cache import rope
+    from inferplane.kernels.triton.kv_write import rope
 
     table = empty(64, 2, 64, dtype=torch.float32)
     rope(SimpleNamespace(table=table, interleaved=False), empty(4, 32, 128), torch.zeros(4, dtype=torch.int64))
@@ -118,7 +118,7 @@ def _(tiles: Tiles) -> None:
 
 
 def _enter(kind: str, ahead: bool = False) -> None:
-    from inferplane.kernels.triton.enter import norm_rope_write
+    from inferplane.kernels.triton.norm_rope_write import norm_rope_write
 
     rope = SimpleNamespace(table=empty(64, 2, 64, dtype=torch.float32), interleaved=False)
     norm = SimpleNamespace(weight=empty(128), eps=1e-6)
@@ -138,7 +138,7 @@ def _(tiles: Tiles) -> None:
 
 
 def _enter_latent(kind: str, codes: str = "", ahead: bool = False) -> None:
-    from inferplane.kernels.triton.enter import mla_norm_rope_write
+    from inferplane.kernels.triton.norm_rope_write import mla_norm_rope_write
 
     rope = SimpleNamespace(table=empty(64, 2, 32, dtype=torch.float32), interleaved=True)
     norms = {f"{x}_norm": SimpleNamespace(weight=empty(n), eps=1e-6) for x, n in (("q_a", 1536), ("kv_a", 512))}
@@ -166,13 +166,13 @@ def _sample(*, cut: bool) -> None:
 
 
 def _write(kind: str) -> None:
-    from inferplane.kernels.triton.cache import kv_write
+    from inferplane.kernels.triton.kv_write import kv_write
 
     kv_write(SimpleNamespace(), empty(2, 8, 128), empty(2, 8, 128), step(1, 8), cache(GQA, kind))
 
 
 def _write_latent(kind: str) -> None:
-    from inferplane.kernels.triton.cache import mla_kv_write
+    from inferplane.kernels.triton.kv_write import mla_kv_write
 
     mla_kv_write(SimpleNamespace(), empty(2, 512), empty(2, 64), step(1, 8), cache(V3.request, kind))
 
@@ -222,7 +222,7 @@ CALLS["mla_prefill"] = _expanded
 
 
 def _hopper(heads: int, new: int, kind: str = "auto") -> None:
-    from inferplane_cuda.kernels.hopper.launch import mla_absorbed
+    from inferplane_cuda.kernels.hopper.mla_launch import mla_absorbed
 
     dims = MLADims(heads, 128, 64, 128, 512)
     op = SimpleNamespace(kv_b=empty(heads * 256, 512), dims=dims, scale=1.0, kv=dims.request)
@@ -237,7 +237,7 @@ CALLS["hopper_mla_int8_16_heads"] = lambda tiles: _hopper(16, 4, "int8")
 
 
 def _hopper_prompts(latent: bool) -> None:
-    from inferplane_cuda.kernels.hopper.prompts import attention, mla_expanded
+    from inferplane_cuda.kernels.hopper.prefill_launch import attention, mla_expanded
 
     batch = step(300, 28)
     if latent:
@@ -254,7 +254,7 @@ CALLS["hopper_prefill_192"] = lambda tiles: _hopper_prompts(True)
 
 @specimen("mla_prefill_8bit")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.eight_bit import mla_expanded
+    from inferplane.kernels.triton.mla_8bit import mla_expanded
 
     op = SimpleNamespace(kv_b=SimpleNamespace(weight=empty(16 * 256, 512)), dims=V3, scale=1.0, prepared=tiles)
     batch = step(100, 28)
@@ -262,7 +262,7 @@ def _(tiles: Tiles) -> None:
 
 
 def _hopper_fp8(heads: int, new: int) -> None:
-    from inferplane_cuda.kernels.hopper.launch import mla_absorbed_fp8
+    from inferplane_cuda.kernels.hopper.mla_launch import mla_absorbed_fp8
     from inferplane_cuda.kvcache import token_scaled
 
     dims = MLADims(heads, 128, 64, 128, 512)
@@ -276,14 +276,14 @@ CALLS["hopper_mla_fp8_products"] = lambda tiles: _hopper_fp8(128, 2)
 
 @specimen("add_rms_norm_fp8_ahead")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rows import norm
+    from inferplane.kernels.triton.rowwise import norm
 
     norm(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8", keep=True, ahead=True)
 
 
 @specimen("silu_mul_fp8_ahead")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rows import gated
+    from inferplane.kernels.triton.rowwise import gated
 
     gated(empty(4, 2 * 4096), "fp8", ahead=True)
 

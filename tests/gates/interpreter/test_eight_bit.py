@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from inferplane.kernels.triton import eight_bit
-from inferplane.kernels.triton.eight_bit import mla_expanded
+from inferplane.kernels.triton import mla_8bit as eight_bit
+from inferplane.kernels.triton.mla_8bit import mla_expanded
 from inferplane.ops import MLADims
 from inferplane.plugin import paged_layout
 from inferplane.types.batch import Query, make_batch

@@ -139,8 +139,8 @@ def test_linear_in_parts_of_its_depth(form, count, record_property):
 @pytest.mark.parametrize("count", [1, 20])
 def test_coding_in_the_product_is_coding_before_it(format, group, count):
     from inferplane.kernels.triton.linear import fp8_input, fp8_rows
-    from inferplane.kernels.triton.packed import pack
-    from inferplane.kernels.triton.product import product
+    from inferplane.kernels.triton.matmul import product
+    from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(8)
     x = (torch.randn(count, DEPTH, generator=generator) * 7).bfloat16()
@@ -156,8 +156,8 @@ def test_coding_in_the_product_is_coding_before_it(format, group, count):
 @pytest.mark.parametrize("zero", [False, True])
 def test_every_int4_entry_is_an_fp8_number(gated, zero):
     """Columns of a unit matrix: what comes out is the weight, -8 too, to the last place. Zero points take 16 bits."""
-    from inferplane.kernels.triton.packed import pack
-    from inferplane.kernels.triton.product import coded, product
+    from inferplane.kernels.triton.matmul import coded, product
+    from inferplane.kernels.triton.weight_packing import pack
 
     entries = torch.arange(-8, 8).repeat(2, 8)[:, :128].to(torch.int8)
     scale = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
@@ -177,8 +177,8 @@ def test_every_int4_entry_is_an_fp8_number(gated, zero):
 def test_int4_beside_fp8_is_multiplied_as_in_16_bits(count):
     """Both products are exact; the sums are in float32."""
     from inferplane.kernels.triton.linear import fp8_rows
-    from inferplane.kernels.triton.packed import pack
-    from inferplane.kernels.triton.product import form, product
+    from inferplane.kernels.triton.matmul import form, product
+    from inferplane.kernels.triton.weight_packing import pack
 
     weight, wide = pack(encode(torch.randn(40, DEPTH), "int4_group64")), replace(PRODUCTS, fp8=False)
     x = fp8_rows((torch.randn(count, DEPTH) * 5).bfloat16(), 128)
@@ -189,8 +189,8 @@ def test_int4_beside_fp8_is_multiplied_as_in_16_bits(count):
 
 def test_int8_rows_are_summed_up_in_whole_numbers():
     """Sums beyond 2^24, which float32 would round with every part that is added."""
-    from inferplane.kernels.triton.packed import pack
-    from inferplane.kernels.triton.product import coded, product
+    from inferplane.kernels.triton.matmul import coded, product
+    from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(6)
     x, w = (torch.randint(60, 128, (n, 6000), generator=generator).to(torch.int8) for n in (5, 24))
@@ -287,9 +287,9 @@ def test_mixture(form, tokens, record_property):
 @pytest.mark.parametrize("here", [False, True], ids=["kernel", "in the product"])
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 5), (7, 4), (90, 33)])
 def test_pairs_are_dealt_once(tokens, experts, here):
+    from inferplane.kernels.triton.matmul import plain
     from inferplane.kernels.triton.moe import dealt, grouped, undealt
-    from inferplane.kernels.triton.packed import pack
-    from inferplane.kernels.triton.product import plain
+    from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(-1, experts, (tokens, 3), generator=generator)
@@ -307,9 +307,9 @@ def test_pairs_are_dealt_once(tokens, experts, here):
 
 
 def test_masked_groups():
+    from inferplane.kernels.triton.matmul import plain
     from inferplane.kernels.triton.moe import grouped, masked
-    from inferplane.kernels.triton.packed import pack
-    from inferplane.kernels.triton.product import plain
+    from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(4)
     x, w = torch.randn(3 * 32, 64, generator=generator), torch.randn(3, 40, 64, generator=generator)
@@ -322,9 +322,9 @@ def test_masked_groups():
 
 def test_counters_are_left_as_zeros():
     """So that the next launch, or a replay of this one, counts from the beginning."""
+    from inferplane.kernels.triton.matmul import plain, product
     from inferplane.kernels.triton.moe import Sum, dealt, grouped
-    from inferplane.kernels.triton.packed import pack
-    from inferplane.kernels.triton.product import plain, product
+    from inferplane.kernels.triton.weight_packing import pack
 
     products = PRODUCTS.prepare(None, None)
     x, w = torch.randn(3, 1200), torch.randn(40, 1200)

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.triton import linear, rows
+from inferplane.kernels.triton import linear
+from inferplane.kernels.triton import rowwise as rows
 from inferplane.kernels.triton.linear import FEW_ROWS, gated_mlp_fp8, linear_fp8
-from inferplane.kernels.triton.mixture import moe_fp8
 from inferplane.kernels.triton.moe import moe_experts_fp8
-from inferplane.kernels.triton.packed import pack
+from inferplane.kernels.triton.moe_layer import moe_fp8
+from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import MoERoute, encode
 from inferplane.ops.op import relative_error
 from tests.gates.interpreter.test_matrices import PRODUCTS

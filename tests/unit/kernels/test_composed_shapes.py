@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.composed.attention import attend
-from inferplane.kernels.composed.shapes import padded, rounded
+from inferplane.kernels.composed.padding import padded, rounded
 from inferplane.ops import hidden_pairs
 
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane.kernels.fused import forms, latents, needs, operands, packings
+from inferplane.kernels.fused import latents, needs, operands, packings
+from inferplane.kernels.fused import vllm_calls as forms
 from inferplane.ops import Linear, MLADims
 from inferplane.types import HOST, QTensor, Weight
 
@@ -35,7 +36,7 @@ def test_the_last_head_goes_as_the_key(heads):
         rest.mul_(2)
         last.mul_(2)
 
-    torch.testing.assert_close(operands.last_head_as_key(x, double), x * 2, rtol=0, atol=0)
+    torch.testing.assert_close(operands.rotate_last_head_as_key(x, double), x * 2, rtol=0, atol=0)
     assert shapes == [((4, max(1, heads - 1) * 6), (4, 6))]
     torch.testing.assert_close(whole, before, rtol=0, atol=0)
 
@@ -49,16 +50,16 @@ def test_each_token_alone():
         block_tables=torch.tensor([[4, 7], [0, 0]], dtype=torch.int32),
         max_query_tokens=3,
     )
-    lens, tables = operands.each_token_alone(batch)
+    lens, tables = operands.one_sequence_per_token(batch)
     assert lens.tolist() == [8, 9, 10, 0, 0] and lens.dtype is torch.int32
     assert tables.tolist() == [[4, 7]] * 3 + [[0, 0]] * 2
     batch.max_query_tokens = 1
-    lens, tables = operands.each_token_alone(batch)
+    lens, tables = operands.one_sequence_per_token(batch)
     assert lens is batch.seq_lens and tables is batch.block_tables
 
 
 def test_running_sums_and_room_for_routes():
-    starts = operands.running_sum((3, 0, 5), torch.device(HOST))
+    starts = operands.cumulative_lengths((3, 0, 5), torch.device(HOST))
     assert starts.tolist() == [0, 3, 3, 8] and starts.dtype is torch.int32
     weights, ids = operands.room_for_routes(torch.randn(4, 16, dtype=torch.bfloat16), 3)
     assert weights.shape == ids.shape == (4, 3)

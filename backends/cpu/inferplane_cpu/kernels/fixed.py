@@ -34,8 +34,8 @@ LATENT = When(ANY.dtypes, needs=(("kv_b without bias", _plain_kv_b),))
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x weight^T + bias` in tiles of equal shape."""
     rows = x.shape[0]
-    padded = F.pad(x, (0, 0, 0, -rows % TILE_ROWS))
-    return torch.cat([F.linear(tile.contiguous(), weight, bias) for tile in padded.split(TILE_ROWS)])[:rows]
+    pad_rows = F.pad(x, (0, 0, 0, -rows % TILE_ROWS))
+    return torch.cat([F.linear(tile.contiguous(), weight, bias) for tile in pad_rows.split(TILE_ROWS)])[:rows]
 
 
 @KERNELS("linear", "torch_fixed", when=LINEAR, rank=RANK, batch_invariant=True)

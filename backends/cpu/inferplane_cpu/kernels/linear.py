@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.composed.shapes import padded
+from inferplane.kernels.composed.padding import pad_rows
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
 from inferplane_cpu.kernels.packed import (
     BYTES,
@@ -112,7 +112,7 @@ def many_rows(p: Any, x: torch.Tensor, bias: torch.Tensor | None, any_number: bo
     if (not plain or any_number or current_instruction_set() in FASTER_THAN_ONEDNN) and on_tiles(w, x, y):
         return y
     if plain:
-        return F.linear(padded(x), p.weight, bias)[: x.shape[0]]
+        return F.linear(pad_rows(x), p.weight, bias)[: x.shape[0]]
     return panels_times(w, x, bias)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.composed.shapes import padded
+from inferplane.kernels.composed.padding import pad_rows
 from inferplane.plugin import Context, KernelError, Packing, QTensor
 from inferplane_cpu import pages
 from inferplane_cpu.native import BF16, BF16_REORDERABLE, FP8, INT4, INT8, W8A8, Matrix, library
@@ -153,7 +153,7 @@ def expanded(w: Matrix, first: int, last: int) -> torch.Tensor:
 
 def panels_times(w: Matrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x w^T + bias` by oneDNN for many rows of x: a quantized weight is expanded some rows at a time."""
-    rows, x = x.shape[0], padded(x)
+    rows, x = x.shape[0], pad_rows(x)
     y = x.new_empty(x.shape[0], w.n)
     for first in range(0, w.n, EXPANDED_ROWS):
         last = min(w.n, first + EXPANDED_ROWS)

@@ -10,10 +10,10 @@ import torch
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.kernels.triton import Launch, Product, Products, Tiles, matrix_kernels, triton_kernels
-from inferplane.kernels.triton.packed import PACKING
+from inferplane.kernels.triton.weight_packing import PACKING
 from inferplane.plugin import Context, Kernel, When
 from inferplane_cuda.kernels import providers
-from inferplane_cuda.kernels.needs import (
+from inferplane_cuda.kernels.conditions import (
     CODED_128,
     HEADS_128,
     MANY,

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused import forms
-from inferplane.kernels.fused.needs import FLASH_DIMS, RANK_FUSED
-from inferplane.kernels.fused.operands import each_token_alone
+from inferplane.kernels.fused import vllm_calls
+from inferplane.kernels.fused.needs import FLASH_HEAD_SIZES, RANK_FUSED
+from inferplane.kernels.fused.operands import one_sequence_per_token
 from inferplane.plugin import Batch, Kernels, LayerKV
 from inferplane_dcu import vendor
 from inferplane_dcu.chips import PAGED_PROMPTS
@@ -43,9 +43,9 @@ def _window(view: Any) -> list[int] | None:
 
 def _write(k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: Any) -> None:
     if kv.layout == HEADS:
-        forms.kv_write(hcu.reshape_and_cache, k, v, (kv.keys, kv.values), batch)
+        vllm_calls.kv_write(hcu.reshape_and_cache, k, v, (kv.keys, kv.values), batch)
     else:
-        forms.kv_write(hcu.reshape_and_cache_flash, k, v, kv.blocked(), batch)
+        vllm_calls.kv_write(hcu.reshape_and_cache_flash, k, v, kv.blocked(), batch)
 
 
 @KERNELS(
@@ -86,7 +86,7 @@ def norm_rope_write(
     tokens, heads, dim = q.shape
     q, k = (t.clone(memory_format=torch.contiguous_format) for t in (q, k))
     view.prepared(
-        batch.positions, q.view(tokens, -1), k.view(tokens, -1), dim, view.rope.table.in_dtype(q.dtype),
+        batch.positions, q.view(tokens, -1), k.view(tokens, -1), dim, view.rope.table.to_dtype(q.dtype),
         not view.rope.interleaved, view.q_norm.weight, view.k_norm.weight, None, None, view.q_norm.eps,
     )  # fmt: skip
     _write(k, v, batch, kv)
@@ -111,7 +111,7 @@ def _has_few_tokens_without_window(op: Any) -> bool:
 )
 def attention_tokens(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
     """Paged attention with each token as a sequence of its own."""
-    lens, tables = each_token_alone(batch)
+    lens, tables = one_sequence_per_token(batch)
     out = view.prepared(
         q.contiguous()[:, None], kv.keys, kv.values, cache_seqlens=lens, block_table=tables, softmax_scale=view.scale,
         causal=True,
@@ -150,7 +150,7 @@ def attention_prompts(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torc
     "attention",
     "flash_attn",
     rank=RANK_FUSED,
-    when=with_(vendor.FLASH_PAGED, kv_layouts=(PAGED,), needs=(FLASH_DIMS,)),
+    when=with_(vendor.FLASH_PAGED, kv_layouts=(PAGED,), needs=(FLASH_HEAD_SIZES,)),
     prepare=vendor.find_once(vendor.FLASH_PAGED),
     capture_safe=True,
 )

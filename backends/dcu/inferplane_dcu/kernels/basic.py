@@ -10,9 +10,15 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused import forms
-from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, INT8_BY_TOKEN, INT8_TOKENS, NORM_WEIGHT, RANK_FUSED
-from inferplane.kernels.fused.operands import last_head_as_key
+from inferplane.kernels.fused import vllm_calls
+from inferplane.kernels.fused.needs import (
+    ADD_NORM_WEIGHT,
+    INT8_PER_TOKEN_LINEAR,
+    INT8_PER_TOKEN_QUANTIZE,
+    NORM_WEIGHT,
+    RANK_FUSED,
+)
+from inferplane.kernels.fused.operands import rotate_last_head_as_key
 from inferplane.kernels.fused.packings import Int8Rows, RopeTable
 from inferplane.plugin import Kernels, Packing
 from inferplane_dcu import vendor
@@ -54,7 +60,7 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     add_norm, norm = view.prepared
     if residual is None:
         return norm(x.contiguous(), view.norm.weight, view.norm.eps, False), x
-    return forms.add_rms_norm(add_norm, view.norm, x, residual)
+    return vllm_calls.add_rms_norm(add_norm, view.norm, x, residual)
 
 
 @KERNELS(
@@ -68,8 +74,8 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
 )
 def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """rotary_embedding_fuse, in place, of queries and keys at once: the last head goes as the key."""
-    dim, table, neox = x.shape[-1], view.table.in_dtype(x.dtype), not view.interleaved
-    return last_head_as_key(x, lambda rest, last: view.prepared(positions, rest, last, dim, table, neox))
+    dim, table, neox = x.shape[-1], view.table.to_dtype(x.dtype), not view.interleaved
+    return rotate_last_head_as_key(x, lambda rest, last: view.prepared(positions, rest, last, dim, table, neox))
 
 
 @KERNELS(
@@ -82,7 +88,7 @@ def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 )
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """silu_and_mul_opt: SiLU of the first half times the second."""
-    return forms.silu_mul(view.prepared, x)
+    return vllm_calls.silu_mul(view.prepared, x)
 
 
 @KERNELS(
@@ -94,7 +100,7 @@ def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
         vendor.W8A8,
         features=("int8-dot",),
         formats=("int8_row",),
-        needs=(INT8_TOKENS,),
+        needs=(INT8_PER_TOKEN_LINEAR,),
     ),
     packs={"weight": INT8_ROWS},
     prepare=vendor.find_once(vendor.QUANTIZE, vendor.W8A8),
@@ -117,7 +123,7 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
             f"hipblaslt_w8a8_gemm did not multiply {tokens} x {columns} by {columns} x {rows} (status {status!r}); "
             "pin linear to torch"
         )
-    y = w.shifted(y, data, scale)
+    y = w.subtract_zero_points(y, data, scale)
     return y if view.bias is None else y + view.bias
 
 
@@ -125,7 +131,7 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     "quantize",
     "lightop",
     rank=RANK_FUSED,
-    when=with_(vendor.QUANTIZE, needs=(INT8_BY_TOKEN,)),
+    when=with_(vendor.QUANTIZE, needs=(INT8_PER_TOKEN_QUANTIZE,)),
     prepare=vendor.find_once(vendor.QUANTIZE),
     capture_safe=True,
 )

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused import forms
-from inferplane.kernels.fused.latents import expanded, folded, unfolded
-from inferplane.kernels.fused.needs import FLASH_EXPANDED, PLAIN_KV_B, RANK_FUSED
-from inferplane.kernels.fused.operands import each_token_alone, running_sum
+from inferplane.kernels.fused import vllm_calls
+from inferplane.kernels.fused.latents import expand_latents, fold_query, unfold_result
+from inferplane.kernels.fused.needs import FLASH_MLA_HEAD_SIZES, PLAIN_KV_B, RANK_FUSED
+from inferplane.kernels.fused.operands import cumulative_lengths, one_sequence_per_token
 from inferplane.plugin import Batch, Kernels, LayerKV, latents
 from inferplane_dcu import vendor
 from inferplane_dcu.kernels.attention import OPERATORS, hcu
@@ -35,7 +35,7 @@ LATENT, ROTARY = 512, 64
 )
 def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """hcu_ops::concat_and_cache_mla; it skips slot -1."""
-    forms.mla_kv_write(hcu.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
+    vllm_calls.mla_kv_write(hcu.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
 
 
 def _has_supported_dims(op: Any) -> bool:
@@ -58,13 +58,13 @@ def _has_supported_dims(op: Any) -> bool:
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Fold `kv_b` into the query, attend with each token as a sequence of its own, unfold."""
     plan, attend = view.prepared
-    q, (lens, tables) = folded(view, q_nope, q_rope), each_token_alone(batch)
+    q, (lens, tables) = fold_query(view, q_nope, q_rope), one_sequence_per_token(batch)
     schedule, splits = plan(lens, view.dims.heads, 1)
     cache = latents(kv)[:, :, None]
     out = attend(
         q[:, None], cache, tables, lens, view.dims.latent, schedule, splits, softmax_scale=view.scale, causal=True
     )  # fmt: skip
-    return unfolded(view, only(out)[:, 0])
+    return unfold_result(view, only(out)[:, 0])
 
 
 @KERNELS(
@@ -74,7 +74,7 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     when=with_(
         vendor.FLASH,
         kv_layouts=(PAGED,),
-        needs=(FLASH_EXPANDED, PLAIN_KV_B),
+        needs=(FLASH_MLA_HEAD_SIZES, PLAIN_KV_B),
     ),
     prepare=vendor.find_once(vendor.FLASH),
     needs_host_lens=True,
@@ -82,13 +82,13 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, which flash attention wants."""
     lens = batch.lens().seq_lens
-    keys, values = expanded(view, _gather_latents(latents(kv), batch.block_tables, lens))
+    keys, values = expand_latents(view, _gather_latents(latents(kv), batch.block_tables, lens))
     out = view.prepared(
         torch.cat((q_nope, q_rope), -1),
         keys,
         values,
         batch.query_start,
-        running_sum(lens, q_nope.device),
+        cumulative_lengths(lens, q_nope.device),
         batch.max_query_tokens,
         batch.max_seq_tokens,
         softmax_scale=view.scale,

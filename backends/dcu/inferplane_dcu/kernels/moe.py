@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from inferplane.kernels.composed.moe import moe_experts as by_expert
-from inferplane.kernels.fused.needs import EVERY_EXPERT, FLOATS, RANK_FUSED
+from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, RANK_FUSED
 from inferplane.kernels.fused.packings import FLOAT32
 from inferplane.plugin import Context, Kernels, Packing, When
 from inferplane_dcu import vendor
@@ -126,7 +126,7 @@ def _tiles(op: Any) -> bool:
     when=When(
         (torch.bfloat16,),
         features=tuple(f.feature for f in vendor.EXPERTS),
-        needs=(EVERY_EXPERT, ("widths in 32s, and in 16s inside", _tiles)),
+        needs=(ALL_EXPERTS_LOCAL, ("widths in 32s, and in 16s inside", _tiles)),
     ),
     packs={"gate_up": MARLIN, "down": MARLIN},
     prepare=_prepare_experts,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import FLASH_DIMS, HALF, RANK_FUSED
+from inferplane.kernels.fused.needs import FLASH_HEAD_SIZES, HALF, RANK_FUSED
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_gcu.kernels.when import FLASH
 from inferplane_gcu.kvcache import PAGED
@@ -33,7 +33,7 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: A
     "attention",
     "flash_attn",
     rank=RANK_FUSED,
-    when=When(HALF, kv_layouts=(PAGED,), features=FLASH, needs=(FLASH_DIMS,)),
+    when=When(HALF, kv_layouts=(PAGED,), features=FLASH, needs=(FLASH_HEAD_SIZES,)),
     capture_safe=True,
 )
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:

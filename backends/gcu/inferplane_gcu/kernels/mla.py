@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.latents import expanded, folded, unfolded
-from inferplane.kernels.fused.needs import FLASH_EXPANDED, HALF, PLAIN_KV_B, RANK_FUSED
-from inferplane.kernels.fused.operands import each_token_alone, running_sum
+from inferplane.kernels.fused.latents import expand_latents, fold_query, unfold_result
+from inferplane.kernels.fused.needs import FLASH_MLA_HEAD_SIZES, HALF, PLAIN_KV_B, RANK_FUSED
+from inferplane.kernels.fused.operands import cumulative_lengths, one_sequence_per_token
 from inferplane.plugin import Batch, Kernels, LayerKV, When, latents
 from inferplane_gcu.kernels.attention import flash_attention
 from inferplane_gcu.kernels.when import FLASH, OPERATORS
@@ -40,10 +40,10 @@ def _has_supported_dims(op: Any) -> bool:
 )
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """_flashmla_C::fwd_kvcache_mla, with each token as a sequence of its own that ends with it, as vllm-gcu does."""
-    q, (lens, tables) = folded(view, q_nope, q_rope)[:, None], each_token_alone(batch)
+    q, (lens, tables) = fold_query(view, q_nope, q_rope)[:, None], one_sequence_per_token(batch)
     cache, width = latents(kv)[:, :, None], view.dims.latent
     mid = flashmla.fwd_kvcache_mla(q, cache, width, lens, tables, view.scale, False, None, None, None, None)[0]
-    return unfolded(view, mid[:, 0])
+    return unfold_result(view, mid[:, 0])
 
 
 @KERNELS(
@@ -54,17 +54,17 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
         HALF,
         kv_layouts=(PAGED,),
         features=(*OPERATORS, *FLASH),
-        needs=(FLASH_EXPANDED, PLAIN_KV_B),
+        needs=(FLASH_MLA_HEAD_SIZES, PLAIN_KV_B),
     ),
     needs_host_lens=True,
 )
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, which flash attention wants."""
     d, lens, cache = view.dims, batch.lens().seq_lens, latents(kv)
-    ends = running_sum(lens, q_nope.device)
+    ends = cumulative_lengths(lens, q_nope.device)
     dense = q_nope.new_empty(sum(lens), d.latent + d.rope)
     cache_ops.gather_cache(cache, dense, batch.block_tables, ends, len(lens), torch.zeros_like(batch.seq_lens))
-    keys, values = expanded(view, dense)
+    keys, values = expand_latents(view, dense)
     out = flash_attention(
         torch.cat((q_nope, q_rope), -1),
         keys,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import EVERY_EXPERT, FLOATS, HALF, RANK_FUSED, SOFTMAX_ALONE
-from inferplane.kernels.fused.operands import room_for_routes
+from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, HALF, PLAIN_SOFTMAX_ROUTING, RANK_FUSED
+from inferplane.kernels.fused.operands import allocate_routing
 from inferplane.plugin import Kernels, When
 from inferplane_gcu.kernels.when import OPERATORS
 
@@ -30,12 +30,12 @@ def _has_supported_groups(op: Any) -> bool:
     "moe_route",
     "vllm_gcu",
     rank=RANK_FUSED,
-    when=When(FLOATS, features=OPERATORS, needs=(SOFTMAX_ALONE,)),
+    when=When(FLOATS, features=OPERATORS, needs=(PLAIN_SOFTMAX_ROUTING,)),
     capture_safe=True,
 )
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_moe_C::topk_softmax, which does not renormalize; ids are int32."""
-    weights, ids = room_for_routes(logits, view.top_k)
+    weights, ids = allocate_routing(logits, view.top_k)
     moe.topk_softmax(weights, ids, torch.empty_like(ids), logits.float())
     return (weights / weights.sum(-1, keepdim=True) if view.renormalize else weights) * view.factor, ids
 
@@ -53,7 +53,7 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 )
 def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_C::fused_grouped_topk; it knows no factor."""
-    weights, ids = room_for_routes(logits, view.top_k)
+    weights, ids = allocate_routing(logits, view.top_k)
     vllm.fused_grouped_topk(
         weights,
         ids,
@@ -72,7 +72,7 @@ def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, to
     "moe_experts",
     "vllm_gcu",
     rank=RANK_FUSED,
-    when=When(HALF, features=OPERATORS, needs=(EVERY_EXPERT,)),
+    when=When(HALF, features=OPERATORS, needs=(ALL_EXPERTS_LOCAL,)),
     capture_safe=True,
 )
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import HALF, RANK_FUSED, WEIGHT_ONLY
+from inferplane.kernels.fused.needs import HALF, PLAIN_ACTIVATIONS, RANK_FUSED
 from inferplane.kernels.fused.packings import Int8Rows
 from inferplane.plugin import Kernels, Packing, When
 from inferplane_gcu.kernels.when import OPERATORS
@@ -25,7 +25,7 @@ INT8_ROWS = Packing("vllm_gcu.int8_rows", Int8Rows)
     "linear",
     "vllm_gcu",
     rank=RANK_FUSED,
-    when=When(HALF, formats=("int8_row",), features=OPERATORS, needs=(WEIGHT_ONLY,)),
+    when=When(HALF, formats=("int8_row",), features=OPERATORS, needs=(PLAIN_ACTIVATIONS,)),
     packs={"weight": INT8_ROWS},
     capture_safe=True,
 )
@@ -34,4 +34,4 @@ def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     w: Int8Rows = view.weight
     out = x.new_empty(x.shape[0], w.data.shape[0])
     vllm.weight_only_quant(out, x.contiguous(), w.data, view.bias, w.scale.to(x.dtype), SCALE_PER_ROW)
-    return w.shifted(out, x)
+    return w.subtract_zero_points(out, x)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT, RANK_FUSED, WEIGHT_ONLY
+from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT, PLAIN_ACTIVATIONS, RANK_FUSED
 from inferplane.plugin import Kernels, Packing
 from inferplane_npu.kernels.when import RANK_ALTERNATIVE, OnNpu
 from inferplane_npu.kvcache import FRACTAL_NZ
@@ -126,7 +126,7 @@ def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     "linear",
     "torch",
     rank=RANK_FUSED,
-    when=OnNpu((torch.float16,), features=("nz-plain-weights",), needs=(WEIGHT_ONLY,)),
+    when=OnNpu((torch.float16,), features=("nz-plain-weights",), needs=(PLAIN_ACTIVATIONS,)),
     packs={"weight": NZ_WEIGHT},
     capture_safe=True,
 )

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.fused.latents import halves
-from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED, plain_linear
+from inferplane.kernels.fused.latents import split_kv_b
+from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED, is_plain_linear
 from inferplane.plugin import Batch, Kernels
 from inferplane_npu.graphs import attend
 from inferplane_npu.kernels.attention import RIGHT_DOWN_CAUSAL, causal_mask, key_lens
@@ -58,7 +58,7 @@ def _has_expanded_dims(op: Any) -> bool:
 
 def _plain_block(op: Any) -> bool:
     products = [product for product in (op.q_a, op.q_b, op.kv_a, op.o) if product is not None]
-    return all(map(plain_linear, products)) and PLAIN_KV_B[1](op.expanded)
+    return all(map(is_plain_linear, products)) and PLAIN_KV_B[1](op.expanded)
 
 
 ABSORBED = ("latents of 512 + 64, a power of two of heads up to 128, head sizes that 16 divides", _has_absorbed_dims)
@@ -99,12 +99,12 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
 
 def _fold(view: Any, q_nope: torch.Tensor) -> torch.Tensor:
     """`[T, H, N]` times each head's `[N, 512]`: `[T, H, 512]`. The weight is a view: kv_b is stored once."""
-    return npu.npu_transpose_batchmatmul(q_nope, halves(view)[0], perm_x1=[1, 0, 2], perm_y=[1, 0, 2])
+    return npu.npu_transpose_batchmatmul(q_nope, split_kv_b(view)[0], perm_x1=[1, 0, 2], perm_y=[1, 0, 2])
 
 
 def _unfold(view: Any, heads_first: torch.Tensor) -> torch.Tensor:
     """`[H, T, 512]` times each head's `[512, V]`: `[T, H, V]`."""
-    w_v = halves(view)[1].transpose(1, 2)
+    w_v = split_kv_b(view)[1].transpose(1, 2)
     return npu.npu_transpose_batchmatmul(heads_first, w_v, perm_y=[1, 0, 2])
 
 

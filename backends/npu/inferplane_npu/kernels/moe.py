@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import EVERY_EXPERT, FLOATS, HALF, RANK_FUSED, SOFTMAX_ALONE
+from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, HALF, PLAIN_SOFTMAX_ROUTING, RANK_FUSED
 from inferplane.kernels.fused.packings import FLOAT32, INT4_GROUPS
 from inferplane.plugin import Kernels, Packing
 from inferplane_npu.kernels.quant import INT4_EXPERTS, INT4_FORMATS, INT8_EXPERTS, Packed
@@ -57,7 +57,7 @@ def _has_renormalized_sigmoid(op: Any) -> bool:
         FLOATS,
         features=("fused-infer",),
         needs=(
-            ("a bias, groups, or sigmoid scores", lambda op: not SOFTMAX_ALONE[1](op)),
+            ("a bias, groups, or sigmoid scores", lambda op: not PLAIN_SOFTMAX_ROUTING[1](op)),
             ("sigmoid scores to be renormalized", _has_renormalized_sigmoid),
             ("more than two experts a group", _groups_fit),
         ),
@@ -89,7 +89,7 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         FLOATS,
         features=("fused-infer",),
         needs=(
-            SOFTMAX_ALONE,
+            PLAIN_SOFTMAX_ROUTING,
             ("at most 1024 chosen", lambda op: op.top_k <= 1024),
         ),
     ),
@@ -117,7 +117,7 @@ SIZES = ("2 to 1024 experts with fewer than 65536 rows and columns", _inner_dims
     "moe_experts",
     "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(FLOATS, features=("fused-infer",), needs=(SIZES, EVERY_EXPERT)),
+    when=OnNpu(FLOATS, features=("fused-infer",), needs=(SIZES, ALL_EXPERTS_LOCAL)),
     packs={"gate_up": COLUMNS, "down": COLUMNS},
     capture_safe=True,
 )
@@ -169,7 +169,7 @@ def _run_quantized_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, id
     "moe_experts",
     "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(HALF, formats=("int8_row",), features=("fused-infer",), needs=(SIZES, EVERY_EXPERT)),
+    when=OnNpu(HALF, formats=("int8_row",), features=("fused-infer",), needs=(SIZES, ALL_EXPERTS_LOCAL)),
     packs={"gate_up": INT8_EXPERTS, "down": INT8_EXPERTS},
     capture_safe=True,
 )
@@ -194,7 +194,7 @@ def _whole_groups(op: Any) -> bool:
         HALF,
         formats=INT4_FORMATS,
         features=("fused-infer",),
-        needs=(SIZES, EVERY_EXPERT, ("rows in eights", _int4_dims), ("whole groups of columns", _whole_groups)),
+        needs=(SIZES, ALL_EXPERTS_LOCAL, ("rows in eights", _int4_dims), ("whole groups of columns", _whole_groups)),
     ),
     packs={"gate_up": INT4_EXPERTS, "down": INT4_EXPERTS},
     capture_safe=True,

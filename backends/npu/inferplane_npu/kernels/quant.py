@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import HALF, INT8_BY_TOKEN, INT8_TOKENS, RANK_FUSED, WEIGHT_ONLY
+from inferplane.kernels.fused.needs import (
+    HALF,
+    INT8_PER_TOKEN_LINEAR,
+    INT8_PER_TOKEN_QUANTIZE,
+    PLAIN_ACTIVATIONS,
+    RANK_FUSED,
+)
 from inferplane.kernels.fused.packings import INT4_GROUPS
 from inferplane.plugin import Kernels, Packing, QTensor
 from inferplane_npu.kernels.when import OnNpu
@@ -96,7 +102,7 @@ def _fits(op: Any) -> bool:
 
 
 FITS = ("at most 65535 rows and columns", _fits)
-NEEDS = (WEIGHT_ONLY, FITS)
+NEEDS = (PLAIN_ACTIVATIONS, FITS)
 
 
 def _multiply(view: Any, x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +153,7 @@ def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
         HALF,
         formats=("int8_row",),
         features=("fused-infer", "int8-dot"),
-        needs=(INT8_TOKENS, FITS),
+        needs=(INT8_PER_TOKEN_LINEAR, FITS),
     ),
     packs={"weight": INT8_NZ},
     capture_safe=True,
@@ -192,7 +198,7 @@ def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     "quantize",
     "torch_npu",
     rank=RANK_FUSED,
-    when=OnNpu(HALF, features=("fused-infer",), needs=(INT8_BY_TOKEN,)),
+    when=OnNpu(HALF, features=("fused-infer",), needs=(INT8_PER_TOKEN_QUANTIZE,)),
     capture_safe=True,
 )
 def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

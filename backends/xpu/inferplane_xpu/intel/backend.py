@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from inferplane.kernels.graphs import RecordingAccelerator
+from inferplane.kernels.graphs import CapturingAccelerator
 from inferplane.plugin import (
     DeviceState,
     Feature,
@@ -46,12 +46,12 @@ INSTALL_DRIVER = (
 )
 
 
-class IntelBackend(RecordingAccelerator):
+class IntelBackend(CapturingAccelerator):
     """One Intel GPU."""
 
     name = "xpu:intel"
     torch_device = "xpu"
-    graph = "XPUGraph"
+    graph_class = "XPUGraph"
     """torch 2.13 has it, older ones may not."""
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         arch: tuple(name for name, feature in chips.assumed_features(arch).items() if feature.present)

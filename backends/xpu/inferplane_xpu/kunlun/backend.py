@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from inferplane.kernels.graphs import Graph, RecordingAccelerator
+from inferplane.kernels.graphs import CapturedGraph, CapturingAccelerator
 from inferplane.kernels.probes import probe_package
 from inferplane.plugin import (
     Batch,
@@ -59,12 +59,12 @@ P800: dict[str, Feature] = {
 """What a P800 can do."""
 
 
-class KunlunBackend(RecordingAccelerator):
+class KunlunBackend(CapturingAccelerator):
     """One Kunlun card."""
 
     name = "xpu:kunlun"
     torch_device = "cuda"
-    graph = "CUDAGraph"
+    graph_class = "CUDAGraph"
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
         "p800": tuple(name for name, feature in {**P800, **assumed_features()}.items() if feature.present)
     }
@@ -117,7 +117,7 @@ class KunlunBackend(RecordingAccelerator):
         """BKCL, which torch_xmlir puts under NCCL's name."""
         return "nccl"
 
-    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Graph | None:
+    def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> CapturedGraph | None:
         """As a CUDA graph, which torch_xmlir makes one of the card, where the vendor's variable asks for that; where it
         does not, steps run as they are.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.composed.shapes import padded, rounded
+from inferplane.kernels.composed.padding import pad_rows, round_up_rows
 from inferplane.ops import hidden_pairs
 from inferplane.types import Batch, Kernels, LayerKV, When
 
@@ -32,7 +32,7 @@ def attend(
     m, n = q.shape[1], k.shape[1]
     if q.dtype is not torch.float32:
         real = n if seen is None else seen.shape[1]
-        rows, keys = rounded(m), rounded(n)
+        rows, keys = round_up_rows(m), round_up_rows(n)
         if not causal and keys > real:
             seen = q.new_ones(m, real, dtype=torch.bool) if seen is None else seen
             seen = F.pad(seen, (0, keys - real, 0, rows - m))
@@ -120,7 +120,7 @@ def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
     """See `expand_and_attend`; in 16 bits latents are expanded in a shape of few."""
 
     def expand(latent: torch.Tensor) -> torch.Tensor:
-        return F.linear(latent if latent.dtype is torch.float32 else padded(latent), p.kv_b.weight)
+        return F.linear(latent if latent.dtype is torch.float32 else pad_rows(latent), p.kv_b.weight)
 
     return expand_and_attend(p, q_nope, q_rope, batch, kv, expand)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.composed.shapes import padded
+from inferplane.kernels.composed.padding import pad_rows
 from inferplane.ops import MoERoute
 from inferplane.types import Kernels, When
 
@@ -35,7 +35,7 @@ def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
         if not n:
             continue
         part = slice(start, start + n)
-        gate, up = F.linear(padded(rows[part]), p.gate_up[e]).chunk(2, -1)
+        gate, up = F.linear(pad_rows(rows[part]), p.gate_up[e]).chunk(2, -1)
         y = F.linear(F.silu(gate) * up, p.down[e])[:n]
         out.index_add_(0, token[part], y.float() * scale[part, None])
         start += n

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 
 
-def halves(p: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def split_kv_b(p: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of `kv_b` that make keys `[H, nope, latent]` and those that make values `[H, value, latent]`: views."""
     d = p.dims
     w_k, w_v = p.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
     return w_k, w_v
 
 
-def folded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+def fold_query(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
     """Queries for latents as keys.
 
     Args:
@@ -27,15 +27,15 @@ def folded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
     Returns:
         `[T, H, latent + rope]`.
     """
-    return torch.cat((torch.bmm(q_nope.transpose(0, 1), halves(p)[0]).transpose(0, 1), q_rope), -1)
+    return torch.cat((torch.bmm(q_nope.transpose(0, 1), split_kv_b(p)[0]).transpose(0, 1), q_rope), -1)
 
 
-def unfolded(p: Any, mid: torch.Tensor) -> torch.Tensor:
+def unfold_result(p: Any, mid: torch.Tensor) -> torch.Tensor:
     """What attention gives with latents as values `[T, H, latent]`, as `[T, H, value]`."""
-    return torch.bmm(mid.transpose(0, 1), halves(p)[1].transpose(1, 2)).transpose(0, 1).contiguous()
+    return torch.bmm(mid.transpose(0, 1), split_kv_b(p)[1].transpose(1, 2)).transpose(0, 1).contiguous()
 
 
-def expanded(p: Any, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def expand_latents(p: Any, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of latents.
 
     Args:

@@ -13,7 +13,7 @@ HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALF)
 
 
-def plain_linear(linear: Any) -> bool:
+def is_plain_linear(linear: Any) -> bool:
     """Whether a `Linear` leaves activations as they are and gives its result in the plan's dtype."""
     return linear.act is None and linear.out_dtype is None
 
@@ -36,24 +36,24 @@ NORM_WEIGHT = ("a weight in the plan's dtype", lambda op: op.weight.dtype is Non
 ADD_NORM_WEIGHT = (NORM_WEIGHT[0], lambda op: op.norm.weight.dtype is None)
 """Of `add_rms_norm`."""
 
-WEIGHT_ONLY = ("activations and result in the plan's dtype", plain_linear)
+PLAIN_ACTIVATIONS = ("activations and result in the plan's dtype", is_plain_linear)
 """Of `linear`, whose weight alone is quantized."""
-INT8_TOKENS = ("activations in int8, a scale a token", _int8_tokens)
+INT8_PER_TOKEN_LINEAR = ("activations in int8, a scale a token", _int8_tokens)
 """Of `linear`."""
-INT8_BY_TOKEN = ("int8 with a scale a token", lambda op: op.format == "int8" and op.group == 0)
+INT8_PER_TOKEN_QUANTIZE = ("int8 with a scale a token", lambda op: op.format == "int8" and op.group == 0)
 """Of `quantize`."""
 
-FLASH_DIMS = ("K and V of one width, in eights up to 256", _flash_dims)
+FLASH_HEAD_SIZES = ("K and V of one width, in eights up to 256", _flash_dims)
 """Of `attention`: what flash attention 2 and what is derived from it know."""
-FLASH_EXPANDED = ("heads of at most 256 entries, in eights, and no wider values", _flash_expanded)
+FLASH_MLA_HEAD_SIZES = ("heads of at most 256 entries, in eights, and no wider values", _flash_expanded)
 """Of `mla_expanded`, for the same functions, with values padded to the keys' width."""
-PLAIN_KV_B = ("a plain kv_b without bias", lambda op: plain_linear(op.kv_b) and op.kv_b.bias is None)
+PLAIN_KV_B = ("a plain kv_b without bias", lambda op: is_plain_linear(op.kv_b) and op.kv_b.bias is None)
 """Of `mla_expanded`."""
 
-SOFTMAX_ALONE = (
+PLAIN_SOFTMAX_ROUTING = (
     "softmax scores without bias or groups",
     lambda op: op.score == "softmax" and op.bias is None and op.groups == 1,
 )
 """Of `moe_route`."""
-EVERY_EXPERT = ("every expert on this rank", lambda op: not op.partial)
+ALL_EXPERTS_LOCAL = ("every expert on this rank", lambda op: not op.partial)
 """Of `moe_experts`."""

@@ -17,7 +17,7 @@ def one(device: torch.device) -> torch.Tensor:
     return torch.ones(1, dtype=torch.float32, device=device)
 
 
-def last_head_as_key(x: torch.Tensor, rotate: Callable[[torch.Tensor, torch.Tensor], object]) -> torch.Tensor:
+def rotate_last_head_as_key(x: torch.Tensor, rotate: Callable[[torch.Tensor, torch.Tensor], object]) -> torch.Tensor:
     """Heads `[T, H, D]`, rotated by an operator that rotates queries and keys at once: the last head goes as the key.
 
     Args:
@@ -31,7 +31,7 @@ def last_head_as_key(x: torch.Tensor, rotate: Callable[[torch.Tensor, torch.Tens
     return torch.cat((rest, last[:, None]), 1) if heads > 1 else rest
 
 
-def each_token_alone(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def one_sequence_per_token(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Lengths `[T]` and block tables `[T, blocks]`, int32, with every token as a sequence of its own that ends with it.
 
     For kernels of single tokens that take one number of tokens for all sequences: a decode step may bring several for
@@ -45,12 +45,12 @@ def each_token_alone(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return (lens[sequence] - behind).clamp_min(0), tables[sequence]
 
 
-def running_sum(lens: Sequence[int], device: torch.device) -> torch.Tensor:
+def cumulative_lengths(lens: Sequence[int], device: torch.device) -> torch.Tensor:
     """Where sequences that lie one behind the other start, and where the last ends: int32 `[B + 1]`."""
     return torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device)
 
 
-def room_for_routes(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def allocate_routing(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights, float32, and ids, int32, both `[T, top_k]` and not yet written."""
     weights = logits.new_empty(logits.shape[0], top_k, dtype=torch.float32)
     return weights, torch.empty_like(weights, dtype=torch.int32)

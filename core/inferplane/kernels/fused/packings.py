@@ -24,7 +24,7 @@ class RopeTable:
         self.whole = table.flatten(1).contiguous()
         self._cast: dict[torch.dtype, torch.Tensor] = {}
 
-    def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
+    def to_dtype(self, dtype: torch.dtype) -> torch.Tensor:
         """The table in a dtype; cast once."""
         if dtype not in self._cast:
             self._cast[dtype] = self.whole.to(dtype)
@@ -40,7 +40,7 @@ class Int8Rows:
         self.data, self.scale = weight.data.contiguous(), weight.scale[:, 0].contiguous()
         self.shift = None if weight.zero is None else self.scale * weight.zero[:, 0]
 
-    def shifted(self, y: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    def subtract_zero_points(self, y: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """The product without what zero points take off.
 
         Args:

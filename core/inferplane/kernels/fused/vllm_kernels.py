@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused import forms
+from inferplane.kernels.fused import vllm_calls as forms
 from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, NORM_WEIGHT, RANK_FUSED
-from inferplane.kernels.fused.operands import last_head_as_key
+from inferplane.kernels.fused.operands import rotate_last_head_as_key
 from inferplane.kernels.fused.packings import RopeTable
 from inferplane.plugin import Batch, Kernel, LayerKV, Packing, When, latents
 
@@ -55,9 +55,9 @@ def rope_kernel(requires_key: bool) -> Callable[[Any, torch.Tensor, torch.Tensor
 
     def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         tokens, _, dim = x.shape
-        table, neox = view.table.in_dtype(x.dtype), not view.interleaved
+        table, neox = view.table.to_dtype(x.dtype), not view.interleaved
         if requires_key:
-            return last_head_as_key(
+            return rotate_last_head_as_key(
                 x, lambda rest, last: vllm.rotary_embedding(positions, rest, last, dim, table, neox)
             )
         out = x.clone(memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.triton.matrices import matrix_kernels
+from inferplane.kernels.triton.matmul_kernels import matrix_kernels
 from inferplane.kernels.triton.tiles import Launch, Product, Products, Tiles
 from inferplane.types import RANK_PORTABLE, Context, Kernel, When
 

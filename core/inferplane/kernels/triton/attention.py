@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.arrivals import kept, last_of
-from inferplane.kernels.triton.cache import stored
+from inferplane.kernels.triton.kv_write import stored
+from inferplane.kernels.triton.split_reduction import kept, last_of
 from inferplane.kernels.triton.tiles import Launch, Tiles
 from inferplane.types import Batch, LayerKV
 

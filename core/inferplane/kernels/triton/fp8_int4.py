@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.packed import INT4, Packed
-from inferplane.kernels.triton.rows import encoded, scale_of, silu
+from inferplane.kernels.triton.rowwise import encoded, scale_of, silu
+from inferplane.kernels.triton.weight_packing import INT4, Packed
 
 LEAST_DEPTH = 64
 """Columns a loop turn: half of them, those of the low or of the high bits, are an FP8 product's 32 at least."""

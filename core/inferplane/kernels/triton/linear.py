@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from inferplane.kernels.triton.fp8_int4 import in_fp8
-from inferplane.kernels.triton.handed import handed
-from inferplane.kernels.triton.packed import FP8, Packed
-from inferplane.kernels.triton.product import Activations, coded, plain, product
-from inferplane.kernels.triton.rows import MOST_COLUMNS, by_scale
-from inferplane.kernels.triton.rows import gated as gate
-from inferplane.kernels.triton.rows import quantize as quantized
+from inferplane.kernels.triton.matmul import Activations, coded, plain, product
+from inferplane.kernels.triton.quantized_results import handed
+from inferplane.kernels.triton.rowwise import MOST_COLUMNS, by_scale
+from inferplane.kernels.triton.rowwise import gated as gate
+from inferplane.kernels.triton.rowwise import quantize as quantized
 from inferplane.kernels.triton.tiles import Products
+from inferplane.kernels.triton.weight_packing import FP8, Packed
 from inferplane.types import Batch
 
 FP8_GROUP = 128

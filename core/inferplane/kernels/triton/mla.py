@@ -14,7 +14,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.arrivals import last_of
 from inferplane.kernels.triton.attention import (
     FACTOR,
     LOG2_E,
@@ -28,7 +27,8 @@ from inferplane.kernels.triton.attention import (
     weighed,
     widened,
 )
-from inferplane.kernels.triton.cache import side_by_side, stored
+from inferplane.kernels.triton.kv_write import side_by_side, stored
+from inferplane.kernels.triton.split_reduction import last_of
 from inferplane.kernels.triton.tiles import Tiles
 from inferplane.types import Batch, LayerKV
 

@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 
 from inferplane.errors import KernelError
-from inferplane.kernels.triton.ahead import how as launched
-from inferplane.kernels.triton.ahead import let_next, wait
-from inferplane.kernels.triton.arrivals import kept, last_of_each
+from inferplane.kernels.triton.dependent_launch import how as launched
+from inferplane.kernels.triton.dependent_launch import let_next, wait
 from inferplane.kernels.triton.linear import FP8_GROUP, fp8_input, int8_input, static_of
-from inferplane.kernels.triton.packed import DEPTH, Packed
-from inferplane.kernels.triton.product import Activations, coded, form, plain, tile
-from inferplane.kernels.triton.rows import encoded, scale_of
+from inferplane.kernels.triton.matmul import Activations, coded, form, plain, tile
+from inferplane.kernels.triton.rowwise import encoded, scale_of
+from inferplane.kernels.triton.split_reduction import kept, last_of_each
 from inferplane.kernels.triton.tiles import Counters, Product, Products
+from inferplane.kernels.triton.weight_packing import DEPTH, Packed
 
 
 @triton.jit

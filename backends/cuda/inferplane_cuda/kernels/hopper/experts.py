@@ -8,14 +8,14 @@ import torch
 import triton
 
 from inferplane.kernels.triton.linear import FP8_GROUP, fp8_rows
+from inferplane.kernels.triton.matmul import Activations, coded
 from inferplane.kernels.triton.moe import dealt, summed
 from inferplane.kernels.triton.moe import moe_experts_fp8 as portable
-from inferplane.kernels.triton.packed import Packed
-from inferplane.kernels.triton.product import Activations, coded
-from inferplane.kernels.triton.rows import gated as gate
+from inferplane.kernels.triton.rowwise import gated as gate
+from inferplane.kernels.triton.weight_packing import Packed
 from inferplane_cuda.kernels.hopper import grouped
-from inferplane_cuda.kernels.hopper.launch import box
 from inferplane_cuda.kernels.hopper.linear import FEW_ROWS, RASTER, STAGES
+from inferplane_cuda.kernels.hopper.mla_launch import box
 
 ROWS = 128
 COLUMNS = 128

@@ -11,8 +11,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from inferplane_cuda.kernels.hopper.barriers import barriers
 from inferplane_cuda.kernels.hopper.gemm import load, store_rows, sums
-from inferplane_cuda.kernels.hopper.ring import barriers
 
 
 @gluon.jit

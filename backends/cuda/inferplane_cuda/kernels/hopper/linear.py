@@ -8,10 +8,10 @@ import torch
 import triton
 
 from inferplane.kernels.triton.linear import fp8_rows
-from inferplane.kernels.triton.product import Activations
-from inferplane.kernels.triton.product import product as portable
+from inferplane.kernels.triton.matmul import Activations
+from inferplane.kernels.triton.matmul import product as portable
 from inferplane_cuda.kernels.hopper import gemm
-from inferplane_cuda.kernels.hopper.launch import box, programs
+from inferplane_cuda.kernels.hopper.mla_launch import box, programs
 
 FEW_ROWS = 64
 """Up to so many, a tile of 128 rows would be half empty or worse, and the weight's bytes decide."""

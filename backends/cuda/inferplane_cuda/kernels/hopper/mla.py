@@ -16,11 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from inferplane_cuda.kernels.hopper.plan import blocks_of, part_of, share_of
-from inferplane_cuda.kernels.hopper.ring import barriers, limits
+from inferplane_cuda.kernels.hopper.barriers import barriers, limits
+from inferplane_cuda.kernels.hopper.gluon_compat import anew, barrier, load_tile, only
 from inferplane_cuda.kernels.hopper.softmax import UNSEEN, weigh, wipe
-from inferplane_cuda.kernels.hopper.tma import anew, barrier, load_tile, only
-from inferplane_cuda.kernels.hopper.units import BEGIN, BEHIND, FIRST_UNIT, finish, note, noted, settle, share
+from inferplane_cuda.kernels.hopper.unit_results import BEGIN, BEHIND, FIRST_UNIT, finish, note, noted, settle, share
+from inferplane_cuda.kernels.hopper.work_split import blocks_of, part_of, share_of
 
 LATENT, ROPE = 512, 64
 

@@ -15,12 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
+from inferplane_cuda.kernels.hopper.barriers import barriers, limits
+from inferplane_cuda.kernels.hopper.gluon_compat import anew, barrier, only, raised
 from inferplane_cuda.kernels.hopper.mla import added, load, scored
-from inferplane_cuda.kernels.hopper.plan import part_of
-from inferplane_cuda.kernels.hopper.ring import barriers, limits
 from inferplane_cuda.kernels.hopper.softmax import UNSEEN, weigh
-from inferplane_cuda.kernels.hopper.tma import anew, barrier, only, raised
-from inferplane_cuda.kernels.hopper.units import BEGIN, BEHIND, FIRST_UNIT, finish, note, noted, settle, share
+from inferplane_cuda.kernels.hopper.unit_results import BEGIN, BEHIND, FIRST_UNIT, finish, note, noted, settle, share
+from inferplane_cuda.kernels.hopper.work_split import part_of
 
 
 @gluon.jit

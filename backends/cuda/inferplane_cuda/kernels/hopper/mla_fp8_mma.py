@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from inferplane_cuda.kernels.hopper.barriers import barriers, limits
+from inferplane_cuda.kernels.hopper.gluon_compat import anew, as_fp8, barrier, exponent, only, power
 from inferplane_cuda.kernels.hopper.mla import load
-from inferplane_cuda.kernels.hopper.plan import part_of
-from inferplane_cuda.kernels.hopper.ring import barriers, limits
 from inferplane_cuda.kernels.hopper.softmax import UNSEEN, wipe
-from inferplane_cuda.kernels.hopper.tma import anew, as_fp8, barrier, exponent, only, power
-from inferplane_cuda.kernels.hopper.units import BEGIN, BEHIND, FIRST_UNIT, finish, note, noted, settle, share
+from inferplane_cuda.kernels.hopper.unit_results import BEGIN, BEHIND, FIRST_UNIT, finish, note, noted, settle, share
+from inferplane_cuda.kernels.hopper.work_split import part_of
 
 WEIGHT = gl.constexpr(256.0)
 """What weights are multiplied by before they become FP8, whose largest number is 448."""

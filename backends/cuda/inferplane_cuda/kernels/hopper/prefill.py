@@ -11,9 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from inferplane_cuda.kernels.hopper.ring import barriers
+from inferplane_cuda.kernels.hopper.barriers import barriers
+from inferplane_cuda.kernels.hopper.gluon_compat import barrier, load_tile
 from inferplane_cuda.kernels.hopper.softmax import UNSEEN, weigh, wipe
-from inferplane_cuda.kernels.hopper.tma import barrier, load_tile
 
 
 @gluon.jit

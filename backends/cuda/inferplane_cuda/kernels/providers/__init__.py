@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from inferplane.plugin import Feature, Kernel, KernelError, When, installed, version_of
-from inferplane_cuda.kernels.needs import NO_WINDOW, RANK_UNPROVED, V3_LATENTS
+from inferplane_cuda.kernels.conditions import NO_WINDOW, RANK_UNPROVED, V3_LATENTS
 
 FOLDER = "inferplane_cuda.kernels.providers"
 PLAIN_LAYOUT = "paged_64"

@@ -11,7 +11,7 @@ import torch
 
 from inferplane.plugin import Batch, LayerKV
 from inferplane_cuda.kernels.providers import looked_up
-from inferplane_cuda.kernels.providers.latent import fold, unfold
+from inferplane_cuda.kernels.providers.latents import fold, unfold
 
 TAKES = (
     "q", "k_cache", "v_cache", "qv", "cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale",

@@ -11,7 +11,7 @@ import torch
 
 from inferplane.plugin import Batch, LayerKV
 from inferplane_cuda.kernels.providers import looked_up
-from inferplane_cuda.kernels.providers.latent import fold, unfold
+from inferplane_cuda.kernels.providers.latents import fold, unfold
 
 TAKES = (
     "q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits",

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from inferplane.plugin import Batch, LayerKV
 from inferplane_cuda.kernels.providers import looked_up
-from inferplane_cuda.kernels.providers.latent import fold, unfold
+from inferplane_cuda.kernels.providers.latents import fold, unfold
 
 WORKSPACE_BYTES = 128 << 20
 WRAPPERS = {"attention": "BatchPrefillWithPagedKVCacheWrapper", "mla_absorbed": "mla.BatchMLAPagedAttentionWrapper"}

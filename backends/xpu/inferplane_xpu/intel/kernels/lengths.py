@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from inferplane.kernels.fused.operands import each_token_alone
+from inferplane.kernels.fused.operands import one_sequence_per_token
 from inferplane.plugin import Batch
 
 
@@ -32,7 +32,7 @@ def single_tokens(batch: Batch, groups: int = 1) -> Sequences:
 
 
 def _single_tokens(batch: Batch, groups: int) -> Sequences:
-    lens, tables = each_token_alone(batch)
+    lens, tables = one_sequence_per_token(batch)
     if groups > 1:
         lens, tables = lens.repeat_interleave(groups), tables.repeat_interleave(groups, 0)
     starts = torch.arange(batch.tokens * groups + 1, dtype=torch.int32, device=lens.device)

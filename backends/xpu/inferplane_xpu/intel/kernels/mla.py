@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.latents import expanded, folded, unfolded
+from inferplane.kernels.fused.latents import expand_latents, fold_query, unfold_result
 from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED
-from inferplane.kernels.fused.operands import running_sum
+from inferplane.kernels.fused.operands import cumulative_lengths
 from inferplane.plugin import Batch, Kernels, LayerKV, When, latents
 from inferplane_xpu.intel.kernels.attention import varlen
 from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
@@ -53,11 +53,11 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     more become further sequences.
     """
     d, tokens = view.dims, q_nope.shape[0]
-    q = folded(view, q_nope, q_rope)
+    q = fold_query(view, q_nope, q_rope)
     cache, groups = latents(kv)[:, :, None], max(1, d.heads // LATENT_HEADS)
     grouped = q.view(tokens * groups, d.heads // groups, -1)
     mid = varlen(grouped, cache, cache[..., : d.latent], single_tokens(batch, groups), view.scale)
-    return unfolded(view, mid.view(tokens, d.heads, d.latent))
+    return unfold_result(view, mid.view(tokens, d.heads, d.latent))
 
 
 EXPANDED_WIDTHS = (64, 128, 192, 256)
@@ -87,10 +87,10 @@ def _has_expanded_width(op: Any) -> bool:
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Gather the latents, expand them, attend; values are padded to the keys' width, in which the result comes."""
     d, lens, cache = view.dims, batch.lens().seq_lens, latents(kv)
-    ends = running_sum(lens, q_nope.device)
+    ends = cumulative_lengths(lens, q_nope.device)
     dense = q_nope.new_empty(sum(lens), d.latent + d.rope)
     cache_ops.gather_cache(cache, dense, batch.block_tables, ends, len(lens), None)
-    keys, values = expanded(view, dense)
+    keys, values = expand_latents(view, dense)
     most = max(2, batch.max_query_tokens)
     out = varlen(
         torch.cat((q_nope, q_rope), -1),

@@ -90,7 +90,7 @@ class Stack:
         self.data, self.scale, self.rows = data, scale, rows
         self._cast: dict[torch.dtype, Stack] = {}
 
-    def in_dtype(self, dtype: torch.dtype) -> Stack:
+    def to_dtype(self, dtype: torch.dtype) -> Stack:
         """With everything that is to have the activations' dtype in it; cast once."""
         if dtype not in self._cast:
             expanded = self.scale is None and self.data.dtype is not dtype
@@ -142,7 +142,7 @@ NEEDS = (
 def _experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls; how many rows an expert has is known to the device alone."""
     weights, ids = _to_compiled(weights, ids)
-    up, down = view.gate_up.in_dtype(x.dtype), view.down.in_dtype(x.dtype)
+    up, down = view.gate_up.to_dtype(x.dtype), view.down.to_dtype(x.dtype)
     experts, (tokens, k), width = up.data.shape[0], ids.shape, x.shape[1]
     rows = x.new_empty(tokens * k, width)
     counts = ids.new_zeros(experts, dtype=torch.int32)

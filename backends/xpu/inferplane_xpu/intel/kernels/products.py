@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import FLOATS, HALF, RANK_FUSED, WEIGHT_ONLY
+from inferplane.kernels.fused.needs import FLOATS, HALF, PLAIN_ACTIVATIONS, RANK_FUSED
 from inferplane.kernels.fused.packings import Int8Rows
 from inferplane.plugin import Kernels, Packing, QTensor, When
 from inferplane_xpu.intel.kernels.when import MATRIX, RANK_TORCH_PACKED
@@ -58,7 +58,7 @@ class Int4:
             self._cast[dtype] = self.scale.to(dtype)
         return self._cast[dtype]
 
-    def shifted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def subtract_zero_points(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The product without what zero points take off that the operator could not store."""
         if self.shift is None:
             return y
@@ -137,7 +137,7 @@ WHOLE_BLOCKS = ("a scale a row, or whole blocks of 128 and more than one of them
     "linear",
     "vllm_xpu",
     rank=RANK_FUSED,
-    when=When(HALF, formats=INT4, features=MATRIX, needs=(WEIGHT_ONLY, WHOLE_WORDS)),
+    when=When(HALF, formats=INT4, features=MATRIX, needs=(PLAIN_ACTIVATIONS, WHOLE_WORDS)),
     packs={"weight": ONEDNN},
     capture_safe=True,
 )
@@ -145,14 +145,14 @@ def linear_int4(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_xpu_C::int4_gemm_w4a16."""
     w: Int4 = view.weight
     y = xpu.int4_gemm_w4a16(x.contiguous(), w.data, view.bias, w.scale_in(x.dtype), w.zero, w.group, None)
-    return w.shifted(y, x)
+    return w.subtract_zero_points(y, x)
 
 
 @KERNELS(
     "linear",
     "torch_xpu",
     rank=RANK_TORCH_PACKED,
-    when=When(HALF, formats=INT4, features=("int4-product",), needs=(WEIGHT_ONLY, WHOLE_WORDS)),
+    when=When(HALF, formats=INT4, features=("int4-product",), needs=(PLAIN_ACTIVATIONS, WHOLE_WORDS)),
     packs={"weight": TORCH_XPU},
     capture_safe=True,
 )
@@ -160,7 +160,7 @@ def linear_int4pack(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's _weight_int4pack_mm_with_scales_and_zeros."""
     w: Int4 = view.weight
     y = aten._weight_int4pack_mm_with_scales_and_zeros(x.contiguous(), w.data, w.group, w.scale_in(x.dtype), w.zero)
-    y = w.shifted(y, x)
+    y = w.subtract_zero_points(y, x)
     return y if view.bias is None else y + view.bias
 
 
@@ -168,7 +168,7 @@ def linear_int4pack(view: Any, x: torch.Tensor) -> torch.Tensor:
     "linear",
     "torch_xpu",
     rank=RANK_TORCH_PACKED,
-    when=When(FLOATS, formats=("int8_row",), features=("int8-product",), needs=(WEIGHT_ONLY,)),
+    when=When(FLOATS, formats=("int8_row",), features=("int8-product",), needs=(PLAIN_ACTIVATIONS,)),
     packs={"weight": INT8_ROWS},
     capture_safe=True,
 )
@@ -176,7 +176,7 @@ def linear_int8pack(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's _weight_int8pack_mm: weights in int8, a scale a row."""
     w: Int8Rows = view.weight
     y = aten._weight_int8pack_mm(x.contiguous(), w.data, w.scale.to(x.dtype))
-    y = w.shifted(y, x)
+    y = w.subtract_zero_points(y, x)
     return y if view.bias is None else y + view.bias
 
 
@@ -184,7 +184,7 @@ def linear_int8pack(view: Any, x: torch.Tensor) -> torch.Tensor:
     "linear",
     "vllm_xpu",
     rank=RANK_FUSED,
-    when=When(HALF, formats=("fp8_row", "fp8_block"), features=MATRIX, needs=(WEIGHT_ONLY, WHOLE_BLOCKS)),
+    when=When(HALF, formats=("fp8_row", "fp8_block"), features=MATRIX, needs=(PLAIN_ACTIVATIONS, WHOLE_BLOCKS)),
     packs={"weight": FP8_WEIGHT},
     capture_safe=True,
 )

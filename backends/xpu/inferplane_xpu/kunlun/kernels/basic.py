@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.fused.needs import HALF, RANK_FUSED
-from inferplane.kernels.fused.operands import last_head_as_key
+from inferplane.kernels.fused.operands import rotate_last_head_as_key
 from inferplane.kernels.fused.packings import FLOAT32, RopeTable
 from inferplane.plugin import Batch, Kernels, Packing, When
 from inferplane_xpu.kunlun.kernels.when import KUNLUN, RANK_IN_PARTS
@@ -78,11 +78,11 @@ def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             query=rest,
             key=last,
             head_size=x.shape[-1],
-            cos_sin_cache=view.table.in_dtype(x.dtype),
+            cos_sin_cache=view.table.to_dtype(x.dtype),
             is_neox=not view.interleaved,
         )
 
-    return last_head_as_key(x, rotate)
+    return rotate_last_head_as_key(x, rotate)
 
 
 @KERNELS("silu_mul", "kunlun_ops", rank=RANK_FUSED, when=When(HALF, features=KUNLUN), capture_safe=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from inferplane.kernels.fused.latents import expanded, folded, unfolded
+from inferplane.kernels.fused.latents import expand_latents, fold_query, unfold_result
 from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.kunlun.kernels.attention import HEAD_SIZES, prefill
@@ -58,13 +58,13 @@ def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: B
 )
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """kunlun_ops.paged_attention in its form for latents, each token as a sequence that ends with it."""
-    d, q = view.dims, folded(view, q_nope, q_rope)[:, None]
+    d, q = view.dims, fold_query(view, q_nope, q_rope)[:, None]
     s, mid = sequence_per_token(batch), q.new_empty(q.shape[0], 1, d.heads, d.latent)
     kunlun.paged_attention(
         mid, q, kv.parts[0], None, s.tables, s.lens_cpu, s.lens_xpu, False, True,  # type: ignore[attr-defined]
         VALUES_ARE_LATENTS, d.latent, d.rope, view.scale, q_r=q,
     )  # fmt: skip
-    return unfolded(view, mid[:, 0])
+    return unfold_result(view, mid[:, 0])
 
 
 class Blocks(NamedTuple):
@@ -121,7 +121,7 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     no merging.
     """
     b = blocks(batch)
-    both = expanded(view, kv.parts[0][b.numbers, 0])  # type: ignore[attr-defined]
+    both = expand_latents(view, kv.parts[0][b.numbers, 0])  # type: ignore[attr-defined]
     keys, values = (t.transpose(1, 2).contiguous() for t in both)
     out = prefill(torch.cat((q_nope, q_rope), -1), keys, values, batch, b.tables, view.scale)
     return out[..., : view.dims.value].contiguous()

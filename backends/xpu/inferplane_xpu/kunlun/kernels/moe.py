@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import EVERY_EXPERT, FLOATS, HALF, RANK_FUSED, SOFTMAX_ALONE
-from inferplane.kernels.fused.operands import room_for_routes
+from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, HALF, PLAIN_SOFTMAX_ROUTING, RANK_FUSED
+from inferplane.kernels.fused.operands import allocate_routing
 from inferplane.kernels.fused.packings import FLOAT32
 from inferplane.plugin import Kernels, When
 from inferplane_xpu.kunlun.kernels.when import GROUP_TOPK, KUNLUN, SPEEDGATE
@@ -51,12 +51,12 @@ def _statistic(experts: int, device: torch.device) -> torch.Tensor:
     "moe_route",
     "kunlun_ops",
     rank=RANK_FUSED,
-    when=When(FLOATS, features=KUNLUN, needs=(SOFTMAX_ALONE,)),
+    when=When(FLOATS, features=KUNLUN, needs=(PLAIN_SOFTMAX_ROUTING,)),
     capture_safe=True,
 )
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_softmax_topk_norm, or moe_softmax_topk, which does not renormalize; ids are int32."""
-    weights, ids = room_for_routes(logits, view.top_k)
+    weights, ids = allocate_routing(logits, view.top_k)
     if view.renormalize:
         kunlun.moe_softmax_topk_norm(logits.contiguous(), weights, ids, None, False)
     else:
@@ -78,7 +78,7 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 )
 def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_sigmoid_group_topk_norm, which renormalizes and scales."""
-    weights, ids = room_for_routes(logits, view.top_k)
+    weights, ids = allocate_routing(logits, view.top_k)
     kunlun.moe_sigmoid_group_topk_norm(
         x=logits.contiguous(),
         norm_score=weights,
@@ -104,7 +104,7 @@ def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, to
 def moe_route_best_groups(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_group_topk chooses by scores that it is given, and returns them as they are."""
     scores = logits.sigmoid() if view.score == "sigmoid" else logits.softmax(-1)
-    weights, ids = room_for_routes(logits, view.top_k)
+    weights, ids = allocate_routing(logits, view.top_k)
     kunlun.moe_group_topk(
         scores, view.groups, view.top_groups, weights, ids, _statistic(logits.shape[1], logits.device)
     )
@@ -144,7 +144,7 @@ def _multiply(
     "moe_experts",
     "kunlun_ops",
     rank=RANK_FUSED,
-    when=When(HALF, features=(*KUNLUN, *SPEEDGATE), needs=(EVERY_EXPERT,)),
+    when=When(HALF, features=(*KUNLUN, *SPEEDGATE), needs=(ALL_EXPERTS_LOCAL,)),
     capture_safe=True,
 )
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import HALF, INT8_BY_TOKEN, INT8_TOKENS, RANK_FUSED, WEIGHT_ONLY
+from inferplane.kernels.fused.needs import (
+    HALF,
+    INT8_PER_TOKEN_LINEAR,
+    INT8_PER_TOKEN_QUANTIZE,
+    PLAIN_ACTIVATIONS,
+    RANK_FUSED,
+)
 from inferplane.kernels.fused.packings import INT4_GROUPS
 from inferplane.plugin import Kernels, Packing, QTensor, UsageError, When
 from inferplane_xpu.kunlun.kernels.when import KUNLUN
@@ -56,7 +62,7 @@ INT8_ROWS = Packing("kunlun_ops.int8_rows", Rows)
     "linear",
     "kunlun_ops",
     rank=RANK_FUSED,
-    when=When(HALF, formats=("int8_row",), features=(*KUNLUN, "int8-dot"), needs=(INT8_TOKENS,)),
+    when=When(HALF, formats=("int8_row",), features=(*KUNLUN, "int8-dot"), needs=(INT8_PER_TOKEN_LINEAR,)),
     packs={"weight": INT8_ROWS},
     capture_safe=True,
 )
@@ -91,7 +97,7 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     "quantize",
     "kunlun_ops",
     rank=RANK_FUSED,
-    when=When(HALF, features=KUNLUN, needs=(INT8_BY_TOKEN,)),
+    when=When(HALF, features=KUNLUN, needs=(INT8_PER_TOKEN_QUANTIZE,)),
     capture_safe=True,
 )
 def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +144,7 @@ def _whole_groups(op: Any) -> bool:
         (torch.float16,),
         formats=tuple(INT4_GROUPS),
         features=KUNLUN,
-        needs=(WEIGHT_ONLY, ("rows in eights and whole groups", _whole_groups)),
+        needs=(PLAIN_ACTIVATIONS, ("rows in eights and whole groups", _whole_groups)),
     ),
     packs={"weight": INT4_WORDS},
     capture_safe=True,

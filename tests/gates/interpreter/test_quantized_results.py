@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane.kernels.triton import Products, rows
-from inferplane.kernels.triton.enter import mla_norm_rope_write
-from inferplane.kernels.triton.handed import handed
+from inferplane.kernels.triton import Products
+from inferplane.kernels.triton import rowwise as rows
 from inferplane.kernels.triton.linear import linear_fp8, linear_int8
-from inferplane.kernels.triton.matrices import FP8_ERROR
+from inferplane.kernels.triton.matmul_kernels import FP8_ERROR
 from inferplane.kernels.triton.moe import moe_experts_fp8
-from inferplane.kernels.triton.packed import pack
+from inferplane.kernels.triton.norm_rope_write import mla_norm_rope_write
+from inferplane.kernels.triton.quantized_results import handed
+from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import MLADims, Quantize, encode
 from inferplane.ops.op import relative_error
 from inferplane.plugin import paged_layout

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.triton.packed import DEPTH, PACKING
 from inferplane.kernels.triton.tiles import Products
+from inferplane.kernels.triton.weight_packing import DEPTH, PACKING
 from inferplane.types import RANK_PORTABLE, Context, Kernel, When
 
 FOLDER = "inferplane.kernels.triton"

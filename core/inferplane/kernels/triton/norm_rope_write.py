@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.ahead import asked, begin, how
-from inferplane.kernels.triton.cache import side_by_side, store_part, stored
-from inferplane.kernels.triton.handed import hand
-from inferplane.kernels.triton.rows import codes_for, encoded, raw, scale_of, store_codes
+from inferplane.kernels.triton.dependent_launch import asked, begin, how
+from inferplane.kernels.triton.kv_write import side_by_side, store_part, stored
+from inferplane.kernels.triton.quantized_results import hand
+from inferplane.kernels.triton.rowwise import codes_for, encoded, raw, scale_of, store_codes
 from inferplane.types import Batch, LayerKV
 
 

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.triton.linear import FP8_GROUP, fp8_input, int8_input, middle, static_of
+from inferplane.kernels.triton.matmul import Activations, plain, product
 from inferplane.kernels.triton.moe import experts
-from inferplane.kernels.triton.packed import PLAIN, Packed
-from inferplane.kernels.triton.product import Activations, plain, product
-from inferplane.kernels.triton.route import routed
-from inferplane.kernels.triton.rows import gated as gate
+from inferplane.kernels.triton.moe_route import routed
+from inferplane.kernels.triton.rowwise import gated as gate
 from inferplane.kernels.triton.tiles import Products
+from inferplane.kernels.triton.weight_packing import PLAIN, Packed
 
 
 def _down(x: torch.Tensor, weight: Packed, products: Products) -> torch.Tensor:

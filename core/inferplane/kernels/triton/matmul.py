@@ -14,14 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.ahead import fetch, how, let_next, wait
-from inferplane.kernels.triton.arrivals import kept, last_of
 from inferplane.kernels.triton.attention import widened
+from inferplane.kernels.triton.dependent_launch import fetch, how, let_next, wait
 from inferplane.kernels.triton.fp8_int4 import TOGETHER, in_fp8
 from inferplane.kernels.triton.fp8_int4 import tile as tile_of_int4
-from inferplane.kernels.triton.packed import FP8, INT4, INT8, PLAIN, Packed
-from inferplane.kernels.triton.rows import encoded, scale_of, silu
+from inferplane.kernels.triton.rowwise import encoded, scale_of, silu
+from inferplane.kernels.triton.split_reduction import kept, last_of
 from inferplane.kernels.triton.tiles import Products
+from inferplane.kernels.triton.weight_packing import FP8, INT4, INT8, PLAIN, Packed
 
 RASTER = 8
 """Tiles of rows that are done side by side, so that they find each other's weights in the cache."""

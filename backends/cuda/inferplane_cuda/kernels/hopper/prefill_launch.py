@@ -10,7 +10,7 @@ import triton
 
 from inferplane.kernels.triton.mla import EXPANDED_BYTES, gathered
 from inferplane.plugin import Batch, LayerKV
-from inferplane_cuda.kernels.hopper.launch import LOG2_E, box
+from inferplane_cuda.kernels.hopper.mla_launch import LOG2_E, box
 from inferplane_cuda.kernels.hopper.prefill import prefill
 
 

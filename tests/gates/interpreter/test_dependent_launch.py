@@ -12,10 +12,10 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 
 from inferplane.binding import run_case
 from inferplane.kernels.triton import Products, Tiles, matrix_kernels, triton_kernels
-from inferplane.kernels.triton import ahead as module
-from inferplane.kernels.triton import product as products_module
-from inferplane.kernels.triton.packed import pack
-from inferplane.kernels.triton.product import plain, product
+from inferplane.kernels.triton import dependent_launch as module
+from inferplane.kernels.triton import matmul as products_module
+from inferplane.kernels.triton.matmul import plain, product
+from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import OPS, encode
 from tests.gates.interpreter.benches import bench
 from tests.gates.interpreter.test_matrices import PRODUCTS, served

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 
-def rounded(count: int) -> int:
+def round_up_rows(count: int) -> int:
     """A number of rows, rounded up: to multiples of 16, above 256 by less than an eighth (eight sizes an octave)."""
     grain = max(16, 1 << max(0, (count - 1).bit_length() - 4))
     return -(-count // grain) * grain
 
 
-def padded(x: torch.Tensor) -> torch.Tensor:
+def pad_rows(x: torch.Tensor) -> torch.Tensor:
     """`[rows, width]` with rows of zeros behind, up to the rounded number."""
-    return F.pad(x, (0, 0, 0, rounded(x.shape[0]) - x.shape[0]))
+    return F.pad(x, (0, 0, 0, round_up_rows(x.shape[0]) - x.shape[0]))

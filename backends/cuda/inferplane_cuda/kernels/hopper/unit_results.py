@@ -10,8 +10,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from inferplane_cuda.kernels.hopper.plan import blocks_of, share_of
-from inferplane_cuda.kernels.hopper.tma import anew, barrier
+from inferplane_cuda.kernels.hopper.gluon_compat import anew, barrier
+from inferplane_cuda.kernels.hopper.work_split import blocks_of, share_of
 
 COLUMNS = gl.constexpr(64)
 """Columns that are put together at a time: few, so that the registers suffice."""

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.ahead import asked, begin, how
-from inferplane.kernels.triton.handed import hand, handed
+from inferplane.kernels.triton.dependent_launch import asked, begin, how
+from inferplane.kernels.triton.quantized_results import hand, handed
 
 FP8_MAX = 448.0
 INT8_MAX = 127.0

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.ahead import asked, begin, how
-from inferplane.kernels.triton.rows import encoded, scale_of
+from inferplane.kernels.triton.dependent_launch import asked, begin, how
+from inferplane.kernels.triton.rowwise import encoded, scale_of
 from inferplane.types import Batch, LayerKV
 
 

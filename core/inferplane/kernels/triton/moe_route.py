@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.ahead import asked, begin, how
+from inferplane.kernels.triton.dependent_launch import asked, begin, how
 
 
 @triton.jit

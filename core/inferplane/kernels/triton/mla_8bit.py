@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 from inferplane.kernels.triton.attention import LOG2_E, extent_of, weighed
-from inferplane.kernels.triton.cache import side_by_side
+from inferplane.kernels.triton.kv_write import side_by_side
 from inferplane.kernels.triton.mla import EXPANDED_BYTES, gathered
-from inferplane.kernels.triton.rows import encoded, round_half_even, scale_of
+from inferplane.kernels.triton.rowwise import encoded, round_half_even, scale_of
 from inferplane.kernels.triton.tiles import Tiles
 from inferplane.types import Batch, LayerKV
 

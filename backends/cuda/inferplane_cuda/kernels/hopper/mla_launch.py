@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 
 from inferplane.plugin import Batch, LayerKV
 from inferplane_cuda.kernels.hopper import mla, mla_fp8, mla_fp8_mma
-from inferplane_cuda.kernels.hopper.plan import OVERHEAD, ROWS
-from inferplane_cuda.kernels.hopper.tma import TensorDescriptor
+from inferplane_cuda.kernels.hopper.gluon_compat import TensorDescriptor
+from inferplane_cuda.kernels.hopper.work_split import OVERHEAD, ROWS
 
 FP8_MAX = 448.0
 LOG2_E = 1.4426950408889634
