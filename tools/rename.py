@@ -32,7 +32,7 @@ TABLES = "tools/renames"
 TEXT = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".h", ".cpp", ".cfg", ".sh", ".html", ".js", ""}
 KEPT = ("tools/rename.py", f"{TABLES}/*", "tests/compat/plugin_v1_0.py", "CHANGELOG.md", "LICENSE")
 """What is never rewritten: this file and its tables, the frozen plugin, and what speaks of the past."""
-SOURCE_ROOTS = ("core/", *(f"backends/{name}/" for name in ("cpu", "cuda", "dcu", "gcu", "npu", "xpu")))
+SOURCE_ROOTS = ("core/", *(f"backends/{path.name}/" for path in (REPOSITORY / "backends").iterdir()))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ def follow_move(row: Row, text: str, path: str, repository: Path) -> str:
     """A text in which dotted names and paths follow a move."""
     old, new = dotted(row.old), dotted(row.new)
     if row.old.endswith(".py") or "." not in Path(row.old).name:
-        again = rf"(?!{re.escape(new.removeprefix(old))}\b)" if new.startswith(f"{old}.") else ""
+        folder = repository / row.old.removesuffix(".py")  # a package now, whose modules are not moved again
+        names = "|".join(path.stem for path in folder.glob("*"))
+        again = rf"(?!(?:\.| import )(?:{names})\b)" if new.startswith(f"{old}.") else ""
         if path.endswith(".py") and not exported(row, repository):
             text = follow_from_imports(text, old, new)
         text = re.sub(rf"(?<![\w.]){re.escape(old)}\b{again}(?!/)", new, text)

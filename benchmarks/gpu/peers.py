@@ -38,9 +38,9 @@ def latent(op: Any, q: Any, weight: Any, batch: Any, kv: Any) -> Calls:
         return {}
     from inferplane_cuda.kernels.hopper import mla_launch as launch
 
-    folded, _ = launch.folded(_View(weight, op.dims), *q)
+    folded, _ = launch.fold_query(_View(weight, op.dims), *q)
     given = folded, op, batch, kv.entries[0][:-1].view(-1, 64, 1, 576)
-    makers = {"gluon:attend": lambda: lambda: launch.attend(folded, op.dims.heads, op.scale, batch, kv)}
+    makers = {"gluon:attend": lambda: lambda: launch.launch_mla(folded, op.dims.heads, op.scale, batch, kv)}
     if find_spec("flash_mla") is not None:
         makers["flash_mla"] = lambda: _flash_mla(*given)
     if find_spec("flashinfer") is not None:

@@ -69,30 +69,30 @@ def gemm(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]) -
 
 def dense_calls(rows: int, outputs: int, columns: int, format: str) -> dict[str, Any]:
     """Ours with activations coded before ("core") and while timed, and torch's of the same numbers."""
-    from inferplane.kernels.triton.linear import fp8_rows, linear_fp8, linear_int8
-    from inferplane.kernels.triton.matmul import plain, product
+    from inferplane.kernels.triton.linear import linear_fp8, linear_int8, quantize_rows_to_fp8
+    from inferplane.kernels.triton.matmul import matmul, plain_input
     from inferplane.kernels.triton.weight_packing import pack
 
     how, weight = tiles(), quantized(outputs, columns, format)
     x, packed = torch.randn(rows, columns, device=cases.DEVICE, dtype=cases.BF16), pack(weight)
     makers: dict[str, Callable[[], Any]] = {}
     if format not in CODED:
-        return peers.offered({f"triton:linear {format}": lambda: lambda: product(plain(x), packed, how)})
+        return peers.offered({f"triton:linear {format}": lambda: lambda: matmul(plain_input(x), packed, how)})
     if format != "fp8_block":
         linear = linear_fp8 if CODED[format] == "fp8" else linear_int8
         op = SimpleNamespace(weight=packed, prepared=how, bias=None, out_dtype=None)
         of_codes = coded_rows(x, format)
-        makers[f"triton:product core {format}"] = lambda: lambda: product(of_codes, packed, how)
+        makers[f"triton:product core {format}"] = lambda: lambda: matmul(of_codes, packed, how)
         makers[f"triton_{CODED[format]}:{linear.__name__}"] = lambda: lambda: linear(op, x)
         return peers.offered(makers)
-    codes = fp8_rows(x, 128)
-    makers["triton:product core"] = lambda: lambda: product(codes, packed, how)
-    makers["triton_fp8:linear_fp8"] = lambda: lambda: product(fp8_rows(x, 128), packed, how)
+    codes = quantize_rows_to_fp8(x, 128)
+    makers["triton:product core"] = lambda: lambda: matmul(codes, packed, how)
+    makers["triton_fp8:linear_fp8"] = lambda: lambda: matmul(quantize_rows_to_fp8(x, 128), packed, how)
     if torch.cuda.get_device_capability() == (9, 0):
-        from inferplane_cuda.kernels.hopper.linear import blocks
+        from inferplane_cuda.kernels.hopper.linear import matmul_fp8_blocks
 
-        makers["gluon:blocks core"] = lambda: lambda: blocks(codes, packed, how)
-        makers["gluon_fp8:linear"] = lambda: lambda: blocks(fp8_rows(x, 128), packed, how)
+        makers["gluon:blocks core"] = lambda: lambda: matmul_fp8_blocks(codes, packed, how)
+        makers["gluon_fp8:linear"] = lambda: lambda: matmul_fp8_blocks(quantize_rows_to_fp8(x, 128), packed, how)
     wide = weight.dequantize(cases.BF16)
     makers["torch bf16"] = lambda: lambda: F.linear(x, wide)
     makers["torch _scaled_mm by rows"] = lambda: scaled(x, wide)
@@ -101,9 +101,9 @@ def dense_calls(rows: int, outputs: int, columns: int, format: str) -> dict[str,
 
 def coded_rows(x: torch.Tensor, format: str) -> Any:
     """Activations as beside weights of this format: in FP8 by 128 columns, in int8 by rows."""
-    from inferplane.kernels.triton.linear import fp8_rows, int8_input
+    from inferplane.kernels.triton.linear import make_int8_input, quantize_rows_to_fp8
 
-    return fp8_rows(x, 128) if CODED[format] == "fp8" else int8_input(x, tiles())
+    return quantize_rows_to_fp8(x, 128) if CODED[format] == "fp8" else make_int8_input(x, tiles())
 
 
 def scaled(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], Any]:
@@ -136,22 +136,22 @@ def experts(timed: Timed, copies: Callable[[float], int], roof: dict[str, float]
 
 def expert_calls(count: int, each: int, outputs: int, columns: int, format: str) -> dict[str, Any]:
     """Ours, with activations of 8 bits where the format has them, and torch's grouped product in bfloat16."""
-    from inferplane.kernels.triton.matmul import plain
-    from inferplane.kernels.triton.moe import grouped, masked
+    from inferplane.kernels.triton.matmul import plain_input
+    from inferplane.kernels.triton.moe import grouped, masked_blocks
     from inferplane.kernels.triton.weight_packing import pack
 
     how = tiles()
-    tile = how.of_experts(each)
+    tile = how.choose_for_experts(each)
     capacity = -(-each // tile.rows) * tile.rows
     x = torch.randn(count * capacity, columns, device=cases.DEVICE, dtype=cases.BF16)
     wide = torch.randn(count, outputs, columns, device=cases.DEVICE, dtype=cases.BF16) if format == "plain" else None
     packed = pack(wide if wide is not None else quantized(outputs, columns, format, count))
-    rows = coded_rows(x, format) if format in CODED else plain(x)
+    rows = coded_rows(x, format) if format in CODED else plain_input(x)
     counts = torch.full((count,), each, device=cases.DEVICE, dtype=torch.int32)
     given = SimpleNamespace(pairs=count * capacity, fp8=how.fp8)
 
     def ours() -> Callable[[], Any]:
-        dealing = masked(counts, capacity, tile.rows)
+        dealing = masked_blocks(counts, capacity, tile.rows)
         return lambda: grouped(rows, packed, dealing, tile, **vars(given))
 
     makers: dict[str, Callable[[], Any]] = {f"triton:grouped {format}": ours}

@@ -33,7 +33,7 @@ from inferplane.plugin import (
 from inferplane_cuda.kernels import kernels, providers
 from inferplane_cuda.kvcache import layouts_for
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 TOOL = "nvidia-smi"
 DRIVER_FILE = "/proc/driver/nvidia/version"
 DEVICE_NODES = "/dev/nvidia[0-9]*"
@@ -47,7 +47,7 @@ BRANDS = ("NVIDIA", "GeForce", "Quadro", "TITAN", "Tesla")
 """What NVIDIA's driver puts into a device's name; drivers before 465 left out the first."""
 
 # Source: CUDA C++ Programming Guide, "Compute Capabilities" and "Arithmetic Instructions"; PTX ISA, "Target ISA Notes".
-SINCE: dict[str, tuple[tuple[int, int], str]] = {
+FEATURE_SINCE: dict[str, tuple[tuple[int, int], str]] = {
     "fp16": ((5, 3), "half-precision arithmetic"),
     "bf16": ((8, 0), "bfloat16 matrix instructions"),
     "int8-dot": ((7, 5), "int8 matrix instructions"),
@@ -62,7 +62,7 @@ SINCE: dict[str, tuple[tuple[int, int], str]] = {
 }
 """Feature -> first compute capability that has it, and what it is. Later ones keep it."""
 
-ONLY: dict[str, tuple[int, int]] = {"sm90a": (9, 0), "sm100a": (10, 0), "sm120a": (12, 0)}
+FEATURE_ONLY: dict[str, tuple[int, int]] = {"sm90a": (9, 0), "sm100a": (10, 0), "sm120a": (12, 0)}
 """Feature -> the one compute capability that has it: instructions that no later architecture promises to keep."""
 
 
@@ -71,22 +71,22 @@ def features_of(capability: tuple[int, int]) -> Features:
     here = f"this is compute capability {_dotted(capability)}"
     known = {
         name: Feature(capability >= since, f"{what} came with {_dotted(since)}; {here}")
-        for name, (since, what) in SINCE.items()
+        for name, (since, what) in FEATURE_SINCE.items()
     }
-    for name, only in ONLY.items():
+    for name, only in FEATURE_ONLY.items():
         known[name] = Feature(capability == only, f"instructions that {_dotted(only)} alone has; {here}")
     return Features(known)
 
 
-def found_features(capability: tuple[int, int]) -> Features:
-    """The same on a machine that is there: without Triton nothing can be compiled, whatever the GPU can do."""
+def detect_features(capability: tuple[int, int]) -> Features:
+    """Features of a real GPU: those of its capability, without "triton" if it is not installed, and the libraries'."""
     known = {**features_of(capability), **providers.features()}
     if known["triton"].present and not installed("triton"):
         known["triton"] = Feature(False, "Triton is not installed (pip install triton)")
     return Features(known)
 
 
-def arch_of(capability: tuple[int, int]) -> str:
+def arch_name(capability: tuple[int, int]) -> str:
     """The architecture's name: "sm90a" where the architecture-specific instructions are the ones to compile for."""
     return "sm90a" if capability == (9, 0) else "sm{}{}".format(*capability)
 
@@ -100,9 +100,9 @@ def _capability(arch: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _present(capability: tuple[int, int]) -> tuple[str, ...]:
+def _present_features(capability: tuple[int, int]) -> tuple[str, ...]:
     known = features_of(capability)
-    return tuple(name for name in (*SINCE, *ONLY) if known[name].present)
+    return tuple(name for name in (*FEATURE_SINCE, *FEATURE_ONLY) if known[name].present)
 
 
 class CudaBackend(CapturingAccelerator):
@@ -112,7 +112,8 @@ class CudaBackend(CapturingAccelerator):
     torch_device = "cuda"
     graph_class = "CUDAGraph"
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {
-        arch_of(capability): _present(capability) for capability in ((9, 0), (8, 0), (8, 9), (10, 0), (12, 0))
+        arch_name(capability): _present_features(capability)
+        for capability in ((9, 0), (8, 0), (8, 9), (10, 0), (12, 0))
     }
 
     @classmethod
@@ -125,7 +126,7 @@ class CudaBackend(CapturingAccelerator):
         if installed("torch_xmlir"):
             reason = "torch_xmlir is installed: what torch calls cuda here is a Kunlun card"
             return Probe(Presence.ABSENT, reason, "use device='xpu:kunlun', or uninstall torch_xmlir", versions)
-        driver, nodes = _driver(), len(glob(DEVICE_NODES))
+        driver, nodes = _driver_version(), len(glob(DEVICE_NODES))
         if torch.version.cuda is None:
             seen = "; an NVIDIA driver is there" if driver else ", and no NVIDIA driver is visible"
             reason = f"torch {torch.__version__} is a build without CUDA{seen}"
@@ -138,11 +139,11 @@ class CudaBackend(CapturingAccelerator):
             reason = f"torch is built for CUDA {torch.version.cuda}, but no NVIDIA driver is visible ({looked}{tool})"
             return Probe(Presence.ABSENT, reason, INSTALL_DRIVER, versions)
         versions["driver"] = driver
-        if os.environ.get(VISIBLE, "all").strip() in ("", "-1"):
-            reason = f"{VISIBLE}={os.environ[VISIBLE]!r} hides every GPU"
-            return Probe(Presence.ABSENT, reason, f"unset {VISIBLE}, or list the GPUs to use", versions)
+        if os.environ.get(VISIBLE_DEVICES, "all").strip() in ("", "-1"):
+            reason = f"{VISIBLE_DEVICES}={os.environ[VISIBLE_DEVICES]!r} hides every GPU"
+            return Probe(Presence.ABSENT, reason, f"unset {VISIBLE_DEVICES}, or list the GPUs to use", versions)
         reason = f"torch {torch.__version__} with CUDA {torch.version.cuda}, NVIDIA driver {driver}"
-        devices = nodes if nodes and VISIBLE not in os.environ else None
+        devices = nodes if nodes and VISIBLE_DEVICES not in os.environ else None
         return Probe(Presence.AVAILABLE, reason, versions=versions, devices=devices)
 
     def open(self) -> DeviceState:
@@ -153,7 +154,7 @@ class CudaBackend(CapturingAccelerator):
                 NVIDIA's.
         """
         look, fit = f"see what `{TOOL}` says", "a driver older than torch's CUDA must be updated"
-        with self.opening("GPUs that CUDA can use", (VISIBLE,), look, fit) as cuda:
+        with self.opening("GPUs that CUDA can use", (VISIBLE_DEVICES,), look, fit) as cuda:
             name, capability = cuda.get_device_name(self.index), cuda.get_device_capability(self.index)
             if not any(brand in name for brand in BRANDS) and not Path(DRIVER_FILE).exists():
                 raise DeviceError(
@@ -162,8 +163,8 @@ class CudaBackend(CapturingAccelerator):
                 )
             self.select()
             memory = self.memory()
-        features = found_features(capability)
-        return DeviceState(self.torch_device_indexed, name, arch_of(capability), features, memory)
+        features = detect_features(capability)
+        return DeviceState(self.torch_device_indexed, name, arch_name(capability), features, memory)
 
     def kernels(self) -> Sequence[Kernel]:
         """See `inferplane_cuda.kernels`."""
@@ -183,7 +184,7 @@ class CudaBackend(CapturingAccelerator):
         return "nccl"
 
 
-def _driver() -> str | None:
+def _driver_version() -> str | None:
     """The driver's version, "unknown" where only a device node tells of it, None without a driver."""
     try:
         match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", Path(DRIVER_FILE).read_text(errors="replace"))

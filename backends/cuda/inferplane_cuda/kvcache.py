@@ -10,8 +10,8 @@ BLOCK_TOKENS = 64
 """FlashMLA takes no other block size, and FlashAttention-3 and FlashInfer take this one too."""
 
 
-def layouts() -> tuple[KVLayout, ...]:
-    """Every layout on offer, the plan's own dtype first. FP8 entries have scales that are powers of two: widening one
+def paged_layouts() -> tuple[KVLayout, ...]:
+    """Core's paged layouts, the plan's own dtype first. FP8 entries have scales that are powers of two: widening one
     to bfloat16 is then a shift, a mask and an exact product.
     """
     return (
@@ -23,11 +23,11 @@ def layouts() -> tuple[KVLayout, ...]:
 
 LATENT, ROTATED = 512, 64
 TOKEN_SCALED = "latent_64_fp8"
-"""Latents in FP8 with one scale a token, the rotated part in bfloat16: what FP8 products can take as it lies there."""
+"""Latents in FP8 with one scale per token, the rotated part in bfloat16: FP8 products read them directly."""
 
 
 class TokenScaledLatents(BlockedKV):
-    """Codes `[slots, 512]` float8_e4m3fn, a scale a slot (a power of two), rotated entries `[slots, 64]` bfloat16.
+    """Latents `[slots, 512]` float8_e4m3fn, a scale per slot (a power of two), rotated entries `[slots, 64]` bfloat16.
 
     As in core's storage, one slot more than the blocks hold takes what slot -1 writes.
     """
@@ -37,34 +37,34 @@ class TokenScaledLatents(BlockedKV):
     def __init__(self, request: KVRequest, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         self.request, self.blocks, self.dtype = request, blocks, dtype
         slots = blocks * BLOCK_TOKENS + 1
-        self.codes = torch.zeros(slots, LATENT, device=device).to(torch.float8_e4m3fn)
+        self.latents = torch.zeros(slots, LATENT, device=device).to(torch.float8_e4m3fn)
         self.scales = torch.ones(slots, device=device)
         self.ropes = torch.zeros(slots, ROTATED, device=device, dtype=torch.bfloat16)
 
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
         """See `LayerKV.write`."""
-        latent, turned = values[0].split((LATENT, ROTATED), -1)
+        latent, rope = values[0].split((LATENT, ROTATED), -1)
         scale = latent.float().abs().amax(-1) / 448.0
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
         scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-        self.codes[slots] = (latent.float() / scale[:, None]).to(torch.float8_e4m3fn)
+        self.latents[slots] = (latent.float() / scale[:, None]).to(torch.float8_e4m3fn)
         self.scales[slots] = scale
-        self.ropes[slots] = turned.to(torch.bfloat16)
+        self.ropes[slots] = rope.to(torch.bfloat16)
 
     def stored(self) -> tuple[torch.Tensor, ...]:
-        """See `BlockedKV.stored`: codes, scales, rotated entries."""
-        stored = (self.codes, self.scales, self.ropes)
+        """See `BlockedKV.stored`: latents, scales, rotated entries."""
+        stored = (self.latents, self.scales, self.ropes)
         return tuple(t[:-1].unflatten(0, (self.blocks, BLOCK_TOKENS)) for t in stored)
 
     def read(self, table: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
         """See `LayerKV.read`."""
         blocks = table[: -(-tokens // BLOCK_TOKENS)].long()
-        codes, scales, ropes = (t[blocks].flatten(0, 1)[:tokens] for t in self.stored())
-        return (torch.cat(((codes.float() * scales[:, None]).to(self.dtype), ropes.to(self.dtype)), -1),)
+        latents, scales, ropes = (t[blocks].flatten(0, 1)[:tokens] for t in self.stored())
+        return (torch.cat(((latents.float() * scales[:, None]).to(self.dtype), ropes.to(self.dtype)), -1),)
 
 
-def token_scaled() -> KVLayout:
-    """For latents of 512 + 64 entries."""
+def token_scaled_layout() -> KVLayout:
+    """The layout of `TokenScaledLatents`."""
     size = BLOCK_TOKENS * (LATENT + 4 + 2 * ROTATED)
     return KVLayout(
         TOKEN_SCALED, BLOCK_TOKENS, TokenScaledLatents, lambda request, dtype: size, "fp8", tolerance=2 * 16 / 448
@@ -72,10 +72,10 @@ def token_scaled() -> KVLayout:
 
 
 def layouts_for(request: KVRequest) -> tuple[KVLayout, ...]:
-    """Every layout on offer for a cache request."""
+    """Every layout that this backend has for a cache request."""
     own = request.kind == "mla" and request.dim == LATENT + ROTATED
-    return (*layouts(), token_scaled()) if own else layouts()
+    return (*paged_layouts(), token_scaled_layout()) if own else paged_layouts()
 
 
-NAMES = tuple(layout.name for layout in layouts())
+PAGED_NAMES = tuple(layout.name for layout in paged_layouts())
 """Names of the layouts, as kernels state them."""

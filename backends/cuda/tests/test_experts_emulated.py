@@ -40,15 +40,19 @@ def summed(parts, ids, dtype):
 @pytest.fixture(params=[False, True], ids=["at_once", "late"])
 def hopper(request, monkeypatch):
     """The module, whose portable parts are the ops' own bodies."""
-    with gluon_emulator.emulated(PACKAGE, "experts", "tma") as (module, tma):
+    with gluon_emulator.emulated(PACKAGE, "experts", "gluon_compat") as (module, tma):
         monkeypatch.setattr(gluon_emulator.STATE, "late", request.param)
-        monkeypatch.setattr(module, "box", lambda t, rows, columns, bits: tma.TensorDescriptor(t, [rows, columns]))
-        monkeypatch.setattr(module, "dealt", dealt)
-        monkeypatch.setattr(module, "summed", summed)
-        monkeypatch.setattr(module, "FEW_ROWS", 0)
+        monkeypatch.setattr(
+            module, "tma_descriptor", lambda t, rows, columns, bits: tma.TensorDescriptor(t, [rows, columns])
+        )
+        monkeypatch.setattr(module, "assign_blocks", dealt)
+        monkeypatch.setattr(module, "sum_pairs", summed)
+        monkeypatch.setattr(module, "MAX_PORTABLE_ROWS", 0)
         coding = Quantize("fp8", 128)
-        monkeypatch.setattr(module, "fp8_rows", lambda x, group: module.coded(*coding(x), group, x.dtype))
-        monkeypatch.setattr(module, "gate", lambda x, how, group: coding(SiluMul()(x.nan_to_num(0))))
+        monkeypatch.setattr(
+            module, "quantize_rows_to_fp8", lambda x, group: module.quantized_input(*coding(x), group, x.dtype)
+        )
+        monkeypatch.setattr(module, "silu_mul_quantize", lambda x, how, group: coding(SiluMul()(x.nan_to_num(0))))
         monkeypatch.setattr(torch, "empty", poisoned)
         yield module
 
@@ -94,14 +98,14 @@ def test_agrees_with_the_op(hopper, tokens, outliers, routing, record_property):
 
 @pytest.mark.parametrize("counts", [(0, 128, 5), (256, 0, 0), (0, 0, 0), (130, 255, 1)])
 def test_masked_groups(hopper, counts):
-    from inferplane.kernels.triton.moe import masked
+    from inferplane.kernels.triton.moe import masked_blocks
 
     generator, capacity = torch.Generator().manual_seed(3), 256
     stack = encode(torch.randn(len(counts), 200, WIDTH, generator=generator), "fp8_block")
     x = torch.randn(len(counts) * capacity, WIDTH, generator=generator)
     data, scale = Quantize("fp8", 128)(x)
-    slots = masked(torch.tensor(counts, dtype=torch.int32), capacity, 128)
-    got = hopper.product(hopper.coded(data, scale, 128, torch.bfloat16), pack(stack), slots, len(x))
+    slots = masked_blocks(torch.tensor(counts, dtype=torch.int32), capacity, 128)
+    got = hopper.grouped_matmul(hopper.quantized_input(data, scale, 128, torch.bfloat16), pack(stack), slots, len(x))
     values, weight = dequantize_rows(data, scale, 128).view(len(counts), capacity, -1), stack.dequantize()
     for e, count in enumerate(counts):
         want = values[e, :count] @ weight[e].t()

@@ -18,7 +18,7 @@ QUANTIZE = Quantize("fp8", 128)
 
 @pytest.fixture(params=[False, True], ids=["at_once", "late"])
 def gemm(request, monkeypatch):
-    with gluon_emulator.emulated(PACKAGE, "gemm", "tma") as (module, tma):
+    with gluon_emulator.emulated(PACKAGE, "gemm", "gluon_compat") as (module, tma):
         monkeypatch.setattr(gluon_emulator.STATE, "late", request.param)
         module.descriptor = tma.TensorDescriptor
         yield module
@@ -77,9 +77,9 @@ def test_a_scale_that_is_not_applied_is_seen(gemm):
 
 def test_tiles_are_as_wide_as_fills_the_device():
     with gluon_emulator.emulated(PACKAGE, "linear") as (linear,):
-        assert linear.columns_of(4096, 7168, 132) == 128
-        assert linear.columns_of(128, 2112, 132) == 64
-        assert linear.columns_of(4096, 24576, 132) == 128
+        assert linear.choose_columns(4096, 7168, 132) == 128
+        assert linear.choose_columns(128, 2112, 132) == 64
+        assert linear.choose_columns(4096, 24576, 132) == 128
 
 
 def test_few_rows_and_finer_blocks_go_to_the_portable_kernel(monkeypatch):
@@ -87,6 +87,6 @@ def test_few_rows_and_finer_blocks_go_to_the_portable_kernel(monkeypatch):
         taken = []
         monkeypatch.setattr(linear, "portable", lambda x, weight, prepared: taken.append(len(x.data)))
         weight = SimpleNamespace(rows=128)
-        linear.blocks(SimpleNamespace(data=torch.empty(64, 128)), weight, None)
-        linear.blocks(SimpleNamespace(data=torch.empty(500, 128)), SimpleNamespace(rows=32), None)
+        linear.matmul_fp8_blocks(SimpleNamespace(data=torch.empty(64, 128)), weight, None)
+        linear.matmul_fp8_blocks(SimpleNamespace(data=torch.empty(500, 128)), SimpleNamespace(rows=32), None)
         assert taken == [64, 500]

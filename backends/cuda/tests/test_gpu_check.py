@@ -107,12 +107,12 @@ def test_peers_are_asked_as_they_are_called(monkeypatch):
                          "flashinfer.mla": infer.mla}.items():  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
     launch = ModuleType("launch")
-    launch.folded = lambda view, q_nope, q_rope: (torch.randn(4 * 2, 576), None)  # type: ignore[attr-defined]
-    launch.attend = lambda q, heads, scale, batch, kv: "ours"  # type: ignore[attr-defined]
+    launch.fold_query = lambda view, q_nope, q_rope: (torch.randn(4 * 2, 576), None)  # type: ignore[attr-defined]
+    launch.launch_mla = lambda q, heads, scale, batch, kv: "ours"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "inferplane_cuda.kernels.hopper.mla_launch", launch)
     import inferplane_cuda.kernels.hopper as hopper
 
-    monkeypatch.setattr(hopper, "launch", launch, raising=False)
+    monkeypatch.setattr(hopper, "mla_launch", launch, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(peers, "find_spec", lambda name: object())
     monkeypatch.setattr(cases, "DEVICE", HOST)

@@ -14,7 +14,7 @@ from inferplane.ops import Attention, Linear, MLAAbsorbed, MLADims, MLAExpanded,
 from inferplane.plugin import HOST, Features, KVRequest
 from inferplane.types.batch import Query, make_batch
 from inferplane_cuda.kernels import hopper_kernels
-from inferplane_cuda.kvcache import TOKEN_SCALED, layouts_for, token_scaled
+from inferplane_cuda.kvcache import TOKEN_SCALED, layouts_for, token_scaled_layout
 
 FEATURES = Features(["triton", "sm90a"])
 PACKAGE = "inferplane_cuda.kernels.hopper"
@@ -23,13 +23,13 @@ PACKAGE = "inferplane_cuda.kernels.hopper"
 @pytest.fixture(params=[False, True], ids=["at_once", "late"])
 def launch(request, monkeypatch):
     """The module that launches, over emulated Gluon with five programs."""
-    with gluon_emulator.emulated(PACKAGE, "launch", "prompts") as (module, prompts):
-        module.prompts = prompts
+    with gluon_emulator.emulated(PACKAGE, "mla_launch", "prefill_launch") as (module, prompts):
+        module.prefill_launch = prompts
         monkeypatch.setattr(gluon_emulator.STATE, "late", request.param)
-        monkeypatch.setattr(module, "programs", lambda device: 5)
+        monkeypatch.setattr(module, "count_programs", lambda device: 5)
         raised = lambda bits: bits.to(torch.int16).view(torch.bfloat16) * 2.0**120  # noqa: E731 - torch has no bitcast
-        monkeypatch.setattr(module.mla_fp8, "raised", raised)
-        monkeypatch.setattr(module.mla_fp8_mma, "exponent", lambda x: (x.view(torch.int32) >> 23) - 127)
+        monkeypatch.setattr(module.mla_fp8, "raise_fp8_exponent", raised)
+        monkeypatch.setattr(module.mla_fp8_mma, "exponent_of", lambda x: (x.view(torch.int32) >> 23) - 127)
         monkeypatch.setattr(
             module.mla_fp8_mma, "power", lambda n: ((n + 127) << 23).to(torch.int32).view(torch.float32)
         )
@@ -63,7 +63,7 @@ def judge(launch: Any, name: str, made: Sample, layout: str, record: Any = lambd
     worst = 0.0
     provider, function = ("gluon_fp8", f"{name}_fp8") if layout == TOKEN_SCALED else ("gluon", name)
     kernel = next(k for k in hopper_kernels() if (k.op, k.provider) == (name, provider))
-    kernel = replace(kernel, target=getattr(launch if name == "mla_absorbed" else launch.prompts, function))
+    kernel = replace(kernel, target=getattr(launch if name == "mla_absorbed" else launch.prefill_launch, function))
     bench = Bench("emulated", HOST, torch.bfloat16, FEATURES, layouts_for, layout)
     for seed, padded in ((1, False), (2, True)):
         outcome = run_case(kernel, made, bench, seed=seed, padded=padded, poisoned=True)
@@ -97,7 +97,7 @@ def test_fp8_products_stay_near(launch, change, record_property):
     """Relative L2 error to attention in float64 over the entries as they were before they were stored in FP8."""
     g, heads, lens = torch.Generator().manual_seed(3), 16, [200, 65]
     dims, blocks = MLADims(heads, 128, 64, 128, 512), [[3, 0, 4, 1], [2, 5]]
-    kv = token_scaled().build(dims.request, 6, torch.bfloat16, torch.device(HOST))
+    kv = token_scaled_layout().build(dims.request, 6, torch.bfloat16, torch.device(HOST))
     q = torch.randn(4, heads, 576, generator=g) / 24
     want = []
     for i, (n, mine) in enumerate(zip(lens, blocks, strict=True)):
@@ -164,7 +164,7 @@ def test_prompts(launch, step, record_property):
 
 @pytest.mark.parametrize("step", PROMPTS)
 def test_latent_prompts(launch, step, record_property, monkeypatch):
-    monkeypatch.setattr(launch.prompts, "EXPANDED_BYTES", 1)  # one head at a time
+    monkeypatch.setattr(launch.prefill_launch, "EXPANDED_BYTES", 1)  # one head at a time
     dims = MLADims(2, 128, 64, 128, 512)
     op = MLAExpanded(Linear(placeholder(512, 512)), dims, 192**-0.5, dims.request)
     made = prompts(op, dims.request, PROMPTS[step])

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from inferplane.plugin import KVRequest, UsageError
-from inferplane_cuda.kvcache import layouts, layouts_for, token_scaled
+from inferplane_cuda.kvcache import layouts_for, paged_layouts, token_scaled_layout
 
 REQUEST = KVRequest("mla", 1, 576)
 
 
 def filled(blocks: int):
-    kv = token_scaled().build(REQUEST, blocks, torch.bfloat16, torch.device("cpu"))
+    kv = token_scaled_layout().build(REQUEST, blocks, torch.bfloat16, torch.device("cpu"))
     entries = torch.randn(blocks * 64, 576, generator=torch.Generator().manual_seed(1))
     entries[5, :512] = 0
     kv.write(torch.arange(blocks * 64), entries)
@@ -24,7 +24,7 @@ def test_entries_come_back_within_the_formats_error():
     got = kv.read(torch.tensor([0, 1]), 100)[0]
     assert got.shape == (100, 576) and got.dtype == torch.bfloat16
     largest = entries[:100, :512].abs().amax(1, keepdim=True)
-    assert bool(((got[:, :512].float() - entries[:100, :512]).abs() <= token_scaled().tolerance * largest).all())
+    assert bool(((got[:, :512].float() - entries[:100, :512]).abs() <= token_scaled_layout().tolerance * largest).all())
     assert torch.equal(got[:, 512:], entries[:100, 512:].bfloat16())
     assert torch.equal(kv.scales.log2(), kv.scales.log2().round())
 
@@ -49,6 +49,6 @@ def test_a_slot_of_padding_is_written_behind_the_blocks():
 
 def test_it_is_offered_for_latents_of_its_size():
     assert layouts_for(REQUEST)[-1].name == "latent_64_fp8"
-    assert layouts_for(KVRequest("mla", 1, 64)) == layouts_for(KVRequest("gqa", 2, 64, 64)) == layouts()
+    assert layouts_for(KVRequest("mla", 1, 64)) == layouts_for(KVRequest("gqa", 2, 64, 64)) == paged_layouts()
     stored = filled(1)[0].export(torch.tensor([0]))
-    assert token_scaled().bytes_per_block(REQUEST, torch.bfloat16) == sum(t.nbytes for t in stored)
+    assert token_scaled_layout().bytes_per_block(REQUEST, torch.bfloat16) == sum(t.nbytes for t in stored)

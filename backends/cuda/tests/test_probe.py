@@ -17,7 +17,7 @@ import torch
 from inferplane.ops import RMSNorm, placeholder
 from inferplane.plugin import Backend, Context, DeviceError, KVRequest, Presence
 from inferplane_cuda import backend, plugin
-from inferplane_cuda.backend import CudaBackend, arch_of, features_of
+from inferplane_cuda.backend import CudaBackend, arch_name, features_of
 from inferplane_cuda.kernels import providers
 
 VENDORS = ("torch_npu", "torch_gcu", "torch_xmlir", "triton", "flashinfer", "flash_attn", "flash_mla", "deep_gemm")
@@ -33,7 +33,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.delenv(backend.VISIBLE, raising=False)
+    monkeypatch.delenv(backend.VISIBLE_DEVICES, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
 
@@ -132,7 +132,7 @@ def test_a_node_is_a_driver_of_unknown_version(machine, node):
 
 @pytest.mark.parametrize("value", ["", "-1"])
 def test_hidden_gpus(gpus, monkeypatch, value):
-    monkeypatch.setenv(backend.VISIBLE, value)
+    monkeypatch.setenv(backend.VISIBLE_DEVICES, value)
     probe = CudaBackend.probe()
     assert probe.presence is Presence.ABSENT
     assert f"CUDA_VISIBLE_DEVICES={value!r}" in probe.reason
@@ -140,7 +140,7 @@ def test_hidden_gpus(gpus, monkeypatch, value):
 
 
 def test_chosen_gpus_are_counted_by_cuda_alone(gpus, monkeypatch):
-    monkeypatch.setenv(backend.VISIBLE, "1")
+    monkeypatch.setenv(backend.VISIBLE_DEVICES, "1")
     probe = CudaBackend.probe()
     assert probe.presence is Presence.AVAILABLE
     assert probe.devices is None
@@ -189,7 +189,7 @@ def test_open_without_a_driver_gives_the_probes_reason(machine):
 
 
 def test_open_of_an_index_too_far(gpus, monkeypatch):
-    monkeypatch.setenv(backend.VISIBLE, "0,1")
+    monkeypatch.setenv(backend.VISIBLE_DEVICES, "0,1")
     with pytest.raises(DeviceError, match="cuda:2 was asked for") as caught:
         CudaBackend(2).open()
     assert "CUDA_VISIBLE_DEVICES=0,1" in caught.value.there_is
@@ -235,7 +235,7 @@ def test_open_when_the_allocation_fails(gpus, monkeypatch):
 )
 def test_features_of_a_compute_capability(capability, arch, has, lacks):
     features = features_of(capability)
-    assert arch_of(capability) == arch
+    assert arch_name(capability) == arch
     assert {name for name in has | lacks if features[name].present} == has
     assert all("this is compute capability {}.{}".format(*capability) in features[name].reason for name in features)
     told = {**features, **providers.features()}

@@ -22,8 +22,8 @@ from inferplane.binding import Bench, run_case
 from inferplane.ops import Attention, MLAAbsorbed, MLADims, Sample, placeholder
 from inferplane.plugin import HOST, Features, KernelError, KVRequest, UsageError
 from inferplane_cuda.kernels import hopper_kernels, providers
-from inferplane_cuda.kvcache import layouts
-from inferplane_cuda.tuning import VARIABLE, fastest, measured, ranked
+from inferplane_cuda.kvcache import paged_layouts
+from inferplane_cuda.tuning import TUNING_VARIABLE, find_fastest, load_measured, rank_measured
 
 SIGNATURES = json.loads((Path(__file__).parent / "provider_signatures.json").read_text())
 SOURCES = "INFERPLANE_PROVIDER_SOURCES"
@@ -208,7 +208,7 @@ def calls() -> list[Any]:
 @pytest.mark.parametrize(("kernel", "op", "steps"), calls(), ids=str)
 def test_calls_mean_what_the_op_means(libraries, kernel, op, steps, record_property):
     made = sample(OPS[op], STEPS[steps])
-    bench = Bench("described", HOST, torch.bfloat16, FEATURES, lambda request: layouts())
+    bench = Bench("described", HOST, torch.bfloat16, FEATURES, lambda request: paged_layouts())
     outcome = run_case(kernel, made, bench, poisoned=True)
     assert outcome.served == (op != "window"), outcome.detail
     if outcome.served:
@@ -253,12 +253,12 @@ def test_what_was_measured_to_be_the_fastest_is_taken(tmp_path, monkeypatch):
         {"shape": "b", "kernel": "gluon:mla_absorbed whole op", "kv": "fp8", "us": 999.0},
         {"shape": "b", "kernel": "flash_mla:mla_absorbed whole op", "kv": "auto", "error": "RuntimeError: no"},
     ]
-    assert fastest(rows) == {"gluon:mla_absorbed"}
+    assert find_fastest(rows) == {"gluon:mla_absorbed"}
     file = tmp_path / "gpu-check.json"
     file.write_text(json.dumps({"parts": {"mla": rows, "conformance": {"results": []}}}))
-    monkeypatch.setenv(VARIABLE, str(file))
-    ranks = {k.name: k.rank for k in ranked(hopper_kernels(), measured())}
+    monkeypatch.setenv(TUNING_VARIABLE, str(file))
+    ranks = {k.name: k.rank for k in rank_measured(hopper_kernels(), load_measured())}
     assert ranks["gluon:mla_absorbed"] == 90 and ranks["gluon:mla_expanded"] == 40
     file.write_text("[]")
     with pytest.raises(UsageError, match="INFERPLANE_CUDA_TUNING"):
-        measured()
+        load_measured()

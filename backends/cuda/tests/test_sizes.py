@@ -12,10 +12,10 @@ from inferplane.ops.basic import Linear
 from inferplane.plugin import Context, Features, KVRequest, paged_layout
 from inferplane_cuda.backend import features_of
 from inferplane_cuda.kernels import kernels, providers
-from inferplane_cuda.kvcache import layouts, token_scaled
+from inferplane_cuda.kvcache import paged_layouts, token_scaled_layout
 
 HEADS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 20, 32, 40, 64, 96, 128)
-LAYOUTS = [*layouts(), *(paged_layout(n) for n in (1, 16, 48, 128))]
+LAYOUTS = [*paged_layouts(), *(paged_layout(n) for n in (1, 16, 48, 128))]
 COMPOSED = ("torch", "torch_sdpa")
 
 
@@ -66,5 +66,5 @@ def test_every_architecture_has_a_kernel_or_a_reason(capability):
 def test_latents_for_fp8_products_have_kernels_by_a_pin():
     dims = MLADims(16, 128, 64, 128, 512)
     op = MLAAbsorbed(placeholder(16 * 256, 512), dims, 0.1, dims.request)
-    served, _ = answers(op, token_scaled())
+    served, _ = answers(op, token_scaled_layout())
     assert {k.provider for k in served} == {"gluon_fp8", "torch_sdpa"}

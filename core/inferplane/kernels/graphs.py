@@ -1,7 +1,7 @@
-"""Decode steps as graphs, on runtimes whose streams and graphs are used like those of torch's own accelerators.
+"""Promised to backends: decode steps as graphs, where torch offers the runtime's streams and graphs as it does CUDA's.
 
-Kernels must read every length that they need from tensors, which is all that a replay updates. Promised to backends
-like `inferplane.plugin`: names keep their meaning within one API major.
+A backend derives from `CapturingAccelerator` and names its runtime's class of graphs; core then captures decode steps
+and replays them. Kernels of a captured step must read every length from tensors, since a replay changes nothing else.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Any, ClassVar
 from inferplane.plugin import Accelerator, Batch
 
 WARM_UPS = 2
-"""Runs before recording: the first loads or compiles kernels and makes libraries' handles, the second allocates as
-every later."""
+"""Runs before the capture: the first loads or compiles kernels and creates libraries' handles, the second allocates
+memory as every later run does."""
 
 
-class Graphs:
-    """Records steps. Graphs share a memory pool: they never run at once, and core copies what it keeps.
+class GraphCapturer:
+    """Captures steps on one device. Its graphs share a memory pool: they never run at once, and core copies results
+    that it keeps.
 
     Args:
-        kind: name of the runtime's class of graphs.
+        graph_class: name of the class of graphs in the device's torch module ("CUDAGraph").
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, graph_class: str) -> None:
+        self.graph_class = graph_class
         self._pool: Any = None
 
-    def record(self, runtime: Any, step: Callable[[Batch], Any], bucket: Batch) -> CapturedGraph | None:
-        """Run `step(bucket)` aside, then record it; None, and nothing is run, where the runtime has no such graphs.
+    def capture(self, runtime: Any, step: Callable[[Batch], Any], bucket: Batch) -> CapturedGraph | None:
+        """Warm `step(bucket)` up on a stream of its own, then capture it.
 
         Each run has a copy of the bucket with the same tensors and an empty scratch: what kernels keep there must be
         computed within the graph, or a replay would read what a warm-up computed.
@@ -37,12 +38,15 @@ class Graphs:
         Args:
             runtime: the device's module in torch, with `Stream`, `current_stream`, `stream` and `graph`.
             step: the step.
-            bucket: a decode batch whose tensors become the graph's own.
+            bucket: a decode batch of the size to capture; its tensors become the graph's inputs.
+
+        Returns:
+            The captured step; None, without running anything, where the runtime has no such class.
 
         Raises:
-            RuntimeError: the step waits for the device, or does something else that cannot be recorded.
+            RuntimeError: the step waits for the device, or does something else that cannot be captured.
         """
-        if not hasattr(runtime, self.kind):
+        if not hasattr(runtime, self.graph_class):
             return None
         stream = runtime.Stream()
         stream.wait_stream(runtime.current_stream())
@@ -50,7 +54,7 @@ class Graphs:
             for _ in range(WARM_UPS):
                 step(replace(bucket))
         runtime.current_stream().wait_stream(stream)
-        graph = getattr(runtime, self.kind)()
+        graph = getattr(runtime, self.graph_class)()
         with runtime.graph(graph, pool=self._pool):
             results = step(replace(bucket))
         self._pool = graph.pool()
@@ -58,27 +62,27 @@ class Graphs:
 
 
 class CapturedGraph:
-    """One recorded step."""
+    """One captured step and the tensors that hold its results."""
 
     def __init__(self, graph: Any, results: Any) -> None:
         self._graph, self._results = graph, results
 
     def replay(self) -> Any:
-        """Launch it; the results are the same tensors every time."""
+        """Launch the graph on what the bucket's tensors hold now; the results are the same tensors every time."""
         self._graph.replay()
         return self._results
 
 
 class CapturingAccelerator(Accelerator):
-    """A backend whose runtime records graphs; decode steps become such."""
+    """Base of a backend whose runtime has graphs: its decode steps are captured."""
 
-    graph: ClassVar[str]
-    """(required) Name of the runtime's class of graphs."""
+    graph_class: ClassVar[str]
+    """(required) Name of the class of graphs in the device's torch module ("CUDAGraph")."""
 
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)
-        self._graphs = Graphs(self.graph)
+        self._capturer = GraphCapturer(self.graph_class)
 
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> CapturedGraph | None:
-        """As a graph of the runtime; None where it has none."""
-        return self._graphs.record(self.runtime(), step, bucket)
+        """Capture a step as a graph of the runtime; None where it has no graphs."""
+        return self._capturer.capture(self.runtime(), step, bucket)

@@ -35,15 +35,15 @@ def _packed(format: str, *shape: int) -> Any:
 
 
 def _product(products: Products, rows: int, format: str, act: str) -> None:
-    from inferplane.kernels.triton.matmul import coded, plain, product
+    from inferplane.kernels.triton.matmul import matmul, plain_input, quantized_input
 
-    x = replace(plain(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), code=act == "here")
+    x = replace(plain_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), quantize=act == "here")
     if act in ("fp8", "int8"):
         group = 128 if act == "fp8" else 0
         scales = torch.empty(rows, DEPTH // 128 if group else 1)
         kind = torch.uint8 if act == "fp8" else torch.int8
-        x = coded(torch.empty(rows, DEPTH, dtype=kind), scales, group, torch.bfloat16)
-    product(x, _packed(format, COLUMNS, DEPTH), products)
+        x = quantized_input(torch.empty(rows, DEPTH, dtype=kind), scales, group, torch.bfloat16)
+    matmul(x, _packed(format, COLUMNS, DEPTH), products)
 
 
 FORMS = {"fp8_fp8": ("fp8_block", "fp8"), "coded_fp8": ("fp8_block", "here"), "int8_int8": ("int8_row", "int8"),
@@ -69,44 +69,46 @@ _specimen("coded_int4", 1)
 _specimen("coded_int4", 64)
 
 
-def _grouped(products: Products, rows: int, format: str, act: str = "", *, code: str = "", last: bool = False) -> None:
+def _grouped(
+    products: Products, rows: int, format: str, act: str = "", *, quantize: str = "", last: bool = False
+) -> None:
     """The first product over experts, which deals with few rows, or with `last` the second one, which sums up; `act` as
     in `FORMS`.
     """
-    from inferplane.kernels.triton.matmul import coded, plain
-    from inferplane.kernels.triton.moe import Sum, grouped
+    from inferplane.kernels.triton.matmul import plain_input, quantized_input
+    from inferplane.kernels.triton.moe import PairSum, grouped
 
-    how, weight = products.of_experts(rows), _packed(format, 8, 512, DEPTH)
+    how, weight = products.choose_for_experts(rows), _packed(format, 8, 512, DEPTH)
     rest = torch.empty(64, DEPTH, dtype=torch.bfloat16)
     slots = torch.empty(8 * how.rows, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
-    x = replace(plain(rest), code=act == "here")
+    x = replace(plain_input(rest), quantize=act == "here")
     if act in ("fp8", "int8"):
         group = 128 if act == "fp8" or last else 0
         kind = torch.uint8 if act == "fp8" else torch.int8
         scales = torch.empty(64, DEPTH // 128 if group else 1)
-        x = coded(torch.empty(64, DEPTH, dtype=kind), scales, group, torch.bfloat16)
+        x = quantized_input(torch.empty(64, DEPTH, dtype=kind), scales, group, torch.bfloat16)
     few = rows == 1 and not last
     grouped(
-        x, weight, slots, how, pairs=256, top_k=0 if last else 4, gated=not last, code=code,
+        x, weight, slots, how, pairs=256, top_k=0 if last else 4, gated=not last, quantize=quantize,
         weights=torch.empty(256) if last else None, fp8=products.fp8, ahead=products.ahead,
-        deal=torch.zeros(64, 4, dtype=torch.int64) if few else None,
-        join=Sum(products.counters, 4, rest) if last else None,
+        assign_from=torch.zeros(64, 4, dtype=torch.int64) if few else None,
+        pair_sum=PairSum(products.counters, 4, rest) if last else None,
     )  # fmt: skip
 
 
 PRODUCTS["experts_bf16"] = lambda products: _grouped(products, 1, "plain")
 PRODUCTS["experts_bf16_int4"] = lambda products: _grouped(products, 1, "int4_group64")
-PRODUCTS["experts_fp8_few"] = lambda products: _grouped(products, 1, "fp8_block", "here", code="fp8")
-PRODUCTS["experts_fp8_some"] = lambda products: _grouped(products, 256, "fp8_block", "here", code="fp8")
-PRODUCTS["experts_fp8_many"] = lambda products: _grouped(products, 256, "fp8_block", "fp8", code="fp8")
+PRODUCTS["experts_fp8_few"] = lambda products: _grouped(products, 1, "fp8_block", "here", quantize="fp8")
+PRODUCTS["experts_fp8_some"] = lambda products: _grouped(products, 256, "fp8_block", "here", quantize="fp8")
+PRODUCTS["experts_fp8_many"] = lambda products: _grouped(products, 256, "fp8_block", "fp8", quantize="fp8")
 PRODUCTS["experts_fp8_down"] = lambda products: _grouped(products, 1, "fp8_block", "fp8", last=True)
-PRODUCTS["experts_fp8_int4_coded"] = lambda products: _grouped(products, 1, "int4_group64", "here", code="fp8")
+PRODUCTS["experts_fp8_int4_coded"] = lambda products: _grouped(products, 1, "int4_group64", "here", quantize="fp8")
 
 
 def _experts(pair: str, form: str, rows: int) -> None:
     """Both products of experts with coded activations, the first one's result coded alike."""
     format, act = FORMS[pair]
-    PRODUCTS[f"experts_{pair}_{form}"] = lambda products: _grouped(products, rows, format, act, code=act)
+    PRODUCTS[f"experts_{pair}_{form}"] = lambda products: _grouped(products, rows, format, act, quantize=act)
     PRODUCTS[f"experts_{pair}_down_{form}"] = lambda products: _grouped(products, rows, format, act, last=True)
 
 
@@ -127,17 +129,17 @@ def _(products: Products) -> None:
 
 def _static(products: Products, rows: int) -> None:
     """Activations by the scale that the weight brings: coded in the product, and before it."""
-    from inferplane.kernels.triton.linear import fp8_input
-    from inferplane.kernels.triton.matmul import product
+    from inferplane.kernels.triton.linear import make_fp8_input
+    from inferplane.kernels.triton.matmul import matmul
 
     weight = replace(_packed("fp8_row", COLUMNS, DEPTH), act_scale=torch.ones(1))
-    product(fp8_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16), weight, 0, products), weight, products)
+    matmul(make_fp8_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16), weight, 0, products), weight, products)
 
 
 def _gated(products: Products, rows: int) -> None:
-    from inferplane.kernels.triton.matmul import plain, product
+    from inferplane.kernels.triton.matmul import matmul, plain_input
 
-    product(plain(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), _packed("fp8_block", 1024, DEPTH), products,
+    matmul(plain_input(torch.empty(rows, DEPTH, dtype=torch.bfloat16)), _packed("fp8_block", 1024, DEPTH), products,
             gated=True)  # fmt: skip
 
 
@@ -158,9 +160,9 @@ for _name in ("product_fp8_fp8_256", "product_fp8_fp8_1_split", "product_coded_f
 
 @specimen("experts_dealt")
 def _(products: Products) -> None:
-    from inferplane.kernels.triton.moe import dealt
+    from inferplane.kernels.triton.moe import assign_blocks
 
-    dealt(torch.zeros(2, 8, dtype=torch.int64), 256, 16)
+    assign_blocks(torch.zeros(2, 8, dtype=torch.int64), 256, 16)
 
 
 @specimen("moe_route")
@@ -185,11 +187,13 @@ def _(products: Products) -> None:
 
 
 def _hopper_product(rows: int) -> None:
-    from inferplane.kernels.triton.matmul import coded
-    from inferplane_cuda.kernels.hopper.linear import blocks
+    from inferplane.kernels.triton.matmul import quantized_input
+    from inferplane_cuda.kernels.hopper.linear import matmul_fp8_blocks
 
-    x = coded(torch.empty(rows, DEPTH, dtype=torch.uint8), torch.empty(rows, DEPTH // 128), 128, torch.bfloat16)
-    blocks(x, _packed("fp8_block", COLUMNS, DEPTH), None)
+    x = quantized_input(
+        torch.empty(rows, DEPTH, dtype=torch.uint8), torch.empty(rows, DEPTH // 128), 128, torch.bfloat16
+    )
+    matmul_fp8_blocks(x, _packed("fp8_block", COLUMNS, DEPTH), None)
 
 
 @specimen("hopper_experts")
@@ -203,10 +207,10 @@ def _(products: Products) -> None:
 
 
 def _hopper_experts(*, weighted: bool) -> None:
-    from inferplane.kernels.triton.matmul import coded
-    from inferplane_cuda.kernels.hopper.experts import product, spread
+    from inferplane.kernels.triton.matmul import quantized_input
+    from inferplane_cuda.kernels.hopper.experts import gather_pairs, grouped_matmul
 
     dealing = torch.empty(8 * 128, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
-    x = coded(torch.empty(64, DEPTH, dtype=torch.uint8), torch.empty(64, DEPTH // 128), 128, torch.bfloat16)
-    rows = spread(x, dealing, 8, 512)
-    product(rows, _packed("fp8_block", 8, COLUMNS, DEPTH), dealing, 512, torch.empty(512) if weighted else None)
+    x = quantized_input(torch.empty(64, DEPTH, dtype=torch.uint8), torch.empty(64, DEPTH // 128), 128, torch.bfloat16)
+    rows = gather_pairs(x, dealing, 8, 512)
+    grouped_matmul(rows, _packed("fp8_block", 8, COLUMNS, DEPTH), dealing, 512, torch.empty(512) if weighted else None)

@@ -45,58 +45,58 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @specimen("rms_norm")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import norm
+    from inferplane.kernels.triton.rowwise import rms_norm_quantize
 
-    norm(empty(4, 4096), empty(4096), 1e-6)
+    rms_norm_quantize(empty(4, 4096), empty(4096), 1e-6)
 
 
 @specimen("add_rms_norm")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import norm
+    from inferplane.kernels.triton.rowwise import rms_norm_quantize
 
-    norm(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096))
+    rms_norm_quantize(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096))
 
 
 @specimen("add_rms_norm_fp8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import norm
+    from inferplane.kernels.triton.rowwise import rms_norm_quantize
 
-    norm(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8", keep=True)
+    rms_norm_quantize(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8", keep=True)
 
 
 @specimen("silu_mul")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import gated
+    from inferplane.kernels.triton.rowwise import silu_mul_quantize
 
-    gated(empty(4, 2 * 4096))
+    silu_mul_quantize(empty(4, 2 * 4096))
 
 
 @specimen("silu_mul_fp8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import gated
+    from inferplane.kernels.triton.rowwise import silu_mul_quantize
 
-    gated(empty(4, 2 * 4096), "fp8")
+    silu_mul_quantize(empty(4, 2 * 4096), "fp8")
 
 
 @specimen("silu_mul_int8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import gated
+    from inferplane.kernels.triton.rowwise import silu_mul_quantize
 
-    gated(empty(4, 2 * 14336), "int8", 0)
+    silu_mul_quantize(empty(4, 2 * 14336), "int8", 0)
 
 
 @specimen("quantize_int8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import quantize
+    from inferplane.kernels.triton.rowwise import quantize_rows
 
-    quantize(SimpleNamespace(format="int8", group=0), empty(4, 14336))
+    quantize_rows(empty(4, 14336), "int8", 0)
 
 
 @specimen("quantize_fp8")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import quantize
+    from inferplane.kernels.triton.rowwise import quantize_rows
 
-    quantize(SimpleNamespace(format="fp8", group=128), empty(4, 4096))
+    quantize_rows(empty(4, 4096), "fp8", 128)
 
 
 @specimen("rope")
@@ -263,11 +263,11 @@ def _(tiles: Tiles) -> None:
 
 def _hopper_fp8(heads: int, new: int) -> None:
     from inferplane_cuda.kernels.hopper.mla_launch import mla_absorbed_fp8
-    from inferplane_cuda.kvcache import token_scaled
+    from inferplane_cuda.kvcache import token_scaled_layout
 
     dims = MLADims(heads, 128, 64, 128, 512)
     op = SimpleNamespace(kv_b=empty(heads * 256, 512), dims=dims, scale=1.0, kv=dims.request)
-    batch, kv = step(new, 8000), token_scaled().build(dims.request, BLOCKS, torch.bfloat16, torch.device("cpu"))
+    batch, kv = step(new, 8000), token_scaled_layout().build(dims.request, BLOCKS, torch.bfloat16, torch.device("cpu"))
     mla_absorbed_fp8(op, empty(batch.tokens, heads, 128), empty(batch.tokens, heads, 64), batch, kv)
 
 
@@ -276,16 +276,16 @@ CALLS["hopper_mla_fp8_products"] = lambda tiles: _hopper_fp8(128, 2)
 
 @specimen("add_rms_norm_fp8_ahead")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import norm
+    from inferplane.kernels.triton.rowwise import rms_norm_quantize
 
-    norm(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8", keep=True, ahead=True)
+    rms_norm_quantize(empty(4, 4096), empty(4096), 1e-6, empty(4, 4096), "fp8", keep=True, ahead=True)
 
 
 @specimen("silu_mul_fp8_ahead")
 def _(tiles: Tiles) -> None:
-    from inferplane.kernels.triton.rowwise import gated
+    from inferplane.kernels.triton.rowwise import silu_mul_quantize
 
-    gated(empty(4, 2 * 4096), "fp8", ahead=True)
+    silu_mul_quantize(empty(4, 2 * 4096), "fp8", ahead=True)
 
 
 @specimen("norm_rope_write_ahead")

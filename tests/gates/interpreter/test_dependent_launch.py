@@ -14,7 +14,7 @@ from inferplane.binding import run_case
 from inferplane.kernels.triton import Products, Tiles, matrix_kernels, triton_kernels
 from inferplane.kernels.triton import dependent_launch as module
 from inferplane.kernels.triton import matmul as products_module
-from inferplane.kernels.triton.matmul import plain, product
+from inferplane.kernels.triton.matmul import matmul, plain_input
 from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import OPS, encode
 from tests.gates.interpreter.benches import bench
@@ -107,14 +107,16 @@ def test_results_are_the_same_and_weights_are_fetched(format, depth, rows, gated
     generator = torch.Generator().manual_seed(4)
     weight = torch.randn(80, depth, generator=generator).bfloat16()
     packed = pack(weight if format == "plain" else encode(weight, format))
-    x = plain(torch.randn(rows, depth, generator=generator).bfloat16())
-    assert torch.equal(product(x, packed, AHEAD, gated=gated), product(x, packed, OFF, gated=gated))
-    if rows > products_module.FETCHED_ROWS:
+    x = plain_input(torch.randn(rows, depth, generator=generator).bfloat16())
+    assert torch.equal(matmul(x, packed, AHEAD, gated=gated), matmul(x, packed, OFF, gated=gated))
+    if rows > products_module.MAX_PREFETCH_ROWS:
         assert watch.fetched == []
         return
     first, row = packed.data.data_ptr(), packed.data.stride(0) * packed.data.element_size()
     end = first + packed.data.numel() * packed.data.element_size()
-    assert all(a % 16 == size % 16 == 0 and 0 < size <= products_module.FETCHED_BYTES for a, size in watch.fetched)
+    assert all(
+        a % 16 == size % 16 == 0 and 0 < size <= products_module.PREFETCH_BYTES_PER_ROW for a, size in watch.fetched
+    )
     assert all(first - 16 < a and a + size < end + 16 for a, size in watch.fetched)
     covered = sorted(watch.fetched)
     for place in (first + i * row for i in range(80)):
@@ -124,17 +126,17 @@ def test_results_are_the_same_and_weights_are_fetched(format, depth, rows, gated
 def test_what_is_touched_too_early_is_seen(watch, monkeypatch):
     """The same products without their wait."""
     monkeypatch.setattr(module, "gdc_wait", lambda: None)
-    x, weight = plain(torch.ones(1, 64).bfloat16()), pack(encode(torch.ones(16, 64), "int8_row"))
-    product(x, weight, AHEAD)
+    x, weight = plain_input(torch.ones(1, 64).bfloat16()), pack(encode(torch.ones(16, 64), "int8_row"))
+    matmul(x, weight, AHEAD)
     assert {"create_masked_load", "create_masked_store", "launch_dependents"} <= set(watch.early)
 
 
 def test_counters_are_touched_after_the_wait(watch):
     """Split along K: what the launch before left in the counters is looked at when that one has ended."""
     products = replace(AHEAD, programs=64)
-    x, weight = plain(torch.ones(1, 2048).bfloat16()), pack(encode(torch.ones(16, 2048), "int8_row"))
-    want = product(x, weight, replace(products, ahead=False))
+    x, weight = plain_input(torch.ones(1, 2048).bfloat16()), pack(encode(torch.ones(16, 2048), "int8_row"))
+    want = matmul(x, weight, replace(products, ahead=False))
     for _ in range(2):
-        assert torch.equal(product(x, weight, products), want)
+        assert torch.equal(matmul(x, weight, products), want)
     assert watch.waits == 2 * 4 and "create_atomic_rmw" not in watch.early and watch.early == []
     assert isinstance(products, Products) and not products.counters.of(x.data.device, 1).any()

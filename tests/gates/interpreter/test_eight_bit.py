@@ -73,7 +73,7 @@ def test_stays_near(change, record_property):
 
 
 def test_without_its_mean_taken_away_an_offset_costs_the_keys_their_bits(monkeypatch):
-    survey = eight_bit._survey
+    survey = eight_bit._key_means_and_value_peaks
 
     class Blind:
         def __getitem__(self, grid: Any) -> Any:
@@ -84,6 +84,6 @@ def test_without_its_mean_taken_away_an_offset_costs_the_keys_their_bits(monkeyp
             return run
 
     near, _ = errors("offset")
-    monkeypatch.setattr(eight_bit, "_survey", Blind())
+    monkeypatch.setattr(eight_bit, "_key_means_and_value_peaks", Blind())
     far, _ = errors("offset")
     assert far > 3 * near, (far, near)

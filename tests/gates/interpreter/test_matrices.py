@@ -138,17 +138,17 @@ def test_linear_in_parts_of_its_depth(form, count, record_property):
 )
 @pytest.mark.parametrize("count", [1, 20])
 def test_coding_in_the_product_is_coding_before_it(format, group, count):
-    from inferplane.kernels.triton.linear import fp8_input, fp8_rows
-    from inferplane.kernels.triton.matmul import product
+    from inferplane.kernels.triton.linear import make_fp8_input, quantize_rows_to_fp8
+    from inferplane.kernels.triton.matmul import matmul
     from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(8)
     x = (torch.randn(count, DEPTH, generator=generator) * 7).bfloat16()
     x[:, :128] = 0
     weight = pack(encode(torch.randn(40, DEPTH, generator=generator), format))
-    few = fp8_input(x, weight, 128, PRODUCTS)
-    assert few.code and few.scale is None
-    got, want = product(few, weight, PRODUCTS), product(fp8_rows(x, group), weight, PRODUCTS)
+    few = make_fp8_input(x, weight, 128, PRODUCTS)
+    assert few.quantize and few.scale is None
+    got, want = matmul(few, weight, PRODUCTS), matmul(quantize_rows_to_fp8(x, group), weight, PRODUCTS)
     assert relative_error(got, want) < 2**-8  # a bfloat16 result's last place
 
 
@@ -156,7 +156,7 @@ def test_coding_in_the_product_is_coding_before_it(format, group, count):
 @pytest.mark.parametrize("zero", [False, True])
 def test_every_int4_entry_is_an_fp8_number(gated, zero):
     """Columns of a unit matrix: what comes out is the weight, -8 too, to the last place. Zero points take 16 bits."""
-    from inferplane.kernels.triton.matmul import coded, product
+    from inferplane.kernels.triton.matmul import matmul, quantized_input
     from inferplane.kernels.triton.weight_packing import pack
 
     entries = torch.arange(-8, 8).repeat(2, 8)[:, :128].to(torch.int8)
@@ -164,8 +164,13 @@ def test_every_int4_entry_is_an_fp8_number(gated, zero):
     points = torch.tensor([[1.0, 0.0], [2.0, -3.0]]) if zero else None
     weight = QTensor(entries, scale, points, block=(1, 64), bits=4)
     eye = torch.eye(128).to(torch.float8_e4m3fn)
-    got = product(
-        coded(eye, torch.full((128, 1), 2.0), 128, torch.bfloat16), pack(weight), PRODUCTS, None, torch.float32, gated
+    got = matmul(
+        quantized_input(eye, torch.full((128, 1), 2.0), 128, torch.bfloat16),
+        pack(weight),
+        PRODUCTS,
+        None,
+        torch.float32,
+        gated,
     )
     gate, up = want = weight.dequantize() * 2
     torch.testing.assert_close(
@@ -176,27 +181,27 @@ def test_every_int4_entry_is_an_fp8_number(gated, zero):
 @pytest.mark.parametrize("count", [5, 70])
 def test_int4_beside_fp8_is_multiplied_as_in_16_bits(count):
     """Both products are exact; the sums are in float32."""
-    from inferplane.kernels.triton.linear import fp8_rows
-    from inferplane.kernels.triton.matmul import form, product
+    from inferplane.kernels.triton.linear import quantize_rows_to_fp8
+    from inferplane.kernels.triton.matmul import matmul, tile_constants
     from inferplane.kernels.triton.weight_packing import pack
 
     weight, wide = pack(encode(torch.randn(40, DEPTH), "int4_group64")), replace(PRODUCTS, fp8=False)
-    x = fp8_rows((torch.randn(count, DEPTH) * 5).bfloat16(), 128)
-    assert form(x, weight, True)["FP8_DOT"] and not form(x, weight, False)["FP8_DOT"]
-    got, want = (product(x, weight, how, out_dtype=torch.float32) for how in (PRODUCTS, wide))
+    x = quantize_rows_to_fp8((torch.randn(count, DEPTH) * 5).bfloat16(), 128)
+    assert tile_constants(x, weight, True)["FP8_DOT"] and not tile_constants(x, weight, False)["FP8_DOT"]
+    got, want = (matmul(x, weight, how, out_dtype=torch.float32) for how in (PRODUCTS, wide))
     assert relative_error(got, want) < 1e-5
 
 
 def test_int8_rows_are_summed_up_in_whole_numbers():
     """Sums beyond 2^24, which float32 would round with every part that is added."""
-    from inferplane.kernels.triton.matmul import coded, product
+    from inferplane.kernels.triton.matmul import matmul, quantized_input
     from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(6)
     x, w = (torch.randint(60, 128, (n, 6000), generator=generator).to(torch.int8) for n in (5, 24))
     weight = QTensor(w, torch.ones(24, 1), block=(1, 6000))
     alone = replace(PRODUCTS, programs=1)
-    got = product(coded(x, torch.ones(5, 1), 0, torch.bfloat16), pack(weight), alone, out_dtype=torch.float32)
+    got = matmul(quantized_input(x, torch.ones(5, 1), 0, torch.bfloat16), pack(weight), alone, out_dtype=torch.float32)
     assert torch.equal(got, (x.long() @ w.long().t()).float())
 
 
@@ -287,16 +292,16 @@ def test_mixture(form, tokens, record_property):
 @pytest.mark.parametrize("here", [False, True], ids=["kernel", "in the product"])
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 5), (7, 4), (90, 33)])
 def test_pairs_are_dealt_once(tokens, experts, here):
-    from inferplane.kernels.triton.matmul import plain
-    from inferplane.kernels.triton.moe import dealt, grouped, undealt
+    from inferplane.kernels.triton.matmul import plain_input
+    from inferplane.kernels.triton.moe import allocate_blocks, assign_blocks, grouped
     from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(-1, experts, (tokens, 3), generator=generator)
-    slots, owners = (undealt if here else dealt)(ids, experts, 16)
+    slots, owners = (allocate_blocks if here else assign_blocks)(ids, experts, 16)
     if here:
         x, w = torch.zeros(tokens, 16), torch.zeros(experts, 16, 16)
-        grouped(plain(x), pack(w), (slots, owners), Product(16, 16), pairs=ids.numel(), top_k=3, deal=ids)
+        grouped(plain_input(x), pack(w), (slots, owners), Product(16, 16), pairs=ids.numel(), top_k=3, assign_from=ids)
     used = owners >= 0
     held = slots.view(-1, 16)[used]
     flat = ids.flatten()
@@ -307,14 +312,16 @@ def test_pairs_are_dealt_once(tokens, experts, here):
 
 
 def test_masked_groups():
-    from inferplane.kernels.triton.matmul import plain
-    from inferplane.kernels.triton.moe import grouped, masked
+    from inferplane.kernels.triton.matmul import plain_input
+    from inferplane.kernels.triton.moe import grouped, masked_blocks
     from inferplane.kernels.triton.weight_packing import pack
 
     generator = torch.Generator().manual_seed(4)
     x, w = torch.randn(3 * 32, 64, generator=generator), torch.randn(3, 40, 64, generator=generator)
     counts = torch.tensor([0, 32, 5], dtype=torch.int32)
-    got = grouped(plain(x), pack(w), masked(counts, 32, 16), Product(16, 32), pairs=96).data.view(3, 32, 40)
+    got = grouped(plain_input(x), pack(w), masked_blocks(counts, 32, 16), Product(16, 32), pairs=96).data.view(
+        3, 32, 40
+    )
     for e, count in enumerate(counts.tolist()):
         want = x.view(3, 32, 64)[e, :count] @ w[e].t()
         torch.testing.assert_close(got[e, :count], want)
@@ -322,25 +329,31 @@ def test_masked_groups():
 
 def test_counters_are_left_as_zeros():
     """So that the next launch, or a replay of this one, counts from the beginning."""
-    from inferplane.kernels.triton.matmul import plain, product
-    from inferplane.kernels.triton.moe import Sum, dealt, grouped
+    from inferplane.kernels.triton.matmul import matmul, plain_input
+    from inferplane.kernels.triton.moe import PairSum, assign_blocks, grouped
     from inferplane.kernels.triton.weight_packing import pack
 
     products = PRODUCTS.prepare(None, None)
     x, w = torch.randn(3, 1200), torch.randn(40, 1200)
     for _ in range(2):
-        torch.testing.assert_close(product(plain(x), pack(w), products), x @ w.t(), atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(matmul(plain_input(x), pack(w), products), x @ w.t(), atol=1e-3, rtol=1e-4)
     ids, weights = torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.rand(6)
     rows, experts = torch.randn(6, 24), torch.randn(2, 40, 24)
     want = (torch.einsum("pk,pnk->pn", rows, experts[ids.flatten()]) * weights[:, None]).view(3, 2, 40).sum(1)
-    slots, owners = dealt(ids, 2, 16)
+    slots, owners = assign_blocks(ids, 2, 16)
     placed = rows.new_zeros(len(slots), 24)
     real = (owners >= 0).repeat_interleave(16) & (slots < 6)
     placed[real] = rows[slots[real].long()]
     for _ in range(2):
-        join = Sum(products.counters, 2)
+        pair_sum = PairSum(products.counters, 2)
         got = grouped(
-            plain(placed), pack(experts), (slots, owners), Product(16, 32), pairs=6, weights=weights, join=join
+            plain_input(placed),
+            pack(experts),
+            (slots, owners),
+            Product(16, 32),
+            pairs=6,
+            weights=weights,
+            pair_sum=pair_sum,
         )
         torch.testing.assert_close(got.data, want, atol=1e-3, rtol=1e-4)
     assert not products.counters.of(torch.device("cpu"), 1).any()

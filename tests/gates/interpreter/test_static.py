@@ -1,4 +1,4 @@
-"""Static scales of activations: products code by the scale that their weight brings, and look for no maximum."""
+"""Static scales of activations: products quantize by the scale that their weight brings, and look for no maximum."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.triton import linear
-from inferplane.kernels.triton import rowwise as rows
-from inferplane.kernels.triton.linear import FEW_ROWS, gated_mlp_fp8, linear_fp8
+from inferplane.kernels.triton.linear import MAX_ROWS_QUANTIZED_IN_KERNEL, gated_mlp_fp8, linear_fp8
 from inferplane.kernels.triton.moe import moe_experts_fp8
 from inferplane.kernels.triton.moe_layer import moe_fp8
+from inferplane.kernels.triton.quantized_results import QuantizedActivation, keep_quantized
+from inferplane.kernels.triton.rowwise import quantize_rows
 from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import MoERoute, encode
 from inferplane.ops.op import relative_error
@@ -59,13 +60,13 @@ def no_maximum(monkeypatch):
     def quantized(*_):
         raise AssertionError("quantized by a scale found while running")
 
-    monkeypatch.setattr(linear, "quantized", quantized)
+    monkeypatch.setattr(linear, "quantize_rows", quantized)
 
 
-@pytest.mark.parametrize("count", [1, FEW_ROWS, FEW_ROWS + 1, 130])
+@pytest.mark.parametrize("count", [1, MAX_ROWS_QUANTIZED_IN_KERNEL, MAX_ROWS_QUANTIZED_IN_KERNEL + 1, 130])
 @pytest.mark.parametrize("scale", [0.004, 0.02], ids=["cut off", "wide"])
 def test_linear(scale, count, no_maximum, record_property):
-    """Also with a scale too small for the largest entries, which become the largest code."""
+    """Also with a scale too small for the largest entries, which become the largest number."""
     q, weight = scaled(scale, OUT, DEPTH)
     x = draw(count, DEPTH).bfloat16()
     assert (x.abs().max() > 448 * scale) == (scale == 0.004)
@@ -76,8 +77,8 @@ def test_linear(scale, count, no_maximum, record_property):
     record_property("error", float(relative_error(got, want)))
     record_property("tolerance", 1e-5)
     assert relative_error(got, want) < 1e-5
-    handed = rows.hand(x.clone(), "fp8", 0, *rows.quantize(SimpleNamespace(format="fp8", group=0), x))
-    assert torch.equal(linear_fp8(op, handed), got), "another code than the checkpoint's was taken"
+    keep_quantized(x, QuantizedActivation("fp8", 0, *quantize_rows(x, "fp8", 0)))
+    assert torch.equal(linear_fp8(op, x), got), "another scale than the checkpoint's was used"
 
 
 @pytest.mark.parametrize("count", [1, 80])

@@ -5,21 +5,21 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.composed.attention import attend
-from inferplane.kernels.composed.padding import padded, rounded
+from inferplane.kernels.composed.padding import pad_rows, round_up_rows
 from inferplane.ops import hidden_pairs
 
 
 def test_there_are_few_numbers_of_rows():
     counts = range(1, 4097)
-    assert all(n <= rounded(n) and (rounded(n) - n < 16 or rounded(n) < 1.125 * n) for n in counts)
-    assert all(rounded(rounded(n)) == rounded(n) for n in counts)
-    assert len({rounded(n) for n in counts}) == 48
+    assert all(n <= round_up_rows(n) and (round_up_rows(n) - n < 16 or round_up_rows(n) < 1.125 * n) for n in counts)
+    assert all(round_up_rows(round_up_rows(n)) == round_up_rows(n) for n in counts)
+    assert len({round_up_rows(n) for n in counts}) == 48
 
 
 def test_padding_is_zeros_behind():
     x = torch.randn(19, 3)
-    assert padded(x).shape == (32, 3)
-    assert torch.equal(padded(x)[:19], x) and not padded(x)[19:].any()
+    assert pad_rows(x).shape == (32, 3)
+    assert torch.equal(pad_rows(x)[:19], x) and not pad_rows(x)[19:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane.kernels.fused import latents, needs, operands, packings
-from inferplane.kernels.fused import vllm_calls as forms
+from inferplane.kernels.fused import latents, needs, operands, packings, vllm_calls
 from inferplane.ops import Linear, MLADims
 from inferplane.types import HOST, QTensor, Weight
 
@@ -61,7 +60,7 @@ def test_each_token_alone():
 def test_running_sums_and_room_for_routes():
     starts = operands.cumulative_lengths((3, 0, 5), torch.device(HOST))
     assert starts.tolist() == [0, 3, 3, 8] and starts.dtype is torch.int32
-    weights, ids = operands.room_for_routes(torch.randn(4, 16, dtype=torch.bfloat16), 3)
+    weights, ids = operands.allocate_routing(torch.randn(4, 16, dtype=torch.bfloat16), 3)
     assert weights.shape == ids.shape == (4, 3)
     assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
 
@@ -86,8 +85,8 @@ def test_norms_leave_their_inputs_as_they_are():
         total.add_(rows)
         rows.copy_(total * weight)
 
-    torch.testing.assert_close(forms.rms_norm(scaled, norm, x), x_before * norm.weight)
-    y, total = forms.add_rms_norm(added, norm, x, residual)
+    torch.testing.assert_close(vllm_calls.rms_norm(scaled, norm, x), x_before * norm.weight)
+    y, total = vllm_calls.add_rms_norm(added, norm, x, residual)
     torch.testing.assert_close(total, x_before + residual_before)
     torch.testing.assert_close(y, total * norm.weight)
     assert torch.equal(x, x_before) and torch.equal(residual, residual_before)
@@ -99,14 +98,14 @@ def test_the_activation_is_given_room_of_half_the_width():
         out.copy_(rows[..., : rows.shape[-1] // 2])
 
     x, _ = strided(4, 6)
-    torch.testing.assert_close(forms.silu_mul(first_half, x), x[:, :3])
+    torch.testing.assert_close(vllm_calls.silu_mul(first_half, x), x[:, :3])
 
 
 def test_writes_are_called_with_the_cache_as_it_is_and_a_scale_of_one():
     (k, _), (v, _), (keys, values), called = strided(4, 8), strided(4, 8), torch.zeros(2, 5, 8), []
     batch, one = SimpleNamespace(slots=torch.tensor([3, -1, 0, 1])), operands.one(torch.device(HOST))
-    forms.kv_write(lambda *given: called.append(given), k, v, (keys, values), batch)
-    forms.mla_kv_write(lambda *given: called.append(given), k, v, keys, batch)
+    vllm_calls.kv_write(lambda *given: called.append(given), k, v, (keys, values), batch)
+    vllm_calls.mla_kv_write(lambda *given: called.append(given), k, v, keys, batch)
     (first, second, *rest), (latent, k_rope, *more) = called
     assert rest[0] is keys and rest[1] is values and rest[2:] == [batch.slots, "auto", one, one]
     assert more[0] is keys and more[1:] == [batch.slots, "auto", one]
@@ -117,9 +116,9 @@ def test_writes_are_called_with_the_cache_as_it_is_and_a_scale_of_one():
 def test_a_table_is_cast_once_for_each_dtype():
     angles = torch.randn(9, 2, 4)
     table = packings.RopeTable(angles)
-    half = table.in_dtype(torch.bfloat16)
-    assert half is table.in_dtype(torch.bfloat16)
-    assert table.in_dtype(torch.float16).dtype is torch.float16
+    half = table.to_dtype(torch.bfloat16)
+    assert half is table.to_dtype(torch.bfloat16)
+    assert table.to_dtype(torch.float16).dtype is torch.float16
     torch.testing.assert_close(half, torch.cat((angles[:, 0], angles[:, 1]), 1).bfloat16(), rtol=0, atol=0)
 
 
@@ -134,9 +133,9 @@ def test_zero_points_are_taken_off_a_product_that_knows_none(zeros):
     by = torch.rand(3, 1) + 0.5
     product = ((x.double() @ rows.data.double().t()) * rows.scale).float()
     exact = x.double() @ plain.t()
-    torch.testing.assert_close(rows.shifted(product, x).double(), exact)
-    torch.testing.assert_close(rows.shifted(product * by, x, by).double(), exact * by)
-    assert zeros or rows.shifted(product, x) is product
+    torch.testing.assert_close(rows.subtract_zero_points(product, x).double(), exact)
+    torch.testing.assert_close(rows.subtract_zero_points(product * by, x, by).double(), exact * by)
+    assert zeros or rows.subtract_zero_points(product, x) is product
 
 
 def test_folded_queries_score_latents_as_queries_score_expanded_keys():
@@ -145,15 +144,15 @@ def test_folded_queries_score_latents_as_queries_score_expanded_keys():
     entries = torch.randn(7, D.latent + D.rope, dtype=torch.float64)
     q_nope, q_rope = (torch.randn(5, D.heads, n, dtype=torch.float64) for n in (D.nope, D.rope))
     absorbed = SimpleNamespace(dims=D, kv_b=kv_b)
-    keys, values = latents.expanded(SimpleNamespace(dims=D, kv_b=SimpleNamespace(weight=kv_b)), entries)
+    keys, values = latents.expand_latents(SimpleNamespace(dims=D, kv_b=SimpleNamespace(weight=kv_b)), entries)
     assert keys.shape == values.shape == (7, D.heads, D.nope + D.rope)
     assert not values[..., D.value :].any()
     scores = torch.einsum("thd,nhd->thn", torch.cat((q_nope, q_rope), -1), keys)
-    folded = latents.folded(absorbed, q_nope, q_rope)
-    assert folded.shape == (5, D.heads, D.latent + D.rope)
-    torch.testing.assert_close(torch.einsum("thd,nd->thn", folded, entries), scores)
+    query = latents.fold_query(absorbed, q_nope, q_rope)
+    assert query.shape == (5, D.heads, D.latent + D.rope)
+    torch.testing.assert_close(torch.einsum("thd,nd->thn", query, entries), scores)
     mid = torch.einsum("thn,nd->thd", scores, entries[:, : D.latent])
-    out = latents.unfolded(absorbed, mid)
+    out = latents.unfold_result(absorbed, mid)
     torch.testing.assert_close(out, torch.einsum("thn,nhv->thv", scores, values[..., : D.value]))
     assert out.is_contiguous()
 
@@ -161,7 +160,7 @@ def test_folded_queries_score_latents_as_queries_score_expanded_keys():
 def test_blocks_of_latents_are_expanded_in_their_shape():
     p = SimpleNamespace(dims=D, kv_b=SimpleNamespace(weight=torch.randn(D.heads * (D.nope + D.value), D.latent)))
     entries = torch.randn(2, 4, D.latent + D.rope)
-    for blocks, rows in zip(latents.expanded(p, entries), latents.expanded(p, entries.flatten(0, 1))):
+    for blocks, rows in zip(latents.expand_latents(p, entries), latents.expand_latents(p, entries.flatten(0, 1))):
         torch.testing.assert_close(blocks.flatten(0, 1), rows)
 
 

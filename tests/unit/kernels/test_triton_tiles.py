@@ -6,7 +6,7 @@ import torch
 
 from inferplane.kernels.triton import Products, Tiles
 from inferplane.plugin import Context, Features
-from inferplane_cuda.kernels import AHEAD, ahead, products, tiles
+from inferplane_cuda.kernels import DEPENDENT_LAUNCH_VARIABLE, products, tiles, uses_dependent_launch
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def test_counters_grow_and_the_old_ones_stay():
 
 def test_launching_ahead_is_off_unless_asked_for_and_there(monkeypatch):
     new, old = (Context(torch.bfloat16, "decode", {}, Features(x)) for x in (["sm90"], ["sm80"]))
-    assert not ahead(new) and not tiles(None, new).ahead and not products(None, new).ahead
-    monkeypatch.setenv(AHEAD, "1")
+    assert not uses_dependent_launch(new) and not tiles(None, new).ahead and not products(None, new).ahead
+    monkeypatch.setenv(DEPENDENT_LAUNCH_VARIABLE, "1")
     assert tiles(None, new).ahead and products(None, new).ahead
     assert not tiles(None, old).ahead and not products(None, old).ahead

@@ -14,19 +14,19 @@ from inferplane.kernels.triton.weight_packing import PACKING
 from inferplane.plugin import Context, Kernel, When
 from inferplane_cuda.kernels import providers
 from inferplane_cuda.kernels.conditions import (
-    CODED_128,
+    FP8_ACTIVATIONS_128,
+    FP8_BLOCK_EXPERTS,
+    FP8_BLOCK_LINEAR,
     HEADS_128,
-    MANY,
+    MANY_QUERIES,
     NO_WINDOW,
+    PLAIN_ACTIVATIONS,
     RANK_UNPROVED,
-    UNCODED,
     V3_HEADS,
     V3_LATENTS,
-    WHOLE_EXPERTS,
-    WHOLE_PRODUCT,
 )
-from inferplane_cuda.kvcache import NAMES, TOKEN_SCALED
-from inferplane_cuda.tuning import measured, ranked
+from inferplane_cuda.kvcache import PAGED_NAMES, TOKEN_SCALED
+from inferplane_cuda.tuning import load_measured, rank_measured
 
 AMPERE = Tiles(prefill=Launch(64, 32, 4, 2), decode=Launch(16, 64, 4, 3), mla=Launch(16, 32, 8, 2))
 """Fits the 99 KiB of shared memory that a program may have on sm86 and sm89."""
@@ -36,18 +36,22 @@ HOPPER = Tiles(prefill=Launch(128, 64, 8, 3), decode=Launch(16, 64, 4, 4), mla=L
 
 
 def tiles(op: Any, ctx: Context) -> Tiles:
-    """Tile sizes for what the context says of the GPU."""
+    """`Kernel.prepare` of the portable kernels: tile sizes for the GPU that the context describes."""
     large = any(name in ctx.features and ctx.features[name].present for name in ("sm90a", "sm100a"))
-    return replace(HOPPER if large else AMPERE, ahead=ahead(ctx))
+    return replace(HOPPER if large else AMPERE, ahead=uses_dependent_launch(ctx))
 
 
-AHEAD = "INFERPLANE_CUDA_AHEAD"
-"""Set to 1: small kernels are launched before the one in front of them has ended. Off until it was measured."""
+DEPENDENT_LAUNCH_VARIABLE = "INFERPLANE_CUDA_AHEAD"
+"""Environment variable: 1 launches small kernels before the one in front has ended. Off until it was measured."""
 
 
-def ahead(ctx: Context) -> bool:
-    """Whether that is asked for, and the GPU has it."""
-    return os.environ.get(AHEAD) == "1" and "sm90" in ctx.features and bool(ctx.features["sm90"].present)
+def uses_dependent_launch(ctx: Context) -> bool:
+    """Whether dependent launches are requested and the GPU supports them."""
+    return (
+        os.environ.get(DEPENDENT_LAUNCH_VARIABLE) == "1"
+        and "sm90" in ctx.features
+        and bool(ctx.features["sm90"].present)
+    )
 
 
 AMPERE_PRODUCTS = Products(
@@ -60,22 +64,22 @@ BLACKWELL_PRODUCTS = replace(HOPPER_PRODUCTS, many=Product(64, 128, 8, 3))
 
 
 def products(op: Any, ctx: Context) -> Products:
-    """Tile sizes of matrix products, and whether FP8 numbers are multiplied as they are."""
+    """`Kernel.prepare` of the matrix products: tile sizes, and whether the GPU multiplies FP8 numbers."""
     large = {"sm90a": HOPPER_PRODUCTS, "sm100a": BLACKWELL_PRODUCTS}
     found = [p for name, p in large.items() if name in ctx.features and ctx.features[name].present]
     fp8 = "fp8" in ctx.features and bool(ctx.features["fp8"].present)
-    return replace(found[0] if found else AMPERE_PRODUCTS, fp8=fp8, ahead=ahead(ctx))
+    return replace(found[0] if found else AMPERE_PRODUCTS, fp8=fp8, ahead=uses_dependent_launch(ctx))
 
 
 FP8_ERROR = 0.06
-"""Of queries and of weights in FP8, each number of which may be off by 1/16."""
-CODING: dict[str, Any] = {"extra_error": FP8_ERROR, "codes": "fp8"}
+"""Error of queries or activations in FP8, each number of which may be off by 1/16."""
+FP8_ACTIVATIONS: dict[str, Any] = {"extra_error": FP8_ERROR, "codes": "fp8"}
 HOPPER_FOLDER = "inferplane_cuda.kernels.hopper"
 FEATURES = ("triton", "sm90a")
 
 
 def hopper_kernels() -> list[Kernel]:
-    """Kernels that take sm90a's own instructions, in Gluon."""
+    """Kernels in Gluon that use sm90a's own instructions."""
 
     def kernel(op: str, where: str, layouts: tuple[str, ...], *needs: Any, **options: Any) -> Kernel:
         when = When((torch.bfloat16,), kv_layouts=layouts, features=FEATURES, needs=needs)
@@ -83,24 +87,34 @@ def hopper_kernels() -> list[Kernel]:
         return Kernel(op, "gluon", f"{HOPPER_FOLDER}.{where}", when, RANK_UNPROVED, note=note, **options)
 
     return [
-        kernel("mla_absorbed", "launch:mla_absorbed", NAMES, V3_LATENTS, capture_safe=True),
+        kernel("mla_absorbed", "mla_launch:mla_absorbed", PAGED_NAMES, V3_LATENTS, capture_safe=True),
         replace(
-            kernel("mla_absorbed", "launch:mla_absorbed_fp8", (TOKEN_SCALED,), V3_LATENTS, capture_safe=True),
+            kernel("mla_absorbed", "mla_launch:mla_absorbed_fp8", (TOKEN_SCALED,), V3_LATENTS, capture_safe=True),
             provider="gluon_fp8",
             extra_error=FP8_ERROR,
             note="FP8 products; not run on a GPU yet",
         ),
-        kernel("mla_expanded", "prompts:mla_expanded", NAMES, V3_LATENTS, V3_HEADS, needs_host_lens=True),
-        kernel("attention", "prompts:attention", NAMES[:1], MANY, HEADS_128, NO_WINDOW, batch_invariant=True),
+        kernel("mla_expanded", "prefill_launch:mla_expanded", PAGED_NAMES, V3_LATENTS, V3_HEADS, needs_host_lens=True),
+        kernel(
+            "attention",
+            "prefill_launch:attention",
+            PAGED_NAMES[:1],
+            MANY_QUERIES,
+            HEADS_128,
+            NO_WINDOW,
+            batch_invariant=True,
+        ),
         *hopper_products(),
     ]
 
 
 def hopper_products() -> list[Kernel]:
-    """FP8 blocks: where the op has its activations coded so, or the checkpoint asks for it; else by a pin."""
+    """Hopper's products with FP8 blocks, for ops that quantize activations to FP8, or checkpoints that ask for it; else
+    by a pin.
+    """
 
     def kernel(provider: str, note: str, *needs: Any, **options: Any) -> Kernel:
-        when = When((torch.bfloat16,), ("plain", "fp8_block"), features=FEATURES, needs=(*needs, *WHOLE_PRODUCT))
+        when = When((torch.bfloat16,), ("plain", "fp8_block"), features=FEATURES, needs=(*needs, *FP8_BLOCK_LINEAR))
         where = f"{HOPPER_FOLDER}.linear:linear"
         packs = {"weight": PACKING}
         return Kernel(
@@ -108,25 +122,29 @@ def hopper_products() -> list[Kernel]:
         )
 
     return [
-        kernel("gluon", "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest", CODED_128),
-        kernel("gluon_fp8", "codes activations in FP8; not run on a GPU yet", UNCODED, **CODING),
+        kernel(
+            "gluon",
+            "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest",
+            FP8_ACTIVATIONS_128,
+        ),
+        kernel("gluon_fp8", "quantizes activations to FP8; not run on a GPU yet", PLAIN_ACTIVATIONS, **FP8_ACTIVATIONS),
         Kernel(
             "moe_experts",
             "gluon_fp8",
             f"{HOPPER_FOLDER}.experts:moe_experts",
-            When((torch.bfloat16,), ("fp8_block",), features=FEATURES, needs=WHOLE_EXPERTS),
+            When((torch.bfloat16,), ("fp8_block",), features=FEATURES, needs=FP8_BLOCK_EXPERTS),
             RANK_UNPROVED,
             dict.fromkeys(("gate_up", "down"), PACKING),
             products,
             capture_safe=True,
-            note="codes activations in FP8; not run on a GPU yet",
-            **CODING,
+            note="quantizes activations to FP8; not run on a GPU yet",
+            **FP8_ACTIVATIONS,
         ),
     ]
 
 
 def kernels() -> list[Kernel]:
     """Every kernel this backend declares."""
-    portable = [*triton_kernels(NAMES, tiles), *matrix_kernels(products)]
+    portable = [*triton_kernels(PAGED_NAMES, tiles), *matrix_kernels(products)]
     declared = [*composed_kernels(), *portable, *hopper_kernels(), *providers.kernels()]
-    return ranked(declared, measured())
+    return rank_measured(declared, load_measured())

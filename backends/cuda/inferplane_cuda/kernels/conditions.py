@@ -1,4 +1,4 @@
-"""What kernels of this backend ask of an op, in words and as predicates, and the rank of what no GPU has run."""
+"""Conditions of this backend's kernels (`When.needs`: a sentence and a predicate), and the rank of unproved kernels."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ where it was measured to be the fastest."""
 
 V3_LATENTS = ("latents of 512 entries and rotated keys of 64", lambda op: (op.dims.latent, op.dims.rope) == (512, 64))
 V3_HEADS = ("heads of 128 + 64 entries and values of 128", lambda op: (op.dims.nope, op.dims.value) == (128, 128))
-MANY = ("many query tokens", lambda op: op.queries == "many")
+MANY_QUERIES = ("many query tokens", lambda op: op.queries == "many")
 HEADS_128 = ("heads of 128 entries", lambda op: (op.kv.dim, op.kv.v_dim) == (128, 128))
 NO_WINDOW = ("no sliding window", lambda op: op.kv.window is None)
 
-UNCODED = ("activations that the op leaves as they are", lambda op: op.act is None)
-CODED_128 = (
-    "activations coded in FP8 by 128 columns",
+PLAIN_ACTIVATIONS = ("unquantized activations", lambda op: op.act is None)
+FP8_ACTIVATIONS_128 = (
+    "activations quantized to FP8 by 128 columns",
     lambda op: op.act is not None and (op.act.format, op.act.group, op.act_group) == ("fp8", 128, 128),
 )
-WHOLE_PRODUCT = (
+FP8_BLOCK_LINEAR = (
     ("a weight in FP8 blocks", lambda op: op.weight.format == "fp8_block"),
     ("rows of a multiple of 16 bytes", lambda op: op.weight.shape[-1] % 16 == 0),
     ("a result in the plan's dtype", lambda op: op.out_dtype is None),
 )
-WHOLE_EXPERTS = (
+FP8_BLOCK_EXPERTS = (
     ("rows of a multiple of 16 bytes", lambda op: op.gate_up.shape[-1] % 16 == 0),
     ("an inner size that is a multiple of 128", lambda op: op.down.shape[-1] % 128 == 0),
 )

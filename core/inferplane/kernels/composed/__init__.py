@@ -11,7 +11,7 @@ from inferplane.types import Kernel
 
 
 def composed_kernels() -> list[Kernel]:
-    """All of them. Pure: nothing is imported beyond torch, nothing is allocated."""
+    """Every composed kernel. Pure: nothing is imported beyond torch, nothing is allocated."""
     return [*basic.KERNELS, *attention.KERNELS, *moe.KERNELS]
 
 

@@ -24,75 +24,75 @@ FLOAT32 = Packing("float32", lambda w: w.float())
     capture_safe=True,
     batch_invariant=True,
 )
-def embedding(p: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Gather rows."""
-    return F.embedding(ids, p.weight)
+def embedding(view: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The op `embedding`: gather rows of the weight."""
+    return F.embedding(ids, view.weight)
 
 
 @KERNELS("rms_norm", "torch", when=ANY, capture_safe=True, batch_invariant=True)
-def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's own RMS norm."""
-    return F.rms_norm(x, p.weight.shape, p.weight, p.eps)
+    return F.rms_norm(x, view.weight.shape, view.weight, view.eps)
 
 
 @KERNELS("add_rms_norm", "torch", when=ANY, capture_safe=True, batch_invariant=True)
-def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Addition, then torch's own RMS norm."""
     s = x if residual is None else x + residual
-    return F.rms_norm(s, p.norm.weight.shape, p.norm.weight, p.norm.eps), s
+    return F.rms_norm(s, view.norm.weight.shape, view.norm.weight, view.norm.eps), s
 
 
-def _same_dtype(op: Any) -> bool:
+def _is_plain(op: Any) -> bool:
     return op.out_dtype is None and op.act is None
 
 
 @KERNELS(
     "linear",
     "torch",
-    when=When(FLOATS, needs=(("activations and result in the plan's dtype", _same_dtype),)),
+    when=When(FLOATS, needs=(("activations and result in the plan's dtype", _is_plain),)),
     capture_safe=True,
 )
-def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's own matrix product."""
-    return F.linear(x, p.weight, p.bias)
+    return F.linear(x, view.weight, view.bias)
 
 
-def _float32_result(op: Any) -> bool:
+def _has_float32_result(op: Any) -> bool:
     return op.out_dtype is torch.float32 and op.act is None
 
 
 @KERNELS(
     "linear",
     "torch",
-    when=When(FLOATS, needs=(("a float32 result", _float32_result),)),
+    when=When(FLOATS, needs=(("a float32 result", _has_float32_result),)),
     packs={"weight": FLOAT32, "bias": FLOAT32},
     capture_safe=True,
 )
-def linear_float32(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """The product in float32 throughout, as routers want it; the weight is kept in float32."""
-    return F.linear(x.float(), p.weight, p.bias)
+def linear_float32(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """The product in float32 throughout, for routers; the weight is packed in float32."""
+    return F.linear(x.float(), view.weight, view.bias)
 
 
 @KERNELS("lm_head", "torch", when=ANY, capture_safe=True)
-def lm_head(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Select rows, multiply in the plan's dtype, widen."""
+def lm_head(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Select the rows that need logits, multiply in the plan's dtype, widen to float32."""
     rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
-    return F.linear(rows, p.weight).float()
+    return F.linear(rows, view.weight).float()
 
 
 @KERNELS("silu_mul", "torch", when=ANY, capture_safe=True, batch_invariant=True)
-def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """SiLU of the first half times the second half."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
 
 @KERNELS("rope", "torch", when=ANY, capture_safe=True, batch_invariant=True)
-def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotate in float32; one gather of cosines and sines a token."""
-    cos, sin = p.table[positions][:, :, None].unbind(1)
+def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate in float32; cosines and sines are gathered once per token."""
+    cos, sin = view.table[positions][:, :, None].unbind(1)
     h = x.float()
-    if p.interleaved:
+    if view.interleaved:
         a, b = h.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).to(x.dtype)
     a, b = h.chunk(2, -1)
@@ -101,7 +101,7 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 @KERNELS("sample", "torch", when=ANY, capture_safe=True, batch_invariant=True)
 def sample(
-    p: Any,
+    view: Any,
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
@@ -110,16 +110,16 @@ def sample(
     uniform: torch.Tensor | None,
 ) -> torch.Tensor:
     """The op's body, which is nothing but torch operators on the device already."""
-    return SampleTokens.__call__(p, logits, temperature, top_k, top_p, min_p, uniform)
+    return SampleTokens.__call__(view, logits, temperature, top_k, top_p, min_p, uniform)
 
 
 @KERNELS("all_reduce", "torch", when=ANY, batch_invariant=True)
-def all_reduce(p: Any, x: torch.Tensor) -> torch.Tensor:
+def all_reduce(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch.distributed on the default group."""
-    return AllReduce.__call__(p, x)
+    return AllReduce.__call__(view, x)
 
 
 @KERNELS("all_gather", "torch", when=ANY, batch_invariant=True)
-def all_gather(p: Any, x: torch.Tensor) -> torch.Tensor:
+def all_gather(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch.distributed on the default group."""
-    return AllGather.__call__(p, x)
+    return AllGather.__call__(view, x)

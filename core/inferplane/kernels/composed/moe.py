@@ -16,18 +16,18 @@ ANY = When(dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
 
 @KERNELS("moe_route", "torch", when=ANY, capture_safe=True, batch_invariant=True)
-def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The op's body, which is nothing but torch operators on the device already."""
-    return MoERoute.__call__(p, logits)
+    return MoERoute.__call__(view, logits)
 
 
 @KERNELS("moe_experts", "torch", when=ANY)
-def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Sort the chosen pairs by expert, so that each expert's rows are one slice; only chosen experts are read."""
+def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Sort pairs of token and expert by expert: each expert's rows are one slice, and only chosen experts are read."""
     _tokens, k = ids.shape
     order = ids.flatten().argsort(stable=True)
     token = torch.div(order, k, rounding_mode="floor")
-    elsewhere, *counts = torch.bincount(ids.flatten() + 1, minlength=p.gate_up.shape[0] + 1).tolist()
+    elsewhere, *counts = torch.bincount(ids.flatten() + 1, minlength=view.gate_up.shape[0] + 1).tolist()
     rows, scale = x[token], weights.flatten()[order]
     out = torch.zeros_like(x, dtype=torch.float32)
     start = elsewhere  # pairs of experts on other ranks, whose id is -1, come first
@@ -35,8 +35,8 @@ def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
         if not n:
             continue
         part = slice(start, start + n)
-        gate, up = F.linear(pad_rows(rows[part]), p.gate_up[e]).chunk(2, -1)
-        y = F.linear(F.silu(gate) * up, p.down[e])[:n]
+        gate, up = F.linear(pad_rows(rows[part]), view.gate_up[e]).chunk(2, -1)
+        y = F.linear(F.silu(gate) * up, view.down[e])[:n]
         out.index_add_(0, token[part], y.float() * scale[part, None])
         start += n
     return out.to(x.dtype)

@@ -1,7 +1,7 @@
-"""Shapes of products: few, whatever number of rows there is.
+"""Padding rows of 16-bit matrix products, so that products have few distinct shapes.
 
-torch and oneDNN keep what they compile for each shape of a product in 16 bits, for as long as the process lives. Every
-number of rows costs about a megabyte (measured on an AMX processor: 3,200 numbers of rows, 3 GB).
+torch and oneDNN keep what they compile for each shape of a 16-bit product for as long as the process lives: about a
+megabyte for each number of rows (measured on an AMX processor: 3,200 numbers of rows, 3 GB).
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import torch.nn.functional as F
 
 
 def round_up_rows(count: int) -> int:
-    """A number of rows, rounded up: to multiples of 16, above 256 by less than an eighth (eight sizes an octave)."""
+    """Round a number of rows up: to a multiple of 16; above 256 to one of eight sizes per power of two, by less than an
+    eighth.
+    """
     grain = max(16, 1 << max(0, (count - 1).bit_length() - 4))
     return -(-count // grain) * grain
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """`[rows, width]` with rows of zeros behind, up to the rounded number."""
+    """Append rows of zeros to `x` `[rows, width]`, up to `round_up_rows(rows)`."""
     return F.pad(x, (0, 0, 0, round_up_rows(x.shape[0]) - x.shape[0]))

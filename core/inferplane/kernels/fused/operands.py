@@ -1,4 +1,4 @@
-"""Operands of vendors' operators, and room for their results."""
+"""Arguments that vendors' operators take: lengths, block tables, scales, tensors for their results."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from inferplane.plugin import Batch
 
 
 @functools.cache
-def one(device: torch.device) -> torch.Tensor:
-    """A scale of 1, which cache writes want even where nothing is scaled."""
+def unit_scale(device: torch.device) -> torch.Tensor:
+    """A scale of 1, `[1]` float32, which cache writes take even where nothing is scaled."""
     return torch.ones(1, dtype=torch.float32, device=device)
 
 
 def rotate_last_head_as_key(x: torch.Tensor, rotate: Callable[[torch.Tensor, torch.Tensor], object]) -> torch.Tensor:
-    """Heads `[T, H, D]`, rotated by an operator that rotates queries and keys at once: the last head goes as the key.
+    """Rotate heads by an operator that rotates queries and keys at once: pass the last head as the key.
 
     Args:
-        x: left as it is.
-        rotate: rotates the others `[T, (H - 1) D]` and the last `[T, D]` in place. One head goes as both.
+        x: heads `[T, H, D]`, left unchanged.
+        rotate: rotates the first H - 1 heads `[T, (H - 1) D]` and the last head `[T, D]` in place. If H is 1, it gets
+            two copies of the one head.
+
+    Returns:
+        The rotated heads `[T, H, D]`.
     """
     tokens, heads, _ = x.shape
     last = x[:, -1].clone(memory_format=torch.contiguous_format)
@@ -32,10 +36,10 @@ def rotate_last_head_as_key(x: torch.Tensor, rotate: Callable[[torch.Tensor, tor
 
 
 def one_sequence_per_token(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lengths `[T]` and block tables `[T, blocks]`, int32, with every token as a sequence of its own that ends with it.
+    """Present every query token as a sequence of its own that ends with it: lengths `[T]`, block tables `[T, blocks]`.
 
-    For kernels of single tokens that take one number of tokens for all sequences: a decode step may bring several for
-    some. Sequences that are padding have length 0. Nothing waits for the device.
+    Both are int32. For decode kernels that take one query token per sequence, since a decode step may bring several
+    for some sequences. Sequences that are padding get length 0. Nothing waits for the device.
     """
     lens, tables = batch.seq_lens, batch.block_tables
     if batch.max_query_tokens == 1:
@@ -46,11 +50,16 @@ def one_sequence_per_token(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cumulative_lengths(lens: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Where sequences that lie one behind the other start, and where the last ends: int32 `[B + 1]`."""
+    """Where each of B concatenated sequences starts, and where the last one ends: int32 `[B + 1]`."""
     return torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device)
 
 
 def allocate_routing(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, float32, and ids, int32, both `[T, top_k]` and not yet written."""
+    """Unwritten results of a routing operator: weights float32 and expert ids int32, both `[T, top_k]`.
+
+    Args:
+        logits: the router's, `[T, experts]`.
+        top_k: experts per token.
+    """
     weights = logits.new_empty(logits.shape[0], top_k, dtype=torch.float32)
     return weights, torch.empty_like(weights, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Weights and tables as several vendors' operators read them."""
+"""Weights and rotary tables in the layouts that several vendors' operators read."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ import torch
 from inferplane.plugin import Packing, QTensor
 
 INT4_GROUPS = {"int4_group": 128, "int4_group64": 64, "int4_group32": 32}
-"""Columns that share a scale, by format."""
+"""INT4 formats with groups -> columns that share a scale."""
 
 FLOAT32 = Packing("float32", lambda w: w.float())
-"""Norms' weights and experts' biases, for operators that take them in float32 whatever the activations are in."""
+"""For operators that take norms' weights and experts' biases in float32 whatever the dtype of activations."""
 
 
 class RopeTable:
-    """Cosines and sines `[positions, D]`, kept in each dtype that is asked for: operators want the queries' own.
+    """A rotary table `[positions, D]`, cosines before sines, in the dtype of the queries, which operators expect.
 
     Args:
-        table: `[positions, 2, D / 2]`.
+        table: cosines and sines `[positions, 2, D / 2]`.
     """
 
     def __init__(self, table: torch.Tensor) -> None:
-        self.whole = table.flatten(1).contiguous()
+        self.table = table.flatten(1).contiguous()
         self._cast: dict[torch.dtype, torch.Tensor] = {}
 
     def to_dtype(self, dtype: torch.dtype) -> torch.Tensor:
-        """The table in a dtype; cast once."""
+        """The table in a dtype; cast the first time only."""
         if dtype not in self._cast:
-            self._cast[dtype] = self.whole.to(dtype)
+            self._cast[dtype] = self.table.to(dtype)
         return self._cast[dtype]
 
 
 class Int8Rows:
-    """int8 rows `[N, K]`, their scales `[N]`, and what a zero point takes off a row's product for each unit of the
-    inputs' sum, `[N]` or None: for products that know no zero points.
+    """An int8 weight for products that know no zero points: `data` `[N, K]` and `scale` `[N]`.
+
+    A zero point z of row n takes `scale[n] z sum(x)` off its product; `shift` `[N]` holds `scale z`, or is None.
     """
 
     def __init__(self, weight: QTensor) -> None:
@@ -41,12 +42,12 @@ class Int8Rows:
         self.shift = None if weight.zero is None else self.scale * weight.zero[:, 0]
 
     def subtract_zero_points(self, y: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The product without what zero points take off.
+        """Correct a product for the zero points that it left out.
 
         Args:
             y: the product `[T, N]`.
-            x: its inputs `[T, K]`.
-            scale: `[T, 1]`, by which quantized inputs are multiplied.
+            x: its activations `[T, K]`.
+            scale: `[T, 1]`, the scales of `x` if it is quantized.
         """
         if self.shift is None:
             return y

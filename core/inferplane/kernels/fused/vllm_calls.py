@@ -1,7 +1,7 @@
-"""Calls in the form of vLLM's operators, which several vendors' libraries have taken over.
+"""Ops by operators that have the call form of vLLM's, which several vendors' libraries took over.
 
-They write into tensors that they are given, some into their inputs, which are copied here: an op leaves its inputs as
-they are.
+Each function takes the vendor's operator as `call` and the op's arguments. Such operators write their results into
+arguments, some into their inputs; inputs are copied here, since an op leaves its inputs unchanged.
 
 Source: vllm-project/vllm, csrc/torch_bindings.cpp.
 """
@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.operands import one
+from inferplane.kernels.fused.operands import unit_scale
 from inferplane.plugin import Batch
 
-AS_IT_IS = "auto"
-"""Value of `kv_cache_dtype`: what the cache holds already."""
+CACHE_DTYPE = "auto"
+"""Value of `kv_cache_dtype`: store entries in the cache's own dtype."""
 
 
 def rms_norm(call: Callable[..., object], norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """By `call(out, x, weight, eps)` over contiguous rows."""
+    """The op `rms_norm` by `call(out, x, weight, eps)` over contiguous rows; `norm` is the op's view."""
     x = x.contiguous()
     out = torch.empty_like(x)
     call(out, x, norm.weight, norm.eps)
@@ -31,14 +31,16 @@ def rms_norm(call: Callable[..., object], norm: Any, x: torch.Tensor) -> torch.T
 def add_rms_norm(
     call: Callable[..., object], norm: Any, x: torch.Tensor, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm and sum, by `call(x, residual, weight, eps)`: its first argument becomes the norm and its second the sum."""
+    """The op `add_rms_norm` by `call(x, residual, weight, eps)`, which turns its first argument into the norm and its
+    second into the sum; `norm` is the view of the norm inside the op.
+    """
     y, total = x.clone(memory_format=torch.contiguous_format), residual.clone(memory_format=torch.contiguous_format)
     call(y, total, norm.weight, norm.eps)
     return y, total
 
 
 def silu_mul(call: Callable[..., object], x: torch.Tensor) -> torch.Tensor:
-    """By `call(out, x)`: SiLU of the first half times the second."""
+    """The op `silu_mul` by `call(out, x)`: SiLU of the first half of the columns times the second."""
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     call(out, x.contiguous())
     return out
@@ -51,13 +53,13 @@ def kv_write(
     cache: tuple[torch.Tensor, torch.Tensor],
     batch: Batch,
 ) -> None:
-    """By `call(k, v, keys, values, slots, kv_cache_dtype, k_scale, v_scale)`, which skips slot -1."""
-    scale = one(k.device)
-    call(k.contiguous(), v.contiguous(), *cache, batch.slots, AS_IT_IS, scale, scale)
+    """The op `kv_write` by `call(k, v, keys, values, slots, kv_cache_dtype, k_scale, v_scale)`, which skips slot -1."""
+    scale = unit_scale(k.device)
+    call(k.contiguous(), v.contiguous(), *cache, batch.slots, CACHE_DTYPE, scale, scale)
 
 
 def mla_kv_write(
     call: Callable[..., object], latent: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, batch: Batch
 ) -> None:
-    """By `call(latent, k_rope, cache, slots, kv_cache_dtype, scale)`, which skips slot -1."""
-    call(latent.contiguous(), k_rope.contiguous(), cache, batch.slots, AS_IT_IS, one(latent.device))
+    """The op `mla_kv_write` by `call(latent, k_rope, cache, slots, kv_cache_dtype, scale)`, which skips slot -1."""
+    call(latent.contiguous(), k_rope.contiguous(), cache, batch.slots, CACHE_DTYPE, unit_scale(latent.device))

@@ -1,8 +1,8 @@
 """Portable kernels in Triton, rank 50: for any device with a Triton backend, and for Triton's interpreter.
 
-They name no device; tile sizes are arguments (`Tiles`). Nothing here imports Triton: targets are dotted names, imported
-when a kernel has been chosen. A backend that offers them states the feature "triton" (present, or absent with a reason)
-and the names of those of its KV layouts that are core's paged storage.
+They name no device; tile sizes are arguments (`Tiles`, `Products`). Nothing here imports Triton: targets are dotted
+names, imported when a kernel has been chosen. A backend that declares them states the feature "triton" (present, or
+absent with a reason) and names those of its KV layouts that are core's paged storage.
 """
 
 from __future__ import annotations
@@ -17,42 +17,45 @@ from inferplane.kernels.triton.tiles import Launch, Product, Products, Tiles
 from inferplane.types import RANK_PORTABLE, Context, Kernel, When
 
 FEATURE = "triton"
-"""What a device must have for these kernels: a Triton that compiles for it."""
+"""The feature that these kernels need: a Triton that compiles for the device."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
 SMALL = Tiles()
 EIGHT_BIT_ERROR = 0.08
-"""Where one key outweighs the others, two FP8 numbers make a result, weight and value; each may be off by 1/16."""
+"""Error of `mla_expanded` in 8 bits: where one key outweighs the others, a result is one weight times one value, both
+in FP8, and each may be off by 1/16.
+"""
 FOLDER = "inferplane.kernels.triton"
 
 
 def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Tiles] = SMALL.prepare) -> list[Kernel]:
-    """All of them. Pure: nothing is imported beyond torch, nothing is allocated.
+    """All portable kernels but the matrix products (`matrix_kernels`). Pure: nothing is imported beyond torch, nothing
+    is allocated.
 
     Args:
-        kv_layouts: names of the layouts, made by `paged_layout`, that the attention kernels may look into.
-        tiles: `(op, context)` -> tile sizes, asked when a kernel is linked; by default small ones that fit anywhere.
+        kv_layouts: names of the backend's layouts that are made by `paged_layout`; the attention kernels read these.
+        tiles: `(op, context)` -> tile sizes, called when a kernel is linked; by default small ones that fit anywhere.
     """
     plain = When(FLOATS, features=(FEATURE,))
     eight_bit = When(HALF, kv_layouts=tuple(kv_layouts), features=(FEATURE, "fp8", "int8-dot"))
     cached = When(FLOATS, kv_layouts=tuple(kv_layouts), features=(FEATURE,))
 
     def kernel(op: str, where: str, when: When, **options: Any) -> Kernel:
-        usual: dict[str, Any] = {"prepare": tiles, "capture_safe": True, "batch_invariant": True}
-        return Kernel(op, "triton", f"{FOLDER}.{where}", when, RANK_PORTABLE, **{**usual, **options})
+        defaults: dict[str, Any] = {"prepare": tiles, "capture_safe": True, "batch_invariant": True}
+        return Kernel(op, "triton", f"{FOLDER}.{where}", when, RANK_PORTABLE, **{**defaults, **options})
 
     return [
-        kernel("rms_norm", "rows:rms_norm", plain),
-        kernel("add_rms_norm", "rows:add_rms_norm", plain),
-        kernel("silu_mul", "rows:silu_mul", plain),
-        kernel("quantize", "rows:quantize", plain),
-        kernel("rope", "cache:rope", plain),
+        kernel("rms_norm", "rowwise:rms_norm", plain),
+        kernel("add_rms_norm", "rowwise:add_rms_norm", plain),
+        kernel("silu_mul", "rowwise:silu_mul", plain),
+        kernel("quantize", "rowwise:quantize", plain),
+        kernel("rope", "kv_write:rope", plain),
         kernel("sample", "sampling:sample", plain),
-        kernel("kv_write", "cache:kv_write", cached),
-        kernel("mla_kv_write", "cache:mla_kv_write", cached),
-        kernel("norm_rope_write", "enter:norm_rope_write", cached),
-        kernel("mla_norm_rope_write", "enter:mla_norm_rope_write", cached),
+        kernel("kv_write", "kv_write:kv_write", cached),
+        kernel("mla_kv_write", "kv_write:mla_kv_write", cached),
+        kernel("norm_rope_write", "norm_rope_write:norm_rope_write", cached),
+        kernel("mla_norm_rope_write", "norm_rope_write:mla_norm_rope_write", cached),
         kernel("attention", "attention:attention", cached),
         # The products around these two are torch's own, which may add in another order for another number of rows.
         kernel("mla_absorbed", "mla:mla_absorbed", cached, batch_invariant=False),
@@ -60,7 +63,7 @@ def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Ti
             "mla_expanded", "mla:mla_expanded", cached, batch_invariant=False, capture_safe=False, needs_host_lens=True,
         ),
         Kernel(
-            "mla_expanded", "triton_8bit", f"{FOLDER}.eight_bit:mla_expanded", eight_bit, RANK_PORTABLE, prepare=tiles,
+            "mla_expanded", "triton_8bit", f"{FOLDER}.mla_8bit:mla_expanded", eight_bit, RANK_PORTABLE, prepare=tiles,
             needs_host_lens=True, extra_error=EIGHT_BIT_ERROR, note="int8 scores and FP8 values",
         ),
     ]  # fmt: skip

@@ -1,9 +1,12 @@
 """Attention of ragged queries over paged K and V: one kernel for few and for many query tokens.
 
-A program takes a tile of query rows: tokens times the query heads that share a KV head when tokens are few, tokens of
-one head when they are many. With few tokens the cache of a sequence is split among programs; how, follows from that
-sequence's own length, so no plan is made on the host, a captured step stays right when lengths grow, and a result does
-not depend on the rest of the batch. Quantized entries are widened as they are; their scales act on scores and weights.
+A program takes a tile of query rows. With few query tokens, rows are tokens times the query heads that share a KV
+head; with many, tokens of one head. With few tokens, a sequence's cache is split among programs, by the sequence's own
+length alone: no plan is made on the host, a captured step stays right when lengths grow, and a result does not depend
+on the rest of the batch. Quantized entries are widened without their scales, which are applied to scores and weights.
+
+The device functions use: a slot, one token's place in the cache; `tables`, the block table, whose rows are sequences;
+`starts` and `lengths`, where each sequence's query tokens begin and how many tokens it has in all.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.kv_write import stored
-from inferplane.kernels.triton.split_reduction import kept, last_of
+from inferplane.kernels.triton.kv_write import cache_tensors
+from inferplane.kernels.triton.split_reduction import is_last_arrival, load_shared_part
 from inferplane.kernels.triton.tiles import Launch, Tiles
 from inferplane.types import Batch, LayerKV
 
@@ -24,8 +27,11 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def widened(x, KIND: tl.constexpr, dtype: tl.constexpr):
-    """Stored entries as numbers: KIND 0 as they are, 1 FP8 bits times 2^-8, 2 int8. See `FACTOR`."""
+def widen_entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Stored cache entries as numbers of `dtype`, without their scales.
+
+    KIND 0: as they are; 1: FP8 bits, which come out times 2^-8 (`WIDEN_FACTOR` makes up for it); 2: int8.
+    """
     if KIND == 1:
         bits = ((x.to(tl.uint16) & 0x80) << 8) | ((x.to(tl.uint16) & 0x7F) << 7)
         return bits.to(tl.float16, bitcast=True).to(dtype)
@@ -35,36 +41,44 @@ def widened(x, KIND: tl.constexpr, dtype: tl.constexpr):
         return x
 
 
-FACTOR = tl.constexpr((1.0, 256.0, 1.0))
-"""What widened entries lack, by kind: read as a half float's, an FP8 number's exponent is 8 too small."""
+WIDEN_FACTOR = tl.constexpr((1.0, 256.0, 1.0))
+"""By which `widen_entries` are too small, by KIND: read as a float16's, an FP8 number's exponent is 8 too small."""
 
 
 @triton.jit
-def first_slot(tables, key, BLOCK_TOKENS: tl.constexpr):
-    """Slot of a key whose tile lies within one block."""
-    block = tl.load(tables + key // BLOCK_TOKENS).to(tl.int64)
-    return block * BLOCK_TOKENS + key % BLOCK_TOKENS
+def slot_in_block(tables, key, BLOCK_TOKENS: tl.constexpr):
+    """Slot of key number `key`; the following keys of the same block have the following slots."""
+    padded_width = tl.load(tables + key // BLOCK_TOKENS).to(tl.int64)
+    return padded_width * BLOCK_TOKENS + key % BLOCK_TOKENS
 
 
 @triton.jit
-def each_slot(tables, keys, inside, BLOCK_TOKENS: tl.constexpr):
-    """Slots of keys that may lie in several blocks."""
-    block = tl.load(tables + keys // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
-    return block * BLOCK_TOKENS + keys % BLOCK_TOKENS
+def slots_of_keys(tables, keys, inside, BLOCK_TOKENS: tl.constexpr):
+    """Slots of keys `keys`, which may lie in several blocks; those not `inside` get the slots of block 0."""
+    padded_width = tl.load(tables + keys // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
+    return padded_width * BLOCK_TOKENS + keys % BLOCK_TOKENS
 
 
 @triton.jit
-def extent_of(starts, lengths, sequence):
-    """A sequence's tokens in all, where its query tokens begin, and how many they are."""
+def sequence_extent(starts, lengths, sequence):
+    """A sequence's tokens in all, its first query token's row, and its number of query tokens."""
     length = tl.load(lengths + sequence)
     begin = tl.load(starts + sequence)
     return length, begin, tl.load(starts + sequence + 1) - begin
 
 
 @triton.jit
-def weighed(s, highest, total, BLIND: tl.constexpr):
-    """Weights of scores `s` (in powers of two), by what the results so far shrink, and the new maxima and sums. BLIND:
-    a row may have seen no key yet.
+def softmax_step(s, highest, total, BLIND: tl.constexpr):
+    """One step of an online softmax, in powers of two.
+
+    Args:
+        s: scores of this tile of keys `[ROWS, KEYS]`, times log2(e).
+        highest: largest score of each row so far.
+        total: sum of each row's weights so far, relative to `highest`.
+        BLIND: a row may have seen no key yet.
+
+    Returns:
+        Weights of this tile, the factor by which earlier sums must shrink, and the new `highest` and `total`.
     """
     higher = tl.maximum(highest, tl.max(s, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher) if BLIND else higher
@@ -74,8 +88,8 @@ def weighed(s, highest, total, BLIND: tl.constexpr):
 
 
 @triton.jit
-def span_of(length, count, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """The first key that any of a sequence's queries may see, rounded down to a block."""
+def first_visible_key(length, count, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """The first key that any query of a sequence may see with its sliding WINDOW (0: none), rounded down to a block."""
     if WINDOW > 0:
         return tl.maximum(length - count - WINDOW + 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS
     else:
@@ -83,28 +97,29 @@ def span_of(length, count, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
 
 
 @triton.jit
-def chunk_of(keys, KEYS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
-    """Keys of a split, for a sequence with `keys` of them: a multiple of KEYS, so large that SPLITS are enough."""
+def split_size(keys, KEYS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
+    """Keys per split of a sequence with `keys` keys: a multiple of KEYS, at least CHUNK, so that SPLITS are enough."""
     return tl.maximum(tl.cdiv(tl.cdiv(keys, SPLITS), KEYS) * KEYS, CHUNK)
 
 
 @triton.jit
-def combined(parts, lse, place, splits, used, entry, real, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Rows put together from the results of their splits, each normed by its own sum; float32 `[ROWS, BLOCK]`.
+def combine_splits(parts, lse, place, splits, used, entry, real, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Combine the results of a tile's splits, float32 `[ROWS, BLOCK]`.
 
-    `place` are the rows' first splits in `lse` (base 2) and `parts`, of which `used` count, one after another.
+    `parts` holds each split's result, divided by its own sum of weights, and `lse` the base-2 logarithm of that sum.
+    `place` is where a row's splits begin in both; the first `used` of them were written.
     """
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     for i in range(0, used):
-        highest = tl.maximum(highest, tl.where(real, kept(lse + place + i, real), float("-inf")))
+        highest = tl.maximum(highest, tl.where(real, load_shared_part(lse + place + i, real), float("-inf")))
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, entry.shape[0]], tl.float32)
     for i in range(0, used):
-        weight = tl.where(real, tl.exp2(kept(lse + place + i, real) - base), 0.0)
+        weight = tl.where(real, tl.exp2(load_shared_part(lse + place + i, real) - base), 0.0)
         total += weight
         mask = real[:, None] & (entry < WIDTH)[None, :]
-        acc += weight[:, None] * kept(parts + (place + i)[:, None] * WIDTH + entry[None, :], mask)
+        acc += weight[:, None] * load_shared_part(parts + (place + i)[:, None] * WIDTH + entry[None, :], mask)
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
@@ -116,17 +131,21 @@ def _attend(
     BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
+    """Program `(tile and split, head or KV head, sequence)`: attention of ROWS query rows to one split of the keys.
+
+    Rows are TILE_HEADS heads of each token. SPLIT: there may be several splits, whose last program combines them.
+    """
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     sequence = tl.program_id(2)
-    length, begin, count = extent_of(starts, lengths, sequence)
+    length, begin, count = sequence_extent(starts, lengths, sequence)
     first_token = tile * ROWS // TILE_HEADS
     if (length == 0) | (first_token >= count):
         return
-    first = span_of(length, count, WINDOW, BLOCK_TOKENS)
+    first = first_visible_key(length, count, WINDOW, BLOCK_TOKENS)
     last = length - count + tl.minimum((tile * ROWS + ROWS - 1) // TILE_HEADS + 1, count)
     alone, span, chunk = True, length - first, length
     if SPLIT:
-        chunk = chunk_of(span, KEYS, CHUNK, SPLITS)
+        chunk = split_size(span, KEYS, CHUNK, SPLITS)
         alone = chunk >= span
         first += split * chunk
         if first >= length:
@@ -155,71 +174,71 @@ def _attend(
         key = start + within
         inside = key < length
         if BLOCK_TOKENS % KEYS == 0:
-            slot = first_slot(table, start, BLOCK_TOKENS) + within
+            slot = slot_in_block(table, start, BLOCK_TOKENS) + within
         else:
-            slot = each_slot(table, key, inside, BLOCK_TOKENS)
+            slot = slots_of_keys(table, key, inside, BLOCK_TOKENS)
         place = slot * KV_HEADS + kv_head
         keys = tl.load(
             k + place[None, :] * DIM + dim[:, None], mask=inside[None, :] & (dim < DIM)[:, None], other=0
         )  # fmt: skip
-        s = tl.dot(query, widened(keys, KIND, query.dtype), input_precision="ieee") * scale
+        s = tl.dot(query, widen_entries(keys, KIND, query.dtype), input_precision="ieee") * scale
         if KIND > 0:
-            s *= (tl.load(k_scales + place, mask=inside, other=0.0) * FACTOR[KIND])[None, :]
+            s *= (tl.load(k_scales + place, mask=inside, other=0.0) * WIDEN_FACTOR[KIND])[None, :]
         seen = inside[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             seen &= key[None, :] > position[:, None] - WINDOW
         s = tl.where(seen, s, float("-inf"))
-        p, shrink, highest, total = weighed(s, highest, total, True)
+        p, shrink, highest, total = softmax_step(s, highest, total, True)
         acc = acc * shrink[:, None]
         values = tl.load(
             v + place[:, None] * V_DIM + value_dim[None, :],
             mask=inside[:, None] & (value_dim < V_DIM)[None, :], other=0,
         )  # fmt: skip
         if KIND > 0:
-            p *= (tl.load(v_scales + place, mask=inside, other=0.0) * FACTOR[KIND])[None, :]
-        acc = tl.dot(p.to(query.dtype), widened(values, KIND, query.dtype), acc, input_precision="ieee")
+            p *= (tl.load(v_scales + place, mask=inside, other=0.0) * WIDEN_FACTOR[KIND])[None, :]
+        acc = tl.dot(p.to(query.dtype), widen_entries(values, KIND, query.dtype), acc, input_precision="ieee")
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     place = rows * HEADS + head
-    wanted = real[:, None] & (value_dim < V_DIM)[None, :]
+    out_mask = real[:, None] & (value_dim < V_DIM)[None, :]
     if not alone:
         mine = place * splits + split
-        tl.store(parts + mine[:, None] * V_DIM + value_dim[None, :], acc, mask=wanted)
+        tl.store(parts + mine[:, None] * V_DIM + value_dim[None, :], acc, mask=out_mask)
         seen_mass = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
         tl.store(lse + mine, seen_mass, mask=real)
         used = tl.cdiv(span, chunk)
         group = (sequence * tl.num_programs(1) + tl.program_id(1)) * (tl.num_programs(0) // splits) + tile
-        if not last_of(counters + group, used):
+        if not is_last_arrival(counters + group, used):
             return
-        acc = combined(parts, lse, place * splits, splits, used, value_dim, real, V_DIM, ROWS)
-    tl.store(out + place[:, None] * V_DIM + value_dim[None, :], acc.to(out.dtype.element_ty), mask=wanted)
+        acc = combine_splits(parts, lse, place * splits, splits, used, value_dim, real, V_DIM, ROWS)
+    tl.store(out + place[:, None] * V_DIM + value_dim[None, :], acc.to(out.dtype.element_ty), mask=out_mask)
 
 
-def block(dim: int) -> int:
-    """Width of the tile that holds `dim` entries."""
+def padded_width(dim: int) -> int:
+    """Width of the tile that holds `dim` entries: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(dim))
 
 
-def splits_for(batch: Batch, launch: Launch, tiles: Tiles) -> int:
-    """Splits that the longest sequence of a batch (or of what a captured step is for) can need."""
+def count_splits(batch: Batch, launch: Launch, tiles: Tiles) -> int:
+    """Splits that the longest sequence of a batch can need; in a captured step, the longest sequence of any replay."""
     chunk = max(tiles.chunk_tokens, launch.keys)
     return min(tiles.splits, max(1, math.ceil(batch.max_seq_tokens / chunk)))
 
 
-def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """Few query tokens: split over the cache, and put together by the last split to come. Many: a tile of tokens and a
-    head a program.
+def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """The op `attention`. Few query tokens: the cache is split among programs, and the last one combines the splits.
+    Many: one program per tile of tokens and head.
     """
-    tiles: Tiles = p.prepared
-    few = p.queries == "few"
+    tiles: Tiles = view.prepared
+    few = view.queries == "few"
     launch = (tiles.decode if few else tiles.prefill).for_dtype(q.dtype)
-    entries, scales, kind = stored(kv)
+    entries, scales, kind = cache_tensors(kv)
     tokens, heads, dim = q.shape
-    group, v_dim = heads // p.kv.heads, p.kv.v_dim
+    group, v_dim = heads // view.kv.heads, view.kv.v_dim
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q.new_empty(tokens, heads, v_dim)
     tile_heads = group if few else 1
     rows = max(launch.rows, triton.next_power_of_2(tile_heads)) if few else launch.rows
-    splits = splits_for(batch, launch, tiles) if few else 1
+    splits = count_splits(batch, launch, tiles) if few else 1
     parts = lse = counters = out
     across = triton.cdiv(batch.max_query_tokens * tile_heads, rows)
     grid = (across * splits, heads // tile_heads, len(batch.seq_lens))
@@ -230,9 +249,10 @@ def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tenso
     _attend[grid](
         q, entries[0], entries[1], scales[0], scales[1], out, parts, lse, counters,
         batch.block_tables, batch.query_start, batch.seq_lens,
-        p.scale * LOG2_E, batch.block_tables.stride(0), q.stride(0), q.stride(1), splits,
+        view.scale * LOG2_E, batch.block_tables.stride(0), q.stride(0), q.stride(1), splits,
         HEADS=heads, GROUP=group, TILE_HEADS=tile_heads, DIM=dim, V_DIM=v_dim, BLOCK_TOKENS=kv.block_tokens,
-        WINDOW=p.kv.window or 0, KIND=kind, ROWS=rows, KEYS=launch.keys, BLOCK_D=block(dim), BLOCK_V=block(v_dim),
+        WINDOW=view.kv.window or 0, KIND=kind, ROWS=rows, KEYS=launch.keys,
+        BLOCK_D=padded_width(dim), BLOCK_V=padded_width(v_dim),
         CHUNK=max(tiles.chunk_tokens, launch.keys), SPLITS=tiles.splits, SPLIT=splits > 1,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip

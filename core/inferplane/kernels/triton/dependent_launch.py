@@ -1,14 +1,16 @@
-"""Launches that begin before the one in front of them has ended (programmatic dependent launch).
+"""Launches that begin before the launch in front of them has ended (programmatic dependent launch).
 
-Such a program is set up while the launch before still runs, and waits for its results itself. Devices of compute
-capability 9.0 and later have it. It is asked for by `Tiles.ahead` and `Products.ahead`, which are off: what it gains
+Such a program is set up while the previous launch still runs, and waits for its results itself. Devices of compute
+capability 9.0 and later support it. `Tiles.ahead` and `Products.ahead` turn it on; they are off, since what it gains
 was not measured yet.
 
-Two rules hold for each such kernel. It reads and writes nothing before it has waited: what was launched before may
-still write what it reads, counters too, and read what it writes. Matrix products only ask for their weights to come
-nearer until then (`fetch`), which has no meaning in memory's order, so it is right whoever wrote them last. And it lets
-the next one begin after it has waited, never before: whoever begins finds all but its predecessor ended, so waiting for
-that one is enough, however far back the launch was that wrote what it reads.
+Two rules hold for each such kernel:
+
+1. It reads and writes nothing before it has waited: the previous launch may still write what it reads, counters too,
+   and read what it writes. Matrix products only prefetch their weights until then (`prefetch_l2`), which has no meaning
+   in memory's order, so it is right whichever launch wrote them last.
+2. It lets the next launch begin after it has waited, never before. So whenever a launch begins, all launches but its
+   predecessor have ended, and waiting for that one is enough, however far back the launch was that wrote its inputs.
 """
 
 from __future__ import annotations
@@ -19,33 +21,35 @@ import triton
 import triton.language as tl
 
 
-def _extra(name: str) -> Any:
-    """A function that Triton has for one kind of device, whichever module it lies in; None: this Triton has none."""
+def _find_builtin(name: str) -> Any:
+    """A function of `tl.extra`, in whichever device's module this Triton has it; None if it has none."""
     modules = vars(tl.extra).values() if hasattr(tl, "extra") else ()
     return next((getattr(module, name) for module in modules if hasattr(module, name)), None)
 
 
-gdc_wait, gdc_launch_dependents = _extra("gdc_wait"), _extra("gdc_launch_dependents")
+gdc_wait, gdc_launch_dependents = _find_builtin("gdc_wait"), _find_builtin("gdc_launch_dependents")
 
 
 @triton.jit
-def wait(AHEAD: tl.constexpr):
-    """With AHEAD, wait until what was launched before has ended and all that it wrote is there."""
+def wait_for_previous(AHEAD: tl.constexpr):
+    """With AHEAD, wait until the previous launch has ended and all that it wrote can be read."""
     if AHEAD:
         gdc_wait()
 
 
 @triton.jit
-def let_next(AHEAD: tl.constexpr):
-    """With AHEAD, let the next launch be set up, once all programs have come here or ended; after `wait`."""
+def allow_next(AHEAD: tl.constexpr):
+    """With AHEAD, let the next launch be set up once all programs have come here or ended. Call `wait_for_previous`
+    before.
+    """
     if AHEAD:
         gdc_launch_dependents()
 
 
 @triton.jit
-def fetch(pointers, bytes):
-    """Ask for `bytes` behind each pointer to be brought into the L2 cache, and go on. From one multiple of 16 bytes to
-    another, which stays within what was allocated.
+def prefetch_l2(pointers, bytes):
+    """Start to bring `bytes` behind each pointer into the L2 cache, without waiting for them. The range is widened to
+    multiples of 16 bytes, which stays within what was allocated.
     """
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
@@ -54,19 +58,19 @@ def fetch(pointers, bytes):
 
 
 @triton.jit
-def begin(AHEAD: tl.constexpr):
-    """A kernel's first statement: with AHEAD, wait for what was launched before, then let the next one be set up. That
-    one waits for this one's end, whatever it was told here.
+def wait_then_allow_next(AHEAD: tl.constexpr):
+    """A kernel's first statement: with AHEAD, wait for the previous launch, then let the next one be set up, which will
+    wait for the end of this one.
     """
-    wait(AHEAD)
-    let_next(AHEAD)
+    wait_for_previous(AHEAD)
+    allow_next(AHEAD)
 
 
-def asked(p: Any) -> bool:
-    """Whether a view's kernel is to be launched so, as its `prepared` says."""
-    return bool(getattr(getattr(p, "prepared", None), "ahead", False))
+def is_dependent(view: Any) -> bool:
+    """Whether a view's kernel is to be launched before the one in front has ended: `ahead` of its tile sizes."""
+    return bool(getattr(getattr(view, "prepared", None), "ahead", False))
 
 
-def how(ahead: bool) -> dict[str, Any]:
-    """Arguments of a launch; nothing that other devices' compilers do not know where it is not asked for."""
+def launch_options(ahead: bool) -> dict[str, Any]:
+    """Arguments of a launch. The option that other devices' compilers do not know is passed only if `ahead`."""
     return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}

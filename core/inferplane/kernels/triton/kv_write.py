@@ -1,4 +1,4 @@
-"""Rotary positions, and writing K, V and latents into core's paged storage, quantized on the way where it is."""
+"""Rotary positions, and writing K, V and latents into core's paged storage, which quantizes them if it is quantized."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.dependent_launch import asked, begin, how
-from inferplane.kernels.triton.rowwise import encoded, scale_of
+from inferplane.kernels.triton.dependent_launch import is_dependent, launch_options, wait_then_allow_next
+from inferplane.kernels.triton.rowwise import quant_scale, quantize_entries
 from inferplane.types import Batch, LayerKV
 
 
@@ -18,7 +18,8 @@ def _rope(
     x, positions, table, out, heads, x_outer, x_inner,
     HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin(AHEAD)
+    """Program `(token, head)` rotates one head by the angles of the token\'s position."""
+    wait_then_allow_next(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     pair = tl.arange(0, BLOCK)
@@ -37,17 +38,20 @@ def _rope(
 
 
 @triton.jit
-def store_part(
+def store_entries(
     value, entries, scales, slot, part, inside, within,
     PARTS: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Store one part of one token, `value` float32 of which `inside` counts; KIND 0 plain, 1 FP8, 2 int8."""
+    """Store one part of one token in the cache: DIM entries that share a scale.
+
+    `value` is float32, and the entries that are `inside` count. KIND 0: stored plain; 1: in FP8; 2: in int8.
+    """
     place = entries + (slot * PARTS + part) * DIM + within
     if KIND == 0:
         tl.store(place, value.to(entries.dtype.element_ty), mask=inside)
     else:
-        scale = scale_of(tl.max(tl.abs(value), 0), 448.0 if KIND == 1 else 127.0, POWER_OF_TWO)
-        tl.store(place, encoded(value, scale, KIND == 1), mask=inside)
+        scale = quant_scale(tl.max(tl.abs(value), 0), 448.0 if KIND == 1 else 127.0, POWER_OF_TWO)
+        tl.store(place, quantize_entries(value, scale, KIND == 1), mask=inside)
         tl.store(scales + slot * PARTS + part, scale)
 
 
@@ -57,6 +61,7 @@ def _write(
     PARTS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
+    """Program `(token, part)` writes one head of K, and of V if V_DIM is not 0, to the token\'s slot; -1 is padding."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
@@ -65,11 +70,11 @@ def _write(
     within = tl.arange(0, BLOCK)
     inside = within < DIM
     value = tl.load(k + token * k_outer + part * k_inner + within, mask=inside, other=0.0).to(tl.float32)
-    store_part(value, k_entries, k_scales, slot, part, inside, within, PARTS, DIM, KIND, POWER_OF_TWO)
+    store_entries(value, k_entries, k_scales, slot, part, inside, within, PARTS, DIM, KIND, POWER_OF_TWO)
     if V_DIM > 0:
         inside = within < V_DIM
         value = tl.load(v + token * v_outer + part * v_inner + within, mask=inside, other=0.0).to(tl.float32)
-        store_part(value, v_entries, v_scales, slot, part, inside, within, PARTS, V_DIM, KIND, POWER_OF_TWO)
+        store_entries(value, v_entries, v_scales, slot, part, inside, within, PARTS, V_DIM, KIND, POWER_OF_TWO)
 
 
 @triton.jit
@@ -78,6 +83,7 @@ def _write_latent(
     LATENT: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
+    """Program `(token, part)` writes DIM entries of the latent with the rotated key behind it to the token\'s slot."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
@@ -90,41 +96,44 @@ def _write_latent(
     high = inside & (entry >= LATENT)
     value = tl.load(latent + token * latent_outer + entry, mask=low, other=0.0).to(tl.float32)
     value += tl.load(k_rope + token * rope_outer + entry - LATENT, mask=high, other=0.0).to(tl.float32)
-    store_part(value, entries, scales, slot, part, inside, within, PARTS, DIM, KIND, POWER_OF_TWO)
+    store_entries(value, entries, scales, slot, part, inside, within, PARTS, DIM, KIND, POWER_OF_TWO)
 
 
 KINDS = {torch.float8_e4m3fn: 1, torch.int8: 2}
-"""How entries of a dtype are kept; any other is kept as it is."""
+"""KIND of a cache by the dtype of its entries; 0, plain, for any other."""
 
 
-def stored(kv: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-    """Entries (FP8 as its bits), scales (the entries again where there are none) and kind of a paged storage."""
+def cache_tensors(kv: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """What kernels need of a paged storage: its entries (FP8 as bits), their scales (the entries again where there are
+    none, which are not read then), and its KIND.
+    """
     entries = [e.view(torch.uint8) if e.dtype == torch.float8_e4m3fn else e for e in kv.entries]
     return entries, kv.scales or entries, KINDS.get(kv.entries[0].dtype, 0)
 
 
-def side_by_side(x: torch.Tensor) -> torch.Tensor:
+def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x`, copied if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One program a token and head."""
-    x = side_by_side(x)
+def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The op `rope`: one program per token and head."""
+    x = with_contiguous_rows(x)
     tokens, heads, dim = x.shape
     out = x.new_empty(tokens, heads, dim)
     if tokens:
         _rope[(tokens, heads)](
-            x, positions, p.table, out, heads, x.stride(0), x.stride(1),
-            HALF=dim // 2, BLOCK=max(16, triton.next_power_of_2(dim // 2)), INTERLEAVED=p.interleaved, num_warps=1,
-            **how(asked(p)),
+            x, positions, view.table, out, heads, x.stride(0), x.stride(1),
+            HALF=dim // 2, BLOCK=max(16, triton.next_power_of_2(dim // 2)), INTERLEAVED=view.interleaved, num_warps=1,
+            **launch_options(is_dependent(view)),
         )  # fmt: skip
     return out
 
 
-def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """K and V of a token and head in one program."""
-    entries, scales, kind = stored(kv)
-    k, v = side_by_side(k), side_by_side(v)
+def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """The op `kv_write`: one program per token and head."""
+    entries, scales, kind = cache_tensors(kv)
+    k, v = with_contiguous_rows(k), with_contiguous_rows(v)
     tokens, heads, dim = k.shape
     if tokens:
         _write[(tokens, heads)](
@@ -135,10 +144,10 @@ def kv_write(p: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV
         )  # fmt: skip
 
 
-def mla_kv_write(p: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """The latent and the rotated key of a token, a program for each run of entries that share a scale."""
-    entries, scales, kind = stored(kv)
-    latent, k_rope = side_by_side(latent), side_by_side(k_rope)
+def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
+    """The op `mla_kv_write`: one program per token and run of entries that share a scale."""
+    entries, scales, kind = cache_tensors(kv)
+    latent, k_rope = with_contiguous_rows(latent), with_contiguous_rows(k_rope)
     _, parts, dim = entries[0].shape
     if latent.shape[0]:
         _write_latent[(latent.shape[0], parts)](

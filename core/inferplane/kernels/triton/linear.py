@@ -7,110 +7,140 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.triton.fp8_int4 import in_fp8
-from inferplane.kernels.triton.matmul import Activations, coded, plain, product
-from inferplane.kernels.triton.quantized_results import handed
-from inferplane.kernels.triton.rowwise import MOST_COLUMNS, by_scale
-from inferplane.kernels.triton.rowwise import gated as gate
-from inferplane.kernels.triton.rowwise import quantize as quantized
+from inferplane.kernels.triton.fp8_int4 import is_multiplied_in_fp8
+from inferplane.kernels.triton.matmul import MatmulInput, matmul, plain_input, quantized_input
+from inferplane.kernels.triton.quantized_results import find_quantized
+from inferplane.kernels.triton.rowwise import (
+    MAX_ROW_QUANTIZED_COLUMNS,
+    quantize_by_scale,
+    quantize_rows,
+    silu_mul_quantize,
+)
 from inferplane.kernels.triton.tiles import Products
-from inferplane.kernels.triton.weight_packing import FP8, Packed
+from inferplane.kernels.triton.weight_packing import FP8, PackedWeight
 from inferplane.types import Batch
 
 FP8_GROUP = 128
-FEW_ROWS = 64
-"""So many are coded by the product itself, in each of its programs: a launch costs more than coding them again."""
+"""Columns of activations in FP8 that share a scale."""
+MAX_ROWS_QUANTIZED_IN_KERNEL = 64
+"""Up to this many rows, the matmul quantizes activations itself: redoing it per program is cheaper than a launch."""
 
 
-def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """One product; activations are quantized before it where the op says so."""
-    rows = plain(x) if p.act is None else coded(*quantized(p.act, x), p.act_group, x.dtype)
-    return product(rows, p.weight, p.prepared, p.bias, p.out_dtype)
+def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """One matrix product; activations are quantized before it where the op says so (`Linear.act`)."""
+    act = view.act
+    rows = plain_input(x)
+    if act is not None:
+        rows = quantized_input(*quantize_rows(x, act.format, act.group), view.act_group, x.dtype)
+    return matmul(rows, view.weight, view.prepared, view.bias, view.out_dtype)
 
 
-def linear_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """The same with activations in FP8, which the op does not ask for."""
-    rows = fp8_input(x, p.weight, group_of(p.weight), p.prepared)
-    return product(rows, p.weight, p.prepared, p.bias, p.out_dtype)
+def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """One matrix product with activations quantized to FP8, although the op passes them unquantized."""
+    rows = make_fp8_input(x, view.weight, activation_group(view.weight), view.prepared)
+    return matmul(rows, view.weight, view.prepared, view.bias, view.out_dtype)
 
 
-def linear_int8(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """The same with activations in int8, a scale a token."""
-    return product(int8_input(x, p.prepared), p.weight, p.prepared, p.bias, p.out_dtype)
+def linear_int8(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """One matrix product with activations quantized to int8, one scale per token."""
+    return matmul(make_int8_input(x, view.prepared), view.weight, view.prepared, view.bias, view.out_dtype)
 
 
-def group_of(weight: Packed) -> int:
-    """Columns that share a scale in activations in FP8: 0, the whole row, beside FP8 weights with a scale a row."""
+def activation_group(weight: PackedWeight) -> int:
+    """How many columns of FP8 activations share a scale before this weight: `FP8_GROUP`, but 0 (the whole row) where
+    the weight is FP8 with a scale per row.
+    """
     return weight.group if weight.kind == FP8 else FP8_GROUP
 
 
-def static_of(weight: Packed) -> torch.Tensor | None:
-    """The scale of its activations that an FP8 weight brings, or None."""
+def static_activation_scale(weight: PackedWeight) -> torch.Tensor | None:
+    """The fixed scale `[1]` that an FP8 checkpoint brings for the activations of this weight, or None."""
     return weight.act_scale if weight.kind == FP8 else None
 
 
-def fp8_input(x: torch.Tensor, weight: Packed, group: int, products: Products) -> Activations:
-    """Activations for a product in FP8: the codes that were handed over with them, or many are coded before it. Few
-    others are coded in it, by as many columns as a loop turn takes, where it multiplies FP8 numbers; where INT4 is
-    multiplied in 16 bits, few stay as they are. An FP8 weight that brings a scale of its activations has them coded by
-    that.
+def make_fp8_input(x: torch.Tensor, weight: PackedWeight, group: int, products: Products) -> MatmulInput:
+    """Choose where activations become FP8 for a product, and quantize them here if it is before the product.
+
+    In this order:
+        1. The weight brings a static scale: that scale is used, in the product for few rows, else by a kernel here.
+        2. The kernel that computed `x` left its FP8 form: it is used.
+        3. More than `MAX_ROWS_QUANTIZED_IN_KERNEL` rows: a kernel quantizes them here.
+        4. Few rows: the product quantizes them, one scale per loop iteration's columns, if it multiplies FP8 numbers;
+           if it multiplies INT4 weights in 16 bits, they stay as they are.
+
+    Args:
+        x: `[M, K]` in 16 bits.
+        weight: what they are multiplied by.
+        group: columns that share a scale, 0 for the whole row.
+        products: tile sizes, and whether the device multiplies FP8 numbers.
     """
-    static = static_of(weight)
+    is_few = len(x) <= MAX_ROWS_QUANTIZED_IN_KERNEL
+    static = static_activation_scale(weight)
     if static is not None:
-        few = replace(plain(x), scale=static, code=True)
-        return few if len(x) <= FEW_ROWS else coded(by_scale(x, static, products.ahead), static, 0, x.dtype)
-    found = handed(x, "fp8", group)
+        if is_few:
+            return replace(plain_input(x), scale=static, quantize=True)
+        return quantized_input(quantize_by_scale(x, static, products.ahead), static, 0, x.dtype)
+    found = find_quantized(x, "fp8", group)
     if found is not None:
-        return coded(*found, group, x.dtype)
-    here = weight.kind == FP8 or (products.fp8 and in_fp8(weight))
-    return replace(plain(x), code=here) if len(x) <= FEW_ROWS else fp8_rows(x, group)
+        return quantized_input(found.values, found.scales, group, x.dtype)
+    if not is_few:
+        return quantize_rows_to_fp8(x, group)
+    return replace(plain_input(x), quantize=weight.kind == FP8 or (products.fp8 and is_multiplied_in_fp8(weight)))
 
 
-def fp8_rows(x: torch.Tensor, group: int) -> Activations:
-    """Activations in FP8: a scale for as many columns as share one in the weight, or for the row."""
-    how = type("Rows", (), {"format": "fp8", "group": group})
-    return coded(*quantized(how, x), group, x.dtype)
+def quantize_rows_to_fp8(x: torch.Tensor, group: int) -> MatmulInput:
+    """Rows `[M, K]` in FP8 with a scale per `group` columns, or per row if it is 0."""
+    return quantized_input(*quantize_rows(x, "fp8", group), group, x.dtype)
 
 
-def int8_input(x: torch.Tensor, products: Products) -> Activations:
-    """Activations in int8 with a scale a row: the codes that were handed over with them, or coded before the product,
-    few too, since a row's scale follows from all of its columns.
+def make_int8_input(x: torch.Tensor, products: Products) -> MatmulInput:
+    """Rows `[M, K]` in int8 with a scale per row: the form that the kernel before left, or else quantized here.
+
+    Few rows are quantized here too, not in the product: a row's scale needs all of its columns.
     """
-    how = type("Rows", (), {"format": "int8", "group": 0, "prepared": products})
-    return coded(*quantized(how, x), 0, x.dtype)
+    return quantized_input(*quantize_rows(x, "int8", 0, products.ahead), 0, x.dtype)
 
 
-def lm_head(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Select rows, multiply, in float32 from the sums on."""
+def lm_head(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Logits: select the rows that need some, multiply, and keep the float32 sums unrounded."""
     rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
-    return product(plain(rows), p.weight, p.prepared, None, torch.float32)
+    return matmul(plain_input(rows), view.weight, view.prepared, None, torch.float32)
 
 
-def gated_mlp(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Two products; the first one's program has both halves of a column, and ends with their activation."""
-    middle = product(plain(x), p.gate_up.weight, p.prepared, gated=True)
-    return product(plain(middle), p.down.weight, p.prepared)
+def gated_mlp(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """Two products; a program of the first computes gate and up of its columns, and ends with `silu(gate) * up`."""
+    inner = matmul(plain_input(x), view.gate_up.weight, view.prepared, gated=True)
+    return matmul(plain_input(inner), view.down.weight, view.prepared)
 
 
-def gated_mlp_fp8(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """With activations in FP8; what lies between the two products is one kernel."""
-    weight = p.gate_up.weight
-    both = product(fp8_input(x, weight, group_of(weight), p.prepared), weight, p.prepared)
-    return product(middle(both, p.down.weight, "fp8", p.prepared), p.down.weight, p.prepared)
+def gated_mlp_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """The gated MLP with activations in FP8: product, one kernel that activates and quantizes, product."""
+    gate_up, down, products = view.gate_up.weight, view.down.weight, view.prepared
+    both = matmul(make_fp8_input(x, gate_up, activation_group(gate_up), products), gate_up, products)
+    return matmul(activate_and_quantize(both, down, "fp8", products), down, products)
 
 
-def gated_mlp_int8(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """The same in int8."""
-    both = product(int8_input(x, p.prepared), p.gate_up.weight, p.prepared)
-    return product(middle(both, p.down.weight, "int8", p.prepared), p.down.weight, p.prepared)
+def gated_mlp_int8(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """The gated MLP with activations in int8: product, one kernel that activates and quantizes, product."""
+    gate_up, down, products = view.gate_up.weight, view.down.weight, view.prepared
+    both = matmul(make_int8_input(x, products), gate_up, products)
+    return matmul(activate_and_quantize(both, down, "int8", products), down, products)
 
 
-def middle(both: torch.Tensor, down: Packed, format: str, products: Products) -> Activations:
-    """What the second product of a gated MLP takes, from the first one's result: coded as it is made, in FP8 by 128
-    columns, in int8 by rows where a program holds one; or in FP8 by the scale that `down` brings.
+def activate_and_quantize(both: torch.Tensor, down: PackedWeight, format: str, products: Products) -> MatmulInput:
+    """The input of a gated MLP's second product: `silu(gate) * up`, quantized in the same kernel.
+
+    FP8 has a scale per 128 columns, or the static scale that `down` brings; int8 has one per row where a program can
+    hold the row.
+
+    Args:
+        both: gate and up side by side, `[M, 2 I]`.
+        down: the second weight.
+        format: "fp8" or "int8".
+        products: tile sizes.
     """
-    if format == "fp8" and static_of(down) is not None:
-        return fp8_input(gate(both, ahead=products.ahead)[0], down, 0, products)
-    group = 0 if format == "int8" and both.shape[1] // 2 <= MOST_COLUMNS else FP8_GROUP
-    data, scale = gate(both, format, group, products.ahead)
-    return coded(data, scale, group, both.dtype)
+    if format == "fp8" and static_activation_scale(down) is not None:
+        return make_fp8_input(silu_mul_quantize(both, ahead=products.ahead)[0], down, 0, products)
+    group = 0 if format == "int8" and both.shape[1] // 2 <= MAX_ROW_QUANTIZED_COLUMNS else FP8_GROUP
+    values, scales = silu_mul_quantize(both, format, group, products.ahead)
+    return quantized_input(values, scales, group, both.dtype)

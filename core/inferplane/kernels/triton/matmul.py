@@ -1,9 +1,13 @@
-"""Matrix products `x weight^T` of plain or quantized activations and weights: tiles, whole products, splits of K.
+"""Matrix products `x weight^T` of plain or quantized activations and weights: a tile, the product, its split along K.
 
-Entries meet in the activations' type, or as 8-bit numbers where both sides have 8 bits and the device multiplies them;
-INT4 beside FP8 becomes FP8. Sums over the columns that share scales go to float32, are scaled there, and are added up
-in float32: also where the hardware's own FP8 sums are shorter. int8 by rows is summed up in int32. Any M, N and K;
-nothing is read on the host but shapes.
+Numbers are multiplied in the activations' dtype, or as 8-bit numbers where both sides have 8 bits and the device
+multiplies them; INT4 beside FP8 becomes FP8. Sums over the columns that share scales are scaled and added up in
+float32, also where the hardware's own FP8 sums are shorter. int8 with scales per row is summed in int32. M, N and K may
+be anything; the host reads nothing but shapes.
+
+The device functions name the sizes so: tiles are BM rows by BN columns, and a loop iteration takes BK columns of K. A
+KIND says how numbers are stored: 0 plain, 1 FP8 as its bits, 2 int8, 3 INT4 two to a byte; A_KIND 4 is plain
+activations that the product quantizes to FP8. GROUP and X_GROUP are the columns that share a scale, 0 for a whole row.
 """
 
 from __future__ import annotations
@@ -14,24 +18,23 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.attention import widened
-from inferplane.kernels.triton.dependent_launch import fetch, how, let_next, wait
-from inferplane.kernels.triton.fp8_int4 import TOGETHER, in_fp8
-from inferplane.kernels.triton.fp8_int4 import tile as tile_of_int4
-from inferplane.kernels.triton.rowwise import encoded, scale_of, silu
-from inferplane.kernels.triton.split_reduction import kept, last_of
+from inferplane.kernels.triton.attention import widen_entries
+from inferplane.kernels.triton.dependent_launch import allow_next, launch_options, prefetch_l2, wait_for_previous
+from inferplane.kernels.triton.fp8_int4 import MAX_FUSED_GATE_ROWS, is_multiplied_in_fp8, tile_fp8_int4
+from inferplane.kernels.triton.rowwise import quant_scale, quantize_entries, silu
+from inferplane.kernels.triton.split_reduction import is_last_arrival, load_shared_part
 from inferplane.kernels.triton.tiles import Products
-from inferplane.kernels.triton.weight_packing import FP8, INT4, INT8, PLAIN, Packed
+from inferplane.kernels.triton.weight_packing import FP8, INT4, INT8, PLAIN, PackedWeight
 
 RASTER = 8
-"""Tiles of rows that are done side by side, so that they find each other's weights in the cache."""
-MOST_WHOLE = tl.constexpr(131072)
-"""Columns of int8 whose sum an int32 holds, -128 among the weights: 131072 x 127 x 128 is below 2^31."""
+"""Tiles of rows that run side by side, so that they find each other's weights in the L2 cache."""
+MAX_INT32_COLUMNS = tl.constexpr(131072)
+"""Columns of int8 whose products an int32 can sum, -128 among the weights: 131072 x 127 x 128 is below 2^31."""
 
 
 @triton.jit
-def entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
-    """Stored entries in `dtype`: KIND 0 plain, 1 FP8 bits (times 2^-8), 2 int8, 3 one INT4 entry in the low bits."""
+def convert_entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Stored entries in `dtype`, by KIND; FP8 comes out times 2^-8, INT4 is read from the low bits."""
     if KIND == 3:
         if dtype == tl.bfloat16:  # 128 + n has the bits of 128 with n in the last places
             return ((x.to(tl.int16) & 15) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
@@ -42,27 +45,32 @@ def entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
     elif KIND == 0:
         return x.to(dtype)
     else:
-        return widened(x, KIND, dtype)
+        return widen_entries(x, KIND, dtype)
 
 
 @triton.jit
-def multiply(a, b, A_KIND: tl.constexpr, B_KIND: tl.constexpr, FP8_DOT: tl.constexpr, dtype: tl.constexpr):
-    """A tile's product in float32; `b` is `[K, N]`. Without 8-bit products both are widened, which is exact."""
+def multiply_tiles(a, b, A_KIND: tl.constexpr, B_KIND: tl.constexpr, FP8_DOT: tl.constexpr, dtype: tl.constexpr):
+    """The product of tiles `a` `[M, K]` and `b` `[K, N]` in float32.
+
+    Where the device does not multiply 8-bit numbers, both are widened first, which is exact.
+    """
     if A_KIND == 2 and B_KIND == 2:
         return tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
     elif A_KIND == 1 and B_KIND == 1 and FP8_DOT:
         return tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
     else:
-        return tl.dot(entries(a, A_KIND, dtype), entries(b, B_KIND, dtype), input_precision="ieee")
+        return tl.dot(convert_entries(a, A_KIND, dtype), convert_entries(b, B_KIND, dtype), input_precision="ieee")
 
 
 @triton.jit
-def whole_numbers(
+def tile_int8(
     x, x_scale, x_row, x_inside, w, w_scale, n, n_inside, first, last,
     K: tl.constexpr, W_ROW: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """`tile` of int8 with a scale a row on either side, at most `MOST_WHOLE` columns: summed up and scaled once."""
+    """`matmul_tile` of int8 with a scale per row on either side: summed in int32 and scaled once at the end. At most
+    `MAX_INT32_COLUMNS` columns.
+    """
     within = tl.arange(0, BK)
     acc = tl.zeros([BM, BN], tl.int32)
     source, weight = x + x_row[:, None] * K, w + n.to(tl.int64)[None, :] * W_ROW
@@ -76,21 +84,21 @@ def whole_numbers(
 
 
 @triton.jit
-def by_turns(
+def tile_stepwise(
     x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, first, last,
     K: tl.constexpr, W_ROW: tl.constexpr, X_ROW_SCALES: tl.constexpr, GROUPS: tl.constexpr,
     A_KIND: tl.constexpr, X_GROUP: tl.constexpr, B_KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """`tile` of any other forms: each loop turn's sums go to float32 and are scaled there."""
+    """`matmul_tile` of all other forms: each loop iteration's sums go to float32 and are scaled there."""
     KIND: tl.constexpr = 1 if A_KIND == 4 else A_KIND
     HALF: tl.constexpr = BK // 2 if B_KIND == 3 else BK
     within = tl.arange(0, HALF)
     acc = tl.zeros([BM, BN], tl.float32)
     source, weight = x + x_row[:, None] * K, w + n.to(tl.int64)[None, :] * W_ROW
     if A_KIND == 4 and X_ROW_SCALES == 0:
-        fixed = tl.zeros([BM], tl.float32) + tl.load(x_scale)
+        static_scale = tl.zeros([BM], tl.float32) + tl.load(x_scale)
     for k in range(first, last, BK):
         column = k + within
         if B_KIND == 3:
@@ -98,29 +106,29 @@ def by_turns(
             a = tl.load(source + column[None, :], mask=x_inside[:, None] & (column < K)[None, :], other=0.0)
             column += HALF
             c = tl.load(source + column[None, :], mask=x_inside[:, None] & (column < K)[None, :], other=0.0)
-            low, high = entries(both, 3, dtype), entries(both >> 4, 3, dtype)
+            low, high = convert_entries(both, 3, dtype), convert_entries(both >> 4, 3, dtype)
             if ZERO:
                 zero = tl.load(w_zero + n // ROWS * GROUPS + (k // GROUP if GROUP > 0 else 0), mask=n_inside, other=0.0)
                 low, high = low - zero.to(dtype)[None, :], high - zero.to(dtype)[None, :]
-            part = tl.dot(entries(a, A_KIND, dtype), low, input_precision="ieee")
-            part = tl.dot(entries(c, A_KIND, dtype), high, part, input_precision="ieee")
+            part = tl.dot(convert_entries(a, A_KIND, dtype), low, input_precision="ieee")
+            part = tl.dot(convert_entries(c, A_KIND, dtype), high, part, input_precision="ieee")
         else:
             inside = column < K
             a = tl.load(source + column[None, :], mask=x_inside[:, None] & inside[None, :], other=0.0)
             b = tl.load(weight + column[:, None], mask=n_inside[None, :] & inside[:, None], other=0.0)
             if ZERO:
                 zero = tl.load(w_zero + n // ROWS * GROUPS + (k // GROUP if GROUP > 0 else 0), mask=n_inside, other=0.0)
-                left = entries(b, B_KIND, tl.float32) - zero[None, :]
-                part = tl.dot(entries(a, A_KIND, dtype), left.to(dtype), input_precision="ieee")
+                left = convert_entries(b, B_KIND, tl.float32) - zero[None, :]
+                part = tl.dot(convert_entries(a, A_KIND, dtype), left.to(dtype), input_precision="ieee")
             elif A_KIND == 4 and X_ROW_SCALES == 0:
-                codes = encoded(a.to(tl.float32), fixed[:, None], True)
-                part = multiply(codes, b, KIND, B_KIND, FP8_DOT, dtype)
+                codes = quantize_entries(a.to(tl.float32), static_scale[:, None], True)
+                part = multiply_tiles(codes, b, KIND, B_KIND, FP8_DOT, dtype)
             elif A_KIND == 4:
-                row_scale = scale_of(tl.max(tl.abs(a.to(tl.float32)), 1), 448.0, False)
-                codes = encoded(a.to(tl.float32), row_scale[:, None], True)
-                part = multiply(codes, b, KIND, B_KIND, FP8_DOT, dtype) * row_scale[:, None]
+                row_scale = quant_scale(tl.max(tl.abs(a.to(tl.float32)), 1), 448.0, False)
+                codes = quantize_entries(a.to(tl.float32), row_scale[:, None], True)
+                part = multiply_tiles(codes, b, KIND, B_KIND, FP8_DOT, dtype) * row_scale[:, None]
             else:
-                part = multiply(a, b, A_KIND, B_KIND, FP8_DOT, dtype)
+                part = multiply_tiles(a, b, A_KIND, B_KIND, FP8_DOT, dtype)
         if GROUP > 0:
             part *= tl.load(w_scale + n // ROWS * GROUPS + k // GROUP, mask=n_inside, other=0.0)[None, :]
         if X_GROUP > 0:
@@ -139,54 +147,56 @@ def by_turns(
 
 
 @triton.jit
-def one_tile(
+def tile_one_matrix(
     x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, first, last,
     K: tl.constexpr, W_ROW: tl.constexpr, X_ROW_SCALES: tl.constexpr, GROUPS: tl.constexpr,
     A_KIND: tl.constexpr, X_GROUP: tl.constexpr, B_KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """`tile` without GATED."""
+    """`matmul_tile` without GATED: picks the loop for the two forms."""
     if FP8_DOT and B_KIND == 3 and (A_KIND == 1 or A_KIND == 4):
-        return tile_of_int4(
+        return tile_fp8_int4(
             x, x_scale, x_row, x_inside, w, w_scale, n, n_inside, 0, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
             A_KIND == 4, X_GROUP, ROWS, GROUP, BM, BN, BK, False,
         )  # fmt: skip
-    elif A_KIND == 2 and B_KIND == 2 and X_GROUP == 0 and GROUP == 0 and not ZERO and K <= MOST_WHOLE:
-        return whole_numbers(
+    elif A_KIND == 2 and B_KIND == 2 and X_GROUP == 0 and GROUP == 0 and not ZERO and K <= MAX_INT32_COLUMNS:
+        return tile_int8(
             x, x_scale, x_row, x_inside, w, w_scale, n, n_inside, first, last, K, W_ROW, GROUPS, ROWS, BM, BN, BK,
         )  # fmt: skip
     else:
-        return by_turns(
+        return tile_stepwise(
             x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
             A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
         )  # fmt: skip
 
 
 @triton.jit
-def tile(
+def matmul_tile(
     x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, outputs, first, last,
     K: tl.constexpr, W_ROW: tl.constexpr, X_ROW_SCALES: tl.constexpr, GROUPS: tl.constexpr,
     A_KIND: tl.constexpr, X_GROUP: tl.constexpr, B_KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     dtype: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Columns `first` to `last` of K: float32 `[BM, BN]`, scaled. `x_row` are rows of `x` `[., K]`, side by side.
-    A_KIND 4: plain rows, coded here in FP8 with a scale for BK columns. X_ROW_SCALES 0: one scale for all rows. GATED:
-    `silu` of that times the same of rows n + outputs of the weight.
+    """One tile of a product over columns `first` to `last` of K: float32 `[BM, BN]`, scaled.
+
+    `x_row` are the rows of `x` `[., K]`, `n` those of the weight. A_KIND 4: rows are plain and quantized to FP8 here,
+    with a scale per BK columns, or by the one scale in `x_scale` if X_ROW_SCALES is 0. GATED: `silu` of this tile times
+    the tile of weight rows n + outputs.
     """
-    if GATED and BM <= TOGETHER and FP8_DOT and B_KIND == 3 and (A_KIND == 1 or A_KIND == 4):
-        return tile_of_int4(
+    if GATED and BM <= MAX_FUSED_GATE_ROWS and FP8_DOT and B_KIND == 3 and (A_KIND == 1 or A_KIND == 4):
+        return tile_fp8_int4(
             x, x_scale, x_row, x_inside, w, w_scale, n, n_inside, outputs, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
             A_KIND == 4, X_GROUP, ROWS, GROUP, BM, BN, BK, True,
         )  # fmt: skip
     else:
-        acc = one_tile(
+        acc = tile_one_matrix(
             x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
             A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
         )  # fmt: skip
         if GATED:
-            up = one_tile(
+            up = tile_one_matrix(
                 x, x_scale, x_row, x_inside, w, w_scale, w_zero, n + outputs, n_inside, first, last, K, W_ROW,
                 X_ROW_SCALES, GROUPS, A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype,
             )  # fmt: skip
@@ -195,13 +205,13 @@ def tile(
 
 
 @triton.jit
-def fetch_rows(w, n, first, last, W_ROW: tl.constexpr, B_KIND: tl.constexpr, FETCH: tl.constexpr):
-    """Rows `n` of a weight, columns `first` to `last`, but no more than FETCH bytes of each."""
+def prefetch_weight_rows(w, n, first, last, W_ROW: tl.constexpr, B_KIND: tl.constexpr, FETCH: tl.constexpr):
+    """Prefetch columns `first` to `last` of weight rows `n` into the L2 cache, at most FETCH bytes of each row."""
     row = w + n.to(tl.int64) * W_ROW
     if B_KIND == 3:
-        fetch(row + first // 2, tl.minimum((last - first) // 2, FETCH))
+        prefetch_l2(row + first // 2, tl.minimum((last - first) // 2, FETCH))
     else:
-        fetch(row + first, tl.minimum((last - first) * (w.dtype.element_ty.primitive_bitwidth // 8), FETCH))
+        prefetch_l2(row + first, tl.minimum((last - first) * (w.dtype.element_ty.primitive_bitwidth // 8), FETCH))
 
 
 @triton.jit
@@ -213,8 +223,8 @@ def _product(
     dtype: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, GATED: tl.constexpr,
     RASTER: tl.constexpr, FETCH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program `(tile of the result, part of K)`. GATED: `silu` of the first half of the outputs times the second.
-    FETCH: bytes of each row of the weight that are asked for before what was launched before is waited for.
+    """Program `(tile of the result, part of K)`. GATED: `silu` of the first half of the outputs times the second half.
+    FETCH: bytes of each weight row to prefetch before waiting for the launch in front (dependent launch).
     """
     down, across = tl.cdiv(rows, BM), tl.cdiv(outputs, BN)
     band = RASTER * across
@@ -227,106 +237,115 @@ def _product(
     last = tl.minimum(first + PART, K)
     if FETCH > 0:
         row = tl.minimum(n, outputs - 1)
-        fetch_rows(w, row, first, last, W_ROW, B_KIND, FETCH)
+        prefetch_weight_rows(w, row, first, last, W_ROW, B_KIND, FETCH)
         if GATED:
-            fetch_rows(w, row + outputs, first, last, W_ROW, B_KIND, FETCH)
-    wait(AHEAD)
-    acc = tile(
+            prefetch_weight_rows(w, row + outputs, first, last, W_ROW, B_KIND, FETCH)
+    wait_for_previous(AHEAD)
+    acc = matmul_tile(
         x, x_scale, x_row, x_inside, w, w_scale, w_zero, n, n_inside, outputs, first, last, K, W_ROW, X_ROW_SCALES,
         GROUPS, A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype, GATED,
     )  # fmt: skip
-    let_next(AHEAD)
+    allow_next(AHEAD)
     inside = x_inside[:, None] & n_inside[None, :]
     if SPLITS > 1:
         mine = (tl.program_id(1) * rows + x_row)[:, None] * outputs + n[None, :]
         tl.store(parts + mine, acc, mask=inside)
-        if not last_of(counters + tl.program_id(0), SPLITS):
+        if not is_last_arrival(counters + tl.program_id(0), SPLITS):
             return
         acc = tl.zeros([BM, BN], tl.float32)
         for part in range(SPLITS):
-            acc += kept(parts + (part * rows + x_row)[:, None] * outputs + n[None, :], inside)
+            acc += load_shared_part(parts + (part * rows + x_row)[:, None] * outputs + n[None, :], inside)
     if BIAS:
         acc += tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)[None, :]
     tl.store(out + x_row[:, None] * outputs + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-CODED_HERE = 4
-"""Beside the kinds of weights: plain activations that the product codes in FP8."""
-FETCHED_ROWS = 64
-"""Up to so many rows of activations a tile of the weight has one program, which may ask for it early."""
-FETCHED_BYTES = 1024
-"""Of each row of a weight: some turns of the loop, and of all programs that run at once no more than a cache holds."""
-WIDE_COLUMNS = 32
-"""Columns a loop turn of float32 entries: what shared memory holds."""
+QUANTIZED_IN_KERNEL = 4
+"""A_KIND of plain activations that the product quantizes to FP8."""
+MAX_PREFETCH_ROWS = 64
+"""Up to this many rows of activations, one program reads each tile of the weight, and may prefetch it."""
+PREFETCH_BYTES_PER_ROW = 1024
+"""Prefetched of each weight row: a few loop iterations, and for all running programs no more than the cache holds."""
+FLOAT32_DEPTH = 32
+"""Columns per loop iteration of float32 entries: what fits into shared memory."""
 
 
 @dataclass(frozen=True)
-class Activations:
-    """Rows of a product, `[M, K]` and side by side: plain, or codes with float32 scales (FP8 as its bits).
+class MatmulInput:
+    """The left operand of a product, `[M, K]` with contiguous rows: plain, or quantized with float32 scales.
 
     Args:
-        data: the entries.
-        scale: `[M, groups]`, or `[1]` for all of them; None for plain ones.
+        data: the entries; FP8 as its bits (uint8).
+        scale: `[M, groups]`, or `[1]` for all rows; None for plain entries.
         group: columns that share a scale, 0 for the whole row.
-        dtype: the activations' own.
-        code: plain entries become FP8 as they are read, by that one scale, or with one for as many columns as a loop
-            turn takes.
+        dtype: the dtype of the activations before they were quantized.
+        quantize: the product quantizes these plain entries to FP8 as it reads them: by `scale` if there is one, else
+            with a scale per loop iteration's columns.
     """
 
     data: torch.Tensor
     scale: torch.Tensor | None
     group: int
     dtype: torch.dtype
-    code: bool = False
+    quantize: bool = False
 
     @property
     def row_scales(self) -> int:
-        """Scales of a row; 0 where one holds for all."""
+        """Scales per row; 0 where one scale holds for all rows."""
         return 1 if self.scale is None else self.scale.shape[-1] if self.scale.ndim == 2 else 0
 
     @property
     def kind(self) -> int:
         """PLAIN, FP8, INT8 or CODED_HERE."""
-        if self.code:
-            return CODED_HERE
+        if self.quantize:
+            return QUANTIZED_IN_KERNEL
         return PLAIN if self.scale is None else FP8 if self.data.dtype == torch.uint8 else INT8
 
 
-def plain(x: torch.Tensor) -> Activations:
-    """Rows as they are."""
-    return Activations(x if x.stride(-1) == 1 and x.is_contiguous() else x.contiguous(), None, 0, x.dtype)
+def plain_input(x: torch.Tensor) -> MatmulInput:
+    """Rows `[M, K]` as the left operand of a product, not quantized."""
+    return MatmulInput(x if x.stride(-1) == 1 and x.is_contiguous() else x.contiguous(), None, 0, x.dtype)
 
 
-def coded(data: torch.Tensor, scale: torch.Tensor, group: int, dtype: torch.dtype) -> Activations:
-    """What the op `quantize` gives."""
-    return Activations(data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data, scale, group, dtype)
+def quantized_input(data: torch.Tensor, scale: torch.Tensor, group: int, dtype: torch.dtype) -> MatmulInput:
+    """Values and scales, as the op `quantize` gives them, as the left operand of a product."""
+    return MatmulInput(data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data, scale, group, dtype)
 
 
-def form(x: Activations, weight: Packed, fp8: bool) -> dict[str, object]:
-    """The constants of `tile` that the operands' forms decide."""
+def tile_constants(x: MatmulInput, weight: PackedWeight, fp8: bool) -> dict[str, object]:
+    """The compile-time constants of `matmul_tile` that follow from the operands' formats.
+
+    Args:
+        x: left operand.
+        weight: right operand.
+        fp8: the device multiplies FP8 numbers.
+    """
     depth = weight.depth
     if weight.kind in (PLAIN, INT8) and not weight.group and not x.group and x.dtype == torch.float32:
-        depth = WIDE_COLUMNS
+        depth = FLOAT32_DEPTH
     return {
         "K": weight.columns, "W_ROW": weight.data.stride(-2), "A_KIND": x.kind, "B_KIND": weight.kind,
         "X_ROW_SCALES": x.row_scales, "X_GROUP": x.group, "ROWS": weight.rows,
         "GROUPS": 1 if weight.scale is None else weight.scale.shape[-1], "GROUP": weight.group,
-        "ZERO": weight.zero is not None, "FP8_DOT": fp8 and (weight.kind != INT4 or in_fp8(weight)),
+        "ZERO": weight.zero is not None, "FP8_DOT": fp8 and (weight.kind != INT4 or is_multiplied_in_fp8(weight)),
         "BK": depth,
         "dtype": tl.bfloat16 if x.kind != PLAIN and x.dtype == torch.float32 else DTYPES[x.dtype],
     }  # fmt: skip
 
 
-def product(
-    x: Activations,
-    weight: Packed,
+def matmul(
+    x: MatmulInput,
+    weight: PackedWeight,
     products: Products,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """`x weight^T + bias`, `[M, N]`; gated: `silu` of its first half of columns times its second, `[M, N / 2]`.
+    """`x weight^T + bias`, `[M, N]`; with `gated`, `silu` of its first half of columns times its second, `[M, N / 2]`.
+
+    Where the tiles alone would not fill the device, K is split among programs, and the last program of a tile adds the
+    parts up (`split_reduction.py`).
 
     Args:
         x: `[M, K]`; its scales' groups are whole rows or the weight's.
@@ -334,15 +353,15 @@ def product(
         products: tile sizes.
         bias: `[N]`, or None.
         out_dtype: of the result; by default the activations'.
-        gated: multiply the halves.
+        gated: the weight holds gate and up, one above the other.
     """
     rows = x.data.shape[0]
     outputs = weight.outputs // 2 if gated else weight.outputs
     out = torch.empty(rows, outputs, device=x.data.device, dtype=out_dtype or x.dtype)
     if not rows:
         return out
-    chosen = products.of_experts(rows) if gated else products.choose(rows)
-    constants = form(x, weight, products.fp8)
+    chosen = products.choose_for_experts(rows) if gated else products.choose(rows)
+    constants = tile_constants(x, weight, products.fp8)
     depth = weight.depth
     splits = 1 if gated else products.splits(chosen, rows, outputs, weight.columns)
     part = triton.cdiv(triton.cdiv(weight.columns, splits), depth) * depth
@@ -354,7 +373,7 @@ def product(
     _product[(tiles, splits)](
         x.data, scale(x.scale), weight.data, scale(weight.scale), scale(weight.zero), scale(bias), out, parts, counters,
         rows, outputs, **constants, BM=chosen.rows, BN=chosen.columns, BIAS=bias is not None, SPLITS=splits, PART=part,
-        GATED=gated, RASTER=RASTER, FETCH=FETCHED_BYTES if products.ahead and rows <= FETCHED_ROWS else 0,
-        num_warps=chosen.warps, num_stages=chosen.stages, **how(products.ahead),
+        GATED=gated, RASTER=RASTER, FETCH=PREFETCH_BYTES_PER_ROW if products.ahead and rows <= MAX_PREFETCH_ROWS else 0,
+        num_warps=chosen.warps, num_stages=chosen.stages, **launch_options(products.ahead),
     )  # fmt: skip
     return out

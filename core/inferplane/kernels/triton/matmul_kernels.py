@@ -1,4 +1,4 @@
-"""Which matrix kernels there are: quantized linear layers, gated MLPs, experts and their routing."""
+"""Declares the matrix kernels: quantized linear layers, gated MLPs, experts and their routing, whole MoE layers."""
 
 from __future__ import annotations
 
@@ -20,79 +20,85 @@ INT4 = tuple(name for name in INTEGERS if name.startswith("int4"))
 INT8 = ("int8_row", "int8_group")
 QUANTIZED = (*FP8, *INTEGERS)
 FP8_ERROR = 0.06
-"""Of activations in FP8 where the op does not ask for them: each number may be off by 1/16."""
+"""Error added by activations in FP8 where the op passes them unquantized: each number may be off by 1/16."""
 INT8_ERROR = 0.03
-"""Of activations in int8 where the op does not ask for them: each number may be off by 1/254 of its row's largest."""
+"""Error added by activations in int8 where the op passes them unquantized: each number may be off by 1/254 of its row's
+largest."""
 
 
-def _quantized(op: Any) -> bool:
+def _has_quantized_weight(op: Any) -> bool:
     return bool(op.weight.format in QUANTIZED)
 
 
-def _routes(op: Any) -> bool:
+def _is_router(op: Any) -> bool:
     return op.out_dtype is torch.float32 and op.weight.dtype is None
 
 
-def _quantized_or_routes(op: Any) -> bool:
-    return _quantized(op) or _routes(op)
+def _is_quantized_or_router(op: Any) -> bool:
+    return _has_quantized_weight(op) or _is_router(op)
 
 
-def _coded_alike(op: Any) -> bool:
+def _has_matching_groups(op: Any) -> bool:
     if op.act is None:
         return True
     group = op.act.group if op.act.group < op.weight.shape[-1] else 0
     return bool(group == op.act_group and group in (0, DEPTH))
 
 
-def _no_act(op: Any) -> bool:
+def _has_plain_activations(op: Any) -> bool:
     return op.act is None
 
 
-def _bare(op: Any) -> bool:
+def _is_plain_mlp(op: Any) -> bool:
     return all(x.bias is None and x.act is None and x.out_dtype is None for x in (op.gate_up, op.down))
 
 
-def _two_products(op: Any) -> bool:
-    return op.reduce is None and _bare(op) and _quantized(op.gate_up) and _quantized(op.down)
+def _is_quantized_mlp(op: Any) -> bool:
+    return (
+        op.reduce is None and _is_plain_mlp(op) and _has_quantized_weight(op.gate_up) and _has_quantized_weight(op.down)
+    )
 
 
-def _one_rank(op: Any) -> bool:
+def _is_on_one_rank(op: Any) -> bool:
     return op.reduce is None and op.here is None and not op.experts.partial
 
 
-def _ordinary(op: Any) -> bool:
-    return _routes(op.router) and op.router.act is None and (op.shared is None or _bare(op.shared))
+def _is_plain_moe(op: Any) -> bool:
+    return _is_router(op.router) and op.router.act is None and (op.shared is None or _is_plain_mlp(op.shared))
 
 
-def _shared_in(formats: tuple[str, ...]) -> Callable[[Any], bool]:
-    def among(op: Any) -> bool:
+def _has_shared_mlp_in(formats: tuple[str, ...]) -> Callable[[Any], bool]:
+    def is_among(op: Any) -> bool:
         return op.shared is None or {x.weight.format for x in (op.shared.gate_up, op.shared.down)} <= set(formats)
 
-    return among
+    return is_among
 
 
-ONE = ("a quantized weight", _quantized)
-HERE = ("a quantized weight, or a float32 result of one in the plan's dtype", _quantized_or_routes)
-ALL_HERE = ("all experts on one rank", _one_rank)
-ORDINARY = ("a router with a float32 result, a shared MLP without bias, activations in the plan's dtype", _ordinary)
-SHARED_FP8 = ("a shared MLP in FP8 or INT4", _shared_in((*FP8, *INT4)))
-SHARED_INT8 = ("a shared MLP in INT8", _shared_in(INT8))
-ALIKE = ("activations coded by whole rows or by 128 columns", _coded_alike)
-UNCODED = ("activations that the op leaves as they are", _no_act)
-MLP = ("one rank, quantized weights, no bias, activations in the plan's dtype", _two_products)
+QUANTIZED_WEIGHT = ("a quantized weight", _has_quantized_weight)
+QUANTIZED_OR_ROUTER = ("a quantized weight, or a float32 result of one in the plan's dtype", _is_quantized_or_router)
+ALL_EXPERTS_LOCAL = ("all experts on one rank", _is_on_one_rank)
+PLAIN_MOE = (
+    "a router with a float32 result, a shared MLP without bias, activations in the plan's dtype",
+    _is_plain_moe,
+)
+SHARED_FP8 = ("a shared MLP in FP8 or INT4", _has_shared_mlp_in((*FP8, *INT4)))
+SHARED_INT8 = ("a shared MLP in INT8", _has_shared_mlp_in(INT8))
+MATCHING_GROUPS = ("activations quantized by whole rows or by 128 columns", _has_matching_groups)
+PLAIN_ACTIVATIONS = ("unquantized activations", _has_plain_activations)
+QUANTIZED_MLP = ("one rank, quantized weights, no bias, activations in the plan's dtype", _is_quantized_mlp)
 
 
-ANYWHERE = Products()
+PORTABLE_PRODUCTS = Products()
 
 
-def matrix_kernels(products: Callable[[Any, Context], Products] = ANYWHERE.prepare) -> list[Kernel]:
-    """All of them, rank 50. Pure: nothing is imported beyond torch, nothing is allocated.
+def matrix_kernels(products: Callable[[Any, Context], Products] = PORTABLE_PRODUCTS.prepare) -> list[Kernel]:
+    """All matrix kernels, rank 50. Pure: nothing is imported beyond torch, nothing is allocated.
 
-    Those whose provider is "triton_fp8" or "triton_int8" code activations where the op says nothing of it: where the
-    checkpoint asks for that, or by a pin.
+    The providers "triton_fp8" and "triton_int8" quantize activations that the op passes unquantized; they are bound
+    where the checkpoint asks for that, or by a pin.
 
     Args:
-        products: `(op, context)` -> tile sizes, asked when a kernel is linked.
+        products: `(op, context)` -> tile sizes, called when a kernel is linked.
     """
 
     def kernel(op: str, provider: str, where: str, when: When, *weights: str, **options: Any) -> Kernel:
@@ -104,38 +110,40 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = ANYWHERE.prepa
     def when(formats: tuple[str, ...], *needs: Any) -> When:
         return When(FLOATS, formats, features=("triton",), needs=needs)
 
-    def coding(feature: str, formats: tuple[str, ...], *needs: Any) -> When:
+    def quantizing(feature: str, formats: tuple[str, ...], *needs: Any) -> When:
         return When(HALF, formats, features=("triton", feature), needs=needs)
 
-    every, to_fp8 = ("plain", *QUANTIZED), (*FP8, *INT4)
+    any_format, to_fp8 = ("plain", *QUANTIZED), (*FP8, *INT4)
     fp8: dict[str, Any] = {
         "extra_error": FP8_ERROR, "codes": "fp8",
-        "note": "activations coded in FP8; INT4 is multiplied in FP8 too where 64 columns or more share a scale",
+        "note": "activations quantized to FP8; INT4 is multiplied in FP8 too where 64 columns or more share a scale",
     }  # fmt: skip
-    int8: dict[str, Any] = {"extra_error": INT8_ERROR, "codes": "int8", "note": "activations coded in int8"}
+    int8: dict[str, Any] = {"extra_error": INT8_ERROR, "codes": "int8", "note": "activations quantized to int8"}
     mlp, both = ("gate_up.weight", "down.weight"), ("gate_up", "down")
     layer = ("router.weight", *(f"shared.{w}" for w in mlp), *(f"experts.{w}" for w in both))
-    whole = (ALL_HERE, ORDINARY)
+    moe, unquantized = (ALL_EXPERTS_LOCAL, PLAIN_MOE), (QUANTIZED_WEIGHT, PLAIN_ACTIVATIONS)
     return [
-        kernel("linear", "triton", "linear:linear", when(every, HERE, ALIKE), "weight"),
-        kernel("linear", "triton_fp8", "linear:linear_fp8", coding("fp8", ("plain", *to_fp8), ONE, UNCODED),
+        kernel("linear", "triton", "linear:linear", when(any_format, QUANTIZED_OR_ROUTER, MATCHING_GROUPS), "weight"),
+        kernel("linear", "triton_fp8", "linear:linear_fp8", quantizing("fp8", ("plain", *to_fp8), *unquantized),
                "weight", **fp8),
-        kernel("linear", "triton_int8", "linear:linear_int8", coding("int8-dot", ("plain", *INT8), ONE, UNCODED),
+        kernel("linear", "triton_int8", "linear:linear_int8", quantizing("int8-dot", ("plain", *INT8), *unquantized),
                "weight", **int8),
         kernel("lm_head", "triton", "linear:lm_head", when(QUANTIZED), "weight"),
-        kernel("gated_mlp", "triton", "linear:gated_mlp", when(QUANTIZED, MLP), *mlp),
-        kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", coding("fp8", to_fp8, MLP), *mlp, **fp8),
-        kernel("gated_mlp", "triton_int8", "linear:gated_mlp_int8", coding("int8-dot", INT8, MLP), *mlp, **int8),
-        kernel("moe_experts", "triton", "moe:moe_experts", when(every), *both),
-        kernel("moe_experts", "triton_fp8", "moe:moe_experts_fp8", coding("fp8", to_fp8), *both, **fp8),
-        kernel("moe_experts", "triton_int8", "moe:moe_experts_int8", coding("int8-dot", INT8), *both, **int8),
-        kernel("moe", "triton", "mixture:moe", when(every, *whole), *layer),
-        kernel("moe", "triton_fp8", "mixture:moe_fp8", coding("fp8", ("plain", *to_fp8), *whole, SHARED_FP8),
+        kernel("gated_mlp", "triton", "linear:gated_mlp", when(QUANTIZED, QUANTIZED_MLP), *mlp),
+        kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", quantizing("fp8", to_fp8, QUANTIZED_MLP), *mlp,
+               **fp8),
+        kernel("gated_mlp", "triton_int8", "linear:gated_mlp_int8", quantizing("int8-dot", INT8, QUANTIZED_MLP), *mlp,
+               **int8),
+        kernel("moe_experts", "triton", "moe:moe_experts", when(any_format), *both),
+        kernel("moe_experts", "triton_fp8", "moe:moe_experts_fp8", quantizing("fp8", to_fp8), *both, **fp8),
+        kernel("moe_experts", "triton_int8", "moe:moe_experts_int8", quantizing("int8-dot", INT8), *both, **int8),
+        kernel("moe", "triton", "moe_layer:moe", when(any_format, *moe), *layer),
+        kernel("moe", "triton_fp8", "moe_layer:moe_fp8", quantizing("fp8", ("plain", *to_fp8), *moe, SHARED_FP8),
                *layer, **fp8),
-        kernel("moe", "triton_int8", "mixture:moe_int8", coding("int8-dot", ("plain", *INT8), *whole, SHARED_INT8),
+        kernel("moe", "triton_int8", "moe_layer:moe_int8", quantizing("int8-dot", ("plain", *INT8), *moe, SHARED_INT8),
                *layer, **int8),
         Kernel(
-            "moe_route", "triton", f"{FOLDER}.route:moe_route", When(FLOATS, features=("triton",)), RANK_PORTABLE,
+            "moe_route", "triton", f"{FOLDER}.moe_route:moe_route", When(FLOATS, features=("triton",)), RANK_PORTABLE,
             prepare=products, capture_safe=True, batch_invariant=True,
         ),
     ]  # fmt: skip

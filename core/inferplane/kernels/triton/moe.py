@@ -1,9 +1,11 @@
-"""Experts: pairs of token and expert dealt into blocks of one expert's rows, two grouped products, a sum a token.
+"""Mixture-of-experts layers: pairs assigned to blocks of one expert each, two grouped products, a sum per token.
 
-What the blocks hold is found on the device, from ids alone, and their number is bounded by shapes: a recorded step
-stays right when other experts are chosen. Rows are gathered by the first product, whose end is `silu(gate) * up`, coded
-in 8 bits if asked for; the second one's end is the routing weight, and where no other rank has experts, the sum over a
-token's pairs. Sums are in the order of a token's experts.
+A pair is a token and one of its experts; pair `t k + j` is token t's j-th of k experts. A block is a fixed number of
+rows of one expert, and a slot is one row of a block, which holds a pair or is empty. Blocks are assigned on the device
+from ids alone, and their number is bounded by shapes, so a captured step stays right when other experts are chosen.
+
+The first product gathers its rows, and ends with `silu(gate) * up`, quantized to 8 bits if requested. The second ends
+with the routing weight and, where no other rank has experts, the sum over a token's pairs, in the order of its experts.
 """
 
 from __future__ import annotations
@@ -16,22 +18,21 @@ import triton
 import triton.language as tl
 
 from inferplane.errors import KernelError
-from inferplane.kernels.triton.dependent_launch import how as launched
-from inferplane.kernels.triton.dependent_launch import let_next, wait
-from inferplane.kernels.triton.linear import FP8_GROUP, fp8_input, int8_input, static_of
-from inferplane.kernels.triton.matmul import Activations, coded, form, plain, tile
-from inferplane.kernels.triton.rowwise import encoded, scale_of
-from inferplane.kernels.triton.split_reduction import kept, last_of_each
+from inferplane.kernels.triton.dependent_launch import allow_next, launch_options, wait_for_previous
+from inferplane.kernels.triton.linear import FP8_GROUP, make_fp8_input, make_int8_input, static_activation_scale
+from inferplane.kernels.triton.matmul import MatmulInput, matmul_tile, plain_input, quantized_input, tile_constants
+from inferplane.kernels.triton.rowwise import quant_scale, quantize_entries
+from inferplane.kernels.triton.split_reduction import are_last_arrivals, load_shared_part
 from inferplane.kernels.triton.tiles import Counters, Product, Products
-from inferplane.kernels.triton.weight_packing import DEPTH, Packed
+from inferplane.kernels.triton.weight_packing import DEPTH, PackedWeight
 
 
 @triton.jit
-def _deal(
+def _assign_blocks(
     ids, slots, owners, pairs, blocks,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program e places the pairs of expert e, the one behind the last marks the blocks that nobody needs."""
+    """Program e assigns the pairs of expert e to slots; one more program marks the blocks that no expert needs."""
     me, bin, within = tl.program_id(0), tl.arange(0, BINS), tl.arange(0, CHUNK)
     count = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, CHUNK):
@@ -58,8 +59,10 @@ def _deal(
 
 
 @triton.jit
-def _dealt_here(ids, block, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """What `_deal` finds, for one block: its expert or -1, and the pair in each of its rows."""
+def _assign_one_block(
+    ids, block, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """What `_assign_blocks` finds, for one block: its expert or -1, and the pair in each of its rows."""
     within, bin, row = tl.arange(0, CHUNK), tl.arange(0, BINS), tl.arange(0, ROWS)
     count = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, CHUNK):
@@ -87,21 +90,24 @@ def _grouped(
     K: tl.constexpr, W_ROW: tl.constexpr, X_ROW_SCALES: tl.constexpr, GROUPS: tl.constexpr,
     A_KIND: tl.constexpr, X_GROUP: tl.constexpr, B_KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    dtype: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, CODED: tl.constexpr, WEIGHTED: tl.constexpr,
-    EXPERTS: tl.constexpr, BINS: tl.constexpr, DEALS: tl.constexpr, JOINS: tl.constexpr, BASE: tl.constexpr,
+    dtype: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, QUANTIZE: tl.constexpr, WEIGHTED: tl.constexpr,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, ASSIGNS: tl.constexpr, SUMS: tl.constexpr, BASE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program `(block, columns)`. TOP_K: rows are of tokens, which so many pairs share; 0: of slots. GATED as in
-    `product`, CODED with a scale a row and program: 1 in FP8, 2 in int8. WEIGHTED: results go to their pairs, times
-    their weights.
-    DEALS: slots and owners are not there yet; pairs are dealt here, so many at a time, and noted for the next product.
-    JOINS: the last of a token's so many pairs adds them up, and the token's row of `base` to them with BASE.
+    """Program `(block, columns)`: the block's rows times BN columns of its expert's matrix.
+
+    TOP_K: rows of `x` are tokens, each shared by this many pairs; 0: they are slots.
+    GATED: as in `matmul_tile`. QUANTIZE: results are stored with a scale per row and program, 1 in FP8, 2 in int8.
+    WEIGHTED: results are multiplied by their pairs' weights and stored by pair.
+    ASSIGNS > 0: the blocks are not assigned yet; each program assigns its own, reading ASSIGNS pairs at a time, and
+    stores slots and owners for the second product.
+    SUMS > 0: the program that stores the last of a token's SUMS pairs adds them up; BASE: and the token's `base` row.
     """
-    wait(AHEAD)  # first of all: which expert's matrix a program needs is known by then
+    wait_for_previous(AHEAD)  # first of all: which expert's matrix a program needs is known by then
     block = tl.program_id(0)
     slot = block.to(tl.int64) * BM + tl.arange(0, BM)
-    if DEALS > 0:
-        owner, pair = _dealt_here(ids, block, pairs, EXPERTS, BINS, BM, DEALS)
+    if ASSIGNS > 0:
+        owner, pair = _assign_one_block(ids, block, pairs, EXPERTS, BINS, BM, ASSIGNS)
         if tl.program_id(1) == 0:
             tl.store(owners + block, owner)
             tl.store(slots + slot, pair)
@@ -121,11 +127,11 @@ def _grouped(
     w += expert * w_step
     w_scale += expert * scale_step
     w_zero += expert * scale_step
-    acc = tile(
+    acc = matmul_tile(
         x, x_scale, x_row, real, w, w_scale, w_zero, n, n_inside, outputs, 0, K, K, W_ROW, X_ROW_SCALES, GROUPS,
         A_KIND, X_GROUP, B_KIND, ROWS, GROUP, ZERO, FP8_DOT, BM, BN, BK, dtype, GATED,
     )  # fmt: skip
-    let_next(AHEAD)
+    allow_next(AHEAD)
     target, inside = slot, real[:, None] & n_inside[None, :]
     if WEIGHTED:
         pair = tl.load(slots + slot)  # again, instead of held in registers while there are products
@@ -133,19 +139,20 @@ def _grouped(
         inside = real[:, None] & n_inside[None, :]
         target = pair.to(tl.int64)
         acc *= tl.load(weights + pair, mask=real, other=0.0).to(tl.float32)[:, None]
-    if CODED > 0:
-        scale = scale_of(tl.max(tl.abs(acc), 1), 448.0 if CODED == 1 else 127.0, False)
+    if QUANTIZE > 0:
+        scale = quant_scale(tl.max(tl.abs(acc), 1), 448.0 if QUANTIZE == 1 else 127.0, False)
         tl.store(out_scale + target * tl.num_programs(1) + tl.program_id(1), scale, mask=real)
-        tl.store(out + target[:, None] * outputs + n[None, :], encoded(acc, scale[:, None], CODED == 1), mask=inside)
+        place = out + target[:, None] * outputs + n[None, :]
+        tl.store(place, quantize_entries(acc, scale[:, None], QUANTIZE == 1), mask=inside)
         return
-    if JOINS > 0:
+    if SUMS > 0:
         tl.store(parts + target[:, None] * outputs + n[None, :], acc, mask=inside)
-        target = target // JOINS
-        last = last_of_each(counters + target * tl.num_programs(1) + tl.program_id(1), JOINS, real)
+        target = target // SUMS
+        last = are_last_arrivals(counters + target * tl.num_programs(1) + tl.program_id(1), SUMS, real)
         inside = last[:, None] & n_inside[None, :]
         acc = tl.zeros([BM, BN], tl.float32)
-        for j in range(JOINS):
-            acc += kept(parts + (target * JOINS + j)[:, None] * outputs + n[None, :], inside)
+        for j in range(SUMS):
+            acc += load_shared_part(parts + (target * SUMS + j)[:, None] * outputs + n[None, :], inside)
         if BASE:
             acc += tl.load(base + target[:, None] * outputs + n[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(out + target[:, None] * outputs + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
@@ -153,7 +160,7 @@ def _grouped(
 
 @triton.jit
 def _sum(parts, ids, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """A token's pairs added up; those of experts elsewhere (id -1) have no part."""
+    """Program `(token, columns)` adds up the token's pairs; those of experts on other ranks (id -1) are left out."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -164,34 +171,34 @@ def _sum(parts, ids, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + token * width + column, acc.to(out.dtype.element_ty), mask=inside)
 
 
-CODES = {"fp8": (1, torch.uint8), "int8": (2, torch.int8)}
-"""Formats of coded results: CODED of the kernel, and how they are stored."""
-DEALT_HERE = 1024
-"""Pairs that the programs of the first product deal by themselves, each for its own block."""
+QUANTIZED_FORMATS = {"fp8": (1, torch.uint8), "int8": (2, torch.int8)}
+"""Formats of quantized results: the kernel's QUANTIZE, and the dtype in which they are stored."""
+MAX_PAIRS_ASSIGNED_IN_KERNEL = 1024
+"""Up to this many pairs, each program of the first product assigns its own block: that is cheaper than a launch."""
 
 
-def undealt(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots and owners as of `dealt`, for `grouped` to fill in."""
+def allocate_blocks(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unwritten slots and owners, as of `assign_blocks`, which `grouped` fills in."""
     blocks = triton.cdiv(ids.numel() + min(experts, ids.numel()) * (rows - 1), rows)
     slots = torch.empty(blocks * rows, device=ids.device, dtype=torch.int32)
     return slots, torch.empty(blocks, device=ids.device, dtype=torch.int32)
 
 
-def dealt(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs by expert, each expert's rows filled up to whole blocks: the contiguous form.
+def assign_blocks(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort pairs by expert, each expert's rows filled up to whole blocks: the contiguous form.
 
     Args:
-        ids: `[T, k]`, -1 for an expert elsewhere.
-        experts: how many there are.
-        rows: of a block.
+        ids: chosen experts `[T, k]`, -1 for one on another rank.
+        experts: number of experts.
+        rows: rows of a block.
 
     Returns:
         int32 slots `[blocks * rows]`, the pair `t k + j` in each or `T k` where there is none, and owners `[blocks]`,
         each block's expert or -1. Slots of blocks without an owner are not written.
     """
-    slots, owners = undealt(ids, experts, rows)
+    slots, owners = allocate_blocks(ids, experts, rows)
     pairs = ids.numel()
-    _deal[(experts + 1,)](
+    _assign_blocks[(experts + 1,)](
         ids.contiguous(), slots, owners, pairs, len(owners),
         EXPERTS=experts, BINS=triton.next_power_of_2(experts + 1), ROWS=rows,
         CHUNK=max(64, min(1024, triton.next_power_of_2(pairs))), num_warps=4,
@@ -199,8 +206,8 @@ def dealt(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, tor
     return slots, owners
 
 
-def masked(counts: torch.Tensor, capacity: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots and owners of the masked form: `capacity` rows an expert, of which the first `counts` are taken.
+def masked_blocks(counts: torch.Tensor, capacity: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and owners of the masked form: every expert has `capacity` rows, of which the first `counts` are used.
 
     Args:
         counts: int32 `[E]`, on the device.
@@ -221,13 +228,13 @@ def masked(counts: torch.Tensor, capacity: int, rows: int) -> tuple[torch.Tensor
 
 
 @dataclass(frozen=True)
-class Sum:
-    """How a second product ends: each token's pairs added up.
+class PairSum:
+    """Asks the second product to add up each token's pairs.
 
     Args:
-        counters: zeros, one a token and tile of columns (`Counters`).
-        top_k: pairs a token.
-        base: `[T, N]` to be added too, or None.
+        counters: zeros, one per token and tile of columns (`Counters`).
+        top_k: pairs per token.
+        base: `[T, N]` to be added to the sum (a shared MLP's result), or None.
     """
 
     counters: Counters
@@ -236,114 +243,127 @@ class Sum:
 
 
 def grouped(
-    x: Activations,
-    weight: Packed,
-    dealing: tuple[torch.Tensor, torch.Tensor],
-    how: Product,
+    x: MatmulInput,
+    weight: PackedWeight,
+    assignment: tuple[torch.Tensor, torch.Tensor],
+    tile_sizes: Product,
     *,
     pairs: int,
     top_k: int = 0,
     gated: bool = False,
-    code: str = "",
+    quantize: str = "",
     weights: torch.Tensor | None = None,
     fp8: bool = False,
-    deal: torch.Tensor | None = None,
-    join: Sum | None = None,
+    assign_from: torch.Tensor | None = None,
+    pair_sum: PairSum | None = None,
     ahead: bool = False,
-) -> Activations:
-    """Each block's rows times its expert's matrix.
+) -> MatmulInput:
+    """Multiply each block's rows by its expert's matrix (a grouped GEMM).
 
     Args:
-        x: of tokens with `top_k`, of slots without.
+        x: rows of tokens if `top_k` is given, else of slots.
         weight: `[E, N, K]`.
-        dealing: slots and owners, in blocks of `how.rows`.
-        how: tile sizes; coding takes 128 columns.
-        pairs: how many there are; slots that hold this number are empty.
-        top_k: pairs a token.
+        assignment: slots and owners, in blocks of `tile_sizes.rows`.
+        tile_sizes: of a program; a quantized result takes 128 columns.
+        pairs: number of pairs; a slot that holds this number is empty.
+        top_k: pairs per token.
         gated: `silu` of the first half of the columns times the second.
-        code: "fp8" or "int8": the result coded so, a scale for 128 columns; "": as it is.
-        weights: float32 `[pairs]`; results are multiplied and lie by pairs, float32.
+        quantize: "fp8" or "int8": quantize the result, a scale per 128 columns; "": leave it.
+        weights: float32 `[pairs]`; results are multiplied by them and lie by pair, float32.
         fp8: the device multiplies FP8 numbers.
-        deal: ids `[T, k]` of at most `DEALT_HERE` pairs that the dealing is still to be made from.
-        join: with `weights`: results are added up, and lie by tokens in the dtype of `x`.
-        ahead: see `ahead.py`.
+        assign_from: ids `[T, k]`, of which `assignment` is filled in; at most `MAX_PAIRS_ASSIGNED_IN_KERNEL` pairs.
+        pair_sum: with `weights`: results are added up by token, and lie by token in the dtype of `x`.
+        ahead: a dependent launch (`dependent_launch.py`).
     """
-    slots, owners = dealing
+    slots, owners = assignment
     outputs = weight.outputs // 2 if gated else weight.outputs
-    columns = DEPTH if code else how.columns
+    columns = DEPTH if quantize else tile_sizes.columns
     device, tiles = x.data.device, triton.cdiv(outputs, columns)
-    kind = CODES[code][1] if code else x.dtype if weights is None or join is not None else torch.float32
-    rows = len(slots) if weights is None else pairs if join is None else pairs // join.top_k
-    out = torch.empty(rows, outputs, device=device, dtype=kind)
-    scale = torch.empty(len(slots), tiles, device=device) if code else None
-    parts = None if join is None else torch.empty(pairs, outputs, device=device)
-    counters = None if join is None else join.counters.of(device, rows * tiles)
-    base = None if join is None else join.base
+    kind, stored_as = QUANTIZED_FORMATS[quantize] if quantize else (0, x.dtype)
+    if not quantize and weights is not None and pair_sum is None:
+        stored_as = torch.float32
+    rows = len(slots) if weights is None else pairs if pair_sum is None else pairs // pair_sum.top_k
+    out = torch.empty(rows, outputs, device=device, dtype=stored_as)
+    scale = torch.empty(len(slots), tiles, device=device) if quantize else None
+    parts = None if pair_sum is None else torch.empty(pairs, outputs, device=device)
+    counters = None if pair_sum is None else pair_sum.counters.of(device, rows * tiles)
+    base = None if pair_sum is None else pair_sum.base
     other = lambda t: out if t is None else t  # noqa: E731 - what is not there is not read
     count = weight.data.shape[0]
     _grouped[(len(owners), tiles)](
         x.data, other(x.scale), weight.data, other(weight.scale), other(weight.zero), out, other(scale), other(weights),
-        slots, owners, other(deal), other(parts), other(counters), other(base),
+        slots, owners, other(assign_from), other(parts), other(counters), other(base),
         pairs, outputs, weight.data.stride(0), 0 if weight.scale is None else weight.scale.stride(0),
-        **form(x, weight, fp8), BM=how.rows, BN=columns, TOP_K=top_k, GATED=gated,
-        CODED=CODES[code][0] if code else 0,
-        WEIGHTED=weights is not None, EXPERTS=count, BINS=triton.next_power_of_2(count + 1),
-        DEALS=0 if deal is None else max(16, min(256, triton.next_power_of_2(pairs))),
-        JOINS=0 if join is None else join.top_k, BASE=base is not None, num_warps=how.warps, num_stages=how.stages,
-        **launched(ahead),
+        **tile_constants(x, weight, fp8), BM=tile_sizes.rows, BN=columns, TOP_K=top_k, GATED=gated,
+        QUANTIZE=kind, WEIGHTED=weights is not None, EXPERTS=count, BINS=triton.next_power_of_2(count + 1),
+        ASSIGNS=0 if assign_from is None else max(16, min(256, triton.next_power_of_2(pairs))),
+        SUMS=0 if pair_sum is None else pair_sum.top_k, BASE=base is not None,
+        num_warps=tile_sizes.warps, num_stages=tile_sizes.stages, **launch_options(ahead),
     )  # fmt: skip
-    return plain(out) if scale is None else coded(out, scale, DEPTH, x.dtype)
+    return plain_input(out) if scale is None else quantized_input(out, scale, DEPTH, x.dtype)
 
 
-def experts(
-    p: Any,
+def run_experts(
+    view: Any,
     products: Products,
-    x: Activations,
+    x: MatmulInput,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    code: str = "",
+    quantize: str = "",
     base: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The op, from activations plain or coded, with a middle in `code` if asked for; `base` `[T, D]` is added to it."""
+    """The op `moe_experts`: both grouped products.
+
+    Args:
+        view: weights `gate_up` and `down`, and `partial`: other ranks have experts too.
+        products: tile sizes.
+        x: activations, plain or quantized.
+        weights: routing weights `[T, k]`.
+        ids: chosen experts `[T, k]`, -1 for one on another rank.
+        quantize: format of what lies between the products, "" to leave it in the activations' dtype.
+        base: `[T, D]` to be added to the result, or None.
+    """
     tokens, top_k = ids.shape
     if not tokens:
-        return torch.empty(0, p.down.outputs, device=ids.device, dtype=x.dtype)
-    pairs, count = tokens * top_k, p.gate_up.data.shape[0]
-    how, ids = products.of_experts(triton.cdiv(pairs, count)), ids.contiguous()
-    here = pairs <= DEALT_HERE and how.rows <= 16
-    dealing = (undealt if here else dealt)(ids, count, how.rows)
+        return torch.empty(0, view.down.outputs, device=ids.device, dtype=x.dtype)
+    pairs, count = tokens * top_k, view.gate_up.data.shape[0]
+    tile_sizes, ids = products.choose_for_experts(triton.cdiv(pairs, count)), ids.contiguous()
+    here = pairs <= MAX_PAIRS_ASSIGNED_IN_KERNEL and tile_sizes.rows <= 16
+    assignment = (allocate_blocks if here else assign_blocks)(ids, count, tile_sizes.rows)
     common: dict[str, Any] = {"pairs": pairs, "fp8": products.fp8, "ahead": products.ahead}
-    scale = static_of(p.down) if code == "fp8" else None  # of the middle, where the second product brings one
-    middle = grouped(
-        x, p.gate_up, dealing, how, top_k=top_k, gated=True, code=code if scale is None else "",
-        deal=ids if here else None, **common,
+    scale = static_activation_scale(view.down) if quantize == "fp8" else None
+    inner = grouped(
+        x, view.gate_up, assignment, tile_sizes, top_k=top_k, gated=True, quantize=quantize if scale is None else "",
+        assign_from=ids if here else None, **common,
     )  # fmt: skip
-    middle = middle if scale is None else replace(middle, scale=scale, code=True)
+    inner = inner if scale is None else replace(inner, scale=scale, quantize=True)
     weights = weights.contiguous()
-    if not p.partial:
-        join = Sum(products.counters, top_k, base)
-        return grouped(middle, p.down, dealing, how, weights=weights, join=join, **common).data
-    return summed(grouped(middle, p.down, dealing, how, weights=weights, **common).data, ids, x.dtype)
+    if not view.partial:
+        pair_sum = PairSum(products.counters, top_k, base)
+        return grouped(inner, view.down, assignment, tile_sizes, weights=weights, pair_sum=pair_sum, **common).data
+    return sum_pairs(grouped(inner, view.down, assignment, tile_sizes, weights=weights, **common).data, ids, x.dtype)
 
 
-def summed(parts: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Results of pairs, float32 `[T k, N]`, added up by tokens; rows of experts elsewhere are not read."""
+def sum_pairs(parts: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Add up the results of pairs `[T k, N]`, float32, by token; rows of experts on other ranks are not read."""
     (tokens, top_k), width = ids.shape, parts.shape[1]
     out = torch.empty(tokens, width, device=ids.device, dtype=dtype)
     _sum[(tokens, triton.cdiv(width, 1024))](parts, ids, out, width, TOP_K=top_k, BLOCK=1024, num_warps=4)
     return out
 
 
-def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Activations as they are."""
-    return experts(p, p.prepared, plain(x), weights, ids)
+def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The op with activations left as they are."""
+    return run_experts(view, view.prepared, plain_input(x), weights, ids)
 
 
-def moe_experts_fp8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Activations in FP8, a scale for 128 columns, before both products."""
-    return experts(p, p.prepared, fp8_input(x, p.gate_up, FP8_GROUP, p.prepared), weights, ids, "fp8")
+def moe_experts_fp8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The op with activations in FP8 before both products, a scale per 128 columns."""
+    return run_experts(
+        view, view.prepared, make_fp8_input(x, view.gate_up, FP8_GROUP, view.prepared), weights, ids, "fp8"
+    )
 
 
-def moe_experts_int8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Activations in int8: with a scale a token, and between the products for 128 columns."""
-    return experts(p, p.prepared, int8_input(x, p.prepared), weights, ids, "int8")
+def moe_experts_int8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The op with activations in int8: a scale per token, and between the products one per 128 columns."""
+    return run_experts(view, view.prepared, make_int8_input(x, view.prepared), weights, ids, "int8")

@@ -1,23 +1,45 @@
-"""Codes that a kernel made of its result while it was at hand, kept with the result for whoever would code it.
+"""Quantized forms of results: what a norm's kernel leaves for the matrix product that reads the norm.
 
-The codes are those that the op `quantize` makes of the same tensor, so that taking them saves a pass and changes
-nothing. They go with the tensor object: a view of it, or a copy, has none.
+An op such as `add_rms_norm` returns the plain tensor, whatever reads it. Where the checkpoint asks the readers to
+quantize it, the norm's kernel quantizes the row while it is in registers and keeps the quantized form here. A product
+that wants that very form finds it and saves a launch; every other reader uses the plain tensor and loses nothing.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
-
-ATTRIBUTE = "_inferplane_codes"
-
-
-def hand(x: torch.Tensor, format: str, group: int, data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`x` with its codes: `data` and `scale` as of `Quantize(format, group)`."""
-    setattr(x, ATTRIBUTE, (format, group, data, scale))
-    return x
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
-def handed(x: torch.Tensor, format: str, group: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Data and scale of `x` in this format with as many columns a scale (0: the whole row); None: there are none."""
-    found = getattr(x, ATTRIBUTE, None)
-    return None if found is None or found[:2] != (format, group) else found[2:]
+class QuantizedActivation(NamedTuple):
+    """What the op `quantize` makes of a tensor `[T, K]`, made ahead by the kernel that computed the tensor.
+
+    Args:
+        format: "fp8" or "int8".
+        group: columns that share a scale; 0: the whole row.
+        values: `[T, K]`, float8_e4m3fn or int8.
+        scales: float32 `[T, groups]`.
+    """
+
+    format: str
+    group: int
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+_quantized = WeakTensorKeyDictionary()
+"""Quantized forms by the tensor object. An entry dies with its tensor, so it can never be found for another one that
+takes the same memory; and it cannot become wrong, since no kernel writes into what it is given."""
+
+
+def keep_quantized(x: torch.Tensor, quantized: QuantizedActivation) -> None:
+    """Keep the quantized form of `x` for as long as the object `x` lives; views and copies of `x` have none."""
+    _quantized[x] = quantized
+
+
+def find_quantized(x: torch.Tensor, format: str, group: int) -> QuantizedActivation | None:
+    """The quantized form of `x`, if its kernel left one in this format with this many columns per scale."""
+    found: QuantizedActivation | None = _quantized.get(x)
+    return found if found is not None and (found.format, found.group) == (format, group) else None

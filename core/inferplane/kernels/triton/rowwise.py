@@ -1,4 +1,4 @@
-"""Row by row: norms, activations, quantizing. Sums and roundings are float32, whatever comes in."""
+"""Kernels that work row by row, in float32 whatever comes in: RMS norm, SiLU of a gated MLP, quantizing."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.dependent_launch import asked, begin, how
-from inferplane.kernels.triton.quantized_results import hand, handed
+from inferplane.kernels.triton.dependent_launch import is_dependent, launch_options, wait_then_allow_next
+from inferplane.kernels.triton.quantized_results import QuantizedActivation, find_quantized, keep_quantized
 
 FP8_MAX = 448.0
 INT8_MAX = 127.0
-MOST_COLUMNS = 16384
-"""Of rows that one program holds in registers, of a gated MLP twice."""
+MAX_ROW_QUANTIZED_COLUMNS = 16384
+"""Widest row of a gated MLP that one program can hold in registers, gate and up, to quantize it with one scale."""
 
 
 @triton.jit
 def round_half_even(x):
-    """Nearest whole number, ties to even, for |x| below 2^22. No device has to bring a function for it."""
+    """The nearest whole number, ties to even, for |x| below 2^22; by addition alone, so that every device has it."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -27,7 +27,7 @@ def round_half_even(x):
 def to_fp8_bits(x):
     """float32 within +-448 -> the bits of float8_e4m3fn, rounded to nearest even, uint8.
 
-    Whole-number arithmetic, so that devices without the format, and Triton's interpreter, agree with the others.
+    Done in integers, so that devices without the format, and Triton's interpreter, give the same bits as the others.
     """
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
@@ -39,8 +39,10 @@ def to_fp8_bits(x):
 
 
 @triton.jit
-def scale_of(amax, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """`amax / LIMIT`, rounded up to a power of two if asked for; 1 where that is 0."""
+def quant_scale(amax, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale of a group whose largest magnitude is `amax`: `amax / LIMIT`, rounded up to a power of two with
+    POWER_OF_TWO; 1 where that is 0. LIMIT is the largest number of the format.
+    """
     scale = tl.div_rn(amax, amax * 0 + LIMIT)
     if POWER_OF_TWO:
         bits = scale.to(tl.int32, bitcast=True)
@@ -49,8 +51,8 @@ def scale_of(amax, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def encoded(x, scale, FP8: tl.constexpr):
-    """`x / scale` as float8_e4m3fn bits (uint8) or int8, within the format's limits."""
+def quantize_entries(x, scale, FP8: tl.constexpr):
+    """Quantize entries: `x / scale`, clamped to the format, as float8_e4m3fn bits (uint8) with FP8, else as int8."""
     y = tl.div_rn(x, scale)
     if FP8:
         return to_fp8_bits(tl.minimum(tl.maximum(y, -448.0), 448.0))
@@ -60,17 +62,23 @@ def encoded(x, scale, FP8: tl.constexpr):
 
 @triton.jit
 def silu(x):
+    """`x * sigmoid(x)`."""
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def store_codes(y, data, scales, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr):
-    """Codes of a row `y` of BLOCK entries, WIDTH of which count and the others are 0: a scale for GROUP columns."""
+def store_quantized_row(
+    y, values, scales, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr
+):  # fmt: skip
+    """Quantize row number `row`, held as `y` `[BLOCK]`, with a scale per GROUP columns, and store it.
+
+    The first WIDTH entries of `y` count, the others are 0.
+    """
     column = tl.arange(0, BLOCK)
     groups = tl.reshape(y, (BLOCK // GROUP, GROUP))
-    scale = scale_of(tl.max(tl.abs(groups), 1), 448.0 if FP8 else 127.0, False)
-    code = tl.reshape(encoded(groups, scale[:, None], FP8), (BLOCK,))
-    tl.store(data + row * WIDTH + column, code, mask=column < WIDTH)
+    scale = quant_scale(tl.max(tl.abs(groups), 1), 448.0 if FP8 else 127.0, False)
+    code = tl.reshape(quantize_entries(groups, scale[:, None], FP8), (BLOCK,))
+    tl.store(values + row * WIDTH + column, code, mask=column < WIDTH)
     count: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     group = tl.arange(0, BLOCK // GROUP)
     tl.store(scales + row * count + group, scale, mask=group < count)
@@ -78,12 +86,15 @@ def store_codes(y, data, scales, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def _norm(
-    x, residual, weight, out, total, data, scales, eps, heads, x_outer, x_inner, r_outer,
+    x, residual, weight, out, total, values, scales, eps, heads, x_outer, x_inner, r_outer,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
     PLAIN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One row; its result with PLAIN, and its codes where GROUP is not 0."""
-    begin(AHEAD)
+    """Program `row` norms one row, of `x + residual` with RESIDUAL, whose sum it stores in `total`.
+
+    PLAIN: the normed row is stored in `out`. GROUP > 0: its quantized form is stored in `values` and `scales`.
+    """
+    wait_then_allow_next(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -97,15 +108,16 @@ def _norm(
     if PLAIN:
         tl.store(out + row * WIDTH + column, y.to(out.dtype.element_ty), mask=inside)
     if GROUP > 0:
-        store_codes(y.to(out.dtype.element_ty).to(tl.float32), data, scales, row, WIDTH, BLOCK, GROUP, FP8)
+        store_quantized_row(y.to(out.dtype.element_ty).to(tl.float32), values, scales, row, WIDTH, BLOCK, GROUP, FP8)
 
 
 @triton.jit
 def _silu_mul(
-    x, out, data, scales, x_outer, width,
+    x, out, values, scales, x_outer, width,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin(AHEAD)
+    """Program `(row, columns)` stores `silu(gate) * up` of BLOCK columns: plain if GROUP is 0, else quantized."""
+    wait_then_allow_next(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -116,20 +128,22 @@ def _silu_mul(
         tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
     else:
         groups = tl.reshape(y.to(out.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP))
-        scale = scale_of(tl.max(tl.abs(groups), 1), 448.0 if FP8 else 127.0, False)
-        code = tl.reshape(encoded(groups, scale[:, None], FP8), (BLOCK,))
-        tl.store(data + row * width + column, code, mask=inside)
+        scale = quant_scale(tl.max(tl.abs(groups), 1), 448.0 if FP8 else 127.0, False)
+        code = tl.reshape(quantize_entries(groups, scale[:, None], FP8), (BLOCK,))
+        tl.store(values + row * width + column, code, mask=inside)
         group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         tl.store(scales + row * tl.cdiv(width, GROUP) + group, scale, mask=group < tl.cdiv(width, GROUP))
 
 
 @triton.jit
 def _quantize(
-    x, data, scales, x_outer, width, groups,
+    x, values, scales, x_outer, width, groups,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, STATIC: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """STATIC: `scales` holds one for all rows, which is taken."""
-    begin(AHEAD)
+    """Program `(row, group)` quantizes one group of a row. STATIC: by the one scale that `scales` holds for all rows;
+    else by the scale that the group's largest entry gives, which is stored.
+    """
+    wait_then_allow_next(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     within = tl.arange(0, BLOCK)
@@ -137,19 +151,20 @@ def _quantize(
     inside = (within < GROUP) & (column < width)
     h = tl.load(x + row * x_outer + column, mask=inside, other=0.0).to(tl.float32)
     if STATIC:
-        tl.store(data + row * width + column, encoded(h, h * 0 + tl.load(scales), FP8), mask=inside)
+        tl.store(values + row * width + column, quantize_entries(h, h * 0 + tl.load(scales), FP8), mask=inside)
     else:
-        scale = scale_of(tl.max(tl.abs(h), 0), 448.0 if FP8 else 127.0, False)
-        tl.store(data + row * width + column, encoded(h, scale, FP8), mask=inside)
+        scale = quant_scale(tl.max(tl.abs(h), 0), 448.0 if FP8 else 127.0, False)
+        tl.store(values + row * width + column, quantize_entries(h, scale, FP8), mask=inside)
         tl.store(scales + row * groups + group, scale)
 
 
-def _warps(block: int) -> int:
+def _warps_for(block: int) -> int:
+    """Warps of a program that holds `block` entries of a row."""
     return max(1, min(16, block // 512))
 
 
-def _rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """`x` with entries side by side, how many rows share its outer stride, and both strides in entries."""
+def _row_layout(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """How a kernel walks the rows of `x`: `x` with contiguous rows, rows per outer step, outer and inner stride."""
     if x.stride(-1) != 1 or x.dim() > 3:
         x = x.contiguous()
     if x.dim() == 3:
@@ -157,18 +172,18 @@ def _rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return x, 1, (x.stride(0) if x.dim() == 2 else 0), 0
 
 
-def codes_for(like: torch.Tensor, width: int, group: int, fp8: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for data and scales of rows of `width`, as many as `like` has."""
-    data = like.new_empty(like.shape[0], width, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
-    return data, like.new_empty(like.shape[0], triton.cdiv(width, group), dtype=torch.float32)
+def allocate_quantized(like: torch.Tensor, width: int, group: int, fp8: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unwritten values and scales for as many rows as `like` has, each of `width` columns, `group` to a scale."""
+    values = like.new_empty(like.shape[0], width, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
+    return values, like.new_empty(like.shape[0], triton.cdiv(width, group), dtype=torch.float32)
 
 
-def raw(data: torch.Tensor) -> torch.Tensor:
-    """Codes as kernels store them: FP8 as its bits."""
-    return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
+def as_bits(values: torch.Tensor) -> torch.Tensor:
+    """Quantized values as kernels store them: FP8 as its bits (uint8), int8 as it is."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
-def norm(
+def rms_norm_quantize(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
@@ -178,7 +193,7 @@ def norm(
     keep: bool = False,
     ahead: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """RMS norm of `x`, or of `x + residual`, and optionally quantized while it is at hand.
+    """RMS norm of `x`, or of `x + residual`; optionally quantized in the same kernel.
 
     Args:
         x: `[..., D]`, with a residual or quantizing `[T, D]`.
@@ -187,98 +202,126 @@ def norm(
         residual: `[T, D]`, or None.
         quantize: "" (none), "fp8" or "int8".
         group: columns a scale, a power of two; 0 for the whole row.
-        keep: also give the normed rows where they are quantized.
-        ahead: see `ahead.py`.
+        keep: return the normed rows too where they are quantized.
+        ahead: a dependent launch (`dependent_launch.py`).
 
     Returns:
-        The normed rows, or their data and scales as the op `quantize` gives them, or all three; then the sum, with a
-        residual.
+        The normed rows, or their values and scales as the op `quantize` gives them, or all three; with a residual,
+        the sum comes last.
     """
     width = x.shape[-1]
-    x, heads, outer, inner = _rows_of(x)
+    x, heads, outer, inner = _row_layout(x)
     rows = x.numel() // width if width else 0
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     total = x if residual is None else torch.empty_like(out)
-    data, scales = codes_for(x, width, group or width, quantize == "fp8") if quantize else (out, out)
+    values, scales = allocate_quantized(x, width, group or width, quantize == "fp8") if quantize else (out, out)
     block = max(triton.next_power_of_2(width), group if quantize else 16)
     if rows:
         _norm[(rows,)](
-            x, x if residual is None else residual, weight, out, total, raw(data), scales, eps, heads, outer, inner,
-            0 if residual is None else residual.stride(0),
+            x, x if residual is None else residual, weight, out, total, as_bits(values), scales, eps, heads, outer,
+            inner, 0 if residual is None else residual.stride(0),
             WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, GROUP=(group or block) if quantize else 0,
-            FP8=quantize == "fp8", PLAIN=keep or not quantize, num_warps=_warps(block), **how(ahead),
+            FP8=quantize == "fp8", PLAIN=keep or not quantize, num_warps=_warps_for(block), **launch_options(ahead),
         )  # fmt: skip
-    made = (*([out] if keep else []), data, scales) if quantize else (out,)
+    made = (*([out] if keep else []), values, scales) if quantize else (out,)
     return made if residual is None else (*made, total)
 
 
-def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """One program a row."""
-    return norm(x, p.weight, p.eps, ahead=asked(p))[0]
+def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """RMS norm, one program per row."""
+    return rms_norm_quantize(x, view.weight, view.eps, ahead=is_dependent(view))[0]
 
 
-def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum and norm in one pass, and codes of the result where its readers would code it; the norm takes the sum before
-    it is rounded.
+def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum and norm in one pass; the norm reads the sum before it is rounded.
+
+    Where the readers want the norm quantized, its quantized form is made in the same pass and kept for them.
     """
-    y, *codes = norm(x, p.norm.weight, p.norm.eps, residual, p.codes, p.codes_group, keep=True, ahead=asked(p))
-    total = x if residual is None else codes.pop()
-    return hand(y, p.codes, p.codes_group, *codes) if p.codes else y, total
+    norm, ahead = view.norm, is_dependent(view)
+    y, *quantized = rms_norm_quantize(
+        x, norm.weight, norm.eps, residual, view.codes, view.codes_group, keep=True, ahead=ahead
+    )
+    total = x if residual is None else quantized.pop()
+    if view.codes:
+        keep_quantized(y, QuantizedActivation(view.codes, view.codes_group, *quantized))
+    return y, total
 
 
-def gated(x: torch.Tensor, quantize: str = "", group: int = 128, ahead: bool = False) -> tuple[torch.Tensor, ...]:
-    """`silu(x[:, :I]) * x[:, I:]` of `x` `[T, 2 I]`: `[T, I]`, or its data and scales; arguments as for `norm`, whole
-    rows of at most `MOST_COLUMNS`.
+def silu_mul_quantize(
+    x: torch.Tensor, quantize: str = "", group: int = 128, ahead: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """`silu(x[:, :I]) * x[:, I:]`, optionally quantized in the same kernel.
+
+    Args:
+        x: gate and up side by side, `[T, 2 I]`.
+        quantize: "" (none), "fp8" or "int8".
+        group: columns a scale, a power of two; 0 for the whole row, of at most `MAX_ROW_QUANTIZED_COLUMNS`.
+        ahead: a dependent launch (`dependent_launch.py`).
+
+    Returns:
+        `[T, I]`, or its values and scales as the op `quantize` gives them.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, width)
-    data, scales = codes_for(x, width, group or width, quantize == "fp8") if quantize else (out, out)
+    values, scales = allocate_quantized(x, width, group or width, quantize == "fp8") if quantize else (out, out)
     whole = max(triton.next_power_of_2(width), group if quantize else 16, 16)
     block = whole if quantize and not group else min(1024, whole)
     if rows:
         _silu_mul[(rows, triton.cdiv(width, block))](
-            x, out, raw(data), scales, x.stride(0), width, BLOCK=block, GROUP=(group or block) if quantize else 0,
-            FP8=quantize == "fp8", num_warps=_warps(block), **how(ahead),
+            x, out, as_bits(values), scales, x.stride(0), width, BLOCK=block, GROUP=(group or block) if quantize else 0,
+            FP8=quantize == "fp8", num_warps=_warps_for(block), **launch_options(ahead),
         )  # fmt: skip
-    return (data, scales) if quantize else (out,)
+    return (values, scales) if quantize else (out,)
 
 
-def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Both halves of a row in one pass."""
-    return gated(x, ahead=asked(p))[0]
+def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of rows that hold gate and up side by side."""
+    return silu_mul_quantize(x, ahead=is_dependent(view))[0]
 
 
-def quantize(p: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One program a row and group; nothing to do where the codes were handed over with `x`."""
-    found = handed(x, p.format, p.group)
+def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op `quantize`; nothing is launched where the kernel that computed `x` left its quantized form."""
+    return quantize_rows(x, view.format, view.group, is_dependent(view))
+
+
+def quantize_rows(x: torch.Tensor, format: str, group: int, ahead: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales of `x` `[T, K]`, found or made: one program per row and group.
+
+    Args:
+        x: rows in the plan's dtype.
+        format: "fp8" or "int8".
+        group: columns that share a scale; 0 for the whole row.
+        ahead: a dependent launch (`dependent_launch.py`).
+    """
+    found = find_quantized(x, format, group)
     if found is not None:
-        return found
+        return found.values, found.scales
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, width = x.shape
-    group = p.group or width
+    group = group or width
     groups = triton.cdiv(width, group)
-    data = x.new_empty(rows, width, dtype=torch.float8_e4m3fn if p.format == "fp8" else torch.int8)
-    scales = x.new_empty(rows, groups, dtype=torch.float32)
+    values, scales = allocate_quantized(x, width, group, format == "fp8")
     block = max(16, triton.next_power_of_2(group))
     if rows:
         _quantize[(rows, groups)](
-            x, raw(data), scales, x.stride(0), width, groups,
-            GROUP=group, BLOCK=block, FP8=p.format == "fp8", STATIC=False, num_warps=_warps(block), **how(asked(p)),
+            x, as_bits(values), scales, x.stride(0), width, groups,
+            GROUP=group, BLOCK=block, FP8=format == "fp8", STATIC=False, num_warps=_warps_for(block),
+            **launch_options(ahead),
         )  # fmt: skip
-    return data, scales
+    return values, scales
 
 
-def by_scale(x: torch.Tensor, scale: torch.Tensor, ahead: bool = False) -> torch.Tensor:
-    """FP8 codes of `x` `[T, K]` by one scale `[1]` for all; what is too large for it becomes the largest code."""
+def quantize_by_scale(x: torch.Tensor, scale: torch.Tensor, ahead: bool = False) -> torch.Tensor:
+    """`x` `[T, K]` in FP8 by one given scale `[1]`; entries too large for it become the format's largest number."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, width = x.shape
-    data = x.new_empty(rows, width, dtype=torch.float8_e4m3fn)
+    values = x.new_empty(rows, width, dtype=torch.float8_e4m3fn)
     block = min(1024, max(16, triton.next_power_of_2(width)))
     if rows:
         _quantize[(rows, triton.cdiv(width, block))](
-            x, raw(data), scale, x.stride(0), width, 1,
-            GROUP=block, BLOCK=block, FP8=True, STATIC=True, num_warps=_warps(block), **how(ahead),
+            x, as_bits(values), scale, x.stride(0), width, 1,
+            GROUP=block, BLOCK=block, FP8=True, STATIC=True, num_warps=_warps_for(block), **launch_options(ahead),
         )  # fmt: skip
-    return data
+    return values

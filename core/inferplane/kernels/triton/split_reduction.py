@@ -1,7 +1,7 @@
-"""Programs that share a result: each stores its part and is counted, and the last one to come puts the parts together.
+"""Adding up a result that several programs share: each stores its part and is counted, the last to arrive adds them.
 
-Parts are added in their own order, whoever comes last, so results do not depend on timing. Counters are zeros before a
-launch and after it: a recorded step finds them as it left them.
+Parts are added in their own order, whichever program is last, so results do not depend on timing. Counters are zero
+before a launch and after it, so a captured step finds them as it left them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton.language as tl
 
 
 @triton.jit
-def last_of(counter, parts):
-    """Count this program in; whether it is the last of `parts`. What the others stored is then there to be read."""
+def is_last_arrival(counter, parts):
+    """Count this program in; True for the last of `parts` programs, which may then read what the others stored."""
     tl.debug_barrier()  # all of this program's threads have stored
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1
     if last:
@@ -21,8 +21,8 @@ def last_of(counter, parts):
 
 
 @triton.jit
-def last_of_each(counters, parts, mask):
-    """The same for several results at once: `counters` are pointers, `parts` how many come to each."""
+def are_last_arrivals(counters, parts, mask):
+    """`is_last_arrival` for several results at once: `counters` are pointers, `parts` the programs that share each."""
     tl.debug_barrier()
     last = mask & (tl.atomic_add(counters, 1, mask=mask, sem="acq_rel", scope="gpu") == parts - 1)
     tl.store(counters, 0, mask=last)
@@ -30,6 +30,6 @@ def last_of_each(counters, parts, mask):
 
 
 @triton.jit
-def kept(pointers, mask):
-    """Load what another program has stored during this launch: not from a cache of this multiprocessor's own."""
+def load_shared_part(pointers, mask):
+    """Load what another program stored during this launch: past the L1 cache, which may hold older values."""
     return tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")

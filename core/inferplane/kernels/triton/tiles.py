@@ -9,32 +9,32 @@ import torch
 
 
 class Counters:
-    """Zeros, by device, in which the programs of a launch are counted (`arrivals.py`) and which they leave as zeros.
+    """Zeros by device, in which programs count themselves in (`split_reduction.py`) and which they leave as zeros.
 
-    One op's launches share them, so these must follow each other, as those of one model do on its stream.
+    All launches of one op share them, so these must run one after another, as those of a model do on its stream.
     """
 
-    LEAST = 4096
+    MIN_COUNT = 4096
 
     def __init__(self) -> None:
         self._held: dict[torch.device, list[torch.Tensor]] = {}
 
     def of(self, device: torch.device, count: int) -> torch.Tensor:
-        """At least `count` of them, int32. Those handed out before stay alive: recorded steps go on using them."""
+        """At least `count` counters, int32. Earlier ones stay alive, since captured steps go on using them."""
         held = self._held.setdefault(device, [])
         if not held or held[-1].numel() < count:
-            held.append(torch.zeros(max(count, self.LEAST), dtype=torch.int32, device=device))
+            held.append(torch.zeros(max(count, self.MIN_COUNT), dtype=torch.int32, device=device))
         return held[-1]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How one attention kernel is cut into programs.
+    """How one attention kernel is divided into programs.
 
     Args:
-        rows: query rows of a tile; at least 16, a power of two.
-        keys: tokens of the cache a loop turn; a power of two, at least 16.
-        warps: warps a program.
+        rows: query rows per program; a power of two, at least 16.
+        keys: tokens of the cache per loop iteration; a power of two, at least 16.
+        warps: warps per program.
         stages: software pipeline depth.
     """
 
@@ -44,22 +44,22 @@ class Launch:
     stages: int = 2
 
     def for_dtype(self, dtype: torch.dtype) -> Launch:
-        """The same for activations of `dtype`: wide ones take half the keys, so that a tile keeps its bytes."""
+        """The sizes for activations of `dtype`: float32 takes half the keys, so that a tile keeps its bytes."""
         return self if dtype.itemsize <= 2 else Launch(self.rows, max(16, self.keys // 2), self.warps, 1)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a backend may set.
+    """Sizes of all kernels but the matrix products; a backend sets those that suit its hardware.
 
     Args:
         decode: attention of few query tokens over K and V.
         prefill: attention of many query tokens.
         mla: attention of few query tokens over latents.
-        chunk_tokens: least tokens of a split of a sequence's cache.
-        ahead: launch kernels before the one in front of them has ended (`ahead.py`).
+        chunk_tokens: fewest tokens in a split of a sequence's cache.
         splits: most splits of a sequence. How a sequence is split depends on its own length alone, so that its result
             does not depend on the rest of the batch.
+        ahead: launch kernels before the one in front of them has ended (`dependent_launch.py`).
     """
 
     decode: Launch = Launch(16, 64, 4, 2)
@@ -71,17 +71,19 @@ class Tiles:
     counters: Counters = field(default_factory=Counters, init=False, repr=False, compare=False)
 
     def prepare(self, op: Any, ctx: Any) -> Tiles:
-        """`Kernel.prepare` of every kernel that takes tiles: a copy, with counters of its own."""
+        """`Kernel.prepare` of every kernel that takes `Tiles`: a copy, with counters of its own."""
         return replace(self)
 
 
-LEAST_COLUMNS = 512
-"""Columns that a part of a split product has at least."""
+MIN_COLUMNS_PER_SPLIT = 512
+"""Fewest columns of K in a part of a split product."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """One way to cut a product into programs: rows and columns of the result a program, its warps, its pipeline."""
+    """How a matrix product is divided into programs: rows and columns of the result per program, its warps and pipeline
+    depth.
+    """
 
     rows: int
     columns: int
@@ -91,16 +93,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Products:
-    """What a backend may set.
+    """Sizes of the matrix products by their number of rows; a backend sets those that suit its hardware.
 
     Args:
-        few: at most 16 rows.
-        some: at most 64 rows.
-        many: more.
-        experts: more than 16 rows an expert, in programs that hold two results.
-        programs: programs that fill the device; smaller products are split along K.
+        few: for at most 16 rows.
+        some: for at most 64 rows.
+        many: for more.
+        experts: for more than 16 rows per expert, in programs that hold two results.
+        programs: programs that fill the device; products with fewer tiles are split along K.
         fp8: the device multiplies FP8 numbers.
-        ahead: as of `Tiles`.
+        ahead: as in `Tiles`.
     """
 
     few: Product = Product(16, 32, 4, 3)
@@ -113,17 +115,17 @@ class Products:
     counters: Counters = field(default_factory=Counters, init=False, repr=False, compare=False)
 
     def choose(self, rows: int) -> Product:
-        """For so many rows."""
+        """The division of a product with this many rows."""
         return self.few if rows <= 16 else self.some if rows <= 64 else self.many
 
-    def of_experts(self, rows: int) -> Product:
-        """For so many rows an expert."""
+    def choose_for_experts(self, rows: int) -> Product:
+        """The division of a grouped or gated product with this many rows per expert."""
         return self.few if rows <= 16 else self.experts
 
     def splits(self, product: Product, rows: int, columns: int, depth: int) -> int:
-        """Parts of K: 1 where the tiles alone fill the device."""
+        """Into how many parts K (`depth` columns) is split; 1 where the tiles alone fill the device."""
         tiles = -(-rows // product.rows) * -(-columns // product.columns)
-        return max(1, min(self.programs // tiles, depth // LEAST_COLUMNS))
+        return max(1, min(self.programs // tiles, depth // MIN_COLUMNS_PER_SPLIT))
 
     def prepare(self, op: Any, ctx: Any) -> Products:
         """`Kernel.prepare` of every kernel that multiplies: a copy, with counters of its own."""

@@ -1,4 +1,4 @@
-"""Weights as the matrix kernels read them: entries in their own width, rows side by side, scales in float32."""
+"""Weights as the matrix kernels read them: entries in their own width, contiguous rows, scales in float32."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PLAIN, FP8, INT8, INT4 = 0, 1, 2, 3
 GROUPS = (32, 64, 128)
 """Columns that may share a scale where a row has several."""
 DEPTH = 128
-"""Columns a loop turn where a row has one scale: what lies together in an INT4 row, too."""
+"""Columns per loop iteration where a row has one scale; also the columns that are packed together in an INT4 row."""
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A weight `[N, K]`, or a stack `[E, N, K]`.
+class PackedWeight:
+    """A packed weight `[N, K]`, or a stack of experts' weights `[E, N, K]`.
 
     Args:
         data: `[..., N, K]`; FP8 as its bits (uint8); of INT4 two entries a byte, offset by 8: byte j of a span of
@@ -45,12 +45,12 @@ class Packed:
 
     @property
     def outputs(self) -> int:
-        """N."""
+        """Rows N of the weight, which are columns of the product."""
         return self.data.shape[-2]
 
     @property
     def depth(self) -> int:
-        """Columns a loop turn."""
+        """Columns per loop iteration of a product."""
         return self.group or DEPTH
 
     @property
@@ -59,14 +59,14 @@ class Packed:
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero) if t is not None)
 
 
-def pack(weight: torch.Tensor | QTensor) -> Packed:
-    """From canonical form.
+def pack(weight: torch.Tensor | QTensor) -> PackedWeight:
+    """Pack a weight that is in canonical form (rows as outputs).
 
     Raises:
         KernelError: columns share scales in groups other than `GROUPS`.
     """
     if isinstance(weight, torch.Tensor):
-        return Packed(weight.contiguous(), None, None, PLAIN, 1, 0, weight.shape[-1])
+        return PackedWeight(weight.contiguous(), None, None, PLAIN, 1, 0, weight.shape[-1])
     columns, (rows, group) = weight.shape[-1], weight.block
     group = 0 if weight.scale.shape[-1] == 1 and group not in GROUPS else group
     if group and group not in GROUPS:
@@ -75,15 +75,16 @@ def pack(weight: torch.Tensor | QTensor) -> Packed:
         )
     zero = None if weight.zero is None else weight.zero.float().contiguous()
     if weight.bits == 4:
-        data, kind = _nibbles(weight.data, group or DEPTH), INT4
+        data, kind = _pack_int4(weight.data, group or DEPTH), INT4
     elif weight.data.dtype == torch.int8:
         data, kind = weight.data.contiguous(), INT8
     else:
         data, kind = weight.data.contiguous().view(torch.uint8), FP8
-    return Packed(data, weight.scale.float().contiguous(), zero, kind, rows, group, columns, weight.act_scale)
+    return PackedWeight(data, weight.scale.float().contiguous(), zero, kind, rows, group, columns, weight.act_scale)
 
 
-def _nibbles(data: torch.Tensor, span: int) -> torch.Tensor:
+def _pack_int4(data: torch.Tensor, span: int) -> torch.Tensor:
+    """INT4 entries plus 8, two to a byte: byte j of a span of columns holds columns j (low) and `span / 2 + j`."""
     spans = math.ceil(data.shape[-1] / span)
     offset = F.pad(data, (0, spans * span - data.shape[-1])).add(8).view(torch.uint8)
     low, high = offset.unflatten(-1, (spans, 2, span // 2)).unbind(-2)

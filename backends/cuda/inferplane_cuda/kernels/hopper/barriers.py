@@ -1,4 +1,4 @@
-"""Barriers between the loading warp and the computing ones, and the units that both walk through."""
+"""Barriers between the loading warp and the computing warps, and how many keys a row sees."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
-    """N barriers; a phase of one ends when it has been arrived at so often."""
+def make_barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
+    """N barriers in shared memory; a phase of a barrier ends after ARRIVALS arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
         mbarrier.init(made.index(i), count=ARRIVALS)
@@ -17,8 +17,8 @@ def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def limits(starts, lengths, sequence, tile, row, HEADS: gl.constexpr):
-    """How many keys each row of a unit sees, and how many the sequence has."""
+def key_limits(starts, lengths, sequence, tile, row, HEADS: gl.constexpr):
+    """How many keys each row of a unit sees, and how many keys the sequence has."""
     count = gl.load(starts + sequence + 1) - gl.load(starts + sequence)
     length = gl.load(lengths + sequence)
     return gl.minimum(length - count + (tile * 64 + row) // HEADS + 1, length), length

@@ -1,4 +1,4 @@
-"""FP8 products on Hopper: rows with a scale for 128 columns, times blocks of 128 x 128 with one each.
+"""FP8 products on Hopper: rows with a scale per 128 columns, times a weight with a scale per block of 128 x 128.
 
 A program has a tile of 128 rows and up to 128 columns. One warp loads 128 columns of K at a time, a ring of stages
 ahead; two groups of four warps take 64 rows each. The tensor core sums 128 columns by itself; that sum is scaled and
@@ -13,48 +13,49 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from inferplane_cuda.kernels.hopper.barriers import barriers
+from inferplane_cuda.kernels.hopper.barriers import make_barriers
 from inferplane_cuda.kernels.hopper.gluon_compat import load_tile
 
 
 @gluon.jit
-def load(
-    x, w, row, column, turns, x_tiles, w_tiles, ready, free, COLUMNS: gl.constexpr, STAGES: gl.constexpr
+def load_tiles(
+    x, w, row, column, k_steps, x_tiles, w_tiles, ready, free, COLUMNS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """The loading warp."""
-    for i in range(0, turns):
-        place = i % STAGES
-        mbarrier.wait(free.index(place), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(place), (128 + COLUMNS) * 128)
-        load_tile(x, [row, i * 128], ready.index(place), x_tiles.index(place))
-        load_tile(w, [column, i * 128], ready.index(place), w_tiles.index(place))
+    """The loading warp: tiles of `x` and `w`, 128 columns of K at a time, into a ring of STAGES buffers."""
+    for i in range(0, k_steps):
+        stage = i % STAGES
+        mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(ready.index(stage), (128 + COLUMNS) * 128)
+        load_tile(x, [row, i * 128], ready.index(stage), x_tiles.index(stage))
+        load_tile(w, [column, i * 128], ready.index(stage), w_tiles.index(stage))
 
 
 @gluon.jit
-def sums(
-    scales, block, turns, x_tiles, w_tiles, ready, free,
+def sum_scaled_products(
+    scales, block, k_steps, x_tiles, w_tiles, ready, free,
     GROUP: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """A group's 64 rows of the tile, scaled and summed in float32; `scales` and `block` are where each row's and the
-    weight's scales begin.
+    """The product of a group's 64 rows, scaled every 128 columns and summed in float32.
+
+    `scales` and `block` point to the first scale of each row, and of the weight's block.
     """
     acc = gl.zeros([64, COLUMNS], gl.float32, MMA)
-    for i in range(0, turns):
-        place = i % STAGES
+    for i in range(0, k_steps):
+        stage = i % STAGES
         scale = gl.load(scales + i) * gl.load(block + i)
-        mbarrier.wait(ready.index(place), (i // STAGES) & 1)
-        mine = x_tiles.index(place).slice(GROUP * 64, 64, dim=0)
+        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        mine = x_tiles.index(stage).slice(GROUP * 64, 64, dim=0)
         part = gl.zeros([64, COLUMNS], gl.float32, MMA)
-        part = warpgroup_mma(mine, w_tiles.index(place).permute((1, 0)), part, use_acc=False, is_async=True)
+        part = warpgroup_mma(mine, w_tiles.index(stage).permute((1, 0)), part, use_acc=False, is_async=True)
         part = warpgroup_mma_wait(0, deps=(part,))
-        mbarrier.arrive(free.index(place), count=1)
+        mbarrier.arrive(free.index(stage), count=1)
         acc = acc + part * scale[:, None]
     return acc
 
 
 @gluon.jit
 def store_rows(out, acc, row, column, end, columns, COLUMNS: gl.constexpr):
-    """64 rows of results from `row` on, those before `end`, in bfloat16."""
+    """Store 64 rows of a result from `row` on, those before `end`, in bfloat16."""
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     result = gl.convert_layout(acc.to(gl.bfloat16), STORE)
     down = row + gl.arange(0, 64, gl.SliceLayout(1, STORE))
@@ -64,24 +65,24 @@ def store_rows(out, acc, row, column, end, columns, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def compute(
-    x_scale, w_scale, out, row, column, rows, columns, turns, x_tiles, w_tiles, ready, free,
+def compute_half_tile(
+    x_scale, w_scale, out, row, column, rows, columns, k_steps, x_tiles, w_tiles, ready, free,
     GROUP: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One group of four warps: rows `64 GROUP` to `64 GROUP + 63` of the tile."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     m = row + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, MMA))
-    scales, block = x_scale + gl.minimum(m, rows - 1) * turns, w_scale + column // 128 * turns
-    acc = sums(scales, block, turns, x_tiles, w_tiles, ready, free, GROUP, COLUMNS, STAGES, MMA)
+    scales, block = x_scale + gl.minimum(m, rows - 1) * k_steps, w_scale + column // 128 * k_steps
+    acc = sum_scaled_products(scales, block, k_steps, x_tiles, w_tiles, ready, free, GROUP, COLUMNS, STAGES, MMA)
     store_rows(out, acc, row + GROUP * 64, column, rows, columns, COLUMNS)
 
 
 @gluon.jit
 def product(
-    x, w, x_scale, w_scale, out, rows, columns, turns,
+    x, w, x_scale, w_scale, out, rows, columns, k_steps,
     COLUMNS: gl.constexpr, RASTER: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One program a tile; RASTER tiles of rows are done side by side, so that they find a weight in the cache."""
+    """One program per tile; RASTER tiles of rows run side by side, so that they find the weight in the cache."""
     down, across = gl.cdiv(rows, 128), gl.cdiv(columns, COLUMNS)
     band = RASTER * across
     first = gl.program_id(0) // band * RASTER
@@ -91,24 +92,24 @@ def product(
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], TILE)
     w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, 128], TILE)
-    ready, free = barriers(STAGES, 1), barriers(STAGES, 2)
+    ready, free = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     gl.warp_specialize(
         [
             (
-                compute,
+                compute_half_tile,
                 (
-                    x_scale, w_scale, out, row, column, rows, columns, turns, x_tiles, w_tiles, ready, free,
+                    x_scale, w_scale, out, row, column, rows, columns, k_steps, x_tiles, w_tiles, ready, free,
                     0, COLUMNS, STAGES,
                 ),
             ),
             (
-                compute,
+                compute_half_tile,
                 (
-                    x_scale, w_scale, out, row, column, rows, columns, turns, x_tiles, w_tiles, ready, free,
+                    x_scale, w_scale, out, row, column, rows, columns, k_steps, x_tiles, w_tiles, ready, free,
                     1, COLUMNS, STAGES,
                 ),
             ),
-            (load, (x, w, row, column, turns, x_tiles, w_tiles, ready, free, COLUMNS, STAGES)),
+            (load_tiles, (x, w, row, column, k_steps, x_tiles, w_tiles, ready, free, COLUMNS, STAGES)),
         ],
         [4, 1],
         [232, 40],

@@ -7,20 +7,20 @@ from typing import Any
 import torch
 import triton
 
-from inferplane.kernels.triton.linear import fp8_rows
-from inferplane.kernels.triton.matmul import Activations
-from inferplane.kernels.triton.matmul import product as portable
+from inferplane.kernels.triton.linear import quantize_rows_to_fp8
+from inferplane.kernels.triton.matmul import MatmulInput
+from inferplane.kernels.triton.matmul import matmul as portable
 from inferplane_cuda.kernels.hopper import gemm
-from inferplane_cuda.kernels.hopper.mla_launch import box, programs
+from inferplane_cuda.kernels.hopper.mla_launch import count_programs, tma_descriptor
 
-FEW_ROWS = 64
-"""Up to so many, a tile of 128 rows would be half empty or worse, and the weight's bytes decide."""
+MAX_PORTABLE_ROWS = 64
+"""Up to this many rows, a tile of 128 would be at most half full, and reading the weight decides the time."""
 RASTER = 8
 STAGES = 5
 
 
-def columns_of(rows: int, outputs: int, at_once: int) -> int:
-    """Columns of a tile: those with which the last round of programs is fuller; 128 for equal ones."""
+def choose_columns(rows: int, outputs: int, at_once: int) -> int:
+    """Columns of a tile, 128 or 64: those with which the last wave of programs fills the device better."""
 
     def filled(columns: int) -> float:
         tiles = triton.cdiv(rows, 128) * triton.cdiv(outputs, columns)
@@ -29,23 +29,24 @@ def columns_of(rows: int, outputs: int, at_once: int) -> int:
     return 128 if filled(128) >= 0.8 * filled(64) else 64  # narrower tiles load more bytes a product
 
 
-def blocks(x: Activations, weight: Any, prepared: Any) -> torch.Tensor:
-    """`x weight^T` in bfloat16 of activations with a scale for 128 columns, and a weight with one for 128 x 128."""
+def matmul_fp8_blocks(x: MatmulInput, weight: Any, prepared: Any) -> torch.Tensor:
+    """`x weight^T` in bfloat16: activations with a scale per 128 columns, a weight with a scale per 128 x 128."""
     rows, depth = x.data.shape
-    if rows <= FEW_ROWS or weight.rows != 128:
+    if rows <= MAX_PORTABLE_ROWS or weight.rows != 128:
         return portable(x, weight, prepared)
     outputs = weight.outputs
-    columns = columns_of(rows, outputs, programs(x.data.device))
+    columns = choose_columns(rows, outputs, count_programs(x.data.device))
     out = torch.empty(rows, outputs, device=x.data.device, dtype=torch.bfloat16)
     fp8 = torch.float8_e4m3fn
     gemm.product[(triton.cdiv(rows, 128) * triton.cdiv(outputs, columns),)](
-        box(x.data.view(fp8), 128, 128, 8), box(weight.data.view(fp8), columns, 128, 8), x.scale, weight.scale, out,
+        tma_descriptor(x.data.view(fp8), 128, 128, 8),
+        tma_descriptor(weight.data.view(fp8), columns, 128, 8), x.scale, weight.scale, out,
         rows, outputs, triton.cdiv(depth, 128), COLUMNS=columns, RASTER=RASTER, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Activations are coded first, with a scale for 128 columns."""
-    y = blocks(fp8_rows(x, 128), p.weight, p.prepared)
-    return y if p.bias is None else y + p.bias
+def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """The op `linear` with FP8 blocks; activations are quantized first, with a scale per 128 columns."""
+    y = matmul_fp8_blocks(quantize_rows_to_fp8(x, 128), view.weight, view.prepared)
+    return y if view.bias is None else y + view.bias

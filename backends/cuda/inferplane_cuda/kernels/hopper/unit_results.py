@@ -1,8 +1,8 @@
-"""A unit's end: its result is written, or put together from the parts of the programs that shared it.
+"""Begin and end of a program's part of latent attention: storing a unit's result, or combining it from several parts.
 
-When a program is through, it tells so of the units that it shares, at most its first and its last. The program that is
-the last to do so of a unit adds up all parts, in the order of the programs, so that the result does not depend on who
-was last. Nothing is launched behind, and the counters are left at zero for the next step.
+A program shares at most its first and its last unit with other programs (`work_split`). When it has stored its part of
+a shared unit, it is counted; the last program to be counted adds up all parts, in the order of the programs, so that
+the result does not depend on which was last. No launch follows, and counters are zero again for the next step.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from inferplane_cuda.kernels.hopper.gluon_compat import anew, barrier
-from inferplane_cuda.kernels.hopper.work_split import blocks_of, share_of
+from inferplane_cuda.kernels.hopper.barriers import make_barriers
+from inferplane_cuda.kernels.hopper.gluon_compat import barrier, opaque
+from inferplane_cuda.kernels.hopper.work_split import count_blocks, find_program_part, find_unit_share
 
 COLUMNS = gl.constexpr(64)
-"""Columns that are put together at a time: few, so that the registers suffice."""
-FIRST_UNIT, BEGIN, BEHIND = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+"""Columns that are combined at a time: few, so that registers suffice."""
+FIRST_UNIT, BEGIN, END_UNIT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 LAST_BEGIN, SIZE, PROGRAM = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5)
 
 
 @gluon.jit
-def join(parts, masses, out, place, real, owner, sharers, num_warps: gl.constexpr):
-    """Sum the parts of a unit with the weights of their masses into rows `place` of `out`."""
+def combine_parts(parts, masses, out, place, real, owner, sharers, num_warps: gl.constexpr):
+    """Add up a unit's parts into rows `place` of `out`; `masses` are the base-2 logarithms of their sums of weights."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [num_warps, 1], [1, 0])
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
     for group in range(0, 512 // COLUMNS):
@@ -44,52 +45,81 @@ def join(parts, masses, out, place, real, owner, sharers, num_warps: gl.constexp
 
 
 @gluon.jit
-def note(notes, first_unit, begin, behind, last_begin, size, num_warps: gl.constexpr):
-    """Put this program's share of the step, as `part_of` found it, into shared memory."""
+def store_program_part(program_part, first_unit, begin, end_unit, last_begin, size, num_warps: gl.constexpr):
+    """Store this program's part of the step, as `find_program_part` found it, in shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
     at = gl.arange(0, 8, layout)
-    low = gl.where(at == 0, first_unit, gl.where(at == 1, begin, behind))
+    low = gl.where(at == 0, first_unit, gl.where(at == 1, begin, end_unit))
     high = gl.where(at == 3, last_begin, gl.where(at == 4, size, gl.program_id(0)))
-    notes.store(gl.where(at < 3, low, high))
+    program_part.store(gl.where(at < 3, low, high))
 
 
 @gluon.jit
-def noted(notes, WHICH: gl.constexpr, num_warps: gl.constexpr):
-    """One of what was noted: FIRST_UNIT, BEGIN, BEHIND, LAST_BEGIN, SIZE or PROGRAM. Read where it is used, since what
-    lives in registers across the loop over blocks is paid for there.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
-    return gl.sum(gl.where(gl.arange(0, 8, layout) == WHICH, notes.load(layout), 0), 0)
-
-
-@gluon.jit
-def share(
-    notes, unit, begin, starts, lengths, tiles, HEADS: gl.constexpr, OVER: gl.constexpr, num_warps: gl.constexpr
-):  # fmt: skip
-    """Of a unit that begins at `begin`: sequence, tile, blocks, and this program's first and last of them."""
-    sequence, tile = unit // tiles, unit % tiles
-    blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
-    me, size = noted(notes, PROGRAM, num_warps), noted(notes, SIZE, num_warps)
-    lo, hi, _owner, _sharers = share_of(me, begin, blocks, size, 1, OVER)
-    return sequence, tile, blocks, lo, hi
-
-
-@gluon.jit
-def finish(
-    accs, highest, total, out, parts, masses, starts, lengths, tiles, notes, unit, begin,
-    HEADS: gl.constexpr, OVER: gl.constexpr, WIDTH: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
+def begin_step(
+    starts, lengths, units, tiles,
+    HEADS: gl.constexpr, BLOCK_UNITS: gl.constexpr, OVERHEAD: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The end of this program's share of a unit: its result, WIDTH columns in each of `accs`, is written to `out`, or
-    to this program's part of it.
+    """What every kernel of latent attention begins with.
+
+    Returns:
+        Barriers of the ring of blocks (ready and free, STAGES each) and of the query tile (ready and free); this
+        program's first unit, the unit after its last, where its first one begins, and the size of a part; and the same
+        in shared memory, for `load_program_part`.
     """
-    sequence, tile, blocks, lo, hi = share(
-        notes, anew(unit), anew(begin), starts, lengths, tiles, HEADS, OVER, num_warps
+    ready, free = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
+    q_ready, q_free = make_barriers(1, 1).index(0), make_barriers(1, 1).index(0)
+    first_unit, end_unit, begin, last_begin, size = find_program_part(
+        starts, lengths, units, tiles, HEADS, 1, BLOCK_UNITS, OVERHEAD, num_warps
+    )  # fmt: skip
+    program_part = gl.allocate_shared_memory(gl.int32, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    store_program_part(program_part, first_unit, begin, end_unit, last_begin, size, num_warps)
+    return ready, free, q_ready, q_free, first_unit, end_unit, begin, size, program_part
+
+
+@gluon.jit
+def load_program_part(program_part, WHICH: gl.constexpr, num_warps: gl.constexpr):
+    """Load one entry of `program_part`: FIRST_UNIT, BEGIN, END_UNIT, LAST_BEGIN, SIZE or PROGRAM.
+
+    It is loaded where it is used, since a value kept across the loop over blocks costs registers there.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
+    return gl.sum(gl.where(gl.arange(0, 8, layout) == WHICH, program_part.load(layout), 0), 0)
+
+
+@gluon.jit
+def load_unit_share(
+    program_part, unit, begin, starts, lengths, tiles,
+    HEADS: gl.constexpr, OVERHEAD: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Of the unit that begins at `begin`: sequence, tile, number of blocks, and the range of blocks of this program."""
+    sequence, tile = unit // tiles, unit % tiles
+    blocks = count_blocks(starts, lengths, sequence, tile, HEADS, 1)
+    program, size = (
+        load_program_part(program_part, PROGRAM, num_warps),
+        load_program_part(program_part, SIZE, num_warps),
+    )
+    begin_block, end_block, _owner, _sharers = find_unit_share(program, begin, blocks, size, 1, OVERHEAD)
+    return sequence, tile, blocks, begin_block, end_block
+
+
+@gluon.jit
+def store_unit_result(
+    accs, highest, total, out, parts, masses, starts, lengths, tiles, program_part, unit, begin,
+    HEADS: gl.constexpr, OVERHEAD: gl.constexpr, WIDTH: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Store the result of this program's share of a unit: in `out` if that is the whole unit, else in its `parts`.
+
+    `accs` hold WIDTH columns each, not yet divided by `total`.
+    """
+    sequence, tile, blocks, begin_block, end_block = load_unit_share(
+        program_part, opaque(unit), opaque(begin), starts, lengths, tiles, HEADS, OVERHEAD, num_warps
     )  # fmt: skip
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, RESULT))
     row = gl.arange(0, 64, gl.SliceLayout(1, RESULT))
     inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, RESULT))[:, None]
-    if (lo == 0) & (hi == blocks):
+    if (begin_block == 0) & (end_block == blocks):
         begin = gl.load(starts + sequence)
         count = gl.load(starts + sequence + 1) - begin
         place = begin * HEADS + tile * 64 + row
@@ -98,7 +128,7 @@ def finish(
         for i in gl.static_range(512 // WIDTH):
             gl.store(target + i * WIDTH, (accs[i] * inverse).to(gl.bfloat16), mask=real[:, None])
     else:
-        part = 2 * noted(notes, PROGRAM, num_warps) + gl.where(lo == 0, 1, 0)
+        part = 2 * load_program_part(program_part, PROGRAM, num_warps) + gl.where(begin_block == 0, 1, 0)
         unfinished = parts + (part * 64 + row).to(gl.int64)[:, None] * 512 + column[None, :]
         for i in gl.static_range(512 // WIDTH):
             gl.store(unfinished + i * WIDTH, accs[i] * inverse)
@@ -106,25 +136,34 @@ def finish(
 
 
 @gluon.jit
-def settle(
-    out, parts, masses, arrived, starts, lengths, tiles, notes,
-    HEADS: gl.constexpr, OVER: gl.constexpr, num_warps: gl.constexpr,
+def combine_shared_units(
+    out, parts, masses, arrived, starts, lengths, tiles, program_part,
+    HEADS: gl.constexpr, OVERHEAD: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Tell that this program's parts are there, and put together what it is the last to tell of."""
-    first_unit, last_unit = noted(notes, FIRST_UNIT, num_warps), noted(notes, BEHIND, num_warps) - 1
-    first_begin, last_begin = noted(notes, BEGIN, num_warps), noted(notes, LAST_BEGIN, num_warps)
-    size, me = noted(notes, SIZE, num_warps), noted(notes, PROGRAM, num_warps)
-    barrier()  # every thread's parts are written before one thread says so
+    """Count this program's parts of shared units, and combine the units of which it is the last."""
+    first_unit, last_unit = (
+        load_program_part(program_part, FIRST_UNIT, num_warps),
+        load_program_part(program_part, END_UNIT, num_warps) - 1,
+    )
+    first_begin, last_begin = (
+        load_program_part(program_part, BEGIN, num_warps),
+        load_program_part(program_part, LAST_BEGIN, num_warps),
+    )
+    size, program = (
+        load_program_part(program_part, SIZE, num_warps),
+        load_program_part(program_part, PROGRAM, num_warps),
+    )
+    barrier()  # every thread has stored its parts before one thread counts the program
     for unit in range(first_unit, last_unit + 1, gl.maximum(last_unit - first_unit, 1)):
         begin = gl.where(unit == first_unit, first_begin, last_begin)
         sequence, tile = unit // tiles, unit % tiles
-        blocks = blocks_of(starts, lengths, sequence, tile, HEADS, 1)
-        lo, hi, owner, sharers = share_of(me, begin, blocks, size, 1, OVER)
-        before = lo * 0 - 1
-        if (lo < hi) & (hi - lo < blocks):
+        blocks = count_blocks(starts, lengths, sequence, tile, HEADS, 1)
+        begin_block, end_block, owner, sharers = find_unit_share(program, begin, blocks, size, 1, OVERHEAD)
+        before = begin_block * 0 - 1
+        if (begin_block < end_block) & (end_block - begin_block < blocks):
             before = gl.atomic_add(arrived + owner, 1, sem="acq_rel")
         if before == sharers - 1:
             gl.store(arrived + owner, 0)
             row = gl.load(starts + sequence)
             real = (gl.load(starts + sequence + 1) - row) * HEADS - tile * 64
-            join(parts, masses, out, row * HEADS + tile * 64, real, owner, sharers, num_warps)
+            combine_parts(parts, masses, out, row * HEADS + tile * 64, real, owner, sharers, num_warps)

@@ -1,8 +1,8 @@
-"""Kernels of other libraries, offered where these are installed: FlashInfer, FlashAttention 3, FlashMLA.
+"""Kernels of other libraries, declared where these are installed: FlashInfer, FlashAttention 3, FlashMLA.
 
-None is required, and none is imported before one of its kernels has been chosen. Whether a library is here, and in a
-version whose functions are known, is told from metadata alone and is a feature of the device, so `explain` gives the
-reason. What its functions are called, and which parameters they take, is looked up once, when a kernel is linked.
+None is required, and none is imported before one of its kernels has been chosen. Whether a library is installed, in a
+version whose functions are known, follows from metadata alone and is a feature of the device, so `explain` gives the
+reason. Its functions and their parameters are looked up once, when a kernel is linked.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Library:
         if here is None:
             return Feature(False, f"{self.module} is here without a version; its functions are not known")
         low, high = self.versions
-        if not _numbers(low) <= _numbers(here) < _numbers(high):
+        if not _version_numbers(low) <= _version_numbers(here) < _version_numbers(high):
             return Feature(False, f"{self.distribution} {here} is here; known are {low} up to, not with, {high}")
         return Feature(True, f"{self.distribution} {here}")
 
@@ -63,12 +63,12 @@ LIBRARIES = {
 
 
 def features() -> dict[str, Feature]:
-    """Of each library, whether it is here."""
+    """A feature per library: installed in a known version, or absent with the reason."""
     return {name: library.feature() for name, library in LIBRARIES.items()}
 
 
-def looked_up(module: str, path: str, parameters: Sequence[str]) -> Any:
-    """A function or class of a library, checked to take what it will be given.
+def find_function(module: str, path: str, parameters: Sequence[str]) -> Any:
+    """Find a function or class of a library, and check that it takes the parameters it will be given.
 
     Args:
         module: what is imported.
@@ -116,12 +116,15 @@ def kernels() -> list[Kernel]:
         # It masks what lies before a window tile by tile, and NaN in a block that was given back would come through.
         kernel("attention", "flash_attn_3", NO_WINDOW, ("heads of at most 256 entries", lambda op: op.kv.dim <= 256)),
         kernel("mla_absorbed", "flashinfer", V3_LATENTS, needs_host_lens=True),
-        kernel("attention", "flashinfer", NO_WINDOW, HEADS_POWER, needs_host_lens=True),
+        kernel("attention", "flashinfer", NO_WINDOW, POWER_OF_TWO_HEADS, needs_host_lens=True),
     ]
 
 
-HEADS_POWER = ("heads of 64, 128 or 256 entries", lambda op: op.kv.dim == op.kv.v_dim and op.kv.dim in (64, 128, 256))
+POWER_OF_TWO_HEADS = (
+    "heads of 64, 128 or 256 entries",
+    lambda op: op.kv.dim == op.kv.v_dim and op.kv.dim in (64, 128, 256),
+)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _version_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", text.partition("+")[0])[:3])

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from inferplane.plugin import Batch, LayerKV
-from inferplane_cuda.kernels.providers import looked_up
-from inferplane_cuda.kernels.providers.latents import fold, unfold
+from inferplane_cuda.kernels.providers import find_function
+from inferplane_cuda.kernels.providers.latents import fold_query, unfold_result
 
-TAKES = (
+PARAMETERS = (
     "q", "k_cache", "v_cache", "qv", "cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale",
     "causal", "window_size",
 )  # fmt: skip
@@ -21,35 +21,35 @@ TAKES = (
 
 def prepare(op: Any, ctx: Any) -> Any:
     """The library's function."""
-    return looked_up("flash_attn_interface", "flash_attn_with_kvcache", TAKES)
+    return find_function("flash_attn_interface", "flash_attn_with_kvcache", PARAMETERS)
 
 
-def _step(p: Any, batch: Batch) -> dict[str, Any]:
+def _step_arguments(view: Any, batch: Batch) -> dict[str, Any]:
     return {
         "cache_seqlens": batch.seq_lens,
         "page_table": batch.block_tables,
         "cu_seqlens_q": batch.query_start,
         "max_seqlen_q": batch.max_query_tokens,
-        "softmax_scale": p.scale,
+        "softmax_scale": view.scale,
         "causal": True,
     }
 
 
-def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """K and V as they lie in the cache."""
     k, v = kv.blocked()  # type: ignore[attr-defined]
-    window = (-1, -1) if p.kv.window is None else (p.kv.window - 1, 0)
-    out: torch.Tensor = p.prepared(q=q, k_cache=k, v_cache=v, window_size=window, **_step(p, batch))
+    window = (-1, -1) if view.kv.window is None else (view.kv.window - 1, 0)
+    out: torch.Tensor = view.prepared(q=q, k_cache=k, v_cache=v, window_size=window, **_step_arguments(view, batch))
     return out
 
 
-def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The rotated part as keys, the latent as values and, with the folded query, as further keys."""
-    d = p.dims
-    q, w_v = fold(p, q_nope, q_rope)
+    d = view.dims
+    q, w_v = fold_query(view, q_nope, q_rope)
     latent, turned = kv.blocked()[0].flatten(2)[:, :, None].split((d.latent, d.rope), -1)  # type: ignore[attr-defined]
-    mid = p.prepared(
+    mid = view.prepared(
         q=q[..., d.latent :].contiguous(), k_cache=turned, v_cache=latent, qv=q[..., : d.latent].contiguous(),
-        **_step(p, batch),
+        **_step_arguments(view, batch),
     )  # fmt: skip
-    return unfold(mid, w_v)
+    return unfold_result(mid, w_v)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from inferplane.plugin import Batch, LayerKV
-from inferplane_cuda.kernels.providers import looked_up
-from inferplane_cuda.kernels.providers.latents import fold, unfold
+from inferplane_cuda.kernels.providers import find_function
+from inferplane_cuda.kernels.providers.latents import fold_query, unfold_result
 
-TAKES = (
+PARAMETERS = (
     "q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits",
     "softmax_scale", "causal",
 )  # fmt: skip
@@ -21,15 +21,17 @@ TAKES = (
 
 def prepare(op: Any, ctx: Any) -> tuple[Any, Any]:
     """The library's two functions."""
-    return looked_up("flash_mla", "get_mla_metadata", ()), looked_up("flash_mla", "flash_mla_with_kvcache", TAKES)
+    return find_function("flash_mla", "get_mla_metadata", ()), find_function(
+        "flash_mla", "flash_mla_with_kvcache", PARAMETERS
+    )
 
 
-def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """The library wants as many query tokens of every sequence: shorter ones are given room before their own, since a
-    query's place is counted from the sequence's end.
+def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+    """The op `mla_absorbed`. The library takes the same number of query tokens for every sequence: shorter ones are
+    padded before their own tokens, since a query's position is counted from the sequence's end.
     """
-    metadata, attend = p.prepared
-    q, w_v = fold(p, q_nope, q_rope)
+    metadata, attend = view.prepared
+    q, w_v = fold_query(view, q_nope, q_rope)
     tokens, heads, _ = q.shape
     sequences, most = len(batch.seq_lens), batch.max_query_tokens
     rows = None
@@ -44,10 +46,10 @@ def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batc
         k_cache=kv.blocked()[0].flatten(2)[:, :, None],  # type: ignore[attr-defined]
         block_table=batch.block_tables,
         cache_seqlens=batch.seq_lens,
-        head_dim_v=p.dims.latent,
+        head_dim_v=view.dims.latent,
         tile_scheduler_metadata=plan,
         num_splits=splits,
-        softmax_scale=p.scale,
+        softmax_scale=view.scale,
         causal=True,
     )[0].reshape(sequences * most, heads, -1)
-    return unfold(out if rows is None else out[rows], w_v)
+    return unfold_result(out if rows is None else out[rows], w_v)
