@@ -21,8 +21,9 @@ import torch
 from shapes import SHAPES, add_clock, clock_name, config
 
 from inferplane import LLM, SamplingParams
-from inferplane.cli.bench import drive, workload
-from inferplane.cli.bench.lengths import lengths
+from inferplane.cli.verbs.bench import job_runner as drive
+from inferplane.cli.verbs.bench import workload
+from inferplane.cli.verbs.bench.length_distribution import parse_lengths
 
 BAR, BATCH, REQUESTS = 1.8, 16, 64
 GREEDY = SamplingParams(temperature=0)
@@ -41,9 +42,9 @@ def padded(jobs):
 def turn(engine, jobs, order, clock):
     """Output tokens a second of each way, and how many steps it took; only tokens that were asked for count."""
     ways = {
-        "continuous": lambda: drive.continuous(engine, jobs, GREEDY, lambda: None, clock=clock),
-        "static": lambda: drive.static(engine, jobs, GREEDY, lambda: None, BATCH, clock),
-        "padded": lambda: drive.static(engine, padded(jobs), GREEDY, lambda: None, BATCH, clock),
+        "continuous": lambda: drive.run_continuous(engine, jobs, GREEDY, lambda: None, clock=clock),
+        "static": lambda: drive.run_static(engine, jobs, GREEDY, lambda: None, BATCH, clock),
+        "padded": lambda: drive.run_static(engine, padded(jobs), GREEDY, lambda: None, BATCH, clock),
     }
     asked = sum(job.output_tokens for job in jobs)
     found = {}
@@ -73,7 +74,7 @@ def main():
     shape = config(SHAPES[args.shape], 1024)
     llm = LLM(shape, device=args.device, dtype="bfloat16", load_format="dummy", max_batch=BATCH, prefix_cache=False)
     ids = range(shape["vocab_size"])
-    jobs = workload.synthetic(args.requests, lengths("16-64"), lengths("exp:64:512"), ids, args.seed)
+    jobs = workload.random_jobs(args.requests, parse_lengths("16-64"), parse_lengths("exp:64:512"), ids, args.seed)
     turn(llm.engine, jobs[:BATCH], ["continuous"], args.clock)  # warm
     names = ["continuous", "static", "padded"]
     turns = [turn(llm.engine, jobs, names if i % 2 == 0 else names[::-1], args.clock) for i in range(args.turns)]

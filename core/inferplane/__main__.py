@@ -13,10 +13,10 @@ def command() -> int:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from inferplane.cli.interrupt import answered
     from inferplane.cli.main import main
+    from inferplane.cli.signals import run_with_signals
 
-    return answered(main)
+    return run_with_signals(main)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def test_a_wrong_command_ends_a_script(cli):
 
 
 def test_roles_are_looked_for_in_the_template():
-    from inferplane.cli.chat import marks_no_roles
+    from inferplane.cli.verbs.chat import is_completion_template
     from inferplane.errors import UsageError
 
     class Template:
@@ -161,11 +161,11 @@ def test_roles_are_looked_for_in_the_template():
                 raise UsageError("The chat template refuses these messages.")
             return found
 
-    assert marks_no_roles(Template(user=[7], assistant=[7]))
-    assert not marks_no_roles(Template(user=[1, 7], assistant=[2, 7]))
-    assert not marks_no_roles(Template(user=[1, 7], assistant=None))
+    assert is_completion_template(Template(user=[7], assistant=[7]))
+    assert not is_completion_template(Template(user=[1, 7], assistant=[2, 7]))
+    assert not is_completion_template(Template(user=[1, 7], assistant=None))
     with pytest.raises(UsageError):
-        marks_no_roles(Template(user=None, assistant=None))
+        is_completion_template(Template(user=None, assistant=None))
 
 
 # ---------------------------------------------------------------- processes of their own

@@ -38,7 +38,7 @@ def test_who_uses_an_engine_elsewhere_imports_no_torch():
         "inferplane.engine.process",
         "inferplane.engine.async_llm",
         "inferplane.serving.start",
-        "inferplane.cli.serve",
+        "inferplane.cli.verbs.serve",
     ]
     none(
         rules.impurities(

@@ -18,9 +18,9 @@ from typing import Any
 
 from inferplane import __version__
 from inferplane.cli.arguments import PROGRAM, Parser, device_words
-from inferplane.cli.interrupt import INTERRUPTED, TERMINATED, Terminated
+from inferplane.cli.error_wording import ErrorWording
 from inferplane.cli.screen import Screen
-from inferplane.cli.words import Words
+from inferplane.cli.signals import INTERRUPTED, TERMINATED, Terminated
 from inferplane.errors import InferplaneError, UsageError
 
 VERBS = {
@@ -136,10 +136,10 @@ def _run(words: list[str], screen: Screen) -> int:
         return int(end.code or 0)
     prepare(os.environ)
     try:
-        with screen.listening():
+        with screen.show_warnings():
             return int(module.run(args, screen))
     except InferplaneError as error:
-        Words(parser, rest, settings=verb in SETTINGS).reword(error)
+        ErrorWording(parser, rest, settings=verb in SETTINGS).reword(error)
         raise
 
 

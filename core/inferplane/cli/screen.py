@@ -74,7 +74,7 @@ class Screen:
     def stream(self, text: str, *, style: str = "") -> None:
         """Write generated text as it comes. A terminal is shown control characters, it does not obey them."""
         if sys.stdout.isatty():
-            text = visible(text)
+            text = escape_controls(text)
         if style:
             from rich.text import Text
 
@@ -96,7 +96,7 @@ class Screen:
         """One line that one should know."""
         self.note(words, "warning", "yellow")
 
-    def said(self, words: str) -> None:
+    def print_remark(self, words: str) -> None:
         """A dim line without a label; nothing with `--json`, whose object holds the same facts."""
         if not self.json:
             self.err.print(words, style="dim", soft_wrap=not sys.stderr.isatty())
@@ -151,7 +151,7 @@ class Screen:
     # -- while it works
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def show_warnings(self) -> Iterator[None]:
         """While it lasts, what Inferplane logs and warns of is shown as notes and warnings."""
         handler = _Notes(self)
         logger = logging.getLogger("inferplane")
@@ -199,7 +199,7 @@ class Screen:
             yield Loading(phase, bar)
 
     @contextmanager
-    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+    def progress_counter(self, what: str, total: int) -> Iterator[Callable[[], None]]:
         """As `loading`, for `total` things of which one more is done at each call."""
         if self.json or not sys.stderr.isatty() or not self.err.is_terminal or self.err.is_dumb_terminal:
             yield lambda: None
@@ -237,7 +237,7 @@ class _Notes(logging.Handler):
             self._screen.note(record.getMessage())
 
 
-def counted(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """A number of things, as "1 repeat" and "3 repeats"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
@@ -248,7 +248,7 @@ def _tidy(words: str) -> str:
     return "\n".join(indent + " ".join(line) for indent, line in lines if line)
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Control characters as signs; line ends and tabs stay. Text that a model wrote must not steer a terminal."""
     return text.translate(_CONTROLS)
 

@@ -98,11 +98,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """From here pytest answers Ctrl-C in its own words; `inferplane conform` held it back while pytest was imported."""
     if getattr(session.config.option, "inferplane_device", _NOT_ASKED) is not _NOT_ASKED:
-        from inferplane.cli.interrupt import answer
+        from inferplane.cli.signals import raise_for_signal
 
         held_back = session.config.stash[HELD_BACK] = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
         if held_back:
-            signal.signal(signal.SIGINT, answer)
+            signal.signal(signal.SIGINT, raise_for_signal)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 

@@ -12,11 +12,13 @@ from itertools import pairwise
 
 import pytest
 
-from inferplane.cli.bench import check, kinds, plots, report, startup_runs, statistics, workload
-from inferplane.cli.bench.drive import Step, Timed, Trace, continuous, static
-from inferplane.cli.bench.lengths import Lengths, lengths
 from inferplane.cli.main import verb_parser
-from inferplane.cli.screen import Screen, counted
+from inferplane.cli.screen import Screen, plural
+from inferplane.cli.verbs.bench import check, plots, report, statistics, workload
+from inferplane.cli.verbs.bench import measurements as kinds
+from inferplane.cli.verbs.bench import startup as startup_runs
+from inferplane.cli.verbs.bench.job_runner import JobTiming, StepTiming, Trace, run_continuous, run_static
+from inferplane.cli.verbs.bench.length_distribution import Lengths, parse_lengths
 from inferplane.engine import SamplingParams
 from inferplane.errors import CapacityError, DeviceError, GenerationError, UsageError
 from inferplane.files import write_whole
@@ -31,20 +33,20 @@ GREEDY = SamplingParams(temperature=0)
 
 def test_lengths_are_what_the_words_say():
     source = random.Random(1)
-    many = {words: [lengths(words).draw(source) for _ in range(20_000)] for words in ("7", "16-64", "exp:64:512")}
+    many = {words: [parse_lengths(words).draw(source) for _ in range(20_000)] for words in ("7", "16-64", "exp:64:512")}
     assert set(many["7"]) == {7}
     assert set(many["16-64"]) == set(range(16, 65)) and standard.mean(many["16-64"]) == pytest.approx(40, rel=0.02)
     cut = many["exp:64:512"]
     assert min(cut) == 1 and max(cut) == 512 and standard.mean(cut) == pytest.approx(64.5, rel=0.04)
     assert standard.median(cut) == pytest.approx(64 * 0.6931 + 0.5, rel=0.05), "exponential, not merely of that mean"
-    assert max(lengths("exp:64").draw(source) for _ in range(20_000)) > 512
-    assert [str(lengths(words)) for words in (*many, "exp:2.5")] == [*many, "exp:2.5"]
+    assert max(parse_lengths("exp:64").draw(source) for _ in range(20_000)) > 512
+    assert [str(parse_lengths(words)) for words in (*many, "exp:2.5")] == [*many, "exp:2.5"]
 
 
 @pytest.mark.parametrize("words", ["0", "5-3", "0-3", "-4", "exp:0", "exp:", "exp:5:0", "1.5", "normal:3", ""])
 def test_lengths_that_mean_nothing(words):
     with pytest.raises(UsageError, match=r"^'.*' is no length"):
-        lengths(words)
+        parse_lengths(words)
 
 
 def test_a_length_that_means_nothing_names_its_option():
@@ -75,21 +77,21 @@ def test_what_a_process_that_starts_a_model_was_refused_keeps_its_parts():
 
 
 def test_one_repeat_is_no_repeats():
-    assert (counted(1, "repeat"), counted(2, "repeat")) == ("1 repeat", "2 repeats")
+    assert (plural(1, "repeat"), plural(2, "repeat")) == ("1 repeat", "2 repeats")
 
 
 def test_synthetic_jobs_repeat_with_their_seed():
-    args = (50, lengths("3-9"), lengths("exp:5:20"), [4, 5, 6])
-    jobs = workload.synthetic(*args, seed=3)
-    assert jobs == workload.synthetic(*args, seed=3) != workload.synthetic(*args, seed=4)
+    args = (50, parse_lengths("3-9"), parse_lengths("exp:5:20"), [4, 5, 6])
+    jobs = workload.random_jobs(*args, seed=3)
+    assert jobs == workload.random_jobs(*args, seed=3) != workload.random_jobs(*args, seed=4)
     assert {token for job in jobs for token in job.prompt} == {4, 5, 6}
     assert {len(job.prompt) for job in jobs} == set(range(3, 10)) and max(job.output_tokens for job in jobs) <= 20
 
 
 def test_arrivals_are_a_poisson_process():
-    jobs = [workload.Job([1], 1)] * 20_001
-    assert {job.due_s for job in workload.arriving(jobs, None, 0)} == {0.0}
-    due = [job.due_s for job in workload.arriving(jobs, 8.0, 0)]
+    jobs = [workload.BenchJob([1], 1)] * 20_001
+    assert {job.due_s for job in workload.with_arrivals(jobs, None, 0)} == {0.0}
+    due = [job.due_s for job in workload.with_arrivals(jobs, 8.0, 0)]
     gaps = [b - a for a, b in pairwise(due)]
     assert due[0] == 0 and standard.mean(gaps) == pytest.approx(1 / 8, rel=0.03)
     assert standard.stdev(gaps) == pytest.approx(1 / 8, rel=0.03), "as an exponential distribution's"
@@ -107,10 +109,13 @@ def encode(text):
 def test_datasets(tmp_path):
     path = dataset(tmp_path, "a.jsonl", '{"prompt": "ab", "output_len": 3}\n\n{"prompt": [7, 8], "id": 1}\n')
     fixed = Lengths("fixed", 5, 5)
-    assert workload.from_file(path, None, fixed, encode, 0) == [workload.Job([97, 98], 3), workload.Job([7, 8], 5)]
-    assert len(workload.from_file(path, 1, fixed, encode, 0)) == 1
+    assert workload.read_jobs(path, None, fixed, encode, 0) == [
+        workload.BenchJob([97, 98], 3),
+        workload.BenchJob([7, 8], 5),
+    ]
+    assert len(workload.read_jobs(path, 1, fixed, encode, 0)) == 1
     path = dataset(tmp_path, "a.txt", 'x\n{"prompt": 1}\n')
-    assert [len(job.prompt) for job in workload.from_file(path, None, fixed, encode, 0)] == [1, 13]
+    assert [len(job.prompt) for job in workload.read_jobs(path, None, fixed, encode, 0)] == [1, 13]
 
 
 @pytest.mark.parametrize(
@@ -121,12 +126,12 @@ def test_datasets(tmp_path):
 def test_datasets_that_are_none(tmp_path, text):
     path = dataset(tmp_path, "a.jsonl", text)
     with pytest.raises(UsageError):
-        workload.from_file(path, None, Lengths("fixed", 5, 5), encode, 0)
+        workload.read_jobs(path, None, Lengths("fixed", 5, 5), encode, 0)
 
 
 def test_a_dataset_that_is_not_there(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
-        workload.from_file(tmp_path / "none.txt", None, Lengths("fixed", 5, 5), encode, 0)
+        workload.read_jobs(tmp_path / "none.txt", None, Lengths("fixed", 5, 5), encode, 0)
 
 
 # ---------------------------------------------------------------- running
@@ -137,14 +142,14 @@ def engine_of(**options):
 
 
 def jobs_of(*outputs, due=0.0):
-    return [workload.Job([1 + i, 2, 3], n, i * due) for i, n in enumerate(outputs)]
+    return [workload.BenchJob([1 + i, 2, 3], n, i * due) for i, n in enumerate(outputs)]
 
 
 def test_both_ways_give_every_job_its_tokens():
     engine, ended = engine_of(max_batch=3), []
     jobs = jobs_of(4, 30, 2, 9, 1, 17, 5)
-    joined = continuous(engine, jobs, GREEDY, lambda: ended.append(1))
-    batches = static(engine, jobs, GREEDY, lambda: ended.append(1), batch=3)
+    joined = run_continuous(engine, jobs, GREEDY, lambda: ended.append(1))
+    batches = run_static(engine, jobs, GREEDY, lambda: ended.append(1), batch=3)
     assert len(ended) == 14 and joined.ids == batches.ids
     for trace in (joined, batches):
         assert [s.output_tokens for s in trace.sequences] == [4, 30, 2, 9, 1, 17, 5]
@@ -156,7 +161,7 @@ def test_both_ways_give_every_job_its_tokens():
 
 
 def test_nobody_runs_before_it_arrives():
-    trace = continuous(engine_of(), jobs_of(3, 3, 3, due=0.03), GREEDY, lambda: None)
+    trace = run_continuous(engine_of(), jobs_of(3, 3, 3, due=0.03), GREEDY, lambda: None)
     assert [s.due_s for s in trace.sequences] == [0.0, 0.03, 0.06]
     assert all(s.ttft_s > 0 and s.e2e_s >= s.ttft_s for s in trace.sequences) and trace.duration_s > 0.06
 
@@ -164,7 +169,7 @@ def test_nobody_runs_before_it_arrives():
 def test_a_job_that_cannot_run_stops_all_before_they_begin():
     engine = engine_of(blocks=8)
     with pytest.raises(CapacityError):
-        continuous(engine, jobs_of(2, 500), GREEDY, lambda: None)
+        run_continuous(engine, jobs_of(2, 500), GREEDY, lambda: None)
     assert engine.stats().get("steps_total", 0) == 0 and not engine.busy
 
 
@@ -175,7 +180,7 @@ def test_a_failing_job_is_no_measurement():
     engine = engine_of()
     engine.fail_for = fail
     with pytest.raises(GenerationError, match="broken kernel"):
-        continuous(engine, jobs_of(4, 4), GREEDY, lambda: None)
+        run_continuous(engine, jobs_of(4, 4), GREEDY, lambda: None)
     assert not engine.busy and engine.allocator.used == 0
 
 
@@ -197,8 +202,8 @@ def test_percentiles_lie_between_neighbours():
 
 
 def trace(*sequences, total_blocks=9):
-    steps = [Step(0.5 * (i + 1), 0.4, 2, i % 5, 3) for i in range(8)]
-    return Trace([Timed(p, due, list(arrivals)) for p, due, arrivals in sequences], steps, total_blocks)
+    steps = [StepTiming(0.5 * (i + 1), 0.4, 2, i % 5, 3) for i in range(8)]
+    return Trace([JobTiming(p, due, list(arrivals)) for p, due, arrivals in sequences], steps, total_blocks)
 
 
 ONE = trace((10, 0.0, [(1.0, 1), (1.5, 1), (2.5, 3)]), (30, 0.5, [(2.0, 1)]), (5, 1.0, [(2.0, 2), (4.0, 1)]))
@@ -250,7 +255,7 @@ WHERE = {
 }
 
 
-def measured(kind="throughput", **changes):
+def measurement(kind="throughput", **changes):
     words = {"model": NASTY, "device": "made", "input_len": "3", "output_len": "exp:5", "seed": 0, "warmup": 1}
     drafts = {"drafted": [10, 8], "accepted": [8, 2], "acceptance": [0.8, 0.25], "tokens_per_verification": 2.0}
     made = {
@@ -262,16 +267,16 @@ def measured(kind="throughput", **changes):
         "ratio": statistics.ratio([ONE], [ONE]),
         "speculation": drafts,
     }
-    return kinds.Measured(kind, WHERE, **{**made, **changes})
+    return kinds.Measurement(kind, WHERE, **{**made, **changes})
 
 
 def start():
     phases = {"import": statistics.spread([1.0, 2.0], "s")}
     nothing = {"latencies": {}, "traces": [], "compared": [], "ratio": None, "speculation": None}
-    return measured("startup", rates=phases, **nothing)
+    return measurement("startup", rates=phases, **nothing)
 
 
-@pytest.mark.parametrize("made", [measured(), measured(compared=[], ratio=None, speculation=None), start()])
+@pytest.mark.parametrize("made", [measurement(), measurement(compared=[], ratio=None, speculation=None), start()])
 def test_json_has_the_promised_form(made):
     facts = report.data(made)
     check_schema("bench", facts)
@@ -308,7 +313,7 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
-@pytest.mark.parametrize("made", [measured(), start()])
+@pytest.mark.parametrize("made", [measurement(), start()])
 def test_a_page_stands_alone_and_escapes_all(made):
     text = report.page(made, report.data(made))
     found = Page(text)
@@ -321,7 +326,7 @@ def test_a_page_stands_alone_and_escapes_all(made):
 
 
 def test_plots_are_whole_drawings():
-    text = report.page(measured(), report.data(measured()))
+    text = report.page(measurement(), report.data(measurement()))
     drawings = re.findall(r"<svg.*?</svg>", text)
     assert len(drawings) == 6, "three distributions, three over time"
     for drawing in drawings:
@@ -347,8 +352,8 @@ def test_ticks_are_round_and_inside():
 
 
 def test_long_lines_are_thinned_to_means():
-    line = plots.Line("a", list(range(1000)), [float(i % 2) for i in range(1000)])
-    some = plots.thinned(line)
+    line = plots.PlotLine("a", list(range(1000)), [float(i % 2) for i in range(1000)])
+    some = plots.thin_line(line)
     assert len(some.x) <= plots.MOST_POINTS and some.x[-1] == 999 and standard.mean(some.y) == pytest.approx(0.5, 0.01)
 
 
@@ -360,7 +365,7 @@ def test_files_are_whole_or_as_before(tmp_path, monkeypatch):
     assert path.read_text() == "before" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
     with pytest.raises(UsageError, match="cannot be written"):
         write_whole(tmp_path / "none" / "a.json", "x")
-    report.write(measured(), tmp_path / "m.json", tmp_path / "m.html", Screen(json=True))
+    report.write(measurement(), tmp_path / "m.json", tmp_path / "m.html", Screen(json=True))
     assert json.loads((tmp_path / "m.json").read_text())["schema"] == 1
     assert (tmp_path / "m.html").read_text().startswith("<!doctype html>")
 

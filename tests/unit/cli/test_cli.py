@@ -14,9 +14,9 @@ import pytest
 
 from inferplane import __version__
 from inferplane.cli import arguments, main, screen
-from inferplane.cli.interrupt import Interrupt
-from inferplane.cli.load import stats
 from inferplane.cli.main import DONE, FAILED, INTERRUPTED, VERBS, WRONG_USAGE, verb_parser
+from inferplane.cli.model_loading import summary_line
+from inferplane.cli.signals import Interrupt
 from inferplane.engine.results import Timings
 from inferplane.errors import DeviceError, UsageError
 from inferplane.plugins import choice, discovery
@@ -176,7 +176,7 @@ def test_another_oserror_stays_a_bug(cli, monkeypatch):
     ],
 )
 def test_the_line_of_figures_counts_and_rounds_for_readers(tokens, first_s, says):
-    line = stats(Timings(0.0, first_s, 1.0, tokens, 2, 0, 0), "toy", "stop", None)
+    line = summary_line(Timings(0.0, first_s, 1.0, tokens, 2, 0, 0), "toy", "stop", None)
     assert line.startswith(says) and ("0.03 s" in line) == (tokens == 3)
 
 
@@ -232,8 +232,8 @@ def test_no_colour_in_a_pipe(monkeypatch):
 
 def test_generated_text_does_not_steer_a_terminal(monkeypatch):
     text = "a\x1b[2Jb\rc\n\td\x9be"
-    assert screen.visible(text) == "a␛[2Jb␍c\n\td␦e"
-    for stream, shown in ((Terminal(), screen.visible(text)), (io.StringIO(), text)):
+    assert screen.escape_controls(text) == "a␛[2Jb␍c\n\td␦e"
+    for stream, shown in ((Terminal(), screen.escape_controls(text)), (io.StringIO(), text)):
         monkeypatch.setattr(sys, "stdout", stream)
         screen.Screen().stream(text)
         assert stream.getvalue() == shown
@@ -257,46 +257,48 @@ def arguments_of(*words: str):
 
 
 def test_sampling_is_greedy_where_nothing_is_said(tmp_path):
-    from inferplane.cli.sampling import choose
+    from inferplane.cli.sampling_defaults import sampling_params
 
-    params = choose(arguments_of(), tmp_path)
+    params = sampling_params(arguments_of(), tmp_path)
     assert (params.temperature, params.seed, params.max_tokens) == (0.0, None, 128)
-    assert choose(arguments_of("--temperature", "0.5"), None).seed is not None, "a drawn seed can be told"
-    assert choose(arguments_of("--temperature", "0.5", "--seed", "7", "--stop", "a", "--stop", "b"), None).stop == (
+    assert sampling_params(arguments_of("--temperature", "0.5"), None).seed is not None, "a drawn seed can be told"
+    assert sampling_params(
+        arguments_of("--temperature", "0.5", "--seed", "7", "--stop", "a", "--stop", "b"), None
+    ).stop == (
         "a",
         "b",
     )
 
 
 def test_sampling_follows_the_checkpoint(tmp_path):
-    from inferplane.cli.sampling import choose
+    from inferplane.cli.sampling_defaults import sampling_params
     from inferplane.errors import CheckpointError
 
     config = tmp_path / "generation_config.json"
     config.write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.95, "top_k": null}')
-    params = choose(arguments_of(), tmp_path)
+    params = sampling_params(arguments_of(), tmp_path)
     assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.95, 0)
-    assert choose(arguments_of("--temperature", "0"), tmp_path).temperature == 0
+    assert sampling_params(arguments_of("--temperature", "0"), tmp_path).temperature == 0
     config.write_text('{"do_sample": false, "temperature": 0.6}')
-    assert choose(arguments_of(), tmp_path).temperature == 0
+    assert sampling_params(arguments_of(), tmp_path).temperature == 0
     config.write_text('{"do_sample": true}')
-    assert choose(arguments_of(), tmp_path).temperature == 1
+    assert sampling_params(arguments_of(), tmp_path).temperature == 1
     config.write_text('{"do_sample": true, "top_p": "most"}')
     with pytest.raises(CheckpointError, match="top_p is 'most'"):
-        choose(arguments_of(), tmp_path)
+        sampling_params(arguments_of(), tmp_path)
 
 
 def test_only_a_default_is_cut_to_what_has_room():
-    from inferplane.cli.sampling import fitting
+    from inferplane.cli.sampling_defaults import limit_max_tokens
     from inferplane.engine import SamplingParams
     from inferplane.errors import CapacityError
 
     params = SamplingParams(max_tokens=128)
-    assert fitting(params, None, 10, 100).max_tokens == 90
-    assert fitting(params, None, 10, 1000).max_tokens == 128
-    assert fitting(params, 128, 10, 100).max_tokens == 128, "the engine refuses it in its own words"
+    assert limit_max_tokens(params, None, 10, 100).max_tokens == 90
+    assert limit_max_tokens(params, None, 10, 1000).max_tokens == 128
+    assert limit_max_tokens(params, 128, 10, 100).max_tokens == 128, "the engine refuses it in its own words"
     with pytest.raises(CapacityError, match="100 tokens"):
-        fitting(params, None, 100, 100)
+        limit_max_tokens(params, None, 100, 100)
 
 
 # ---------------------------------------------------------------- Ctrl-C

@@ -70,11 +70,11 @@ def test_doctor(cli, plain_devices):
 
 
 def test_lines_that_say_the_same_are_one():
-    from inferplane.cli.doctor import together
+    from inferplane.cli.verbs.doctor import merge_lines
     from inferplane.plugins.doctor import Line
 
     lines = [Line("plugin a", "ok", "fine"), Line("plugin b", "ok", "fine"), Line("plugin c", "warn", "odd", "mend it")]
-    assert together(lines) == [Line("plugins", "ok", "a, b: fine"), lines[2]]
+    assert merge_lines(lines) == [Line("plugins", "ok", "a, b: fine"), lines[2]]
 
 
 # ---------------------------------------------------------------- ops
@@ -147,7 +147,7 @@ def test_each_backend_finds_its_evidence(device):
 
 @pytest.mark.parametrize(("installed", "plugin"), [(True, []), (False, ["-p", "inferplane.conformance.plugin"])])
 def test_conform_runs_pytest(monkeypatch, installed, plugin):
-    from inferplane.cli import conform
+    from inferplane.cli.verbs import conform
 
     points = [EntryPoint("inferplane_conformance", conform.PLUGIN, "pytest11")] if installed else []
     monkeypatch.setattr(conform.metadata, "entry_points", lambda group: points)
@@ -158,7 +158,7 @@ def test_conform_runs_pytest(monkeypatch, installed, plugin):
 
 @pytest.mark.parametrize("more", [["-k", "rms norm", "-x"], ["--", "-k", "rms norm", "-x"]])
 def test_conform_passes_on_words_and_exit_code(cli, monkeypatch, tmp_path, more):
-    from inferplane.cli import conform
+    from inferplane.cli.verbs import conform
 
     code = "import sys; open(sys.argv[1], 'w').write(repr(sys.argv[2:])); sys.exit(5)"
     passed = tmp_path / "words"

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from inferplane.cli.error_wording import ErrorWording
 from inferplane.cli.main import VERBS, WRONG_USAGE, verb_parser
-from inferplane.cli.words import Words
 from inferplane.errors import CapacityError, UsageError
 
 CPU = ("--device", "cpu")
@@ -75,7 +75,7 @@ def test_errors_as_json_say_the_same(cli):
 
 
 def reworded(verb, typed, error):
-    Words(verb_parser(verb)[0], typed, settings=verb == "config").reword(error)
+    ErrorWording(verb_parser(verb)[0], typed, settings=verb == "config").reword(error)
     return error.what, error.remedy
 
 

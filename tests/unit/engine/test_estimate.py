@@ -10,8 +10,8 @@ import pytest
 
 from inferplane import LLM
 from inferplane.cli import main
-from inferplane.cli.estimate import amount
 from inferplane.cli.main import DONE, FAILED, WRONG_USAGE
+from inferplane.cli.verbs.estimate import format_bytes
 from inferplane.engine import ModelFiles, Runner, RunnerOptions
 from inferplane.engine.estimate import Estimate, estimate
 from inferplane.engine.scheduler import Limits, Scheduler
@@ -124,7 +124,7 @@ def test_sizes():
     for bad in ("", "GiB", "-1", "1 parsec", "1e3", "1.5"):
         with pytest.raises(ValueError, match="is no size"):
             size_of(bad)
-    assert [amount(n) for n in (0, 1023, 2**20, 3 * 2**40)] == ["0 B", "1023 B", "1.0 MiB", "3.0 TiB"]
+    assert [format_bytes(n) for n in (0, 1023, 2**20, 3 * 2**40)] == ["0 B", "1023 B", "1.0 MiB", "3.0 TiB"]
 
 
 def test_command(capsys, monkeypatch):

@@ -24,7 +24,7 @@ TAKEN = ("temperature", "top_p", "top_k", "min_p")
 SEED_BITS = 32
 
 
-def recommended(folder: Path | None) -> dict[str, Any]:
+def recommended_sampling(folder: Path | None) -> dict[str, Any]:
     """Sampling options of a folder's generation_config.json; empty when it has none or means greedy decoding.
 
     Raises:
@@ -48,7 +48,7 @@ def recommended(folder: Path | None) -> dict[str, Any]:
     return found
 
 
-def choose(args: argparse.Namespace, folder: Path | None) -> SamplingParams:
+def sampling_params(args: argparse.Namespace, folder: Path | None) -> SamplingParams:
     """The parameters of a command: its own options first, then the checkpoint's, then greedy ones.
 
     Raises:
@@ -57,7 +57,7 @@ def choose(args: argparse.Namespace, folder: Path | None) -> SamplingParams:
     """
     from inferplane.engine import SamplingParams
 
-    chosen: dict[str, Any] = {"temperature": 0.0, **recommended(folder)}
+    chosen: dict[str, Any] = {"temperature": 0.0, **recommended_sampling(folder)}
     chosen.update({name: value for name in TAKEN if (value := getattr(args, name)) is not None})
     seed = args.seed
     if seed is None and chosen["temperature"]:
@@ -66,7 +66,9 @@ def choose(args: argparse.Namespace, folder: Path | None) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, seed=seed, stop=args.stop, **chosen)
 
 
-def fitting(params: SamplingParams, asked: int | None, prompt_tokens: int, max_model_len: int) -> SamplingParams:
+def limit_max_tokens(
+    params: SamplingParams, asked: int | None, prompt_tokens: int, max_model_len: int
+) -> SamplingParams:
     """`params` with a default `max_tokens` lowered to what has room behind the prompt; what was asked for stays.
 
     Args:
@@ -89,7 +91,7 @@ def fitting(params: SamplingParams, asked: int | None, prompt_tokens: int, max_m
     return params if asked is not None else replace(params, max_tokens=min(params.max_tokens, room))
 
 
-def as_data(params: SamplingParams) -> dict[str, Any]:
+def sampling_data(params: SamplingParams) -> dict[str, Any]:
     """What was chosen, for `--json`."""
     names = ("max_tokens", *TAKEN, "seed")
     return {**{name: getattr(params, name) for name in names}, "stop": list(params.stop or ())}

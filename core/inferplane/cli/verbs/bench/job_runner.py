@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from inferplane.cli.bench.workload import Job
+from inferplane.cli.verbs.bench.workload import BenchJob
 from inferplane.engine import SamplingParams
 from inferplane.engine.engine import Engine
 from inferplane.engine.request import Request
@@ -18,7 +18,7 @@ Clock = Callable[[], float]
 
 
 @dataclass
-class Timed:
+class JobTiming:
     """How one job went. Times are seconds after the run began.
 
     Args:
@@ -59,7 +59,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTiming:
     """One engine step.
 
     Args:
@@ -84,8 +84,8 @@ class Trace:
     `ids` are the tokens that were generated, job by job.
     """
 
-    sequences: list[Timed]
-    steps: list[Step]
+    sequences: list[JobTiming]
+    steps: list[StepTiming]
     total_blocks: int
     ids: list[list[int]] = field(default_factory=list)
 
@@ -95,9 +95,9 @@ class Trace:
         return max(s.arrivals[-1][0] for s in self.sequences)
 
 
-def continuous(
+def run_continuous(
     engine: Engine,
-    jobs: Sequence[Job],
+    jobs: Sequence[BenchJob],
     params: SamplingParams,
     told: Callable[[], None],
     clock: Clock = time.perf_counter,
@@ -118,9 +118,9 @@ def continuous(
     return _Run(engine, jobs, params, told, clock).all([len(jobs)])
 
 
-def static(
+def run_static(
     engine: Engine,
-    jobs: Sequence[Job],
+    jobs: Sequence[BenchJob],
     params: SamplingParams,
     told: Callable[[], None],
     batch: int,
@@ -130,7 +130,7 @@ def static(
 
     Jobs that have ended cost their batch nothing but their place; a padded batch would also compute their rows.
 
-    Args and errors: as `continuous`; `batch` is the number of jobs in a batch.
+    Args and errors: as `run_continuous`; `batch` is the number of jobs in a batch.
     """
     return _Run(engine, jobs, params, told, clock).all([min(batch, len(jobs) - i) for i in range(0, len(jobs), batch)])
 
@@ -139,14 +139,14 @@ class _Run:
     def __init__(
         self,
         engine: Engine,
-        jobs: Sequence[Job],
+        jobs: Sequence[BenchJob],
         params: SamplingParams,
         told: Callable[[], None],
         clock: Clock,
     ) -> None:
         self.engine, self.jobs, self.params, self.told, self.clock = engine, jobs, params, told, clock
-        self.sequences = [Timed(len(job.prompt), job.due_s) for job in jobs]
-        self.steps: list[Step] = []
+        self.sequences = [JobTiming(len(job.prompt), job.due_s) for job in jobs]
+        self.steps: list[StepTiming] = []
         self.places: dict[int, int] = {}
         self.seen: list[int] = [0] * len(jobs)
         self.requests: list[Request] = []
@@ -168,7 +168,7 @@ class _Run:
     def _now(self) -> float:
         return self.clock() - self.begun
 
-    def _group(self, jobs: list[tuple[int, Job]]) -> None:
+    def _group(self, jobs: list[tuple[int, BenchJob]]) -> None:
         waiting = deque(jobs)
         while waiting or self.engine.busy:
             while waiting and waiting[0][1].due_s <= self._now():
@@ -178,7 +178,7 @@ class _Run:
             elif waiting:
                 time.sleep(min(max(0.0, waiting[0][1].due_s - self._now()), LONGEST_NAP_S))
 
-    def _add(self, place: int, job: Job) -> None:
+    def _add(self, place: int, job: BenchJob) -> None:
         params = _with(self.params, job.output_tokens, place)
         request = self.engine.add(job.prompt, params, frozenset())
         self.places[id(request)] = place
@@ -204,7 +204,7 @@ class _Run:
                 self.told()
         running = len(self.engine.scheduler.running) + left
         used = self.engine.allocator.used
-        self.steps.append(Step(ended - self.begun, ended - begun, running, used, new_tokens))
+        self.steps.append(StepTiming(ended - self.begun, ended - begun, running, used, new_tokens))
 
 
 def _with(params: SamplingParams, tokens: int, place: int) -> SamplingParams:

@@ -38,7 +38,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Plan, add up, show."""
-    from inferplane.cli.explain import check_arch, model_files
+    from inferplane.cli.verbs.explain import check_arch, model_files
     from inferplane.engine import Runner
     from inferplane.engine.arguments import whole
     from inferplane.engine.estimate import estimate
@@ -63,7 +63,9 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         screen.note(f"the device is not here; pass --memory to see what fits on {runner.backend.name}")
     elif not found.fits:
         short = found.weights + found.workspace + found.block - (found.memory or 0)
-        screen.warning(f"it does not fit: {amount(short)} are missing; quantize, or use a device with more memory")
+        screen.warning(
+            f"it does not fit: {format_bytes(short)} are missing; quantize, or use a device with more memory"
+        )
     else:
         screen.show(_fits_table(found))
     return int(found.fits is False)
@@ -76,7 +78,7 @@ def _memory(text: str) -> int:
     raise UsageError(f"--memory {text!r} is no amount of memory.", there_is="for example 80GiB, 512MiB, 24G")
 
 
-def amount(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes for eyes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
@@ -98,19 +100,19 @@ def _bytes_table(found: Estimate, model: str, device: str) -> Table:
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
-    copies = f"of these {amount(found.copies)} second packings" if found.copies else ""
-    table.add_row("weights", amount(found.weights), copies)
-    table.add_row("workspace", amount(found.workspace), "estimated")
-    words = f"a block of {found.block_tokens} tokens takes {amount(found.block)}"
-    table.add_row("KV cache, a token", amount(found.kv_token), words)
+    copies = f"of these {format_bytes(found.copies)} second packings" if found.copies else ""
+    table.add_row("weights", format_bytes(found.weights), copies)
+    table.add_row("workspace", format_bytes(found.workspace), "estimated")
+    words = f"a block of {found.block_tokens} tokens takes {format_bytes(found.block)}"
+    table.add_row("KV cache, a token", format_bytes(found.kv_token), words)
     if found.window is not None:
         table.add_row("window", f"{found.window} tokens", "what lies before it is given back as a sequence grows")
     if found.whole_windows:
         share = found.whole_windows / found.block
         table.add_row("of it windows", f"{share:.0%}", "layers that keep all tokens, as others of the model do")
     if found.memory is not None:
-        table.add_row("memory", amount(found.memory))
-        table.add_row("left for the cache", amount(found.left or 0))
+        table.add_row("memory", format_bytes(found.memory))
+        table.add_row("left for the cache", format_bytes(found.left or 0))
     return table
 
 

@@ -19,7 +19,7 @@ class Terminated(BaseException):
     """SIGTERM: what is open is closed, and processes that were started are ended."""
 
 
-def answered(main: Callable[[], int]) -> int:
+def run_with_signals(main: Callable[[], int]) -> int:
     """What `main` returns, with signals that reach it as exceptions; behind it they end the process at once.
 
     Signals that whoever started the process wants ignored stay ignored. A launcher of several ranks sees to SIGTERM
@@ -30,7 +30,7 @@ def answered(main: Callable[[], int]) -> int:
     try:
         try:
             for number in numbers:
-                signal.signal(number, answer)
+                signal.signal(number, raise_for_signal)
             return main()
         finally:
             for number in numbers:
@@ -41,7 +41,7 @@ def answered(main: Callable[[], int]) -> int:
         return TERMINATED
 
 
-def answer(number: int, frame: FrameType | None) -> None:
+def raise_for_signal(number: int, frame: FrameType | None) -> None:
     """A handler for both: raises KeyboardInterrupt or Terminated, or ends the process where that would do harm."""
     if _importing(frame):
         # Extension modules lose an exception that comes while they are imported, or abort. There is nothing to put in

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from inferplane.cli.bench.drive import Trace
-from inferplane.cli.bench.kinds import Measured
-from inferplane.cli.bench.page import page
-from inferplane.cli.screen import Screen, counted
+from inferplane.cli.screen import Screen, plural
+from inferplane.cli.verbs.bench.html_page import page
+from inferplane.cli.verbs.bench.job_runner import Trace
+from inferplane.cli.verbs.bench.measurements import Measurement
 from inferplane.files import write_whole
 
 SCHEMA = 1
@@ -29,20 +29,20 @@ RATES = {
 }
 
 
-def data(measured: Measured) -> dict[str, Any]:
+def data(measurement: Measurement) -> dict[str, Any]:
     """The measurement as docs/schemas/bench.json has it."""
     return {
         "schema": SCHEMA,
-        "benchmark": measured.kind,
-        "environment": measured.environment,
-        "options": measured.options,
-        "latencies": measured.latencies,
-        "rates": measured.rates,
-        "continuous_over_static": measured.ratio,
-        "speculation": measured.speculation,
+        "benchmark": measurement.kind,
+        "environment": measurement.environment,
+        "options": measurement.options,
+        "latencies": measurement.latencies,
+        "rates": measurement.rates,
+        "continuous_over_static": measurement.ratio,
+        "speculation": measurement.speculation,
         "runs": [
             {"batching": batching, **_run(trace)}
-            for batching, traces in (("continuous", measured.traces), ("static", measured.compared))
+            for batching, traces in (("continuous", measurement.traces), ("static", measurement.compared))
             for trace in traces
         ],
     }
@@ -65,36 +65,36 @@ def _run(trace: Trace) -> dict[str, Any]:
     return {"duration_s": trace.duration_s, "total_blocks": trace.total_blocks, "requests": requests, "steps": steps}
 
 
-def show(measured: Measured, screen: Screen) -> None:
+def show(measurement: Measurement, screen: Screen) -> None:
     """The tables, or one JSON object."""
     if screen.json:
-        screen.facts(data(measured))
+        screen.facts(data(measurement))
         return
     from rich.table import Table
     from rich.text import Text
 
-    where = measured.environment
-    title = f"{measured.kind}: {where['model']} on {where['device']} ({where['device_name']}), {where['dtype']}"
+    where = measurement.environment
+    title = f"{measurement.kind}: {where['model']} on {where['device']} ({where['device_name']}), {where['dtype']}"
     tables = [Text(title, "bold")]
-    found = {name: s for name in LATENCIES if (s := measured.latencies.get(name)) is not None}
+    found = {name: s for name in LATENCIES if (s := measurement.latencies.get(name)) is not None}
     if found:
         table = _table(Table, "ms", *COLUMNS)
         for name, s in found.items():
             table.add_row(LATENCIES[name], *(f"{1e3 * s[column]:.2f}" for column in COLUMNS))
         tables.append(table)
-    if measured.rates:
-        table = _table(Table, f"over {counted(measured.options['repeats'], 'repeat')}", "median", "min", "max", "")
-        for name, s in measured.rates.items():
+    if measurement.rates:
+        table = _table(Table, f"over {plural(measurement.options['repeats'], 'repeat')}", "median", "min", "max", "")
+        for name, s in measurement.rates.items():
             factor, unit = (1e3, "ms") if s["unit"] == "s" else (1, s["unit"])
             figures = (f"{factor * s[column]:.2f}" for column in ("median", "min", "max"))
             table.add_row(RATES.get(name, name), *figures, unit)
-        if (ratio := measured.ratio) is not None:
+        if (ratio := measurement.ratio) is not None:
             figures = (f"{ratio[column]:.2f}" for column in ("median", "min", "max"))
             table.add_row("continuous over static batching", *figures, "times")
         tables.append(table)
-    if measured.speculation is not None:
+    if measurement.speculation is not None:
         table = _table(Table, "draft", "drafted", "accepted", "share")
-        for i, (d, a) in enumerate(zip(measured.speculation["drafted"], measured.speculation["accepted"])):
+        for i, (d, a) in enumerate(zip(measurement.speculation["drafted"], measurement.speculation["accepted"])):
             table.add_row(f"{i + 1}", f"{d}", f"{a}", f"{a / d:.3f}" if d else "")
         tables.append(table)
     screen.show(*tables)
@@ -108,13 +108,13 @@ def _table(kind: Any, first: str, *columns: str) -> Any:
     return table
 
 
-def write(measured: Measured, as_json: Path | None, as_html: Path | None, screen: Screen) -> None:
+def write(measurement: Measurement, as_json: Path | None, as_html: Path | None, screen: Screen) -> None:
     """Write the files that were asked for, each whole or not at all."""
-    facts = data(measured)
+    facts = data(measurement)
     for path, text in (
         (as_json, lambda: json.dumps(facts, indent=1, allow_nan=False) + "\n"),
-        (as_html, lambda: page(measured, facts)),
+        (as_html, lambda: page(measurement, facts)),
     ):
         if path is not None:
             write_whole(path, text())
-            screen.said(f"wrote {path}")
+            screen.print_remark(f"wrote {path}")

@@ -23,13 +23,13 @@ def run(args: argparse.Namespace, told: Callable[[], None]) -> list[dict[str, An
         GenerationError: one ended without an answer; its own words are in the message.
         InferplaneError: what the model's start raised there.
     """
-    from inferplane.cli.bench.kinds import model_options
+    from inferplane.cli.verbs.bench.measurements import model_options
 
     out = []
     for _ in range(args.warmup + args.repeats):
         asked = {"llm": model_options(args), "prompt": [PROMPT_ID] * args.input_lengths.low, "begun": time.time()}
         done = subprocess.run(
-            [sys.executable, "-m", "inferplane.cli.bench.startup_child"],
+            [sys.executable, "-m", "inferplane.cli.verbs.bench.startup_process"],
             input=json.dumps(asked),
             capture_output=True,
             text=True,
@@ -45,10 +45,10 @@ def run(args: argparse.Namespace, told: Callable[[], None]) -> list[dict[str, An
     return out
 
 
-def _refusal(said: str) -> InferplaneError | None:
+def _refusal(print_remark: str) -> InferplaneError | None:
     """The error that a process ended with, if it was one raised on purpose."""
     try:
-        told = json.loads(said.splitlines()[-1])["error"]
+        told = json.loads(print_remark.splitlines()[-1])["error"]
         kind: Any = getattr(errors, told.pop("kind"), object)
         refused: InferplaneError | None = None
         if issubclass(kind, InferplaneError):

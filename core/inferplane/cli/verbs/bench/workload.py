@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from inferplane.cli.bench.lengths import Lengths
+from inferplane.cli.verbs.bench.length_distribution import Lengths
 from inferplane.errors import UsageError
 
 Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """One request to come.
 
     Args:
@@ -30,13 +30,13 @@ class Job:
     due_s: float = 0.0
 
 
-def synthetic(count: int, prompts: Lengths, outputs: Lengths, ids: Sequence[int], seed: int) -> list[Job]:
+def random_jobs(count: int, prompts: Lengths, outputs: Lengths, ids: Sequence[int], seed: int) -> list[BenchJob]:
     """Jobs of drawn lengths, their token ids drawn from `ids`. Equal arguments give equal jobs."""
     source = random.Random(seed)
-    return [Job(source.choices(ids, k=prompts.draw(source)), outputs.draw(source)) for _ in range(count)]
+    return [BenchJob(source.choices(ids, k=prompts.draw(source)), outputs.draw(source)) for _ in range(count)]
 
 
-def from_file(path: Path, count: int | None, outputs: Lengths, encode: Encode, seed: int) -> list[Job]:
+def read_jobs(path: Path, count: int | None, outputs: Lengths, encode: Encode, seed: int) -> list[BenchJob]:
     """Jobs of a file: JSON lines with `prompt` (text or token ids) and, if it likes, `output_len`; or lines of text.
 
     Args:
@@ -67,7 +67,7 @@ def from_file(path: Path, count: int | None, outputs: Lengths, encode: Encode, s
         ids = encode(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise UsageError(f"{path}:{number}: the prompt is empty.")
-        jobs.append(Job(ids, entry.get("output_len", drawn)))
+        jobs.append(BenchJob(ids, entry.get("output_len", drawn)))
     return jobs
 
 
@@ -87,7 +87,7 @@ def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
     return dict(entry)
 
 
-def arriving(jobs: Iterable[Job], rate: float | None, seed: int) -> list[Job]:
+def with_arrivals(jobs: Iterable[BenchJob], rate: float | None, seed: int) -> list[BenchJob]:
     """The jobs as a Poisson process of `rate` requests a second brings them; None: all at once."""
     if rate is None:
         return [replace(job, due_s=0.0) for job in jobs]

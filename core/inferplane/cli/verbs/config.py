@@ -10,7 +10,7 @@ import argparse
 
 from inferplane.cli.arguments import Parser, add_examples, add_json
 from inferplane.cli.screen import Screen
-from inferplane.cli.serve import add_settings, resolve
+from inferplane.cli.verbs.serve import add_settings, resolve
 from inferplane.errors import UsageError
 
 SCHEMA = 1

@@ -14,8 +14,8 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, cast
 
 from inferplane.cli.arguments import PROGRAM, Parser, add_examples, add_model, add_running, add_sampling, as_text
-from inferplane.cli.interrupt import Interrupt
 from inferplane.cli.screen import Screen
+from inferplane.cli.signals import Interrupt
 from inferplane.errors import InferplaneError, UsageError
 
 if TYPE_CHECKING:
@@ -41,15 +41,15 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Load, then read turns until the input ends."""
-    from inferplane.cli.load import open_model
+    from inferplane.cli.model_loading import open_model
 
     terminal = sys.stdin.isatty()
     llm, params = open_model(args, screen)
     with llm, Interrupt(patient=terminal) as interrupt:
         conversation = Conversation(llm, params, args, interrupt)
-        plain = marks_no_roles(llm.tokenizer)
+        plain = is_completion_template(llm.tokenizer)
         if terminal:
-            screen.said(f"{args.model} on {llm.device}; /help lists commands, Ctrl-D leaves")
+            screen.print_remark(f"{args.model} on {llm.device}; /help lists commands, Ctrl-D leaves")
         if plain:
             screen.note(
                 f"{args.model} is a completion model, not a chat model: its template only joins the turns, and it "
@@ -96,10 +96,10 @@ class Conversation:
         return timings, reason
 
     def _stream(self, screen: Screen) -> tuple[str, Timings | None, str | None]:
-        from inferplane.cli.sampling import fitting
+        from inferplane.cli.sampling_defaults import limit_max_tokens
 
         ids = self.llm.tokenizer.chat(self.messages)
-        params = fitting(self.params, self._asked, len(ids), self.llm.runner.max_model_len)
+        params = limit_max_tokens(self.params, self._asked, len(ids), self.llm.runner.max_model_len)
         text, timings, reason = "", None, None
         replies = cast("Generator[Delta]", self.llm.stream(ids, params))
         # Closing the stream frees the blocks of a reply that was cut short.
@@ -127,7 +127,7 @@ def _turns(conversation: Conversation, screen: Screen, *, terminal: bool) -> Non
             if not terminal:
                 raise
             screen.stream("\n")
-            screen.said("/exit or Ctrl-D leaves")
+            screen.print_remark("/exit or Ctrl-D leaves")
             continue
         try:
             if line.startswith("/"):
@@ -143,18 +143,18 @@ def _turns(conversation: Conversation, screen: Screen, *, terminal: bool) -> Non
             if not terminal:
                 raise
             screen.stream("\n")
-            screen.said("stopped")
+            screen.print_remark("stopped")
 
 
 def _turn(words: str, conversation: Conversation, screen: Screen) -> None:
-    from inferplane.cli.load import stats
+    from inferplane.cli.model_loading import summary_line
 
     timings, reason = conversation.reply(words, screen)
     screen.stream("\n")
     if timings is None:
-        screen.said("stopped")
+        screen.print_remark("stopped")
     else:
-        screen.said(stats(timings, conversation.llm.device, reason, conversation.drawn_seed))
+        screen.print_remark(summary_line(timings, conversation.llm.device, reason, conversation.drawn_seed))
 
 
 def _command(words: str, conversation: Conversation, screen: Screen) -> bool:
@@ -167,12 +167,12 @@ def _command(words: str, conversation: Conversation, screen: Screen) -> bool:
         return False
     if words == "/reset":
         conversation.reset()
-        screen.said("the conversation begins anew")
+        screen.print_remark("the conversation begins anew")
     elif words == "/help":
         for name, meaning in COMMANDS.items():
-            screen.said(f"{name:<8} {meaning}")
-        screen.said("Ctrl-C   stop the reply")
-        screen.said("a line that begins with a space is sent even if a / follows")
+            screen.print_remark(f"{name:<8} {meaning}")
+        screen.print_remark("Ctrl-C   stop the reply")
+        screen.print_remark("a line that begins with a space is sent even if a / follows")
     else:
         close = difflib.get_close_matches(words, COMMANDS, n=1)
         remedy = f"perhaps {close[0]} was meant" if close else "begin the line with a space to send it as it is"
@@ -180,7 +180,7 @@ def _command(words: str, conversation: Conversation, screen: Screen) -> bool:
     return True
 
 
-def marks_no_roles(tokenizer: Tokenizer) -> bool:
+def is_completion_template(tokenizer: Tokenizer) -> bool:
     """Whether the chat template renders a user's words and the model's alike: then it is made for completion.
 
     Raises:

@@ -36,11 +36,11 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     if args.json:
         screen.facts(report.to_json())
     else:
-        _show(together(report.lines), screen)
+        _show(merge_lines(report.lines), screen)
     return 1 if report.status == "fail" else 0
 
 
-def together(lines: Sequence[Line]) -> list[Line]:
+def merge_lines(lines: Sequence[Line]) -> list[Line]:
     """Neighbours that say the same of one kind of subject ("plugin a", "plugin b") as one line ("plugins a, b")."""
     from inferplane.plugins.doctor import Line
 

@@ -1,4 +1,4 @@
-"""The three measurements; each returns a `Measured`, which the reports are made of."""
+"""The three measurements; each returns a `Measurement`, which the reports are made of."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.arguments import pins, speculation
-from inferplane.cli.bench import drive, startup_runs, statistics, workload
-from inferplane.cli.bench.drive import Trace
-from inferplane.cli.bench.environment import environment
-from inferplane.cli.bench.workload import Job
 from inferplane.cli.screen import Screen
+from inferplane.cli.verbs.bench import job_runner as drive
+from inferplane.cli.verbs.bench import startup as startup_runs
+from inferplane.cli.verbs.bench import statistics, workload
+from inferplane.cli.verbs.bench.environment import environment
+from inferplane.cli.verbs.bench.job_runner import Trace
+from inferplane.cli.verbs.bench.workload import BenchJob
 from inferplane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ REQUESTS = 64
 
 
 @dataclass
-class Measured:
+class Measurement:
     """What a benchmark found.
 
     Args:
@@ -50,7 +52,7 @@ class Measured:
     speculation: dict[str, Any] | None = None
 
 
-def served(args: argparse.Namespace, screen: Screen) -> Measured:
+def measure_engine(args: argparse.Namespace, screen: Screen) -> Measurement:
     """`latency` and `throughput`."""
     with screen.loading(f"loading {args.model}") as loading:
         from inferplane.engine import LLM
@@ -58,10 +60,10 @@ def served(args: argparse.Namespace, screen: Screen) -> Measured:
         llm = LLM(**model_options(args), progress=loading.bar)
     with llm:
         jobs, params = _jobs(args, llm), _sampling(args)
-        ways: dict[str, Callable[..., Trace]] = {"continuous": drive.continuous}
+        ways: dict[str, Callable[..., Trace]] = {"continuous": drive.run_continuous}
         if args.compare:
-            ways["static"] = partial(drive.static, batch=args.max_batch)
-        with screen.counting(args.kind, (args.warmup + args.repeats) * len(jobs) * len(ways)) as told:
+            ways["static"] = partial(drive.run_static, batch=args.max_batch)
+        with screen.progress_counter(args.kind, (args.warmup + args.repeats) * len(jobs) * len(ways)) as told:
             for _ in range(args.warmup):
                 for way in ways.values():
                     way(llm.engine, jobs, params, told)
@@ -71,7 +73,7 @@ def served(args: argparse.Namespace, screen: Screen) -> Measured:
                 for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
                     found[name].append(ways[name](llm.engine, jobs, params, told))
         traces, compared = found["continuous"], found.get("static", [])
-        return Measured(
+        return Measurement(
             args.kind,
             environment(llm),
             options(args) | {"requests": len(jobs)},
@@ -90,13 +92,13 @@ def _output(traces: list[Trace]) -> dict[str, Any]:
     return found
 
 
-def startup(args: argparse.Namespace, screen: Screen) -> Measured:
+def startup(args: argparse.Namespace, screen: Screen) -> Measurement:
     """Fresh processes, one after the other."""
-    with screen.counting("starting", args.warmup + args.repeats) as told:
+    with screen.progress_counter("starting", args.warmup + args.repeats) as told:
         told_all = startup_runs.run(args, told)
-    counted = told_all[args.warmup :]
-    phases = {name: statistics.spread([run["phases"][name] for run in counted], "s") for name in counted[0]["phases"]}
-    return Measured(args.kind, counted[-1]["environment"], options(args), rates=phases)
+    plural = told_all[args.warmup :]
+    phases = {name: statistics.spread([run["phases"][name] for run in plural], "s") for name in plural[0]["phases"]}
+    return Measurement(args.kind, plural[-1]["environment"], options(args), rates=phases)
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -134,17 +136,17 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed)
 
 
-def _jobs(args: argparse.Namespace, llm: LLM) -> list[Job]:
+def _jobs(args: argparse.Namespace, llm: LLM) -> list[BenchJob]:
     if args.dataset is not None:
         encode = lambda text: llm.tokenizer.encode(text)  # noqa: E731 - a tokenizer only if there is text
-        jobs = workload.from_file(args.dataset, args.requests, args.output_lengths, encode, args.seed)
+        jobs = workload.read_jobs(args.dataset, args.requests, args.output_lengths, encode, args.seed)
     else:
         count = args.max_batch if args.kind == "latency" else args.requests or REQUESTS
-        jobs = workload.synthetic(count, args.input_lengths, args.output_lengths, ordinary_ids(llm), args.seed)
-    return workload.arriving(jobs, args.rate, args.seed)
+        jobs = workload.random_jobs(count, args.input_lengths, args.output_lengths, list_ordinary_ids(llm), args.seed)
+    return workload.with_arrivals(jobs, args.rate, args.seed)
 
 
-def ordinary_ids(llm: LLM) -> Sequence[int]:
+def list_ordinary_ids(llm: LLM) -> Sequence[int]:
     """Every token id of the model but special ones: those that its tokenizer or its config names.
 
     Raises:

@@ -13,7 +13,7 @@ BINS, MOST_POINTS = 40, 400
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotLine:
     """A line of a plot.
 
     Args:
@@ -63,7 +63,7 @@ def histogram(values: Sequence[float], title: str, unit: str, marks: Sequence[tu
     return frame.svg([*drawn, *(frame.mark(name, at) for name, at in marks if low <= at <= high)])
 
 
-def lines(each: Sequence[Line], title: str, x_unit: str, y_unit: str) -> str:
+def lines(each: Sequence[PlotLine], title: str, x_unit: str, y_unit: str) -> str:
     """Lines over a common axis from 0, thinned to at most 400 points each."""
     high_x = max((line.x[-1] for line in each if line.x), default=1.0)
     high_y = max((max(line.y) for line in each if line.y), default=1.0)
@@ -72,14 +72,14 @@ def lines(each: Sequence[Line], title: str, x_unit: str, y_unit: str) -> str:
     return frame.svg(drawn, [line.name for line in each])
 
 
-def thinned(line: Line) -> Line:
+def thin_line(line: PlotLine) -> PlotLine:
     """The line with at most `MOST_POINTS` points: means of equally many neighbours."""
     many = -(-len(line.x) // MOST_POINTS)
     if many <= 1:
         return line
     at = range(0, len(line.x), many)
     mean = [sum(line.y[i : i + many]) / len(line.y[i : i + many]) for i in at]
-    return Line(line.name, [line.x[min(i + many, len(line.x)) - 1] for i in at], mean)
+    return PlotLine(line.name, [line.x[min(i + many, len(line.x)) - 1] for i in at], mean)
 
 
 class _Frame:
@@ -108,8 +108,8 @@ class _Frame:
             f'<text class="tick" x="{x + 3}" y="{TOP + 9}">{escape(name)}</text>'
         )
 
-    def line(self, line: Line, colour: int) -> str:
-        some = thinned(line)
+    def line(self, line: PlotLine, colour: int) -> str:
+        some = thin_line(line)
         points = " ".join(f"{self.x(a)},{self.y(b)}" for a, b in zip(some.x, some.y))
         return f'<polyline class="line c{colour}" points="{points}"/>'
 

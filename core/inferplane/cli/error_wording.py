@@ -20,7 +20,7 @@ _MENTION = re.compile(f"{_NAMED}|{_ALONE}")
 _ORIGIN = re.compile(r" \(flag --[\w-]+\)")
 
 
-class Words:
+class ErrorWording:
     """One command's options.
 
     Args:

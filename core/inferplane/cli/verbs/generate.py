@@ -51,7 +51,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Load, generate, report."""
     prompt = read_prompt(args)
-    from inferplane.cli.load import open_model
+    from inferplane.cli.model_loading import open_model
 
     llm, params = open_model(args, screen)
     with llm:
@@ -76,11 +76,11 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def _generate(llm: LLM, prompt: str, params: SamplingParams, args: argparse.Namespace, screen: Screen) -> int:
-    from inferplane.cli.load import stats, timings_data
-    from inferplane.cli.sampling import as_data, fitting
+    from inferplane.cli.model_loading import summary_line, timings_data
+    from inferplane.cli.sampling_defaults import limit_max_tokens, sampling_data
 
     ids = llm.tokenizer.encode(prompt)
-    params = fitting(params, args.max_tokens, len(ids), llm.runner.max_model_len)
+    params = limit_max_tokens(params, args.max_tokens, len(ids), llm.runner.max_model_len)
     terminal, pieces, tokens = sys.stdout.isatty(), [], []
     reason, timings = None, None
     if terminal and not args.json:
@@ -108,14 +108,14 @@ def _generate(llm: LLM, prompt: str, params: SamplingParams, args: argparse.Name
                 "token_ids": tokens,
                 "finish_reason": reason,
                 "timings": timings_data(_there(timings)),
-                "sampling": as_data(params),
+                "sampling": sampling_data(params),
             }
         )
         return 0
     if not text.endswith("\n"):
         screen.stream("\n")
     drawn = params.seed if args.seed is None else None
-    screen.said(stats(_there(timings), llm.device, reason, drawn))
+    screen.print_remark(summary_line(_there(timings), llm.device, reason, drawn))
     return 0
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from inferplane.cli.bench import plots, statistics
-from inferplane.cli.bench.drive import Trace
-from inferplane.cli.bench.kinds import Measured
-from inferplane.cli.bench.plots import Line
-from inferplane.cli.screen import counted
+from inferplane.cli.screen import plural
+from inferplane.cli.verbs.bench import plots, statistics
+from inferplane.cli.verbs.bench.job_runner import Trace
+from inferplane.cli.verbs.bench.measurements import Measurement
+from inferplane.cli.verbs.bench.plots import PlotLine
 
 BUCKETS = 60
 DISTRIBUTIONS = {
@@ -41,25 +41,25 @@ svg{width:100%;height:auto;display:block}
 """
 
 
-def page(measured: Measured, facts: Mapping[str, Any]) -> str:
+def page(measurement: Measurement, facts: Mapping[str, Any]) -> str:
     """The page.
 
     Args:
         measured: what was found.
         facts: the same as `report.data` gives it.
     """
-    where = measured.environment
-    title = f"{measured.kind}: {where['model']} on {where['device']}"
+    where = measurement.environment
+    title = f"{measurement.kind}: {where['model']} on {where['device']}"
     body = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(where['device_name'])}, {escape(where['dtype'])}, {escape(where['date'])}</p>",
         *_latencies(facts["latencies"]),
-        *_rates(measured),
+        *_rates(measurement),
         *_speculation(facts["speculation"]),
-        *_distributions(measured),
-        *_over_time(measured),
+        *_distributions(measurement),
+        *_over_time(measurement),
         *_pairs("Environment", {**where, **{f"version of {k}": v for k, v in where["versions"].items()}}),
-        *_pairs("Options", measured.options),
+        *_pairs("Options", measurement.options),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -80,14 +80,14 @@ def _latencies(found: Mapping[str, Any]) -> list[str]:
     return ["<h2>Latencies in milliseconds</h2>", _table(("", *columns, "count"), rows)] if rows else []
 
 
-def _rates(measured: Measured) -> list[str]:
+def _rates(measurement: Measurement) -> list[str]:
     columns = ("median", "min", "max")
-    found = dict(measured.rates)
-    if measured.ratio is not None:
-        found["continuous over static batching"] = measured.ratio
+    found = dict(measurement.rates)
+    if measurement.ratio is not None:
+        found["continuous over static batching"] = measurement.ratio
     rows = [[name, *(f"{s[c]:.4g}" for c in columns), s["unit"]] for name, s in found.items()]
-    title = "Phases of a start" if measured.kind == "startup" else "Rates"
-    words = f"<h2>{title} over {counted(measured.options['repeats'], 'repeat')}</h2>"
+    title = "Phases of a start" if measurement.kind == "startup" else "Rates"
+    words = f"<h2>{title} over {plural(measurement.options['repeats'], 'repeat')}</h2>"
     return [words, _table(("", *columns, "unit"), rows)] if rows else []
 
 
@@ -102,11 +102,11 @@ def _speculation(found: Mapping[str, Any] | None) -> list[str]:
     return ["<h2>Drafts by position</h2>", each, _table(("draft", "drafted", "accepted", "share"), rows)]
 
 
-def _distributions(measured: Measured) -> list[str]:
-    values = statistics.latencies(measured.traces)
+def _distributions(measurement: Measurement) -> list[str]:
+    values = statistics.latencies(measurement.traces)
     out = []
     for name, title in DISTRIBUTIONS.items():
-        found = measured.latencies.get(name)
+        found = measurement.latencies.get(name)
         if found:
             marks = [(mark, 1e3 * found[mark]) for mark in ("p50", "p99")]
             out.append(_figure(title, plots.histogram([1e3 * v for v in values[name]], title, "ms", marks)))
@@ -117,23 +117,23 @@ def _figure(title: str, svg: str) -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
 
 
-def throughput(trace: Trace, name: str) -> Line:
+def throughput(trace: Trace, name: str) -> PlotLine:
     """Output tokens a second in each of 60 equal stretches of a run."""
     wide = trace.duration_s / BUCKETS
     tokens = [0] * BUCKETS
     for step in trace.steps:
         tokens[min(BUCKETS - 1, int(step.end_s / wide))] += step.tokens
-    return Line(name, [(i + 0.5) * wide for i in range(BUCKETS)], [n / wide for n in tokens])
+    return PlotLine(name, [(i + 0.5) * wide for i in range(BUCKETS)], [n / wide for n in tokens])
 
 
-def _over_time(measured: Measured) -> list[str]:
-    last = [("continuous", measured.traces), ("static", measured.compared)]
+def _over_time(measurement: Measurement) -> list[str]:
+    last = [("continuous", measurement.traces), ("static", measurement.compared)]
     shown = [(name, traces[-1]) for name, traces in last if traces]
     if not shown:
         return []
 
-    def steps(field: str) -> list[Line]:
-        return [Line(n, [s.end_s for s in t.steps], [getattr(s, field) for s in t.steps]) for n, t in shown]
+    def steps(field: str) -> list[PlotLine]:
+        return [PlotLine(n, [s.end_s for s in t.steps], [getattr(s, field) for s in t.steps]) for n, t in shown]
 
     total = shown[0][1].total_blocks
     drawn = {

@@ -31,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Measure, tell, write."""
-    from inferplane.cli.explain import model_files
+    from inferplane.cli.verbs.explain import model_files
     from inferplane.engine.tuning import facts, lock, tuned
     from inferplane.plugins import host
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     if not path.parent.is_dir() or path.is_dir():
         raise UsageError(f"--out {path} cannot be written.", remedy="name a file in a folder that exists")
     options = binding_options(args)
-    told = (lambda outcome: None) if args.json else (lambda outcome: screen.said(told_of(outcome)))
+    told = (lambda outcome: None) if args.json else (lambda outcome: screen.print_remark(outcome_line(outcome)))
     runner, outcomes = tuned(model_files(args.model), host(), args.device, options, told, index=args.index)
     if not outcomes:
         raise UsageError(
@@ -51,11 +51,13 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         screen.facts({"schema": 1, "lock": str(path), "sites": {o.key: facts(o) for o in outcomes}})
     else:
         changed = sum(o.chosen != o.before for o in outcomes)
-        screen.said(f"{path}: {len(outcomes)} choices, {changed} other than by rank; take it with --lock {path}")
+        screen.print_remark(
+            f"{path}: {len(outcomes)} choices, {changed} other than by rank; take it with --lock {path}"
+        )
     return 0
 
 
-def told_of(outcome: Tuned) -> str:
+def outcome_line(outcome: Tuned) -> str:
     """One line: the site, what was chosen, and every kernel's time, or why it is out."""
     times = [
         f"{t.kernel} {'wrong' if t.wrong else f'{t.score * 1e6:.1f} us'}"

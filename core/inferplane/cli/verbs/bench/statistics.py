@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from inferplane.cli.bench.drive import Trace
+from inferplane.cli.verbs.bench.job_runner import Trace
 
 PERCENTILES = (50, 90, 95, 99)
 

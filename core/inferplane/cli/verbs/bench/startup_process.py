@@ -24,7 +24,7 @@ def _start() -> None:
     asked = json.loads(sys.stdin.readline())
     phases = {"interpreter": max(0.0, entered - asked["begun"])}
     begun = time.perf_counter()
-    from inferplane.cli.bench.environment import environment
+    from inferplane.cli.verbs.bench.environment import environment
     from inferplane.engine import LLM, SamplingParams
     from inferplane.plugins import host
 

@@ -46,7 +46,7 @@ class Lengths:
         return f"exp:{self.mean:g}" + ("" if self.high is None else f":{self.high}")
 
 
-def lengths(words: str, flag: str = "") -> Lengths:
+def parse_lengths(words: str, flag: str = "") -> Lengths:
     """What a command's words mean: "128", "16-256", "exp:64", "exp:64:512".
 
     Args:

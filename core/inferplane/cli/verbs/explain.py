@@ -38,7 +38,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Plan and show."""
     from inferplane.binding import explain
-    from inferplane.cli.plan_text import show
+    from inferplane.cli.verbs.plan_display import show
     from inferplane.engine import Runner, recorded_steps
     from inferplane.plugins import host
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     entry = entry_of(host(), runner)
     data = {**explain(runner.plan, files.name), "decode_steps": steps}
     if args.json:
-        from inferplane.cli.devices import probe_data
+        from inferplane.cli.verbs.devices import probe_data
 
         screen.facts({**data, "probe": probe_data(entry.probe)})
     else:

@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 
 from inferplane.cli.arguments import Parser, add_examples, add_json, add_model, add_running, speculation
-from inferplane.cli.bench.lengths import FORMS, lengths
 from inferplane.cli.screen import Screen
+from inferplane.cli.verbs.bench.length_distribution import FORMS, parse_lengths
 from inferplane.errors import UsageError
 from inferplane.files import check_writable
 
@@ -86,11 +86,12 @@ def _by_kind(values: dict[str, int]) -> str:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Check the words, measure, report."""
     check(args)
-    from inferplane.cli.bench import kinds, report
+    from inferplane.cli.verbs.bench import measurements as kinds
+    from inferplane.cli.verbs.bench import report
 
-    measured = kinds.startup(args, screen) if args.kind == "startup" else kinds.served(args, screen)
-    report.show(measured, screen)
-    report.write(measured, args.save, args.html, screen)
+    measurement = kinds.startup(args, screen) if args.kind == "startup" else kinds.measure_engine(args, screen)
+    report.show(measurement, screen)
+    report.write(measurement, args.save, args.html, screen)
     return 0
 
 
@@ -114,8 +115,8 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {value}.", there_is=f"whole numbers from {least}")
     if args.rate is not None and not 0 < args.rate < float("inf"):
         raise UsageError(f"--rate {args.rate:g}.", there_is="numbers above 0")
-    args.input_lengths = lengths(args.input_len, "--input-len")
-    args.output_lengths = lengths(args.output_len, "--output-len")
+    args.input_lengths = parse_lengths(args.input_len, "--input-len")
+    args.output_lengths = parse_lengths(args.output_len, "--output-len")
     if args.kind != "throughput" and {args.input_lengths.kind, args.output_lengths.kind} != {"fixed"}:
         raise UsageError(f"bench {args.kind} takes fixed lengths only.", remedy="use bench throughput")
     for option in ("save", "html"):

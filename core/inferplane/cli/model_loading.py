@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.arguments import pins, speculation
-from inferplane.cli.screen import Screen, counted
+from inferplane.cli.screen import Screen, plural
 from inferplane.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
         from inferplane.engine.garbage import importing
 
         with importing():
-            from inferplane.cli.sampling import choose
+            from inferplane.cli.sampling_defaults import sampling_params
             from inferplane.engine import LLM, ModelFiles
 
         files = ModelFiles(args.model)
@@ -34,7 +34,7 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
                 remedy="add its tokenizer.json (`inferplane bench` needs none); "
                 "a draft model is named by --draft-model, beside its model",
             )
-        params = choose(args, files.folder)
+        params = sampling_params(args, files.folder)
         loading.phase(f"loading {args.model}")
         llm = LLM(
             args.model,
@@ -61,10 +61,10 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
     return llm, params
 
 
-def stats(timings: Timings, device: str, reason: str | None, drawn_seed: int | None) -> str:
+def summary_line(timings: Timings, device: str, reason: str | None, drawn_seed: int | None) -> str:
     """One line: tokens in and out, seconds to the first, speed of the others, where; and a seed nobody chose."""
     parts = [
-        counted(timings.prompt_tokens, "prompt token"),
+        plural(timings.prompt_tokens, "prompt token"),
         f"{timings.generated_tokens} generated" + (f" ({reason})" if reason else ""),
         f"first token {_seconds(timings.first_token_s)}",
         f"{timings.tokens_per_s:.1f} tokens/s",
