@@ -50,7 +50,7 @@ help:
 	@echo "make gpu-check   on a machine with an NVIDIA GPU: conformance, roofs and kernels beside peers (eight minutes)"
 	@echo "make lint        ruff, mypy, import-linter"
 	@echo "make format      ruff's formatter and its safe fixes"
-	@echo "make docs        write docs/ops.md and docs/support-matrix.md anew; docs-check fails when they are stale"
+	@echo "make docs        write the generated pages of docs/ again; docs-check fails when one is stale"
 	@echo "make clean       remove build outputs and caches; keeps the environments, .venv*"
 
 demo: $(VENV)/.installed

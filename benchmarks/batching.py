@@ -21,8 +21,7 @@ import torch
 from shapes import SHAPES, add_clock, clock_name, config
 
 from inferplane import LLM, SamplingParams
-from inferplane.cli.verbs.bench import job_runner as drive
-from inferplane.cli.verbs.bench import workload
+from inferplane.cli.verbs.bench import job_runner, workload
 from inferplane.cli.verbs.bench.length_distribution import parse_lengths
 
 BAR, BATCH, REQUESTS = 1.8, 16, 64
@@ -42,9 +41,9 @@ def padded(jobs):
 def turn(engine, jobs, order, clock):
     """Output tokens a second of each way, and how many steps it took; only tokens that were asked for count."""
     ways = {
-        "continuous": lambda: drive.run_continuous(engine, jobs, GREEDY, lambda: None, clock=clock),
-        "static": lambda: drive.run_static(engine, jobs, GREEDY, lambda: None, BATCH, clock),
-        "padded": lambda: drive.run_static(engine, padded(jobs), GREEDY, lambda: None, BATCH, clock),
+        "continuous": lambda: job_runner.run_continuous(engine, jobs, GREEDY, lambda: None, clock=clock),
+        "static": lambda: job_runner.run_static(engine, jobs, GREEDY, lambda: None, BATCH, clock),
+        "padded": lambda: job_runner.run_static(engine, padded(jobs), GREEDY, lambda: None, BATCH, clock),
     }
     asked = sum(job.output_tokens for job in jobs)
     found = {}

@@ -1,14 +1,17 @@
-"""Write docs/ops.md and docs/support-matrix.md from the code and the dated evidence; `--check` fails when they are
-stale.
+"""Write docs/ops.md, docs/support-matrix.md and docs/code-map.md from the code and the dated evidence; `--check` fails
+when one is stale.
 
-Nothing on these pages is typed by hand: ops from their classes, kernels from the backends' declarations, levels from
-`backends/*/evidence/*.json`. Where there is no evidence the matrix says "unverified".
+These pages have no text of their own: ops come from their classes, kernels from the backends' declarations, levels from
+`backends/*/evidence/*.json`, the map from the first sentences of modules and the floors of `pyproject.toml`. Without
+evidence the matrix says "unverified".
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -143,6 +146,66 @@ def matrix_page(host: PluginHost) -> str:
     return "\n".join(out) + "\n"
 
 
+def first_sentence(path: Path) -> str:
+    """The first sentence of a Python file's docstring, or of the comment at the top of a C++ file.
+
+    Raises:
+        SystemExit: it has none.
+    """
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        words = ast.get_docstring(ast.parse(text)) or ""
+    else:
+        lines = [line for line in text.splitlines() if line != "#pragma once"]
+        comment = itertools.takewhile(lambda line: line.startswith("//"), lines)
+        words = "\n".join(line.removeprefix("//").strip() for line in comment)
+    sentence = re.match(r".*?(?:\.(?=\s|$)|$)", " ".join(words.split("\n\n")[0].split()))
+    if sentence is None or not sentence[0]:
+        raise SystemExit(f"{path.relative_to(ROOT)}: its first line is to say what it does, for docs/code-map.md")
+    return sentence[0].rstrip(".")
+
+
+def floors() -> list[str]:
+    """The packages and modules of core, lowest floor first, as pyproject.toml orders them for import-linter."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    layers = re.search(r'name = "floors of core".*?layers = \[(.*?)\n\]', text, re.DOTALL)
+    assert layers is not None
+    lines = [re.search(r'"(.*)"', line) for line in layers[1].splitlines()]
+    return [name for line in reversed(lines) if line for name in re.findall(r"\w+", line[1])]
+
+
+def map_page() -> str:
+    """docs/code-map.md: one line per module of core, floor by floor, and of each backend."""
+    core = ROOT / "core" / "inferplane"
+    out = [
+        HEAD + "# Code map\n",
+        "One line per module. Core's packages are in the order of their floors: each imports only from those above it "
+        "on this page ([architecture](architecture.md)).",
+    ]
+    for name in ["__init__", *floors()]:
+        module = core / f"{name}.py"
+        paths = [module] if module.exists() else sorted((core / name).rglob("*.py"))
+        if paths:
+            title = "inferplane" if name == "__init__" else f"inferplane.{name}"
+            out += ["", f"## {title}\n", *_map_lines(paths, core)]
+    for backend in sorted(path for path in (ROOT / "backends").iterdir() if (path / "README.md").exists()):
+        out += ["", f"## backends/{backend.name}\n"]
+        out += _map_lines(sorted((backend / f"inferplane_{backend.name}").rglob("*.py")), backend)
+        native = [path for path in sorted((backend / "csrc").rglob("*")) if path.suffix in (".h", ".cpp")]
+        out += _map_lines(native, backend)
+    return "\n".join(out) + "\n"
+
+
+def _map_lines(paths: list[Path], below: Path) -> list[str]:
+    """A line per file; a package's own file stands for its folder, before its modules."""
+    lines = []
+    for path in sorted(paths, key=lambda p: (p.parent.parts, p.name != "__init__.py", p.name)):
+        name = path.parent if path.name == "__init__.py" and path.parent != below else path
+        shown = name.relative_to(below).as_posix() + ("/" if name.suffix == "" else "")
+        lines.append(f"- `{shown}`: {first_sentence(path)}")
+    return lines
+
+
 def main() -> int:
     """Write the pages, or compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -150,7 +213,11 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     host = discover(IN_TREE)
-    pages = {"docs/ops.md": ops_page(host), "docs/support-matrix.md": matrix_page(host)}
+    pages = {
+        "docs/ops.md": ops_page(host),
+        "docs/support-matrix.md": matrix_page(host),
+        "docs/code-map.md": map_page(),
+    }
     stale = [name for name, text in pages.items() if not (ROOT / name).exists() or (ROOT / name).read_text() != text]
     if arguments.check:
         if stale:

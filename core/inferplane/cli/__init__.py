@@ -1,5 +1,5 @@
-"""The command line: `inferplane VERB [MODEL] ...`, one module a verb.
+"""The command line: `inferplane VERB [MODEL] ...`, one module per verb in `verbs`.
 
-A verb's module imports nothing heavy when it is loaded, so that help, versions and mistyped options answer at once; its
-`run` imports what it needs. Facts go to standard output, everything said about them to standard error (`screen.py`).
+A verb's module imports nothing heavy, so that help and errors of usage appear at once; its `run` imports what it
+needs. Results go to standard output, remarks about them to standard error (`screen.py`).
 """

@@ -1,4 +1,4 @@
-"""Errors in the words of a command: `--max-model-len 0` where Python's caller is told `max_model_len = 0`."""
+"""Rewrites errors of the Python API for the command line: `max_model_len = 0` becomes `--max-model-len 0`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _ORIGIN = re.compile(r" \(flag --[\w-]+\)")
 
 
 class ErrorWording:
-    """One command's options.
+    """Rewrites errors with the options of one command.
 
     Args:
-        parser: of its verb.
-        typed: what stands behind the verb.
-        settings: options are settings, which may also come from variables and a file: only typed ones are flags.
+        parser: the parser of its verb.
+        typed: the words after the verb.
+        settings: the options are server settings, so that only those in `typed` are flags; others come from variables
+            or a file.
     """
 
     def __init__(self, parser: Parser, typed: Sequence[str], *, settings: bool = False) -> None:
@@ -38,19 +39,19 @@ class ErrorWording:
                     self.options[name[2:].replace("-", "_")] = self.options[action.dest] = action
 
     def reword(self, error: InferplaneError) -> None:
-        """Let an error name options as they were typed, and others by the flag that stands for them."""
+        """Make an error name the options as the user typed them, and other options by their flags."""
         mentioned = [m["name"] or m["alone"] for m in _MENTION.finditer(error.what)]
         mentioned = [name for name in mentioned if name in self.options]
         if self.settings and not any(self._given(name) for name in mentioned):
             return
-        told = _ORIGIN.sub("", error.what) if mentioned else error.what  # the flag itself will stand there
-        error.what = self._reworded(told, as_typed=True)
-        error.remedy = self._reworded(error.remedy, as_typed=False)
+        what = _ORIGIN.sub("", error.what) if mentioned else error.what  # the flag replaces its mention
+        error.what = self._replace_names(what, as_typed=True)
+        error.remedy = self._replace_names(error.remedy, as_typed=False)
         if mentioned:
             error.there_is = re.sub(r"'([\w-]+)'", r"\1", error.there_is.removeprefix("None, "))
         error.args = (error.what,)
 
-    def _reworded(self, words: str, *, as_typed: bool) -> str:
+    def _replace_names(self, words: str, *, as_typed: bool) -> str:
         def named(match: re.Match[str]) -> str:
             name = match["name"] or match["alone"]
             if name not in self.options:
@@ -62,12 +63,12 @@ class ErrorWording:
         return _MENTION.sub(named, words)
 
     def _flag(self, name: str) -> str:
-        """As it was typed, else the name that its help gives first."""
+        """The flag as typed, else the first one in the help."""
         known = [x for x in self.options[name].option_strings if x.startswith("--")]
         return next((x for x in known if any(w.partition("=")[0] == x for w in self.typed)), known[0])
 
     def _given(self, name: str) -> str:
-        """The words with which an option was given; empty where it was not."""
+        """The words by which the user set an option; empty if unset."""
         action, found = self.options[name], []
         for at, word in enumerate(self.typed):
             flag, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""How far a backend's kernels have been proved, from the dated evidence files beside its package."""
+"""Reads how far a backend's kernels are proved from the dated evidence files beside its package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEVELS = (NONE, "L0", "L1", "L2", "L3", "L4", "L5")
 
 
 class Evidence:
-    """Evidence of one backend.
+    """The evidence of one backend.
 
     Args:
         files: contents of its evidence files.
@@ -31,11 +31,11 @@ class Evidence:
 
     @classmethod
     def of(cls, backend: Backend) -> Evidence:
-        """What lies in `evidence/` in or beside the backend's package, however deep the backend lies in it; a wheel
-        need not bring any, and a file that cannot be read proves nothing."""
+        """Read `evidence/` in or beside the backend's package, at any depth; a wheel may have none, and an unreadable
+        file proves nothing."""
         try:
             file = Path(inspect.getfile(type(backend)))
-        except (OSError, TypeError):  # a class made at a prompt
+        except (OSError, TypeError):  # a class defined at an interactive prompt
             return cls(())
         package = getattr(sys.modules.get(type(backend).__module__), "__package__", None) or ""
         folders = list(file.parents)[: len(package.split(".")) + 1]
@@ -54,19 +54,19 @@ class Evidence:
 
         Args:
             name: the op or feature.
-            kernel: its name in full; only cases that name it count then.
+            kernel: full name of a kernel, to count only the cases that name it.
         """
         proved = max((str(f["level"]) for f in self.files if _passed(f, name, kernel)), key=LEVELS.index, default=NONE)
         if any(r.get("op") == name for f in self.files for r in f["results"]):
-            # A run that went end to end proves its ops one by one: that is L3, whatever else the run proved.
+            # An end-to-end run proves its ops one by one, which is L3, whatever else it proves.
             proved = "L3" if proved == "L4" else proved
         return "" if proved == NONE else proved
 
 
 def _passed(file: Mapping[str, Any], name: str, kernel: str) -> bool:
-    """Whether a file holds passed results for an op or feature, and none that failed."""
+    """Whether a file has passed results for an op or feature, and no failed one."""
     named = re.compile(rf"(?<![\w.:]){re.escape(kernel)}(?![\w.:])")
     rows = [r for r in file.get("results", ()) if (r.get("op") or r.get("feature")) == name]
     rows = [r for r in rows if not kernel or named.search(str(r.get("case")))]
-    judged = [r for r in rows if r.get("status") != "refused"]  # a kernel that says no proves nothing either way
+    judged = [r for r in rows if r.get("status") != "refused"]  # a refusal proves nothing
     return bool(judged) and all(r.get("status") == "passed" for r in judged) and file.get("level") in LEVELS

@@ -1,7 +1,7 @@
-"""From the command line's words to a verb, and from what it raises to an exit code.
+"""Parses the command line, runs one verb and turns its error into an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage; 130 after Ctrl-C, 143 after SIGTERM and 141 when the reader of a pipe went
-away, as a shell reports them for programs that these signals end.
+Exit codes: 0 done, 1 failed, 2 wrong usage; 130 after Ctrl-C, 143 after SIGTERM and 141 when the reader of a pipe has
+closed it, as a shell reports them for programs that these signals end.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from inferplane.errors import InferplaneError, UsageError
 
 VERBS = {
     "generate": "continue a prompt",
-    "chat": "talk with a model, turn by turn",
+    "chat": "hold a conversation with a model",
     "serve": "serve a model over HTTP",
-    "config": "the settings of `serve`, and where each came from",
-    "devices": "every device: is it here, and if not, what is missing",
-    "doctor": "examine this machine, one screen, each line with its remedy",
-    "explain": "which kernel runs each part of a model on a device, and why",
-    "estimate": "how much memory a model takes, and how many sequences fit beside it",
-    "ops": "the operations models are made of, and who has kernels for them",
+    "config": "show the settings of `serve` and where each comes from",
+    "devices": "list devices: which are here, and what the others lack",
+    "doctor": "check this machine; each problem comes with its remedy",
+    "explain": "show which kernel runs each part of a model on a device, and why",
+    "estimate": "show how much memory a model takes and how many sequences fit",
+    "ops": "list the operations of models and the kernels that implement them",
     "conform": "run the conformance suite on a device",
-    "tune": "measure which kernels are the fastest here, and write a lock file",
+    "tune": "measure the fastest kernels on this machine and write a lock file",
     "bench": "measure latency, throughput and start-up",
 }
-"""Verb -> what it does; each is a module of this package with `add_arguments(parser)` and `run(args, screen)`."""
+"""Verb -> what it does; each is a module of `verbs` with `add_arguments(parser)` and `run(args, screen)`."""
 
 SETTINGS = ("serve", "config")
-"""Verbs whose options are settings of the server: they also come from variables and a file."""
+"""Verbs whose options are server settings, which variables and a file can set too."""
 
 DONE, FAILED, WRONG_USAGE, PIPE_CLOSED = 0, 1, 2, 141
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the words behind the program's name; None takes the process's.
+        argv: the arguments after the program's name; None takes the process's.
 
     Returns:
         The exit code.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Terminated:
         code = TERMINATED
     except BrokenPipeError:
-        _let_go_of_stdout()
+        _discard_stdout()
         code = PIPE_CLOSED
     except InferplaneError as error:
         if screen.debug:
@@ -72,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         screen.error(error)
         code = WRONG_USAGE if isinstance(error, UsageError) else FAILED
     except OSError as error:
-        if _of_stdout(error):
-            _let_go_of_stdout()
-            remedy = "make room where it leads to, or send it elsewhere"
+        if _is_stdout_error(error):
+            _discard_stdout()
+            remedy = "free space where it is written, or redirect it"
             screen.error(InferplaneError(f"Standard output cannot be written: {error.strerror}.", remedy=remedy))
             code = FAILED
         else:
@@ -85,22 +85,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _crashed(error: Exception, screen: Screen) -> int:
-    """Tell what was not raised on purpose: a bug here or in a plugin, and its report needs the traceback."""
+    """Report an unexpected error: a bug here or in a plugin, so the user needs the traceback."""
     if not screen.json and screen.log is None:
         traceback.print_exception(error)
     screen.crash(error)
     return FAILED
 
 
-def _of_stdout(error: OSError) -> bool:
-    """Whether it came of writing to standard output, which is done here and by the screen alone; it names no file."""
+def _is_stdout_error(error: OSError) -> bool:
+    """Whether writing to standard output failed: the error names no file, and only this module and the screen write."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return error.filename is None and frames[-1].f_globals.get("__name__") in (__name__, Screen.__module__)
 
 
 def verb_parser(verb: str) -> tuple[Parser, Any]:
     """The parser of one verb, and its module."""
-    module = importlib.import_module(f"inferplane.cli.{verb}")
+    module = importlib.import_module(f"inferplane.cli.verbs.{verb}")
     parser = Parser(prog=f"{PROGRAM} {verb}", description=f"{module.__doc__}".strip())
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -110,9 +110,9 @@ def verb_parser(verb: str) -> tuple[Parser, Any]:
 def _run(words: list[str], screen: Screen) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+            stream.reconfigure(errors="replace")  # go on where a terminal cannot show a character
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused where a prompt is read
+        sys.stdin.reconfigure(errors="surrogateescape")  # reading a prompt refuses bytes that are no text
     while words and words[0] == "--debug":
         words = words[1:]
     if not words:
@@ -144,7 +144,7 @@ def _run(words: list[str], screen: Screen) -> int:
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
-    """Settings that torch reads when it is imported; only a program's entry point may make them.
+    """Set the variables that torch reads at import; only a program's entry point may do so.
 
     Idle OpenMP threads that spin take the core from their neighbour: on a busy host a two-thread product was measured
     at 7.1 ms with spinning threads and at 0.5 ms with passive ones.
@@ -163,7 +163,7 @@ def _help() -> str:
         "verbs:",
         *(f"  {verb:<{width}}{words}" for verb, words in VERBS.items()),
         "",
-        f"  {PROGRAM} VERB --help tells a verb's options; {PROGRAM} --version the version",
+        f"  {PROGRAM} VERB --help lists a verb's options; {PROGRAM} --version prints the version",
         "",
         "MODEL is a folder in the Hugging Face layout; left out, it is the demo model that ships with Inferplane.",
     ]
@@ -186,7 +186,7 @@ def _unknown(verb: str) -> UsageError:
     return UsageError(f"There is no verb {verb!r}.", there_is=", ".join(VERBS), remedy=remedy)
 
 
-def _let_go_of_stdout() -> None:
-    """Python flushes standard output once more when it ends, and would complain of the closed pipe there."""
+def _discard_stdout() -> None:
+    """Send the final flush of standard output to the null device: the closed pipe would raise once more."""
     with suppress(OSError, ValueError):  # where it is no real file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""A model, loaded, with a progress bar; and the line that tells what a reply took."""
+"""Loads a model with a progress bar, and formats the timings of a reply."""
 
 from __future__ import annotations
 
@@ -13,13 +13,35 @@ if TYPE_CHECKING:
     from inferplane.engine import LLM, SamplingParams, Timings
 
 
-def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingParams]:
-    """The model of a command with its tokenizer, and how to sample from it.
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `LLM` that the options of `add_running` set, JSON-ready.
 
     Raises:
-        InferplaneError: as `LLM`; cheap checks come before weights are read.
+        UsageError: a pin is malformed, or drafts have no method.
     """
-    pinned, speculative = pins(args.ops), speculation(args)
+    names = [
+        "model",
+        "device",
+        "index",
+        "dtype",
+        "kv_dtype",
+        "quantization",
+        "max_model_len",
+        "strict",
+        "lock",
+        "load_format",
+    ]
+    chosen = {name: getattr(args, name) for name in names}
+    return {**chosen, "ops": pins(args.ops), "speculative": speculation(args)}
+
+
+def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingParams]:
+    """Load the model of a command with its tokenizer; returns it with the sampling parameters.
+
+    Raises:
+        InferplaneError: as `LLM`; cheap checks run before weights are read.
+    """
+    options = model_options(args)
     with screen.loading(f"starting {args.model}") as loading:
         from inferplane.engine.garbage import importing
 
@@ -36,25 +58,11 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
             )
         params = sampling_params(args, files.folder)
         loading.phase(f"loading {args.model}")
-        llm = LLM(
-            args.model,
-            device=args.device,
-            index=args.index,
-            dtype=args.dtype,
-            kv_dtype=args.kv_dtype,
-            quantization=args.quantization,
-            max_model_len=args.max_model_len,
-            strict=args.strict,
-            ops=pinned,
-            lock=args.lock,
-            load_format=args.load_format,
-            speculative=speculative,
-            progress=loading.bar,
-        )
+        llm = LLM(**options, progress=loading.bar)
         loading.phase("reading the tokenizer")
         try:
             with importing():
-                _ = llm.tokenizer  # read at first use, which would be after the bar
+                _ = llm.tokenizer  # loaded at first use; do it while the bar is shown
         except BaseException:
             llm.close()
             raise
@@ -62,7 +70,7 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
 
 
 def summary_line(timings: Timings, device: str, reason: str | None, drawn_seed: int | None) -> str:
-    """One line: tokens in and out, seconds to the first, speed of the others, where; and a seed nobody chose."""
+    """One line: prompt and generated tokens, seconds to the first, tokens per second, device, and a drawn seed."""
     parts = [
         plural(timings.prompt_tokens, "prompt token"),
         f"{timings.generated_tokens} generated" + (f" ({reason})" if reason else ""),

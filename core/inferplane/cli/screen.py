@@ -1,7 +1,7 @@
-"""Where the command line writes: facts to standard output, everything said about them to standard error.
+"""Writes the output of the command line: results to standard output, remarks about them to standard error.
 
-Colour, progress and control of the cursor are for terminals that want them: a pipe, `NO_COLOR` or `TERM=dumb` get plain
-text. With `--json` both streams carry JSON, one object a line.
+Only capable terminals get colour, progress bars and cursor control: a pipe, `NO_COLOR` and `TERM=dumb` get plain text.
+With `--json` both streams carry JSON, one object per line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 PIPE_COLUMNS = 100
-"""Width of tables that go to no terminal, unless COLUMNS says another."""
+"""Width of tables outside terminals, unless COLUMNS is set."""
 MIB = 2**20
 
 _CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421}
@@ -31,16 +31,16 @@ _CONTROLS |= dict.fromkeys(range(128, 160), 0x2426)
 
 
 class Screen:
-    """Both streams of one command.
+    """The output streams of one command.
 
     Args:
-        json: machines read it.
-        debug: the user asked for tracebacks.
+        json: write JSON.
+        debug: show tracebacks.
     """
 
     def __init__(self, *, json: bool = False, debug: bool = False) -> None:
         self.json, self.debug = json, debug
-        self.log: Callable[[Exception], None] | None = None  # where errors go instead; warnings then go to the log
+        self.log: Callable[[Exception], None] | None = None  # receives errors if set; warnings then go to the log
 
     @cached_property
     def out(self) -> Console:
@@ -63,16 +63,16 @@ class Screen:
                 continue
             with self.out.capture() as captured:
                 self.out.print(renderable)
-            # Tables are padded to their width; what is searched and compared should not be.
+            # Tables are padded to their width, which would disturb searching and comparing.
             sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def facts(self, data: Mapping[str, Any]) -> None:
-        """Print one JSON object on standard output: on one line, or indented for eyes."""
+        """Print one JSON object on standard output: on one line, or indented at a terminal."""
         indent = 2 if sys.stdout.isatty() else None
         sys.stdout.write(json.dumps(data, indent=indent, ensure_ascii=indent is None) + "\n")
 
     def stream(self, text: str, *, style: str = "") -> None:
-        """Write generated text as it comes. A terminal is shown control characters, it does not obey them."""
+        """Write generated text. A terminal shows control characters as signs, so that the text cannot control it."""
         if sys.stdout.isatty():
             text = escape_controls(text)
         if style:
@@ -86,23 +86,23 @@ class Screen:
     # -- words about them
 
     def note(self, words: str, label: str = "note", style: str = "dim") -> None:
-        """One line that one may want to know."""
+        """Print a note on standard error."""
         if self.json:
             self._json_line({label: words})
         else:
             self._labelled([(label, words, style)])
 
     def warning(self, words: str) -> None:
-        """One line that one should know."""
+        """Print a warning on standard error."""
         self.note(words, "warning", "yellow")
 
     def print_remark(self, words: str) -> None:
-        """A dim line without a label; nothing with `--json`, whose object holds the same facts."""
+        """Print a dim line without a label; nothing with `--json`, whose object has the same content."""
         if not self.json:
             self.err.print(words, style="dim", soft_wrap=not sys.stderr.isatty())
 
     def error(self, error: InferplaneError) -> None:
-        """What was asked, what there is, what to do."""
+        """Print an error: what is wrong, what there is, what to do."""
         if self.log is not None:
             self.log(error)
             return
@@ -115,7 +115,7 @@ class Screen:
         self._labelled([(label, _tidy(words), style) for label, words, style in parts if words])
 
     def crash(self, error: Exception) -> None:
-        """An error that nobody foresaw; its traceback has been printed, or goes into the JSON."""
+        """Print an unexpected error; its traceback is already printed, or goes into the JSON."""
         if self.log is not None:
             self.log(error)
             return
@@ -139,7 +139,7 @@ class Screen:
         from rich.table import Table
         from rich.text import Text
 
-        if not sys.stderr.isatty():  # logs are searched line by line
+        if not sys.stderr.isatty():  # one line each, for searching logs
             for label, words, style in lines:
                 self.err.print(Text.assemble((f"{label}:", style), f" {words}"), soft_wrap=True)
             return
@@ -152,18 +152,18 @@ class Screen:
 
     @contextmanager
     def show_warnings(self) -> Iterator[None]:
-        """While it lasts, what Inferplane logs and warns of is shown as notes and warnings."""
+        """Show Inferplane's log messages and warnings as notes and warnings while the context lasts."""
         handler = _Notes(self)
         logger = logging.getLogger("inferplane")
         logger.addHandler(handler)
         propagate, logger.propagate = logger.propagate, False
         try:
             with warnings.catch_warnings():
-                usual = warnings.showwarning
+                previous = warnings.showwarning
 
                 def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
                     if not issubclass(category, InferplaneWarning):
-                        usual(message, category, *where, **more)
+                        previous(message, category, *where, **more)
                     elif self.log is not None:
                         logging.getLogger("inferplane.serving").warning("%s", message)
                     else:
@@ -177,7 +177,7 @@ class Screen:
 
     @contextmanager
     def loading(self, what: str) -> Iterator[Loading]:
-        """A progress bar on a terminal's standard error while it lasts, and nothing elsewhere."""
+        """Show a progress bar if standard error is a terminal."""
         if self.json or not sys.stderr.isatty() or not self.err.is_terminal or self.err.is_dumb_terminal:
             yield Loading(lambda words: None, lambda done, total: None)
             return
@@ -200,7 +200,7 @@ class Screen:
 
     @contextmanager
     def progress_counter(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """As `loading`, for `total` things of which one more is done at each call."""
+        """Show a progress bar over `total` items; each call of the yielded function counts one."""
         if self.json or not sys.stderr.isatty() or not self.err.is_terminal or self.err.is_dumb_terminal:
             yield lambda: None
             return
@@ -214,11 +214,11 @@ class Screen:
 
 @dataclass(frozen=True)
 class Loading:
-    """What can be told while a model is loaded.
+    """The functions that report the progress of loading a model.
 
     Args:
-        phase: takes words for what is done now.
-        bar: takes the bytes that are done, and those in all.
+        phase: takes the name of the current phase.
+        bar: takes the bytes done and the bytes in all.
     """
 
     phase: Callable[[str], None]
@@ -238,18 +238,18 @@ class _Notes(logging.Handler):
 
 
 def plural(number: int, what: str) -> str:
-    """A number of things, as "1 repeat" and "3 repeats"."""
+    """Format a number of things: "1 repeat", "3 repeats"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _tidy(words: str) -> str:
-    """Blanks in a line made one, those before it kept; empty lines left out."""
+    """Collapse blanks inside lines, keep indents, drop empty lines."""
     lines = [(line[: len(line) - len(line.lstrip())], line.split()) for line in words.splitlines()]
     return "\n".join(indent + " ".join(line) for indent, line in lines if line)
 
 
 def escape_controls(text: str) -> str:
-    """Control characters as signs; line ends and tabs stay. Text that a model wrote must not steer a terminal."""
+    """Replace control characters except line ends and tabs by signs, so that text cannot control a terminal."""
     return text.translate(_CONTROLS)
 
 
@@ -263,6 +263,6 @@ def _console(stream: IO[str]) -> Console:
         markup=False,
         emoji=False,
         width=None if terminal or os.environ.get("COLUMNS") else PIPE_COLUMNS,
-        # rich keeps bold and dim under NO_COLOR; whoever sets it wants plain text.
+        # rich keeps bold and dim under NO_COLOR, which means plain text.
         color_system=None if os.environ.get("NO_COLOR") else "auto",
     )

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: as exceptions that put things in order, and as a request to stop at the next safe place."""
+"""Turns Ctrl-C and SIGTERM into exceptions, or into a flag that is checked at the next safe point."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Terminated(BaseException):
-    """SIGTERM: what is open is closed, and processes that were started are ended."""
+    """Raised on SIGTERM, so that files are closed and child processes are ended."""
 
 
 def run_with_signals(main: Callable[[], int]) -> int:
-    """What `main` returns, with signals that reach it as exceptions; behind it they end the process at once.
+    """Run `main` with signals as exceptions and return its exit code; afterwards signals end the process at once.
 
-    Signals that whoever started the process wants ignored stay ignored. A launcher of several ranks sees to SIGTERM
-    itself: a rank that waits for another in a collective cannot answer, and is simply ended.
+    Signals that the parent process ignores stay ignored. A launcher of several ranks handles SIGTERM itself: a rank
+    that waits in a collective cannot react, and is killed.
     """
     ours = [signal.SIGINT] if "WORLD_SIZE" in os.environ else [signal.SIGINT, signal.SIGTERM]
     numbers = [n for n in ours if signal.getsignal(n) is signal.SIG_DFL]
@@ -42,10 +42,10 @@ def run_with_signals(main: Callable[[], int]) -> int:
 
 
 def raise_for_signal(number: int, frame: FrameType | None) -> None:
-    """A handler for both: raises KeyboardInterrupt or Terminated, or ends the process where that would do harm."""
+    """Handle SIGINT and SIGTERM: raise KeyboardInterrupt or Terminated, or end the process during an import."""
     if _importing(frame):
-        # Extension modules lose an exception that comes while they are imported, or abort. There is nothing to put in
-        # order but the cursor, which a progress bar hides.
+        # Extension modules lose an exception during their import, or abort. Only the cursor, which a progress bar
+        # hides, has to be restored.
         if sys.stderr is not None and sys.stderr.isatty():
             os.write(sys.stderr.fileno(), SHOW_CURSOR)
         signal.signal(number, signal.SIG_DFL)
@@ -54,7 +54,7 @@ def raise_for_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _importing(frame: FrameType | None) -> bool:
-    """Whether the code of a frame runs because a module is imported."""
+    """Whether a frame runs inside the import of a module."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -63,35 +63,37 @@ def _importing(frame: FrameType | None) -> bool:
 
 
 class Interrupt:
-    """While it lasts, Ctrl-C only sets `seen`, except where `at_once` or `at_second` let it raise KeyboardInterrupt.
+    """A context in which Ctrl-C only sets `seen`, except that `at_once` and `at_second` let it raise KeyboardInterrupt.
 
-    An exception in the middle of a step could leave a scheduler and its blocks at odds, and one that comes while the
-    last is being dealt with would end a program that is to go on.
+    An exception in the middle of a step could leave the scheduler and its blocks inconsistent, and one during the
+    handling of another would end a program that should continue.
 
     Args:
-        patient: False leaves Ctrl-C as it is.
+        patient: False leaves Ctrl-C unchanged.
     """
 
     def __init__(self, *, patient: bool = True) -> None:
         self.seen = False
-        self._patient = patient and signal.getsignal(signal.SIGINT) is not None  # None: not Python's, so never put back
+        self._patient = (
+            patient and signal.getsignal(signal.SIGINT) is not None
+        )  # None: a handler outside Python, which cannot be restored
         self._raise, self._raise_next = False, False
-        self._usual: Any = None
+        self._previous: Any = None
 
     def __enter__(self) -> Interrupt:
         if self._patient:
-            self._usual = signal.signal(signal.SIGINT, self._on_signal)
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._patient:
-            signal.signal(signal.SIGINT, self._usual)
+            signal.signal(signal.SIGINT, self._previous)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, Ctrl-C raises: for waiting."""
+        """Let Ctrl-C raise; for code that waits."""
         self._raise = True
         try:
             yield
@@ -100,7 +102,7 @@ class Interrupt:
 
     @contextmanager
     def at_second(self) -> Iterator[None]:
-        """Inside, the first Ctrl-C sets `seen` and the second raises: for work that looks at `seen` now and then."""
+        """Let the first Ctrl-C set `seen` and the second raise; for work that checks `seen` regularly."""
         self.seen, self._raise_next = False, True
         try:
             yield

@@ -14,9 +14,7 @@ import pytest
 
 from inferplane.cli.main import verb_parser
 from inferplane.cli.screen import Screen, plural
-from inferplane.cli.verbs.bench import check, plots, report, statistics, workload
-from inferplane.cli.verbs.bench import measurements as kinds
-from inferplane.cli.verbs.bench import startup as startup_runs
+from inferplane.cli.verbs.bench import check, measurements, plots, report, startup, statistics, workload
 from inferplane.cli.verbs.bench.job_runner import JobTiming, StepTiming, Trace, run_continuous, run_static
 from inferplane.cli.verbs.bench.length_distribution import Lengths, parse_lengths
 from inferplane.engine import SamplingParams
@@ -70,10 +68,10 @@ def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measur
 
 def test_what_a_process_that_starts_a_model_was_refused_keeps_its_parts():
     said = {"kind": "DeviceError", "what": "Device 'x' is absent.", "there_is": "y", "remedy": "install x"}
-    error = startup_runs._refusal("noise\n" + json.dumps({"error": said}) + "\n")
+    error = startup._raised_error("noise\n" + json.dumps({"error": said}) + "\n")
     assert type(error) is DeviceError
     assert (error.what, error.there_is, error.remedy) == (said["what"], "y", "install x")
-    assert all(startup_runs._refusal(x) is None for x in ("", "noise", "[]", '{"error": {"kind": "Path"}}', "5"))
+    assert all(startup._raised_error(x) is None for x in ("", "noise", "[]", '{"error": {"kind": "Path"}}', "5"))
 
 
 def test_one_repeat_is_no_repeats():
@@ -267,7 +265,7 @@ def measurement(kind="throughput", **changes):
         "ratio": statistics.ratio([ONE], [ONE]),
         "speculation": drafts,
     }
-    return kinds.Measurement(kind, WHERE, **{**made, **changes})
+    return measurements.Measurement(kind, WHERE, **{**made, **changes})
 
 
 def start():
@@ -354,7 +352,7 @@ def test_ticks_are_round_and_inside():
 def test_long_lines_are_thinned_to_means():
     line = plots.PlotLine("a", list(range(1000)), [float(i % 2) for i in range(1000)])
     some = plots.thin_line(line)
-    assert len(some.x) <= plots.MOST_POINTS and some.x[-1] == 999 and standard.mean(some.y) == pytest.approx(0.5, 0.01)
+    assert len(some.x) <= plots.MAX_POINTS and some.x[-1] == 999 and standard.mean(some.y) == pytest.approx(0.5, 0.01)
 
 
 def test_files_are_whole_or_as_before(tmp_path, monkeypatch):
@@ -406,11 +404,11 @@ def test_what_is_left_out_depends_on_the_kind():
         args = parsed(kind)
         check(args)
         assert (args.max_batch, args.repeats, args.model) == (batch, repeats, "demo")
-    assert kinds.model_options(
+    assert measurements.engine_options(
         parsed("latency", "m", "--speculate-method", "ngram", "--speculate-max-draft-token-num", "3")
     )["speculative"] == {
         "speculate_method": "ngram",
         "speculate_max_draft_token_num": 3,
     }
-    given = kinds.model_options(parsed("latency", "--quantization", "weight_only_int8", "--index", "2"))
+    given = measurements.engine_options(parsed("latency", "--quantization", "weight_only_int8", "--index", "2"))
     assert (given["quantization"], given["index"]) == ("weight_only_int8", 2)

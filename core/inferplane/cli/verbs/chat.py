@@ -1,7 +1,7 @@
-"""Talk with a model, turn by turn, in the checkpoint's own chat template.
+"""Hold a conversation with a model in the checkpoint's own chat template.
 
-At a terminal: /help lists commands, Ctrl-C stops a reply and nothing else, Ctrl-D leaves. Otherwise each line of
-standard input is one turn.
+At a terminal /help lists commands, Ctrl-C only stops a reply, and Ctrl-D leaves. Otherwise each line of standard input
+is one message.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ def add_arguments(parser: Parser) -> None:
     """Options of `chat`."""
     parser.usage = f"{parser.prog} [MODEL] [options]"
     add_model(parser)
-    parser.add_argument(
-        "--system", metavar="TEXT", help="a system prompt: what the model is told before the first turn"
-    )
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt, before the first message")
     add_sampling(parser, max_tokens=MAX_TOKENS)
     add_running(parser)
     add_examples(parser, "path/to/model --device {X} --system 'Be brief.'")
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
-    """Load, then read turns until the input ends."""
+    """Load the model, then answer messages until the input ends."""
     from inferplane.cli.model_loading import open_model
 
     terminal = sys.stdin.isatty()
@@ -55,22 +53,22 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
                 f"{args.model} is a completion model, not a chat model: its template only joins the turns, and it "
                 f"continues them as text. `{PROGRAM} generate` is made for it"
             )
-        _turns(conversation, screen, terminal=terminal)
+        _answer_messages(conversation, screen, terminal=terminal)
     return 0
 
 
 class Conversation:
-    """What has been said, and how the model replies.
+    """The messages so far, and the model that answers them.
 
     Args:
         llm: the model.
-        params: how to sample.
+        params: sampling parameters.
         args: the command's options.
-        interrupt: cuts a reply short.
+        interrupt: stops a reply on Ctrl-C.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, args: argparse.Namespace, interrupt: Interrupt) -> None:
-        self.llm, self.params, self._asked = llm, params, args.max_tokens
+        self.llm, self.params, self._max_tokens = llm, params, args.max_tokens
         self.interrupt = interrupt
         self.drawn_seed = params.seed if args.seed is None else None
         self._system = [{"role": "system", "content": args.system}] if args.system else []
@@ -81,10 +79,10 @@ class Conversation:
         self.messages = [*self._system]
 
     def reply(self, words: str, screen: Screen) -> tuple[Timings | None, str | None]:
-        """Stream the reply to `words`; both become part of the conversation, also when Ctrl-C cuts the reply short.
+        """Stream the reply to `words`; both become part of the conversation, also if Ctrl-C stops the reply.
 
         Raises:
-            InferplaneError: the turn cannot be taken, and is not part of the conversation.
+            InferplaneError: the message cannot be answered; the conversation stays as it was.
         """
         self.messages.append({"role": "user", "content": as_text(words)})
         try:
@@ -99,10 +97,10 @@ class Conversation:
         from inferplane.cli.sampling_defaults import limit_max_tokens
 
         ids = self.llm.tokenizer.chat(self.messages)
-        params = limit_max_tokens(self.params, self._asked, len(ids), self.llm.runner.max_model_len)
+        params = limit_max_tokens(self.params, self._max_tokens, len(ids), self.llm.runner.max_model_len)
         text, timings, reason = "", None, None
         replies = cast("Generator[Delta]", self.llm.stream(ids, params))
-        # Closing the stream frees the blocks of a reply that was cut short.
+        # Closing the stream frees the blocks of a stopped reply.
         with self.interrupt.at_second(), closing(replies) as stream:
             for delta in stream:
                 text += delta.text
@@ -113,7 +111,7 @@ class Conversation:
         return text, timings, reason
 
 
-def _turns(conversation: Conversation, screen: Screen, *, terminal: bool) -> None:
+def _answer_messages(conversation: Conversation, screen: Screen, *, terminal: bool) -> None:
     read = _reader(terminal, screen)
     while True:
         try:
@@ -134,7 +132,7 @@ def _turns(conversation: Conversation, screen: Screen, *, terminal: bool) -> Non
                 if not _command(line.strip(), conversation, screen):
                     return
             elif line.strip():
-                _turn(line.strip(), conversation, screen)
+                _answer_message(line.strip(), conversation, screen)
         except InferplaneError as error:
             if not terminal:
                 raise
@@ -146,7 +144,7 @@ def _turns(conversation: Conversation, screen: Screen, *, terminal: bool) -> Non
             screen.print_remark("stopped")
 
 
-def _turn(words: str, conversation: Conversation, screen: Screen) -> None:
+def _answer_message(words: str, conversation: Conversation, screen: Screen) -> None:
     from inferplane.cli.model_loading import summary_line
 
     timings, reason = conversation.reply(words, screen)
@@ -158,7 +156,7 @@ def _turn(words: str, conversation: Conversation, screen: Screen) -> None:
 
 
 def _command(words: str, conversation: Conversation, screen: Screen) -> bool:
-    """Obey a command; False when it means to leave.
+    """Run a command; False for the one that leaves.
 
     Raises:
         UsageError: there is no such command.
@@ -181,7 +179,7 @@ def _command(words: str, conversation: Conversation, screen: Screen) -> bool:
 
 
 def is_completion_template(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template renders a user's words and the model's alike: then it is made for completion.
+    """Whether the chat template renders user and model messages alike: then the model is made for completion.
 
     Raises:
         UsageError: there is no chat template.
@@ -189,12 +187,12 @@ def is_completion_template(tokenizer: Tokenizer) -> bool:
     mine = tokenizer.chat([{"role": "user", "content": "word"}])
     try:
         return mine == tokenizer.chat([{"role": "assistant", "content": "word"}])
-    except UsageError:  # real templates may refuse a conversation that the model begins
+    except UsageError:  # a template may refuse a conversation that starts with the model
         return False
 
 
 def _reader(terminal: bool, screen: Screen) -> Callable[[], str]:
-    """Reads one line; raises EOFError when there is none left."""
+    """Make a function that reads one line and raises EOFError at the end."""
     if not terminal:
         return _next_line
     shown, prompt = sys.stdout.isatty(), PROMPT
@@ -202,7 +200,7 @@ def _reader(terminal: bool, screen: Screen) -> Callable[[], str]:
         with suppress(ImportError):
             import readline  # noqa: F401 - gives input() line editing and history
     else:
-        prompt = ""  # what goes into a file is what the model says
+        prompt = ""  # a file gets only the text of the model
 
     def ask() -> str:
         if not shown:

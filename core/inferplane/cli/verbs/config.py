@@ -1,7 +1,7 @@
-"""Show the settings that `inferplane serve` would run with, and where each came from.
+"""Show the settings that `inferplane serve` would use, and where each comes from.
 
-Takes the options of `serve`. The first that names a setting decides: a flag, a variable INFERPLANE_..., a variable of
-the source system (such as MAX_SEQ_LEN), the YAML file, the default. Keys are not shown.
+Takes the options of `serve`. The first source that names a setting decides: a flag, a variable INFERPLANE_..., a
+variable of the source system (such as MAX_SEQ_LEN), the YAML file, the default. Keys are not shown.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def add_arguments(parser: Parser) -> None:
     """Options of `config`."""
     parser.usage = f"{parser.prog} show [MODEL] [options of serve]"
     parser.add_argument("what", metavar="show", help="what to do: show")
-    parser.add_argument("--set", action="store_true", help="only what was set, no defaults")
+    parser.add_argument("--set", action="store_true", help="omit settings that have their default")
     add_json(parser)
     add_settings(parser)
     add_examples(parser, "show", "show --config serving.yaml --max-batch 64 --set")
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
-    """Resolve and show."""
+    """Resolve and print the settings."""
     if args.what != "show":
         raise UsageError(f"`config` cannot {args.what!r}.", there_is="show")
     resolved = resolve(args)

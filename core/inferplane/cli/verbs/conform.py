@@ -1,6 +1,6 @@
 """Run the conformance suite on a device: does every kernel compute what its op promises?
 
-What this verb does not know is passed on to pytest (-k rms_norm, -x, -v), and pytest's exit code is passed back.
+Unknown options are passed to pytest (-k rms_norm, -x, -v), and the exit code is pytest's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def command(device: str, more: list[str]) -> list[str]:
-    """What is run. A source tree that is not installed has no entry point that tells pytest of `--device`."""
+    """The command of the suite; a source tree that is not installed names the plugin that declares `--device`."""
     known = any(point.value == PLUGIN for point in metadata.entry_points(group="pytest11"))
     plugin = [] if known else ["-p", PLUGIN]
     return [sys.executable, "-m", "pytest", *plugin, "--pyargs", SUITE, "--device", device, *more]
@@ -47,9 +47,9 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     if find_spec(SUITE) is None:
         raise UsageError("This installation lacks the conformance suite.", remedy="install inferplane anew")
     more = args.pytest_args[1:] if args.pytest_args[:1] == ["--"] else args.pytest_args
-    # Ctrl-C reaches both; pytest reports what it has, and its exit code is ours. Until it can, the signal waits: the
-    # suite's plugin lets it in. A handler of our own, not SIG_IGN, which the child would keep.
-    usual = signal.signal(signal.SIGINT, lambda number, frame: None)
+    # Ctrl-C reaches both processes; pytest reports its results so far, and its exit code is ours. The signal stays
+    # blocked until the suite's plugin unblocks it. The handler is a function, since the child would inherit SIG_IGN.
+    previous = signal.signal(signal.SIGINT, lambda number, frame: None)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         child = subprocess.Popen(command(args.device, more))
@@ -57,12 +57,12 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         code = _wait(child)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, usual)
+        signal.signal(signal.SIGINT, previous)
     return code if code >= 0 else 128 - code
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Its exit code; it ends with this process, and has a while to end what it started itself."""
+    """Wait for the exit code; if this process ends first, give the child time to end its own processes."""
     try:
         return child.wait()
     except BaseException:

@@ -1,4 +1,4 @@
-"""Every device that a plugin serves: is it here, and if not, what is missing and what to do."""
+"""List the devices of all plugins: which are here, and for the others what is missing and what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
-    """Probe every device; nothing is opened."""
+    """Probe every device without opening it."""
     from inferplane.plugins import host
 
     if args.json:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
 def devices_data(host: PluginHost) -> dict[str, Any]:
     """`{schema, devices: [...], quarantined: [...], notes: [...]}`."""
-    entries = [_entry_data(entry) for entry in host.devices()]  # first: probing may send plugins into quarantine
+    entries = [_entry_data(entry) for entry in host.devices()]  # first, since probing may quarantine plugins
     quarantined = [asdict(record) for record in host.quarantined()]
     return {"schema": SCHEMA, "devices": entries, "quarantined": quarantined, "notes": host.notes()}
 
@@ -70,13 +70,13 @@ def _show(host: PluginHost, screen: Screen) -> None:
 
     entries = sorted(host.devices(), key=lambda entry: (not entry.probe.available, entry.name))
     grid = Table.grid(padding=(0, 2, 0, 0))
-    everywhere = set.intersection(*(set(entry.probe.versions.items()) for entry in entries)) if entries else set()
+    common = set.intersection(*(set(entry.probe.versions.items()) for entry in entries)) if entries else set()
     for entry in entries:
         probe, status = entry.probe, entry.probe.presence.value
         words = Text(probe.reason)
         if probe.devices is not None and probe.devices > 1:
             words.append(f" ({probe.devices} of them)")
-        own = [f"{name} {version}" for name, version in set(probe.versions.items()) - everywhere]
+        own = [f"{name} {version}" for name, version in set(probe.versions.items()) - common]
         words.append(f"  [{'; '.join((f'{entry.distribution} {entry.version}', *sorted(own)))}]", "dim")
         if probe.remedy:
             words.append("\nto do: ", "bold").append(probe.remedy)

@@ -1,6 +1,6 @@
-"""Examine this machine: Python, torch, plugins, devices, memory. Each line that is not well has its remedy.
+"""Check this machine: Python, torch, plugins, devices, memory. Each problem comes with its remedy.
 
-Exit code 1 when something is wrong; what is merely absent is no fault.
+The exit code is 1 if something is broken; a device that is absent is no fault.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def add_arguments(parser: Parser) -> None:
     """Options of `doctor`."""
     add_json(parser)
     parser.add_argument(
-        "--open", action="store_true", help="also open each available device: imports its runtime and touches it"
+        "--open", action="store_true", help="also open each available device, which imports its runtime"
     )
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
-    """Examine and show."""
+    """Check and print."""
     from inferplane.plugins import host
     from inferplane.plugins.doctor import doctor
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
 
 def merge_lines(lines: Sequence[Line]) -> list[Line]:
-    """Neighbours that say the same of one kind of subject ("plugin a", "plugin b") as one line ("plugins a, b")."""
+    """Merge neighbours with equal text about one kind of subject: "plugin a" and "plugin b" become "plugins a, b"."""
     from inferplane.plugins.doctor import Line
 
     out = []

@@ -1,8 +1,8 @@
-"""How much memory a model will take on a device, and how many sequences of what length fit beside it.
+"""Show how much memory a model takes on a device, and how many sequences of each length fit.
 
-It ends with 1 where the model does not fit, with 0 where it does or the device's memory is not known.
+The exit code is 1 if the model does not fit, and 0 if it fits or the device's memory is unknown.
 
-Nothing is loaded: weights are counted as the plan packs them, the KV cache as the backend lays it out.
+Nothing is loaded: weights are counted in the packings of the plan, the KV cache in the layout of the backend.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
-    """Plan, add up, show."""
+    """Plan, add up, print."""
     from inferplane.cli.verbs.explain import check_arch, model_files
     from inferplane.engine import Runner
     from inferplane.engine.arguments import whole
@@ -79,7 +79,7 @@ def _memory(text: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes for eyes."""
+    """Format bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -88,7 +88,7 @@ def format_bytes(count: float) -> str:
 
 
 def _free(plugins: PluginHost, device: str) -> int | None:
-    """Free bytes of the device; None when it is not here."""
+    """Free bytes of the device; None if it is not here."""
     entry = next(e for e in plugins.devices() if e.name == device)
     return plugins.backend(device).memory().free_bytes if entry.probe.available else None
 

@@ -1,7 +1,7 @@
-"""Which kernel runs each part of a model on a device, and why, without weights and without the device.
+"""Show which kernel runs each part of a model on a device, and why; needs neither weights nor the device.
 
-First it is said whether the device is here and, if not, what is missing. The plan is then made for the architecture
-that --arch names, or the first one the backend knows; its features are assumed.
+The first lines say whether the device is here and what is missing. The plan is for the architecture of --arch, or the
+first one that the backend knows, with the features that the backend assumes for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
     add_model(parser, config=True)
     add_json(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="also every kernel that lost, with the reason")
-    parser.add_argument("--step", choices=("decode", "mixed"), help="one step kind only; both, if they differ, else")
+    parser.add_argument("--step", choices=("decode", "mixed"), help="one step kind; left out: both, if they differ")
     add_binding(parser)
     parser.add_argument("--arch", metavar="A", help="the architecture to assume; else the first that the backend knows")
     add_examples(
@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
-    """Plan and show."""
+    """Plan and print."""
     from inferplane.binding import explain
     from inferplane.cli.verbs.plan_display import show
     from inferplane.engine import Runner, recorded_steps
@@ -61,11 +61,11 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
 
 def model_files(model: str) -> ModelFiles:
-    """Where a model comes from; a config file stands for its folder, or under another name for itself.
+    """Find a model's files; a `config.json` names its folder, and a file of another name is a config by itself.
 
     Raises:
         UsageError: there is no such folder or file.
-        CheckpointError: it holds no config.
+        CheckpointError: it has no config.
     """
     from inferplane.engine import ModelFiles
     from inferplane.models import Config
@@ -85,10 +85,10 @@ def model_files(model: str) -> ModelFiles:
 
 
 def check_arch(host: PluginHost, device: str, arch: str | None) -> None:
-    """Refuse an architecture of which the backend knows nothing: every feature would be unknown, by a slip of the pen.
+    """Refuse an architecture that the backend does not know: after a typo every feature would be missing.
 
     Raises:
-        UsageError: it is such a one.
+        UsageError: the backend does not know it.
         DeviceError, PluginError: there is no such device.
     """
     if arch is None:
@@ -106,5 +106,5 @@ def check_arch(host: PluginHost, device: str, arch: str | None) -> None:
 
 
 def entry_of(host: PluginHost, runner: Runner) -> DeviceEntry:
-    """What the host knows of the runner's device."""
+    """The plugin host's entry of the runner's device."""
     return next(entry for entry in host.devices() if entry.name == runner.backend.name)

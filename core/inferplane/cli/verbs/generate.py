@@ -1,7 +1,7 @@
-"""Continue a prompt: text to standard output as it comes, what it took to standard error.
+"""Continue a prompt: the text goes to standard output as it is generated, timings to standard error.
 
-The prompt is given by -p, or else read from standard input without its last line end. A terminal shows it dimmed before
-the text; a pipe gets the generated text alone, ending in a line end.
+The prompt is the value of -p, or standard input without its last line end. A terminal shows it dimmed before the text;
+a pipe gets only the generated text, ending in a line end.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt of a command.
+    """Read the prompt from -p or standard input.
 
     Raises:
-        UsageError: there is none, or it is no text.
+        UsageError: there is no prompt, or it is no text.
     """
     prompt: str | None = args.prompt
     if prompt is None:
@@ -107,7 +107,7 @@ def _generate(llm: LLM, prompt: str, params: SamplingParams, args: argparse.Name
                 "text": text,
                 "token_ids": tokens,
                 "finish_reason": reason,
-                "timings": timings_data(_there(timings)),
+                "timings": timings_data(_required(timings)),
                 "sampling": sampling_data(params),
             }
         )
@@ -115,10 +115,10 @@ def _generate(llm: LLM, prompt: str, params: SamplingParams, args: argparse.Name
     if not text.endswith("\n"):
         screen.stream("\n")
     drawn = params.seed if args.seed is None else None
-    screen.print_remark(summary_line(_there(timings), llm.device, reason, drawn))
+    screen.print_remark(summary_line(_required(timings), llm.device, reason, drawn))
     return 0
 
 
-def _there(timings: Timings | None) -> Timings:
+def _required(timings: Timings | None) -> Timings:
     assert timings is not None, "a stream ends with its timings"
     return timings

@@ -1,7 +1,7 @@
-"""The operations models are made of: what each one means, and which kernels a device declares for it.
+"""List the operations of models: what each one means, and which kernels a device declares for it.
 
-Without an option, every op with its meaning. With --device, the kernels declared there, highest rank first; without
-kernels an op's parts or its reference run. With a NAME, all about one op.
+Without an option, prints every op with its meaning. With --device, prints the kernels of that device, highest rank
+first; an op without kernels runs as its parts or its reference. With a NAME, prints everything about one op.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ops_data(host: PluginHost, device: str | None, names: Sequence[str] | None =
 
     Args:
         host: the plugin host.
-        device: whose kernels; None takes every device's, for ops that are named, and else no kernels.
+        device: the device whose kernels are listed; None lists all devices' kernels of named ops, and otherwise none.
         names: which ops; None takes all.
 
     Raises:
@@ -87,7 +87,7 @@ def ops_data(host: PluginHost, device: str | None, names: Sequence[str] | None =
         except PluginError:
             if device is not None:
                 raise
-            continue  # it is in quarantine now; the other devices are told
+            continue  # its plugin is now in quarantine; list the other devices
         for kernel in sorted(kernels, key=lambda k: (-k.rank, k.name)):
             if kernel.op in ops:
                 level = evidence.level(kernel.op, kernel.name)
@@ -126,7 +126,7 @@ def _kernel_data(kernel: Kernel) -> dict[str, Any]:
 
 
 def needs(when: When) -> list[str]:
-    """What a kernel asks for beside dtype and weight format, in words."""
+    """Describe what a kernel requires beside dtype and weight format."""
     out = []
     if when.kv_layouts:
         out.append("KV layout " + " or ".join(when.kv_layouts))

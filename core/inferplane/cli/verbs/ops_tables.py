@@ -1,4 +1,4 @@
-"""Ops and kernels for eyes: tables in the terminal's width."""
+"""Prints ops and kernels as tables in the terminal's width."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PLAN_DTYPES = {"float32", "bfloat16", "float16"}
-"""A kernel that takes all of them asks for nothing."""
+"""A kernel that takes all of them has no dtype requirement."""
 UNVERIFIED = "unverified"
 
 
 def show_meanings(ops: list[dict[str, Any]], screen: Screen) -> None:
-    """Every op on a line or two."""
+    """Print every op with its meaning."""
     table = _table("op", "", wide=("meaning",))
     for op in ops:
         table.add_row(op["op"], _hot(op), op["meaning"].replace("`", ""))
@@ -28,7 +28,7 @@ def show_meanings(ops: list[dict[str, Any]], screen: Screen) -> None:
 
 
 def show_kernels(data: dict[str, Any], screen: Screen) -> None:
-    """What one device declares, op by op."""
+    """Print the kernels of one device, op by op."""
     table = _table("op", "", f"kernels on {data['device']}", "rank", "evidence", wide=("takes only",))
     for op in data["ops"]:
         if not op["kernels"]:
@@ -41,7 +41,7 @@ def show_kernels(data: dict[str, Any], screen: Screen) -> None:
 
 
 def show_one(op: dict[str, Any], screen: Screen) -> None:
-    """All about one op: its docstring, what it is judged on, who has kernels for it."""
+    """Print one op: its docstring, fields, samples, tolerance and kernels."""
     screen.show(
         Text.assemble((op["op"], "bold"), "  ", _hot(op), "  " if op["hot"] else "", (op["source"], "dim"), "\n")
     )
@@ -72,7 +72,7 @@ def show_one(op: dict[str, Any], screen: Screen) -> None:
 
 
 def reflow(doc: str, width: int) -> Iterator[str]:
-    """A docstring's lines in another width; named arguments keep lines of their own."""
+    """Wrap a docstring to another width; each named argument stays on its own line."""
     block: list[str] = []
     lines = doc.splitlines()
     for number, line in enumerate([*lines, ""]):
@@ -91,7 +91,7 @@ def reflow(doc: str, width: int) -> Iterator[str]:
 
 
 def _table(*narrow: str, wide: tuple[str, ...]) -> Table:
-    """Columns that never wrap, and behind them those that do."""
+    """A table whose `narrow` columns never wrap, followed by `wide` columns that do."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for head in narrow:
         table.add_column(head, no_wrap=True, justify="right" if head == "rank" else "left")

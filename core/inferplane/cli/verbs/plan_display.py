@@ -1,4 +1,4 @@
-"""A plan on the screen: what is said of the device, then the plan's own text, coloured."""
+"""Prints a plan: the state of the device, then the plan's text in colour."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def show(data: dict[str, Any], entry: DeviceEntry, architectures: list[str], screen: Screen, *, verbose: bool) -> None:
-    """Print all of it on standard output.
+    """Print device and plan on standard output.
 
     Args:
         data: what `binding.explain` returns.
-        entry: the device's.
+        entry: the entry of the device.
         architectures: those the backend knows.
-        screen: where.
-        verbose: also the losers.
+        screen: the output.
+        verbose: also print the kernels that lost.
     """
     from rich.text import Text
 

@@ -1,8 +1,8 @@
 """Serve a model over HTTP: OpenAI's routes, the native dialect on the same ones, health and metrics.
 
 Every option can also be given as a variable (INFERPLANE_MAX_BATCH for --max-batch) or in a YAML file (max_batch: 32);
-`inferplane config show` tells what is in force and where it came from. Ctrl-C or SIGTERM ends it once the requests that
-run are done; a second one ends it at once.
+`inferplane config show` shows the settings and where each comes from. Ctrl-C or SIGTERM ends the server once the
+running requests are done; a second one ends it at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Parser) -> None:
-    """Options of `serve`: the settings, one by one."""
+    """Options of `serve`: one per setting."""
     parser.usage = f"{parser.prog} [MODEL] [options]"
     add_settings(parser)
     add_examples(parser, "", "path/to/model --device {X} --port 8000", "--config serving.yaml --max-batch 64")
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
 
 def add_settings(parser: Parser) -> None:
-    """A flag for every setting of the server; only those that were given are in the namespace."""
+    """Add a flag for every server setting; the namespace holds only those in the command."""
     from inferplane.serving.settings import FIELDS
 
     parser.add_argument("--config", metavar="FILE", help="YAML with settings; left out: INFERPLANE_CONFIG")
@@ -62,7 +62,7 @@ def add_settings(parser: Parser) -> None:
 
 
 def resolve(args: argparse.Namespace) -> Resolved:
-    """The settings of a command, from all their sources."""
+    """Resolve the settings of a command from flags, variables, file and defaults."""
     from inferplane.serving.configure import resolve as resolve_settings
     from inferplane.serving.settings import FIELDS
 

@@ -1,8 +1,8 @@
-"""Measure, wherever a model's plan could take several kernels, which one is the fastest here, and write a lock file.
+"""Measure the fastest of the kernels for each part of a model on this machine, and write a lock file.
 
-Every kernel is first held against the op's oracle with the model's own sizes and random weights; one that is wrong is
-out. Those left are timed in turn, recorded where the device records steps. The kernel that ranks choose stays unless
-another one is faster beyond noise. The file holds each choice and what led to it; `--lock FILE` takes it.
+Every kernel is first compared with the op's oracle at the model's own sizes with random weights; a wrong one is
+excluded. The others are timed alternately, captured where the device captures steps. The kernel of the highest rank
+stays unless another one is faster beyond noise. The file has each choice and its figures; `--lock FILE` applies it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
-    """Measure, tell, write."""
+    """Measure, report, write."""
     from inferplane.cli.verbs.explain import model_files
     from inferplane.engine.tuning import facts, lock, tuned
     from inferplane.plugins import host
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     if not path.parent.is_dir() or path.is_dir():
         raise UsageError(f"--out {path} cannot be written.", remedy="name a file in a folder that exists")
     options = binding_options(args)
-    told = (lambda outcome: None) if args.json else (lambda outcome: screen.print_remark(outcome_line(outcome)))
-    runner, outcomes = tuned(model_files(args.model), host(), args.device, options, told, index=args.index)
+    on_outcome = (lambda outcome: None) if args.json else (lambda outcome: screen.print_remark(outcome_line(outcome)))
+    runner, outcomes = tuned(model_files(args.model), host(), args.device, options, on_outcome, index=args.index)
     if not outcomes:
         raise UsageError(
             f"Nothing to tune: no op of this model has several kernels on {runner.backend.name!r}.",
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
 
 def outcome_line(outcome: Tuned) -> str:
-    """One line: the site, what was chosen, and every kernel's time, or why it is out."""
+    """One line with the site, its kernel, and every kernel's time or the word "wrong"."""
     times = [
         f"{t.kernel} {'wrong' if t.wrong else f'{t.score * 1e6:.1f} us'}"
         for t in sorted(outcome.trials, key=lambda t: float("inf") if t.wrong else t.score)

@@ -1,6 +1,6 @@
 """Measure a model on a device: latency of a batch, throughput of many requests, or start-up.
 
-Prompts are random tokens of drawn lengths, or a dataset. Requests run on the engine itself, without a server between.
+Prompts are random tokens of drawn lengths, or a dataset. Requests run on the engine itself, without a server.
 A table goes to standard output, or the figures with --json; --save and --html write files. docs/benchmarks.md defines
 every metric.
 """
@@ -22,7 +22,7 @@ KINDS = {
     "startup": "from a new process to the first token",
 }
 ONLY = {"rate": "throughput", "requests": "throughput", "dataset": "throughput", "compare": "throughput"}
-"""Option -> the one kind that takes it."""
+"""Option -> the only kind that takes it."""
 BATCH, REQUESTS, WARMUP, STARTS = {"latency": 1, "throughput": 16, "startup": 1}, 64, 1, 3
 REPEATS = {"latency": 5, "throughput": 3, "startup": STARTS}
 
@@ -51,7 +51,7 @@ def add_arguments(parser: Parser) -> None:
 def _add_work(parser: Parser) -> None:
     work = parser.add_argument_group("what is run")
     work.add_argument("--input-len", metavar="L", default="32", help=f"tokens of a prompt: {FORMS}; left out: 32")
-    work.add_argument("--output-len", metavar="L", default="32", help="tokens generated for each, likewise")
+    work.add_argument("--output-len", metavar="L", default="32", help="tokens to generate per prompt, likewise")
     work.add_argument(
         "--dataset",
         metavar="FILE",
@@ -59,24 +59,22 @@ def _add_work(parser: Parser) -> None:
         help="prompts instead of random tokens: lines of text, or in a .jsonl JSON objects with prompt and output_len",
     )
     work.add_argument("--requests", metavar="N", type=int, help=f"how many; left out: {REQUESTS}, or all of a dataset")
-    work.add_argument("--rate", metavar="R", type=float, help="requests a second (Poisson); left out: all at once")
-    work.add_argument("--seed", metavar="N", type=int, default=0, help="of lengths, tokens, arrivals and sampling")
-    work.add_argument("--temperature", metavar="T", type=float, default=0.0, help="left out: 0, the likeliest tokens")
+    work.add_argument("--rate", metavar="R", type=float, help="requests per second (Poisson); left out: all at once")
+    work.add_argument("--seed", metavar="N", type=int, default=0, help="seed of lengths, tokens, arrivals and sampling")
+    work.add_argument("--temperature", metavar="T", type=float, default=0.0, help="left out: 0, greedy")
     work.add_argument("--top-p", metavar="P", type=float, default=1.0, help="left out: 1")
     work.add_argument("--top-k", metavar="K", type=int, default=0, help="left out: 0, all")
-    work.add_argument("--warmup", metavar="N", type=int, default=WARMUP, help=f"runs not counted; left out: {WARMUP}")
-    work.add_argument("--repeats", metavar="N", type=int, help=f"runs counted; left out: {_by_kind(REPEATS)}")
-    work.add_argument(
-        "--compare", choices=["static"], help="the same requests also in fixed batches, in turns with the others"
-    )
+    work.add_argument("--warmup", metavar="N", type=int, default=WARMUP, help=f"uncounted runs; left out: {WARMUP}")
+    work.add_argument("--repeats", metavar="N", type=int, help=f"counted runs; left out: {_by_kind(REPEATS)}")
+    work.add_argument("--compare", choices=["static"], help="also run the same requests in fixed batches, alternating")
 
 
 def _add_engine(parser: Parser) -> None:
     engine = parser.add_argument_group("the engine")
-    words = f"most sequences in a step; left out: {_by_kind(BATCH)}"
+    words = f"maximum sequences per step; left out: {_by_kind(BATCH)}"
     engine.add_argument("--max-batch", metavar="N", type=int, help=words)
-    engine.add_argument("--max-step-tokens", metavar="N", type=int, help="most tokens in a step; left out: its own")
-    engine.add_argument("--prefix-cache", action="store_true", help="reuse equal prefixes, which repeats then hit")
+    engine.add_argument("--max-step-tokens", metavar="N", type=int, help="maximum tokens per step")
+    engine.add_argument("--prefix-cache", action="store_true", help="reuse equal prefixes; repeats then hit the cache")
 
 
 def _by_kind(values: dict[str, int]) -> str:
@@ -84,35 +82,38 @@ def _by_kind(values: dict[str, int]) -> str:
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
-    """Check the words, measure, report."""
+    """Check the options, measure, report."""
     check(args)
-    from inferplane.cli.verbs.bench import measurements as kinds
-    from inferplane.cli.verbs.bench import report
+    from inferplane.cli.verbs.bench import measurements, report
 
-    measurement = kinds.startup(args, screen) if args.kind == "startup" else kinds.measure_engine(args, screen)
+    measurement = (
+        measurements.measure_startup(args, screen)
+        if args.kind == "startup"
+        else measurements.measure_engine(args, screen)
+    )
     report.show(measurement, screen)
     report.write(measurement, args.save, args.html, screen)
     return 0
 
 
 def check(args: argparse.Namespace) -> None:
-    """Everything that can be judged before a model is loaded; fills in what depends on the kind.
+    """Check every option before a model is loaded, and fill in the defaults that depend on the kind.
 
     Raises:
-        UsageError: an option out of range, of another kind, or a report that could not be written.
+        UsageError: an option is out of range or belongs to another kind, or a report cannot be written.
     """
     for name, kind in ONLY.items():
         if getattr(args, name) is not None and args.kind != kind:
             raise UsageError(f"bench {args.kind} takes no --{name}.", remedy=f"leave it out, or use bench {kind}")
     if args.compare and args.rate is not None:
         raise UsageError("--compare static takes no --rate: its batches do not wait for arrivals.")
-    speculation(args)  # also a method without which its other options mean nothing
+    speculation(args)  # refuses drafts without a method
     args.max_batch = BATCH[args.kind] if args.max_batch is None else args.max_batch
     args.repeats = REPEATS[args.kind] if args.repeats is None else args.repeats
-    for name, least in (("max_batch", 1), ("repeats", 1), ("warmup", 0), ("requests", 1), ("max_step_tokens", 1)):
+    for name, minimum in (("max_batch", 1), ("repeats", 1), ("warmup", 0), ("requests", 1), ("max_step_tokens", 1)):
         value = getattr(args, name)
-        if value is not None and value < least:
-            raise UsageError(f"--{name.replace('_', '-')} {value}.", there_is=f"whole numbers from {least}")
+        if value is not None and value < minimum:
+            raise UsageError(f"--{name.replace('_', '-')} {value}.", there_is=f"whole numbers from {minimum}")
     if args.rate is not None and not 0 < args.rate < float("inf"):
         raise UsageError(f"--rate {args.rate:g}.", there_is="numbers above 0")
     args.input_lengths = parse_lengths(args.input_len, "--input-len")

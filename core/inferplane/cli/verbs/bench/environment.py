@@ -1,4 +1,4 @@
-"""Where a measurement was made, so that it can be told from another."""
+"""Describes the device, versions and plan of a measurement, so that figures can be compared."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def environment(llm: LLM) -> dict[str, Any]:
 
 
 def plan_fingerprint(explained: dict[str, Any]) -> str:
-    """Sixteen hexadecimal digits: which kernel runs at every site. Equal digits, equal kernels."""
+    """Hash the kernels of all sites into sixteen hexadecimal digits: equal digits mean equal kernels."""
     sites = [(s["site"], s["step_kind"], s["signature"], s["chosen"]["kernel"]) for s in explained["sites"]]
     layouts = [layout["layout"] for layout in explained["kv_layouts"]]
     return hashlib.sha256(json.dumps([sites, layouts]).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""One HTML page for a measurement: no script, no other file, light and dark, from a phone's width on."""
+"""Writes one HTML page per measurement: no script, no other file, light and dark, readable on a phone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def page(measurement: Measurement, facts: Mapping[str, Any]) -> str:
 
     Args:
         measured: what was found.
-        facts: the same as `report.data` gives it.
+        facts: `report.data` of it.
     """
     where = measurement.environment
     title = f"{measurement.kind}: {where['model']} on {where['device']}"
@@ -118,7 +118,7 @@ def _figure(title: str, svg: str) -> str:
 
 
 def throughput(trace: Trace, name: str) -> PlotLine:
-    """Output tokens a second in each of 60 equal stretches of a run."""
+    """Output tokens per second in each of 60 equal intervals of a run."""
     wide = trace.duration_s / BUCKETS
     tokens = [0] * BUCKETS
     for step in trace.steps:

@@ -1,4 +1,4 @@
-"""Running jobs on an engine, in the caller's thread, with the clock at hand."""
+"""Runs jobs on an engine in the caller's thread and times every step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from inferplane.engine.engine import Engine
 from inferplane.engine.request import Request
 from inferplane.errors import GenerationError
 
-LONGEST_NAP_S = 0.01
+MAX_SLEEP_S = 0.01
 Clock = Callable[[], float]
+OnDone = Callable[[], None]
 
 
 @dataclass
 class JobTiming:
-    """How one job went. Times are seconds after the run began.
+    """The times of one job, in seconds after the run began.
 
     Args:
-        prompt_tokens: tokens of its prompt.
-        due_s: when it arrived. What waits for a step that is under way has arrived nevertheless.
-        arrivals: `(when, how many tokens)` for each step that brought it tokens.
+        prompt_tokens: number of tokens of its prompt.
+        due_s: when it arrived, also if a running step delayed its start.
+        arrivals: `(when, how many tokens)` for each step that generated tokens for it.
     """
 
     prompt_tokens: int
@@ -48,7 +49,7 @@ class JobTiming:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds a token after those of the first step; None when there are none."""
+        """Mean seconds per token after the tokens of the first step; None without such tokens."""
         later = self.output_tokens - self.arrivals[0][1]
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / later if later else None
 
@@ -64,8 +65,8 @@ class StepTiming:
 
     Args:
         end_s: when it ended, in seconds after the run began.
-        spent_s: how long it took.
-        batch: sequences that were running after it began to be scheduled, those that ended in it included.
+        spent_s: its duration in seconds.
+        batch: sequences that were scheduled, including those that ended in this step.
         used_blocks: KV blocks in use after it.
         tokens: tokens it generated.
     """
@@ -79,10 +80,7 @@ class StepTiming:
 
 @dataclass
 class Trace:
-    """A run: its jobs in their order, its steps, and how many KV blocks there are.
-
-    `ids` are the tokens that were generated, job by job.
-    """
+    """One run: its jobs in order, its steps, the number of KV blocks, and `ids`, the generated tokens by job."""
 
     sequences: list[JobTiming]
     steps: list[StepTiming]
@@ -99,55 +97,52 @@ def run_continuous(
     engine: Engine,
     jobs: Sequence[BenchJob],
     params: SamplingParams,
-    told: Callable[[], None],
+    on_done: OnDone,
     clock: Clock = time.perf_counter,
 ) -> Trace:
-    """Jobs join as they arrive and as there is room, and leave when they end.
+    """Run jobs with continuous batching: a job joins when it has arrived and blocks are free, and leaves when it ends.
 
     Args:
-        engine: nothing else runs on it.
-        jobs: by arrival.
-        params: how to sample; lengths and seeds are the jobs'.
-        told: called when a job has ended.
-        clock: seconds; jobs that arrive later want one that goes on while nothing runs.
+        engine: an idle engine.
+        jobs: in order of arrival.
+        params: sampling parameters; each job sets its own length and seed.
+        on_done: called when a job has ended.
+        clock: returns seconds; it must advance while nothing runs if jobs arrive later.
 
     Raises:
-        CapacityError: a job could never run; nothing has been run then.
+        CapacityError: a job can never run; no job has started.
         GenerationError: a job failed while it ran.
     """
-    return _Run(engine, jobs, params, told, clock).all([len(jobs)])
+    return _Run(engine, jobs, params, on_done, clock).all([len(jobs)])
 
 
 def run_static(
     engine: Engine,
     jobs: Sequence[BenchJob],
     params: SamplingParams,
-    told: Callable[[], None],
+    on_done: OnDone,
     batch: int,
     clock: Clock = time.perf_counter,
 ) -> Trace:
-    """Fixed batches in order of arrival: the next one begins when the longest job of this one has ended.
+    """Run jobs in fixed batches in order of arrival; a batch starts when the longest job of the last one has ended.
 
-    Jobs that have ended cost their batch nothing but their place; a padded batch would also compute their rows.
+    A job that has ended only leaves its position empty; a padded batch would also compute its rows.
 
     Args and errors: as `run_continuous`; `batch` is the number of jobs in a batch.
     """
-    return _Run(engine, jobs, params, told, clock).all([min(batch, len(jobs) - i) for i in range(0, len(jobs), batch)])
+    return _Run(engine, jobs, params, on_done, clock).all(
+        [min(batch, len(jobs) - i) for i in range(0, len(jobs), batch)]
+    )
 
 
 class _Run:
     def __init__(
-        self,
-        engine: Engine,
-        jobs: Sequence[BenchJob],
-        params: SamplingParams,
-        told: Callable[[], None],
-        clock: Clock,
+        self, engine: Engine, jobs: Sequence[BenchJob], params: SamplingParams, on_done: OnDone, clock: Clock
     ) -> None:
-        self.engine, self.jobs, self.params, self.told, self.clock = engine, jobs, params, told, clock
+        self.engine, self.jobs, self.params, self.on_done, self.clock = engine, jobs, params, on_done, clock
         self.sequences = [JobTiming(len(job.prompt), job.due_s) for job in jobs]
         self.steps: list[StepTiming] = []
-        self.places: dict[int, int] = {}
+        self.index_of: dict[int, int] = {}
         self.seen: list[int] = [0] * len(jobs)
         self.requests: list[Request] = []
 
@@ -156,10 +151,10 @@ class _Run:
             self.engine.check(job.prompt)
             self.engine.scheduler.check(len(job.prompt), job.output_tokens)
         self.begun = self.clock()
-        coming = deque(enumerate(self.jobs))
+        waiting_jobs = deque(enumerate(self.jobs))
         try:
             for group in groups:
-                self._group([coming.popleft() for _ in range(group)])
+                self._group([waiting_jobs.popleft() for _ in range(group)])
         finally:
             for request in self.requests:
                 self.engine.end(request, "abort")
@@ -176,39 +171,39 @@ class _Run:
             if self.engine.busy:
                 self._step()
             elif waiting:
-                time.sleep(min(max(0.0, waiting[0][1].due_s - self._now()), LONGEST_NAP_S))
+                time.sleep(min(max(0.0, waiting[0][1].due_s - self._now()), MAX_SLEEP_S))
 
-    def _add(self, place: int, job: BenchJob) -> None:
-        params = _with(self.params, job.output_tokens, place)
+    def _add(self, index: int, job: BenchJob) -> None:
+        params = _with(self.params, job.output_tokens, index)
         request = self.engine.add(job.prompt, params, frozenset())
-        self.places[id(request)] = place
+        self.index_of[id(request)] = index
         self.requests.append(request)
 
     def _step(self) -> None:
         begun = self.clock()
-        touched = self.engine.step()
+        changed = self.engine.step()
         ended = self.clock()
-        new_tokens = left = 0
-        for request in touched:
-            place = self.places[id(request)]
+        new_tokens = ended_jobs = 0
+        for request in changed:
+            index = self.index_of[id(request)]
             if request.finish_reason in ("error", "timeout", "abort"):
                 raise GenerationError(
-                    f"Request {place} ended with {request.finish_reason!r} while it was timed: {request.error}."
+                    f"Request {index} ended with {request.finish_reason!r} while it was timed: {request.error}."
                 )
-            new = len(request.generated) - self.seen[place]
-            self.seen[place] += new
+            new = len(request.generated) - self.seen[index]
+            self.seen[index] += new
             new_tokens += new
-            self.sequences[place].arrivals.append((ended - self.begun, new))
+            self.sequences[index].arrivals.append((ended - self.begun, new))
             if request.finish_reason is not None:
-                left += 1
-                self.told()
-        running = len(self.engine.scheduler.running) + left
+                ended_jobs += 1
+                self.on_done()
+        running = len(self.engine.scheduler.running) + ended_jobs
         used = self.engine.allocator.used
         self.steps.append(StepTiming(ended - self.begun, ended - begun, running, used, new_tokens))
 
 
-def _with(params: SamplingParams, tokens: int, place: int) -> SamplingParams:
+def _with(params: SamplingParams, tokens: int, index: int) -> SamplingParams:
     from dataclasses import replace
 
-    seed = None if params.seed is None else params.seed + place
+    seed = None if params.seed is None else params.seed + index
     return replace(params, max_tokens=tokens, ignore_eos=True, seed=seed)

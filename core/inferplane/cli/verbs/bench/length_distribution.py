@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: a number, a range, or an exponential distribution."""
+"""Lengths of prompts and outputs: a number, a range, or an exponential distribution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from inferplane.errors import UsageError
 
-FORMS = "N, LOW-HIGH (each length as likely), exp:MEAN and exp:MEAN:MOST (exponential, cut off at MOST)"
+FORMS = "N, LOW-HIGH (uniform), exp:MEAN and exp:MEAN:MAX (exponential, limited to MAX)"
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Lengths:
 
     Args:
         kind: "fixed", "uniform" or "exponential".
-        low: the least; the value itself when fixed.
-        high: the most; None where there is none.
+        low: the minimum; the value itself for "fixed".
+        high: the maximum; None without one.
         mean: of the exponential distribution before rounding and cutting; 0 for the others.
     """
 
@@ -47,13 +47,13 @@ class Lengths:
 
 
 def parse_lengths(words: str, flag: str = "") -> Lengths:
-    """What a command's words mean: "128", "16-256", "exp:64", "exp:64:512".
+    """Parse a length option: "128", "16-256", "exp:64", "exp:64:512".
 
     Args:
-        words: what was typed. flag: behind which option.
+        words: the value. flag: the option, for the message.
 
     Raises:
-        UsageError: they mean nothing, or a length below 1.
+        UsageError: the value has none of these forms, or allows a length below 1.
     """
     wrong = UsageError(f"{flag and f'{flag} '}{words!r} is no length in tokens.", there_is=FORMS)
     if match := re.fullmatch(r"(\d+)(?:-(\d+))?", words):
@@ -62,8 +62,8 @@ def parse_lengths(words: str, flag: str = "") -> Lengths:
             raise wrong
         return Lengths("uniform", low, high) if match[2] else Lengths("fixed", low, low)
     if match := re.fullmatch(r"exp:(\d+(?:\.\d+)?)(?::(\d+))?", words):
-        mean, most = float(match[1]), int(match[2]) if match[2] else None
-        if mean <= 0 or (most is not None and most < 1):
+        mean, maximum = float(match[1]), int(match[2]) if match[2] else None
+        if mean <= 0 or (maximum is not None and maximum < 1):
             raise wrong
-        return Lengths("exponential", 1, most, mean)
+        return Lengths("exponential", 1, maximum, mean)
     raise wrong

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from inferplane.cli.arguments import pins, speculation
 from inferplane.cli.screen import Screen
-from inferplane.cli.verbs.bench import job_runner as drive
-from inferplane.cli.verbs.bench import startup as startup_runs
-from inferplane.cli.verbs.bench import statistics, workload
+from inferplane.cli.verbs.bench import job_runner, startup, statistics, workload
+from inferplane.cli.verbs.bench.engine_options import engine_options, requested_options
 from inferplane.cli.verbs.bench.environment import environment
 from inferplane.cli.verbs.bench.job_runner import Trace
 from inferplane.cli.verbs.bench.workload import BenchJob
@@ -27,18 +25,18 @@ REQUESTS = 64
 
 @dataclass
 class Measurement:
-    """What a benchmark found.
+    """The figures of one benchmark.
 
     Args:
         kind: "latency", "throughput" or "startup".
         environment: device, versions, plan, date.
-        options: what was asked.
-        latencies: metric -> `statistics.summary`, of all repeats together.
+        options: the options of the command.
+        latencies: metric -> `statistics.summary` over all repeats.
         rates: metric -> `statistics.spread` over repeats.
         traces: the repeats; none for start-up.
-        compared: the same jobs in static batches, turn by turn.
-        ratio: continuous over static batching, output tokens a second.
-        speculation: drafted and accepted by position.
+        compared: the same jobs in static batches, one run beside each repeat.
+        ratio: output tokens per second of continuous over static batching.
+        speculation: drafted and accepted tokens by position.
     """
 
     kind: str
@@ -53,30 +51,30 @@ class Measurement:
 
 
 def measure_engine(args: argparse.Namespace, screen: Screen) -> Measurement:
-    """`latency` and `throughput`."""
+    """Measure `latency` or `throughput` on one engine; with --compare, both ways of batching take turns to go first."""
     with screen.loading(f"loading {args.model}") as loading:
         from inferplane.engine import LLM
 
-        llm = LLM(**model_options(args), progress=loading.bar)
+        llm = LLM(**engine_options(args), progress=loading.bar)
     with llm:
         jobs, params = _jobs(args, llm), _sampling(args)
-        ways: dict[str, Callable[..., Trace]] = {"continuous": drive.run_continuous}
+        ways: dict[str, Callable[..., Trace]] = {"continuous": job_runner.run_continuous}
         if args.compare:
-            ways["static"] = partial(drive.run_static, batch=args.max_batch)
-        with screen.progress_counter(args.kind, (args.warmup + args.repeats) * len(jobs) * len(ways)) as told:
+            ways["static"] = partial(job_runner.run_static, batch=args.max_batch)
+        with screen.progress_counter(args.kind, (args.warmup + args.repeats) * len(jobs) * len(ways)) as on_done:
             for _ in range(args.warmup):
                 for way in ways.values():
-                    way(llm.engine, jobs, params, told)
+                    way(llm.engine, jobs, params, on_done)
             before = llm.engine.stats()
             found: dict[str, list[Trace]] = {name: [] for name in ways}
-            for turn in range(args.repeats):
-                for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
-                    found[name].append(ways[name](llm.engine, jobs, params, told))
+            for repeat in range(args.repeats):
+                for name in list(ways) if repeat % 2 == 0 else reversed(list(ways)):
+                    found[name].append(ways[name](llm.engine, jobs, params, on_done))
         traces, compared = found["continuous"], found.get("static", [])
         return Measurement(
             args.kind,
             environment(llm),
-            options(args) | {"requests": len(jobs)},
+            requested_options(args) | {"requests": len(jobs)},
             {name: statistics.summary(values) for name, values in statistics.latencies(traces).items()},
             statistics.over_repeats(traces, SHOWN[args.kind])
             | ({"static_output_tokens": _output(compared)} if compared else {}),
@@ -92,42 +90,13 @@ def _output(traces: list[Trace]) -> dict[str, Any]:
     return found
 
 
-def startup(args: argparse.Namespace, screen: Screen) -> Measurement:
-    """Fresh processes, one after the other."""
-    with screen.progress_counter("starting", args.warmup + args.repeats) as told:
-        told_all = startup_runs.run(args, told)
-    plural = told_all[args.warmup :]
-    phases = {name: statistics.spread([run["phases"][name] for run in plural], "s") for name in plural[0]["phases"]}
-    return Measurement(args.kind, plural[-1]["environment"], options(args), rates=phases)
-
-
-def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `LLM`, JSON-ready."""
-    chosen = {
-        "model": args.model,
-        "device": args.device,
-        "index": args.index,
-        "dtype": args.dtype,
-        "kv_dtype": args.kv_dtype,
-        "quantization": args.quantization,
-        "max_model_len": args.max_model_len,
-        "strict": args.strict,
-        "ops": pins(args.ops),
-        "lock": args.lock,
-        "load_format": args.load_format,
-        "max_batch": args.max_batch,
-        "prefix_cache": args.prefix_cache,
-        "speculative": speculation(args),
-    }
-    return chosen if args.max_step_tokens is None else {**chosen, "max_step_tokens": args.max_step_tokens}
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was asked, for the reports."""
-    work = {name: getattr(args, name) for name in ("rate", "seed", "temperature", "top_p", "top_k", "warmup")}
-    lens = {"input_len": str(args.input_lengths), "output_len": str(args.output_lengths)}
-    file = {"dataset": None if args.dataset is None else str(args.dataset)}
-    return {**model_options(args), **lens, **file, **work, "repeats": args.repeats, "compare": args.compare}
+def measure_startup(args: argparse.Namespace, screen: Screen) -> Measurement:
+    """Measure the start-up of new processes, one after the other."""
+    with screen.progress_counter("starting", args.warmup + args.repeats) as on_done:
+        runs = startup.time_starts(args, on_done)
+    runs = runs[args.warmup :]
+    phases = {name: statistics.spread([run["phases"][name] for run in runs], "s") for name in runs[0]["phases"]}
+    return Measurement(args.kind, runs[-1]["environment"], requested_options(args), rates=phases)
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:
@@ -138,7 +107,7 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
 
 def _jobs(args: argparse.Namespace, llm: LLM) -> list[BenchJob]:
     if args.dataset is not None:
-        encode = lambda text: llm.tokenizer.encode(text)  # noqa: E731 - a tokenizer only if there is text
+        encode = lambda text: llm.tokenizer.encode(text)  # noqa: E731 - loads the tokenizer only if there is text
         jobs = workload.read_jobs(args.dataset, args.requests, args.output_lengths, encode, args.seed)
     else:
         count = args.max_batch if args.kind == "latency" else args.requests or REQUESTS
@@ -147,10 +116,10 @@ def _jobs(args: argparse.Namespace, llm: LLM) -> list[BenchJob]:
 
 
 def list_ordinary_ids(llm: LLM) -> Sequence[int]:
-    """Every token id of the model but special ones: those that its tokenizer or its config names.
+    """List the model's token ids without the special ones that its tokenizer or config names.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the model has special tokens only.
     """
     special: set[int] = set()
     known = llm.engine.vocab

@@ -1,4 +1,4 @@
-"""Plots as inline SVG: histograms and lines over time. Their colours are those of the page's theme."""
+"""Draws histograms and lines over time as inline SVG in the colours of the page's theme."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 38
-BINS, MOST_POINTS = 40, 400
+BINS, MAX_POINTS = 40, 400
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class PlotLine:
 
     Args:
         name: for the legend.
-        x: rising.
-        y: as many.
+        x: sorted values.
+        y: one value per x.
     """
 
     name: str
@@ -39,13 +39,13 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def histogram(values: Sequence[float], title: str, unit: str, marks: Sequence[tuple[str, float]]) -> str:
-    """How many values fall into each of 40 equal intervals.
+    """Draw the number of values in each of 40 equal intervals.
 
     Args:
         values: at least one.
-        title: for readers of the page, and for those who have it read to them.
-        unit: of the values.
-        marks: name and place of vertical lines.
+        title: the label for screen readers.
+        unit: unit of the values.
+        marks: name and value of vertical lines.
     """
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(abs(high), 1e-30):
@@ -64,7 +64,7 @@ def histogram(values: Sequence[float], title: str, unit: str, marks: Sequence[tu
 
 
 def lines(each: Sequence[PlotLine], title: str, x_unit: str, y_unit: str) -> str:
-    """Lines over a common axis from 0, thinned to at most 400 points each."""
+    """Draw lines over a common axis from 0, with at most 400 points each."""
     high_x = max((line.x[-1] for line in each if line.x), default=1.0)
     high_y = max((max(line.y) for line in each if line.y), default=1.0)
     frame = _Frame(0, high_x or 1.0, 0, high_y or 1.0, title, x_unit, y_unit)
@@ -73,8 +73,8 @@ def lines(each: Sequence[PlotLine], title: str, x_unit: str, y_unit: str) -> str
 
 
 def thin_line(line: PlotLine) -> PlotLine:
-    """The line with at most `MOST_POINTS` points: means of equally many neighbours."""
-    many = -(-len(line.x) // MOST_POINTS)
+    """Reduce a line to at most `MAX_POINTS` points: means of equally many neighbours."""
+    many = -(-len(line.x) // MAX_POINTS)
     if many <= 1:
         return line
     at = range(0, len(line.x), many)

@@ -1,4 +1,4 @@
-"""A measurement as a table, as JSON (docs/schemas/bench.json) and as a page."""
+"""Shows a measurement as tables, JSON (docs/schemas/bench.json) or an HTML page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RATES = {
 
 
 def data(measurement: Measurement) -> dict[str, Any]:
-    """The measurement as docs/schemas/bench.json has it."""
+    """The measurement in the form of docs/schemas/bench.json."""
     return {
         "schema": SCHEMA,
         "benchmark": measurement.kind,
@@ -66,7 +66,7 @@ def _run(trace: Trace) -> dict[str, Any]:
 
 
 def show(measurement: Measurement, screen: Screen) -> None:
-    """The tables, or one JSON object."""
+    """Print the tables, or one JSON object with `--json`."""
     if screen.json:
         screen.facts(data(measurement))
         return
@@ -109,7 +109,7 @@ def _table(kind: Any, first: str, *columns: str) -> Any:
 
 
 def write(measurement: Measurement, as_json: Path | None, as_html: Path | None, screen: Screen) -> None:
-    """Write the files that were asked for, each whole or not at all."""
+    """Write the requested files, each completely or not at all."""
     facts = data(measurement)
     for path, text in (
         (as_json, lambda: json.dumps(facts, indent=1, allow_nan=False) + "\n"),

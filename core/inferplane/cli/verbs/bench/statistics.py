@@ -1,4 +1,4 @@
-"""From times to figures. Every metric is defined in docs/benchmarks.md."""
+"""Computes latencies, rates and spreads from traces. docs/benchmarks.md defines every metric."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` percent of the values lie, between neighbours by straight lines.
+    """The value below which `share` percent of the values lie, interpolated linearly.
 
     Args:
-        values: at least one, in rising order.
+        values: at least one, sorted.
         share: from 0 to 100.
     """
     place = (len(values) - 1) * share / 100
@@ -73,13 +73,13 @@ def over_repeats(traces: Sequence[Trace], names: Sequence[str]) -> dict[str, Any
 
 
 def ratio(faster: Sequence[Trace], slower: Sequence[Trace]) -> dict[str, Any]:
-    """Output tokens a second of one way over those of the other, turn by turn."""
+    """Output tokens per second of one way of batching over the other, pair by pair."""
     pairs = zip(faster, slower)
     return spread([rates(a)["output_tokens"][0] / rates(b)["output_tokens"][0] for a, b in pairs], "ratio")
 
 
 def speculation(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What was drafted and accepted between two `Engine.stats()`; None when nothing was drafted."""
+    """Drafted and accepted tokens between two `Engine.stats()`; None without drafts."""
 
     def grown(name: str) -> int:
         return int(after.get(name, 0) - before.get(name, 0))

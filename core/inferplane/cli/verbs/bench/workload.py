@@ -1,4 +1,4 @@
-"""What is run: prompts, the number of tokens each is to be continued by, and when each arrives."""
+"""Makes the jobs of a benchmark: prompts, output lengths and arrival times."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class BenchJob:
-    """One request to come.
+    """One request of a benchmark.
 
     Args:
         prompt: token ids.
-        output_tokens: tokens it generates, neither more nor fewer.
+        output_tokens: exact number of tokens to generate.
         due_s: when it arrives, in seconds after the first.
     """
 
@@ -31,23 +31,23 @@ class BenchJob:
 
 
 def random_jobs(count: int, prompts: Lengths, outputs: Lengths, ids: Sequence[int], seed: int) -> list[BenchJob]:
-    """Jobs of drawn lengths, their token ids drawn from `ids`. Equal arguments give equal jobs."""
+    """Make jobs with random lengths and token ids from `ids`. Equal arguments give equal jobs."""
     source = random.Random(seed)
     return [BenchJob(source.choices(ids, k=prompts.draw(source)), outputs.draw(source)) for _ in range(count)]
 
 
 def read_jobs(path: Path, count: int | None, outputs: Lengths, encode: Encode, seed: int) -> list[BenchJob]:
-    """Jobs of a file: JSON lines with `prompt` (text or token ids) and, if it likes, `output_len`; or lines of text.
+    """Read jobs from a file: lines of text, or JSON lines with `prompt` (text or token ids) and maybe `output_len`.
 
     Args:
         path: the file; JSON lines when its name ends in .jsonl or .json.
-        count: the first so many; None takes all.
-        outputs: for lines that do not say it.
+        count: number of lines to take; None takes all.
+        outputs: output lengths of lines without `output_len`.
         encode: text to token ids.
-        seed: of the lengths drawn.
+        seed: seed of the drawn lengths.
 
     Raises:
-        UsageError: it cannot be read, is empty, or a line is not what it should be.
+        UsageError: the file cannot be read or is empty, or a line has the wrong form.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def with_arrivals(jobs: Iterable[BenchJob], rate: float | None, seed: int) -> list[BenchJob]:
-    """The jobs as a Poisson process of `rate` requests a second brings them; None: all at once."""
+    """Set arrival times by a Poisson process of `rate` requests per second; None lets all arrive at once."""
     if rate is None:
         return [replace(job, due_s=0.0) for job in jobs]
     source, now, out = random.Random(seed), 0.0, []
