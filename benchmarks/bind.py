@@ -19,7 +19,7 @@ import time
 
 import torch
 
-from inferplane.binding import Options, Settings, bind, explain
+from inferplane.binding import Options, PlanSettings, bind, explain
 from inferplane.models import Build, Config, deepseek_v3, llama
 from inferplane.plugins import host
 
@@ -88,7 +88,7 @@ def once(make, config, build, pins, backend, kernels):
     start = time.perf_counter()
     model = make(Build(Config(config), **build))
     tree = time.perf_counter()
-    settings = Settings(backend.name, torch.bfloat16, features=backend.features())
+    settings = PlanSettings(backend.name, torch.bfloat16, features=backend.features())
     plan = bind(
         model,
         kernels,

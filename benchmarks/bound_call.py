@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from inferplane.binding import DictSource, Settings, bind, link, load
+from inferplane.binding import DictSource, PlanSettings, bind, link, load
 from inferplane.kernels.composed import composed_kernels
 from inferplane.ops import GatedMLP, Linear, SiluMul
 from inferplane.types import Kernel, Weight
@@ -34,7 +34,7 @@ def nothing(p, x):
 def bound(op, kernels):
     """`op` bound to `kernels`, with random weights."""
     tensors = {part: torch.randn(64, 64) / 8 for _, w in op.weights() for part in w.parts}
-    plan = bind(op, kernels, Settings("any", torch.float32), lambda request: (), step_kinds=("decode",))
+    plan = bind(op, kernels, PlanSettings("any", torch.float32), lambda request: (), step_kinds=("decode",))
     return link(plan, load(plan, DictSource(tensors)).packed)["decode"]
 
 

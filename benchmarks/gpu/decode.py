@@ -123,7 +123,7 @@ def told(label: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
 def ours(config: dict[str, Any], sequences: int, roof: dict[str, float]) -> Iterator[Row]:
     """One step, recorded and replayed: its time and floors, then its kernels."""
     from inferplane import LLM
-    from inferplane.ops import Load
+    from inferplane.ops import Workload
 
     llm = LLM(
         config, device=cases.DEVICE, dtype="bfloat16", load_format="dummy", max_model_len=2 * CONTEXT,
@@ -143,7 +143,7 @@ def ours(config: dict[str, Any], sequences: int, roof: dict[str, float]) -> Iter
         return
     recorded = next(iter(steps.buckets.values())).recorded
     us = replay_us(recorded.replay)
-    load = Load(sequences, sequences * CONTEXT, sequences * CONTEXT, torch.bfloat16)
+    load = Workload(sequences, sequences * CONTEXT, sequences * CONTEXT, torch.bfloat16)
     whole = runner.model.cost(load)
     floor = whole.nbytes / roof["copy_gbps"] / 1e3
     parts = sum(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from inferplane.binding import Settings, bind
+from inferplane.binding import PlanSettings, bind
 from inferplane.conformance.configs import SLICES, model
 from inferplane.plugin import Backend, StepKind
 
@@ -39,7 +39,7 @@ def bound(
 def _sites(
     backend: Backend, config: dict[str, Any], arch: str, kind: StepKind, dtype: torch.dtype
 ) -> Iterator[tuple[str, str]]:
-    settings = Settings(backend.name, dtype, arch, backend.features(arch), assumed=True)
+    settings = PlanSettings(backend.name, dtype, arch, backend.features(arch), assumed=True)
     plan = bind(
         model(config),
         backend.kernels(),

@@ -76,13 +76,13 @@ def test_infinite_nan_and_zeros(name):
             assert torch.isfinite(y[[0, 2, 4, 5]]).all() and not y[5].any()
 
 
-def tree_of(kind, acts):
+def tree_of(kind, activation_quants):
     def of(name):
         projection = name.endswith(("_proj.weight", "_mqa.weight")) and "kv_b" not in name
         return "int8_row" if projection else PLAIN
 
     made, config = (llama, LLAMA) if kind == "grouped" else (deepseek_v3, V3)
-    return made(Build(Config(config), WHOLE_MODEL, of, positions=256, acts=acts))
+    return made(Build(Config(config), WHOLE_MODEL, of, positions=256, activation_quants=activation_quants))
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -107,8 +107,8 @@ def test_whole_layers_give_what_smaller_kernels_do(name, kind, schedule):
 @pytest.mark.parametrize("kind", ["grouped", "latents"])
 def test_kernels_are_taken_where_the_weights_ask(kind):
     subject = Subject.of(host(), "cpu", "bfloat16")
-    for acts, ending in (({"int8_row": "int8"}, "_w8a8"), ({}, "_panels")):
-        plan = stepping.plan_for(subject, tree_of(kind, acts), torch.bfloat16)
+    for activation_quants, ending in (({"int8_row": "int8"}, "_w8a8"), ({}, "_panels")):
+        plan = stepping.plan_for(subject, tree_of(kind, activation_quants), torch.bfloat16)
         for step in ("decode", "mixed"):
             bound = {c.label for _, op, c in plan.sites(step) if op.name in ("decoder_layer", "linear") and c.kernel}
             quantized = {label for label in bound if not label.endswith((":linear", ":linear_fixed"))}

@@ -132,7 +132,7 @@ def bound(op, capability):
     features = Features(dict(features_of(capability)))
     resolver = Resolver(kernels(), Context(BF16, "decode", {}, features), Options())
     choice = resolver.resolve(op)
-    return choice.label, choice.why, choice.uncoded
+    return choice.label, choice.why, choice.activation_quant_skipped
 
 
 def asked(format: str, *shape: int, act: str = "fp8"):
@@ -145,11 +145,11 @@ def test_a_checkpoint_that_asks_has_its_activations_coded_without_a_pin(format):
     mlp = GatedMLP(linear, Linear(asked(format, 256, 256)))
     experts = MoEExperts(asked(format, 4, 512, 256), asked(format, 4, 256, 256))
     for op, name in ((linear, "linear"), (mlp, "gated_mlp"), (experts, "moe_experts")):
-        label, why, uncoded = bound(op, (9, 0))
-        assert label == f"triton_fp8:{name}_fp8" and not uncoded
+        label, why, activation_quant_skipped = bound(op, (9, 0))
+        assert label == f"triton_fp8:{name}_fp8" and not activation_quant_skipped
         assert "codes activations in fp8, as the checkpoint asks" in why and "AMBIGUOUS" not in why
-        label, _, uncoded = bound(op, (8, 0))
-        assert label == f"triton:{name}" and "came with 8.9" in uncoded
+        label, _, activation_quant_skipped = bound(op, (8, 0))
+        assert label == f"triton:{name}" and "came with 8.9" in activation_quant_skipped
     assert bound(Linear(placeholder(512, 256, format=format)), (9, 0))[0] == "triton:linear"
 
 
@@ -159,8 +159,8 @@ def test_int4_meets_activations_in_fp8_where_the_checkpoint_asks(format):
     linear = Linear(asked(format, 512, 256))
     mlp = GatedMLP(linear, Linear(asked(format, 256, 256)))
     for op, name in ((linear, "linear"), (mlp, "gated_mlp"), (experts, "moe_experts")):
-        label, why, uncoded = bound(op, (9, 0))
-        assert label == f"triton_fp8:{name}_fp8" and not uncoded
+        label, why, activation_quant_skipped = bound(op, (9, 0))
+        assert label == f"triton_fp8:{name}_fp8" and not activation_quant_skipped
         assert "codes activations in fp8, as the checkpoint asks" in why
         assert bound(op, (8, 0))[0] == f"triton:{name}"
 
@@ -174,8 +174,8 @@ def test_int8_weights_meet_activations_in_int8_where_that_is_asked_for(capabilit
     mixture = MoE(router, MoERoute(None, 2), experts, GatedMLP(linear, down))
     ops = ((linear, "linear"), (GatedMLP(linear, down), "gated_mlp"), (experts, "moe_experts"), (mixture, "moe"))
     for op, name in ops:
-        label, why, uncoded = bound(op, capability)
-        assert label == f"triton_int8:{name}_int8" and not uncoded
+        label, why, activation_quant_skipped = bound(op, capability)
+        assert label == f"triton_int8:{name}_int8" and not activation_quant_skipped
         assert "codes activations in int8, as the checkpoint asks" in why
     unasked = Linear(placeholder(512, 256, format="int8_row"))
     assert bound(unasked, capability)[0] == "triton:linear"

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from inferplane.binding import Settings, bind
+from inferplane.binding import PlanSettings, bind
 from inferplane.conformance.configs import SLICES, model
 from inferplane.plugin import KernelError
 from inferplane_dcu import vendor, versions
@@ -126,7 +126,7 @@ def test_operators_that_do_not_load_are_told(tmp_path, monkeypatch):
 def layouts_and_kernels(features):
     """Of Llama's layers in bfloat16: the KV layout, and what serves attention and the cache's write."""
     backend = DcuBackend()
-    settings = Settings("dcu", torch.bfloat16, "gfx936", features, assumed=True)
+    settings = PlanSettings("dcu", torch.bfloat16, "gfx936", features, assumed=True)
     plan = bind(
         model(SLICES["llama_8b_two_layers"]),
         backend.kernels(),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane.binding import Settings, bind, explain
+from inferplane.binding import PlanSettings, bind, explain
 from inferplane.conformance.configs import TINY, model
 from inferplane.kernels import probes
 from inferplane.plugin import DeviceError, KVRequest, Presence
@@ -222,7 +222,7 @@ def test_the_series_decides_between_nd_and_nz(arch, layout, kernel, refused):
     """Kernels and layouts are chosen together, from the series' features alone, and the losers say why."""
     config = {**TINY["llama"], "head_dim": 128, "hidden_size": 128}
     backend = NpuBackend()
-    settings = Settings("npu", torch.float16, arch, backend.features(arch), assumed=True)
+    settings = PlanSettings("npu", torch.float16, arch, backend.features(arch), assumed=True)
     tree = model(config)
     plan = bind(tree, backend.kernels(), settings, lambda r: backend.kv_layouts(r, torch.float16)[:-1])
     assert {found.name for found in plan.layouts.values()} == {layout}

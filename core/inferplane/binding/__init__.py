@@ -7,13 +7,13 @@ from inferplane.binding.explain import explain, explain_text
 from inferplane.binding.link import View, link
 from inferplane.binding.load import DictSource, DummySource, FormatReader, Loaded, TensorSource, load
 from inferplane.binding.lock import read_lock, signature, write_lock
-from inferplane.binding.plan import COPY_BUDGET, Plan, Settings, bind
-from inferplane.binding.plan_text import plan_lines, recorded_text
+from inferplane.binding.plan import MAX_REPACKED_FRACTION, Plan, Settings, bind
+from inferplane.binding.plan_text import captured_text, plan_lines
 from inferplane.binding.resolver import Resolver
 from inferplane.binding.tuning import Trial, Tuned, tune
 
 __all__ = [
-    "COPY_BUDGET",
+    "MAX_REPACKED_FRACTION",
     "Bench",
     "Choice",
     "DictSource",
@@ -38,7 +38,7 @@ __all__ = [
     "load",
     "plan_lines",
     "read_lock",
-    "recorded_text",
+    "captured_text",
     "run_canary",
     "run_case",
     "signature",

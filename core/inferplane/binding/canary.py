@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from inferplane.binding.check import Bench, OfferLayouts, Outcome, run_case
+from inferplane.binding.check import Bench, LayoutsFor, Outcome, run_case
 from inferplane.binding.plan import Plan
 from inferplane.ops import OPS, Sample
 from inferplane.types import PLAIN, Kernel
@@ -34,7 +34,7 @@ class Verdict:
         return f"canary failed on sample {self.sample!r}: {what}; error {o.error:.3g}, tolerance {o.tolerance:.3g}"
 
 
-def run_canary(plan: Plan, torch_device: str, layouts: OfferLayouts, checked: Collection[int] = ()) -> list[Verdict]:
+def run_canary(plan: Plan, torch_device: str, layouts: LayoutsFor, checked: Collection[int] = ()) -> list[Verdict]:
     """Check every kernel that a plan chose on the smallest sample it serves in the plan's own context; one that reads
     weights of several formats on a sample of each.
 

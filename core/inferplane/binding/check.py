@@ -43,7 +43,7 @@ from inferplane.types import (
     StepKind,
 )
 
-OfferLayouts = Callable[[KVRequest], Sequence[KVLayout]]
+LayoutsFor = Callable[[KVRequest], Sequence[KVLayout]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Bench:
     torch_device: str
     dtype: torch.dtype
     features: Features
-    layouts: OfferLayouts
+    layouts: LayoutsFor
     layout: str | None = None
 
 

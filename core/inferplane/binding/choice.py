@@ -59,7 +59,7 @@ class Choice:
     own_hot: bool = False
     expand: Expand = "never"
     pin: str | None = None
-    uncoded: str = ""
+    activation_quant_skipped: str = ""
 
     @property
     def label(self) -> str:

@@ -151,6 +151,8 @@ def _uncoded(plan: Plan) -> list[dict[str, Any]]:
     found: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     for kind in plan.choices:
         for site, op, choice in plan.sites(kind):
-            if choice.uncoded:
-                found[choice.op, ", ".join(sorted(op.acts() - {""})), choice.uncoded].add(site)
+            if choice.activation_quant_skipped:
+                found[choice.op, ", ".join(sorted(op.activation_quants() - {""})), choice.activation_quant_skipped].add(
+                    site
+                )
     return [{"op": o, "act": act, "sites": len(sites), "reason": why} for (o, act, why), sites in sorted(found.items())]

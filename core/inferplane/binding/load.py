@@ -114,7 +114,7 @@ def load(
             full = source.draw(weight, plan.settings.dtype)
         else:
             full = assemble(weight, _Watched(source, asked), plan.settings.dtype, readers or {})
-            if weight.parts and not finite(full):
+            if weight.parts and not is_finite(full):
                 loaded.broken.append(weight.parts[0])
         packings = plan.packings[id(weight)]
         if device != HOST:
@@ -239,12 +239,12 @@ def assemble(
     return full
 
 
-def finite(full: torch.Tensor | QTensor) -> bool:
+def is_finite(full: torch.Tensor | QTensor) -> bool:
     """Whether all of a weight's values are numbers: of quantized ones their scales, and the codes of FP8."""
     if isinstance(full, QTensor):
         data = full.data
         codes = data.view(torch.uint8).flatten().split(2**24) if data.dtype is torch.float8_e4m3fn else ()
-        return finite(full.scale) and not any(bool(((part & 0x7F) == 0x7F).any()) for part in codes)
+        return is_finite(full.scale) and not any(bool(((part & 0x7F) == 0x7F).any()) for part in codes)
     if not full.numel() or not full.is_floating_point():
         return True
     if bool(full.sum().isfinite()):  # twice as fast; large numbers may overflow it

@@ -32,7 +32,7 @@ from inferplane.types import (
     Weight,
 )
 
-COPY_BUDGET = 0.05
+MAX_REPACKED_FRACTION = 0.05
 """Share of the weights' bytes that may be kept in a second packing."""
 
 
@@ -55,7 +55,7 @@ class Settings:
     arch: str = ""
     features: Features = field(default_factory=Features)
     deterministic: bool = False
-    copies: float | None = COPY_BUDGET
+    copies: float | None = MAX_REPACKED_FRACTION
     assumed: bool = False
 
 

@@ -165,7 +165,7 @@ def _foot(data: Mapping[str, Any], lines: list[Row]) -> Iterator[Line]:
         yield [(f"{words}: {item['reason']}", "")]
     steps = data.get("decode_steps")
     if steps is not None and not steps["off"]:
-        yield [(recorded_text(steps), "")]
+        yield [(captured_text(steps), "")]
     slow = sorted({row.entry["op"] for row in lines if row.troubled and not row.entry["chosen"]["ambiguous"]})
     tied = sorted({row.entry["op"] for row in lines if row.entry["chosen"]["ambiguous"]})
     if slow:
@@ -176,7 +176,7 @@ def _foot(data: Mapping[str, Any], lines: list[Row]) -> Iterator[Line]:
         yield [("every hot op has a kernel", "green")]
 
 
-def recorded_text(data: Mapping[str, Any]) -> str:
+def captured_text(data: Mapping[str, Any]) -> str:
     """Which decode steps are recorded, as a sentence; `data` is `decode_steps`."""
     if data["off"]:
         return f"decode steps are not recorded: {data['off']}"

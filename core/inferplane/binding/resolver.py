@@ -108,7 +108,7 @@ class Resolver:
 
     def _tell_of_coding(self, op: Op, c: Choice) -> None:
         """Say what becomes of activations that the checkpoint wants coded."""
-        asked = op.acts() - {""}
+        asked = op.activation_quants() - {""}
         if not asked or (c.kernel is None and not c.own_hot):
             return
         if c.kernel is not None and c.kernel.codes in asked:
@@ -116,7 +116,7 @@ class Resolver:
             return
         coders = {k.name for k in self.by_op[op.name] if k.codes in asked}
         lost = next((f"{r.kernel} is not taken: {r.reason}" for r in c.rejected if r.kernel in coders), "")
-        c.uncoded = lost or f"no kernel of {op.name} codes them"
+        c.activation_quant_skipped = lost or f"no kernel of {op.name} codes them"
 
     def _accepted(
         self, op: Op, against: list[str], rejected: list[Rejection], pinned: str
@@ -129,7 +129,7 @@ class Resolver:
         left = []
         for kernel in self.by_op[op.name]:
             reasons = against + self.refused.get((op.key(), kernel), [])
-            if kernel.coarser(op) and pinned not in (kernel.provider, kernel.name):
+            if kernel.is_less_precise_than(op) and pinned not in (kernel.provider, kernel.name):
                 reasons = [
                     *reasons,
                     f"computes in fewer bits (error up to {kernel.extra_error:g} more): pin it to take it",
@@ -221,7 +221,7 @@ class Resolver:
         """Whether a weight of `owner` is expanded, in a choice that says `expand` and stands at or above `owner`."""
         if weight.format == PLAIN or expand == "never":
             return False
-        if expand == "unserved" and not owner.body_quantized:
+        if expand == "unserved" and not owner.body_reads_quantized:
             return True
         return (expand == "below" and below) or not self.native(owner, weight.format)
 

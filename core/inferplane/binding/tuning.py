@@ -112,7 +112,7 @@ def alternatives(plan: Plan) -> Iterator[tuple[StepKind, str, Op, list[Kernel]]]
             k
             for k in resolver.by_op[op.name]
             if k is not choice.kernel
-            and not (k.coarser(op) or k in resolver.options.demoted or resolver.refused.get((op.key(), k)))
+            and not (k.is_less_precise_than(op) or k in resolver.options.demoted or resolver.refused.get((op.key(), k)))
             and not k.refusals(op, resolver.ctx, op.formats())
         ]
         if others:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from inferplane.binding import Options, Plan, Settings, bind, link
+from inferplane.binding import Options, Plan, PlanSettings, bind, link
 from inferplane.conformance.subject import Subject
 from inferplane.kvcache import paged_layout
 from inferplane.ops import CausalLM, Draw, Embedding, MoERoute
@@ -72,7 +72,7 @@ def draw_weights(
 def plan_for(subject: Subject, model: CausalLM, dtype: torch.dtype, kv_dtype: str = "auto") -> Plan:
     """The device's own plan for a model, as a user would get it who asks for `kv_dtype`."""
     state = subject.state
-    settings = Settings(subject.name, dtype, state.arch if state else "", subject.features, assumed=state is None)
+    settings = PlanSettings(subject.name, dtype, state.arch if state else "", subject.features, assumed=state is None)
     offers = lambda r: [x for x in subject.layouts(r, dtype) if x.kv_dtype == kv_dtype]  # noqa: E731
     return bind(model, subject.kernels, settings, offers)
 
@@ -107,7 +107,7 @@ def on_references(model: CausalLM, weights: Mapping[int, torch.Tensor | QTensor]
     activations.
     """
     layout = paged_layout(CANONICAL_BLOCK_TOKENS)
-    settings = Settings("references", torch.float32, features=Features(), copies=None)
+    settings = PlanSettings("references", torch.float32, features=Features(), copies=None)
     plan = bind(model, [], settings, lambda request: [layout], options=Options())
     wide = {id(op.weight) for _, op in model.sites() if isinstance(op, Embedding)}
     packed = {}

@@ -18,7 +18,7 @@ import torch
 
 from inferplane.binding import Plan
 from inferplane.engine.options import RunnerOptions
-from inferplane.ops import CausalLM, Load
+from inferplane.ops import CausalLM, Workload
 
 PADDING = 1 / 8
 """Share of a step's time that padding may add, where memory allows."""
@@ -91,7 +91,7 @@ def step_cost(model: CausalLM, dtype: torch.dtype) -> Callable[[int], float]:
     """What a decode step with so many rows costs, in bytes moved; caches left out, of which padding reads nothing."""
 
     def cost(rows: int) -> float:
-        found = model.cost(Load(rows, dtype=dtype))
+        found = model.cost(Workload(rows, dtype=dtype))
         return found.nbytes + found.flops / BALANCE
 
     return cost

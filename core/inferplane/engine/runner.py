@@ -16,7 +16,7 @@ from inferplane.binding import (
     Loaded,
     Options,
     Plan,
-    Settings,
+    PlanSettings,
     Verdict,
     bind,
     link,
@@ -36,7 +36,15 @@ from inferplane.models import Build, SafetensorsFolder, build
 from inferplane.models.families.eagle import WithEagle, with_eagle
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import READERS, formats_read_by_row, latent_formats, latent_request, online, stored, unsaved
+from inferplane.quant import (
+    READERS,
+    explain_no_savings,
+    formats_read_by_row,
+    latent_formats,
+    latent_request,
+    quantize_on_load,
+    read_quant_config,
+)
 from inferplane.types import Backend, Batch, DeviceState, Kernel, KVCache, KVLayout, KVRequest, Placement, StepKind
 from inferplane.types.batch import make_batch
 
@@ -205,16 +213,18 @@ class Runner:
         scheme, config = self.options.quantization, self.files.config
         settings = self._settings(assumed)
         if scheme is None:
-            found = stored(config.get("quantization_config"), names)
+            found = read_quant_config(config.get("quantization_config"), names)
         else:
             request = latent_request(config)
             layouts = [x.name for x in self.offer(request)] if request is not None else []
-            found = online(scheme, config, latent_formats(self.kernels, settings, layouts, self.options.ops))
+            found = quantize_on_load(scheme, config, latent_formats(self.kernels, settings, layouts, self.options.ops))
         self.readers, self.view = {**READERS, **found.readers}, found.view
         placement = Placement() if self.ranks is None else self.ranks.placement
         rows = formats_read_by_row(self.kernels, settings) if self.ranks is None else frozenset()
         unread, length = list(found.unread), self.max_model_len
-        plans = Build(config, placement, found.format_of, length, self.options.mtp, unread, found.acts, rows)
+        plans = Build(
+            config, placement, found.format_of, length, self.options.mtp, unread, found.activation_quants, rows
+        )
         self.model: CausalLM = build(plans, self.host.models())
         self.ignored = plans.ignored
         if (head := self.options.eagle) is not None:
@@ -228,13 +238,13 @@ class Runner:
             )
         self._bind_again(assumed=assumed)
 
-    def _settings(self, assumed: bool) -> Settings:
+    def _settings(self, assumed: bool) -> PlanSettings:
         arch = self.options.arch or next(iter(self.backend.architectures), "")
         features = self.backend.features(self.options.arch)
         if self.state is not None and self.options.arch is None:
             arch, features = self.state.arch, self.state.features
         deterministic, copies = self.options.deterministic, self.options.copies
-        return Settings(self.backend.name, self.dtype, arch, features, deterministic, copies, assumed)
+        return PlanSettings(self.backend.name, self.dtype, arch, features, deterministic, copies, assumed)
 
     def _bind_again(self, *, assumed: bool) -> None:
         choices = read_lock(self.options.lock, self.fingerprint()) if self.options.lock else {}
@@ -291,7 +301,7 @@ class Runner:
             )
 
     def _warn_loaded(self) -> None:
-        told = unsaved(self.plan, self.options.quantization)
+        told = explain_no_savings(self.plan, self.options.quantization)
         for what in (*told, *self.files.complaints(), *self.loaded.complaints(self.files.name)):
             warn(what)
 

@@ -64,7 +64,7 @@ def lock(path: str | Path, runner: Runner, outcomes: list[Tuned]) -> None:
 def facts(outcome: Tuned) -> dict[str, Any]:
     """An outcome as JSON: times are medians in microseconds, by rows of the step."""
     kernels: dict[str, Any] = {}
-    for trial in outcome.trials:
+    for trial in outcome.timings:
         found: dict[str, Any] = {"error": trial.error, "tolerance": trial.tolerance}
         if trial.wrong:
             found["wrong"] = trial.wrong

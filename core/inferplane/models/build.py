@@ -49,7 +49,7 @@ class Build:
     positions: int = 4096
     mtp: bool = False
     ignored: list[str] = field(default_factory=list, compare=False)
-    acts: Mapping[str, str] = field(default_factory=dict)
+    activation_quants: Mapping[str, str] = field(default_factory=dict)
     formats_read_by_row: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -98,7 +98,9 @@ class Build:
             )
         rows = rows or (math.prod(shape[:-1]) // len(parts),) * len(parts)
         shard, format = shards or self.shard(axis), formats.pop()
-        return Weight(parts, shape, format=format, shard=shard, rows=rows, act=self.acts.get(format, ""), **options)
+        return Weight(
+            parts, shape, format=format, shard=shard, rows=rows, act=self.activation_quants.get(format, ""), **options
+        )
 
     def shard(self, axis: int | None) -> Shard:
         """The slice that this rank reads of a weight whose `axis` is divided."""

@@ -130,7 +130,7 @@ def latent_attention(build: Build) -> Callable[[str], MLABlock]:
         q_up = build.linear(q_b, rows=q_rows, columns=rank or width, axis=0)
         q_a_norm = build.rms_norm(f"{name}.q_a_layernorm", rank, LATENT_EPS) if rank else None
         kv_a_norm = build.rms_norm(f"{name}.kv_a_layernorm", dims.latent, LATENT_EPS)
-        codes = codes_for(q_up.weight) if rank else {}
+        codes = norm_output_quant(q_up.weight) if rank else {}
         return MLABlock(
             q_a=build.linear(f"{name}.q_a_proj", rows=rank, columns=width) if rank else None,
             q_b=q_up,
@@ -223,10 +223,12 @@ def decoder_layer(build: Build, i: int, attn: Any, mlp: Any) -> DecoderLayer:
     """Build decoder layer `i` from its attention and its MLP."""
     name, width = f"model.layers.{i}", build.config.size("hidden_size")
     return DecoderLayer(
-        attn_norm=replace(build.add_rms_norm(f"{name}.input_layernorm", width), **codes_for(*input_weights(attn))),
+        attn_norm=replace(
+            build.add_rms_norm(f"{name}.input_layernorm", width), **norm_output_quant(*input_weights(attn))
+        ),
         attn=attn,
         mlp_norm=replace(
-            build.add_rms_norm(f"{name}.post_attention_layernorm", width), **codes_for(*input_weights(mlp))
+            build.add_rms_norm(f"{name}.post_attention_layernorm", width), **norm_output_quant(*input_weights(mlp))
         ),
         mlp=mlp,
     )
@@ -250,7 +252,7 @@ def act_group(weight: Weight) -> int:
     return 128 if weight.act == "fp8" and FORMATS[weight.format][2][1] else 0
 
 
-def codes_for(*weights: Weight) -> dict[str, Any]:
+def norm_output_quant(*weights: Weight) -> dict[str, Any]:
     """Fields of a norm whose result these weights meet: the code that those that ask for one agree on. With a scale of
     the weight's own, which the norm does not know, the product codes.
     """

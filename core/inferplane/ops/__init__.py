@@ -8,7 +8,7 @@ from inferplane.ops.eagle import EagleLayer
 from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite, MLANormRopeWrite
 from inferplane.ops.model import CausalLM, DecoderLayer, MTPLayer
 from inferplane.ops.moe import MoE, MoEExperts, MoERoute
-from inferplane.ops.op import OPS, Comparison, Cost, Load, Op, Sample, placeholder, values
+from inferplane.ops.op import OPS, Comparison, Cost, Op, Sample, Workload, placeholder, values
 from inferplane.ops.quantize import FORMATS, Quantize, dequantize_rows, encode
 from inferplane.ops.sampling import SampleTokens
 
@@ -31,7 +31,7 @@ __all__ = [
     "KVWrite",
     "LMHead",
     "Linear",
-    "Load",
+    "Workload",
     "MLAAbsorbed",
     "MLABlock",
     "MLADims",

@@ -10,7 +10,7 @@ import torch
 from inferplane.ops.basic import Linear, RMSNorm, Rope
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
-from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Load, Op, Sample, placeholder
+from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Op, Sample, Workload, placeholder
 from inferplane.types import Batch, KVRequest, LayerKV, Weight
 
 Queries = Literal["few", "many"]
@@ -83,7 +83,7 @@ class KVWrite(Op, name="kv_write"):
     def __call__(self, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
         kv.write(batch.slots, k, v)
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Bytes read and written."""
         return Cost(2 * load.tokens * self.kv.entries * load.dtype.itemsize)
 
@@ -145,7 +145,7 @@ class Attention(Op, name="attention", hot=True):
             out[a:b] = torch.einsum("hqk,khd->qhd", s.softmax(-1), v).to(q.dtype)
         return out
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Bytes of the cache read once; two operations a multiply-add of scores and values."""
         r = self.kv
         moved = load.kv_tokens * r.entries * load.dtype.itemsize
@@ -282,7 +282,7 @@ class GQABlock(Op, name="gqa_block"):
         y = self.o(each_range(batch, (q,), self.few, self.many, kv).flatten(1))
         return y if self.reduce is None else self.reduce(y)
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """The sum over the children; `few` and `many` share the sequences and cost the same, so one of them counts."""
         total = Cost()
         for path, child in self.children():

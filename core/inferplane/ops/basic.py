@@ -16,9 +16,9 @@ from inferplane.ops.op import (
     ROUNDED,
     Comparison,
     Cost,
-    Load,
     Op,
     Sample,
+    Workload,
     placeholder,
     values,
 )
@@ -42,7 +42,7 @@ class Embedding(Op, name="embedding"):
     """
 
     tolerance = EXACT
-    body_quantized = False  # ids tell it no dtype
+    body_reads_quantized = False  # ids tell it no dtype
 
     weight: Weight
     first: int = 0
@@ -56,7 +56,7 @@ class Embedding(Op, name="embedding"):
         y = F.embedding(rows.clamp(0, self.weight.shape[0] - 1), self.weight)  # type: ignore[arg-type]
         return self.reduce(y * mine[:, None].to(y.dtype))
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Bytes of the rows read and written."""
         return Cost(2 * load.tokens * self.weight.shape[1] * load.dtype.itemsize)
 
@@ -99,7 +99,7 @@ class RMSNorm(Op, name="rms_norm"):
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
         return (h * values(self.weight)).to(x.dtype)  # type: ignore[arg-type]
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Bytes of one read and one write."""
         n = self.weight.shape[0]
         return Cost(2 * load.tokens * n * load.dtype.itemsize, 4.0 * load.tokens * n)
@@ -143,7 +143,7 @@ class AddRMSNorm(Op, name="add_rms_norm"):
         s = x if residual is None else x + residual
         return self.norm(s), s
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Bytes of two reads and two writes."""
         n = self.norm.weight.shape[0]
         return Cost(4 * load.tokens * n * load.dtype.itemsize, 5.0 * load.tokens * n)
@@ -194,7 +194,7 @@ class Linear(Op, name="linear", hot=True):
         bias = None if self.bias is None else values(self.bias)  # type: ignore[arg-type]
         return F.linear(h, values(self.weight), bias).to(self.out_dtype or x.dtype)  # type: ignore[arg-type]
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Weight bytes once, activations in and out, two operations a multiply-add."""
         n, k = self.weight.shape
         moved = self.weight.nbytes(load.dtype) + load.tokens * (n + k) * load.dtype.itemsize
@@ -251,7 +251,7 @@ class LMHead(Op, name="lm_head", hot=True):
         rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
         return F.linear(rows.float(), values(self.weight))  # type: ignore[arg-type]
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """As for a linear over one row a sequence; `load.tokens` rows are assumed to want logits."""
         n, k = self.weight.shape
         return Cost(self.weight.nbytes(load.dtype) + load.tokens * 4 * n, 2.0 * load.tokens * n * k)
@@ -298,7 +298,7 @@ class SiluMul(Op, name="silu_mul"):
         gate, up = x.float().chunk(2, -1)
         return (F.silu(gate) * up).to(x.dtype)
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Not counted: fused into its neighbours wherever speed matters."""
         return Cost()
 
@@ -378,7 +378,7 @@ class Rope(Op, name="rope"):
         a, b = h.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Not counted: fused into its neighbours wherever speed matters."""
         return Cost()
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from inferplane.errors import DeviceError
-from inferplane.ops.op import EXACT, Cost, Load, Op, Sample
+from inferplane.ops.op import EXACT, Cost, Op, Sample, Workload
 
 
 @contextmanager
@@ -50,7 +50,7 @@ class AllReduce(Op, name="all_reduce"):
                 dist.all_reduce(x)
         return x
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Not counted: it is bound by the links, not by the device."""
         return Cost()
 
@@ -90,7 +90,7 @@ class AllGather(Op, name="all_gather"):
             dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1)
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Not counted: it is bound by the links, not by the device."""
         return Cost()
 

@@ -12,7 +12,7 @@ from inferplane.ops.attention import OTHER_SCALE, _rope_table, each_range, hidde
 from inferplane.ops.basic import Linear, RMSNorm, Rope
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
-from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Load, Op, Sample, placeholder, values
+from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Op, Sample, Workload, placeholder, values
 from inferplane.types import Batch, KVRequest, LayerKV, Weight
 
 
@@ -60,7 +60,7 @@ class MLAKVWrite(Op, name="mla_kv_write"):
     def __call__(self, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
         kv.write(batch.slots, torch.cat((latent, k_rope), -1))
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Bytes read and written."""
         return Cost(2 * load.tokens * self.kv.entries * load.dtype.itemsize)
 
@@ -120,10 +120,10 @@ class MLAExpanded(Op, name="mla_expanded", hot=True):
             out[a:b] = torch.einsum("hqk,khd->qhd", s.softmax(-1), v).to(out.dtype)
         return out
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """The cache read and expanded once, then scores and values head by head."""
         d = self.dims
-        expand = self.kv_b.cost(Load(load.kv_tokens, dtype=load.dtype))
+        expand = self.kv_b.cost(Workload(load.kv_tokens, dtype=load.dtype))
         attend = 2.0 * load.pairs * d.heads * (d.nope + d.rope + d.value)
         return expand + Cost(load.kv_tokens * self.kv.entries * load.dtype.itemsize, attend)
 
@@ -185,7 +185,7 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
             out[a:b] = torch.einsum("qhr,hvr->qhv", o, w_v).to(out.dtype)
         return out
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """The cache read once; the weight once; folding, scores and values."""
         d = self.dims
         fold = 2.0 * load.tokens * d.heads * d.latent * (d.nope + d.value)
@@ -308,7 +308,7 @@ class MLABlock(Op, name="mla_block"):
     def __call__(self, x: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
         return _mla(self, x, batch, kv, self.absorbed, self.expanded)
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """The sum over the children, with the form of attention that takes fewer operations for this load."""
         total = min(self.absorbed.cost(load), self.expanded.cost(load), key=lambda c: c.flops)
         for path, child in self.children():

@@ -15,7 +15,7 @@ from inferplane.ops.draw import Draw
 from inferplane.ops.eagle import EagleLayer
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
-from inferplane.ops.op import BLOCK, Cost, Load, Op, Sample, placeholder
+from inferplane.ops.op import BLOCK, Cost, Op, Sample, Workload, placeholder
 from inferplane.ops.sampling import SampleTokens
 from inferplane.types import Batch, KVCache, LayerKV, Weight
 
@@ -225,7 +225,7 @@ class CausalLM(Op, name="causal_lm"):
             logits = self.head(x, batch)
         return logits if self.gather is None else self.gather(logits), x
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """The sum over what a call runs: prediction layers are called, and counted, by the engine."""
         total = Cost()
         for path, child in self.children():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from inferplane.ops.basic import GatedMLP, Linear
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
-from inferplane.ops.op import BLOCK, Comparison, Cost, Load, Op, Sample, placeholder, relative_error, values
+from inferplane.ops.op import BLOCK, Comparison, Cost, Op, Sample, Workload, placeholder, relative_error, values
 from inferplane.types import HOST, Weight
 
 
@@ -62,7 +62,7 @@ class MoERoute(Op, name="moe_route"):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.factor, ids
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Not counted: small beside the experts."""
         return Cost()
 
@@ -132,7 +132,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             out.index_add_(0, token, y * weights[token, j, None])
         return out.to(x.dtype)
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Not counted here: how many experts a token takes is known to `MoE`, which counts them."""
         return Cost()
 
@@ -225,7 +225,7 @@ class MoE(Op, name="moe"):
             y = y + self.shared(x)
         return y if self.reduce is None else self.reduce(y)
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Router, shared MLP, and the chosen experts: at most `tokens * top_k` of them are read."""
         experts, width, columns = self.experts.gate_up.shape
         touched = min(experts, load.tokens * self.route.top_k)

@@ -36,7 +36,7 @@ BLOCK = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """How much work a step brings to an op.
 
     Args:
@@ -94,14 +94,14 @@ class Op:
 
     Fields may be weights, numbers, strings, dtypes, `KVRequest`s, child ops (or None), and tuples of child ops. Class
     attributes: `name`; `hot` (its speed decides the model's speed: it sets a decomposition's rank, and a reference
-    there is warned about); `body_quantized` (its body takes quantized weights as they are; else they are expanded for
+    there is warned about); `body_reads_quantized` (its body takes quantized weights as they are; else they are expanded for
     it); `tolerance` (largest accepted error by dtype, as defined by `compare`); `variants` (other
     bodies with the same meaning, chosen by a pin).
     """
 
     name: ClassVar[str] = "op"
     hot: ClassVar[bool] = False
-    body_quantized: ClassVar[bool] = True
+    body_reads_quantized: ClassVar[bool] = True
     tolerance: ClassVar[Mapping[torch.dtype, float]] = ACCUMULATED
     variants: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     _fields: ClassVar[tuple[str, ...]] = ()
@@ -124,7 +124,7 @@ class Op:
         """Cases that every kernel of this op is judged on; the smallest first (the start-up canary takes it)."""
         raise NotImplementedError(cls.__name__)
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Bytes and operations of one call, children included. Default: the sum over the children."""
         total = Cost()
         for _, child in self.children():
@@ -207,7 +207,7 @@ class Op:
             found = self.__dict__["_formats"] = frozenset(own.union(*(c.formats() for _, c in self.children())))
         return found
 
-    def acts(self) -> frozenset[str]:
+    def activation_quants(self) -> frozenset[str]:
         """How the checkpoint has activations coded for the quantized weights of this op and below; "" stands for
         weights that meet them as they are."""
         found = self.__dict__.get("_acts")

@@ -9,7 +9,7 @@ import torch
 
 from inferplane.errors import UsageError
 from inferplane.ops.draw import Draw
-from inferplane.ops.op import Comparison, Cost, Load, Op, Sample, relative_error
+from inferplane.ops.op import Comparison, Cost, Op, Sample, Workload, relative_error
 from inferplane.types import QTensor
 from inferplane.types.qtensor import scale_shape
 
@@ -115,7 +115,7 @@ class Quantize(Op, name="quantize"):
         far = ((data.float() - data0.float()).abs() > step * 1.001).float().mean().item()
         return Comparison(max(error, far), "share of data more than one step away" if far > error else "scale")
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Not counted: it is fused into its neighbours wherever speed matters."""
         return Cost()
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from inferplane.ops.draw import Draw
-from inferplane.ops.op import Comparison, Cost, Load, Op, Sample
+from inferplane.ops.op import Comparison, Cost, Op, Sample, Workload
 from inferplane.types import HOST
 
 WEIGHT_BITS = 40
@@ -190,7 +190,7 @@ class SampleTokens(Op, name="sample"):
         chosen = invert(weights, uniform)
         return torch.where(greedy, best, chosen if ids is None else ids.gather(1, chosen[:, None])[:, 0])
 
-    def cost(self, load: Load) -> Cost:
+    def cost(self, load: Workload) -> Cost:
         """Not counted: small beside the head."""
         return Cost()
 

@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 
-from inferplane.plugins.choice import VARIABLE, parse
 from inferplane.plugins.hookspecs import API_VERSION, Event, hookimpl
 from inferplane.plugins.host import PluginHost
 from inferplane.plugins.records import DeviceEntry, LoadedPlugin, Origin, Quarantined
+from inferplane.plugins.selection import VARIABLE, parse
 
 __all__ = [
     "API_VERSION",

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from inferplane.plugins.choice import VARIABLE, Choice
 from inferplane.plugins.records import OURS, Claim, Quarantined, family, normalized, quarantine
+from inferplane.plugins.selection import VARIABLE, PluginSelection
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Settlement:
     losers: list[Quarantined] = field(default_factory=list)
 
 
-def settle(claims: Sequence[Claim], choice: Choice, *, devices: bool) -> Settlement:
+def settle(claims: Sequence[Claim], choice: PluginSelection, *, devices: bool) -> Settlement:
     """Give each name to one distribution: the one the user chose, else the in-tree one, else the only one, else none.
 
     A distribution that serves a variant of a family has a claim on the family's bare name as well: otherwise

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from inferplane.errors import DeviceError, InferplaneError, PluginError, UsageError
-from inferplane.plugins.choice import VARIABLE, Choice
 from inferplane.plugins.records import (
     Claim,
     DeviceEntry,
@@ -23,6 +22,7 @@ from inferplane.plugins.records import (
     same_distribution,
 )
 from inferplane.plugins.registration import AUTO, unfit
+from inferplane.plugins.selection import VARIABLE, PluginSelection
 from inferplane.types import HOST, Backend, Presence, Probe
 
 log = logging.getLogger("inferplane")
@@ -41,7 +41,11 @@ class Devices:
     """
 
     def __init__(
-        self, claims: Mapping[str, Claim], vacant: Mapping[str, str], choice: Choice, kept_out: list[Quarantined]
+        self,
+        claims: Mapping[str, Claim],
+        vacant: Mapping[str, str],
+        choice: PluginSelection,
+        kept_out: list[Quarantined],
     ) -> None:
         self._claims, self._vacant, self._choice, self._kept_out = dict(claims), dict(vacant), choice, kept_out
         self._classes: dict[str, type[Backend]] = {}

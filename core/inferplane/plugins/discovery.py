@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from inferplane.plugins.choice import VARIABLE, Choice
 from inferplane.plugins.hookspecs import API_VERSION, HOOKS, PROJECT
 from inferplane.plugins.records import (
     OURS,
@@ -33,6 +32,7 @@ from inferplane.plugins.records import (
     quarantine,
     same_distribution,
 )
+from inferplane.plugins.selection import VARIABLE, PluginSelection
 
 GROUP = "inferplane.plugins"
 """The entry-point group."""
@@ -51,7 +51,7 @@ class Candidate:
 
 
 def find(
-    choice: Choice, entry_points: Iterable[metadata.EntryPoint] | None = None
+    choice: PluginSelection, entry_points: Iterable[metadata.EntryPoint] | None = None
 ) -> tuple[list[Candidate], list[Quarantined], set[str]]:
     """Every plugin of sound form, in order of distribution and entry point; those of other form; exclusions used.
 

@@ -15,11 +15,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from inferplane.errors import first_of
-from inferplane.plugins.choice import VARIABLE
 from inferplane.plugins.discovery import installed
 from inferplane.plugins.hookspecs import API_VERSION
 from inferplane.plugins.host import PluginHost
 from inferplane.plugins.records import OURS, DeviceEntry, guarded, in_words
+from inferplane.plugins.selection import VARIABLE
 from inferplane.types import Memory, Presence
 from inferplane.types.backend import host_memory
 

@@ -12,7 +12,6 @@ import pluggy
 
 from inferplane.errors import InferplaneError, PluginError
 from inferplane.plugins import discovery, hookspecs
-from inferplane.plugins.choice import VARIABLE, Choice
 from inferplane.plugins.claims import settle
 from inferplane.plugins.devices import Devices
 from inferplane.plugins.hookspecs import PROJECT, Event
@@ -28,6 +27,7 @@ from inferplane.plugins.records import (
     same_distribution,
 )
 from inferplane.plugins.registration import REGISTER_HOOKS, Registrations, checked_kernels
+from inferplane.plugins.selection import VARIABLE, PluginSelection
 from inferplane.types import Backend, DeviceState, Kernel
 
 log = logging.getLogger("inferplane")
@@ -50,7 +50,7 @@ class PluginHost:
         entry_points: looked at instead of the installed ones (for tests).
     """
 
-    def __init__(self, choice: Choice, entry_points: Iterable[EntryPoint] | None = None) -> None:
+    def __init__(self, choice: PluginSelection, entry_points: Iterable[EntryPoint] | None = None) -> None:
         candidates, self._kept_out, used = discovery.find(choice, entry_points)
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)

@@ -1,16 +1,23 @@
 """Quantized checkpoints: their formats, and how they become `QTensor`s."""
 
 from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row, read_fp8_static, read_integers
-from inferplane.quant.online import SCHEMES, formats_read_by_row, latent_formats, latent_request, online, unsaved
-from inferplane.quant.stored import Stored, format_of, stored
-from inferplane.quant.unpack import Packed, Unpacked
+from inferplane.quant.online import (
+    SCHEMES,
+    explain_no_savings,
+    formats_read_by_row,
+    latent_formats,
+    latent_request,
+    online,
+)
+from inferplane.quant.stored import QuantFormats, format_of, stored
+from inferplane.quant.unpack import Packed, UnpackedSource
 
 __all__ = [
     "READERS",
     "SCHEMES",
     "Packed",
-    "Stored",
-    "Unpacked",
+    "QuantFormats",
+    "UnpackedSource",
     "format_of",
     "formats_read_by_row",
     "latent_formats",
@@ -21,5 +28,5 @@ __all__ = [
     "read_fp8_static",
     "read_integers",
     "stored",
-    "unsaved",
+    "explain_no_savings",
 ]

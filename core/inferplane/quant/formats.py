@@ -102,7 +102,7 @@ def read_fp8_static(source: TensorSource, name: str, shard: Shard) -> QTensor:
 
 
 def read_integers(source: TensorSource, name: str, shard: Shard, *, format: str) -> QTensor:
-    """Symmetric integers, one a byte: `name` and `name_scale`, value = data * scale. Packed ones: see `Unpacked`.
+    """Symmetric integers, one a byte: `name` and `name_scale`, value = data * scale. Packed ones: see `UnpackedSource`.
 
     Args:
         source: has both tensors.

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from inferplane.binding import Plan, Settings, TensorSource
+from inferplane.binding import Plan, PlanSettings, TensorSource
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops.quantize import FORMATS, encode, limit, scales
-from inferplane.quant.stored import Stored
+from inferplane.quant.stored import QuantFormats
 from inferplane.types import PLAIN, Kernel, KVRequest, QTensor, Shard
 
 
@@ -32,7 +32,7 @@ class Scheme:
     dense: str
     experts: str
     head: str
-    acts: Mapping[str, str] = field(default_factory=dict)
+    activation_quants: Mapping[str, str] = field(default_factory=dict)
 
 
 SCHEMES = {
@@ -57,7 +57,7 @@ NUMBERS = 2**19
 """Numbers that are put in integers at a time: what is made of them in between stays in a core's cache."""
 
 
-def online(scheme: str, config: Mapping[str, Any], latent: Collection[str] = ()) -> Stored:
+def online(scheme: str, config: Mapping[str, Any], latent: Collection[str] = ()) -> QuantFormats:
     """Weight formats by name, and readers for them that quantize.
 
     Args:
@@ -83,13 +83,15 @@ def online(scheme: str, config: Mapping[str, Any], latent: Collection[str] = ())
             return any(fnmatch.fnmatchcase(name, p) for p in patterns)
 
         if like(*LATENT):
-            return s.dense if s.dense in latent and s.dense not in s.acts else PLAIN
+            return s.dense if s.dense in latent and s.dense not in s.activation_quants else PLAIN
         return s.head if name == HEAD else s.experts if like(*EXPERTS) else s.dense if like(*DENSE) else PLAIN
 
-    return Stored(format_of, s.acts, {format: partial(_read, format=format) for format in _formats(s)})
+    return QuantFormats(
+        format_of, s.activation_quants, {format: partial(_read, format=format) for format in _formats(s)}
+    )
 
 
-def formats_read_by_row(kernels: Iterable[Kernel], settings: Settings) -> frozenset[str]:
+def formats_read_by_row(kernels: Iterable[Kernel], settings: PlanSettings) -> frozenset[str]:
     """Quantized formats of which some kernel reads single rows, as an embedding needs it.
 
     Args:
@@ -106,7 +108,7 @@ def latent_request(config: Mapping[str, Any]) -> KVRequest | None:
 
 
 def latent_formats(
-    kernels: Iterable[Kernel], settings: Settings, layouts: Collection[str], pins: Mapping[str, str]
+    kernels: Iterable[Kernel], settings: PlanSettings, layouts: Collection[str], pins: Mapping[str, str]
 ) -> frozenset[str]:
     """Quantized formats of `kv_b_proj` that some kernel folds into queries, and some expands latents with.
 
@@ -125,7 +127,7 @@ def latent_formats(
 
 
 def _formats_of(
-    op: str, kernels: Iterable[Kernel], settings: Settings, layouts: Collection[str] | None = None
+    op: str, kernels: Iterable[Kernel], settings: PlanSettings, layouts: Collection[str] | None = None
 ) -> frozenset[str]:
     found = [k.when for k in kernels if k.op == op and (k.batch_invariant or not settings.deterministic)]
     fitting = [w for w in found if settings.dtype in w.dtypes and not settings.features.lacking(w.features)]
@@ -134,7 +136,7 @@ def _formats_of(
     return frozenset(f for w in fitting for f in w.formats) - {PLAIN}
 
 
-def unsaved(plan: Plan, scheme: str | None) -> list[str]:
+def explain_no_savings(plan: Plan, scheme: str | None) -> list[str]:
     """What to tell whoever asked for `scheme` and gets weights that are as large as before.
 
     Args:

@@ -35,7 +35,7 @@ def _plain(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Stored:
+class QuantFormats:
     """How weights are stored, or quantized while they are read.
 
     Args:
@@ -48,7 +48,7 @@ class Stored:
     """
 
     format_of: Callable[[str], str] = _plain
-    acts: Mapping[str, str] = field(default_factory=dict)
+    activation_quants: Mapping[str, str] = field(default_factory=dict)
     readers: Mapping[str, FormatReader] = field(default_factory=lambda: READERS)
     unread: tuple[str, ...] = ()
     packed: Packed | None = None
@@ -58,7 +58,7 @@ class Stored:
         return source if self.packed is None else self.packed.view(source)
 
 
-def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) -> Stored:
+def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) -> QuantFormats:
     """What the config and the tensors' names say of a checkpoint.
 
     Args:
@@ -72,14 +72,14 @@ def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) ->
     Source: DeepSeek-V3's README_WEIGHTS.md; the configs of compressed-tensors, vLLM's "fp8", fbgemm_fp8, GPTQ, AWQ.
     """
     if settings is None:
-        return Stored()
+        return QuantFormats()
     if not isinstance(settings, Mapping):
         raise CheckpointError(
             f"The config's quantization_config is {settings!r}, not an object with entries.",
             remedy="correct the entry, or fetch the file again",
         )
     if not settings:
-        return Stored()
+        return QuantFormats()
     method = settings.get("quant_method")
     known: Mapping[str, Callable[[Mapping[str, Any]], Found | None]] = {
         "fp8": _fp8,
@@ -114,8 +114,8 @@ def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) ->
         inside = "self_attn" in parts or "mlp" in parts
         return format if expert or (inside and parts[-1].endswith(("_proj", "_proj_with_mqa"))) else PLAIN
 
-    acts = {format: act} if act else {}
-    return Stored(by_config if names is None else by_scales, acts, unread=UNREAD, packed=packed)
+    activation_quants = {format: act} if act else {}
+    return QuantFormats(by_config if names is None else by_scales, activation_quants, unread=UNREAD, packed=packed)
 
 
 def format_of(settings: Mapping[str, Any] | None, names: Collection[str] | None) -> Callable[[str], str]:

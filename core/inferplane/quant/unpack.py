@@ -49,12 +49,12 @@ class Packed:
             return self.suffix, ".weight_shape", ".weight_zero_point", ".weight_g_idx"
         return self.suffix, ".scales", ".qzeros", ".g_idx"
 
-    def view(self, source: TensorSource) -> Unpacked:
+    def view(self, source: TensorSource) -> UnpackedSource:
         """A checkpoint with this packing, as if it were not packed."""
-        return Unpacked(source, self)
+        return UnpackedSource(source, self)
 
 
-class Unpacked:
+class UnpackedSource:
     """A `TensorSource` in which a module's packed weight is `module.weight`, int8 `[N, K]`, with the zero point taken
     off, and its scales `module.weight_scale`, `[N, groups]`; everything else is as it was.
 

@@ -181,9 +181,9 @@ class Kernel:
             ) from error
         return found
 
-    def coarser(self, op: Any) -> bool:
+    def is_less_precise_than(self, op: Any) -> bool:
         """Whether it computes in fewer bits than `op` and its checkpoint ask for."""
-        return self.extra_error > 0 and not (self.codes and op.acts() == {self.codes})
+        return self.extra_error > 0 and not (self.codes and op.activation_quants() == {self.codes})
 
     def refusals(self, op: Any, ctx: Context, formats: Iterable[str]) -> list[str]:
         """Reasons why it cannot serve `op` in `ctx`: those of `when`, and those of the plan's options."""

@@ -57,7 +57,7 @@ SCHEMA_1 = record(
         **{"for": {"type": "object"}},
     ),
     expanded=rows(op=TEXT, format=TEXT, weights=COUNT),
-    uncoded=rows(op=TEXT, act=TEXT, sites=COUNT, reason=TEXT),
+    activation_quant_skipped=rows(op=TEXT, act=TEXT, sites=COUNT, reason=TEXT),
 )
 """What readers of schema 1 rely on; changing it means schema 2."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inferplane.binding import DictSource, link, load
-from inferplane.binding.load import DummySource, finite
+from inferplane.binding.load import DummySource, is_finite
 from inferplane.errors import CheckpointError, InferplaneWarning, KernelError, warn
 from inferplane.ops import Embedding, GatedMLP, Linear, LMHead, MoEExperts, encode
 from inferplane.types import Packing, Placement, QTensor, Shard, Weight, When
@@ -347,10 +347,10 @@ def test_what_is_finite(dtype):
     """One value decides, and none does that is a number, also where the sum of all is too large for one."""
     largest = torch.finfo(dtype).max
     for values in ([largest, largest, 1.0], [-largest, -largest], [largest, -largest], [0.0], []):
-        assert finite(torch.tensor(values, dtype=dtype))
+        assert is_finite(torch.tensor(values, dtype=dtype))
     for bad in (math.nan, math.inf, -math.inf):
         for values in ([bad], [1.0, bad, 2.0], [largest, largest, bad], [bad, -bad]):
-            assert not finite(torch.tensor(values, dtype=dtype))
+            assert not is_finite(torch.tensor(values, dtype=dtype))
 
 
 def test_a_warning_names_the_line_outside_the_packages():

@@ -48,7 +48,7 @@ def test_activations_are_coded_where_the_checkpoint_asks():
     assert chosen(plan(asking("int8"), exact, coding)) == "exact:linear", "another coding than its own"
     better = plan(asking(), replace(exact, rank=60), coding)
     assert chosen(better) == "exact:linear"
-    assert choice(better).uncoded == "coding:linear is not taken: ranks below exact:linear"
+    assert choice(better).activation_quant_skipped == "coding:linear is not taken: ranks below exact:linear"
     alone = plan(asking(), exact)
     (told,) = explain(alone)["uncoded"]
     assert told == {"op": "linear", "act": "fp8", "sites": 1, "reason": "no kernel of linear codes them"}

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from inferplane.binding import Bench, Options, Settings, Trial, bind, tune
+from inferplane.binding import Bench, KernelTiming, Options, PlanSettings, bind, tune
 from inferplane.binding.tuning import TOKENS, choose
 from inferplane.cli import main
 from inferplane.ops import RMSNorm, placeholder
@@ -44,7 +44,7 @@ def kernel(clock: Clock, provider: str, seconds, *, rank: int = 10, wrong: bool 
 
 
 def outcome(clock: Clock, *kernels: Kernel, options: Options | None = None):
-    settings = Settings("made", torch.float32, features=Features([]))
+    settings = PlanSettings("made", torch.float32, features=Features([]))
     plan = bind(MODEL, list(kernels), settings, lambda request: [], options=options or Options())
     bench = Bench("made", HOST, torch.float32, Features([]), lambda request: [])
     return tune(plan, bench, clock, clock.record)
@@ -55,7 +55,7 @@ def test_the_fastest_is_chosen_for_every_kind_of_step():
     found = outcome(clock, kernel(clock, "slow", 3e-3, rank=50), kernel(clock, "fast", 1e-3))
     assert [t.key.split("|")[1] for t in found] == list(TOKENS)
     assert {t.before for t in found} == {"slow:norm"} and {t.chosen for t in found} == {"fast:norm"}
-    slow, fast = found[0].trials
+    slow, fast = found[0].timings
     assert slow.score == pytest.approx(3e-3) and fast.score == pytest.approx(1e-3)
     assert sorted(fast.seconds) == sorted(TOKENS["decode"])
 
@@ -64,7 +64,7 @@ def test_a_wrong_kernel_is_out_however_fast_it_is():
     clock = Clock()
     found = outcome(clock, kernel(clock, "right", 3e-3, rank=50), kernel(clock, "wrong", 1e-6, wrong=True))
     assert all(t.chosen == "right:norm" for t in found)
-    (out,) = [t for t in found[0].trials if t.kernel == "wrong:norm"]
+    (out,) = [t for t in found[0].timings if t.kernel == "wrong:norm"]
     assert out.wrong and "tolerance" in out.wrong and not out.seconds
 
 
@@ -84,7 +84,7 @@ def test_within_noise_nothing_changes():
 def test_short_calls_are_repeated_until_they_can_be_timed():
     clock = Clock()
     found = outcome(clock, kernel(clock, "slow", 4e-5, rank=50), kernel(clock, "fast", 1e-5))
-    assert found[0].trials[1].score == pytest.approx(1e-5, rel=1e-6)
+    assert found[0].timings[1].score == pytest.approx(1e-5, rel=1e-6)
     assert found[0].chosen == "fast:norm"
 
 
@@ -105,12 +105,12 @@ def test_pins_and_changed_results_are_left_alone():
 
 @pytest.mark.parametrize(("seconds", "chosen"), [(0.98, "old"), (0.9, "new"), (1.2, "old")])
 def test_a_gain_must_be_worth_it(seconds, chosen):
-    old = Trial("old", seconds={1: [1.0, 1.0, 1.0]})
-    assert choose("old", [old, Trial("new", seconds={1: [seconds] * 3})]) == chosen
+    old = KernelTiming("old", seconds={1: [1.0, 1.0, 1.0]})
+    assert choose("old", [old, KernelTiming("new", seconds={1: [seconds] * 3})]) == chosen
 
 
 def test_nothing_right_keeps_what_ranks_chose():
-    assert choose("old", [Trial("old", wrong="a"), Trial("new", wrong="b")]) == "old"
+    assert choose("old", [KernelTiming("old", wrong="a"), KernelTiming("new", wrong="b")]) == "old"
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from inferplane.cli.model_loading import summary_line
 from inferplane.cli.signals import Interrupt
 from inferplane.engine.results import Timings
 from inferplane.errors import DeviceError, UsageError
-from inferplane.plugins import choice, discovery
+from inferplane.plugins import discovery
+from inferplane.plugins import selection as choice
 from tests.e2e.processes import heeding_ctrl_c
 from tests.house.rules import REPOSITORY
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.shapes import REAL
-from inferplane.binding import recorded_text
+from inferplane.binding import captured_text
 from inferplane.engine import ModelFiles, Runner, RunnerOptions, recorded_steps
 from inferplane.engine.buckets import PADDING, Buckets, Size, choose, sizes_for, step_cost
 from inferplane.plugins import host
@@ -83,8 +83,8 @@ def test_explain_tells():
     runner = Runner.plan_only(ModelFiles("demo"), host(), "cuda", RunnerOptions(dtype="bfloat16", drafts=2))
     told = recorded_steps(runner)
     assert told["off"] == "" and told["tokens"] == [1, 3] and told["sequences"][-1] == 32
-    assert "1 or 3 tokens each" in recorded_text(told) and "MiB" in recorded_text(told)
+    assert "1 or 3 tokens each" in captured_text(told) and "MiB" in captured_text(told)
     runner = Runner.plan_only(ModelFiles("demo"), host(), "cuda", RunnerOptions(dtype="bfloat16", capture=False))
-    assert recorded_text(recorded_steps(runner)) == "decode steps are not recorded: capture=False"
+    assert captured_text(recorded_steps(runner)) == "decode steps are not recorded: capture=False"
     runner = Runner.plan_only(ModelFiles("demo"), host(), "cpu", RunnerOptions())
     assert recorded_steps(runner)["off"]

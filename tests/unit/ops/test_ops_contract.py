@@ -17,11 +17,11 @@ from inferplane.ops import (
     GQABlock,
     Linear,
     LMHead,
-    Load,
     MLABlock,
     MoE,
     Op,
     SampleTokens,
+    Workload,
     encode,
     placeholder,
 )
@@ -30,7 +30,7 @@ from tests.unit.support.small import BF16, DTYPES, F32, bound, tiny_llama, tiny_
 
 IN_TREE = {name: op for name, op in OPS.items() if op.__module__.startswith("inferplane.")}
 SAMPLES = [pytest.param(s, id=f"{name}-{s.label}") for name, op in IN_TREE.items() for s in op.samples()]
-LOAD = Load(tokens=5, kv_tokens=300, pairs=900)
+LOAD = Workload(tokens=5, kv_tokens=300, pairs=900)
 
 
 def draw(seed=0, dtype=F32):
@@ -57,7 +57,7 @@ def test_samples_are_of_the_step_they_say(sample):
 
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_cost_is_finite_and_grows(sample):
-    small, large = sample.op.cost(LOAD), sample.op.cost(Load(50, 3000, 9000))
+    small, large = sample.op.cost(LOAD), sample.op.cost(Workload(50, 3000, 9000))
     assert all(0 <= x < math.inf for c in (small, large) for x in (c.nbytes, c.flops))
     assert large.nbytes >= small.nbytes and large.flops >= small.flops
     if sample.op.hot and sample.op.name != "moe_experts":
@@ -67,7 +67,7 @@ def test_cost_is_finite_and_grows(sample):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_bytes_are_exact(dtype):
     plain, fp8 = Linear(placeholder(30, 70)), Linear(placeholder(30, 70, format="fp8_block"))
-    size, load = dtype.itemsize, Load(5, dtype=dtype)
+    size, load = dtype.itemsize, Workload(5, dtype=dtype)
     assert plain.cost(load) == Cost(30 * 70 * size + 5 * (30 + 70) * size, 2 * 5 * 30 * 70)
     assert fp8.cost(load).nbytes == 30 * 70 + 5 * (30 + 70) * size
     fixed = Linear(placeholder(30, 70, dtype=F32))
@@ -84,7 +84,7 @@ def test_cost_of_blocks_counts_each_sequence_once():
 
 def test_cost_of_latent_attention_is_that_of_the_cheaper_form():
     block: MLABlock = next(o for _, o in tiny_v3().sites() if o.name == "mla_block")
-    decode, prefill = Load(4, 4000, 4000), Load(1000, 1000, 1_000_000)
+    decode, prefill = Workload(4, 4000, 4000), Workload(1000, 1000, 1_000_000)
     rest = [c for path, c in block.children() if path not in ("absorbed", "expanded")]
     for load, form in ((decode, block.absorbed), (prefill, block.expanded)):
         assert block.cost(load).flops == form.cost(load).flops + sum(c.cost(load).flops for c in rest)
@@ -93,10 +93,10 @@ def test_cost_of_latent_attention_is_that_of_the_cheaper_form():
 def test_cost_of_a_mixture_reads_chosen_experts_only():
     moe: MoE = MoE.samples()[1].op  # 8 experts of 64 x 64 and 64 x 32, two a token, nothing shared
     one = (64 * 64 + 64 * 32) * 2
-    router = moe.router.cost(Load(1)).nbytes
-    assert moe.cost(Load(1)).nbytes == router + 2 * one
-    assert moe.cost(Load(100)).nbytes == moe.router.cost(Load(100)).nbytes + 8 * one
-    assert moe.cost(Load(1)).flops - moe.router.cost(Load(1)).flops == 2 * 2 * (64 * 64 + 64 * 32)
+    router = moe.router.cost(Workload(1)).nbytes
+    assert moe.cost(Workload(1)).nbytes == router + 2 * one
+    assert moe.cost(Workload(100)).nbytes == moe.router.cost(Workload(100)).nbytes + 8 * one
+    assert moe.cost(Workload(1)).flops - moe.router.cost(Workload(1)).flops == 2 * 2 * (64 * 64 + 64 * 32)
 
 
 def test_cost_of_a_model_is_what_a_call_runs():

@@ -6,23 +6,23 @@ import pytest
 
 from inferplane import plugins
 from inferplane.errors import UsageError
-from inferplane.plugins.choice import Choice, parse
+from inferplane.plugins.selection import PluginSelection, parse
 
 
 @pytest.mark.parametrize(
     ("spec", "meant"),
     [
-        (None, Choice()),
-        ("", Choice()),
-        (" , ", Choice()),
-        ("only", Choice(only=True)),
-        ("only, a.b", Choice(("a.b",), only=True)),
-        ("a.b,a.b:thing,a.b", Choice(("a.b", "a.b:thing"))),
-        ("-toy,-my-toy,-fam:one", Choice(excluded=frozenset({"toy", "my-toy", "fam:one"}))),
-        ("toy@Acme_Toy", Choice(claims={"toy": "acme-toy"})),
-        ("fam:one@acme,LlamaForCausalLM@acme", Choice(claims={"fam:one": "acme", "LlamaForCausalLM": "acme"})),
-        ("toy@acme,toy@ACME", Choice(claims={"toy": "acme"})),
-        ("a.b,-toy,fam@acme", Choice(("a.b",), frozenset({"toy"}), {"fam": "acme"})),
+        (None, PluginSelection()),
+        ("", PluginSelection()),
+        (" , ", PluginSelection()),
+        ("only", PluginSelection(only=True)),
+        ("only, a.b", PluginSelection(("a.b",), only=True)),
+        ("a.b,a.b:thing,a.b", PluginSelection(("a.b", "a.b:thing"))),
+        ("-toy,-my-toy,-fam:one", PluginSelection(excluded=frozenset({"toy", "my-toy", "fam:one"}))),
+        ("toy@Acme_Toy", PluginSelection(claims={"toy": "acme-toy"})),
+        ("fam:one@acme,LlamaForCausalLM@acme", PluginSelection(claims={"fam:one": "acme", "LlamaForCausalLM": "acme"})),
+        ("toy@acme,toy@ACME", PluginSelection(claims={"toy": "acme"})),
+        ("a.b,-toy,fam@acme", PluginSelection(("a.b",), frozenset({"toy"}), {"fam": "acme"})),
     ],
 )
 def test_reads(spec, meant):

@@ -10,9 +10,9 @@ import torch
 from inferplane.binding import DictSource
 from inferplane.binding.load import assemble
 from inferplane.errors import CheckpointError, UnsupportedModelError
-from inferplane.models.parts import codes_for
+from inferplane.models.parts import norm_output_quant
 from inferplane.ops import Linear, encode
-from inferplane.quant import READERS, format_of, read_fp8_block, read_fp8_row, read_fp8_static, stored
+from inferplane.quant import READERS, format_of, read_fp8_block, read_fp8_row, read_fp8_static, read_quant_config
 from inferplane.types import QTensor, Weight
 from inferplane.types.placement import WHOLE, Shard
 
@@ -102,19 +102,19 @@ def test_other_methods_are_refused(settings):
     ],
 )
 def test_what_a_config_asks_for(settings, format, act):
-    found = stored(settings, {"a.weight", "a.weight_scale", "a.input_scale", "b.weight"})
+    found = read_quant_config(settings, {"a.weight", "a.weight_scale", "a.input_scale", "b.weight"})
     assert (found.format_of("a.weight"), found.format_of("b.weight")) == (format, "plain")
-    assert found.acts.get(format, "") == act and "*.input_scale" in found.unread
-    assert stored(settings, None).format_of("model.layers.0.mlp.up_proj.weight") == format
+    assert found.activation_quants.get(format, "") == act and "*.input_scale" in found.unread
+    assert read_quant_config(settings, None).format_of("model.layers.0.mlp.up_proj.weight") == format
     expert = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
-    assert stored(settings, None).format_of(expert) == format
+    assert read_quant_config(settings, None).format_of(expert) == format
 
 
 def test_groups_that_differ_are_refused():
     mixed = compressed()
     mixed["config_groups"]["group_1"] = compressed(None)["config_groups"]["group_0"]
     with pytest.raises(UnsupportedModelError, match="compressed-tensors"):
-        stored(mixed, None)
+        read_quant_config(mixed, None)
 
 
 @pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
@@ -183,8 +183,11 @@ def test_bad_static_scales_are_refused(scale, what):
 def test_weights_say_whether_scales_are_static():
     """Dynamic ones are coded by whoever has them at hand, a norm; static ones by the product, whose weight has them."""
     dynamic, static = (Weight(("a",), (8, 8), format="fp8_row", act=act) for act in ("fp8", "fp8_static"))
-    assert Linear(static).acts() == Linear(dynamic).acts() == {"fp8"} and static.key() != dynamic.key()
-    assert codes_for(dynamic) == {"codes": "fp8", "codes_group": 0} and codes_for(static) == {}
+    assert (
+        Linear(static).activation_quants() == Linear(dynamic).activation_quants() == {"fp8"}
+        and static.key() != dynamic.key()
+    )
+    assert norm_output_quant(dynamic) == {"codes": "fp8", "codes_group": 0} and norm_output_quant(static) == {}
 
 
 def test_a_stack_of_experts_has_one_static_scale():

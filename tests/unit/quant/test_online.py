@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from inferplane import LLM
-from inferplane.binding import DictSource, Settings
+from inferplane.binding import DictSource, PlanSettings
 from inferplane.cli import main
 from inferplane.engine.options import InferplaneWarning
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import FORMATS, encode
 from inferplane.plugin import When
-from inferplane.quant.online import SCHEMES, latent_formats, online, quantize, unsaved
+from inferplane.quant.online import SCHEMES, explain_no_savings, latent_formats, quantize, quantize_on_load
 from inferplane.types import Features, QTensor, Shard
 from inferplane_cpu.native import instruction_sets
 from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
@@ -60,7 +60,7 @@ def test_scales_beyond_float16_stay_exact():
 
 @pytest.mark.parametrize("scheme", WEIGHT_ONLY)
 def test_linear_layers_only(scheme):
-    format_of = online(scheme, {}).format_of
+    format_of = quantize_on_load(scheme, {}).format_of
     p = "model.layers.3."
     for name in ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "mlp.experts.7.down_proj"):
         assert format_of(f"{p}{name}.weight") == WEIGHT_ONLY[scheme]
@@ -74,18 +74,18 @@ def test_what_attention_folds_is_quantized_where_its_kernels_read_it_so(scheme):
     """And where no activations are coded for it."""
     name, every = "model.layers.3.self_attn.kv_b_proj.weight", frozenset(FORMATS)
     assert (
-        online(scheme, {}).format_of(name)
-        == online(scheme, {}, every - {SCHEMES[scheme].dense}).format_of(name)
+        quantize_on_load(scheme, {}).format_of(name)
+        == quantize_on_load(scheme, {}, every - {SCHEMES[scheme].dense}).format_of(name)
         == "plain"
     )
-    assert online(scheme, {}, every).format_of(name) == WEIGHT_ONLY.get(scheme, "plain")
+    assert quantize_on_load(scheme, {}, every).format_of(name) == WEIGHT_ONLY.get(scheme, "plain")
 
 
 def test_formats_that_both_forms_of_latent_attention_read():
     def reads(op, *formats, provider="vendor", **options):
         return kernel(op, provider, when=When((torch.bfloat16,), ("plain", *formats), **options))
 
-    settings = Settings("toy", torch.bfloat16, "", Features())
+    settings = PlanSettings("toy", torch.bfloat16, "", Features())
     absorbed, expanded = (
         reads("mla_absorbed", "int8_group", "int4_row"),
         reads("mla_expanded", "int8_group", "int8_row"),
@@ -140,7 +140,7 @@ def test_latent_attention_answers_nearly_the_same(scheme, deterministic, tmp_pat
 
 def test_a_rank_reads_its_slice():
     w = torch.randn(8, 256)
-    read = online("weight_only_int8", {}).readers["int8_group"]
+    read = quantize_on_load("weight_only_int8", {}).readers["int8_group"]
     source = DictSource({"w": w})
     q = read(source, "w", Shard(1, 1, 2))
     assert isinstance(q, QTensor)
@@ -150,10 +150,10 @@ def test_a_rank_reads_its_slice():
 
 def test_what_is_refused():
     with pytest.raises(UsageError, match="weight_only_int4"):
-        online("int3", {})
+        quantize_on_load("int3", {})
     with pytest.raises(UsageError, match="quantized already"):
-        online("weight_only_int8", {"quantization_config": {"quant_method": "fp8"}})
-    readers = online("weight_only_int8", {}).readers
+        quantize_on_load("weight_only_int8", {"quantization_config": {"quant_method": "fp8"}})
+    readers = quantize_on_load("weight_only_int8", {}).readers
     with pytest.raises(CheckpointError, match="cannot be quantized"):
         readers["int8_group"](DictSource({"w": torch.ones(4, 4, dtype=torch.int8)}), "w", Shard())
 
@@ -176,7 +176,7 @@ def test_a_model_answers_nearly_the_same(scheme, tied, tmp_path):
 
 
 def test_fp8_beside_int4_experts():
-    found = online("a8w8_fp8_wint4", {})
+    found = quantize_on_load("a8w8_fp8_wint4", {})
     p = "model.layers.3."
     for name in ("self_attn.q_b_proj", "mlp.gate_proj", "mlp.shared_experts.down_proj"):
         assert found.format_of(f"{p}{name}.weight") == "fp8_block"
@@ -184,14 +184,17 @@ def test_fp8_beside_int4_experts():
         assert found.format_of(f"{p}{name}.weight") == "int4_group64"
     for name in ("lm_head", "model.embed_tokens", f"{p}self_attn.kv_b_proj", f"{p}mlp.gate"):
         assert found.format_of(f"{name}.weight") == "plain"
-    assert found.acts == {"fp8_block": "fp8", "int4_group64": "fp8"} and found.readers.keys() == found.acts.keys()
+    assert (
+        found.activation_quants == {"fp8_block": "fp8", "int4_group64": "fp8"}
+        and found.readers.keys() == found.activation_quants.keys()
+    )
 
 
 def test_rows_of_int8_with_activations_in_int8():
-    found = online("a8w8", {})
+    found = quantize_on_load("a8w8", {})
     names = {name: found.format_of(f"{name}.weight") for name in ("lm_head", "a.q_proj", "a.experts.0.w1", "a.norm")}
     assert list(names.values()) == ["int8_group", "int8_row", "int8_row", "plain"]
-    assert found.acts == {"int8_row": "int8"} and found.readers.keys() == {"int8_row", "int8_group"}
+    assert found.activation_quants == {"int8_row": "int8"} and found.readers.keys() == {"int8_row", "int8_group"}
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (300, 200), (3000, 130)])
@@ -238,7 +241,7 @@ def test_who_quantizes_for_nothing_is_told(scheme, tmp_path, capsys, monkeypatch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization=scheme) as llm:
-            assert llm.runner.plan.weight_bytes < plain / 2 and not unsaved(llm.runner.plan, scheme)
+            assert llm.runner.plan.weight_bytes < plain / 2 and not explain_no_savings(llm.runner.plan, scheme)
 
     monkeypatch.setattr(main, "prepare", lambda environment: None)
     words = ("estimate", str(tmp_path), "--device", "cpu", "--quantization", scheme, "--dtype")

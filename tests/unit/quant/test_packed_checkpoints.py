@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from inferplane import LLM
 from inferplane.binding import DictSource
 from inferplane.errors import CheckpointError, UnsupportedModelError
-from inferplane.quant import read_integers, stored
+from inferplane.quant import read_integers, read_quant_config
 from inferplane.types import Shard
 from inferplane_cpu.native import instruction_sets
 from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
@@ -103,7 +103,7 @@ def test_every_value_arrives(method, bits, group, symmetric, format):
     n, k = 24, 512
     codes, scale, zero = drawn(n, k, bits, group, symmetric=symmetric)
     tensors = packed(method, "a", codes, scale, zero, bits, group) | {"b.weight": torch.ones(3, 2), "a.bias": scale[0]}
-    found = stored(config(method, bits, group, symmetric), set(tensors))
+    found = read_quant_config(config(method, bits, group, symmetric), set(tensors))
     assert (found.format_of("a.weight"), found.format_of("b.weight")) == (format, "plain")
     view = found.view(DictSource(tensors))
     assert set(view.names()) == {"a.weight", "a.weight_scale", "b.weight", "a.bias"}
@@ -113,13 +113,16 @@ def test_every_value_arrives(method, bits, group, symmetric, format):
         for rank in range(size):
             got = read(found, tensors, "a.weight", Shard(axis, rank, size))
             assert torch.equal(got.dequantize(), want.chunk(size, axis)[rank])
-    assert stored(config(method, bits, group, symmetric), None).format_of("model.layers.0.mlp.up_proj.weight") == format
+    assert (
+        read_quant_config(config(method, bits, group, symmetric), None).format_of("model.layers.0.mlp.up_proj.weight")
+        == format
+    )
 
 
 def test_columns_that_fill_no_word_and_no_group():
     codes, scale, zero = drawn(21, 100, 4, 128, symmetric=False)
     tensors = packed("compressed-tensors", "a", codes, scale, zero, 4, 128)
-    found = stored(config("compressed-tensors", 4, 128, False), set(tensors))
+    found = read_quant_config(config("compressed-tensors", 4, 128, False), set(tensors))
     assert torch.equal(read(found, tensors, "a.weight").dequantize(), value(codes, scale, zero, 4, 128))
     loose = {**tensors, "a.weight_zero_point": (zero - 8).to(torch.int8)}  # as earlier releases write them
     assert torch.equal(read(found, loose, "a.weight").dequantize(), value(codes, scale, zero, 4, 128))
@@ -129,11 +132,11 @@ def test_columns_that_fill_no_word_and_no_group():
 def test_how_gptq_counts_zero_points(form):
     codes, scale, zero = drawn(16, 256, 4, 128, symmetric=False)
     tensors = packed("gptq", "a", codes, scale, zero, 4, 128, less_one=form != "gptq_v2")
-    found = stored({**config("gptq", 4, 128, False), "checkpoint_format": form}, set(tensors))
+    found = read_quant_config({**config("gptq", 4, 128, False), "checkpoint_format": form}, set(tensors))
     assert torch.equal(read(found, tensors, "a.weight").dequantize(), value(codes, scale, zero, 4, 128))
     # Symmetric ones have theirs in the middle, whatever their writer thought of it.
     tensors = packed("gptq", "a", codes, scale, None, 4, 128, less_one=False)
-    found = stored({**config("gptq", 4, 128, True), "checkpoint_format": form}, set(tensors))
+    found = read_quant_config({**config("gptq", 4, 128, True), "checkpoint_format": form}, set(tensors))
     assert torch.equal(read(found, tensors, "a.weight").dequantize(), value(codes, scale, None, 4, 128))
 
 
@@ -152,7 +155,7 @@ def test_bytes_that_are_not_packed(form):
     data, scale = torch.randint(-128, 128, (16, 96), generator=g).to(torch.int8), torch.rand(16, 1, generator=g)
     scale = scale if 16 in form else scale[:1]
     tensors = {"a.weight": data, "a.weight_scale": scale.reshape(form)}
-    found = stored(whole_bytes(), set(tensors))
+    found = read_quant_config(whole_bytes(), set(tensors))
     assert torch.equal(read(found, tensors, "a.weight").dequantize(), data.float() * scale)
     assert list(found.view(DictSource(tensors)).names()) == list(tensors)
 
@@ -168,7 +171,7 @@ def test_bytes_that_are_not_packed(form):
     ],
 )
 def test_how_activations_are_coded(settings, act):
-    assert stored(settings, None).acts.get("int8_row", "") == act
+    assert read_quant_config(settings, None).activation_quants.get("int8_row", "") == act
 
 
 @pytest.mark.parametrize(
@@ -196,12 +199,12 @@ def test_how_activations_are_coded(settings, act):
 )
 def test_what_is_not_read_is_refused(settings):
     with pytest.raises(UnsupportedModelError, match=r"not as it is set here.*There is:.*'gptq' of 4 or 8 bits"):
-        stored(settings, None)
+        read_quant_config(settings, None)
 
 
 def test_modules_that_were_left_out():
     settings = {**config("gptq", 4, 128, True), "dynamic": {"-:.*lm_head": {}}}
-    assert stored(settings, {"a.qweight", "lm_head.weight"}).format_of("lm_head.weight") == "plain"
+    assert read_quant_config(settings, {"a.qweight", "lm_head.weight"}).format_of("lm_head.weight") == "plain"
 
 
 STATED = [
@@ -234,7 +237,7 @@ def test_what_does_not_fit_is_refused(method, changes, what):
     codes, scale, zero = drawn(16, 256, 4, 128, symmetric=False)
     tensors = packed(method, "a", codes, scale, zero, 4, 128)
     tensors.setdefault(f"a.{name['order']}", (torch.arange(256) // 128).int())
-    found = stored(config(method, 4, 128, False), set(tensors))
+    found = read_quant_config(config(method, 4, 128, False), set(tensors))
     read(found, tensors, "a.weight")
     ((which, change),) = changes.items()
     key = f"a.{name[which]}"
@@ -247,7 +250,7 @@ def test_what_does_not_fit_is_refused(method, changes, what):
 
 def test_entries_of_more_bits_than_the_config_says():
     tensors = {"a.weight": torch.full((4, 32), 9, dtype=torch.int8), "a.weight_scale": torch.ones(4, 1)}
-    found = stored(config("compressed-tensors", 4, 0, True), set(tensors))
+    found = read_quant_config(config("compressed-tensors", 4, 0, True), set(tensors))
     with pytest.raises(CheckpointError, match=r"entries of 9 to 9.*4 bits"):
         read(found, tensors, "a.weight")
 
@@ -255,7 +258,7 @@ def test_entries_of_more_bits_than_the_config_says():
 def test_a_share_that_cuts_a_group():
     codes, scale, zero = drawn(16, 384, 4, 128, symmetric=True)
     tensors = packed("gptq", "a", codes, scale, zero, 4, 128)
-    found = stored(config("gptq", 4, 128, True), set(tensors))
+    found = read_quant_config(config("gptq", 4, 128, True), set(tensors))
     with pytest.raises(CheckpointError, match=r"cuts a group of 128 columns.*tensor-parallel size"):
         read(found, tensors, "a.weight", Shard(1, 0, 2))
 

@@ -7,7 +7,7 @@ import types
 
 import torch
 
-from inferplane.binding import DictSource, Options, Settings, bind, link, load
+from inferplane.binding import DictSource, Options, PlanSettings, bind, link, load
 from inferplane.kvcache import paged_layout
 from inferplane.models import Build, Config, deepseek_v3, llama
 from inferplane.ops import OPS, encode
@@ -87,7 +87,7 @@ def kernel(op, provider="vendor", rank=90, *, target=None, **options):
 
 def settings(dtype=F32, **options):
     """Settings for a device that is not one; every copy is allowed unless `copies` says otherwise."""
-    return Settings("toy", dtype, **{"features": Features(), "copies": None, **options})
+    return PlanSettings("toy", dtype, **{"features": Features(), "copies": None, **options})
 
 
 def plan(model, *kernels, offers=(LAYOUT,), pins=None, lock=None, demoted=None, kinds=None, strict=False, **options):

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import torch
 
-from inferplane.binding import Settings, bind, explain, signature, write_lock
+from inferplane.binding import PlanSettings, bind, explain, signature, write_lock
 from inferplane.conformance.configs import TINY, model
 from inferplane.kernels.composed import composed_kernels
 from inferplane.kvcache import paged_layout
@@ -45,7 +45,7 @@ def plan_with_everything():
     packing = Packing("made.t", lambda w: w.t().contiguous())
     linear = next(k for k in composed_kernels() if k.name == "torch:linear")
     kernels = [*composed_kernels(), replace(linear, provider="made", when=turned, packs={"weight": packing}, rank=60)]
-    settings = Settings("made", torch.float32, "made1", copies=None, assumed=True)
+    settings = PlanSettings("made", torch.float32, "made1", copies=None, assumed=True)
     return bind(tree, kernels, settings, lambda request: [paged_layout(16)])
 
 

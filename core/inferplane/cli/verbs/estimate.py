@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     from inferplane.engine.arguments import whole
     from inferplane.engine.estimate import estimate
     from inferplane.plugins import host
-    from inferplane.quant import unsaved
+    from inferplane.quant import explain_no_savings
 
     options = binding_options(args, arch=args.arch, max_batch=whole("max_batch", args.max_batch, 1))
     memory = _memory(args.memory) if args.memory is not None else None
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     if memory is None:
         memory = _free(host(), runner.backend.name)
     found = estimate(runner, memory, whole("max_step_tokens", args.max_step_tokens, 1))
-    for what in unsaved(runner.plan, options.quantization):
+    for what in explain_no_savings(runner.plan, options.quantization):
         screen.warning(what)
     if args.json:
         screen.facts({"model": files.name, "device": runner.backend.name, **found.data()})

@@ -13,7 +13,7 @@ from inferplane.models.build import Build
 from inferplane.models.families.llama import llama
 from inferplane.models.reading.config import Config
 from inferplane.ops import CausalLM, EagleLayer, LMHead, Op
-from inferplane.quant import stored
+from inferplane.quant import read_quant_config
 from inferplane.types import Shard, Weight
 
 PREFIX = "eagle:"
@@ -37,12 +37,18 @@ def with_eagle(
     Raises:
         As `eagle`.
     """
-    found = stored(config.get("quantization_config"), names)
+    found = read_quant_config(config.get("quantization_config"), names)
     if found.packed is not None:
         raise UnsupportedModelError(
             f"An EAGLE head whose weights are packed in {found.packed.bits} bits.", there_is="plain heads, and FP8"
         )
-    build = Build(config, format_of=found.format_of, positions=positions, ignored=list(found.unread), acts=found.acts)
+    build = Build(
+        config,
+        format_of=found.format_of,
+        positions=positions,
+        ignored=list(found.unread),
+        activation_quants=found.activation_quants,
+    )
     # Some published heads have a bias and some have none, and their configs do not tell reliably.
     bias = "fc.bias" in names if names is not None else config.flag("bias", True)
     head = eagle(build, target, bias=bias)

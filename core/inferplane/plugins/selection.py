@@ -18,7 +18,7 @@ _CLAIM = re.compile(r"(\w[\w.:-]*)@([A-Za-z0-9][\w.-]*)")
 
 
 @dataclass(frozen=True)
-class Choice:
+class PluginSelection:
     """The parsed list.
 
     Args:
@@ -41,7 +41,7 @@ class Choice:
         return None
 
 
-def parse(spec: str | None) -> Choice:
+def parse(spec: str | None) -> PluginSelection:
     """Read a comma list: `module` loads it (installed or not), `-name` leaves out an entry point or a device,
     `device@distribution` settles who serves a device, a leading `only` turns entry points off.
 
@@ -76,7 +76,7 @@ def parse(spec: str | None) -> Choice:
             there_is="`module` loads, `-name` leaves out, `device@distribution` settles a claim, a leading `only`",
             remedy="separate such items by commas",
         )
-    return Choice(tuple(modules), frozenset(excluded), claims, only)
+    return PluginSelection(tuple(modules), frozenset(excluded), claims, only)
 
 
 def _like_only(item: str) -> bool:
