@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inferplane.ops import Attention, MLAAbsorbed, MLADims, MLAExpanded, placeholder
-from inferplane.ops.basic import Linear
+from inferplane.ops.linear import Linear
 from inferplane.types import Context, KVLayout, KVRequest
 from inferplane.types.batch import Query, make_batch
 from inferplane_cuda.backend import CudaBackend

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu import cases, peers
-from inferplane.ops.quantize import FORMATS, encode
+from inferplane.ops.formats import FORMATS, encode
 from inferplane.types import Context, QTensor
 
 Row = dict[str, Any]

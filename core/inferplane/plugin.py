@@ -1,18 +1,18 @@
-"""All that plugin authors are promised. Everything else may move between releases; these names keep their meaning
-within a major of `API_VERSION`, and importing them imports no engine and no vendor's package.
+"""The public API for plugin authors. These names keep their meaning within a major of `API_VERSION`; everything else in
+Inferplane may change between releases. Importing them imports neither the engine nor a vendor's package.
 
-A whole plugin, here a device that computes with torch on the host and brings one kernel of its own:
+A complete plugin: a device that computes with torch on the host and has one kernel.
 
     from inferplane.plugin import HOST, Backend, DeviceState, Features, Kernels, Presence, Probe, hookimpl
 
-    INFERPLANE_API = (1, 0)  # the API this was written for; not API_VERSION, which is the API that is installed
+    INFERPLANE_API = (1, 0)  # the API version this plugin is written for; API_VERSION is the installed one
 
     kernels = Kernels()
 
 
     @kernels("rms_norm", "toy", rank=90)
-    def rms_norm(op, x):
-        return (x.float() * (x.float().pow(2).mean(-1, keepdim=True) + op.eps).rsqrt()).to(x.dtype) * op.weight
+    def rms_norm(view, x):
+        return (x.float() * (x.float().pow(2).mean(-1, keepdim=True) + view.eps).rsqrt()).to(x.dtype) * view.weight
 
 
     class ToyBackend(Backend):
@@ -34,16 +34,15 @@ A whole plugin, here a device that computes with torch on the host and brings on
     def inferplane_register_backends(register):
         register("toy", ToyBackend)
 
-It is found by an entry point of the wheel that brings it:
+Inferplane finds the plugin by an entry point of its wheel:
 
     [project.entry-points."inferplane.plugins"]
     toy = "inferplane_toy.plugin"
 
-or, not installed, by `INFERPLANE_PLUGINS=inferplane_toy.plugin`. A larger backend registers the dotted name
-"inferplane_toy.backend:ToyBackend" instead of the class, so that its module is imported only when the device is probed
-or chosen. The other hooks are `inferplane_register_kernels(register)`, for kernels of a device that another plugin
-serves, `inferplane_register_quantization(register)`, `inferplane_register_models(register)` and
-`inferplane_on_event(event)`.
+or, without installation, by `INFERPLANE_PLUGINS=inferplane_toy.plugin`. A larger backend registers the dotted name
+"inferplane_toy.backend:ToyBackend" instead of the class, so that its module is imported only if the device is probed
+or chosen. The other hooks are `inferplane_register_kernels(register)`, which adds kernels to another plugin's device,
+`inferplane_register_quantization(register)`, `inferplane_register_models(register)` and `inferplane_on_event(event)`.
 """
 
 from inferplane.errors import (
@@ -70,6 +69,7 @@ from inferplane.types import (
     RANK_PORTABLE,
     RANK_TUNED,
     Accelerator,
+    ActivationQuant,
     Backend,
     Batch,
     Context,
@@ -95,6 +95,7 @@ from inferplane.types import (
     StepKind,
     Weight,
     When,
+    register_kv_kind,
 )
 from inferplane.types.backend import host_memory
 from inferplane.types.packages import installed, libraries_of, load_library, minor_of, version_of
@@ -108,6 +109,7 @@ __all__ = [
     "RANK_PORTABLE",
     "RANK_TUNED",
     "Accelerator",
+    "ActivationQuant",
     "Backend",
     "Batch",
     "BindError",
@@ -153,6 +155,7 @@ __all__ = [
     "load_library",
     "minor_of",
     "paged_layout",
+    "register_kv_kind",
     "version_of",
     "warn",
 ]

@@ -1,37 +1,83 @@
-"""A whole backend: torch on the host, two kernels, a weight packing and a KV layout that nobody else has."""
+"""A complete backend that computes with torch on the host: two kernels, a weight packing and its own KV layout."""
 
 import torch
 import torch.nn.functional as F
 
-from inferplane import plugin
+from inferplane.plugin import (
+    HOST,
+    Backend,
+    DeviceState,
+    Features,
+    Kernels,
+    KVLayout,
+    LayerKV,
+    Packing,
+    Presence,
+    Probe,
+    When,
+    hookimpl,
+)
 
-INFERPLANE_API, KERNELS = (1, 0), plugin.Kernels()
-WHOLE = plugin.When(kv_layouts=("toy_32",), needs=(("no window", lambda op: op.kv.window is None),))
-PLAIN = plugin.When(needs=(("a plain product", lambda op: not (op.bias or op.act or op.out_dtype)),))
+INFERPLANE_API = (1, 0)
+BLOCK_TOKENS = 32
+
+kernels = Kernels()
+transposed = Packing("toy.transposed", lambda weight: weight.t().contiguous())
 
 
-@KERNELS("linear", "toy", rank=90, when=PLAIN, packs={"weight": plugin.Packing("toy.t", lambda w: w.t().contiguous())})
-def linear(p, x):
-    return x @ p.weight
+# 4. Kernels
 
 
-@KERNELS("attention", "toy", rank=90, when=WHOLE)
-def attention(p, q, batch, kv):
-    q, out = q.transpose(0, 1), torch.zeros_like(q.transpose(0, 1))
-    for a, b, n, table in batch.rows():
-        k, v = kv.blocks[:, :, table].flatten(2, 3)[:, :, :n]
-        seen = torch.ones(b - a, n, dtype=torch.bool).tril(n - (b - a))
-        out[:, a:b] = F.scaled_dot_product_attention(q[:, a:b], k, v, seen, scale=p.scale, enable_gqa=True)
+def has_no_window(op):
+    return op.kv.window is None
+
+
+def is_plain_product(op):
+    return op.bias is None and op.act is None and op.out_dtype is None
+
+
+@kernels(
+    "linear",
+    "toy",
+    rank=90,
+    packs={"weight": transposed},
+    when=When(needs=(("a plain product", is_plain_product),)),
+)
+def linear(view, x):
+    return x @ view.weight
+
+
+@kernels(
+    "attention",
+    "toy",
+    rank=90,
+    when=When(kv_layouts=("toy_32",), needs=(("no window", has_no_window),)),
+)
+def attention(view, q, batch, kv):
+    q = q.transpose(0, 1)
+    out = torch.zeros_like(q)
+    for start, stop, tokens, table in batch.rows():
+        k, v = kv.blocks[:, :, table].flatten(2, 3)[:, :, :tokens]
+        queries = stop - start
+        visible = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+        rows = q[:, start:stop]
+        out[:, start:stop] = F.scaled_dot_product_attention(rows, k, v, visible, scale=view.scale, enable_gqa=True)
     return out.transpose(0, 1)
 
 
-class ToyKV(plugin.LayerKV):
-    layout, block_tokens = "toy_32", 32
+# 3. KV cache
+
+
+class ToyKV(LayerKV):
+    layout = "toy_32"
+    block_tokens = BLOCK_TOKENS
 
     def __init__(self, request, blocks, dtype, device):
         self.request = request
-        self.data = torch.zeros(2, request.heads, 32 * blocks + 1, request.dim, dtype=dtype)  # the last is slot -1
-        self.blocks = self.data[:, :, :-1].unflatten(2, (blocks, 32))
+        slots = blocks * BLOCK_TOKENS
+        # K and V, heads before tokens; slot -1 (padding) is one extra slot at the end.
+        self.data = torch.zeros(2, request.heads, slots + 1, request.dim, dtype=dtype)
+        self.blocks = self.data[:, :, :slots].unflatten(2, (blocks, BLOCK_TOKENS))
 
     def write(self, slots, k, v):
         self.data[:, :, slots] = torch.stack((k, v)).transpose(1, 2)
@@ -39,36 +85,37 @@ class ToyKV(plugin.LayerKV):
     def read(self, table, tokens):
         return tuple(self.blocks[:, :, table].flatten(2, 3)[:, :, :tokens].transpose(1, 2))
 
-    def copy_blocks(self, source, target):
-        self.blocks[:, :, target] = self.blocks[:, :, source]
 
-    def export(self, blocks):
-        return (self.blocks[:, :, blocks].movedim(2, 0),)
-
-    def load(self, blocks, stored):
-        self.blocks[:, :, blocks] = stored[0].movedim(0, 2)
+def bytes_per_block(request, dtype):
+    return BLOCK_TOKENS * request.entries * dtype.itemsize
 
 
-LAYOUT = plugin.KVLayout("toy_32", 32, ToyKV, lambda request, dtype: 32 * request.entries * dtype.itemsize)
+# 2. The device
 
 
-class Toy(plugin.Backend):
-    name, torch_device = "toy", plugin.HOST
+class Toy(Backend):
+    name = "toy"
+    torch_device = HOST
 
     @classmethod
     def probe(cls):
-        return plugin.Probe(plugin.Presence.AVAILABLE, "needs nothing but torch", devices=1)
+        return Probe(Presence.AVAILABLE, "needs nothing but torch", devices=1)
 
     def open(self):
-        return plugin.DeviceState(plugin.HOST, "a toy", "toy1", plugin.Features(["bf16"]), self.memory())
+        return DeviceState(HOST, "a toy", "toy1", Features(["bf16"]), self.memory())
 
     def kernels(self):
-        return KERNELS
+        return kernels
 
     def kv_layouts(self, request, dtype):
-        return (LAYOUT,) if request.kind == "gqa" and request.dim == request.v_dim else ()
+        if request.kind == "gqa" and request.dim == request.v_dim:
+            return [KVLayout("toy_32", BLOCK_TOKENS, ToyKV, bytes_per_block)]
+        return []
 
 
-@plugin.hookimpl
+# 1. Registration
+
+
+@hookimpl
 def inferplane_register_backends(register):
     register("toy", Toy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from inferplane import plugins
 from inferplane.errors import DeviceError, KernelError, UsageError
-from inferplane.types import Batch, Context, Features, HostLens, KVRequest
+from inferplane.types import ActivationQuant, Batch, Context, Features, HostLens, Kernel, KVRequest, Weight
 
 
 @pytest.fixture
@@ -120,3 +121,14 @@ def test_it_observes(frozen):
     host.emit(plugins.Event("device.opened", {"device": "frozen"}))
     assert module.seen == [("device.opened", {"device": "frozen"})]
     assert not host.quarantined()
+
+
+def test_names_of_1_0_that_have_new_ones():
+    with pytest.warns(DeprecationWarning, match="Kernel.codes is called quantizes_activations_to now"):
+        kernel = Kernel("linear", "old", "old:linear", codes="fp8", extra_error=0.1)
+    with pytest.warns(DeprecationWarning, match="Weight.act is called activation_quant now"):
+        weight = Weight(("a",), (8, 8), format="fp8_row", act="fp8_static")
+    assert weight.activation_quant == ActivationQuant("fp8", static=True)
+    with pytest.warns(DeprecationWarning, match="ends with the next minor"):
+        assert (weight.act, kernel.codes) == ("fp8_static", "fp8")
+    assert replace(kernel, rank=50).quantizes_activations_to == "fp8"

@@ -172,10 +172,10 @@ def test_fp8_of_one_scale_or_one_a_row(each, copy):
         warnings.simplefilter("error")
         with LLM(folder, device="cpu", dtype="float32") as llm:
             assert torch.equal(llm.logits(PROMPT)[0], want)
-            activation_quant_skipped = llm.explain()["uncoded"]
-            formats = {(w.format, w.act) for w in llm.runner.plan.weights.values() if w.parts}
+            skipped = llm.explain()["activation_quant_skipped"]
+            formats = {(w.format, str(w.activation_quant or "")) for w in llm.runner.plan.weights.values() if w.parts}
     assert formats == {("plain", ""), ("fp8_row", "fp8_static")}
-    assert {(u["op"], u["act"]) for u in activation_quant_skipped} >= {("linear", "fp8")}
+    assert {(s["op"], s["activation_quant"]) for s in skipped} >= {("linear", "fp8")}
     name = "model.layers.1.mlp.down_proj.input_scale"
     for bad, what in ((None, "lacks"), (torch.tensor(float("nan")), "is nan"), (torch.ones(2), "not one positive")):
         broken = {k: t for k, t in stored.items() if k != name} | ({} if bad is None else {name: bad})

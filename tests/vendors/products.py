@@ -12,7 +12,7 @@ import torch
 from inferplane.conformance.subject import Subject
 from inferplane.ops import OPS
 from inferplane.ops.draw import Draw
-from inferplane.ops.quantize import FORMATS, encode
+from inferplane.ops.formats import FORMATS, encode
 from inferplane.plugins import host
 
 FP8_ROUNDING = 5e-2

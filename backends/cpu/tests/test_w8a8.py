@@ -7,7 +7,7 @@ from inferplane.conformance import stepping
 from inferplane.conformance.subject import Subject
 from inferplane.models import Build, Config, deepseek_v3, llama
 from inferplane.ops import Quantize, encode
-from inferplane.plugin import PLAIN
+from inferplane.plugin import PLAIN, ActivationQuant
 from inferplane.plugins import host
 from inferplane_cpu.kernels.linear import CODED_ERROR, multiply, on_tiles
 from inferplane_cpu.kernels.packed import Panels, coded, matrices
@@ -90,7 +90,7 @@ def tree_of(kind, activation_quants):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_whole_layers_give_what_smaller_kernels_do(name, kind, schedule):
     """One call for all layers gives what layer by layer gives, and this what the parts give."""
-    tree = tree_of(kind, {"int8_row": "int8"})
+    tree = tree_of(kind, {"int8_row": ActivationQuant("int8")})
     weights = stepping.draw_weights(tree, torch.bfloat16, steady_routes=True)
     draw = torch.Generator().manual_seed(6)
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS["ragged"]]
@@ -107,7 +107,7 @@ def test_whole_layers_give_what_smaller_kernels_do(name, kind, schedule):
 @pytest.mark.parametrize("kind", ["grouped", "latents"])
 def test_kernels_are_taken_where_the_weights_ask(kind):
     subject = Subject.of(host(), "cpu", "bfloat16")
-    for activation_quants, ending in (({"int8_row": "int8"}, "_w8a8"), ({}, "_panels")):
+    for activation_quants, ending in (({"int8_row": ActivationQuant("int8")}, "_w8a8"), ({}, "_panels")):
         plan = stepping.plan_for(subject, tree_of(kind, activation_quants), torch.bfloat16)
         for step in ("decode", "mixed"):
             bound = {c.label for _, op, c in plan.sites(step) if op.name in ("decoder_layer", "linear") and c.kernel}
@@ -117,7 +117,7 @@ def test_kernels_are_taken_where_the_weights_ask(kind):
 
 @pytest.mark.parametrize("isa", [name for name in TILES if name in SETS])
 def test_a_prompt_in_one_call_is_near_the_prompt_in_parts(isa):
-    tree = tree_of("grouped", {"int8_row": "int8"})
+    tree = tree_of("grouped", {"int8_row": ActivationQuant("int8")})
     weights = stepping.draw_weights(tree, torch.bfloat16)
     prompt = [torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(7)).tolist()]
     with use_instruction_set(isa):

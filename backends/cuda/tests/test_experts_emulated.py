@@ -10,8 +10,8 @@ import torch
 from backends.cuda.tests import gluon_emulator
 from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import MoEExperts, Quantize, SiluMul, encode, placeholder
+from inferplane.ops.formats import dequantize_rows
 from inferplane.ops.op import relative_error
-from inferplane.ops.quantize import dequantize_rows
 from inferplane_cuda.kernels import FP8_ERROR, kernels
 
 PACKAGE = "inferplane_cuda.kernels.hopper"
@@ -140,4 +140,8 @@ def test_few_rows_and_finer_blocks_go_to_the_portable_kernel(monkeypatch):
 def test_it_is_taken_by_a_pin_until_a_gpu_has_run_it():
     (kernel,) = [k for k in kernels() if k.name == "gluon_fp8:moe_experts"]
     portable = next(k for k in kernels() if k.name == "triton_fp8:moe_experts_fp8")
-    assert kernel.rank < portable.rank and kernel.codes == portable.codes == "fp8" and "not run" in kernel.note
+    assert (
+        kernel.rank < portable.rank
+        and kernel.quantizes_activations_to == portable.quantizes_activations_to == "fp8"
+        and "not run" in kernel.note
+    )

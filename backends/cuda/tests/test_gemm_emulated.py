@@ -10,7 +10,7 @@ import torch
 from backends.cuda.tests import gluon_emulator
 from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import Quantize
-from inferplane.ops.quantize import dequantize_rows, encode
+from inferplane.ops.formats import dequantize_rows, encode
 
 PACKAGE = "inferplane_cuda.kernels.hopper"
 QUANTIZE = Quantize("fp8", 128)

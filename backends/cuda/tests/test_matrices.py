@@ -20,7 +20,7 @@ from inferplane.ops import (
     Quantize,
     placeholder,
 )
-from inferplane.plugin import Context, Features
+from inferplane.plugin import ActivationQuant, Context, Features
 from inferplane_cuda.backend import features_of
 from inferplane_cuda.kernels import kernels, products
 
@@ -136,7 +136,7 @@ def bound(op, capability):
 
 
 def asked(format: str, *shape: int, act: str = "fp8"):
-    return replace(placeholder(*shape, format=format), act=act)
+    return replace(placeholder(*shape, format=format), activation_quant=ActivationQuant(act))
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "fp8_row"])
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_asks_has_its_activations_coded_without_a_pin(format):
     for op, name in ((linear, "linear"), (mlp, "gated_mlp"), (experts, "moe_experts")):
         label, why, activation_quant_skipped = bound(op, (9, 0))
         assert label == f"triton_fp8:{name}_fp8" and not activation_quant_skipped
-        assert "codes activations in fp8, as the checkpoint asks" in why and "AMBIGUOUS" not in why
+        assert "quantizes activations to fp8, as the checkpoint requests" in why and "AMBIGUOUS" not in why
         label, _, activation_quant_skipped = bound(op, (8, 0))
         assert label == f"triton:{name}" and "came with 8.9" in activation_quant_skipped
     assert bound(Linear(placeholder(512, 256, format=format)), (9, 0))[0] == "triton:linear"
@@ -161,7 +161,7 @@ def test_int4_meets_activations_in_fp8_where_the_checkpoint_asks(format):
     for op, name in ((linear, "linear"), (mlp, "gated_mlp"), (experts, "moe_experts")):
         label, why, activation_quant_skipped = bound(op, (9, 0))
         assert label == f"triton_fp8:{name}_fp8" and not activation_quant_skipped
-        assert "codes activations in fp8, as the checkpoint asks" in why
+        assert "quantizes activations to fp8, as the checkpoint requests" in why
         assert bound(op, (8, 0))[0] == f"triton:{name}"
 
 
@@ -176,7 +176,7 @@ def test_int8_weights_meet_activations_in_int8_where_that_is_asked_for(capabilit
     for op, name in ops:
         label, why, activation_quant_skipped = bound(op, capability)
         assert label == f"triton_int8:{name}_int8" and not activation_quant_skipped
-        assert "codes activations in int8, as the checkpoint asks" in why
+        assert "quantizes activations to int8, as the checkpoint requests" in why
     unasked = Linear(placeholder(512, 256, format="int8_row"))
     assert bound(unasked, capability)[0] == "triton:linear"
 

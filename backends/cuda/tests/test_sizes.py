@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inferplane.ops import Attention, MLAAbsorbed, MLADims, MLAExpanded, placeholder
-from inferplane.ops.basic import Linear
+from inferplane.ops.linear import Linear
 from inferplane.plugin import Context, Features, KVRequest, paged_layout
 from inferplane_cuda.backend import features_of
 from inferplane_cuda.kernels import kernels, providers

@@ -1,4 +1,4 @@
-"""Binding: from a tree of ops and a device's kernels to plain functions over packed weights."""
+"""Binding: turns a tree of ops and a device's kernels into plain functions over packed weights."""
 
 from inferplane.binding.canary import Verdict, run_canary
 from inferplane.binding.check import Bench, Outcome, run_case
@@ -7,10 +7,10 @@ from inferplane.binding.explain import explain, explain_text
 from inferplane.binding.link import View, link
 from inferplane.binding.load import DictSource, DummySource, FormatReader, Loaded, TensorSource, load
 from inferplane.binding.lock import read_lock, signature, write_lock
-from inferplane.binding.plan import MAX_REPACKED_FRACTION, Plan, Settings, bind
+from inferplane.binding.plan import MAX_REPACKED_FRACTION, Plan, PlanSettings, bind
 from inferplane.binding.plan_text import captured_text, plan_lines
 from inferplane.binding.resolver import Resolver
-from inferplane.binding.tuning import Trial, Tuned, tune
+from inferplane.binding.tuning import KernelTiming, Tuned, tune
 
 __all__ = [
     "MAX_REPACKED_FRACTION",
@@ -19,26 +19,26 @@ __all__ = [
     "DictSource",
     "DummySource",
     "FormatReader",
+    "KernelTiming",
     "Loaded",
     "Options",
     "Outcome",
     "Plan",
+    "PlanSettings",
     "Rejection",
     "Resolver",
-    "Settings",
     "TensorSource",
-    "Trial",
     "Tuned",
     "Verdict",
     "View",
     "bind",
+    "captured_text",
     "explain",
     "explain_text",
     "link",
     "load",
     "plan_lines",
     "read_lock",
-    "captured_text",
     "run_canary",
     "run_case",
     "signature",

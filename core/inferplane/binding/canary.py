@@ -1,4 +1,4 @@
-"""The start-up canary: each chosen kernel runs its smallest sample against the oracle before it may serve."""
+"""The start-up canary: each chosen kernel runs its smallest sample and is compared with the oracle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inferplane.types import PLAIN, Kernel
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the canary found out about a kernel: `outcome` None when no sample of its op is served by it."""
+    """The canary's result for a kernel; `outcome` is None if the kernel accepts no sample of its op."""
 
     kernel: Kernel
     sample: str
@@ -21,35 +21,36 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        """True when a sample ran and was wrong."""
+        """True if a sample ran and its result was wrong."""
         return self.outcome is not None and not self.outcome.passed
 
     @property
     def reason(self) -> str:
         """One sentence for explain and the warning."""
         if self.outcome is None:
-            return "not checked: it serves none of its op's samples"
+            return "not checked: it accepts none of its op's samples"
         o = self.outcome
-        what = o.detail.removeprefix("! ") or "result"
-        return f"canary failed on sample {self.sample!r}: {what}; error {o.error:.3g}, tolerance {o.tolerance:.3g}"
+        numbers = f"error {o.error:.3g}, tolerance {o.tolerance:.3g}"
+        return f"canary failed on sample {self.sample!r}: {o.detail or 'result'}; {numbers}"
 
 
 def run_canary(plan: Plan, torch_device: str, layouts: LayoutsFor, checked: Collection[int] = ()) -> list[Verdict]:
-    """Check every kernel that a plan chose on the smallest sample it serves in the plan's own context; one that reads
-    weights of several formats on a sample of each.
+    """Check each kernel that a plan chose on the smallest sample that the kernel accepts in the plan's context.
+
+    A kernel that reads weights of several formats is checked on a sample of each.
 
     Args:
         plan: its kernels are checked.
         torch_device: the opened device.
-        layouts: layouts on offer for a cache request; those with the plan's chosen names are used.
-        checked: ids of kernels that were checked before.
+        layouts: available layouts for a cache request; those with the plan's chosen names are used.
+        checked: ids of kernels that are checked already.
 
     Returns:
-        One verdict a kernel.
+        One verdict per kernel.
     """
     chosen = {x.name for x in plan.layouts.values()}
 
-    def same_layouts(request):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - an OfferLayouts
+    def same_layouts(request):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - a LayoutsFor
         return [x for x in layouts(request) if x.name in chosen or len(layouts(request)) == 1]
 
     settings = plan.settings
@@ -58,11 +59,11 @@ def run_canary(plan: Plan, torch_device: str, layouts: LayoutsFor, checked: Coll
 
 
 def _kernels(plan: Plan) -> dict[Kernel, set[frozenset[str]]]:
-    """The kernels that were chosen, and the weight formats of the ops that each was chosen for."""
+    """Each chosen kernel, and the weight formats of the ops that it was chosen for."""
     found: dict[Kernel, set[frozenset[str]]] = {}
     for _, _, op, choice in plan.distinct():
         if choice.kernel is not None:
-            formats = op.formats() if choice.expand == "never" else frozenset({PLAIN})
+            formats = op.formats() if choice.dequantize == "never" else frozenset({PLAIN})
             found.setdefault(choice.kernel, set()).add(formats)
     return found
 
@@ -70,18 +71,18 @@ def _kernels(plan: Plan) -> dict[Kernel, set[frozenset[str]]]:
 def _check(kernel: Kernel, formats: Iterable[frozenset[str]], bench: Bench) -> Verdict:
     samples = OPS[kernel.op].samples()
     verdict = Verdict(kernel, "", None)
-    for wanted in sorted(formats, key=sorted):
-        same = [s for s in samples if s.op.formats() == wanted]
-        verdict = _first(kernel, same, bench)
+    for needed in sorted(formats, key=sorted):
+        same = [s for s in samples if s.op.formats() == needed]
+        verdict = _check_first(kernel, same, bench)
         if verdict.outcome is None:
-            verdict = _first(kernel, samples, bench)
+            verdict = _check_first(kernel, samples, bench)
         if verdict.failed:
             break
     return verdict
 
 
-def _first(kernel: Kernel, samples: Sequence[Sample], bench: Bench) -> Verdict:
-    """The verdict on the first of these samples that the kernel serves."""
+def _check_first(kernel: Kernel, samples: Sequence[Sample], bench: Bench) -> Verdict:
+    """The verdict on the first of these samples that the kernel accepts."""
     for sample in samples:
         outcome = run_case(kernel, sample, bench)
         if outcome.passed and sample.step_kind == "decode":

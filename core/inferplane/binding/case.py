@@ -1,4 +1,4 @@
-"""What a case is run on: caches full of stale numbers, steps padded as under capture, what a kernel may not change."""
+"""The parts of a test case: caches full of stale numbers, steps padded as under capture, checks of changed inputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from inferplane.types import Batch, HostLens, KVCache, KVLayout, KVRequest, Laye
 
 PADDED_SEQUENCES = 2
 STALE_SCALE = 4.0
-"""Stale entries are drawn larger than fresh ones, so that a kernel that attends to one of them is clearly wrong."""
+"""Stale entries are drawn larger than fresh ones, so that attending to one of them gives a clearly wrong result."""
 
 
 class Caches:
-    """Builds a case's caches. Every slot holds finite numbers of somebody else's, as in a cache that has been in use.
+    """Builds a case's caches. Every slot holds stale finite numbers, as in a cache that has been in use.
 
     Args:
         layouts: the layout of each cache request.
@@ -44,22 +44,22 @@ class Caches:
         return kv
 
     def poison(self, kv: LayerKV, batch: Batch) -> None:
-        """Fill every slot that no sequence of the step has with NaN: a cache that others have used may hold any bits.
+        """Fill every slot that belongs to no sequence of the step with NaN: a used cache may hold any bits.
 
         Args:
-            kv: built here.
-            batch: the step, whose sequences are in the cache already.
+            kv: a cache from `build`.
+            batch: the step; its sequences are in the cache already.
         """
         lens, (_, blocks) = batch.lens(), self._built[id(kv)]
-        taken = torch.zeros(blocks * kv.block_tokens, dtype=torch.bool)
+        used = torch.zeros(blocks * kv.block_tokens, dtype=torch.bool)
         for n, table in zip(lens.seq_lens, to_host(batch.block_tables).long(), strict=True):
             place = torch.arange(n)
-            taken[table[place // kv.block_tokens] * kv.block_tokens + place % kv.block_tokens] = True
-        slots = torch.where(~taken)[0].to(self.device)
+            used[table[place // kv.block_tokens] * kv.block_tokens + place % kv.block_tokens] = True
+        slots = torch.where(~used)[0].to(self.device)
         kv.write(slots, *(t * torch.nan for t in self._draw.kv_entries(kv.request, len(slots))))
 
-    def stored(self, request: KVRequest, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Canonical entries as a cache of this layout gives them back, float32 on the host."""
+    def round_trip(self, request: KVRequest, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Canonical entries as a cache of this layout returns them after a write, float32 on the host."""
         n, layout = values[0].shape[0], self.layouts[request]
         kv = layout.build(request, layout.blocks_for(n), self.dtype, torch.device(self.device))
         kv.write(torch.arange(n).to(self.device), *(v.to(self.dtype).to(self.device) for v in values))
@@ -67,7 +67,7 @@ class Caches:
         held: tuple[torch.Tensor, ...] = to_host(tuple(kv.read(table, n)), widen=True)
         return held
 
-    def held(self, kv: LayerKV) -> tuple[torch.Tensor, ...]:
+    def read_all(self, kv: LayerKV) -> tuple[torch.Tensor, ...]:
         """All entries by slot, `[blocks * block_tokens, ...]` float32 on the host."""
         _, blocks = self._built[id(kv)]
         table = torch.arange(blocks, dtype=torch.int32).to(self.device)
@@ -76,7 +76,7 @@ class Caches:
 
 
 def caches_in(args: Iterable[Any]) -> list[LayerKV]:
-    """The layers' caches among arguments."""
+    """The layers' caches among an op's arguments."""
     out: list[LayerKV] = []
     for arg in args:
         out += arg.layers if isinstance(arg, KVCache) else [arg] if isinstance(arg, LayerKV) else []
@@ -84,21 +84,21 @@ def caches_in(args: Iterable[Any]) -> list[LayerKV]:
 
 
 def batch_in(args: Iterable[Any]) -> Batch | None:
-    """The batch among arguments, if there is one."""
+    """The batch among an op's arguments, if there is one."""
     return next((a for a in args if isinstance(a, Batch)), None)
 
 
 def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ...]:
-    """The same step with two padded sequences behind it, as a captured step has them: each with as many rows as the
-    step's longest, and no tokens.
+    """The same step with two padded sequences at the end, as a captured step has them: each has no tokens, and as many
+    rows as the step's longest sequence.
 
     Args:
         args: arguments of an op; one is a batch of kind "decode".
         draw: fills the padded rows of activations with random numbers.
-        lens_known: whether the host knows the lengths; without, `host_lens` is None.
+        lens_known: the host knows the lengths; otherwise `host_lens` is None.
     """
     batch = batch_in(args)
-    assert batch is not None and batch.kind == "decode", "only captured steps are padded, and they are decode steps"
+    assert batch is not None and batch.kind == "decode", "only decode steps are padded"
     tokens, lens, rows = batch.tokens, batch.lens(), padded_rows(batch)
     extra = range(1, PADDED_SEQUENCES + 1)
     starts = (*lens.query_start, *(tokens + i * batch.max_query_tokens for i in extra))
@@ -128,7 +128,7 @@ def pad(args: tuple[Any, ...], draw: Draw, *, lens_known: bool) -> tuple[Any, ..
 
 
 def padded_rows(batch: Batch) -> int:
-    """How many token rows `pad` adds to a step."""
+    """Number of token rows that `pad` adds to a step."""
     return PADDED_SEQUENCES * batch.max_query_tokens
 
 
@@ -137,11 +137,11 @@ def _append(tensor: torch.Tensor, value: int, rows: int) -> torch.Tensor:
 
 
 class Untouched:
-    """What a kernel was given, as it was before: arguments, the batch's tensors, weights.
+    """A copy of a kernel's inputs before it runs: arguments, the batch's tensors, weights.
 
     Args:
         args: the op's arguments.
-        weights: packed weights by the name of their field.
+        weights: packed weights.
     """
 
     def __init__(self, args: tuple[Any, ...], weights: Iterable[Any]) -> None:
@@ -161,7 +161,7 @@ class Untouched:
             yield from (("a weight", t) for t in parts if isinstance(t, torch.Tensor))
 
     def changed(self) -> str:
-        """In words, the first thing that is no longer what it was; empty when nothing changed."""
+        """In words, the first input that changed; empty if none did."""
         for words, tensor, before in self.before:
             now = to_host(tensor)
             if now.shape != before.shape or not bool(same_entries(now, before).all()):
@@ -170,19 +170,19 @@ class Untouched:
 
 
 def same_entries(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Where two tensors of one shape hold the same, NaN being the same as NaN; bool of that shape."""
+    """Where two tensors of the same shape have equal entries, NaN being equal to NaN; bool of that shape."""
     return (one == other) | ((one != one) & (other != other))
 
 
 def stray_write(
     before: tuple[torch.Tensor, ...], after: tuple[torch.Tensor, ...], named: set[int], block_tokens: int
 ) -> str:
-    """In words, a slot that changed although the step does not name it; empty when there is none.
+    """In words, a slot that changed although the step does not name it; empty if there is none.
 
     Args:
-        before: all entries of a cache by slot. after: the same later.
+        before: all entries of a cache by slot. after: the same after the call.
         named: slots that may change.
-        block_tokens: tokens a block.
+        block_tokens: tokens per block.
     """
     for old, new in zip(before, after, strict=True):
         same = same_entries(old, new).flatten(1).all(1)
@@ -194,30 +194,30 @@ def stray_write(
     return ""
 
 
-def real_rows(got: Any, usual: Any, tokens: int, padded: int) -> Any:
-    """Results without their padded rows; results of another height are left as they are, to be found wrong."""
+def real_rows(got: Any, expected: Any, tokens: int, padded: int) -> Any:
+    """Results without their padded rows; results with an unexpected number of rows stay as they are and fail later."""
 
-    def cut(g: Any, u: torch.Tensor) -> Any:
+    def drop_padding(g: Any, u: torch.Tensor) -> Any:
         if u.shape[:1] != (tokens,):
             return g
         high = isinstance(g, torch.Tensor) and g.shape[:1] == (tokens + padded,)
         return g[:tokens] if high else f"{list(getattr(g, 'shape', ()))} with {tokens + padded} token rows given"
 
-    gots, usuals = as_tuple(got), as_tuple(usual)
-    if len(gots) != len(usuals):
+    gots, wants = as_tuple(got), as_tuple(expected)
+    if len(gots) != len(wants):
         return got
-    out = tuple(cut(g, u) for g, u in zip(gots, usuals, strict=True))
+    out = tuple(drop_padding(g, u) for g, u in zip(gots, wants, strict=True))
     return out if isinstance(got, tuple) else out[0]
 
 
-def shape_error(got: Any, usual: Any) -> str:
-    """In words, how a result differs from the usual one in number, shape, dtype or finiteness; empty when it fits."""
-    if usual is None:
+def shape_error(got: Any, expected: Any) -> str:
+    """In words, how a result differs from the expected one in number, shape, dtype or finiteness; empty if it fits."""
+    if expected is None:
         return "" if got is None else f"returned {type(got).__name__} instead of nothing"
-    gots, usuals = as_tuple(got), as_tuple(usual)
-    if len(gots) != len(usuals):
-        return f"{len(gots)} results instead of {len(usuals)}"
-    for i, (g, u) in enumerate(zip(gots, usuals, strict=True)):
+    gots, wants = as_tuple(got), as_tuple(expected)
+    if len(gots) != len(wants):
+        return f"{len(gots)} results instead of {len(wants)}"
+    for i, (g, u) in enumerate(zip(gots, wants, strict=True)):
         if not isinstance(g, torch.Tensor):
             return f"result {i} is {g if isinstance(g, str) else type(g).__name__}, not a tensor"
         if tuple(g.shape) != tuple(u.shape):
@@ -254,7 +254,7 @@ def describe(args: tuple[Any, ...]) -> str:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Within it torch fills fresh memory with NaN (integers: the largest), so that what is left unwritten shows.
+    """Inside, torch fills fresh memory with NaN (integers: the largest), so that unwritten results are detected.
 
     Source: torch.utils.deterministic.fill_uninitialized_memory.
     """

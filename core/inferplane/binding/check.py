@@ -1,4 +1,4 @@
-"""Holding one kernel against its op's oracle on one sample. Start-up canary and conformance suite share it."""
+"""Comparing one kernel with its op's oracle on one sample, for the start-up canary and the conformance suite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from inferplane.binding.case import (
 )
 from inferplane.binding.choice import Choice, Options
 from inferplane.binding.link import link
-from inferplane.binding.plan import Plan, Settings
+from inferplane.binding.plan import Plan, PlanSettings
 from inferplane.binding.resolver import Resolver
 from inferplane.errors import UsageError
 from inferplane.ops import Draw, Op, Sample
@@ -48,15 +48,17 @@ LayoutsFor = Callable[[KVRequest], Sequence[KVLayout]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case.
+    """The result of one case.
 
     Args:
-        served: False when the kernel refuses the sample; `detail` then says why.
-        error: worst error, as the op compares.
+        served: False if the kernel refuses the sample; `detail` then has the reason.
+        error: largest error, as the op compares.
         tolerance: largest accepted error.
-        detail: where it went wrong, in words; begins with "!" when no tolerance could excuse it.
-        arguments: what the kernel was called with, in words.
-        traceback: Python's, when the kernel raised.
+        detail: where the error is, or what is wrong, in words.
+        arguments: the kernel's arguments, in words.
+        traceback: Python's, if the kernel raised.
+        fatal: the kernel is wrong at any tolerance: it raised, returned something misshapen, changed an input, or the
+            like.
     """
 
     served: bool
@@ -65,11 +67,12 @@ class Outcome:
     detail: str = ""
     arguments: str = ""
     traceback: str = ""
+    fatal: bool = False
 
     @property
     def passed(self) -> bool:
         """Served, and within the tolerance."""
-        return self.served and self.error <= self.tolerance and not self.detail.startswith("!")
+        return self.served and self.error <= self.tolerance and not self.fatal
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,12 @@ class Bench:
     """Where cases run.
 
     Args:
-        device: the user's word, for messages.
+        device: the device's name for users, for messages.
         torch_device: where tensors go.
-        dtype: activations' dtype.
-        features: what the device can do.
-        layouts: layouts on offer for a cache request.
-        layout: the layout to take, by name; None takes each kernel's first accepted one.
+        dtype: activation dtype.
+        features: the device's features.
+        layouts: available layouts for a cache request.
+        layout: name of the layout to use; None: the first one that the kernel accepts.
     """
 
     device: str
@@ -104,41 +107,30 @@ def run_case(
 ) -> Outcome:
     """Run a kernel (None: the op's own body) on a sample and compare it with the oracle.
 
-    Checked are: the results' number, shapes, dtypes and values; that nothing is NaN or infinite, with fresh memory
-    poisoned; that no input was changed; and, for ops with a cache, what can be read from it afterwards, and that no
-    slot changed which the step does not name. Caches hold stale numbers wherever the step has none of its own.
+    It checks the results' number, shapes, dtypes and values; that nothing is NaN or infinite, with fresh memory
+    poisoned; that no input changed; and, for ops with a cache, the entries that can be read afterwards, and that only
+    the step's slots changed. All other slots of the caches hold stale numbers.
 
     Args:
-        kernel: what is judged.
+        kernel: the kernel under test.
         sample: a case of its op.
-        bench: where it runs.
+        bench: where the case runs.
         seed: of inputs and weights.
         padded: for samples of decode steps, add padded sequences (slot -1) as captured steps have them, which the
-            kernel must ignore, and hide the lengths from the host unless the kernel says that it needs them there.
-        poisoned: fill the slots that no sequence has with NaN instead of finite numbers.
+            kernel must ignore, and hide the lengths from the host unless the kernel declares `needs_host_lens`.
+        poisoned: fill the slots that belong to no sequence with NaN instead of finite numbers.
     """
+    found = _settle(kernel, sample, bench)
+    if isinstance(found, str):
+        return Outcome(False, detail=found)
+    layouts, kind, tolerance = found
     op = sample.op
-    chosen = _choose_layouts(kernel, op, bench)
-    if isinstance(chosen, str):
-        return Outcome(False, detail=chosen)
-    kind = sample.step_kind
-    if kernel is not None and kernel.when.step_kinds and not op.kv_requests():
-        kind = kernel.when.step_kinds[0]  # without a cache, a sample stands for steps of every kind
-    ctx = Context(bench.dtype, kind, chosen, bench.features)
-    if kernel is not None:
-        reasons = kernel.refusals(op, ctx, op.formats())
-        if reasons:
-            return Outcome(False, detail="; ".join(reasons))
-    tolerance = op.tolerance.get(bench.dtype)
-    if tolerance is None:
-        return Outcome(False, detail=f"op {op.name} states no tolerance for {bench.dtype}")
-    tolerance += kernel.extra_error if kernel is not None else 0.0
-    writes = any(o.name.endswith("kv_write") for _, o in op.sites())
-    alone = op.name.endswith("kv_write")
+    writes = any(o.writes_cache for _, o in op.sites())
     if writes:  # a block's K and V differ by roundings, which may take an entry to the next step of the storage
-        tolerance += (1 if alone else 2) * max((_stored_error(x, bench.dtype) for x in chosen.values()), default=0.0)
+        steps = 1 if op.writes_cache else 2
+        tolerance += steps * max((_stored_error(x, bench.dtype) for x in layouts.values()), default=0.0)
 
-    caches = Caches(chosen, bench.dtype, bench.torch_device, seed)
+    caches = Caches(layouts, bench.dtype, bench.torch_device, seed)
     draw = Draw(seed, bench.dtype, bench.torch_device, caches.build)
     weights = {id(w): draw.weight(w) for _, w in op.weights()}
     args = sample.inputs(draw)
@@ -146,13 +138,10 @@ def run_case(
         for cache in caches_in(args):
             caches.poison(cache, step)
     ideal_args = oracle_arguments(args)
-    for twin in caches_in(ideal_args):  # a block attends to what the storage made of its own K and V
-        if isinstance(twin, OracleKV) and chosen[twin.request].tolerance and not alone:
-            twin.through = partial(caches.stored, twin.request)
-    host_args = _host_arguments(args, ideal_args)
-    usual = _bound(op, None, _packed(op, None, weights, bench, HOST), bench, sample.step_kind)(*host_args)
-    wide = _packed(op, None, weights, bench, HOST, oracle=True)
-    ideal = _bound(op, None, wide, bench, sample.step_kind, oracle=True)(*ideal_args)
+    for twin in caches_in(ideal_args):  # a block attends to its own K and V as the storage rounds them
+        if isinstance(twin, OracleKV) and layouts[twin.request].tolerance and not op.writes_cache:
+            twin.through = partial(caches.round_trip, twin.request)
+    expected, ideal = _bodies(sample, bench, weights, _host_arguments(args, ideal_args), ideal_args)
     batch, given = batch_in(args), args
     padded = padded and sample.step_kind == "decode" and batch is not None and batch.kind == "decode"
     if padded:
@@ -160,53 +149,84 @@ def run_case(
     described = describe(given)
 
     def wrong(detail: str, trace: str = "") -> Outcome:
-        return Outcome(True, float("inf"), tolerance, f"! {detail}", described, trace)
+        return Outcome(True, float("inf"), tolerance, detail, described, trace, fatal=True)
 
     try:
         packed = _packed(op, kernel, weights, bench, bench.torch_device)
         function = _bound(op, kernel, packed, bench, kind)
         untouched = Untouched(given, packed.values())
-        before = [caches.held(kv) for kv in caches_in(given)]
+        before = [caches.read_all(kv) for kv in caches_in(given)]
         with poisoned_memory():
             got = to_host(function(*given))
     except Exception as raised:
         return wrong(f"raised {type(raised).__name__}: {raised}", traceback.format_exc())
-    if padded and batch is not None and usual is not None:
-        got = real_rows(got, usual, batch.tokens, padded_rows(batch))
-    if misshapen := shape_error(got, usual):
+    if padded and batch is not None and expected is not None:
+        got = real_rows(got, expected, batch.tokens, padded_rows(batch))
+    if misshapen := shape_error(got, expected):
         return wrong(misshapen)
-    if op.name != "all_reduce" and (change := untouched.changed()):
+    if not op.may_change_inputs and (change := untouched.changed()):
         return wrong(change)
     named = {s for s in to_host(batch.slots).tolist() if s >= 0} if batch is not None and writes else set()
     for kv, held in zip(caches_in(given), before, strict=True):
-        if stray := stray_write(held, caches.held(kv), named, kv.block_tokens):
+        if stray := stray_write(held, caches.read_all(kv), named, kv.block_tokens):
             return wrong(stray)
     try:
         compared = op.compare(got, ideal) if ideal is not None else None
     except Exception as raised:
         return wrong(f"result could not be compared ({type(raised).__name__}: {raised})")
     error, detail = (compared.error, compared.detail) if compared else (0.0, "")
-    written = _cache_error(args, ideal_args)
-    if written > error:
-        error, detail = written, "in the cache"
+    cache_error = _cache_error(args, ideal_args)
+    if cache_error > error:
+        error, detail = cache_error, "in the cache"
     return Outcome(True, error, tolerance, detail, described)
+
+
+def _settle(
+    kernel: Kernel | None, sample: Sample, bench: Bench
+) -> tuple[dict[KVRequest, KVLayout], StepKind, float] | str:
+    """The case's layouts, step kind and tolerance; a reason in words if the kernel refuses the sample."""
+    op = sample.op
+    layouts = _choose_layouts(kernel, op, bench)
+    if isinstance(layouts, str):
+        return layouts
+    kind = sample.step_kind
+    if kernel is not None and kernel.when.step_kinds and not op.kv_requests():
+        kind = kernel.when.step_kinds[0]  # without a cache, a sample is valid for steps of every kind
+    if kernel is not None:
+        reasons = kernel.refusals(op, Context(bench.dtype, kind, layouts, bench.features), op.formats())
+        if reasons:
+            return "; ".join(reasons)
+    tolerance = op.tolerance.get(bench.dtype)
+    if tolerance is None:
+        return f"op {op.name} states no tolerance for {bench.dtype}"
+    return layouts, kind, tolerance + (kernel.extra_error if kernel is not None else 0.0)
+
+
+def _bodies(
+    sample: Sample, bench: Bench, weights: dict[int, Any], host_args: tuple[Any, ...], ideal_args: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Results of the op's body in the plan's dtype, which has the required shapes and dtypes, and of the oracle."""
+    op, kind = sample.op, sample.step_kind
+    expected = _bound(op, None, _packed(op, None, weights, bench, HOST), bench, kind)(*host_args)
+    wide = _packed(op, None, weights, bench, HOST, oracle=True)
+    return expected, _bound(op, None, wide, bench, kind, oracle=True)(*ideal_args)
 
 
 def bound_case(
     kernel: Kernel, sample: Sample, bench: Bench, *, seed: int = 0
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A kernel bound to a sample's op with random weights, and arguments for it: what `run_case` would judge.
+    """A kernel bound to a sample's op with random weights, and arguments for it, as `run_case` uses them.
 
     Args:
-        kernel: serves the sample.
+        kernel: accepts the sample.
         sample: a case of its op.
-        bench: where it runs.
+        bench: where the case runs.
         seed: of inputs and weights.
     """
-    chosen = _choose_layouts(kernel, sample.op, bench)
-    if isinstance(chosen, str):
-        raise UsageError(f"{kernel.name} on {sample.label!r}: {chosen}.")
-    caches = Caches(chosen, bench.dtype, bench.torch_device, seed)
+    layouts = _choose_layouts(kernel, sample.op, bench)
+    if isinstance(layouts, str):
+        raise UsageError(f"{kernel.name} on {sample.label!r}: {layouts}.")
+    caches = Caches(layouts, bench.dtype, bench.torch_device, seed)
     draw = Draw(seed, bench.dtype, bench.torch_device, caches.build)
     weights = {id(w): draw.weight(w) for _, w in sample.op.weights()}
     packed = _packed(sample.op, kernel, weights, bench, bench.torch_device)
@@ -233,7 +253,7 @@ def _choose_layouts(kernel: Kernel | None, op: Op, bench: Bench) -> dict[KVReque
 def _packed(
     op: Op, kernel: Kernel | None, weights: dict[int, Any], bench: Bench, device: str, *, oracle: bool = False
 ) -> dict[tuple[int, str], Any]:
-    """The given canonical weights in the packings that one kernel, or bodies all the way down, want."""
+    """Canonical weights in the packings that one kernel (None: bodies on all levels) requests."""
     packed = {}
     for i, names in _forced_plan(op, kernel, bench, "mixed").packings.items():
         full = weights[i]
@@ -255,20 +275,20 @@ def _bound(
     *,
     oracle: bool = False,
 ) -> Callable[..., Any]:
-    """`op` bound to one kernel, or to bodies all the way down."""
+    """`op` bound to one kernel (None: to bodies on all levels)."""
     return link(_forced_plan(op, kernel, bench, kind, torch.float32 if oracle else None), packed)[kind]
 
 
 def _forced_plan(op: Op, kernel: Kernel | None, bench: Bench, kind: StepKind, dtype: torch.dtype | None = None) -> Plan:
-    settings = Settings(bench.device, dtype or bench.dtype, features=bench.features, copies=None)
+    settings = PlanSettings(bench.device, dtype or bench.dtype, features=bench.features, max_repacked_fraction=None)
     chosen = _choose_layouts(kernel, op, bench)
     layouts = {} if isinstance(chosen, str) else chosen
     ctx = Context(settings.dtype, kind, layouts, bench.features)  # a kernel's `prepare` may look at the layouts
-    return Plan(op, settings, layouts, {kind: _Forced(kernel, ctx)})
+    return Plan(op, settings, layouts, {kind: _ForcedResolver(kernel, ctx)})
 
 
-class _Forced(Resolver):
-    """Takes one kernel at the root and bodies everywhere below; weights keep their format."""
+class _ForcedResolver(Resolver):
+    """Chooses one kernel at the root, or bodies on all levels; weights keep their format."""
 
     def __init__(self, kernel: Kernel | None, ctx: Context) -> None:
         super().__init__([], ctx, Options())
@@ -285,7 +305,8 @@ class _Forced(Resolver):
 
 
 def _host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments for the body in the plan's dtype on the host: shows which shapes and dtypes a kernel must return."""
+    """Arguments for the body in the plan's dtype on the host; its results have the shapes and dtypes that a kernel must
+    return."""
     out = []
     for arg, other in zip(args, ideal, strict=True):
         if isinstance(arg, torch.Tensor):
@@ -300,7 +321,7 @@ def _host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> tuple[Any,
 
 
 def _cache_error(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> float:
-    """Worst error over everything that may be read from the caches afterwards."""
+    """Largest error over everything that may be read from the caches afterwards."""
     worst = 0.0
     batch = next((a for a in args if isinstance(a, Batch)), None)
     for kv, twin in zip(args, ideal, strict=True):
@@ -308,10 +329,10 @@ def _cache_error(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> float:
             continue
         host = next(a for a in ideal if isinstance(a, Batch))
         for i, (first, last, n, table) in enumerate(host.rows()):  # padded sequences stand last
-            gone = kv.request.blocks_before_window(last - first, n, kv.block_tokens)
-            n -= gone * kv.block_tokens
-            held = to_host(kv.read(batch.block_tables[i, gone:], n), widen=True)
-            want = twin.read(table[gone:], n)
+            skipped = kv.request.blocks_before_window(last - first, n, kv.block_tokens)
+            n -= skipped * kv.block_tokens
+            held = to_host(kv.read(batch.block_tables[i, skipped:], n), widen=True)
+            want = twin.read(table[skipped:], n)
             for h, w in zip(held, want, strict=True):
                 if h.shape != w.shape or not torch.isfinite(h).all():
                     return float("inf")

@@ -1,4 +1,4 @@
-"""What resolving yields for a site, and what a user may ask of it."""
+"""The result of resolving a site, and the options that users set for it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from inferplane.types import Kernel
 REFERENCE = "reference"
 DECOMPOSITION = "decomposition"
 
-Expand = Literal["never", "unserved", "below"]
-"""Which quantized weights a choice has expanded to plain ones at load: none; those whose own op has no kernel for their
-format; or all of its children's."""
+Dequantize = Literal["never", "unserved", "below"]
+"""Which quantized weights of a choice are dequantized at load: none; those whose own op has no kernel for their format;
+or all weights of its children."""
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A kernel that was not chosen, and why."""
+    """A kernel that was not chosen, and the reason."""
 
     kernel: str
     rank: int
@@ -27,23 +27,25 @@ class Rejection:
 
 @dataclass(eq=False)
 class Choice:
-    """The outcome for one signature, shared by all sites that have it.
+    """What one signature is bound to; all sites with this signature share it.
 
     Args:
         op: the op's name.
-        kernel: the winner; None means the op's body runs (a decomposition if it has children, else the reference).
-        rank: the winner's rank, or the lowest rank among the body's hot leaves; 0 for a reference.
-        why: one sentence.
+        kernel: the chosen kernel; None: the op's body runs (a decomposition if it has children, else the reference).
+        rank: the kernel's rank, or the lowest rank among the body's hot leaves; 0 for a reference.
+        why: the reason, one sentence.
         rejected: every other kernel with its reason.
-        children: what the body's children are bound to; empty under a kernel.
-        hot: it, or something below it, is hot.
-        variant: the body taken instead of the usual one, by a pin.
+        children: choices of the body's children; empty if a kernel is chosen.
+        hot: the op, or one below it, is hot.
+        variant: name of the variant that replaces the default body, by a pin.
         ambiguous: another accepted kernel has the same rank.
-        dequantized: own quantized weights are expanded at load, because no kernel of this op takes their format.
-        own_hot: the op itself is hot: without a kernel its body is a slow reference, whatever serves its children.
-        expand: which quantized weights are expanded under the kernel.
-        pin: the pin that decided, by name.
-        uncoded: why activations stay as they are that the checkpoint wants coded; empty where it does not.
+        dequantized: its quantized weights are dequantized at load, because no kernel of this op takes their format.
+        own_hot: the op itself is hot: without a kernel its body is a slow reference, whatever its children are bound
+            to.
+        dequantize: which quantized weights under the kernel are dequantized at load.
+        pin: name of the pin that decided.
+        activation_quant_skipped: why the activation quantization that the checkpoint requests is not applied; empty if
+            it is, or if none is requested.
     """
 
     op: str
@@ -57,13 +59,13 @@ class Choice:
     ambiguous: bool = False
     dequantized: bool = False
     own_hot: bool = False
-    expand: Expand = "never"
+    dequantize: Dequantize = "never"
     pin: str | None = None
     activation_quant_skipped: str = ""
 
     @property
     def label(self) -> str:
-        """What runs, as explain prints it."""
+        """What runs here, as explain prints it."""
         if self.kernel is not None:
             return self.kernel.name
         if self.variant is not None:
@@ -73,14 +75,14 @@ class Choice:
 
 @dataclass
 class Options:
-    """What the user asked of binding.
+    """The user's options for binding.
 
     Args:
         pins: site or op name (shell patterns allowed in sites) -> provider, "reference", "decomposition" or a variant.
-            A site's own name goes before patterns, patterns before op names; a site under one with a pin of its own is
-            never hidden by a larger kernel; "reference" holds for everything below.
+            A site's own name goes before patterns, patterns before op names. A larger kernel is never chosen above a
+            site that has its own pin. "reference" holds for everything below.
         lock: "op|step_kind|signature" -> kernel name.
-        demoted: kernels that failed the canary, with the reason.
+        demoted: kernels that failed the canary -> the reason.
     """
 
     pins: Mapping[str, str] = field(default_factory=dict)

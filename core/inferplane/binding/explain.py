@@ -1,4 +1,4 @@
-"""A plan as data and as text: per site the kernel chosen, why, and every loser with the reason it lost."""
+"""A plan as data and as text: per site the chosen kernel and the reason, and why every other kernel was rejected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inferplane.types import StepKind
 
 SCHEMA = 1
 TEXT_COLUMNS = 100
-"""Of text that goes to no terminal."""
+"""Width of text that is not written to a terminal."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,12 @@ def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
 
     Args:
         plan: any plan; nothing needs to be loaded.
-        model_name: what the user calls the model.
+        model_name: the model's name for users.
 
     Returns:
         `{schema, model, device, dtype, arch, assumed, kv_layouts, weight_bytes, sites: [...], copies: [...],
-        expanded: [...], uncoded: [...]}`. Layers that are bound alike are one entry, "layers.1-60".
+        dequantized: [...], activation_quant_skipped: [...]}`. Layers that are bound alike share one entry,
+        "layers.1-60".
     """
     settings = plan.settings
     sites = []
@@ -55,7 +56,7 @@ def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
                         "why": c.why,
                         "hot": c.hot,
                         "ambiguous": c.ambiguous,
-                        "weights_expanded": c.dequantized,
+                        "weights_dequantized": c.dequantized,
                         "note": c.kernel.note if c.kernel else "",
                     },
                     "rejected": [{"kernel": r.kernel, "rank": r.rank, "reason": r.reason} for r in c.rejected],
@@ -75,8 +76,8 @@ def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
         "weight_bytes": plan.weight_bytes,
         "sites": sites,
         "copies": _copies(plan),
-        "expanded": _expanded(plan),
-        "uncoded": _uncoded(plan),
+        "dequantized": _dequantized(plan),
+        "activation_quant_skipped": _activation_quant_skipped(plan),
     }
 
 
@@ -87,9 +88,9 @@ def explain_text(
 
     Args:
         plan: any plan; nothing needs to be loaded.
-        model_name: what the user calls the model.
-        verbose: also every kernel that lost, with its reason.
-        width: columns that reasons are wrapped to.
+        model_name: the model's name for users.
+        verbose: also show every rejected kernel with the reason.
+        width: columns to which reasons are wrapped.
         more: further entries of the data (`decode_steps`).
     """
     data = {**explain(plan, model_name), **more}
@@ -98,7 +99,7 @@ def explain_text(
 
 
 def _lines(plan: Plan, kind: StepKind) -> list[_Line]:
-    """Sites in order, with runs of layers that are bound alike shown once."""
+    """Sites in order; consecutive layers that are bound alike share one line."""
     out: list[_Line] = []
 
     def walk(op: Op, choice: Choice, site: str, depth: int) -> None:
@@ -143,16 +144,18 @@ def _copies(plan: Plan) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _expanded(plan: Plan) -> list[dict[str, Any]]:
-    return [{"op": op, "format": f, "weights": len(ids)} for (op, f), ids in sorted(plan.expanded.items())]
+def _dequantized(plan: Plan) -> list[dict[str, Any]]:
+    return [{"op": op, "format": f, "weights": len(ids)} for (op, f), ids in sorted(plan.dequantized.items())]
 
 
-def _uncoded(plan: Plan) -> list[dict[str, Any]]:
+def _activation_quant_skipped(plan: Plan) -> list[dict[str, Any]]:
     found: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     for kind in plan.choices:
         for site, op, choice in plan.sites(kind):
             if choice.activation_quant_skipped:
-                found[choice.op, ", ".join(sorted(op.activation_quants() - {""})), choice.activation_quant_skipped].add(
-                    site
-                )
-    return [{"op": o, "act": act, "sites": len(sites), "reason": why} for (o, act, why), sites in sorted(found.items())]
+                formats = ", ".join(sorted(op.activation_quants() - {""}))
+                found[choice.op, formats, choice.activation_quant_skipped].add(site)
+    return [
+        {"op": op, "activation_quant": formats, "sites": len(sites), "reason": reason}
+        for (op, formats, reason), sites in sorted(found.items())
+    ]

@@ -78,7 +78,7 @@ class _Linker:
         for path, value in op.items():
             if isinstance(value, Weight):
                 packing = kernel.packs.get(prefix + path, CANONICAL)
-                stored = self.plan.packing(op, value, packing, self.kind, choice.expand, below=bool(prefix))
+                stored = self.plan.packing(op, value, packing, self.kind, choice.dequantize, below=bool(prefix))
                 value = self.packed[id(value), stored.name]
             elif isinstance(value, Op):
                 value = self.view(value, choice, kernel, f"{prefix}{path}.")

@@ -1,7 +1,7 @@
-"""Reading weights: one at a time, straight into their destination, packed as soon as their parts are there.
+"""Loads weights one at a time: reads all parts of a weight (sharded, then fused), packs it, and drops the source.
 
-A weight is read whole (sharded, then fused), put into each packing the plan needs, and its source is dropped before
-the next one is read. When the canonical form is what is needed, the file is read straight into it.
+The source of a weight is dropped before the next one is read. If a kernel needs the canonical form, the file is read
+directly into it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from inferplane.binding.plan import Plan
 from inferplane.errors import CheckpointError, KernelError, first_of
 from inferplane.ops import encode
-from inferplane.types import HOST, PLAIN, STATIC, QTensor, Shard, Weight
+from inferplane.types import HOST, PLAIN, QTensor, Shard, Weight
 from inferplane.types.qtensor import largest
 
 
@@ -25,13 +25,13 @@ class TensorSource(Protocol):
     """Where tensors come from: a checkpoint's files, a state dict, random numbers."""
 
     def names(self) -> Iterable[str]:
-        """Every tensor there is."""
+        """Names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of a tensor, None when there is none of that name."""
+        """Shape of a tensor; None if no tensor has this name."""
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Dtype a tensor is stored in, None when there is none of that name."""
+        """Dtype in which a tensor is stored; None if no tensor has this name."""
 
     def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None:
         """Fill `out` (on the host, contiguous) with this rank's slice of a tensor, converted to its dtype.
@@ -44,20 +44,26 @@ class TensorSource(Protocol):
 FormatReader = Callable[[TensorSource, str, Shard], QTensor]
 """Reads one checkpoint tensor of a quantized format, with its scales."""
 
+
+def static_reader_name(format: str) -> str:
+    """Name of the reader for weights of this format with static activation scales (`ActivationQuant.static`)."""
+    return f"{format}_static"
+
+
 Progress = Callable[[int, int], None]
 """`(bytes done, bytes in all)`, called after each weight."""
 
 
 @dataclass
 class Loaded:
-    """What loading left behind.
+    """The result of loading.
 
     Args:
         packed: `(id of a weight, packing name)` -> what kernels read.
-        unused: names in the source that no weight asked for, and that were not expected to be left over.
-        ignored: names that were left over as expected.
+        unused: unexpected names in the source that no weight reads.
+        ignored: expected names in the source that no weight reads.
         nbytes: bytes of all packings.
-        broken: checkpoint names of weights that hold NaN or infinity.
+        broken: checkpoint names of weights that contain NaN or infinity.
     """
 
     packed: dict[tuple[int, str], Any] = field(default_factory=dict)
@@ -67,12 +73,12 @@ class Loaded:
     broken: list[str] = field(default_factory=list)
 
     def complaints(self, model: str) -> Iterator[str]:
-        """What a user should know about the files of a model that was loaded all the same, a sentence each."""
+        """Warnings for the user about the files of a model that loaded nevertheless, one sentence each."""
 
         if self.broken:
             yield (
                 f"{model}: {len(self.broken)} weight(s) hold NaN or infinity: {first_of(self.broken)}. Requests that "
-                "meet them will fail; fetch the files again."
+                "use them will fail; fetch the files again."
             )
         if self.unused:
             yield (
@@ -93,27 +99,27 @@ def load(
     """Read and pack every weight of a plan.
 
     Args:
-        plan: tells which weights are needed and in which packings.
+        plan: lists the needed weights and their packings.
         source: where the tensors are.
-        device: torch device the packed weights live on.
+        device: torch device of the packed weights.
         readers: a reader for each quantized format in the plan.
-        progress: told after each weight.
-        ignore: shell patterns of names that may be left over.
+        progress: called after each weight.
+        ignore: shell patterns of names that no weight needs to read.
 
     Raises:
-        CheckpointError: tensors are missing, or have another shape or kind of dtype than the model. All are looked for
+        CheckpointError: tensors are missing, or have another shape or kind of dtype than the model. All are checked
             before any is read; the message counts them and names the first.
-        KernelError: a packing raised; the kernels that asked for it are named.
+        KernelError: a packing raised; the message names the kernels that request it.
     """
     weights = [plan.weights[i] for i in plan.packings]
-    asked = set() if isinstance(source, DummySource) else check(weights, source)
+    names_read = set() if isinstance(source, DummySource) else check(weights, source)
     total = sum(plan.nbytes(w, name) for w in weights for name in plan.packings[id(w)])
     loaded = Loaded()
     for weight in weights:
         if isinstance(source, DummySource):
             full = source.draw(weight, plan.settings.dtype)
         else:
-            full = assemble(weight, _Watched(source, asked), plan.settings.dtype, readers or {})
+            full = assemble(weight, _RecordingSource(source, names_read), plan.settings.dtype, readers or {})
             if weight.parts and not is_finite(full):
                 loaded.broken.append(weight.parts[0])
         packings = plan.packings[id(weight)]
@@ -126,21 +132,21 @@ def load(
                 users = sorted(plan.users[id(weight)][name])
                 raise KernelError(
                     f"Packing {name!r} of {weight.parts[:1] or 'a constant'} raised {type(error).__name__}: {error}. "
-                    f"It was asked for by {', '.join(users[:3])}.",
+                    f"It is requested by {', '.join(users[:3])}.",
                     remedy="pin another provider for these sites",
                 ) from error
             loaded.nbytes += plan.nbytes(weight, name)
-        del full  # before the next weight is read, or two canonical forms would be held at once
+        del full  # before the next weight is read; otherwise two canonical forms would be in memory at once
         if progress is not None:
             progress(loaded.nbytes, total)
-    for name in sorted(set(source.names()) - asked):
+    for name in sorted(set(source.names()) - names_read):
         expected = any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
         (loaded.ignored if expected else loaded.unused).append(name)
     return loaded
 
 
-class _Watched:
-    """A source that notes what is read from it: a format's reader also reads scales, which no weight names."""
+class _RecordingSource:
+    """A source that records which names are read: a format's reader also reads scales, which no weight names."""
 
     def __init__(self, source: TensorSource, read: set[str]) -> None:
         self.source, self.read = source, read
@@ -160,16 +166,16 @@ class _Watched:
 
 
 def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
-    """Check names, shapes and dtypes of everything before anything is read; returns the names that will be.
+    """Check names, shapes and dtypes of all parts before any is read; returns the parts' names.
 
     Raises:
-        CheckpointError: something is missing, misshapen, or stored as numbers that mean nothing without scales.
+        CheckpointError: a part is missing, misshapen, or stored as numbers that are meaningless without scales.
     """
-    missing, wrong, strange, asked = [], [], [], set()
+    missing, wrong, strange, names_read = [], [], [], set()
     for weight in weights:
         rows, columns, present, right = [0] * _groups(weight), set(), 0, True
         for i, part in enumerate(weight.parts):
-            asked.add(part)
+            names_read.add(part)
             shape = source.shape(part)
             if shape is None:
                 if not weight.optional or weight.default is None:
@@ -210,7 +216,7 @@ def check(weights: Iterable[Weight], source: TensorSource) -> set[str]:
             f"{', '.join(strange[:3])}.",
             remedy="check that the checkpoint has its scales, and its config a quantization_config",
         )
-    return asked
+    return names_read
 
 
 def assemble(
@@ -219,7 +225,7 @@ def assemble(
     """One weight in canonical form on the host, sharded and fused.
 
     Raises:
-        CheckpointError: a part cannot be read, or no reader knows the weight's format.
+        CheckpointError: a part cannot be read, or no reader is registered for the weight's format.
     """
     if weight.make is not None:
         return weight.make()
@@ -240,20 +246,21 @@ def assemble(
 
 
 def is_finite(full: torch.Tensor | QTensor) -> bool:
-    """Whether all of a weight's values are numbers: of quantized ones their scales, and the codes of FP8."""
+    """Whether a weight contains no NaN or infinity; in quantized weights, the scales and FP8 data are checked."""
     if isinstance(full, QTensor):
         data = full.data
-        codes = data.view(torch.uint8).flatten().split(2**24) if data.dtype is torch.float8_e4m3fn else ()
-        return is_finite(full.scale) and not any(bool(((part & 0x7F) == 0x7F).any()) for part in codes)
+        fp8 = data.view(torch.uint8).flatten().split(2**24) if data.dtype is torch.float8_e4m3fn else ()
+        return is_finite(full.scale) and not any(bool(((part & 0x7F) == 0x7F).any()) for part in fp8)
     if not full.numel() or not full.is_floating_point():
         return True
-    if bool(full.sum().isfinite()):  # twice as fast; large numbers may overflow it
+    if bool(full.sum().isfinite()):  # twice as fast as the check below, but large numbers may overflow it
         return True
     return bool(torch.stack(full.aminmax()).isfinite().all())
 
 
 def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[str, FormatReader]) -> QTensor:
-    reader = readers.get(weight.format + (STATIC if weight.act.endswith(STATIC) else ""))
+    quant = weight.activation_quant
+    reader = readers.get(static_reader_name(weight.format) if quant and quant.static else weight.format)
     if reader is None:
         raise CheckpointError(
             f"Weight format {weight.format!r} of {weight.parts[0]} has no reader.",
@@ -267,9 +274,9 @@ def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[s
     experts = weight.shape[0]
     each = len(weight.parts) // experts
     stack: QTensor | None = None
-    for e in range(experts):  # one expert at a time: a layer's experts are most of what there is
-        mine = range(e * each, (e + 1) * each)
-        q = QTensor.cat([reader(source, weight.parts[i], weight.shard_of(i)) for i in mine])
+    for e in range(experts):  # one expert at a time: a layer's experts are most of the weights
+        parts = range(e * each, (e + 1) * each)
+        q = QTensor.cat([reader(source, weight.parts[i], weight.shard_of(i)) for i in parts])
         if stack is None:
             zero = None if q.zero is None else q.zero.new_empty(experts, *q.zero.shape)
             data, scale = q.data.new_empty(experts, *q.data.shape), q.scale.new_empty(experts, *q.scale.shape)
@@ -284,12 +291,12 @@ def _assemble_quantized(weight: Weight, source: TensorSource, readers: Mapping[s
 
 
 def _groups(weight: Weight) -> int:
-    """Into how many slices the parts are stacked: one an expert, else one in all."""
+    """Number of slices that the parts are stacked into: one per expert, else one."""
     return weight.shape[0] if len(weight.shape) == 3 and len(weight.parts) % weight.shape[0] == 0 else 1
 
 
 def _rows(weight: Weight, shape: tuple[int, ...]) -> int:
-    """Rows of a shape; all its entries when the weight is a vector."""
+    """Rows of a shape; for a vector, its number of entries."""
     return math.prod(shape[:-1]) if len(weight.shape) > 1 else math.prod(shape)
 
 
@@ -307,10 +314,10 @@ def _sharded(name: str, shape: tuple[int, ...], shard: Shard) -> tuple[int, ...]
 
 
 class DictSource:
-    """Tensors held in memory, e.g. a state dict.
+    """Tensors in memory, e.g. a state dict.
 
     Args:
-        tensors: by name, on any device; read, never changed.
+        tensors: by name, on any device; never changed.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -350,11 +357,11 @@ class DummySource:
         self.generator = torch.Generator(HOST).manual_seed(seed)
 
     def names(self) -> Iterable[str]:
-        """Nothing has a name here."""
+        """No names."""
         return ()
 
     def draw(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor | QTensor:
-        """One weight, whole: norms near 1, matrices scaled so that activations keep their size."""
+        """One whole weight: norms near 1, matrices scaled so that activations keep their magnitude."""
         if weight.make is not None:
             return weight.make()
         if weight.format != PLAIN:

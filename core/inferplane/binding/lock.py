@@ -1,4 +1,4 @@
-"""The lock file: kernel choices that were measured once, for one fingerprint of machine and versions; reviewable."""
+"""The lock file: kernel choices that were measured once, valid for one fingerprint of machine and versions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ SCHEMA = 1
 
 def signature(op: Op) -> str:
     """Twelve hexadecimal digits that name an op's static signature; equal across processes and machines."""
-    found = op.__dict__.get("_signature")
-    if found is None:
-        found = op.__dict__["_signature"] = hashlib.sha256(repr(op.key()).encode()).hexdigest()[:12]
-    return str(found)
+    return op.once("signature", lambda: hashlib.sha256(repr(op.key()).encode()).hexdigest()[:12])
 
 
 def read_lock(path: str | Path, fingerprint: Mapping[str, Any]) -> dict[str, str]:
@@ -28,29 +25,32 @@ def read_lock(path: str | Path, fingerprint: Mapping[str, Any]) -> dict[str, str
 
     Args:
         path: the file.
-        fingerprint: this machine's; the file's must be equal.
+        fingerprint: this machine's; the file's fingerprint must equal it.
 
     Raises:
-        UsageError: the file cannot be read, has another schema, or was made elsewhere (what differs is named).
+        UsageError: the file cannot be read, has another schema, or has another fingerprint (the message names the
+            differences).
     """
     try:
         content = json.loads(Path(path).read_text())
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
     except (OSError, ValueError) as error:
-        raise UsageError(f"Lock file {path} cannot be read: {error}.", remedy="make it anew on this machine") from error
+        raise UsageError(
+            f"Lock file {path} cannot be read: {error}.", remedy="create it again on this machine"
+        ) from error
     if content.get("schema") != SCHEMA:
         raise UsageError(f"Lock file {path} has schema {content.get('schema')!r}.", there_is=f"schema {SCHEMA}")
     theirs, choices = content.get("fingerprint"), content.get("choices")
     if not isinstance(theirs, dict) or not isinstance(choices, dict):
         raise UsageError(
-            f"Lock file {path} lacks its fingerprint or its choices.", remedy="make it anew on this machine"
+            f"Lock file {path} lacks its fingerprint or its choices.", remedy="create it again on this machine"
         )
     other = sorted(k for k in {*theirs, *fingerprint} if theirs.get(k) != fingerprint.get(k))
     if other:
         difference = ", ".join(f"{k}: {theirs.get(k)!r} there, {fingerprint.get(k)!r} here" for k in other)
         raise UsageError(
-            f"Lock file {path} was made for another machine ({difference}).", remedy="make one on this machine"
+            f"Lock file {path} was made for another machine ({difference}).", remedy="create one on this machine"
         )
     return {str(k): str(v) for k, v in choices.items()}
 
@@ -61,13 +61,13 @@ def write_lock(
     choices: Mapping[str, str],
     measured: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a lock file whole or not at all.
+    """Write a lock file completely or not at all.
 
     Args:
         path: the file.
         fingerprint: of this machine.
         choices: `{"op|step_kind|signature": kernel}`.
-        measured: what led to each choice, by the same keys, for whoever reviews the file; nothing reads it.
+        measured: the measurements behind each choice, by the same keys, for reviewers; nothing reads it.
 
     Raises:
         UsageError: it cannot be written.

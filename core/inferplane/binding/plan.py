@@ -1,4 +1,4 @@
-"""A plan: the binding of all sites of one model on one backend, and the packings its weights are needed in."""
+"""A plan: what every site of one model is bound to on one backend, and the packings of its weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from inferplane.binding.choice import Choice, Expand, Options
+from inferplane.binding.choice import Choice, Dequantize, Options
 from inferplane.binding.resolver import Resolver
 from inferplane.errors import BindError, first_of
 from inferplane.ops import OPS, Op
-from inferplane.ops.quantize import FORMATS
+from inferplane.ops.formats import FORMATS
 from inferplane.types import (
     CANONICAL,
     PLAIN,
@@ -27,27 +27,28 @@ from inferplane.types import (
     KVRequest,
     Layouts,
     Packing,
-    QTensor,
     StepKind,
     Weight,
 )
+from inferplane.types.renamed import old_names
 
 MAX_REPACKED_FRACTION = 0.05
-"""Share of the weights' bytes that may be kept in a second packing."""
+"""Largest fraction of the weights' bytes that may be kept in a second packing."""
 
 
+@old_names({"copies": "max_repacked_fraction"})
 @dataclass(frozen=True)
-class Settings:
+class PlanSettings:
     """What a plan is made for.
 
     Args:
-        device: the user's word for the backend.
-        dtype: activations' dtype.
-        arch: the architecture assumed or found, opaque.
-        features: what the device can do.
+        device: the backend's name for users.
+        dtype: activation dtype.
+        arch: name of the found or assumed architecture; core never parses it.
+        features: the device's features.
         deterministic: bind only batch-invariant kernels.
-        copies: share of weight bytes that may be kept twice; None: any.
-        assumed: True when the device was not opened and features are assumed.
+        max_repacked_fraction: largest fraction of weight bytes that may be kept in a second packing; None: any.
+        assumed: the device is not open, so its features are assumed.
     """
 
     device: str
@@ -55,19 +56,21 @@ class Settings:
     arch: str = ""
     features: Features = field(default_factory=Features)
     deterministic: bool = False
-    copies: float | None = MAX_REPACKED_FRACTION
+    max_repacked_fraction: float | None = MAX_REPACKED_FRACTION
     assumed: bool = False
 
 
 class Plan:
-    """Every decision for one model on one backend: a choice tree a step kind, and each weight's packings.
+    """Every decision for one model on one backend: a tree of choices per step kind, and each weight's packings.
 
     Attributes: `model`, `settings`, `layouts` (cache request -> layout), `choices` (step kind -> root choice),
     `packings` (id of a weight -> name -> packing), `users` (id of a weight -> packing name -> sites), `weights`,
-    `expanded` (op name and format -> ids of the quantized weights that are expanded to plain ones for it).
+    `dequantized` (op name and format -> ids of the quantized weights that are dequantized at load for this op).
     """
 
-    def __init__(self, model: Op, settings: Settings, layouts: Layouts, resolvers: Mapping[StepKind, Resolver]) -> None:
+    def __init__(
+        self, model: Op, settings: PlanSettings, layouts: Layouts, resolvers: Mapping[StepKind, Resolver]
+    ) -> None:
         self.model, self.settings, self.layouts = model, settings, layouts
         self.resolvers = resolvers
         self.choices: dict[StepKind, Choice] = {kind: r.resolve(model) for kind, r in resolvers.items()}
@@ -75,7 +78,7 @@ class Plan:
         self.packings: dict[int, dict[str, Packing]] = defaultdict(dict)
         self.users: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         self.packers: dict[int, set[tuple[StepKind, Any, Kernel]]] = defaultdict(set)
-        self.expanded: dict[tuple[str, str], set[int]] = defaultdict(set)
+        self.dequantized: dict[tuple[str, str], set[int]] = defaultdict(set)
         for kind, choice in self.choices.items():
             self._collect(model, choice, "", kind)
 
@@ -98,7 +101,7 @@ class Plan:
         for path, value in op.items():
             if isinstance(value, Weight):
                 packing = kernel.packs.get(prefix + path, CANONICAL)
-                stored = self.packing(op, value, packing, kind, choice.expand, below=op is not root)
+                stored = self.packing(op, value, packing, kind, choice.dequantize, below=op is not root)
                 self._use(op, value, stored, f"{site} {kernel.name}")
                 if packing.name != CANONICAL.name:
                     self.packers[id(value)].add((kind, root.key(), kernel))
@@ -106,36 +109,34 @@ class Plan:
                 self._collect_view(value, choice, kernel, f"{prefix}{path}.", site, kind, root)
 
     def packing(
-        self, op: Op, weight: Weight, packing: Packing, kind: StepKind, expand: Expand, *, below: bool = False
+        self, op: Op, weight: Weight, packing: Packing, kind: StepKind, dequantize: Dequantize, *, below: bool = False
     ) -> Packing:
-        """The packing as it will be stored: behind dequantizing where the weight is expanded.
+        """The packing that is stored: dequantized first if the plan dequantizes the weight at load.
 
         Args:
-            op: whose field the weight is.
-            weight: any of the model's.
-            packing: what the kernel asks for.
+            op: the op that has the weight as a field.
+            weight: one of the model's weights.
+            packing: the packing that the kernel requests.
             kind: step kind.
-            expand: what the choice that reads the weight says; "unserved" for bodies.
-            below: `op` stands below the op that the choice is for.
+            dequantize: `Choice.dequantize` of the choice that reads the weight; "unserved" for bodies.
+            below: `op` is below the op that the choice is for.
         """
-        if not self.resolvers[kind].expands(op, weight, expand, below=below):
+        if not self.resolvers[kind].dequantizes(op, weight, dequantize, below=below):
             return packing
-        dtype = weight.dtype or self.settings.dtype
-        name = PLAIN if packing.name == CANONICAL.name else f"{PLAIN} > {packing.name}"
-        return Packing(name, lambda q: packing.fn(q.dequantize(dtype) if isinstance(q, QTensor) else q))
+        return packing.dequantize_first(weight.dtype or self.settings.dtype)
 
     def _use(self, op: Op, weight: Weight, packing: Packing, user: str) -> None:
         self.packings[id(weight)].setdefault(packing.name, packing)
         self.users[id(weight)][packing.name].add(user)
-        if packing.name.startswith(PLAIN):
-            self.expanded[op.name, weight.format].add(id(weight))
+        if packing.dequantized:
+            self.dequantized[op.name, weight.format].add(id(weight))
 
     def nbytes(self, weight: Weight, packing: str) -> int:
-        """Bytes of one weight in one packing (padding by the packing not counted)."""
+        """Bytes of one weight in one packing, without the packing's padding."""
         used = self.packings.get(id(weight), {}).get(packing)
         if used is not None and used.dense and weight.format in FORMATS:
             return math.prod(weight.shape) * FORMATS[weight.format][1] // 8
-        if weight.format != PLAIN and packing.startswith(PLAIN):
+        if used is not None and used.dequantized:
             weight = replace(weight, format=PLAIN)
         return weight.nbytes(self.settings.dtype)
 
@@ -145,7 +146,7 @@ class Plan:
         return sum(self.nbytes(self.weights[i], name) for i, names in self.packings.items() for name in names)
 
     def copied_bytes(self) -> dict[int, int]:
-        """Bytes of the second and further packings, by weight."""
+        """Bytes of the second and further packings, by id of the weight."""
         out = {}
         for i, names in self.packings.items():
             sizes = sorted(self.nbytes(self.weights[i], name) for name in names)
@@ -167,7 +168,7 @@ class Plan:
         return walk(self.model, self.choices[kind], "")
 
     def distinct(self) -> Iterator[tuple[StepKind, str, Op, Choice]]:
-        """One `(step kind, first site, op, choice)` a distinct choice."""
+        """One `(step kind, first site, op, choice)` per distinct choice."""
         for kind in self.choices:
             seen: set[int] = set()
             for site, op, choice in self.sites(kind):
@@ -176,7 +177,7 @@ class Plan:
                     yield kind, site, op, choice
 
     def hot_references(self) -> list[tuple[str, str, str]]:
-        """`(step kind, site, op)` of hot ops that no kernel serves."""
+        """`(step kind, site, op)` of hot ops without a kernel."""
         out: list[tuple[str, str, str]] = []
         for kind, site, op, choice in self.distinct():
             if choice.own_hot and choice.kernel is None:
@@ -187,27 +188,27 @@ class Plan:
 def bind(
     model: Op,
     kernels: Sequence[Kernel],
-    settings: Settings,
+    settings: PlanSettings,
     kv_layouts: Callable[[KVRequest], Sequence[KVLayout]],
     *,
     options: Options | None = None,
     step_kinds: Sequence[StepKind] = STEP_KINDS,
     strict: bool = False,
 ) -> Plan:
-    """Choose a KV layout and a kernel for every site. No tensor exists yet, not even on meta.
+    """Choose a KV layout and a kernel for every site. This needs no tensor, not even on meta.
 
     Args:
         model: the tree of ops.
-        kernels: what the device's plugins declare.
+        kernels: all kernels that the device's plugins declare.
         settings: device, dtype, features, options.
-        kv_layouts: layouts on offer for a cache request, at least one.
+        kv_layouts: available layouts for a cache request, at least one.
         options: pins, lock, demotions.
         step_kinds: the columns of the plan.
-        strict: refuse a plan that leaves a hot op on its reference.
+        strict: raise if a hot op is left on its reference.
 
     Raises:
-        BindError: a pin cannot be met or meets no site; no layouts agree on a block size; `strict` or
-            `settings.deterministic` is not met.
+        BindError: a pin cannot be met or matches no site; no layouts share a block size; `strict` or
+            `settings.deterministic` cannot be met.
         KernelError: a kernel is declared wrongly.
     """
     options = options or Options()
@@ -225,7 +226,7 @@ def bind(
     if hidden := sorted(matched - {c.pin for _, _, _, c in plan.distinct()}):
         raise _hidden_pin(plan, hidden[0])
     if settings.deterministic and (left := plan.hot_references()):
-        # A body is plain torch: its products may add in another order when the batch has another size.
+        # A body is plain torch, whose matrix products may sum in another order if the batch size changes.
         raise BindError(
             f"deterministic=True, but device {settings.device!r} has no batch-invariant kernel for "
             f"{', '.join(sorted({op for _, _, op in left}))}.",
@@ -243,19 +244,19 @@ def bind(
 def _best_layouts(
     model: Op,
     kernels: Sequence[Kernel],
-    settings: Settings,
+    settings: PlanSettings,
     kv_layouts: Callable[[KVRequest], Sequence[KVLayout]],
     options: Options,
     step_kinds: Sequence[StepKind],
     refused: Mapping[tuple[StepKind, Any, Kernel], list[str]],
 ) -> Plan:
-    """Layouts and kernels are chosen together: the combination whose layout-aware kernels rank highest in sum; among
-    equals the first on offer.
+    """The plan of the layouts whose kernels have the highest sum of ranks; the first one among equals. Only kernels
+    that access a layout's memory count.
     """
     requests = model.kv_requests()
     offers = [list(kv_layouts(r)) for r in requests]
     best: tuple[int, Plan] | None = None
-    unmet: BindError | None = None
+    pin_error: BindError | None = None
     for combination in itertools.product(*offers):
         if len({layout.block_tokens for layout in combination}) > 1:
             continue
@@ -267,14 +268,14 @@ def _best_layouts(
             resolvers[kind].refused = {(key, k): why for (s, key, k), why in refused.items() if s == kind}
         try:
             plan = Plan(model, settings, layouts, resolvers)
-        except BindError as error:  # a pin may be met in another layout
-            unmet = unmet or error
+        except BindError as error:  # another layout may satisfy the pin
+            pin_error = pin_error or error
             continue
         score = sum(_layout_score(model, c) for c in plan.choices.values())
         if best is None or score > best[0]:
             best = score, plan
-    if best is None and unmet is not None:
-        raise unmet
+    if best is None and pin_error is not None:
+        raise pin_error
     if best is None:
         sizes = {f"{r.kind}, window {r.window}": [x.name for x in offer] for r, offer in zip(requests, offers)}
         raise BindError(
@@ -286,7 +287,8 @@ def _best_layouts(
 
 
 def _layout_score(op: Op, choice: Choice) -> int:
-    """Ranks of the kernels that look into the cache, each counted once for every op with a cache that it replaces."""
+    """Sum of the ranks of kernels that access the cache's memory, each counted once per op with a cache that it
+    replaces."""
     if choice.kernel is None:
         return sum(_layout_score(child, choice.children[path]) for path, child in op.children())
     if not choice.kernel.when.kv_layouts:
@@ -295,10 +297,10 @@ def _layout_score(op: Op, choice: Choice) -> int:
 
 
 def _over_budget(plan: Plan) -> tuple[list[tuple[StepKind, Any, Kernel]], str] | None:
-    """The kernel to refuse when second copies of weights exceed the budget, in every step kind that has it, and the
-    reason; None when they fit.
+    """The kernel to refuse if second copies of weights exceed the limit, in every step kind that has it, and the
+    reason; None if they fit.
     """
-    budget = plan.settings.copies
+    budget = plan.settings.max_repacked_fraction
     if budget is None:
         return None
     copied = plan.copied_bytes()
@@ -327,8 +329,7 @@ def _hidden_pin(plan: Plan, name: str) -> BindError:
         if choice.kernel is not None and any(o.name == name for path, o in op.sites() if path)
     ]
     return BindError(
-        f"Op {name!r} is pinned, but wherever this model has it a larger kernel serves the whole: "
-        f"{', '.join(larger[:3])}.",
+        f"Op {name!r} is pinned, but everywhere in this model a larger kernel replaces it: {', '.join(larger[:3])}.",
         remedy=f"pin these to 'decomposition' too, or pin {name!r} by its site",
     )
 

@@ -1,5 +1,5 @@
-"""A plan for eyes: the tree of sites, what runs each, and why. What `LLM.explain_text` and the command line show is
-written here alone; the command line adds colour.
+"""A plan as text for people: the tree of sites, what runs each, and why. `LLM.explain_text` and the command line both
+use it; the command line adds colour.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Line = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Row:
+class SiteRow:
     """One site of a plan: its last name, its depth in the tree, and its entry in the plan's data."""
 
     label: str
     depth: int
     entry: dict[str, Any]
 
-    def says(self, *, verbose: bool) -> tuple[Any, ...]:
-        """Equal for rows that say the same of two step kinds; with `verbose` also of the losers."""
+    def content(self, *, verbose: bool) -> tuple[Any, ...]:
+        """Equal for rows that read the same for two step kinds; with `verbose`, their rejected kernels too."""
         e = self.entry
         return self.label, self.depth, e["op"], str(e["chosen"]), str(e["rejected"]) if verbose else ""
 
     @property
-    def troubled(self) -> bool:
+    def needs_attention(self) -> bool:
         """A hot op without a kernel, or kernels of equal rank."""
         chosen = self.entry["chosen"]
         return bool(chosen["ambiguous"]) or (OPS[self.entry["op"]].hot and chosen["provider"] == "core")
@@ -43,21 +43,21 @@ class Row:
 def plan_lines(
     data: Mapping[str, Any], width: int, *, verbose: bool = False, architectures: Sequence[str] = ()
 ) -> Iterator[Line]:
-    """All of a plan.
+    """The lines of a whole plan.
 
     Args:
-        data: what `explain` returns; of `decode_steps`, where it is there, those that are recorded are told.
-        width: columns that reasons are wrapped to.
-        verbose: also the losers.
-        architectures: those the backend knows, for a plan that is assumed.
+        data: the result of `explain`; with `decode_steps`, the captured steps are shown too.
+        width: columns to which reasons are wrapped.
+        verbose: also show rejected kernels.
+        architectures: those the backend knows, shown if the plan assumes one.
     """
     yield from _head(data, architectures)
     kinds = list(dict.fromkeys(site["step_kind"] for site in data["sites"]))
-    columns = {kind: list(rows([site for site in data["sites"] if site["step_kind"] == kind])) for kind in kinds}
-    shown: dict[str, list[Row]] = {}
+    columns = {kind: list(site_rows([site for site in data["sites"] if site["step_kind"] == kind])) for kind in kinds}
+    shown: dict[str, list[SiteRow]] = {}
     for kind in kinds:
-        words = [x.says(verbose=verbose) for x in columns[kind]]
-        same = next((k for k, r in shown.items() if [x.says(verbose=verbose) for x in r] == words), None)
+        words = [x.content(verbose=verbose) for x in columns[kind]]
+        same = next((k for k, r in shown.items() if [x.content(verbose=verbose) for x in r] == words), None)
         if same is None:
             shown[kind] = columns[kind]
         else:
@@ -68,24 +68,24 @@ def plan_lines(
     yield from _foot(data, [row for lines in shown.values() for row in lines])
 
 
-def rows(sites: list[dict[str, Any]]) -> Iterator[Row]:
-    """Sites of one step kind, parents before children, with their place in the tree."""
-    above: list[str] = []
+def site_rows(sites: list[dict[str, Any]]) -> Iterator[SiteRow]:
+    """Sites of one step kind, parents before children, with their depth in the tree."""
+    parents: list[str] = []
     for entry in sites:
         site = entry["site"]
-        while above and not (above[-1] == "" or site.startswith(f"{above[-1]}.")):
-            above.pop()
-        parent = above[-1] if above else ""
+        while parents and not (parents[-1] == "" or site.startswith(f"{parents[-1]}.")):
+            parents.pop()
+        parent = parents[-1] if parents else ""
         label = site[len(parent) + 1 :] if parent else site
-        yield Row(label or "model", len(above), entry)
-        above.append(site)
+        yield SiteRow(label or "model", len(parents), entry)
+        parents.append(site)
 
 
 def _head(data: Mapping[str, Any], architectures: Sequence[str]) -> Iterator[Line]:
     where = f", planned for {data['arch']}" if data["arch"] else ", planned"
     if data["assumed"]:
         others = [name for name in architectures if name != data["arch"]]
-        where += f" (assumed{'; --arch takes also ' if others else ''}{', '.join(others)})"
+        where += f" (assumed{'; --arch also accepts ' if others else ''}{', '.join(others)})"
     else:
         where = f", bound on {data['device']}{', ' if data['arch'] else ''}{data['arch']}"
     layouts = ", ".join(sorted({layout["layout"] for layout in data["kv_layouts"]}))
@@ -96,29 +96,29 @@ def _head(data: Mapping[str, Any], architectures: Sequence[str]) -> Iterator[Lin
 
 
 def _windows(data: Mapping[str, Any]) -> str:
-    """What the cache keeps where layers attend to a window."""
+    """Which tokens the cache keeps if layers attend to a window."""
     windows = {layout["window"] for layout in data["kv_layouts"]}
     if windows <= {None}:
         return ""
     if None not in windows:
-        return f"; blocks before the last {max(windows)} tokens are given back"
+        return f"; blocks before the last {max(windows)} tokens are released"
     some = ", ".join(map(str, sorted(windows - {None})))
-    return f"; all tokens are kept, also by layers with a window of {some}, since others have none"
+    return f"; layers with a window of {some} keep all tokens too, because other layers have no window"
 
 
-def _table(lines: list[Row], width: int, *, verbose: bool) -> Iterator[Line]:
+def _table(lines: list[SiteRow], width: int, *, verbose: bool) -> Iterator[Line]:
     labels = [" " * INDENT * row.depth + row.label for row in lines]
     columns = [labels, [row.entry["op"] for row in lines], [_by(row) for row in lines]]
     heads = ("site", "op", "runs by")
     widths = [max(map(len, (head, *cells))) for head, cells in zip(heads, columns)]
     start = 2 + sum(widths) + len(GAP) * len(widths)
-    room = max(NARROWEST_WHY, width - start)
+    why_width = max(NARROWEST_WHY, width - start)
     yield [("  " + GAP.join(f"{head:<{w}}" for head, w in zip((*heads, "why"), (*widths, 0))), "dim")]
     for row, *cells in zip(lines, *columns):
         label, op, by = (f"{cell:<{w}}" for cell, w in zip(cells, widths))
-        why = textwrap.wrap(_why(row), room) or [""]
-        mark = ("! ", "bold red") if row.troubled else ("  ", "")
-        why_style = "bold red" if row.troubled else "dim"
+        why = textwrap.wrap(_why(row), why_width) or [""]
+        mark = ("! ", "bold red") if row.needs_attention else ("  ", "")
+        why_style = "bold red" if row.needs_attention else "dim"
         yield [mark, (label + GAP, ""), (op + GAP, "dim"), (by, _style(row)), (GAP, ""), (why[0], why_style)]
         for more in why[1:]:
             yield [(" " * start + more, why_style)]
@@ -132,44 +132,45 @@ def _table(lines: list[Row], width: int, *, verbose: bool) -> Iterator[Line]:
                 )
 
 
-def _why(row: Row) -> str:
-    """The reason; none for what no kernel was ever declared for."""
+def _why(row: SiteRow) -> str:
+    """The reason; empty for an op that has no kernel on any device."""
     chosen = row.entry["chosen"]
     silent = chosen["kernel"] == "decomposition" and chosen["why"].startswith("no kernel") and not row.entry["rejected"]
-    return "" if silent and not row.troubled else str(chosen["why"])
+    return "" if silent and not row.needs_attention else str(chosen["why"])
 
 
-def _by(row: Row) -> str:
+def _by(row: SiteRow) -> str:
     kernel = str(row.entry["chosen"]["kernel"])
     return kernel.replace("decomposition", "its parts")
 
 
-def _style(row: Row) -> str:
+def _style(row: SiteRow) -> str:
     chosen = row.entry["chosen"]
-    if row.troubled:
+    if row.needs_attention:
         return "bold red"
     if chosen["provider"] == "core":
         return "dim"
     return "green" if chosen["rank"] >= RANK_TUNED else "cyan" if chosen["rank"] >= RANK_PORTABLE else ""
 
 
-def _foot(data: Mapping[str, Any], lines: list[Row]) -> Iterator[Line]:
+def _foot(data: Mapping[str, Any], lines: list[SiteRow]) -> Iterator[Line]:
     for copy in data["copies"]:
         packings = f"{len(copy['packings'])} packings ({', '.join(copy['packings'])})"
-        yield [(f"kept in {packings}: {copy['weight']}, {copy['uses']} such, {copy['extra_bytes']} bytes more", "")]
-    for item in data["expanded"]:
-        words = f"expanded at load: {item['weights']} weights of format {item['format']}"
-        yield [(f"{words}, which no kernel of {item['op']} here takes", "")]
-    for item in data["uncoded"]:
-        words = f"activations not coded in {item['act']}, as the checkpoint asks, at {item['sites']} sites"
-        yield [(f"{words}: {item['reason']}", "")]
+        more = f"{copy['uses']} weights like it, {copy['extra_bytes']} bytes more"
+        yield [(f"kept in {packings}: {copy['weight']}, {more}", "")]
+    for item in data["dequantized"]:
+        words = f"dequantized at load: {item['weights']} weights of format {item['format']}"
+        yield [(f"{words}, which no kernel of {item['op']} accepts here", "")]
+    for item in data["activation_quant_skipped"]:
+        words = f"activations not quantized to {item['activation_quant']} at {item['sites']} sites"
+        yield [(f"{words}, though the checkpoint requests it: {item['reason']}", "")]
     steps = data.get("decode_steps")
     if steps is not None and not steps["off"]:
         yield [(captured_text(steps), "")]
-    slow = sorted({row.entry["op"] for row in lines if row.troubled and not row.entry["chosen"]["ambiguous"]})
+    slow = sorted({row.entry["op"] for row in lines if row.needs_attention and not row.entry["chosen"]["ambiguous"]})
     tied = sorted({row.entry["op"] for row in lines if row.entry["chosen"]["ambiguous"]})
     if slow:
-        yield [(f"hot ops on their slow reference: {', '.join(slow)}; verbose tells why", "bold red")]
+        yield [(f"hot ops on their slow reference: {', '.join(slow)}; verbose shows why", "bold red")]
     if tied:
         yield [(f"kernels of equal rank: {', '.join(tied)}; pin one", "bold red")]
     if not slow and not tied:
@@ -177,14 +178,14 @@ def _foot(data: Mapping[str, Any], lines: list[Row]) -> Iterator[Line]:
 
 
 def captured_text(data: Mapping[str, Any]) -> str:
-    """Which decode steps are recorded, as a sentence; `data` is `decode_steps`."""
+    """Which decode steps are captured, as a sentence; `data` is `decode_steps`."""
     if data["off"]:
-        return f"decode steps are not recorded: {data['off']}"
+        return f"decode steps are not captured: {data['off']}"
     tokens = f", {' or '.join(map(str, data['tokens']))} tokens each" if len(data["tokens"]) > 1 else ""
     drafts, apart = "", data.get("drafting_layer")
     if apart is not None:
-        drafts = "; drafts are " + (f"recorded apart from them: {apart}" if apart else "in one record with them")
+        drafts = "; drafts are " + (f"captured separately: {apart}" if apart else "captured in the same graph")
     return (
-        f"decode steps are recorded for {', '.join(map(str, data['sequences']))} sequences{tokens}: padding costs at "
+        f"decode steps are captured for {', '.join(map(str, data['sequences']))} sequences{tokens}: padding costs at "
         f"most {data['padding']:.0%} of a step, inputs and results take {data['nbytes'] / 2**20:.1f} MiB{drafts}"
     )

@@ -1,7 +1,7 @@
-"""Choosing a kernel for every site, with the reason, before any tensor exists.
+"""Chooses a kernel for every site, with the reason, before any tensor exists.
 
 The order is: a user's pin, the lock file, the highest accepted rank, the decomposition, the reference. A decomposition
-whose lowest-ranked hot leaf outranks the composite kernel wins over it. Registration order never decides anything.
+is chosen over a composite kernel if its lowest-ranked hot leaf ranks higher. Registration order never matters.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from inferplane.binding.choice import DECOMPOSITION, REFERENCE, Choice, Expand, Options, Rejection
+from inferplane.binding.choice import DECOMPOSITION, REFERENCE, Choice, Dequantize, Options, Rejection
 from inferplane.binding.lock import signature
 from inferplane.errors import BindError, KernelError
 from inferplane.ops import OPS, Op
-from inferplane.types import CANONICAL, PLAIN, Context, Kernel, Weight
+from inferplane.types import PLAIN, Context, Kernel, Weight
 
 
 class Resolver:
@@ -49,16 +49,16 @@ class Resolver:
         self._native: dict[tuple[object, str], bool] = {}
 
     def resolve(self, op: Op, site: str = "") -> Choice:
-        """The choice for `op` at `site`, and for everything below it; sites that are bound alike share one.
+        """The choice for `op` at `site` and for all ops below; sites that are bound alike share one `Choice`.
 
         Raises:
-            BindError: a pin names a provider that has no kernel here, or whose kernel is refused.
+            BindError: a pin names a provider without a kernel here, or with a refused one.
         """
         self._find_site_pins(op, site)
         return self._at(op, site, None)
 
     def _at(self, op: Op, site: str, inherited: str | None) -> Choice:
-        """As `resolve`, under a pin (`inherited`) that puts everything on its reference."""
+        """As `resolve`; `inherited` is the name of a pin above that pins all ops below to their references."""
         memo_key = (op.key(), site if site in self._pinned or site in self._pins_below else None, inherited)
         found = self._memo.get(memo_key)
         if found is None:
@@ -76,11 +76,11 @@ class Resolver:
             path: self._at(child, f"{site}.{path}" if site else path, passed_on) for path, child in op.children()
         }
         rejected: list[Rejection] = []
-        accepted, expand = self._accepted(op, against, rejected, pin[1] if pin else "")
+        accepted, dequantize = self._accepted(op, against, rejected, pin[1] if pin else "")
         hot = op.hot or any(c.hot for c in children.values())
         leaves = [c for c in children.values() if c.hot] or list(children.values())
-        # A hot op's own body is slow whatever its children are; so is one that expands what a kernel reads as stored.
-        slow = op.hot or (bool(accepted) and expand == "never" and self.formats(op) != op.formats())
+        # A hot op's body is slow with any children, and so is one that dequantizes what a kernel reads as stored.
+        slow = op.hot or (bool(accepted) and dequantize == "never" and self.formats(op) != op.formats())
         body_rank = 0 if slow else min((c.rank for c in leaves), default=0)
         dequantized = any(v.format != PLAIN and not self.native(op, v.format) for v in _own_weights(op))
         choice = Choice(op.name, None, body_rank, "", rejected, children, hot, dequantized=dequantized, own_hot=op.hot)
@@ -93,61 +93,63 @@ class Resolver:
                     reason = f"{level} {choice.label}"
                 rejected.append(Rejection(kernel.name, kernel.rank, reason))
         if choice.kernel is not None:
-            choice.children, choice.rank, choice.expand = {}, choice.kernel.rank, expand
-            choice.dequantized = expand != "never"
-            self._tell_of_pins(op, choice)
-        self._tell_of_coding(op, choice)
+            choice.children, choice.rank, choice.dequantize = {}, choice.kernel.rank, dequantize
+            choice.dequantized = dequantize != "never"
+            self._note_hidden_pins(op, choice)
+        self._note_activation_quant(op, choice)
         return choice
 
-    def _tell_of_pins(self, op: Op, c: Choice) -> None:
-        """Say of a kernel for the whole which pins of ops inside it have no effect there."""
+    def _note_hidden_pins(self, op: Op, c: Choice) -> None:
+        """Add to the reason which pins have no effect, because the kernel replaces the pinned ops."""
         inside = {o.name for path, o in op.sites() if path} if self.options.pins else set()
         if hidden := sorted(inside & self.options.pins.keys()):
             names = ", ".join(map(repr, hidden))
-            c.why += f"; serves the whole, where the pin of {names} has no effect: pin this to 'decomposition' too"
+            c.why += (
+                f"; replaces the ops below it, so the pin of {names} has no effect: pin this to 'decomposition' too"
+            )
 
-    def _tell_of_coding(self, op: Op, c: Choice) -> None:
-        """Say what becomes of activations that the checkpoint wants coded."""
-        asked = op.activation_quants() - {""}
-        if not asked or (c.kernel is None and not c.own_hot):
+    def _note_activation_quant(self, op: Op, c: Choice) -> None:
+        """Record whether the activation quantization that the checkpoint requests is applied."""
+        requested = op.activation_quants() - {""}
+        if not requested or (c.kernel is None and not c.own_hot):
             return
-        if c.kernel is not None and c.kernel.codes in asked:
-            c.why += f"; codes activations in {c.kernel.codes}, as the checkpoint asks"
+        if c.kernel is not None and c.kernel.quantizes_activations_to in requested:
+            c.why += f"; quantizes activations to {c.kernel.quantizes_activations_to}, as the checkpoint requests"
             return
-        coders = {k.name for k in self.by_op[op.name] if k.codes in asked}
-        lost = next((f"{r.kernel} is not taken: {r.reason}" for r in c.rejected if r.kernel in coders), "")
-        c.activation_quant_skipped = lost or f"no kernel of {op.name} codes them"
+        able = {k.name for k in self.by_op[op.name] if k.quantizes_activations_to in requested}
+        lost = next((f"{r.kernel} is not chosen: {r.reason}" for r in c.rejected if r.kernel in able), "")
+        c.activation_quant_skipped = lost or f"no kernel of {op.name} quantizes them"
 
     def _accepted(
         self, op: Op, against: list[str], rejected: list[Rejection], pinned: str
-    ) -> tuple[list[Kernel], Expand]:
-        """The kernels that take `op`, highest rank first, and which weights are expanded for them.
+    ) -> tuple[list[Kernel], Dequantize]:
+        """The kernels that accept `op`, highest rank first, and which weights are dequantized for them.
 
-        Kernels that take all weights as they are stored go before those for which some must be expanded. A hot op with
-        quantized children, whose own body would be slow, has these expanded rather than none.
+        Kernels that read all weights as stored are preferred to those that need some dequantized. A hot op with
+        quantized children has them dequantized if that gives it a kernel, because its own body would be slow.
         """
-        left = []
+        candidates = []
         for kernel in self.by_op[op.name]:
             reasons = against + self.refused.get((op.key(), kernel), [])
             if kernel.is_less_precise_than(op) and pinned not in (kernel.provider, kernel.name):
                 reasons = [
                     *reasons,
-                    f"computes in fewer bits (error up to {kernel.extra_error:g} more): pin it to take it",
+                    f"computes in fewer bits (error up to {kernel.extra_error:g} more): pin it to use it",
                 ]
             if kernel in self.options.demoted:
                 reasons = [*reasons, f"demoted: {self.options.demoted[kernel]}"]
-            left.append((kernel, reasons))
-        tiers: list[tuple[Expand, frozenset[str]]] = [("never", op.formats())]
+            candidates.append((kernel, reasons))
+        tiers: list[tuple[Dequantize, frozenset[str]]] = [("never", op.formats())]
         if self.formats(op) != op.formats():
             tiers.append(("unserved", self.formats(op)))
         if op.hot and any(not c.formats() <= {PLAIN} for _, c in op.children()):
             tiers.append(("below", self._own_formats(op) | {PLAIN}))
-        for expand, formats in tiers:
-            outcome = {k: [*k.refusals(op, self.ctx, formats), *reasons] for k, reasons in left}
+        for dequantize, formats in tiers:
+            outcome = {k: [*k.refusals(op, self.ctx, formats), *reasons] for k, reasons in candidates}
             accepted = [k for k, reasons in outcome.items() if not reasons]
-            if accepted or expand == tiers[-1][0]:
+            if accepted or dequantize == tiers[-1][0]:
                 rejected += [Rejection(k.name, k.rank, "; ".join(reasons)) for k, reasons in outcome.items() if reasons]
-                return sorted(accepted, key=lambda k: (-k.rank, not k.codes)), expand
+                return sorted(accepted, key=_order), dequantize
         raise AssertionError("there is always a last tier")
 
     def _decide(self, c: Choice, op: Op, site: str, pin: tuple[str, str] | None, accepted: list[Kernel]) -> bool:
@@ -171,24 +173,25 @@ class Resolver:
                 return False
         parts = c.children and not c.own_hot
         if not accepted:
-            c.why = "no kernel takes it: decomposed" if parts else "no kernel takes it: reference"
+            c.why = "no kernel accepts it: decomposed" if parts else "no kernel accepts it: reference"
         elif parts and c.rank > accepted[0].rank:
             best = accepted[0]
             c.why = f"decomposed: its slowest hot part has rank {c.rank}, above {best.name} with {best.rank}"
         else:
             c.kernel = accepted[0]
             c.why = f"rank {c.kernel.rank}" + (f" over the decomposition's {c.rank}" if parts else "")
-            if len(accepted) > 1 and (accepted[1].rank, accepted[1].codes) == (c.kernel.rank, c.kernel.codes):
+            second = accepted[1] if len(accepted) > 1 else None
+            if second is not None and _order(second) == _order(c.kernel):
                 c.ambiguous = True
-                c.why = f"AMBIGUOUS: {accepted[1].name} has rank {c.kernel.rank} too; pin one, or change a rank"
+                c.why = f"AMBIGUOUS: {second.name} has rank {c.kernel.rank} too; pin one, or change a rank"
         if locked is not None:
-            c.why += f"; the lock file's {locked} is not to be had"
+            c.why += f"; the lock file's {locked} is not available"
         return True
 
     # -- weight formats
 
     def native(self, op: Op, format: str) -> bool:
-        """Whether some kernel takes weights of this format for `op` here; if not, they are expanded at load.
+        """Whether some kernel reads weights of this format for `op` here; if not, they are dequantized at load.
 
         Kernels of other step kinds count: a weight that one column of the plan reads as stored is not kept twice.
         """
@@ -205,7 +208,7 @@ class Resolver:
         return found
 
     def formats(self, op: Op) -> frozenset[str]:
-        """Formats in which the weights of `op` and below reach their kernels when each op is bound by itself."""
+        """Formats in which the weights of `op` and all ops below reach their kernels if each op is bound alone."""
         if op.formats() <= {PLAIN}:
             return op.formats()
         found = self._formats.get(op.key())
@@ -217,13 +220,20 @@ class Resolver:
     def _own_formats(self, op: Op) -> frozenset[str]:
         return frozenset(w.format if self.native(op, w.format) else PLAIN for w in _own_weights(op))
 
-    def expands(self, owner: Op, weight: Weight, expand: Expand, *, below: bool) -> bool:
-        """Whether a weight of `owner` is expanded, in a choice that says `expand` and stands at or above `owner`."""
-        if weight.format == PLAIN or expand == "never":
+    def dequantizes(self, owner: Op, weight: Weight, dequantize: Dequantize, *, below: bool) -> bool:
+        """Whether a weight of `owner` is dequantized at load by a choice at or above `owner`.
+
+        Args:
+            owner: the op that has the weight as a field.
+            weight: the weight.
+            dequantize: `Choice.dequantize` of that choice.
+            below: `owner` is below the op of that choice.
+        """
+        if weight.format == PLAIN or dequantize == "never":
             return False
-        if expand == "unserved" and not owner.body_reads_quantized:
+        if dequantize == "unserved" and not owner.body_reads_quantized:
             return True
-        return (expand == "below" and below) or not self.native(owner, weight.format)
+        return (dequantize == "below" and below) or not self.native(owner, weight.format)
 
     # -- pins
 
@@ -235,11 +245,11 @@ class Resolver:
         return name, self.options.pins[name]
 
     def _find_site_pins(self, op: Op, root: str) -> None:
-        """Note which pin holds at which site, and which hold below it, where a kernel for the whole would hide them."""
+        """Record which pin applies at each site, and which apply below it and would be hidden by a kernel there."""
         exact = {name for name in self.options.pins if name not in OPS}
         patterns = sorted(
             (n for n in exact if any(c in n for c in "*?[")), key=lambda n: (-len(n), n)
-        )  # exactest first
+        )  # longest pattern first
         for site, _ in op.sites(f"{root}." if root else "") if exact else ():
             if site in exact:
                 names = [site]
@@ -270,7 +280,7 @@ class Resolver:
 
 
 def check_declaration(kernel: Kernel) -> None:
-    """Raise KernelError when a kernel names an unknown op or weight, or takes other parameters than the op passes."""
+    """Raise KernelError if a kernel names an unknown op or weight, or its parameters differ from the op's."""
     op = OPS.get(kernel.op)
     if op is None:
         raise KernelError(
@@ -285,23 +295,23 @@ def check_declaration(kernel: Kernel) -> None:
                 there_is=", ".join(op.fields()),
                 remedy="name the weight by its path below the op",
             )
-        if packing.name.startswith(PLAIN) or (packing.name == CANONICAL.name and packing.fn is not CANONICAL.fn):
+        if packing.has_reserved_name:
             raise KernelError(
-                f"Kernel {kernel.name} calls a packing {packing.name!r}, which is core's own name.",
+                f"Kernel {kernel.name} calls a packing {packing.name!r}, which is a name reserved by core.",
                 remedy="name it provider.layout",
             )
     if isinstance(kernel.target, str):
-        return  # a dotted target is imported, and checked, at link
+        return  # a dotted target is imported and checked at link
     check_parameters(kernel)
 
 
 def check_parameters(kernel: Kernel) -> None:
-    """Raise KernelError when the kernel's function does not take a view and then exactly the op's parameters."""
+    """Raise KernelError if the kernel's function does not take a view and then exactly the op's parameters."""
     want = list(inspect.signature(OPS[kernel.op].__call__).parameters)[1:]
     try:
-        have = [_called(p) for p in inspect.signature(kernel.function()).parameters.values()][1:]
+        have = [_describe(p) for p in inspect.signature(kernel.function()).parameters.values()][1:]
     except ValueError:
-        return  # a builtin without a signature: the canary and conformance judge it
+        return  # a builtin without a signature: the canary and conformance check it
     if have != want:
         raise KernelError(
             f"Kernel {kernel.name} takes ({', '.join(have)}) after its view, but op {kernel.op!r} passes "
@@ -310,14 +320,19 @@ def check_parameters(kernel: Kernel) -> None:
         )
 
 
-def _called(p: inspect.Parameter) -> str:
-    """A parameter's name, if an argument can be passed to it by position; else also what it is."""
-    plain = p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    return p.name if plain else f"{p.kind.description} {p.name}"
+def _describe(parameter: inspect.Parameter) -> str:
+    """A parameter's name, with its kind if it cannot be passed by position."""
+    by_position = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    return parameter.name if by_position else f"{parameter.kind.description} {parameter.name}"
+
+
+def _order(kernel: Kernel) -> tuple[int, bool]:
+    """Sorts accepted kernels: by rank, and among equals those that quantize activations first."""
+    return -kernel.rank, not kernel.quantizes_activations_to
 
 
 def _origin(kernel: Kernel) -> str:
-    """Tells kernels of equal names apart, so that not even their order depends on who registered first."""
+    """Distinguishes kernels of equal names, so that their order never depends on the order of registration."""
     target = kernel.target
     return (
         target

@@ -1,4 +1,4 @@
-"""Which of several kernels is the fastest here: each is checked first, then timed, and taken only beyond noise."""
+"""Finds the fastest of several kernels: checks each, times it, and prefers it only if the gain exceeds the noise."""
 
 from __future__ import annotations
 
@@ -8,40 +8,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from inferplane.binding.check import Bench, bound_case, run_case
 from inferplane.binding.lock import signature
 from inferplane.binding.plan import Plan
-from inferplane.ops import Draw, Op, Sample
+from inferplane.ops import Op, Sample
 from inferplane.types import Kernel, StepKind
 
 TOKENS: Mapping[StepKind, tuple[int, ...]] = {"decode": (1, 16, 64), "mixed": (512,)}
-"""Rows of a step of each kind that kernels are timed on. A choice is one for all of them."""
+"""Token rows per step kind on which kernels are timed. One choice holds for all of them."""
 ROUNDS = 7
-"""Times that each kernel is measured, in turn with the others."""
-LEAST_S = 2e-3
-"""A measurement lasts at least so long; shorter calls are repeated."""
-MOST_CALLS = 256
-LEAST_GAIN = 0.03
-"""What is less than so much faster is not preferred, however quiet the machine."""
-MOST_EXPERTS = 8
+"""Number of times that each kernel is measured, alternating with the others."""
+MIN_MEASUREMENT_S = 2e-3
+"""Shortest measurement; shorter calls are repeated."""
+MAX_CALLS = 256
+MIN_GAIN = 0.03
+"""A kernel that gains a smaller fraction is not preferred, even without noise."""
 
 Clock = Callable[[], float]
-Record = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""Takes work, and returns how to run it again: recorded by the device, or as it is."""
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Work -> a function that runs it again: captured by the device, or unchanged."""
 
 
 @dataclass
-class Trial:
-    """One kernel at one site.
+class KernelTiming:
+    """Checks and times of one kernel at one site.
 
     Args:
         kernel: its name.
-        error: the worst of its checks.
-        tolerance: what the op allows.
-        wrong: why it is out; empty when every check passed.
-        seconds: by rows of the step: a call's time in each round.
+        error: largest error of its checks.
+        tolerance: largest error that the op accepts.
+        wrong: why it is excluded; empty if every check passed.
+        seconds: rows of the step -> a call's time in each round.
     """
 
     kernel: str
@@ -52,12 +49,12 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """Geometric mean over the sizes of the median time, in seconds."""
+        """Geometric mean over the step sizes of the median time, in seconds."""
         return math.exp(statistics.fmean(math.log(statistics.median(s)) for s in self.seconds.values()))
 
     @property
     def noise(self) -> float:
-        """The largest share by which half of the rounds differ from the median."""
+        """Median deviation from the median time, as a fraction of it; the largest over the step sizes."""
         return max(map(_noise, self.seconds.values()))
 
 
@@ -68,26 +65,27 @@ def _noise(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The outcome at one site, which stands for all that are alike.
+    """The result at one site, which holds for all sites with its signature.
 
     Args:
-        key: of the lock file.
+        key: the entry's key in the lock file.
         site: the first such site.
         before: the kernel that ranks chose.
-        chosen: the kernel that the lock file takes.
-        trials: of every kernel.
+        chosen: the kernel for the lock file.
+        timings: of every kernel.
     """
 
     key: str
     site: str
     before: str
     chosen: str
-    trials: tuple[Trial, ...]
+    timings: tuple[KernelTiming, ...]
 
 
-def choose(before: str, trials: Sequence[Trial]) -> str:
-    """The fastest right kernel, where it is faster than `before` by more than both vary and than `LEAST_GAIN`."""
-    right = [t for t in trials if not t.wrong]
+def choose(before: str, timings: Sequence[KernelTiming]) -> str:
+    """The fastest correct kernel if it gains more over `before` than the noise of both and `MIN_GAIN`; else
+    `before`."""
+    right = [t for t in timings if not t.wrong]
     if not right:
         return before
     best = min(right, key=lambda t: t.score)
@@ -95,17 +93,17 @@ def choose(before: str, trials: Sequence[Trial]) -> str:
     if present is None:
         return best.kernel
     gain = 1 - best.score / present.score
-    return best.kernel if gain > max(LEAST_GAIN, best.noise + present.noise) else before
+    return best.kernel if gain > max(MIN_GAIN, best.noise + present.noise) else before
 
 
 def alternatives(plan: Plan) -> Iterator[tuple[StepKind, str, Op, list[Kernel]]]:
-    """`(step kind, first site, op, kernels)` wherever a plan could take several kernels, the present one first.
+    """`(step kind, first site, op, kernels)` of every site that accepts several kernels, the present one first.
 
-    Left out are kernels that compute in fewer bits than is asked for, what a pin decided, and ops whose inputs are not
-    known from their fields.
+    Excluded are kernels that compute in fewer bits than requested, sites that a pin decided, and ops that are not
+    `tunable`.
     """
     for kind, site, op, choice in plan.distinct():
-        if choice.kernel is None or choice.pin is not None or choice.expand != "never" or op.name not in INPUTS:
+        if choice.kernel is None or choice.pin is not None or choice.dequantize != "never" or not op.tunable:
             continue
         resolver = plan.resolvers[kind]
         others = [
@@ -120,76 +118,76 @@ def alternatives(plan: Plan) -> Iterator[tuple[StepKind, str, Op, list[Kernel]]]
 
 
 def tune(
-    plan: Plan, bench: Bench, clock: Clock, record: Record, told: Callable[[Tuned], None] = lambda tuned: None
+    plan: Plan, bench: Bench, clock: Clock, capture: Capture, report: Callable[[Tuned], None] = lambda tuned: None
 ) -> list[Tuned]:
     """Check and time the kernels of every site that has several.
 
     Args:
         plan: of the model, on the opened device.
         bench: where cases run.
-        clock: seconds, once everything launched has ended.
-        record: how work is run again.
-        told: is given each outcome as it comes.
+        clock: seconds; waits for launched work.
+        capture: how work is run again.
+        report: called with each result as soon as it is known.
     """
     found = []
     for kind, site, op, kernels in alternatives(plan):
-        trials = [Trial(k.name) for k in kernels]
+        timings = [KernelTiming(k.name) for k in kernels]
         for tokens in TOKENS[kind]:
-            sample = Sample(f"{tokens} rows", op, lambda d, op=op, n=tokens: INPUTS[op.name](op, d, n), kind)  # type: ignore[misc]
-            _judge(kernels, trials, sample, bench)
-            _time(kernels, trials, sample, bench, tokens, clock, record)
+            sample = Sample(f"{tokens} rows", op, lambda d, op=op, n=tokens: op.tuning_inputs(d, n), kind)  # type: ignore[misc]
+            _check(kernels, timings, sample, bench)
+            _time(kernels, timings, sample, bench, tokens, clock, capture)
         key = f"{op.name}|{kind}|{signature(op)}"
-        outcome = Tuned(key, site, kernels[0].name, choose(kernels[0].name, trials), tuple(trials))
-        told(outcome)
+        outcome = Tuned(key, site, kernels[0].name, choose(kernels[0].name, timings), tuple(timings))
+        report(outcome)
         found.append(outcome)
     return found
 
 
-def _judge(kernels: Sequence[Kernel], trials: Sequence[Trial], sample: Sample, bench: Bench) -> None:
-    for kernel, trial in zip(kernels, trials):
-        if trial.wrong:
+def _check(kernels: Sequence[Kernel], timings: Sequence[KernelTiming], sample: Sample, bench: Bench) -> None:
+    for kernel, timing in zip(kernels, timings):
+        if timing.wrong:
             continue
         outcome = run_case(kernel, sample, bench, seed=1)
-        trial.error, trial.tolerance = max(trial.error, outcome.error), outcome.tolerance
+        timing.error, timing.tolerance = max(timing.error, outcome.error), outcome.tolerance
         if not outcome.passed:
-            what = outcome.detail.removeprefix("! ") or "result"
-            trial.wrong = f"{sample.label}: {what}; error {outcome.error:.3g}, tolerance {outcome.tolerance:.3g}"
+            what = outcome.detail or "result"
+            timing.wrong = f"{sample.label}: {what}; error {outcome.error:.3g}, tolerance {outcome.tolerance:.3g}"
 
 
 def _time(
     kernels: Sequence[Kernel],
-    trials: Sequence[Trial],
+    timings: Sequence[KernelTiming],
     sample: Sample,
     bench: Bench,
     tokens: int,
     clock: Clock,
-    record: Record,
+    capture: Capture,
 ) -> None:
-    """In rounds, so that what slows the machine down for a while slows all kernels down."""
+    """Time in rounds, so that a temporary slowdown of the machine affects all kernels."""
     runs = {}
-    for kernel, trial in zip(kernels, trials):
-        if not trial.wrong:
+    for kernel, timing in zip(kernels, timings):
+        if not timing.wrong:
             function, args = bound_case(kernel, sample, bench, seed=1)
-            runs[trial.kernel] = _repeated(lambda f=function, a=args: f(*a), kernel, clock, record)  # type: ignore[misc]
+            runs[timing.kernel] = _repeat(lambda f=function, a=args: f(*a), kernel, clock, capture)  # type: ignore[misc]
     for _ in range(ROUNDS):
-        for trial in trials:
-            if trial.kernel in runs:
-                again, calls = runs[trial.kernel]
-                trial.seconds.setdefault(tokens, []).append(_once(again, clock) / calls)
+        for timing in timings:
+            if timing.kernel in runs:
+                again, calls = runs[timing.kernel]
+                timing.seconds.setdefault(tokens, []).append(_measure(again, clock) / calls)
 
 
-def _repeated(call: Callable[[], Any], kernel: Kernel, clock: Clock, record: Record) -> tuple[Callable[[], Any], int]:
-    """So many calls as last `LEAST_S`, and their number."""
+def _repeat(call: Callable[[], Any], kernel: Kernel, clock: Clock, capture: Capture) -> tuple[Callable[[], Any], int]:
+    """A function that calls often enough to last `MIN_MEASUREMENT_S`, and the number of calls."""
     call()
     calls = 1
     while True:
         again = _times(call, calls)
-        again = record(again) if kernel.capture_safe else again
+        again = capture(again) if kernel.capture_safe else again
         again()
-        taken = _once(again, clock)
-        if taken >= LEAST_S or calls >= MOST_CALLS:
+        seconds = _measure(again, clock)
+        if seconds >= MIN_MEASUREMENT_S or calls >= MAX_CALLS:
             return again, calls
-        calls = min(MOST_CALLS, max(2 * calls, math.ceil(calls * LEAST_S / max(taken, 1e-7))))
+        calls = min(MAX_CALLS, max(2 * calls, math.ceil(calls * MIN_MEASUREMENT_S / max(seconds, 1e-7))))
 
 
 def _times(call: Callable[[], Any], calls: int) -> Callable[[], Any]:
@@ -202,27 +200,7 @@ def _times(call: Callable[[], Any], calls: int) -> Callable[[], Any]:
     return run
 
 
-def _once(work: Callable[[], Any], clock: Clock) -> float:
+def _measure(work: Callable[[], Any], clock: Clock) -> float:
     begin = clock()
     work()
     return max(clock() - begin, 1e-9)
-
-
-def _rows(width: Callable[[Any], int]) -> Callable[[Any, Draw, int], tuple[Any, ...]]:
-    return lambda op, d, n: (d.normal(n, width(op)),)
-
-
-def _experts(op: Any, d: Draw, n: int) -> tuple[Any, ...]:
-    count, width = op.gate_up.shape[0], op.gate_up.shape[-1]
-    ids = torch.stack([torch.tensor(d.permutation(count)[: min(MOST_EXPERTS, count)]) for _ in range(n)])
-    return d.normal(n, width), d.uniform(*ids.shape, low=0.1), ids.to(d.device)
-
-
-INPUTS: Mapping[str, Callable[[Any, Draw, int], tuple[Any, ...]]] = {
-    "rms_norm": _rows(lambda op: int(op.weight.shape[0])),
-    "linear": _rows(lambda op: int(op.weight.shape[-1])),
-    "gated_mlp": _rows(lambda op: int(op.gate_up.weight.shape[-1])),
-    "moe_experts": _experts,
-    "add_rms_norm": lambda op, d, n: (d.normal(n, op.norm.weight.shape[0]), d.normal(n, op.norm.weight.shape[0])),
-}
-"""Ops that are tuned, and what their calls are given: `(op, draw, rows)`. An expert layer's tokens take 8 experts."""

@@ -107,7 +107,7 @@ def on_references(model: CausalLM, weights: Mapping[int, torch.Tensor | QTensor]
     activations.
     """
     layout = paged_layout(CANONICAL_BLOCK_TOKENS)
-    settings = PlanSettings("references", torch.float32, features=Features(), copies=None)
+    settings = PlanSettings("references", torch.float32, features=Features(), max_repacked_fraction=None)
     plan = bind(model, [], settings, lambda request: [layout], options=Options())
     wide = {id(op.weight) for _, op in model.sites() if isinstance(op, Embedding)}
     packed = {}

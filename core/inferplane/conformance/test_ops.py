@@ -125,13 +125,13 @@ def account(case: Case, subject: Subject, outcome: Outcome, seed: int, padded: b
         "tolerance": f"{outcome.tolerance:.3g} of the largest expected value",
     }
     if not _located(outcome) and outcome.detail:
-        told["wrong"] = outcome.detail.removeprefix("! ")
+        told["wrong"] = outcome.detail
     lines = [f"{case.kernel.name} does not compute {op.name}", *(f"  {k:<10} {v}" for k, v in told.items())]
     return "\n".join([*lines, outcome.traceback]) if outcome.traceback else "\n".join(lines)
 
 
 def _located(outcome: Outcome) -> bool:
-    return bool(outcome.detail) and not outcome.detail.startswith("!")
+    return bool(outcome.detail) and not outcome.fatal
 
 
 def _shown(value) -> str:

@@ -19,7 +19,6 @@ import torch
 from inferplane.binding import Plan
 from inferplane.engine.buckets import Buckets, Size
 from inferplane.engine.options import RunnerOptions
-from inferplane.ops import Op
 from inferplane.types import Backend, Batch, KVCache
 
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -210,11 +209,11 @@ def why_not(plan: Plan, options: RunnerOptions, part: str = "") -> str:
     variants = {site: choice.variant for site, _, choice in plan.sites("decode")}
     for _kind, site, op, choice in plan.distinct():
         head, (above, _, name) = site.partition(".")[0], site.rpartition(".")
-        if _kind != "decode" or (head != part if part else head in ("mtp", "sample")):
+        if _kind != "decode" or (head != part if part else head in plan.model.called_by_engine):
             continue
-        if _for_many(op) and variants[above] != name:
+        if op.serves_many_queries and variants[above] != name:  # decode steps have no such sequences
             continue
-        if choice.kernel is None and not choice.children and choice.op != "all_reduce":
+        if choice.kernel is None and not choice.children and not op.body_capture_safe:
             return f"{op.name} at {site} runs on its reference"
         if choice.kernel is not None and not choice.kernel.capture_safe:
             return f"{choice.kernel.name} at {site} cannot be recorded"
@@ -224,10 +223,3 @@ def why_not(plan: Plan, options: RunnerOptions, part: str = "") -> str:
 def why_not_together(plan: Plan, options: RunnerOptions) -> str:
     """In words, why a step and the drafts of the layer behind the model are not one record; empty when they can be."""
     return next(filter(None, (why_not(plan, options, part) for part in ("", "mtp", "sample"))), "")
-
-
-def _for_many(op: Op) -> bool:
-    """Whether it serves sequences with many query tokens, of which decode steps have none: unless the block above runs
-    as its variant of that name.
-    """
-    return op.name == "mla_expanded" or getattr(op, "queries", "few") == "many"

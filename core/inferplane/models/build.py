@@ -13,7 +13,7 @@ from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models.reading.config import Config
 from inferplane.models.rope import rope_table
 from inferplane.ops import AddRMSNorm, AllGather, AllReduce, Embedding, GatedMLP, Linear, LMHead, RMSNorm
-from inferplane.types import PLAIN, WHOLE, Placement, Shard, Weight
+from inferplane.types import PLAIN, WHOLE, ActivationQuant, Placement, Shard, Weight
 
 HEAD = "lm_head"
 FormatOf = Callable[[str], str]
@@ -35,7 +35,7 @@ class Build:
         positions: number of positions that the rotary tables must cover.
         mtp: whether to build the multi-token-prediction layers too.
         ignored: shell patterns of checkpoint tensors that the family knows and does not read; `ignore` adds to it.
-        acts: weight format -> quantization of the activations that are multiplied by such weights.
+        activation_quants: weight format -> quantization of the activations that are multiplied by such weights.
         formats_read_by_row: quantized formats from which the device's kernels can read single rows. If a head in one of
             these formats is tied to the embedding, both share its weight; otherwise the embedding stays plain.
 
@@ -49,7 +49,7 @@ class Build:
     positions: int = 4096
     mtp: bool = False
     ignored: list[str] = field(default_factory=list, compare=False)
-    activation_quants: Mapping[str, str] = field(default_factory=dict)
+    activation_quants: Mapping[str, ActivationQuant] = field(default_factory=dict)
     formats_read_by_row: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -99,7 +99,13 @@ class Build:
         rows = rows or (math.prod(shape[:-1]) // len(parts),) * len(parts)
         shard, format = shards or self.shard(axis), formats.pop()
         return Weight(
-            parts, shape, format=format, shard=shard, rows=rows, act=self.activation_quants.get(format, ""), **options
+            parts,
+            shape,
+            format=format,
+            shard=shard,
+            rows=rows,
+            activation_quant=self.activation_quants.get(format),
+            **options,
         )
 
     def shard(self, axis: int | None) -> Shard:

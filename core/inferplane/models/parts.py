@@ -34,7 +34,7 @@ from inferplane.ops import (
     NormRopeWrite,
     Rope,
 )
-from inferplane.types import STATIC, KVRequest, Shard, Weight
+from inferplane.types import ActivationQuant, KVRequest, Shard, Weight
 
 Window = int | None
 """A layer's attention window in tokens; None: it attends to all tokens."""
@@ -130,12 +130,12 @@ def latent_attention(build: Build) -> Callable[[str], MLABlock]:
         q_up = build.linear(q_b, rows=q_rows, columns=rank or width, axis=0)
         q_a_norm = build.rms_norm(f"{name}.q_a_layernorm", rank, LATENT_EPS) if rank else None
         kv_a_norm = build.rms_norm(f"{name}.kv_a_layernorm", dims.latent, LATENT_EPS)
-        codes = norm_output_quant(q_up.weight) if rank else {}
+        output_quant = norm_output_quant(q_up.weight) if rank else None
         return MLABlock(
             q_a=build.linear(f"{name}.q_a_proj", rows=rank, columns=width) if rank else None,
             q_b=q_up,
             kv_a=build.linear(f"{name}.kv_a_proj_with_mqa", rows=dims.latent + dims.rope, columns=width),
-            enter=MLANormRopeWrite(q_a_norm, kv_a_norm, rope, MLAKVWrite(dims.request), dims, **codes),
+            enter=MLANormRopeWrite(q_a_norm, kv_a_norm, rope, MLAKVWrite(dims.request), dims, output_quant),
             rope=rope,
             expanded=MLAExpanded(Linear(kv_b), dims, scale, dims.request),
             absorbed=MLAAbsorbed(kv_b, dims, scale, dims.request),
@@ -224,11 +224,12 @@ def decoder_layer(build: Build, i: int, attn: Any, mlp: Any) -> DecoderLayer:
     name, width = f"model.layers.{i}", build.config.size("hidden_size")
     return DecoderLayer(
         attn_norm=replace(
-            build.add_rms_norm(f"{name}.input_layernorm", width), **norm_output_quant(*input_weights(attn))
+            build.add_rms_norm(f"{name}.input_layernorm", width), output_quant=norm_output_quant(*input_weights(attn))
         ),
         attn=attn,
         mlp_norm=replace(
-            build.add_rms_norm(f"{name}.post_attention_layernorm", width), **norm_output_quant(*input_weights(mlp))
+            build.add_rms_norm(f"{name}.post_attention_layernorm", width),
+            output_quant=norm_output_quant(*input_weights(mlp)),
         ),
         mlp=mlp,
     )
@@ -245,22 +246,14 @@ def input_weights(block: GQABlock | MLABlock | GatedMLP | MoE) -> list[Weight]:
     return [block.experts.gate_up, *([] if block.shared is None else [block.shared.gate_up.weight])]
 
 
-def act_group(weight: Weight) -> int:
-    """Columns that share a scale in activations that are coded for a weight: in FP8 128, also beside INT4, whose own
-    groups may be smaller; 0, the whole row, beside FP8 weights with a scale a row, and in int8.
-    """
-    return 128 if weight.act == "fp8" and FORMATS[weight.format][2][1] else 0
+def norm_output_quant(*weights: Weight) -> ActivationQuant | None:
+    """How the norm before these weights may quantize its result: what the quantized ones among them all request.
 
-
-def norm_output_quant(*weights: Weight) -> dict[str, Any]:
-    """Fields of a norm whose result these weights meet: the code that those that ask for one agree on. With a scale of
-    the weight's own, which the norm does not know, the product codes.
+    None if they request different things, or a static scale, which only the linear itself knows.
     """
-    asked = {(w.act, act_group(w)) for w in weights if w.act and w.format in FORMATS}
-    if len(asked) != 1 or any(act.endswith(STATIC) for act, _ in asked):
-        return {}
-    ((format, group),) = asked
-    return {"codes": format, "codes_group": group}
+    quants = {w.activation_quant for w in weights if w.activation_quant is not None and w.format in FORMATS}
+    quant = quants.pop() if len(quants) == 1 else None
+    return None if quant is None or quant.static else quant
 
 
 def decoder_model(build: Build, attn: Callable[[int, str], Any], mlp: Callable[[int, str], Any]) -> CausalLM:

@@ -7,34 +7,35 @@ from typing import Any, Literal
 
 import torch
 
-from inferplane.ops.basic import Linear, RMSNorm, Rope
+from inferplane.ops.basic import RMSNorm, Rope
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
+from inferplane.ops.linear import Linear
 from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Op, Sample, Workload, placeholder
 from inferplane.types import Batch, KVRequest, LayerKV, Weight
 
 Queries = Literal["few", "many"]
 
 OTHER_SCALE = 0.7
-"""Samples whose `scale` is this times what attention takes by itself tell kernels that take no other."""
+"""Factor on the default scale in some samples: they fail for kernels that ignore `scale`."""
 
 
 def hidden_pairs(query_tokens: int, tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which keys each query must not see: True above the causal diagonal and before the window.
+    """Mask of the keys that each query must not see: True above the causal diagonal and before the window.
 
     Args:
-        query_tokens: the last `query_tokens` of the sequence ask.
+        query_tokens: the last `query_tokens` tokens of the sequence are queries.
         tokens: length of the sequence.
-        window: how many last tokens, itself included, a query sees; None: all.
-        device: where the mask is made.
+        window: number of last tokens that a query sees, itself included; None: all.
+        device: device of the mask.
 
     Returns:
         bool `[query_tokens, tokens]`.
     """
     key = torch.arange(tokens, device=device)[None]
     query = torch.arange(tokens - query_tokens, tokens, device=device)[:, None]
-    late = key > query
-    return late if window is None else late | (key <= query - window)
+    future = key > query
+    return future if window is None else future | (key <= query - window)
 
 
 def each_range(
@@ -44,22 +45,22 @@ def each_range(
     many: Callable[..., torch.Tensor],
     kv: LayerKV,
 ) -> torch.Tensor:
-    """Run `few` on the sequences with few query tokens and `many` on the others; rows come back in order.
+    """Run `few` on the sequences with few query tokens and `many` on the others; the result's rows are in order.
 
     Args:
         batch: the step.
-        q: tensors whose dim 0 is tokens, passed on in slices.
+        q: tensors whose dim 0 is tokens; each call gets its slice.
         few: attention bound for few query tokens: `(*q, batch, kv) -> [t, ...]`.
         many: attention bound for many query tokens.
         kv: the layer's cache.
     """
-    a, b = batch.split()
-    if b is None:
-        return few(*q, batch if a is None else a, kv)
-    if a is None:
-        return many(*q, b, kv)
-    n = a.tokens
-    return torch.cat((few(*(t[:n] for t in q), a, kv), many(*(t[n:] for t in q), b, kv)))
+    first, rest = batch.split()
+    if rest is None:
+        return few(*q, batch if first is None else first, kv)
+    if first is None:
+        return many(*q, rest, kv)
+    n = first.tokens
+    return torch.cat((few(*(t[:n] for t in q), first, kv), many(*(t[n:] for t in q), rest, kv)))
 
 
 class KVWrite(Op, name="kv_write"):
@@ -77,6 +78,7 @@ class KVWrite(Op, name="kv_write"):
     """
 
     tolerance = EXACT
+    writes_cache = True
 
     kv: KVRequest
 
@@ -110,7 +112,8 @@ class Attention(Op, name="attention", hot=True):
     """Causal attention of ragged queries over a paged cache: `softmax(q k^T scale) v`, each query group on its KV head.
 
     A query at position p sees keys 0..p, or the last `window` of them. Softmax and sums in float32, rounded once.
-    Blocks that lie wholly before all windows may hold anything, and are never read (`KVRequest.blocks_before_window`).
+    Blocks that lie entirely before all windows may hold anything and are never read
+    (`KVRequest.blocks_before_window`).
 
     Args of the call:
         q: `[T, H, D]`, contiguous rows.
@@ -120,8 +123,8 @@ class Attention(Op, name="attention", hot=True):
     Returns:
         `[T, H, Dv]` in the dtype of `q`. Rows of padded sequences are undefined.
 
-    Fields: `heads` query heads H; `scale`; `kv` the cache request (KV heads, dims, window); `queries` "few" when every
-    sequence brings at most 8 query tokens, else "many".
+    Fields: `heads` query heads H; `scale`; `kv` the cache request (KV heads, dims, window); `queries` "few" if every
+    sequence has at most 8 query tokens, else "many".
 
     Source: GQA, arXiv 2305.13245; paged attention, arXiv 2309.06180; window as in Mistral 7B, arXiv 2310.06825.
     """
@@ -133,20 +136,25 @@ class Attention(Op, name="attention", hot=True):
     kv: KVRequest
     queries: Queries = "many"
 
+    @property
+    def serves_many_queries(self) -> bool:
+        """See `Op.serves_many_queries`."""
+        return self.queries == "many"
+
     def __call__(self, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
         group = self.heads // self.kv.heads
         out = q.new_zeros(q.shape[0], self.heads, self.kv.v_dim)
         for a, b, n, table in batch.rows():
-            gone = self.kv.blocks_before_window(b - a, n, kv.block_tokens)
-            n -= gone * kv.block_tokens
-            k, v = (t.float().repeat_interleave(group, 1) for t in kv.read(table[gone:], n))
+            skipped = self.kv.blocks_before_window(b - a, n, kv.block_tokens)
+            n -= skipped * kv.block_tokens
+            k, v = (t.float().repeat_interleave(group, 1) for t in kv.read(table[skipped:], n))
             s = torch.einsum("qhd,khd->hqk", q[a:b].float(), k) * self.scale
             s = s.masked_fill(hidden_pairs(b - a, n, self.kv.window, q.device), -torch.inf)
             out[a:b] = torch.einsum("hqk,khd->qhd", s.softmax(-1), v).to(q.dtype)
         return out
 
     def cost(self, load: Workload) -> Cost:
-        """Bytes of the cache read once; two operations a multiply-add of scores and values."""
+        """Bytes of the cache read once; two operations per multiply-add of scores and values."""
         r = self.kv
         moved = load.kv_tokens * r.entries * load.dtype.itemsize
         return Cost(moved, 2.0 * load.pairs * self.heads * (r.dim + r.v_dim))
@@ -192,10 +200,10 @@ class Attention(Op, name="attention", hot=True):
 
 
 class NormRopeWrite(Op, name="norm_rope_write"):
-    """What lies between a block's projection and its attention: norms on q and k, rotation, the cache's write.
+    """The steps between a block's projection and its attention: norms on q and k, rotation, cache write.
 
     `q = rope(q_norm(q)); write(rope(k_norm(k)), v)`; without norms `q = rope(q); write(rope(k), v)`. Rows with slot -1
-    are rotated and not written.
+    are rotated but not written.
 
     Args of the call:
         q: `[T, H, d]`. k: `[T, G, d]`. v: `[T, G, dv]`. Any may be strided.
@@ -248,10 +256,10 @@ class NormRopeWrite(Op, name="norm_rope_write"):
 
 
 class GQABlock(Op, name="gqa_block"):
-    """Grouped-query attention whole: project, rotate, write the cache, attend, project back.
+    """A grouped-query attention block: project, rotate, write the cache, attend, project back.
 
-    `q, k, v = split(qkv(x)); q = enter(q, k, v); y = o(attend(q))`; `enter` norms where the model does, rotates and
-    writes. Sequences with few query tokens and those with many are served by the op bound for each.
+    `q, k, v = split(qkv(x)); q = enter(q, k, v); y = o(attend(q))`. `enter` applies the model's norms on q and k, if
+    any, rotates, and writes the cache. Sequences with few query tokens attend by `few`, the others by `many`.
 
     Args of the call:
         x: `[T, D]`. batch: the step. kv: the layer's cache, changed.

@@ -1,4 +1,4 @@
-"""Collectives as ops: children of the layers whose parts they join. torch.distributed's default group carries them."""
+"""Collectives as ops: children of the layers whose parts they join. They use torch.distributed's default group."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from inferplane.ops.op import EXACT, Cost, Op, Sample, Workload
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Inside, what the transport says of a rank that is gone becomes a DeviceError."""
+def rank_errors() -> Iterator[None]:
+    """Turns the transport's error about an ended rank into a DeviceError."""
     try:
         yield
     except RuntimeError as error:
@@ -41,12 +41,14 @@ class AllReduce(Op, name="all_reduce"):
     """
 
     tolerance = EXACT
+    body_capture_safe = True  # one rank returns `x`; steps of several ranks are not captured
+    may_change_inputs = True
 
     ranks: int = 1
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.ranks > 1:
-            with together():
+            with rank_errors():
                 dist.all_reduce(x)
         return x
 
@@ -86,7 +88,7 @@ class AllGather(Op, name="all_gather"):
         if self.ranks == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        with together():
+        with rank_errors():
             dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from inferplane.ops.formats import encode
 from inferplane.types import HOST, PLAIN, Batch, KVRequest, LayerKV, QTensor, Weight
 from inferplane.types.batch import Query, make_batch
 
@@ -14,8 +15,8 @@ BuildKV = Callable[[KVRequest, int], LayerKV]
 
 
 class Draw:
-    """A seeded source of inputs in one dtype on one device. Numbers are drawn on the host, so seeds mean the same
-    everywhere.
+    """A seeded source of inputs in one dtype on one device. Numbers are drawn on the host, so that a seed gives the
+    same numbers on every device.
 
     Args:
         seed: any integer.
@@ -55,14 +56,14 @@ class Draw:
         """A ragged step over a cache that already holds each sequence's history.
 
         Args:
-            request: what the layer remembers.
+            request: the layer's cache request.
             sequences: `(query tokens, tokens before)` of each sequence, those with few query tokens first.
-            written: also fill in the query tokens' own entries (for attention alone, which reads them).
+            written: also write the query tokens' own entries, for ops that read but do not write them (attention).
             vocab: token ids are drawn below this.
 
         Returns:
             The batch, and the layer's cache with random entries. Blocks are scattered, and one spare block stays
-            unused. Blocks that lie wholly before a window hold NaN.
+            unused. Blocks that lie entirely before a window hold NaN.
         """
         assert self.build_kv is not None, "this draw was made without a cache"
         probe = self.build_kv(request, 1)
@@ -79,16 +80,14 @@ class Draw:
             if stored:
                 slots = torch.tensor([blocks[i // size] * size + i % size for i in range(stored)]).to(self.device)
                 entries = self.kv_entries(request, stored)
-                for entry in entries:  # given back to others, who may have left anything there
+                for entry in entries:  # these blocks may be released and hold anything
                     entry[: request.blocks_before_window(new, before + new, size) * size] = torch.nan
                 kv.write(slots, *entries)
         return make_batch(queries, block_tokens=size, device=self.device), kv
 
     def kv_entries(self, request: KVRequest, tokens: int) -> tuple[torch.Tensor, ...]:
-        """Random entries of a cache in canonical form, `tokens` of them."""
-        if request.kind == "mla":
-            return (self.normal(tokens, request.dim),)
-        return self.normal(tokens, request.heads, request.dim), self.normal(tokens, request.heads, request.v_dim)
+        """Random entries of `tokens` tokens in canonical form, as `LayerKV.write` takes them."""
+        return tuple(self.normal(tokens, *shape) for shape in request.entry_shapes)
 
     # -- weights
 
@@ -103,6 +102,4 @@ class Draw:
             values = values * 0.2 + 1.0
         if weight.format == PLAIN:
             return values.to(dtype)
-        from inferplane.ops.quantize import encode
-
         return encode(values, weight.format)

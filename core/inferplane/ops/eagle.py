@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from inferplane.ops.attention import GQABlock
-from inferplane.ops.basic import AddRMSNorm, Embedding, GatedMLP, Linear, LMHead, RMSNorm
+from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm
 from inferplane.ops.draw import Draw
+from inferplane.ops.linear import GatedMLP, Linear, LMHead
 from inferplane.ops.op import BLOCK, Op, Sample, placeholder
 from inferplane.types import Batch, LayerKV
 

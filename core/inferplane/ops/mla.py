@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one latent vector a token in the cache, expanded or absorbed when attending."""
+"""Multi-head latent attention: the cache keeps one latent vector per token; attention expands or absorbs it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from inferplane.ops.attention import OTHER_SCALE, _rope_table, each_range, hidden_pairs
-from inferplane.ops.basic import Linear, RMSNorm, Rope
+from inferplane.ops.basic import RMSNorm, Rope
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
+from inferplane.ops.linear import Linear
 from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Op, Sample, Workload, placeholder, values
-from inferplane.types import Batch, KVRequest, LayerKV, Weight
+from inferplane.types import ActivationQuant, Batch, KVRequest, LayerKV, Weight
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class MLADims:
 
     Args:
         heads: query heads H on this rank.
-        nope: query and key entries a head without rotation N.
+        nope: query and key entries per head without rotation N.
         rope: rotated entries P, shared by all heads in the key.
-        value: value entries a head V.
+        value: value entries per head V.
         latent: entries of the latent vector R (`kv_lora_rank`).
     """
 
@@ -36,7 +37,7 @@ class MLADims:
 
     @property
     def request(self) -> KVRequest:
-        """What the cache keeps: `[latent | rotated key]`, R + P entries a token."""
+        """The cache request: `[latent | rotated key]`, R + P entries per token."""
         return KVRequest("mla", 1, self.latent + self.rope)
 
 
@@ -54,6 +55,7 @@ class MLAKVWrite(Op, name="mla_kv_write"):
     """
 
     tolerance = EXACT
+    writes_cache = True
 
     kv: KVRequest
 
@@ -96,7 +98,7 @@ class MLAExpanded(Op, name="mla_expanded", hot=True):
     Returns:
         `[T, H, V]` in the dtype of `q_nope`.
 
-    Fields: `kv_b` linear R -> H (N + V), rows `[k_nope | v]` a head; `dims`; `scale`; `kv`.
+    Fields: `kv_b` linear R -> H (N + V), rows `[k_nope | v]` per head; `dims`; `scale`; `kv`.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
     """
@@ -107,6 +109,11 @@ class MLAExpanded(Op, name="mla_expanded", hot=True):
     dims: MLADims
     scale: float
     kv: KVRequest
+
+    @property
+    def serves_many_queries(self) -> bool:
+        """See `Op.serves_many_queries`."""
+        return True
 
     def __call__(self, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
         d = self.dims
@@ -121,7 +128,7 @@ class MLAExpanded(Op, name="mla_expanded", hot=True):
         return out
 
     def cost(self, load: Workload) -> Cost:
-        """The cache read and expanded once, then scores and values head by head."""
+        """Reading and expanding the cache once, then scores and values per head."""
         d = self.dims
         expand = self.kv_b.cost(Workload(load.kv_tokens, dtype=load.dtype))
         attend = 2.0 * load.pairs * d.heads * (d.nope + d.rope + d.value)
@@ -147,10 +154,11 @@ class MLAExpanded(Op, name="mla_expanded", hot=True):
 
 
 class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
-    """The same value with `kv_b` folded into the query and the output, for few query tokens.
+    """The same result as `MLAExpanded` with `kv_b` folded into the query and the output, for few query tokens.
 
     Per head, `W_k [N, R]` and `W_v [V, R]` are rows of `kv_b`: `q' = [q_nope W_k | q_rope]; s = q' c^T scale;
-    y = (softmax(s) c[:R]) W_v^T`. Keys and values are never expanded: every head reads the same R + P entries a token.
+    y = (softmax(s) c[:R]) W_v^T`. Keys and values are never expanded: every head reads the same R + P entries per
+    token.
 
     Args of the call:
         q_nope: `[T, H, N]`. q_rope: `[T, H, P]`, rotated. Either may be strided.
@@ -186,7 +194,7 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
         return out
 
     def cost(self, load: Workload) -> Cost:
-        """The cache read once; the weight once; folding, scores and values."""
+        """Reading the cache once and the weight once; folding, scores and values."""
         d = self.dims
         fold = 2.0 * load.tokens * d.heads * d.latent * (d.nope + d.value)
         attend = 2.0 * load.pairs * d.heads * (2 * d.latent + d.rope)
@@ -215,19 +223,20 @@ class MLAAbsorbed(Op, name="mla_absorbed", hot=True):
 
 
 class MLANormRopeWrite(Op, name="mla_norm_rope_write"):
-    """What lies between latent attention's projections down and the query's projection up: norms, rotation, write.
+    """The steps between latent attention's down-projections and the query's up-projection: norms, rotation, cache
+    write.
 
-    `[c | k_rope] = kv; write(kv_a_norm(c), rope(k_rope))`, and `q_a_norm(q)` where the query has a low rank of its own.
+    `[c | k_rope] = kv_a; write(kv_a_norm(c), rope(k_rope))`, and `q_a_norm(q)` if the query has its own low rank.
     Rows with slot -1 are not written.
 
     Args of the call:
-        q: `[T, Q]`, or None where there is no `q_a_norm`. kv_a: `[T, R + P]`. Either may be strided.
+        q: `[T, Q]`, or None if there is no `q_a_norm`. kv_a: `[T, R + P]`. Either may be strided.
         batch: its `positions` and `slots`. kv: the layer's cache, changed.
 
     Returns:
         The normed q, `[T, Q]`, or None.
 
-    Fields: `codes` and `codes_group` as of `AddRMSNorm`, for the normed q.
+    Fields: `output_quant` as in `AddRMSNorm`, for the normed q.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
@@ -239,8 +248,7 @@ class MLANormRopeWrite(Op, name="mla_norm_rope_write"):
     rope: Rope
     write: MLAKVWrite
     dims: MLADims
-    codes: str = ""
-    codes_group: int = 0
+    output_quant: ActivationQuant | None = None
 
     def __call__(self, q: torch.Tensor | None, kv_a: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor | None:
         latent, k_rope = kv_a.split((self.dims.latent, self.dims.rope), -1)
@@ -276,12 +284,11 @@ class MLANormRopeWrite(Op, name="mla_norm_rope_write"):
 
 
 class MLABlock(Op, name="mla_block"):
-    """Latent attention whole: project, norm, rotate, write the latent, attend expanded or absorbed, project back.
+    """A latent attention block: project, norm, rotate, write the latent, attend expanded or absorbed, project back.
 
-    `c_q = enter(q_a(x), kv_a(x))` norms both, rotates the key and writes the latent; `[q_nope | q_rope] = q_b(c_q)` a
-    head (`q_b(x)` where the query has no rank of its own); rotate q_rope; sequences with few query tokens attend
-    absorbed, the others expanded.
-    The variants "absorbed" and "expanded" take that form for every sequence.
+    `c_q = enter(q_a(x), kv_a(x))` norms both, rotates the key and writes the latent; `[q_nope | q_rope] = q_b(c_q)` per
+    head (`q_b(x)` if the query has no low rank); rotate q_rope; sequences with few query tokens attend absorbed, the
+    others expanded. The variants "absorbed" and "expanded" use one form for every sequence.
 
     Args of the call:
         x: `[T, D]`. batch: the step. kv: the layer's cache, changed.
@@ -309,7 +316,7 @@ class MLABlock(Op, name="mla_block"):
         return _mla(self, x, batch, kv, self.absorbed, self.expanded)
 
     def cost(self, load: Workload) -> Cost:
-        """The sum over the children, with the form of attention that takes fewer operations for this load."""
+        """The sum over the children, with the form of attention that needs fewer operations for this load."""
         total = min(self.absorbed.cost(load), self.expanded.cost(load), key=lambda c: c.flops)
         for path, child in self.children():
             total = total if path in ("absorbed", "expanded") else total + child.cost(load)

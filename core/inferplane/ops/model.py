@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from inferplane.ops.attention import GQABlock
-from inferplane.ops.basic import AddRMSNorm, Embedding, GatedMLP, Linear, LMHead, RMSNorm
+from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm
 from inferplane.ops.collective import AllGather
 from inferplane.ops.draw import Draw
 from inferplane.ops.eagle import EagleLayer
+from inferplane.ops.linear import GatedMLP, Linear, LMHead
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
 from inferplane.ops.op import BLOCK, Cost, Op, Sample, Workload, placeholder
@@ -200,6 +201,7 @@ class CausalLM(Op, name="causal_lm"):
     """
 
     tolerance = BLOCK
+    called_by_engine = ("mtp", "sample")
 
     embed: Embedding
     layers: tuple[DecoderLayer, ...]

@@ -9,18 +9,22 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from inferplane.ops.basic import GatedMLP, Linear
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
+from inferplane.ops.linear import GatedMLP, Linear
 from inferplane.ops.op import BLOCK, Comparison, Cost, Op, Sample, Workload, placeholder, relative_error, values
 from inferplane.types import HOST, Weight
 
+TUNING_EXPERTS = 8
+"""Experts per token in `MoEExperts.tuning_inputs`."""
+
 
 class MoERoute(Op, name="moe_route"):
-    """Choose `top_k` experts a token and their weights from the router's logits, in float32.
+    """Choose `top_k` experts per token and their weights from the router's logits, in float32.
 
-    `score = sigmoid(logits)` or `softmax(logits)`; `choice = score + bias` (the bias only chooses). With groups, only
-    the best `top_groups` groups stay, judged by the sum of their two best choices ("top2") or by their best ("max").
+    `score = sigmoid(logits)` or `softmax(logits)`; `choice = score + bias` (the bias affects the choice alone). With
+    groups, only the best `top_groups` groups remain; a group's score is the sum of its two best choices ("top2") or
+    its best one ("max").
     `ids = topk(choice)`; `weights = score[ids]`, divided by their sum when `renormalize`, times `factor`.
 
     Args of the call:
@@ -79,7 +83,8 @@ class MoERoute(Op, name="moe_route"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Routings of the families, V3, V2, Mixtral; V2's with weights divided by their sum; what else fields allow."""
+        """Routings of the families, V3, V2, Mixtral; V2's with weights divided by their sum; other combinations of
+        fields."""
         v3 = MoERoute(placeholder(16), 4, "sigmoid", 4, 2, "top2", True, 2.5)
         v2 = MoERoute(None, 3, "softmax", 4, 2, "max", False, 16.0)
         mixtral = MoERoute(None, 2, "softmax")
@@ -101,7 +106,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
     """The chosen experts' gated MLPs: `y[t] = sum_j weights[t, j] down_e(silu(gate_e(x)) * up_e(x))`, `e = ids[t, j]`.
 
     Sums in float32, rounded once. Only chosen experts are read; counts stay on the device. With `partial`, an id of -1
-    stands for an expert on another rank, and adds nothing.
+    is an expert on another rank and adds nothing.
 
     Args of the call:
         x: `[T, D]`. weights: float32 `[T, k]`. ids: int64 `[T, k]`.
@@ -110,12 +115,13 @@ class MoEExperts(Op, name="moe_experts", hot=True):
         `[T, D]` in the dtype of `x`.
 
     Fields: `gate_up` `[E, 2 I, D]` (gate rows first), `down` `[E, D, I]`: stacked, read from per-expert names;
-    `partial` when other ranks have further experts.
+    `partial` if other ranks have further experts.
 
     Source: Mixtral, arXiv 2401.04088; DeepSeekMoE, arXiv 2401.06066.
     """
 
     tolerance = BLOCK
+    tunable = True
 
     gate_up: Weight
     down: Weight
@@ -132,13 +138,19 @@ class MoEExperts(Op, name="moe_experts", hot=True):
             out.index_add_(0, token, y * weights[token, j, None])
         return out.to(x.dtype)
 
+    def tuning_inputs(self, draw: Draw, rows: int) -> tuple[Any, ...]:
+        """See `Op.tuning_inputs`. Each token has 8 experts, or all if there are fewer."""
+        count, width = self.gate_up.shape[0], self.gate_up.shape[-1]
+        ids = torch.stack([torch.tensor(draw.permutation(count)[:TUNING_EXPERTS]) for _ in range(rows)])
+        return draw.normal(rows, width), draw.uniform(*ids.shape, low=0.1), ids.to(draw.device)
+
     def cost(self, load: Workload) -> Cost:
-        """Not counted here: how many experts a token takes is known to `MoE`, which counts them."""
+        """Not counted here: `MoE`, which knows the number of experts per token, counts them."""
         return Cost()
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """One token, several; an expert that nobody chose; each weight format; experts that are elsewhere."""
+        """One token, several; an expert without tokens; each weight format; experts on other ranks."""
 
         def inputs(t: int, k: int, width: int = 64, first: int = 0) -> Any:
             def draw_inputs(d: Draw) -> tuple[Any, ...]:
@@ -191,8 +203,8 @@ def _expert(weight: Any, e: int) -> torch.Tensor:
 class MoE(Op, name="moe"):
     """A mixture-of-experts layer: `y = experts(x, route(router(x))) + shared(x)`.
 
-    Under expert parallelism the router still chooses among all experts; those that are not `here` are left to the other
-    ranks, and `reduce` sums over them.
+    Under expert parallelism the router still chooses among all experts; other ranks compute those that are not `here`,
+    and `reduce` sums over the ranks.
 
     Args of the call:
         x: `[T, D]`.
@@ -201,7 +213,7 @@ class MoE(Op, name="moe"):
         `[T, D]` in the dtype of `x`.
 
     Fields: `router` linear D -> E with a float32 result; `route`; `experts`; `shared` a gated MLP or None; `reduce`
-    sums over ranks; `here` this rank's first expert and how many it has, None for all.
+    sums over ranks; `here` this rank's first expert and its number of experts, None for all.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """

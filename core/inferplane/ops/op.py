@@ -1,9 +1,9 @@
-"""What an op is: a small frozen class whose fields are known before the first token and whose body is its meaning.
+"""The op class: a small frozen class. Its fields are known before the first token, and its body defines its meaning.
 
-One body serves twice. As *oracle* it runs on float32 inputs with children that are oracles too, and judges kernels.
-*Bound*, it executes: the names it reads from `self` are then a backend's kernels, or decompositions, or references.
-What a body calls are its fields, so the body is the decomposition and the field path is the site's name. No tensor is
-needed to build a tree of ops, and nothing is traced.
+The same body has two uses. As the *oracle* it runs on float32 inputs with children that are oracles too, and kernels
+are compared with it. *Bound*, it executes: the names it reads from `self` are then a backend's kernels, or
+decompositions, or references. A body calls its fields, so the body is the decomposition, and the field path is the
+site's name. Building a tree of ops needs no tensor and no tracing.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import dataclass_transform
 
 from inferplane.errors import UsageError
-from inferplane.types import PLAIN, STATIC, KVRequest, QTensor, StepKind, Weight
-
-if TYPE_CHECKING:
-    from inferplane.ops.draw import Draw
+from inferplane.ops.draw import Draw
+from inferplane.types import PLAIN, KVRequest, QTensor, StepKind, Weight
+from inferplane.types.scratch import Scratch
 
 OPS: dict[str, type[Op]] = {}
 """Every op by name."""
@@ -30,14 +29,14 @@ EXACT = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0}
 ROUNDED = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Tolerance of ops with one rounding of the result."""
 ACCUMULATED = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-"""Tolerance of ops with long sums, or with a few roundings on the way."""
+"""Tolerance of ops with long sums, or with a few intermediate roundings."""
 BLOCK = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Tolerance of blocks, whose children each round their result."""
+"""Tolerance of blocks: each of their children rounds its result."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """How much work a step brings to an op.
+    """How much work an op has in one step.
 
     Args:
         tokens: token rows.
@@ -54,7 +53,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an op must at least move and compute: bytes of weights, cache and activations, and floating operations."""
+    """Lower bound of what an op moves and computes: bytes of weights, cache and activations; floating-point
+    operations."""
 
     nbytes: float = 0.0
     flops: float = 0.0
@@ -65,13 +65,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Sample:
-    """One case an op is judged on.
+    """One test case of an op.
 
     Args:
         label: short name, unique within the op, used in tests, tables and xfails.
         op: the op with its sizes; its weights are drawn at random.
         inputs: draws the arguments of `__call__`.
-        step_kind: the kind of step it stands for.
+        step_kind: the kind of step that the case belongs to.
     """
 
     label: str
@@ -82,28 +82,40 @@ class Sample:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Outcome of holding a kernel's result against the oracle's: the worst error and where it stood."""
+    """Result of comparing a kernel's result with the oracle's: the largest error, and where it occurred."""
 
     error: float
     detail: str = ""
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
-class Op:
+class Op(Scratch):
     """Root of every op. Subclass with `name=`; annotate fields; write `__call__(self, activations...)`.
 
-    Fields may be weights, numbers, strings, dtypes, `KVRequest`s, child ops (or None), and tuples of child ops. Class
-    attributes: `name`; `hot` (its speed decides the model's speed: it sets a decomposition's rank, and a reference
-    there is warned about); `body_reads_quantized` (its body takes quantized weights as they are; else they are expanded for
-    it); `tolerance` (largest accepted error by dtype, as defined by `compare`); `variants` (other
-    bodies with the same meaning, chosen by a pin).
+    Fields may be weights, numbers, strings, dtypes, `KVRequest`s, `ActivationQuant`s, child ops (or None), and tuples
+    of child ops. Core decides by the class attributes below, never by an op's name.
     """
 
     name: ClassVar[str] = "op"
+    """The op's name in kernels, pins, explain and xfails."""
     hot: ClassVar[bool] = False
-    body_reads_quantized: ClassVar[bool] = True
+    """Its speed dominates the model's speed: it sets the rank of a decomposition, and running its reference warns."""
     tolerance: ClassVar[Mapping[torch.dtype, float]] = ACCUMULATED
+    """Largest accepted error by dtype, as defined by `compare`."""
     variants: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    """Other bodies with the same meaning, by name; a pin chooses one."""
+    body_reads_quantized: ClassVar[bool] = True
+    """Its body reads quantized weights as stored; if not, they are dequantized at load for the body."""
+    body_capture_safe: ClassVar[bool] = False
+    """Its body may run under graph capture on every device."""
+    writes_cache: ClassVar[bool] = False
+    """It only stores entries in the cache: what can be read back afterwards is its result."""
+    may_change_inputs: ClassVar[bool] = False
+    """A kernel may overwrite the op's arguments."""
+    called_by_engine: ClassVar[tuple[str, ...]] = ()
+    """Fields that the body does not call: the engine calls these child ops itself."""
+    tunable: ClassVar[bool] = False
+    """Its kernels can be timed on `tuning_inputs`."""
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, *, name: str, hot: bool = False, **options: Any) -> None:
@@ -121,8 +133,17 @@ class Op:
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Cases that every kernel of this op is judged on; the smallest first (the start-up canary takes it)."""
+        """Cases on which every kernel of this op is tested; the smallest first (the start-up canary runs it)."""
         raise NotImplementedError(cls.__name__)
+
+    def tuning_inputs(self, draw: Draw, rows: int) -> tuple[Any, ...]:
+        """Arguments of a call over `rows` token rows, for timing kernels of a `tunable` op."""
+        raise NotImplementedError(type(self).__name__)
+
+    @property
+    def serves_many_queries(self) -> bool:
+        """True if it is called only for sequences with many query tokens."""
+        return False
 
     def cost(self, load: Workload) -> Cost:
         """Bytes and operations of one call, children included. Default: the sum over the children."""
@@ -133,11 +154,11 @@ class Op:
 
     @classmethod
     def compare(cls, got: Any, want: Any) -> Comparison:
-        """Worst error over the results: largest absolute difference divided by the largest absolute wanted value.
+        """Largest error over the results: largest absolute difference divided by the largest absolute expected value.
 
         Args:
             got: a kernel's result, moved to the host.
-            want: the oracle's, float32.
+            want: the oracle's result, float32.
         """
         gots, wants = as_tuple(got), as_tuple(want)
         if len(gots) != len(wants):
@@ -157,7 +178,7 @@ class Op:
         return cls._fields
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """`(path, value)` of each field; tuples of ops are opened: `("layers.3", DecoderLayer)`."""
+        """`(path, value)` of each field; each op in a tuple has its own path: `("layers.3", DecoderLayer)`."""
         for name in self._fields:
             value = getattr(self, name)
             if isinstance(value, tuple) and value and isinstance(value[0], Op):
@@ -167,13 +188,13 @@ class Op:
                 yield name, value
 
     def children(self) -> Iterator[tuple[str, Op]]:
-        """`(path, child op)` of each field that is one."""
+        """`(path, child op)` of each field that is an op."""
         for path, value in self.items():
             if isinstance(value, Op):
                 yield path, value
 
     def weights(self, prefix: str = "") -> Iterator[tuple[str, Weight]]:
-        """`(path, weight)` of this op and everything below, in order; a shared weight appears at each use."""
+        """`(path, weight)` of this op and all ops below, in order; a shared weight appears at each use."""
         for path, value in self.items():
             if isinstance(value, Weight):
                 yield prefix + path, value
@@ -181,52 +202,51 @@ class Op:
                 yield from value.weights(f"{prefix}{path}.")
 
     def sites(self, prefix: str = "") -> Iterator[tuple[str, Op]]:
-        """`(site, op)` of this op and everything below; the root's site is ""."""
+        """`(site, op)` of this op and all ops below; the root's site is ""."""
         yield prefix.rstrip("."), self
         for path, child in self.children():
             yield from child.sites(f"{prefix}{path}.")
 
     def kv_requests(self) -> tuple[KVRequest, ...]:
-        """The distinct cache requests of this op and everything below, in order."""
-        found = self.__dict__.get("_kv_requests")
-        if found is None:
-            seen: dict[KVRequest, None] = {}
-            for _, value in self.items():
-                if isinstance(value, KVRequest):
-                    seen[value] = None
-                elif isinstance(value, Op):
-                    seen.update(dict.fromkeys(value.kv_requests()))
-            found = self.__dict__["_kv_requests"] = tuple(seen)
-        return found
+        """The distinct cache requests of this op and all ops below, in order."""
+        return self.once("kv_requests", self._find_kv_requests)
+
+    def _find_kv_requests(self) -> tuple[KVRequest, ...]:
+        found: dict[KVRequest, None] = {}
+        for _, value in self.items():
+            if isinstance(value, KVRequest):
+                found[value] = None
+            elif isinstance(value, Op):
+                found.update(dict.fromkeys(value.kv_requests()))
+        return tuple(found)
 
     def formats(self) -> frozenset[str]:
-        """Weight formats of this op and everything below."""
-        found = self.__dict__.get("_formats")
-        if found is None:
-            own = {v.format for _, v in self.items() if isinstance(v, Weight)}
-            found = self.__dict__["_formats"] = frozenset(own.union(*(c.formats() for _, c in self.children())))
-        return found
+        """Weight formats of this op and all ops below."""
+        return self.once("formats", self._find_formats)
+
+    def _find_formats(self) -> frozenset[str]:
+        own = {value.format for _, value in self.items() if isinstance(value, Weight)}
+        return frozenset(own.union(*(child.formats() for _, child in self.children())))
 
     def activation_quants(self) -> frozenset[str]:
-        """How the checkpoint has activations coded for the quantized weights of this op and below; "" stands for
-        weights that meet them as they are."""
-        found = self.__dict__.get("_acts")
-        if found is None:
-            found = frozenset(w.act.removesuffix(STATIC) for _, w in self.weights() if w.format != PLAIN)
-            self.__dict__["_acts"] = found
-        return found
+        """Formats ("fp8", "int8") that the checkpoint requests for the activations multiplied by the quantized weights
+        of this op and all ops below; "" stands for quantized weights without such a request."""
+        return self.once("activation_quants", self._find_activation_quants)
+
+    def _find_activation_quants(self) -> frozenset[str]:
+        quants = {w.activation_quant for _, w in self.weights() if w.format != PLAIN}
+        return frozenset("" if quant is None else quant.format for quant in quants)
 
     def key(self) -> tuple[Any, ...]:
-        """Static signature: ops with equal keys bind alike, whatever the layer. Computed once."""
-        found = self.__dict__.get("_key")
-        if found is None:
-            values = (v.key() if isinstance(v, (Op, Weight)) else v for _, v in self.items())
-            found = self.__dict__["_key"] = Key((self.name, *values))
-        return found
+        """Static signature: ops with equal keys bind alike in every layer. Computed once."""
+        return self.once("key", self._make_key)
+
+    def _make_key(self) -> Key:
+        return Key((self.name, *(v.key() if isinstance(v, (Op, Weight)) else v for _, v in self.items())))
 
 
 class Key(tuple[Any, ...]):
-    """A tuple whose hash is computed once: keys of whole models are deep, and looked up often."""
+    """A tuple that computes its hash once: keys of whole models are deeply nested and looked up often."""
 
     def __hash__(self) -> int:
         try:
@@ -237,17 +257,18 @@ class Key(tuple[Any, ...]):
 
 
 def values(weight: torch.Tensor | QTensor) -> torch.Tensor:
-    """A weight's values in float32, whatever its format."""
+    """A weight's values in float32, dequantized if necessary."""
     return weight.dequantize() if isinstance(weight, QTensor) else weight.float()
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
-    """Results as a tuple, also when there is one."""
+    """A result as a tuple, even if there is only one."""
     return result if isinstance(result, tuple) else (result,)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest absolute difference over the largest absolute wanted value; infinite on other shapes, NaN or Inf."""
+    """Largest absolute difference over the largest absolute expected value; infinite if shapes differ or NaN or Inf
+    occurs."""
     if tuple(got.shape) != tuple(want.shape):
         return float("inf")
     if want.numel() == 0:
@@ -260,5 +281,5 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def placeholder(*shape: int, dtype: torch.dtype | None = None, format: str = "plain") -> Weight:
-    """A weight for samples: right in shape, drawn at random."""
+    """A weight of this shape for samples; its values are drawn at random."""
     return Weight((), tuple(shape), dtype, format)

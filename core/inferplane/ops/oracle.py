@@ -1,4 +1,4 @@
-"""The other side of a comparison: a cache in float32 on the host, and arguments turned into the oracle's."""
+"""Inputs for the oracle: arguments in float32 on the host, with caches in canonical form."""
 
 from __future__ import annotations
 
@@ -14,25 +14,20 @@ Stored = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class OracleKV(LayerKV):
-    """Canonical float32 entries by slot, filled with what another cache reads: the representation's own values.
+    """A cache of canonical float32 entries by slot, filled with what another cache reads.
 
     Args:
-        request: what the layer remembers.
-        block_tokens: tokens a block, as in the cache it stands for.
+        request: the layer's cache request.
+        block_tokens: tokens per block, as in the other cache.
         slots: number of slots.
-        through: what a storage makes of entries when it keeps them; None keeps them as they are.
+        through: applied to entries when they are written, to round them as another storage does; None: not rounded.
     """
 
     layout = "oracle"
 
     def __init__(self, request: KVRequest, block_tokens: int, slots: int, through: Stored | None = None) -> None:
         self.request, self.block_tokens, self.through = request, block_tokens, through
-        shapes = (
-            [(request.dim,)]
-            if request.kind == "mla"
-            else [(request.heads, request.dim), (request.heads, request.v_dim)]
-        )
-        self.entries = [torch.full((slots, *s), float("nan")) for s in shapes]
+        self.entries = [torch.full((slots, *shape), float("nan")) for shape in request.entry_shapes]
 
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
         """See `LayerKV.write`."""
@@ -47,27 +42,11 @@ class OracleKV(LayerKV):
         slots = table.long()[place // self.block_tokens] * self.block_tokens + place % self.block_tokens
         return tuple(entry[slots] for entry in self.entries)
 
-    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See `LayerKV.copy_blocks`."""
-        for entry in self.entries:
-            for a, b in zip(source.tolist(), target.tolist()):
-                n = self.block_tokens
-                entry[b * n : (b + 1) * n] = entry[a * n : (a + 1) * n]
-
-    def export(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See `LayerKV.export`."""
-        return tuple(e.view(-1, self.block_tokens, *e.shape[1:])[blocks.long()] for e in self.entries)
-
-    def load(self, blocks: torch.Tensor, stored: tuple[torch.Tensor, ...]) -> None:
-        """See `LayerKV.load`."""
-        for entry, value in zip(self.entries, stored):
-            entry.view(-1, self.block_tokens, *entry.shape[1:])[blocks.long()] = value.float()
-
 
 def to_host(value: Any, *, widen: bool = False) -> Any:
-    """Tensors (also inside tuples, batches, QTensors) as plain host tensors; with `widen`, floats become float32.
+    """Copy tensors (also inside tuples, batches, QTensors) to the host; with `widen`, floats become float32.
 
-    Goes through `tensor.to(host)`, so that devices whose tensors the host may not read are copied first.
+    Calls `tensor.to(host)` first, because the host cannot read some devices' tensors directly.
     """
     if isinstance(value, torch.Tensor):
         t = value.detach().to(HOST).clone()
@@ -85,7 +64,7 @@ def to_host(value: Any, *, widen: bool = False) -> Any:
 def oracle_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments for the oracle: float32 host tensors, the batch on the host, caches as `OracleKV` with equal contents.
 
-    Call it before the kernel runs, which changes the caches.
+    Call it before the kernel runs, because the kernel changes the caches.
     """
     hosts = [to_host(a, widen=True) for a in args]
     batch = next((a for a in hosts if isinstance(a, Batch)), None)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: their formats, and how they become `QTensor`s."""
+"""Quantized checkpoints: their formats, and the readers that turn them into `QTensor`s."""
 
 from inferplane.quant.formats import READERS, read_fp8_block, read_fp8_row, read_fp8_static, read_integers
 from inferplane.quant.online import (
@@ -7,26 +7,26 @@ from inferplane.quant.online import (
     formats_read_by_row,
     latent_formats,
     latent_request,
-    online,
+    quantize_on_load,
 )
-from inferplane.quant.stored import QuantFormats, format_of, stored
-from inferplane.quant.unpack import Packed, UnpackedSource
+from inferplane.quant.stored import QuantFormats, format_of, read_quant_config
+from inferplane.quant.unpack import IntegerPacking, UnpackedSource
 
 __all__ = [
     "READERS",
     "SCHEMES",
-    "Packed",
+    "IntegerPacking",
     "QuantFormats",
     "UnpackedSource",
+    "explain_no_savings",
     "format_of",
     "formats_read_by_row",
     "latent_formats",
     "latent_request",
-    "online",
+    "quantize_on_load",
     "read_fp8_block",
     "read_fp8_row",
     "read_fp8_static",
     "read_integers",
-    "stored",
-    "explain_no_savings",
+    "read_quant_config",
 ]

@@ -9,14 +9,15 @@ from functools import partial
 import torch
 
 from inferplane.binding import FormatReader, TensorSource
+from inferplane.binding.load import static_reader_name
 from inferplane.errors import CheckpointError
 from inferplane.ops import FORMATS
-from inferplane.ops.quantize import limit
-from inferplane.types import STATIC, QTensor, Shard
+from inferplane.ops.formats import limit
+from inferplane.types import QTensor, Shard
 from inferplane.types.qtensor import scale_shape
 
 SUFFIXES = ("_scale_inv", "_scale")
-"""Behind a weight's name, of the tensor with its scales; both mean value = data * scale."""
+"""Suffixes of a weight's name that give the tensor with its scales; for both, value = data * scale."""
 
 
 def read_fp8_block(source: TensorSource, name: str, shard: Shard) -> QTensor:
@@ -25,29 +26,29 @@ def read_fp8_block(source: TensorSource, name: str, shard: Shard) -> QTensor:
     Args:
         source: has both tensors; compressed-tensors calls the scales `name_scale`.
         name: the weight's name.
-        shard: this rank's slice; cut after reading, because blocks and slices need not align.
+        shard: this rank's slice; taken after reading, because blocks and slices need not align.
 
     Raises:
-        CheckpointError: the data are not FP8 e4m3, the scales no floats or not one a block.
+        CheckpointError: the data are not FP8 e4m3, or the scales are not one float per block.
 
     Source: DeepSeek-V3's weight notes (README_WEIGHTS.md in the model's repository).
     """
-    shape, scales = _names(source, name)
+    shape, scales = _shape_and_scales(source, name)
     dtype, bits, block = FORMATS["fp8_block"]
     have, want = source.shape(scales), scale_shape(shape, block)
     _check(source, name, scales, have == want, f"in blocks of {block}", f"floating-point scales {want}")
-    q = QTensor(_whole(source, name, shape, dtype), _whole(source, scales, want), block=block, bits=bits)
+    q = QTensor(_read_whole(source, name, shape, dtype), _read_whole(source, scales, want), block=block, bits=bits)
     if shard.size == 1:
         return q
     mine = q.shard(shard.axis, *shard.bounds(shape[shard.axis]))
-    return replace(mine, block=(mine.block[0], block[1]))  # also where a slice is narrower than a block
+    return replace(mine, block=(mine.block[0], block[1]))  # even if the slice is narrower than a block
 
 
 def read_fp8_row(source: TensorSource, name: str, shard: Shard) -> QTensor:
-    """FP8 e4m3 with one scale, or with one a row: `name` and `name_scale`, value = data * scale.
+    """FP8 e4m3 with one scale, or with one per row: `name` and `name_scale`, value = data * scale.
 
-    One scale for all becomes one a row, of equal values: a hundredth of a percent of the bytes, and parts of a fused
-    weight may have scales of their own.
+    A single scale becomes one per row, of equal values: it adds a hundredth of a percent of the bytes, and lets parts
+    of a fused weight have different scales.
 
     Args:
         source: has both tensors; transformers calls the scale `name_scale_inv`.
@@ -55,46 +56,46 @@ def read_fp8_row(source: TensorSource, name: str, shard: Shard) -> QTensor:
         shard: this rank's slice.
 
     Raises:
-        CheckpointError: the data are not FP8 e4m3, the scales no floats, or neither one nor one a row.
+        CheckpointError: the data are not FP8 e4m3, or the scales are not floats, or neither one nor one per row.
 
     Source: compressed-tensors' "float-quantized" with strategies tensor and channel; vLLM's "fp8"; fbgemm_fp8.
     """
-    shape, scales = _names(source, name)
+    shape, scales = _shape_and_scales(source, name)
     dtype, bits, _ = FORMATS["fp8_row"]
     have, rows = source.shape(scales), shape[0]
     one, each = ((), (1,), (1, 1)), ((rows,), (rows, 1))
     want = f"one floating-point scale, or {rows}"
-    _check(source, name, scales, have in (*one, *each), "with a scale a row or one in all", want)
-    scale = _whole(source, scales, have or ())
+    _check(source, name, scales, have in (*one, *each), "with a scale per row or a single one", want)
+    scale = _read_whole(source, scales, have or ())
     scale = scale.reshape(-1, 1).expand(rows, 1).contiguous()
-    q = QTensor(_whole(source, name, shape, dtype), scale, block=(1, shape[1]), bits=bits)
+    q = QTensor(_read_whole(source, name, shape, dtype), scale, block=(1, shape[1]), bits=bits)
     return q if shard.size == 1 else q.shard(shard.axis, *shard.bounds(shape[shard.axis]))
 
 
 ACT_SUFFIXES = (".input_scale", ".activation_scale")
-"""Behind a module's name, of the scale of what it is given; both mean value = code * scale."""
+"""Suffixes of a module's name that give the scale of its input; for both, value = data * scale."""
 
 
 def read_fp8_static(source: TensorSource, name: str, shard: Shard) -> QTensor:
-    """As `read_fp8_row`, with the scale of the activations that meet the weight: `input_scale` beside it, one number.
+    """As `read_fp8_row`, with the static scale of the activations multiplied by the weight: `input_scale`, one number.
 
     Raises:
-        CheckpointError: as there; the scale is missing, is not one number, or no positive one.
+        CheckpointError: as there; or the scale is missing, or is not one positive number.
 
     Source: vLLM's "fp8" with activation_scheme "static"; compressed-tensors' input_activations that are not dynamic.
     """
     q = read_fp8_row(source, name, shard)
     module = name.removesuffix(".weight")
     there = [module + suffix for suffix in ACT_SUFFIXES if source.shape(module + suffix) is not None]
-    remedy = "fetch or export the checkpoint again, or have its config ask for dynamic scales of activations"
+    remedy = "fetch or export the checkpoint again, or set dynamic activation scales in its config"
     if not there:
         raise CheckpointError(
-            f"{name} lacks {module}{ACT_SUFFIXES[0]}: the config says that scales of activations are static.",
+            f"{name} lacks {module}{ACT_SUFFIXES[0]}: the config says that activation scales are static.",
             remedy=remedy,
         )
     shape, kind = source.shape(there[0]) or (), source.dtype(there[0])
     one = shape in ((), (1,), (1, 1)) and (kind is None or kind.is_floating_point)
-    scale = _whole(source, there[0], shape) if one else None
+    scale = _read_whole(source, there[0], shape) if one else None
     if scale is None or not (scale.isfinite().all() and scale.item() > 0):
         what = f"{shape} {kind}" if scale is None else f"{scale.item():g}"
         raise CheckpointError(f"{there[0]} is {what}, not one positive floating-point number.", remedy=remedy)
@@ -108,14 +109,14 @@ def read_integers(source: TensorSource, name: str, shard: Shard, *, format: str)
         source: has both tensors.
         name: the weight's name.
         shard: this rank's slice.
-        format: one of `INTEGERS`; with a scale a row, there may be one in all.
+        format: one of `INTEGERS`; formats with a scale per row also accept a single scale.
 
     Raises:
-        CheckpointError: the data are no int8 or exceed the format's bits; the scales are no floats or misshapen.
+        CheckpointError: the data are not int8 or exceed the format's bits; the scales are not floats or misshapen.
 
     Source: compressed-tensors' "int-quantized".
     """
-    shape, scales = _names(source, name)
+    shape, scales = _shape_and_scales(source, name)
     dtype, bits, (rows, columns) = FORMATS[format]
     have, kind, numbers = source.shape(scales), source.dtype(scales), source.dtype(name)
     want = scale_shape(shape, (rows, columns or shape[-1]))
@@ -126,7 +127,7 @@ def read_integers(source: TensorSource, name: str, shard: Shard, *, format: str)
             there_is=f"a reader for {dtype} with floating-point scales {want}",
             remedy="fetch or export the checkpoint again",
         )
-    data, scale = _whole(source, name, shape, dtype), _whole(source, scales, have or ())
+    data, scale = _read_whole(source, name, shape, dtype), _read_whole(source, scales, have or ())
     low, high = (int(x) for x in data.aminmax()) if data.numel() else (0, 0)
     if max(-low - 1, high) > limit(dtype, bits):
         raise CheckpointError(
@@ -140,7 +141,7 @@ def read_integers(source: TensorSource, name: str, shard: Shard, *, format: str)
     first, last = shard.bounds(shape[shard.axis])
     if shard.axis and columns and (first % columns or (last % columns and last != shape[1])):
         raise CheckpointError(
-            f"{name}: the share of a rank, columns {first} to {last}, cuts a group of {columns} columns.",
+            f"{name}: the share of a rank, columns {first} to {last}, splits a group of {columns} columns.",
             remedy="choose another tensor-parallel size",
         )
     return q.shard(shard.axis, first, last)
@@ -152,15 +153,15 @@ INTEGERS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group64", 
 READERS: Mapping[str, FormatReader] = {
     "fp8_block": read_fp8_block,
     "fp8_row": read_fp8_row,
-    f"fp8_row{STATIC}": read_fp8_static,
+    static_reader_name("fp8_row"): read_fp8_static,
     **{format: partial(read_integers, format=format) for format in INTEGERS},
 }
-"""Readers of the formats that core knows; plugins register more. Weights with static scales of activations have their
-own."""
+"""Readers of the formats that core knows; plugins register more. Weights with static activation scales have their own
+reader."""
 
 
-def _names(source: TensorSource, name: str) -> tuple[tuple[int, ...], str]:
-    """A weight's shape, and the name of its scales."""
+def _shape_and_scales(source: TensorSource, name: str) -> tuple[tuple[int, ...], str]:
+    """A weight's shape, and the name of the tensor with its scales."""
     shape = source.shape(name)
     assert shape is not None, name
     there = [name + suffix for suffix in SUFFIXES if source.shape(name + suffix) is not None]
@@ -183,7 +184,9 @@ def _check(source: TensorSource, name: str, scales: str, fits: bool, what: str, 
         )
 
 
-def _whole(source: TensorSource, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _read_whole(
+    source: TensorSource, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     out = torch.empty(shape, dtype=dtype)
     source.read_into(name, out, Shard())
     return out

@@ -1,4 +1,4 @@
-"""Quantizing the weights of a plain checkpoint while it is read: one weight at a time, straight to canonical form."""
+"""Quantizes a plain checkpoint on load: one weight at a time, directly to canonical form."""
 
 from __future__ import annotations
 
@@ -13,61 +13,66 @@ import torch
 
 from inferplane.binding import Plan, PlanSettings, TensorSource
 from inferplane.errors import CheckpointError, UsageError
-from inferplane.ops.quantize import FORMATS, encode, limit, scales
-from inferplane.quant.stored import QuantFormats
-from inferplane.types import PLAIN, Kernel, KVRequest, QTensor, Shard
+from inferplane.ops import Embedding, MLAAbsorbed, MLAExpanded
+from inferplane.ops.formats import FORMATS, encode, limit, scales
+from inferplane.quant.stored import FP8_BLOCKS, QuantFormats
+from inferplane.types import PLAIN, ActivationQuant, Kernel, KVRequest, QTensor, Shard
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """What a user may ask for.
+class OnlineScheme:
+    """A value of the option `quantization`.
 
     Args:
         dense: weight format of linear layers.
-        experts: of routed experts.
-        head: of the output head.
-        acts: weight format -> how activations are coded that meet such weights; else they stay as they are.
+        experts: weight format of routed experts.
+        head: weight format of the output head.
+        activation_quants: weight format -> quantization of the activations multiplied by such weights; none for
+            other formats.
     """
 
     dense: str
     experts: str
     head: str
-    activation_quants: Mapping[str, str] = field(default_factory=dict)
+    activation_quants: Mapping[str, ActivationQuant] = field(default_factory=dict)
 
 
 SCHEMES = {
-    "weight_only_int8": Scheme("int8_group", "int8_group", "int8_group"),
-    "weight_only_int4": Scheme("int4_group32", "int4_group32", "int4_group32"),
-    "a8w8": Scheme("int8_row", "int8_row", "int8_group", {"int8_row": "int8"}),
-    "a8w8_fp8_wint4": Scheme("fp8_block", "int4_group64", PLAIN, {"fp8_block": "fp8", "int4_group64": "fp8"}),
+    "weight_only_int8": OnlineScheme("int8_group", "int8_group", "int8_group"),
+    "weight_only_int4": OnlineScheme("int4_group32", "int4_group32", "int4_group32"),
+    "a8w8": OnlineScheme("int8_row", "int8_row", "int8_group", {"int8_row": ActivationQuant("int8")}),
+    "a8w8_fp8_wint4": OnlineScheme(
+        "fp8_block", "int4_group64", PLAIN, {"fp8_block": FP8_BLOCKS, "int4_group64": FP8_BLOCKS}
+    ),
 }
-"""By name. "a8w8": int8 by rows, activations in int8 where a kernel codes them, but for the head's. The last one is for
-models with experts: FP8 in blocks of 128 x 128, experts in int4, activations in FP8 where a kernel codes them."""
+"""Schemes by name. "a8w8": int8 with a scale per row and activations in int8 if a kernel quantizes them, except for the
+head. The last one is for models with experts: FP8 in blocks of 128 x 128, experts in int4, activations in FP8 if a
+kernel quantizes them."""
 
 HEAD = "lm_head.weight"
 EXPERTS = ("*.experts.*_proj.weight", "*.experts.*.w[123].weight")
 DENSE = ("*_proj.weight", "*_proj_with_mqa.weight")
-"""Names of weights of linear layers. Norms and routers are read as they are, and embeddings that no head is tied to."""
+"""Names of weights of linear layers. Norms, routers and embeddings without a tied head are not quantized."""
 LATENT = ("*.kv_b_proj.weight",)
-"""Linear layers that attention also folds into the query: quantized where its kernels read them so."""
+"""Linear layers that attention also folds into the query: quantized if its kernels read the format."""
 
 ROWS = 2048
-"""Rows that are put in FP8 at a time, which bounds what is held in float32."""
+"""Rows quantized to FP8 at a time, which bounds the float32 copy."""
 NUMBERS = 2**19
-"""Numbers that are put in integers at a time: what is made of them in between stays in a core's cache."""
+"""Numbers quantized to integers at a time: intermediate results stay in a core's cache."""
 
 
-def online(scheme: str, config: Mapping[str, Any], latent: Collection[str] = ()) -> QuantFormats:
-    """Weight formats by name, and readers for them that quantize.
+def quantize_on_load(scheme: str, config: Mapping[str, Any], latent: Collection[str] = ()) -> QuantFormats:
+    """Weight formats by tensor name, and readers that quantize to them.
 
     Args:
         scheme: a name of `SCHEMES`.
-        config: of the checkpoint.
-        latent: formats in which the device's kernels read `kv_b_proj` (`latent_formats`): else it stays as it is,
-            and so it does where the scheme codes activations for it, which attention does not.
+        config: the checkpoint's config.
+        latent: formats in which the device's kernels read `kv_b_proj` (`latent_formats`). In other formats it is not
+            quantized, nor if the scheme quantizes its activations, because attention does not.
 
     Raises:
-        UsageError: an unknown scheme, or a checkpoint that is quantized already.
+        UsageError: the scheme is unknown, or the checkpoint is quantized already.
     """
     if scheme not in SCHEMES:
         raise UsageError(f"quantization = {scheme!r}.", there_is=f"None, {', '.join(map(repr, SCHEMES))}")
@@ -92,17 +97,17 @@ def online(scheme: str, config: Mapping[str, Any], latent: Collection[str] = ())
 
 
 def formats_read_by_row(kernels: Iterable[Kernel], settings: PlanSettings) -> frozenset[str]:
-    """Quantized formats of which some kernel reads single rows, as an embedding needs it.
+    """Quantized formats for which the device has an embedding kernel, so that single rows can be read.
 
     Args:
-        kernels: of the device.
+        kernels: the device's kernels.
         settings: what the plan is made for.
     """
-    return _formats_of("embedding", kernels, settings)
+    return _formats_of(Embedding.name, kernels, settings)
 
 
 def latent_request(config: Mapping[str, Any]) -> KVRequest | None:
-    """What a layer of latent attention remembers of a token; None: the config has no such attention."""
+    """The cache request of latent attention; None if the config has no latent attention."""
     rank, rope = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
     return KVRequest("mla", 1, rank + rope) if isinstance(rank, int) and isinstance(rope, int) else None
 
@@ -110,18 +115,18 @@ def latent_request(config: Mapping[str, Any]) -> KVRequest | None:
 def latent_formats(
     kernels: Iterable[Kernel], settings: PlanSettings, layouts: Collection[str], pins: Mapping[str, str]
 ) -> frozenset[str]:
-    """Quantized formats of `kv_b_proj` that some kernel folds into queries, and some expands latents with.
+    """Quantized formats of `kv_b_proj` that the device has kernels for in both absorbed and expanded attention.
 
     Args:
-        kernels: of the device.
+        kernels: the device's kernels.
         settings: what the plan is made for.
-        layouts: names of the KV layouts, one of which the model's latents will have.
-        pins: op name -> the provider that must serve it.
+        layouts: names of the KV layouts that the model's latents may have.
+        pins: op name -> the only provider allowed for it.
     """
     kernels = list(kernels)
     found = [
         _formats_of(op, [k for k in kernels if pins.get(op, k.provider) == k.provider], settings, layouts)
-        for op in ("mla_absorbed", "mla_expanded")
+        for op in (MLAAbsorbed.name, MLAExpanded.name)
     ]
     return found[0] & found[1]
 
@@ -137,38 +142,38 @@ def _formats_of(
 
 
 def explain_no_savings(plan: Plan, scheme: str | None) -> list[str]:
-    """What to tell whoever asked for `scheme` and gets weights that are as large as before.
+    """A warning if `scheme` saves no memory, because the device's kernels need weights dequantized.
 
     Args:
-        plan: of the model, whose linear weights have the scheme's format.
-        scheme: a name of `SCHEMES`; None: nobody asked.
+        plan: the model's plan; its linear weights have the scheme's format.
+        scheme: a name of `SCHEMES`; None: no scheme.
 
     Returns:
-        One sentence for a person, with what to do; none when every such weight stays quantized.
+        One message for the user, with what to do; empty if every such weight stays quantized.
     """
     formats = _formats(SCHEMES[scheme]) if scheme in SCHEMES else frozenset()
-    found = {op: ids for (op, expanded), ids in plan.expanded.items() if expanded in formats}
+    found = {op: ids for (op, format), ids in plan.dequantized.items() if format in formats}
     if not found:
         return []
     count, every = len(set().union(*found.values())), sum(w.format in formats for w in plan.weights.values())
     dtype = str(plan.settings.dtype).removeprefix("torch.")
-    do = "Leave" if dtype == "bfloat16" else "Ask for another dtype (bfloat16), or leave"
+    do = "Leave" if dtype == "bfloat16" else "Choose another dtype (bfloat16), or leave"
     return [
         f"quantization = {scheme!r} saves nothing for {count} of {every} weights: on device {plan.settings.device!r} "
-        f"no kernel of {', '.join(sorted(found))} takes them quantized in {dtype}: they are rounded, then expanded. "
+        f"no kernel of {', '.join(sorted(found))} reads them quantized in {dtype}: they are quantized and dequantized. "
         f"{do} quantization out; explain has each kernel's reason."
     ]
 
 
-def _formats(scheme: Scheme) -> frozenset[str]:
+def _formats(scheme: OnlineScheme) -> frozenset[str]:
     return frozenset((scheme.dense, scheme.experts, scheme.head)) - {PLAIN}
 
 
 def quantize(weight: torch.Tensor, format: str) -> QTensor:
-    """A plain weight in symmetric groups of columns, or in FP8 blocks, by rounding to nearest.
+    """Quantize a plain weight to symmetric groups of columns or to FP8 blocks, by rounding to nearest.
 
-    Scales of integers are rounded to float16 first, where they fit, so that a kernel may keep them in two bytes without
-    changing a value.
+    Scales of integers are rounded to float16 first if they fit, so that a kernel may keep them in two bytes without
+    changing any value.
 
     Args:
         weight: `[N, K]`, any floating dtype.

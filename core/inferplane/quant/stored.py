@@ -1,4 +1,4 @@
-"""What a config says of a quantized checkpoint: which tensors have which format, and how activations meet them."""
+"""Reads a checkpoint's quantization config: the format of each weight, and how activations are quantized for it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import Any, TypeGuard
 from inferplane.binding import FormatReader, TensorSource
 from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.quant.formats import READERS, SUFFIXES
-from inferplane.quant.unpack import WEIGHT, Packed
-from inferplane.types import PLAIN, STATIC
+from inferplane.quant.unpack import WEIGHT, IntegerPacking
+from inferplane.types import PLAIN, ActivationQuant
 
 BLOCK = [128, 128]
 UNREAD = ("*.input_scale", "*.activation_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale", "*.input_zero_point")
-"""Scales from calibration that not every checkpoint that has them is read with: what enters the cache gets scales while
-running, and so do activations unless the config says that theirs are static."""
-FP8_STATIC = "fp8" + STATIC
+"""Calibrated scales that may be left unread: cache entries get their scales while running, and so do activations unless
+the config says that their scales are static."""
+FP8_BLOCKS = ActivationQuant("fp8", 128)
+FP8_ROWS = ActivationQuant("fp8")
+FP8_STATIC = ActivationQuant("fp8", static=True)
 GROUPS = {(8, 0): "int8_row", (8, 128): "int8_group", (4, 0): "int4_row"} | {
     (4, 128): "int4_group",
     (4, 64): "int4_group64",
     (4, 32): "int4_group32",
 }
-"""Weight formats of integers by bits and the columns that share a scale; 0: all of a row."""
+"""Integer weight formats by bits and the number of columns that share a scale; 0: the whole row."""
 WIDER = {"int4_group": "int8_group", "int4_row": "int8_row"}
-"""Where entries of 4 bits go with zero points of their own: less them they are -15 to 15."""
+"""Formats for 4-bit entries with zero points: after subtracting the zero point they are -15 to 15."""
 INT8 = ("int", 8)
 DENSE = ("pack-quantized", "int-quantized", "naive-quantized", None)
-"""Formats of compressed-tensors in which integers are read; others drop entries, or order them for a kernel."""
+"""Integer formats of compressed-tensors that can be read; others drop entries, or reorder them for a kernel."""
 
 
 def _plain(name: str) -> str:
@@ -36,38 +38,38 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True)
 class QuantFormats:
-    """How weights are stored, or quantized while they are read.
+    """The weight formats of a checkpoint, as stored or as quantized on load.
 
     Args:
         format_of: a checkpoint tensor's name -> its weight format.
-        acts: weight format -> how activations are coded that meet such weights ("fp8", "fp8_static"); they stay as they
-            are beside formats that are not named.
-        readers: of the formats.
+        activation_quants: weight format -> quantization that the checkpoint expects for the activations multiplied by
+            such weights; for other formats there is none.
+        readers: a reader per format.
         unread: shell patterns of tensors that nothing reads.
-        packed: how integers are packed, where they are.
+        packed: how integers are packed; None if they are not.
     """
 
     format_of: Callable[[str], str] = _plain
-    activation_quants: Mapping[str, str] = field(default_factory=dict)
+    activation_quants: Mapping[str, ActivationQuant] = field(default_factory=dict)
     readers: Mapping[str, FormatReader] = field(default_factory=lambda: READERS)
     unread: tuple[str, ...] = ()
-    packed: Packed | None = None
+    packed: IntegerPacking | None = None
 
     def view(self, source: TensorSource) -> TensorSource:
-        """The checkpoint as the readers read it: without packing."""
+        """The checkpoint without packing, as the readers need it."""
         return source if self.packed is None else self.packed.view(source)
 
 
-def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) -> QuantFormats:
-    """What the config and the tensors' names say of a checkpoint.
+def read_quant_config(settings: Mapping[str, Any] | None, names: Collection[str] | None) -> QuantFormats:
+    """The weight formats that a checkpoint's config and tensor names state.
 
     Args:
         settings: the config's `quantization_config`, or None.
-        names: the checkpoint's tensors; None when there is no checkpoint (dummy weights), and the config alone decides.
+        names: the checkpoint's tensors; None without a checkpoint (dummy weights): the config alone decides.
 
     Raises:
-        CheckpointError: the settings are no settings.
-        UnsupportedModelError: a method that is not implemented.
+        CheckpointError: the settings are not an object.
+        UnsupportedModelError: the method is not implemented.
 
     Source: DeepSeek-V3's README_WEIGHTS.md; the configs of compressed-tensors, vLLM's "fp8", fbgemm_fp8, GPTQ, AWQ.
     """
@@ -81,26 +83,26 @@ def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) ->
     if not settings:
         return QuantFormats()
     method = settings.get("quant_method")
-    known: Mapping[str, Callable[[Mapping[str, Any]], Found | None]] = {
+    known: Mapping[str, Callable[[Mapping[str, Any]], QuantScheme | None]] = {
         "fp8": _fp8,
         "compressed-tensors": _compressed,
-        "fbgemm_fp8": lambda s: Found("fp8_row", "fp8"),
+        "fbgemm_fp8": lambda s: QuantScheme("fp8_row", FP8_ROWS),
         "gptq": _gptq,
         "awq": _awq,
     }
     found = known[method](settings) if isinstance(method, str) and method in known else None
     if found is None:
-        asked = ", ".join(f"{k} = {settings[k]!r}" for k in SAID if settings.get(k) is not None)
+        stated = ", ".join(f"{k} = {settings[k]!r}" for k in SHOWN_SETTINGS if settings.get(k) is not None)
         raise UnsupportedModelError(
-            f"Quantization method {method!r}{' with ' if asked else ''}{asked} is not implemented, or not as it is set "
-            "here.",
+            f"Quantization method {method!r}{' with ' if stated else ''}{stated} is not implemented, or not with these "
+            "settings.",
             there_is="'fp8' with weight_block_size [128, 128] or a scale a tensor; 'fbgemm_fp8'; 'compressed-tensors' "
             "with FP8 weights in blocks of [128, 128] or with a scale a tensor or channel, or with integers of 4 or "
             "8 bits; 'gptq' of 4 or 8 bits; 'awq' (gemm) of 4. Integers have a scale a row or 128 columns, symmetric "
             "ones of 4 bits also 64 or 32; those of 8 bits are symmetric",
             remedy="load an unquantized checkpoint, or add a plugin that registers the format",
         )
-    format, act, packed = found.format, found.act, found.packed
+    format, quant, packed = found.format, found.activation_quant, found.packed
 
     def by_scales(name: str) -> str:
         there = {name + suffix for suffix in SUFFIXES}
@@ -114,48 +116,53 @@ def stored(settings: Mapping[str, Any] | None, names: Collection[str] | None) ->
         inside = "self_attn" in parts or "mlp" in parts
         return format if expert or (inside and parts[-1].endswith(("_proj", "_proj_with_mqa"))) else PLAIN
 
-    activation_quants = {format: act} if act else {}
-    return QuantFormats(by_config if names is None else by_scales, activation_quants, unread=UNREAD, packed=packed)
+    quants = {} if quant is None else {format: quant}
+    return QuantFormats(by_config if names is None else by_scales, quants, unread=UNREAD, packed=packed)
 
 
 def format_of(settings: Mapping[str, Any] | None, names: Collection[str] | None) -> Callable[[str], str]:
-    """A function from a checkpoint tensor's name to its weight format; arguments and errors are those of `stored`."""
-    return stored(settings, names).format_of
+    """A function from a checkpoint tensor's name to its weight format; arguments and errors are those of
+    `read_quant_config`."""
+    return read_quant_config(settings, names).format_of
 
 
 @dataclass(frozen=True)
-class Found:
-    """What settings ask for: a weight format, how activations are coded ("": not at all), how integers are packed."""
+class QuantScheme:
+    """What settings state: a weight format, the quantization of activations, the packing of integers."""
 
     format: str
-    act: str = ""
-    packed: Packed | None = None
+    activation_quant: ActivationQuant | None = None
+    packed: IntegerPacking | None = None
 
 
-SAID = ("bits", "group_size", "sym", "zero_point", "version", "format", "dynamic", "weight_block_size")
-"""Settings that a refusal repeats."""
+SHOWN_SETTINGS = ("bits", "group_size", "sym", "zero_point", "version", "format", "dynamic", "weight_block_size")
+"""Settings that an error message repeats."""
 
 
-def _fp8(settings: Mapping[str, Any]) -> Found | None:
+def _fp8(settings: Mapping[str, Any]) -> QuantScheme | None:
     block, scheme = settings.get("weight_block_size") or [], settings.get("activation_scheme")
     if block in (BLOCK, tuple(BLOCK)):
-        return Found("fp8_block", "fp8" if scheme == "dynamic" else "")
-    return None if block else Found("fp8_row", {"dynamic": "fp8", "static": FP8_STATIC}.get(str(scheme), ""))
+        return QuantScheme("fp8_block", FP8_BLOCKS if scheme == "dynamic" else None)
+    return None if block else QuantScheme("fp8_row", {"dynamic": FP8_ROWS, "static": FP8_STATIC}.get(str(scheme)))
 
 
-def _integers(method: str, bits: Any, group: Any, symmetric: Any, *, less_one: bool = False) -> Found | None:
-    """Weights of integers, packed; the group is -1 or None for a scale a row."""
+def _integers(method: str, bits: Any, group: Any, symmetric: Any, *, less_one: bool = False) -> QuantScheme | None:
+    """Packed integer weights; the group is -1 or None for a scale per row."""
     if not all(isinstance(x, int) for x in (bits, -1 if group is None else group, symmetric)):
         return None
     columns = 0 if group in (-1, None) else group
     format = GROUPS.get((bits, columns)) if columns or group != 0 else None
     if format is not None and not symmetric:
         format = WIDER.get(format)
-    return None if format is None else Found(format, packed=Packed(method, bits, columns, bool(symmetric), less_one))
+    return (
+        None
+        if format is None
+        else QuantScheme(format, packed=IntegerPacking(method, bits, columns, bool(symmetric), less_one))
+    )
 
 
-def _gptq(settings: Mapping[str, Any]) -> Found | None:
-    """All modules alike; GPTQModel's `dynamic` may only leave some out, which the tensors tell too."""
+def _gptq(settings: Mapping[str, Any]) -> QuantScheme | None:
+    """All modules alike; GPTQModel's `dynamic` may only exclude modules, which the tensors' names show too."""
     dynamic = settings.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(isinstance(k, str) and k.startswith("-:") for k in dynamic):
         return None
@@ -166,15 +173,15 @@ def _gptq(settings: Mapping[str, Any]) -> Found | None:
     return _integers("gptq", bits, group, settings.get("sym", True), less_one=form == "gptq")
 
 
-def _awq(settings: Mapping[str, Any]) -> Found | None:
+def _awq(settings: Mapping[str, Any]) -> QuantScheme | None:
     """AutoAWQ's layout "gemm", which always has zero points."""
     if str(settings.get("version", "gemm")).lower() != "gemm" or settings.get("bits") != 4:
         return None
     return _integers("awq", 4, settings.get("group_size", 0), False) if settings.get("zero_point", True) else None
 
 
-def _compressed(settings: Mapping[str, Any]) -> Found | None:
-    """Of groups that are all alike, of FP8 or of integers."""
+def _compressed(settings: Mapping[str, Any]) -> QuantScheme | None:
+    """compressed-tensors with FP8 or integers; all groups must be alike."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         return None
@@ -182,7 +189,7 @@ def _compressed(settings: Mapping[str, Any]) -> Found | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _group(group: Any, settings: Mapping[str, Any]) -> Found | None:
+def _group(group: Any, settings: Mapping[str, Any]) -> QuantScheme | None:
     if not isinstance(group, Mapping):
         return None
     weights, inputs = group.get("weights"), group.get("input_activations")
@@ -190,17 +197,18 @@ def _group(group: Any, settings: Mapping[str, Any]) -> Found | None:
         return _integer_group(weights, inputs, settings)
     if not _is_fp8(weights) or not (inputs is None or _is_fp8(inputs)):
         return None
-    strategy, act = weights.get("strategy"), _act(inputs)
-    if act is None:
+    strategy, dynamic = weights.get("strategy"), inputs is None or inputs.get("dynamic") is True
+    if inputs is not None and not dynamic and (inputs.get("dynamic") or inputs.get("strategy", "tensor") != "tensor"):
         return None
     if strategy == "block":
-        act = "" if act == FP8_STATIC else act
-        return Found("fp8_block", act) if weights.get("block_structure") in (BLOCK, tuple(BLOCK)) else None
-    return Found("fp8_row", act) if strategy in ("tensor", "channel") else None
+        quant = FP8_BLOCKS if inputs is not None and dynamic else None
+        return QuantScheme("fp8_block", quant) if weights.get("block_structure") in (BLOCK, tuple(BLOCK)) else None
+    quant = None if inputs is None else FP8_ROWS if dynamic else FP8_STATIC
+    return QuantScheme("fp8_row", quant) if strategy in ("tensor", "channel") else None
 
 
-def _integer_group(weights: Mapping[str, Any], inputs: Any, settings: Mapping[str, Any]) -> Found | None:
-    """Integers; activations are coded by rows, or stay as they are where that is what no kernel does."""
+def _integer_group(weights: Mapping[str, Any], inputs: Any, settings: Mapping[str, Any]) -> QuantScheme | None:
+    """Integers; activations are quantized per row, or not at all if the config requests a form that no kernel has."""
     sparse = settings.get("sparsity_config") or {}
     dense = isinstance(sparse, Mapping) and sparse.get("format", "dense") == "dense"
     if settings.get("format") not in DENSE or not dense:
@@ -215,15 +223,8 @@ def _integer_group(weights: Mapping[str, Any], inputs: Any, settings: Mapping[st
     found = _integers("compressed-tensors", bits, group, symmetric)
     if found is None or bits != 8 or found.format != "int8_row" or inputs is None:
         return found
-    coded = inputs.get("dynamic") is True and inputs.get("symmetric", True)
-    return replace(found, act="int8" if coded else "")
-
-
-def _act(inputs: Mapping[str, Any] | None) -> str | None:
-    """How activations are coded; None: in a way that is not implemented. What is not said to be dynamic is static."""
-    if inputs is None or inputs.get("dynamic") is True:
-        return "" if inputs is None else "fp8"
-    return FP8_STATIC if not inputs.get("dynamic") and inputs.get("strategy", "tensor") == "tensor" else None
+    dynamic = inputs.get("dynamic") is True and inputs.get("symmetric", True)
+    return replace(found, activation_quant=ActivationQuant("int8") if dynamic else None)
 
 
 def _is_fp8(numbers: Any) -> TypeGuard[Mapping[str, Any]]:

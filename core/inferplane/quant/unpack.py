@@ -1,4 +1,4 @@
-"""Integer weights of several to a word, as GPTQ, AWQ and compressed-tensors store them: read as plain int8 tensors."""
+"""Unpacks integer weights with several entries per 32-bit word (GPTQ, AWQ, compressed-tensors) to int8 tensors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from inferplane.types import Shard
 WEIGHT = ".weight"
 SCALE = ".weight_scale"
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ keeps eight neighbours in a word: the fifth entry stands beside the first."""
+"""AWQ's position of eight consecutive entries in a word: the fifth entry follows the first."""
 
 
 @dataclass(frozen=True)
-class Packed:
-    """How integers lie in words of 32 bits.
+class IntegerPacking:
+    """How integers are packed in words of 32 bits.
 
     Args:
         method: "compressed-tensors", "gptq" or "awq": which tensors there are, and which dimension is packed.
-        bits: 4 or 8, of an entry.
-        group: columns that share a scale; 0: all of a row.
-        symmetric: the zero point is the middle of the range, whatever is stored; else it is read.
-        less_one: zero points are stored less one (GPTQ, but for its format "gptq_v2").
+        bits: bits per entry, 4 or 8.
+        group: columns that share a scale; 0: the whole row.
+        symmetric: the zero point is the middle of the range, and stored zero points are ignored.
+        less_one: stored zero points are 1 too small (GPTQ, except its format "gptq_v2").
 
     Source: the published layouts of GPTQ's and AWQ's checkpoints, and of compressed-tensors' "pack-quantized".
     """
@@ -39,34 +39,34 @@ class Packed:
 
     @property
     def suffix(self) -> str:
-        """Behind a module's name, of its packed weight."""
+        """Suffix of a module's name that gives its packed weight."""
         return ".weight_packed" if self.method == "compressed-tensors" else ".qweight"
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Behind a module's name, of every tensor that the unpacked weight and its scales are made of."""
+        """Suffixes of a module's name that give every tensor of the packed weight and its scales."""
         if self.method == "compressed-tensors":
             return self.suffix, ".weight_shape", ".weight_zero_point", ".weight_g_idx"
         return self.suffix, ".scales", ".qzeros", ".g_idx"
 
     def view(self, source: TensorSource) -> UnpackedSource:
-        """A checkpoint with this packing, as if it were not packed."""
+        """A view of a checkpoint with this packing in which weights are unpacked."""
         return UnpackedSource(source, self)
 
 
 class UnpackedSource:
-    """A `TensorSource` in which a module's packed weight is `module.weight`, int8 `[N, K]`, with the zero point taken
-    off, and its scales `module.weight_scale`, `[N, groups]`; everything else is as it was.
+    """A `TensorSource` in which a module has its unpacked weight `module.weight`, int8 `[N, K]` minus zero points, and
+    scales `module.weight_scale`, `[N, groups]`; all other tensors are unchanged.
 
     Args:
         source: the checkpoint.
-        packed: how it is packed.
+        packed: how its integers are packed.
 
-    Raises (when reading, or asked for a shape):
-        CheckpointError: tensors are missing or do not fit each other; columns are grouped out of their order.
+    Raises (by `read_into` and `shape`):
+        CheckpointError: tensors are missing or do not fit each other; columns of a group are not adjacent.
     """
 
-    def __init__(self, source: TensorSource, packed: Packed) -> None:
+    def __init__(self, source: TensorSource, packed: IntegerPacking) -> None:
         self.source, self.packed = source, packed
         self._shapes: dict[str, tuple[int, int]] = {}
 
@@ -116,11 +116,11 @@ class UnpackedSource:
 
     @property
     def _transposed(self) -> bool:
-        """Whether inputs stand before outputs."""
+        """Whether the stored dimension of inputs comes before that of outputs."""
         return self.packed.method != "compressed-tensors"
 
     def _module(self, name: str, suffix: str) -> str:
-        """The module whose unpacked tensor has this name; empty: none."""
+        """The module whose unpacked tensor has this name; empty if there is none."""
         module = name.removesuffix(suffix)
         return module if module != name and self.source.shape(module + self.packed.suffix) is not None else ""
 
@@ -134,7 +134,7 @@ class UnpackedSource:
         name, each = module + self.packed.suffix, 32 // self.packed.bits
         have, kind = self.source.shape(name) or (), self.source.dtype(name)
         if len(have) != 2 or kind is not torch.int32:
-            raise self._odd(name, f"is {have} {kind}, not a matrix of int32")
+            raise self._malformed(name, f"is {have} {kind}, not a matrix of int32")
         if self.packed.method == "gptq":
             return have[1], have[0] * each
         if self.packed.method == "awq":
@@ -143,26 +143,26 @@ class UnpackedSource:
         if self.source.shape(stated) is None:
             return have[0], have[1] * each
         if self.source.shape(stated) != (2,):
-            raise self._odd(stated, f"has shape {self.source.shape(stated)}, not two numbers")
+            raise self._malformed(stated, f"has shape {self.source.shape(stated)}, not two numbers")
         n, k = self._read(stated, torch.int64).tolist()
         if n != have[0] or k < 1 or -(-k // each) != have[1]:
-            raise self._odd(stated, f"says {n} x {k}, and {name} has {have}")
+            raise self._malformed(stated, f"says {n} x {k}, and {name} has {have}")
         return n, k
 
     def _values(self, module: str) -> torch.Tensor:
-        """int8 `[N, K]`: entries less their zero points."""
+        """int8 `[N, K]`: entries minus their zero points."""
         p, (n, k) = self.packed, self._shape(module)
         self._check_order(module, k)
         words = self._read(module + p.suffix, torch.int32)
         if p.method == "awq":
-            codes = entries(words, p.bits, AWQ_ORDER).t()
+            unsigned = unpack_words(words, p.bits, AWQ_ORDER).t()
         else:
-            codes = entries(words.t().contiguous() if p.method == "gptq" else words, p.bits)[:, :k]
+            unsigned = unpack_words(words.t().contiguous() if p.method == "gptq" else words, p.bits)[:, :k]
         del words
         if p.symmetric:
-            return (codes ^ 128).view(torch.int8) if p.bits == 8 else codes.contiguous().view(torch.int8) - 8
+            return (unsigned ^ 128).view(torch.int8) if p.bits == 8 else unsigned.contiguous().view(torch.int8) - 8
         zeros, width = self._zeros(module, n, k), p.group or k
-        values = codes.contiguous().view(torch.int8)  # of 4 bits
+        values = unsigned.contiguous().view(torch.int8)  # of 4 bits
         for group, columns in enumerate(values.split(width, 1)):
             columns.sub_(zeros[:, group, None])
         return values
@@ -177,49 +177,49 @@ class UnpackedSource:
             return self._read(name, torch.int8) + 8
         want = (groups, words) if self._transposed else (words, groups)
         if kind is not torch.int32 or have != want:
-            raise self._odd(name, f"is {have} {kind}, not zero points {want} of int32")
+            raise self._malformed(name, f"is {have} {kind}, not zero points {want} of int32")
         stored = self._read(name, torch.int32)
-        codes = entries(
+        unsigned = unpack_words(
             stored if self._transposed else stored.t().contiguous(), p.bits, AWQ_ORDER if p.method == "awq" else None
         )
-        zeros = codes[:, :n].t().contiguous().view(torch.int8)
+        zeros = unsigned[:, :n].t().contiguous().view(torch.int8)
         return (zeros + 1) & 15 if p.less_one else zeros
 
     def _check_order(self, module: str, k: int) -> None:
-        """Scales are a run of columns each here; GPTQ's activation order may have scattered them."""
+        """Check that each scale belongs to adjacent columns; GPTQ's activation order may have scattered them."""
         name = module + self.packed.parts[3]
         if self.source.shape(name) is None:
             return
         have, width = self._read(name, torch.int64), self.packed.group or k
         if not torch.equal(have, torch.arange(k) // width):
             raise CheckpointError(
-                f"{name}: columns that share a scale do not stand together (desc_act, or actorder 'group').",
-                there_is=f"weights with scales of {width} neighbouring columns",
+                f"{name}: columns that share a scale are not adjacent (desc_act, or actorder 'group').",
+                there_is=f"weights with scales of {width} adjacent columns",
                 remedy="quantize the model with desc_act = false, or with actorder 'static' or 'weight'",
             )
 
     def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         shape = self.source.shape(name)
         if shape is None:
-            raise self._odd(name, "is not there")
+            raise self._malformed(name, "is missing")
         out = torch.empty(shape, dtype=dtype)
         self.source.read_into(name, out, Shard())
         return out
 
-    def _odd(self, name: str, what: str) -> CheckpointError:
+    def _malformed(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(
             f"{name} {what}: it is no part of a weight of {self.packed.bits} bits as {self.packed.method} packs it.",
             remedy="fetch or export the checkpoint again",
         )
 
 
-def entries(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Entries of 4 or 8 bits in the order in which they lie in words, the lowest bits first.
+def unpack_words(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Entries of 4 or 8 bits in the order in which words contain them, lowest bits first.
 
     Args:
         words: int32 `[R, C]`, contiguous.
-        bits: of an entry.
-        order: where in a word the entries are that stand beside each other; None: in their order.
+        bits: bits per entry.
+        order: positions in a word of consecutive entries; None: in order.
 
     Returns:
         uint8 `[R, C * 32 / bits]`.

@@ -1,4 +1,4 @@
-"""Plain data that every floor speaks: tensors, weights, batches, caches, kernels, devices. Nothing here computes."""
+"""The data types that all packages share: weights, batches, caches, kernels, devices. Nothing here computes."""
 
 from inferplane.types.accelerator import Accelerator
 from inferplane.types.backend import Backend
@@ -13,10 +13,10 @@ from inferplane.types.kernel import (
     Kernels,
     When,
 )
-from inferplane.types.kv import KVCache, KVKind, KVLayout, KVRequest, LayerKV, Layouts
+from inferplane.types.kv import KVCache, KVKind, KVLayout, KVRequest, LayerKV, Layouts, register_kv_kind
 from inferplane.types.placement import WHOLE, Placement, Shard
 from inferplane.types.qtensor import QTensor
-from inferplane.types.weight import CANONICAL, PLAIN, STATIC, Packing, Weight
+from inferplane.types.weight import CANONICAL, PLAIN, ActivationQuant, Packing, Weight
 
 __all__ = [
     "CANONICAL",
@@ -26,10 +26,10 @@ __all__ = [
     "RANK_COMPOSED",
     "RANK_PORTABLE",
     "RANK_TUNED",
-    "STATIC",
     "STEP_KINDS",
     "WHOLE",
     "Accelerator",
+    "ActivationQuant",
     "Backend",
     "Batch",
     "Context",
@@ -56,4 +56,5 @@ __all__ = [
     "StepKind",
     "Weight",
     "When",
+    "register_kv_kind",
 ]

@@ -1,4 +1,4 @@
-"""The page a vendor implements from. Required members first, then optional ones with their defaults."""
+"""What a backend implements for its hardware: required members first, then optional ones with their defaults."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from inferplane.types.kv import KVCache, KVLayout, KVRequest, Layouts
 
 
 class Backend(ABC):
-    """A kind of hardware. One instance serves one device of it; nothing is allocated before `open()`.
+    """A kind of hardware. One instance serves one device of this kind and allocates nothing before `open()`.
 
-    The module that holds a backend imports no vendor package: probing and explaining work on a bare machine, and the
-    vendor's runtime is imported by `open()` or by a kernel's dotted target.
+    The module that defines a backend imports no vendor package, so that probing and explaining work on a machine
+    without the hardware. `open()` and kernels with dotted targets import the vendor's runtime.
     """
 
     name: ClassVar[str]
     """(required) The user's word: the value of `device=`; a family's variant has its own name, "family:variant"."""
 
     torch_device: ClassVar[str]
-    """(required) What torch calls it. May differ from `name`; nothing in core derives one from the other."""
+    """(required) torch's name for this kind of device. May differ from `name`; core derives neither from the other."""
 
     architectures: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """(optional) Known architecture names and the features assumed for each, used by `explain --arch` on a bare
-    machine. The first is the default. Default: none."""
+    """(optional) Known architecture names and the features assumed for each, used by `explain --arch` on a
+    machine without the hardware. The first one is the default architecture. Default: none."""
 
     auto_rank: ClassVar[int] = 0
-    """(optional) Place in the order of `device="auto"`, highest first among those available: accelerators 100, the host
-    0. Default: 0."""
+    """(optional) Priority under `device="auto"`: the available device with the highest number is taken. Accelerators
+    have 100, the host 0. Default: 0."""
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
@@ -45,19 +45,20 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def probe(cls) -> Probe:
-        """Whether it can be used here, from package metadata and environment only. Under 0.1 s, never raises."""
+        """(required) Whether this hardware can be used here, judged by package metadata and environment only. Takes
+        less than 0.1 s and never raises."""
 
     @abstractmethod
     def open(self) -> DeviceState:
-        """Import the runtime, touch the device (one tiny allocation), and describe it.
+        """(required) Import the runtime, make one tiny allocation on the device, and describe the device.
 
         Raises:
-            DeviceError: it cannot be used; the message says what to install or change.
+            DeviceError: the device cannot be used; the message says what to install or change.
         """
 
     @abstractmethod
     def kernels(self) -> Sequence[Kernel]:
-        """Every kernel this backend declares. Pure; imports no vendor package (use dotted targets)."""
+        """(required) Every kernel that this backend declares. Pure; imports no vendor package (use dotted targets)."""
 
     # -- optional
 
@@ -68,16 +69,18 @@ class Backend(ABC):
         return Features(self.architectures.get(arch, ()) if arch else ())
 
     def kv_layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
-        """(optional) Layouts it offers for one kind of layer; among equally good ones the first is taken. Pure.
+        """(optional) KV layouts that this backend supports for one kind of layer. Pure. Binding takes the layout whose
+        kernels rank highest, and the first one among equals.
 
-        Default: empty, core's paged storage.
+        Default: empty, which means core's paged storage.
         """
         return ()
 
     def build_kv_cache(
         self, requests: Sequence[KVRequest], layouts: Layouts, blocks: int, dtype: torch.dtype
     ) -> KVCache:
-        """(optional) Allocate the cache after weights are loaded: `blocks` blocks a layer. Default: layer by layer."""
+        """(optional) Allocate the cache after weights are loaded: `blocks` blocks per layer. Default: layer by
+        layer."""
         device = torch.device(self.torch_device_indexed)
         layers = tuple(layouts[r].build(r, blocks, dtype, device) for r in requests)
         return KVCache(layers, blocks, next(iter(layouts.values())).block_tokens)
@@ -91,25 +94,27 @@ class Backend(ABC):
         return "gloo"
 
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> Any | None:
-        """(optional) Record `step` for batches of `bucket`'s size, `step(bucket)` run first as often as is needed.
+        """(optional) Capture `step` for batches of `bucket`'s size, after as many warm-up calls of `step(bucket)` as
+        needed.
 
         Args:
-            step: the bound model over its cache: `(batch) -> (logits, hidden)`. It waits for nothing and allocates
-                alike every time.
-            bucket: a decode step's batch; its tensors stay where they are, and core writes the next batch into them.
+            step: the bound model over its cache: `(batch) -> (logits, hidden)`. It never synchronizes, and every call
+                makes the same allocations.
+            bucket: a decode step's batch; core keeps its tensors in place and copies each next batch into them.
 
         Returns:
-            An object whose `replay()` runs the step on what the bucket's tensors then hold and returns the same result
-            tensors every time. None (the default) when this device records nothing: steps then run eagerly.
+            An object whose `replay()` runs the step on the present contents of the bucket's tensors and returns the
+            same result tensors every time. None (the default) if this device cannot capture: steps run eagerly.
         """
         return None
 
     def synchronize(self) -> None:
-        """(optional) Wait until everything launched is done. Default: nothing is asynchronous."""
+        """(optional) Wait until all launched work is done. Default: returns at once, for devices that run
+        synchronously."""
 
     def timer(self) -> Callable[[], float]:
-        """(optional) A clock in seconds that accounts for asynchronous work. Default: the host's monotonic clock, read
-        once `synchronize()` returns."""
+        """(optional) A clock in seconds that waits for asynchronous work. Default: calls `synchronize()`, then reads
+        the host's monotonic clock."""
 
         def now() -> float:
             self.synchronize()
@@ -121,7 +126,7 @@ class Backend(ABC):
 
     @property
     def torch_device_indexed(self) -> str:
-        """`torch_device` with this instance's index where devices are numbered."""
+        """`torch_device` with this instance's index, without an index for devices that torch does not number."""
         return self.torch_device if self.torch_device in _UNNUMBERED else f"{self.torch_device}:{self.index}"
 
 

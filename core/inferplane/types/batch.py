@@ -1,8 +1,8 @@
-"""A step's batch: ragged, frozen, made in one place (`make_batch`).
+"""A step's batch: ragged, frozen, built by `make_batch`.
 
-Dim 0 of every activation is tokens. Sequences bring any number of query tokens: prefill chunks, single decode tokens,
-drafts to verify. Sequences with few query tokens stand first, so that attention can serve the two ranges by two
-kernels; nothing is padded to a rectangle.
+Dim 0 of every activation is tokens. Each sequence adds any number of query tokens: a prefill chunk, a single decode
+token, drafts to verify. Sequences with few query tokens come first, so that attention can use one kernel for them and
+another for the rest; sequences are not padded to equal length.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FEW_TOKENS = 8
 
 @dataclass(frozen=True)
 class HostLens:
-    """The batch's lengths as Python integers, known where the scheduler runs.
+    """The batch's lengths as Python integers on the host.
 
     Args:
         query_start: B + 1 offsets into the step's tokens.
-        seq_lens: B totals in tokens, this step's tokens included.
+        seq_lens: B sequence lengths in tokens, this step's tokens included.
     """
 
     query_start: tuple[int, ...]
@@ -40,7 +40,8 @@ class HostLens:
 
 
 class Row(NamedTuple):
-    """One sequence of a batch: its tokens `start:stop`, its length in tokens with them, its block table `[blocks]`."""
+    """One sequence of a batch: its token rows `start:stop`, its length in tokens including them, its block table
+    `[blocks]`."""
 
     start: int
     stop: int
@@ -52,23 +53,23 @@ class Row(NamedTuple):
 class Batch(Scratch):
     """One ragged step over T tokens of B sequences. All tensors live on the device; integers are int64 unless said.
 
-    A kernel keeps what it computes once a step in `once(key, make)`; it is dropped with the batch.
+    Kernels keep what they compute once per step in `once(key, make)`; it is dropped with the batch.
 
     Args:
         ids: token ids `[T]`.
         positions: positions `[T]`, counted from 0 in each sequence.
-        slots: `[T]`, the KV place of each token: `block * block_tokens + offset`; -1 marks padding, which every kernel
+        slots: `[T]`, the KV slot of each token: `block * block_tokens + offset`; -1 marks padding, which every kernel
             ignores.
         query_start: int32 `[B + 1]`.
         seq_lens: int32 `[B]`, this step's tokens included; 0 marks a padded sequence.
         block_tables: int32 `[B, max blocks]`; entries past a sequence's length are 0 and never read.
-        logit_rows: `[R]`, the token rows whose logits are wanted; None: all.
-        kind: "decode" if every sequence brings few tokens, else "mixed".
-        max_query_tokens: the largest number of query tokens of a sequence (or a bound of it under capture).
-        max_seq_tokens: the largest length in tokens (or a bound of it).
-        host_lens: lengths on the host; None when the host runs behind the device.
-        few: the leading sequences with few tokens as a batch of their own; None when there are none.
-        many: the other sequences; None when there are none.
+        logit_rows: `[R]`, the token rows that need logits; None: all.
+        kind: "decode" if every sequence has few query tokens in this step, else "mixed".
+        max_query_tokens: the largest number of query tokens of a sequence (under capture: an upper bound).
+        max_seq_tokens: the largest sequence length in tokens (under capture: an upper bound).
+        host_lens: lengths on the host; None if the host does not know them when the step is launched.
+        few: in mixed steps, the leading sequences with few query tokens as a separate batch; None if there are none.
+        many: in mixed steps, the other sequences as a separate batch.
     """
 
     ids: torch.Tensor
@@ -86,7 +87,7 @@ class Batch(Scratch):
     many: Batch | None = None
 
     def split(self) -> tuple[Batch | None, Batch | None]:
-        """The leading sequences with few query tokens and the rest, each a batch of its own or None.
+        """The leading sequences with few query tokens, and the rest: each a separate batch, or None.
 
         The first `few.tokens` token rows of the step belong to the first, the others to the second.
         """
@@ -98,13 +99,13 @@ class Batch(Scratch):
         return self.ids.shape[0]
 
     def lens(self) -> HostLens:
-        """Lengths as Python integers; copies them from the device when the host does not know them."""
+        """Lengths as Python integers; copies them from the device if the host does not know them."""
         if self.host_lens is not None:
             return self.host_lens
         return HostLens(tuple(self.query_start.to(HOST).tolist()), tuple(self.seq_lens.to(HOST).tolist()))
 
     def rows(self) -> Iterator[Row]:
-        """Sequence by sequence, for reference bodies and kernels that loop; padded sequences are left out."""
+        """One `Row` per sequence, for reference bodies and kernels that loop; padded sequences are skipped."""
         lens = self.lens()
         for i, n in enumerate(lens.seq_lens):
             if n:
@@ -113,13 +114,13 @@ class Batch(Scratch):
 
 @dataclass(frozen=True)
 class Query:
-    """What one sequence brings to a step.
+    """What one sequence adds to a step.
 
     Args:
-        ids: its new tokens' ids.
-        before: tokens it already has in the cache.
+        ids: ids of its new tokens.
+        before: number of its tokens that are in the cache already.
         blocks: its blocks, enough for `before + len(ids)` tokens.
-        logits: how many of its last rows want logits; None: all.
+        logits: number of its last rows that need logits; None: all.
     """
 
     ids: Sequence[int]
@@ -135,13 +136,13 @@ def make_batch(
 
     Args:
         queries: the sequences; those with at most `few_tokens` new tokens first.
-        block_tokens: tokens a block.
+        block_tokens: tokens per block.
         device: where the tensors go.
-        few_tokens: the bound of "few".
+        few_tokens: largest number of new tokens that counts as few.
 
     Raises:
-        UsageError: there is no sequence, or one brings nothing, has too few blocks, or is short but stands behind a
-            long one.
+        UsageError: there is no sequence, or a sequence has no new tokens, has too few blocks, or has few new tokens
+            but comes after one with many.
     """
     if not queries:
         raise UsageError("A batch without sequences.", remedy="leave the step out")
@@ -150,10 +151,10 @@ def make_batch(
     split = next((i for i, n in enumerate(counts) if n > few_tokens), len(counts))
     for i, (q, n, total) in enumerate(zip(queries, counts, lens)):
         if n == 0:
-            raise UsageError(f"Sequence {i} of the batch brings no tokens.")
+            raise UsageError(f"Sequence {i} of the batch has no new tokens.")
         if n <= few_tokens and i > split:
             raise UsageError(
-                f"Sequence {i} brings {n} tokens but stands after one with {counts[split]}.",
+                f"Sequence {i} has {n} new tokens but comes after one with {counts[split]}.",
                 remedy="put the sequences with few tokens first",
             )
         if len(q.blocks) * block_tokens < total:
@@ -162,45 +163,45 @@ def make_batch(
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    wanted: list[int] = []
+    logit_rows: list[int] = []
     for q, n, start in zip(queries, counts, starts):
         ids += q.ids
         span = range(q.before, q.before + n)
         positions += span
         slots += [q.blocks[i // block_tokens] * block_tokens + i % block_tokens for i in span]
         last = n if q.logits is None else min(q.logits, n)
-        wanted += range(start + n - last, start + n)
+        logit_rows += range(start + n - last, start + n)
     width = max(len(q.blocks) for q in queries)
     tables = [(*q.blocks, *([0] * (width - len(q.blocks)))) for q in queries]
-    all_wanted = len(wanted) == len(ids)
-    on_device = _sent((ids, positions, slots, [] if all_wanted else wanted), np.int64, device)
-    query_start, seq_lens, block_tables = _sent((starts, lens, tables), np.int32, device)
-    whole = Batch(
+    all_rows = len(logit_rows) == len(ids)
+    on_device = _send((ids, positions, slots, [] if all_rows else logit_rows), np.int64, device)
+    query_start, seq_lens, block_tables = _send((starts, lens, tables), np.int32, device)
+    batch = Batch(
         ids=on_device[0],
         positions=on_device[1],
         slots=on_device[2],
         query_start=query_start,
         seq_lens=seq_lens,
         block_tables=block_tables,
-        logit_rows=None if all_wanted else on_device[3],
+        logit_rows=None if all_rows else on_device[3],
         kind="decode" if split == len(queries) else "mixed",
         max_query_tokens=max(counts),
         max_seq_tokens=max(lens),
         host_lens=HostLens(starts, tuple(lens)),
     )
-    if whole.kind == "decode":
-        return whole
+    if batch.kind == "decode":
+        return batch
     return replace(
-        whole,
-        few=_part(whole, 0, split, "decode") if split else None,
-        many=_part(whole, split, len(queries), "mixed"),
+        batch,
+        few=_part(batch, 0, split, "decode") if split else None,
+        many=_part(batch, split, len(queries), "mixed"),
     )
 
 
-def _sent(parts: Sequence[Sequence[Any]], dtype: Any, device: torch.device | str) -> Sequence[torch.Tensor]:
-    """Each part, numbers or rows of numbers, as a tensor on the device.
+def _send(parts: Sequence[Sequence[Any]], dtype: Any, device: torch.device | str) -> Sequence[torch.Tensor]:
+    """Copy each part, numbers or rows of numbers, to the device as a tensor.
 
-    They are sent in one copy; each begins at a multiple of 64 bytes, for kernels.
+    All parts travel in one copy; each begins at a multiple of 64 bytes, which kernels rely on.
     """
     arrays = [np.array(part, dtype) for part in parts]
     if (device if isinstance(device, str) else device.type) == HOST:
@@ -216,7 +217,7 @@ def _sent(parts: Sequence[Sequence[Any]], dtype: Any, device: torch.device | str
 
 
 def _part(batch: Batch, first: int, last: int, kind: StepKind) -> Batch:
-    """Sequences `first:last` of a batch as a batch of their own; tensors are views where they can be."""
+    """Sequences `first:last` of a batch as a separate batch; tensors are views where possible."""
     lens = batch.lens()
     a, b = lens.query_start[first], lens.query_start[last]
     starts = tuple(s - a for s in lens.query_start[first : last + 1])

@@ -1,4 +1,4 @@
-"""What a backend tells about its hardware: before it is opened (`Probe`) and after (`DeviceState`)."""
+"""What a backend reports about its hardware: before it is opened (`Probe`) and after (`DeviceState`)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Presence(Enum):
 
 @dataclass(frozen=True)
 class Probe:
-    """Whether a backend can be used here. Made from metadata only: cheap, fork-safe, never raises.
+    """Whether a backend can be used here. Built from metadata only, so probing is cheap, fork-safe and never raises.
 
     Args:
-        presence: ABSENT (the runtime or the hardware is not there), AVAILABLE, or BROKEN (there, but unusable).
-        reason: one sentence for a person: what was looked for and found.
-        remedy: what to install or change; when available, what would make it better, usually nothing.
+        presence: ABSENT (the runtime or the hardware is missing), AVAILABLE, or BROKEN (present but unusable).
+        reason: one sentence for a person: what the probe looked for and found.
+        remedy: what to install or change; if available, what would improve it, usually empty.
         versions: versions that matter, by package ("torch": "2.13.0").
-        devices: number of devices seen, None when that needs opening them.
+        devices: number of devices seen; None if counting requires opening them.
     """
 
     presence: Presence
@@ -38,22 +38,22 @@ class Probe:
 
     @property
     def available(self) -> bool:
-        """True when the backend can be opened."""
+        """True if the backend can be opened."""
         return self.presence is Presence.AVAILABLE
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something hardware can or cannot do, with the reason; `present` None means it could not be found out."""
+    """Whether hardware has a feature, with the reason; `present` is None if that is unknown."""
 
     present: bool | None
     reason: str
 
 
 class Features(Mapping[str, Feature]):
-    """Named features of a device ("bf16", "fp8", "int8-dot"), each yes, no or unknown, with a reason.
+    """Named features of a device ("bf16", "fp8", "int8-dot"), each present, absent or unknown, with a reason.
 
-    What is not listed is unknown: a kernel that needs it is refused with "unknown on this device".
+    A feature that is not listed is unknown: a kernel that needs it is refused with "unknown on this device".
     """
 
     def __init__(self, known: Mapping[str, Feature] | Iterable[str] = ()) -> None:
@@ -72,7 +72,7 @@ class Features(Mapping[str, Feature]):
         return len(self._known)
 
     def lacking(self, wanted: Iterable[str]) -> list[str]:
-        """Sentences for each wanted feature that is absent or unknown."""
+        """One sentence for each of the wanted features that is absent or unknown."""
         out = []
         for name in wanted:
             feature = self._known.get(name)
@@ -90,7 +90,7 @@ class Features(Mapping[str, Feature]):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of device memory: `total_bytes` and those `free_bytes` at the time of asking."""
+    """Bytes of device memory: `total_bytes`, and `free_bytes` when this was measured."""
 
     total_bytes: int
     free_bytes: int
@@ -101,13 +101,13 @@ class DeviceState:
     """An opened device.
 
     Args:
-        torch_device: what torch calls it, with its index ("meta:0").
-        name: the hardware's own name.
-        arch: opaque architecture name ; core never parses it.
-        features: what it can do.
-        memory: bytes.
-        emulated: in words, what stands for the hardware when it is not there; evidence then says so, and no more than
-            that numbers agree. Empty on hardware.
+        torch_device: torch's name with the index ("meta:0").
+        name: the hardware's product name.
+        arch: architecture name; core never parses it.
+        features: the device's features.
+        memory: its memory in bytes.
+        emulated: in words, what emulates the hardware; evidence then repeats it and proves only that results agree.
+            Empty on real hardware.
     """
 
     torch_device: str

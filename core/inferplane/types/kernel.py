@@ -1,4 +1,4 @@
-"""A kernel's declaration: what it computes, when it may be used, how it wants its weights."""
+"""A kernel's declaration: the op it computes, when it may be used, and the weight layouts it reads."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from inferplane.errors import KernelError
 from inferplane.types.batch import StepKind
 from inferplane.types.device import Features
 from inferplane.types.kv import Layouts
+from inferplane.types.renamed import old_names
 from inferplane.types.weight import PLAIN, Packing
 
 RANK_TUNED = 90
-"""Band of vendor- or hand-tuned kernels that were measured."""
+"""Rank of vendor- or hand-tuned kernels that were measured."""
 RANK_PORTABLE = 50
-"""Band of portable compiled kernels."""
+"""Rank of portable compiled kernels."""
 RANK_COMPOSED = 10
-"""Band of kernels composed from torch's own operators."""
+"""Rank of kernels composed from torch's own operators."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The static half of a signature that no op field holds.
+    """What a kernel may depend on besides the op's fields; known before the first step.
 
     Args:
         dtype: the plan's activation dtype.
         step_kind: "decode" or "mixed".
         layouts: the KV layout chosen for each distinct request of the model.
-        features: what the device can do.
-        deterministic: only kernels that are batch-invariant may be bound.
-        host_lens: whether lengths are known on the host when a step is launched.
+        features: the device's features.
+        deterministic: only batch-invariant kernels may be bound.
+        host_lens: sequence lengths are known on the host when a step is launched.
     """
 
     dtype: torch.dtype
@@ -46,16 +47,17 @@ class Context:
 
 @dataclass(frozen=True)
 class When:
-    """What a kernel takes. Empty means "any", except `formats`, whose default is plain weights only.
+    """When a kernel may be used. An empty field allows anything; only `formats` defaults to plain weights.
 
     Args:
-        dtypes: activation dtypes.
-        formats: weight formats.
-        kv_layouts: names of KV layouts it can look into; a kernel that uses only `LayerKV.write`/`read` states none.
-        step_kinds: "decode", "mixed".
+        dtypes: accepted activation dtypes.
+        formats: accepted weight formats.
+        kv_layouts: names of the KV layouts whose memory it accesses; empty for a kernel that uses only
+            `LayerKV.write` and `read`.
+        step_kinds: accepted step kinds, "decode" and "mixed".
         features: hardware features that must be present.
-        needs: `(words, predicate)`; the predicate receives the op and returns whether it is served. The words complete
-            the sentence "needs ...".
+        needs: `(words, predicate)`; the predicate receives the op and returns True if the kernel can compute it. The
+            words complete the sentence "needs ...".
     """
 
     dtypes: tuple[torch.dtype, ...] = ()
@@ -81,15 +83,16 @@ class When:
         out += ctx.features.lacking(self.features)
         for words, predicate in self.needs:
             try:
-                served = predicate(op)
+                accepts = predicate(op)
             except Exception as error:
                 out.append(f"its predicate {words!r} raised {type(error).__name__}: {error}")
                 continue
-            if not served:
+            if not accepts:
                 out.append(f"needs {words}")
         return out
 
 
+@old_names({"codes": "quantizes_activations_to", "coarser": "is_less_precise_than"})
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """One implementation of an op by a provider.
@@ -99,10 +102,11 @@ class Kernel:
         provider: who implements it ("torch", "triton", a library's name); unique per op and target.
         target: the function, or its dotted name "module:function", imported at link only. It takes a view (the op's
             field names, weights in this kernel's packings) and then exactly the parameters of the op's `__call__`.
-        when: what it takes.
-        rank: 90 tuned and measured, 50 portable, 10 composed from torch; higher wins.
-        packs: weight path below the op ("weight", "gate_up.weight") -> packing.
-        prepare: `(op, ctx) -> object`, run once at link for winners; found on the view as `prepared`.
+        when: when it may be used.
+        rank: 90 tuned and measured, 50 portable, 10 composed from torch; the highest rank wins.
+        packs: weight path below the op ("weight", "gate_up.weight") -> packing; other weights are canonical.
+        prepare: `(op, ctx) -> object`, called once at link for each chosen kernel; the view has the result as
+            `prepared`.
         chain: of a "decoder_layer" kernel: `(views, x, residual, batch, caches) -> (x, residual)`, all layers of a
             model in one call, each with its view and cache and the results of the one before. It is used where every
             layer is bound to a kernel with this same function, and must give what the kernels give in turn.
@@ -114,9 +118,10 @@ class Kernel:
         capture_safe: it may run under graph capture.
         batch_invariant: a row's result does not depend on the other rows.
         needs_host_lens: it reads `batch.host_lens`.
-        extra_error: what its number format adds to the error that the op tolerates. A kernel that has any is taken by
-            a pin, or where the weights ask for activations coded as `codes` says.
-        codes: the format in which it codes activations that the op hands it as they are ("fp8").
+        extra_error: error that its number format adds to the op's tolerance. If it is not 0, the kernel is chosen only
+            by a pin, or if every quantized weight requests `quantizes_activations_to`.
+        quantizes_activations_to: format to which the kernel quantizes its unquantized activations ("fp8", "int8");
+            empty: it does not.
         note: a sentence for `explain` (source, measured figure).
     """
 
@@ -133,11 +138,11 @@ class Kernel:
     batch_invariant: bool = False
     needs_host_lens: bool = False
     extra_error: float = 0.0
-    codes: str = ""
+    quantizes_activations_to: str = ""
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what could never be used.
+        """Refuse a declaration that could never be used.
 
         Raises:
             KernelError: `whole` without `chain`.
@@ -150,7 +155,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """`provider:function`, by which explain, pins, lock file and xfails speak of it."""
+        """`provider:function`, the name used in explain, pins, lock file and xfails."""
         if isinstance(self.target, str):
             return f"{self.provider}:{self.target.rpartition(':')[2]}"
         return f"{self.provider}:{getattr(self.target, '__name__', type(self.target).__name__)}"
@@ -159,10 +164,10 @@ class Kernel:
         return self.name
 
     def function(self) -> Callable[..., Any]:
-        """The callable itself; imports it when the target is a dotted name.
+        """The callable itself; imports it if the target is a dotted name.
 
         Raises:
-            KernelError: the module or the function cannot be imported, or it is no function.
+            KernelError: the module or the function cannot be imported, or it is not callable.
         """
         if not isinstance(self.target, str):
             return self.target
@@ -182,24 +187,25 @@ class Kernel:
         return found
 
     def is_less_precise_than(self, op: Any) -> bool:
-        """Whether it computes in fewer bits than `op` and its checkpoint ask for."""
-        return self.extra_error > 0 and not (self.codes and op.activation_quants() == {self.codes})
+        """Whether it computes in fewer bits than `op` and its checkpoint request."""
+        quantized = self.quantizes_activations_to
+        return self.extra_error > 0 and not (quantized and op.activation_quants() == {quantized})
 
     def refusals(self, op: Any, ctx: Context, formats: Iterable[str]) -> list[str]:
-        """Reasons why it cannot serve `op` in `ctx`: those of `when`, and those of the plan's options."""
+        """Every reason, in words, why it cannot serve `op` in `ctx`: from `when` and from the plan's options."""
         out = self.when.refusals(op, ctx, formats)
         if ctx.deterministic and not self.batch_invariant:
             out.append("deterministic=True binds only batch-invariant kernels")
         if self.needs_host_lens and not ctx.host_lens:
-            out.append("needs lengths on the host, which runs behind the device")
+            out.append("needs sequence lengths on the host, which does not know them")
         return out
 
 
 class Kernels(list[Kernel]):
-    """A list that also collects by decorator: `@kernels("rms_norm", "toy", rank=90)` above the function."""
+    """A list of kernels that functions join by decorator: `@kernels("rms_norm", "toy", rank=90)`."""
 
     def __call__(self, op: str, provider: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Declare the decorated function as a kernel; `options` are those of `Kernel`."""
+        """A decorator that appends the function as a kernel; `options` are fields of `Kernel`."""
 
         def declare(function: Callable[..., Any]) -> Callable[..., Any]:
             self.append(Kernel(op, provider, function, **options))

@@ -1,4 +1,4 @@
-"""The KV cache as kernels and references see it. The engine owns block numbers, the backend owns what lies in them."""
+"""The KV cache as kernels and reference bodies see it. The engine owns block numbers; the backend owns the blocks."""
 
 from __future__ import annotations
 
@@ -6,45 +6,95 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import torch
 
+from inferplane.errors import UsageError
+from inferplane.types.device import HOST
 from inferplane.types.scratch import Scratch
 
-KVKind = Literal["gqa", "mla"]
+EntryShapes = Callable[["KVRequest"], tuple[tuple[int, ...], ...]]
+
+
+@dataclass(frozen=True)
+class KVKind:
+    """What a layer keeps per token, by name. A plugin adds a kind with `register_kv_kind`.
+
+    Args:
+        name: the value of `KVRequest.kind`.
+        entry_shapes: request -> shape of one token's row in each tensor that `LayerKV.write` takes and `read` returns.
+    """
+
+    name: str
+    entry_shapes: EntryShapes
+
+
+KV_KINDS: dict[str, KVKind] = {
+    # K and V of each KV head.
+    "gqa": KVKind("gqa", lambda request: ((request.heads, request.dim), (request.heads, request.v_dim))),
+    # One latent vector and one rotated key part for all heads, in one row.
+    "mla": KVKind("mla", lambda request: ((request.dim,),)),
+}
+"""Every kind by name."""
+
+
+def register_kv_kind(kind: KVKind) -> None:
+    """Add a kind of cache, so that layers may request it by name.
+
+    Raises:
+        UsageError: another kind has this name.
+    """
+    if KV_KINDS.setdefault(kind.name, kind) != kind:
+        raise UsageError(f"A KV kind named {kind.name!r} is registered already.", remedy="choose another name")
 
 
 @dataclass(frozen=True)
 class KVRequest:
-    """What one layer must remember about each token.
+    """What one layer keeps in its cache for each token.
 
     Args:
-        kind: "gqa" (K and V per KV head) or "mla" (one latent vector and one rotated key part for all heads).
+        kind: a name of `KV_KINDS`: "gqa" (K and V per KV head), "mla" (one latent vector and one rotated key part for
+            all heads), or a kind that a plugin registers.
         heads: KV heads (1 for "mla").
         dim: entries per head in K ("mla": `kv_lora_rank + qk_rope_head_dim`).
         v_dim: entries per head in V (0 for "mla": V is part of the latent).
-        window: only this many last tokens are attended to; None: all.
+        window: attention reads only this many last tokens; None: all.
     """
 
-    kind: KVKind
+    kind: str
     heads: int
     dim: int
     v_dim: int = 0
     window: int | None = None
 
     @property
+    def entry_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of one token's row in each tensor that `LayerKV.write` takes and `read` returns.
+
+        Raises:
+            UsageError: no kind has this name.
+        """
+        kind = KV_KINDS.get(self.kind)
+        if kind is None:
+            raise UsageError(
+                f"KV kind {self.kind!r} is unknown.",
+                there_is=", ".join(sorted(KV_KINDS)),
+                remedy="register it with register_kv_kind",
+            )
+        return kind.entry_shapes(self)
+
+    @property
     def entries(self) -> int:
-        """Numbers kept a token: `heads * (dim + v_dim)`."""
-        return self.heads * (self.dim + self.v_dim)
+        """Numbers kept per token: the sum of the sizes of `entry_shapes`."""
+        return sum(math.prod(shape) for shape in self.entry_shapes)
 
     def blocks_before_window(self, query_tokens: int, tokens: int, block_tokens: int) -> int:
-        """How many leading blocks of a sequence none of its queries sees: they may have been given back.
+        """Number of leading blocks of a sequence that none of its queries sees; they may be released already.
 
         Args:
-            query_tokens: the last `query_tokens` of the sequence ask.
+            query_tokens: the last `query_tokens` tokens of the sequence are queries.
             tokens: length of the sequence.
-            block_tokens: tokens a block.
+            block_tokens: tokens per block.
         """
         if self.window is None:
             return 0
@@ -52,10 +102,10 @@ class KVRequest:
 
 
 class LayerKV(Scratch, ABC):
-    """One layer's cache, supplied by whoever owns its layout. Reference bodies use only `write` and `read`.
+    """One layer's cache in some layout. Reference bodies use only `write` and `read`.
 
     A slot is `block * block_tokens + offset`. Attributes: `layout` (the name that kernels state in
-    `When.kv_layouts`), `block_tokens`, `request`. A kernel keeps what it computes once a cache in `once(key, make)`.
+    `When.kv_layouts`), `block_tokens`, `request`. Kernels keep what they compute once per cache in `once(key, make)`.
     """
 
     layout: str
@@ -64,54 +114,76 @@ class LayerKV(Scratch, ABC):
 
     @abstractmethod
     def write(self, slots: torch.Tensor, *values: torch.Tensor) -> None:
-        """Store one token a row.
+        """(required) Store one token per row.
 
         Args:
             slots: `[T]`; rows with slot -1 are ignored.
-            values: "gqa": K `[T, heads, dim]` and V `[T, heads, v_dim]`; "mla": one `[T, dim]`.
+            values: "gqa": K `[T, heads, dim]` and V `[T, heads, v_dim]`; "mla": one `[T, dim]`. In general one
+                `[T, *shape]` for each of `request.entry_shapes`.
         """
 
     @abstractmethod
     def read(self, table: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
-        """The first `tokens` tokens of a sequence in canonical form, as attention sees them (dequantized).
+        """(required) The first `tokens` tokens of a sequence in canonical form, dequantized, as attention sees them.
 
         Args:
             table: the sequence's block table `[blocks]`.
-            tokens: how many to return.
+            tokens: number of tokens to return.
 
         Returns:
-            "gqa": K `[tokens, heads, dim]`, V `[tokens, heads, v_dim]`; "mla": one `[tokens, dim]`. The results may be
-            views: use them before the next `write`.
+            "gqa": K `[tokens, heads, dim]`, V `[tokens, heads, v_dim]`; "mla": one `[tokens, dim]`; in general one
+            `[tokens, *shape]` for each of `request.entry_shapes`. The results may be views: use them before the next
+            `write`.
         """
 
-    @abstractmethod
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole blocks inside this layer: `[n]` block numbers to `[n]` block numbers."""
+        """(optional) Copy whole blocks inside this layer: `[n]` block numbers to `[n]` block numbers.
 
-    @abstractmethod
+        Default: read all source blocks, then write the target blocks. Override it if the layout quantizes entries, so
+        that copying does not round them again; `BlockedKV` does.
+        """
+        values = self.read(source, len(source) * self.block_tokens)
+        self.write(self._slots_of(target), *(value.clone() for value in values))
+
     def export(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Blocks as stored (values and scales), each `[n, ...]` on the host, for `load` of the same layout."""
+        """(optional) Contents of `[n]` blocks, each `[n, ...]` on the host, for `load`. Default: canonical form,
+        `[n, block_tokens, *shape]`."""
+        values = self.read(blocks, len(blocks) * self.block_tokens)
+        return tuple(value.to(HOST, copy=True).unflatten(0, (len(blocks), self.block_tokens)) for value in values)
 
-    @abstractmethod
     def load(self, blocks: torch.Tensor, stored: tuple[torch.Tensor, ...]) -> None:
-        """Put what `export` returned into `[n]` blocks (any numbers).
+        """(optional) Put what `export` returned into `[n]` blocks (any numbers). Default: takes canonical form.
 
         Raises:
-            UsageError: the shapes are not those of this layout.
+            UsageError: the shapes do not fit this layout.
         """
+        want = [(len(blocks), self.block_tokens, *shape) for shape in self.request.entry_shapes]
+        have = [tuple(value.shape) for value in stored]
+        if have != want:
+            raise UsageError(
+                f"KV layout {self.layout} cannot load tensors of shapes {have}.",
+                there_is=f"room for {want}",
+                remedy="load only what the same layout exported",
+            )
+        self.write(self._slots_of(blocks), *(value.flatten(0, 1).to(blocks.device) for value in stored))
+
+    def _slots_of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Every slot of `[n]` blocks in order, int64 `[n * block_tokens]`."""
+        offsets = torch.arange(self.block_tokens, device=blocks.device)
+        return (blocks.long()[:, None] * self.block_tokens + offsets).flatten()
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """A way to lay out a layer's cache. Pure description: nothing is allocated until `build`.
+    """A way to lay out a layer's cache in memory. Pure description: only `build` allocates.
 
     Args:
         name: unique, stated by kernels in `When.kv_layouts` ("paged_64", "toy_hnbd_32").
-        block_tokens: tokens a block.
+        block_tokens: tokens per block.
         build: `(request, blocks, dtype, device)` -> `LayerKV`; allocates.
-        bytes_per_block: `(request, dtype)` -> bytes of one block of one layer, padding and scales included.
+        bytes_per_block: `(request, dtype)` -> bytes of one block of one layer, including padding and scales.
         kv_dtype: the registered KV dtype it stores ("auto" is the plan's dtype; "fp8", "int8").
-        tolerance: largest error of a stored entry relative to the largest one, on top of the plan's dtype.
+        tolerance: largest error of a stored entry relative to the largest one, in addition to the plan's dtype.
     """
 
     name: str
@@ -122,7 +194,7 @@ class KVLayout:
     tolerance: float = 0.0
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens need."""
+        """Number of blocks that hold `tokens` tokens."""
         return math.ceil(tokens / self.block_tokens)
 
 
@@ -132,15 +204,14 @@ Layouts = Mapping[KVRequest, KVLayout]
 
 @dataclass(frozen=True)
 class KVCache:
-    """All layers of a model: `layers[i]` serves decoder layer i.
+    """The caches of all layers of a model: decoder layer i uses `layers[i]`.
 
     Args:
-        layers: one `LayerKV` a layer.
-        blocks: blocks each layer holds.
-        block_tokens: tokens a block, the same for every layer.
+        layers: one `LayerKV` per layer.
+        blocks: number of blocks in each layer.
+        block_tokens: tokens per block, the same for every layer.
     """
 
     layers: tuple[LayerKV, ...]
     blocks: int
     block_tokens: int
-    extra: Mapping[str, Any] = field(default_factory=dict)

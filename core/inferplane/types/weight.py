@@ -1,4 +1,4 @@
-"""Weights as a model declares them, before any tensor exists, and packings as kernels want them."""
+"""Weights as a model declares them before any tensor exists, and the packings that kernels request."""
 
 from __future__ import annotations
 
@@ -10,19 +10,44 @@ from typing import Any
 import torch
 
 from inferplane.types.placement import WHOLE, Shard
+from inferplane.types.qtensor import QTensor
+from inferplane.types.renamed import NewName, old_names
 
 PLAIN = "plain"
-STATIC = "_static"
-"""Ends `Weight.act` where calibration has found the activations' scale."""
 
 
+@dataclass(frozen=True)
+class ActivationQuant:
+    """How a checkpoint expects activations to be quantized before they are multiplied by a quantized weight.
+
+    Args:
+        format: "fp8" or "int8".
+        group: columns that share a scale; 0: one scale per row.
+        static: the checkpoint brings one calibrated scale (`QTensor.act_scale`); otherwise scales are computed while
+            running.
+    """
+
+    format: str
+    group: int = 0
+    static: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.format}_static" if self.static else self.format
+
+
+def _from_old_act(act: str) -> ActivationQuant | None:
+    """`Weight.act` of plugin API 1.0: "", "fp8", "fp8_static" or "int8"."""
+    return ActivationQuant(act.removesuffix("_static"), static=act.endswith("_static")) if act else None
+
+
+@old_names({"act": NewName("activation_quant", _from_old_act, lambda quant: "" if quant is None else str(quant))})
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """One weight of a model: which checkpoint tensors it is made of and what it looks like.
+    """One weight of a model: the checkpoint tensors it is made of, and its shape and format.
 
-    Identity is the tie: an embedding and an output head that share one `Weight` object share one tensor. Rows are
-    outputs. `parts` are concatenated along rows in the order given; for a stack of experts the parts fill
-    `shape[0]` slices one after the other. Nothing here is a tensor, so a model of any size can be declared at once.
+    An embedding and an output head that hold the same `Weight` object are tied: they share one tensor. Rows are
+    outputs. `parts` are concatenated along rows in the given order; in a stack of experts they fill the `shape[0]`
+    slices one after the other. A weight holds no tensor, so a model of any size can be declared at once.
 
     Args:
         parts: checkpoint names, in order; empty with `make`.
@@ -30,12 +55,12 @@ class Weight:
         dtype: dtype of the values as kernels see them; None follows the plan's dtype.
         format: quantized format of the checkpoint's tensors ("plain", or a registered format such as "fp8_block").
         make: builds a constant (a rope table) instead of reading one; called once at load.
-        shard: the slice of each part that this rank reads; a tuple where parts are cut differently.
-        optional: the checkpoint may lack it; `default` is then used.
-        default: builds the value when an optional weight is missing.
-        rows: of each part on this rank; empty: only their sum is held against the shape.
-        act: how the checkpoint has the activations coded that meet this weight ("fp8"; "fp8_static" with the scale that
-            it brings, `QTensor.act_scale`); empty: as they are. Kernels may then do so; none has to.
+        shard: the slice of each part that this rank reads; a tuple where the slices differ.
+        optional: the checkpoint may lack this weight; `default` is used then.
+        default: builds the value of a missing optional weight.
+        rows: rows of each part on this rank; empty: only their sum is compared with the shape.
+        activation_quant: quantization that the checkpoint expects for the activations multiplied by this weight; None:
+            they are not quantized. Kernels may apply it, but need not.
     """
 
     parts: tuple[str, ...]
@@ -47,18 +72,19 @@ class Weight:
     optional: bool = False
     default: Callable[[], torch.Tensor] | None = None
     rows: tuple[int, ...] = ()
-    act: str = ""
+    activation_quant: ActivationQuant | None = None
 
     def shard_of(self, part: int) -> Shard:
-        """The slice of one part."""
+        """The slice that this rank reads of one part."""
         return self.shard[part] if isinstance(self.shard, tuple) else self.shard
 
     def key(self) -> tuple[Any, ...]:
-        """The static signature: equal keys bind to the same kernel, whatever the layer."""
-        return ("weight", self.shape, self.dtype, self.format, *((self.act,) if self.act else ()))
+        """The static signature: weights with equal keys bind to the same kernel in every layer."""
+        quant = () if self.activation_quant is None else (str(self.activation_quant),)
+        return ("weight", self.shape, self.dtype, self.format, *quant)
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the values in one packing, when the plan's dtype is `dtype`; quantized formats count a byte."""
+        """Bytes of the values in one packing if the plan's dtype is `dtype`; a quantized entry counts as one byte."""
         size = 1 if self.format != PLAIN else (self.dtype or dtype).itemsize
         return math.prod(self.shape) * size
 
@@ -69,17 +95,33 @@ def _same(tensor: Any) -> Any:
 
 @dataclass(frozen=True)
 class Packing:
-    """A named weight layout. Equal names share one packed copy, whoever asked for it.
+    """A named weight layout. Kernels that request the same name share one packed copy.
 
     Args:
-        name: unique; by habit `provider.layout` ("acme.tiled").
+        name: unique; by convention `provider.layout` ("acme.tiled"). "plain" and names that begin with "plain > " are
+            reserved for `dequantize_first`.
         fn: canonical tensor or `QTensor` -> what the kernel reads. Pure; may return any object that holds tensors.
-        dense: entries of fewer than 8 bits share bytes; canonically each has a byte of its own.
+        dense: entries of fewer than 8 bits share bytes; in the canonical form each entry has its own byte.
+        dequantized: quantized weights are dequantized before `fn`.
     """
 
     name: str
     fn: Callable[[Any], Any] = field(default=_same, compare=False)
     dense: bool = field(default=False, compare=False)
+    dequantized: bool = field(default=False, compare=False)
+
+    def dequantize_first(self, dtype: torch.dtype) -> Packing:
+        """The same packing of the weight's dequantized values in `dtype`, under a name of its own."""
+        name = PLAIN if self.name == CANONICAL.name else f"{PLAIN} > {self.name}"
+        fn = self.fn
+        return Packing(name, lambda q: fn(q.dequantize(dtype) if isinstance(q, QTensor) else q), dequantized=True)
+
+    @property
+    def has_reserved_name(self) -> bool:
+        """True if the name could be that of a packing made by `dequantize_first`, or is "canonical" on another one."""
+        if self.name == CANONICAL.name:
+            return self.fn is not CANONICAL.fn
+        return self.name.split(" > ")[0] == PLAIN
 
 
 CANONICAL = Packing("canonical")

@@ -28,7 +28,7 @@ COLUMNS = 512
 
 def _packed(format: str, *shape: int) -> Any:
     from inferplane.kernels.triton.weight_packing import pack
-    from inferplane.ops.quantize import encode
+    from inferplane.ops.formats import encode
 
     weight = torch.zeros(*shape, dtype=torch.bfloat16)
     return pack(weight if format == "plain" else encode(weight, format))

@@ -10,7 +10,7 @@ import torch
 
 from inferplane.kernels.triton import Tiles
 from inferplane.ops import MLADims
-from inferplane.plugin import KVRequest, paged_layout
+from inferplane.plugin import ActivationQuant, KVRequest, paged_layout
 from inferplane.types.batch import Query, make_batch
 
 BLOCK_TOKENS = 64
@@ -137,13 +137,14 @@ def _(tiles: Tiles) -> None:
     _enter_latent("fp8", "fp8")
 
 
-def _enter_latent(kind: str, codes: str = "", ahead: bool = False) -> None:
+def _enter_latent(kind: str, format: str = "", ahead: bool = False) -> None:
     from inferplane.kernels.triton.norm_rope_write import mla_norm_rope_write
 
     rope = SimpleNamespace(table=empty(64, 2, 32, dtype=torch.float32), interleaved=True)
     norms = {f"{x}_norm": SimpleNamespace(weight=empty(n), eps=1e-6) for x, n in (("q_a", 1536), ("kv_a", 512))}
     prepared = Tiles(ahead=ahead)
-    op = SimpleNamespace(rope=rope, dims=V3, codes=codes, codes_group=128, prepared=prepared, **norms)
+    quant = ActivationQuant(format, 128) if format else None
+    op = SimpleNamespace(rope=rope, dims=V3, output_quant=quant, prepared=prepared, **norms)
     mla_norm_rope_write(op, empty(2, 1536), empty(2, 576), step(1, 8), cache(V3.request, kind))
 
 

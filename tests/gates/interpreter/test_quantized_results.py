@@ -17,7 +17,7 @@ from inferplane.kernels.triton.quantized_results import QuantizedActivation, fin
 from inferplane.kernels.triton.weight_packing import pack
 from inferplane.ops import MLADims, Quantize, encode
 from inferplane.ops.op import relative_error
-from inferplane.plugin import paged_layout
+from inferplane.plugin import ActivationQuant, paged_layout
 from inferplane.types.batch import Query, make_batch
 
 FORMS = [("fp8", 128), ("fp8", 0), ("int8", 0), ("int8", 64)]
@@ -53,8 +53,8 @@ def test_a_quantized_form_dies_with_its_tensor():
 def test_the_quantized_form_of_a_norm(format, group, first):
     x, residual = (torch.randn(3, 320).bfloat16() * 3 for _ in range(2))
     norm = SimpleNamespace(weight=torch.randn(320).bfloat16(), eps=1e-6)
-    plain = SimpleNamespace(norm=norm, codes="", codes_group=0)
-    op = SimpleNamespace(norm=norm, codes=format, codes_group=group)
+    plain = SimpleNamespace(norm=norm, output_quant=None)
+    op = SimpleNamespace(norm=norm, output_quant=ActivationQuant(format, group))
     y, total = rowwise.add_rms_norm(op, x, None if first else residual)
     want, sum_ = rowwise.add_rms_norm(plain, x, None if first else residual)
     assert torch.equal(y, want) and torch.equal(total, sum_) and find_quantized(want, format, group) is None
@@ -68,7 +68,7 @@ def test_the_quantized_form_of_a_low_rank_query(format, group):
     norms = {
         name: SimpleNamespace(weight=torch.randn(n), eps=1e-6) for name, n in (("q_a_norm", 160), ("kv_a_norm", 48))
     }
-    op = SimpleNamespace(rope=rope, dims=d, codes=format, codes_group=group, **norms)
+    op = SimpleNamespace(rope=rope, dims=d, output_quant=ActivationQuant(format, group), **norms)
     kv = paged_layout(16).build(d.request, 4, torch.float32, torch.device("cpu"))
     batch = make_batch([Query([1, 2], 3, [0]), Query([5], 0, [2])], block_tokens=16, device="cpu")
     same_quantized(mla_norm_rope_write(op, torch.randn(3, 160), torch.randn(3, 64), batch, kv), format, group)

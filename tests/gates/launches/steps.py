@@ -24,7 +24,7 @@ from inferplane.engine.sampler import Sampler
 from inferplane.engine.speculate import SpeculativeConfig
 from inferplane.engine.speculate.cycle import Cycle, Form
 from inferplane.engine.speculate.cycles import Bucket
-from inferplane.ops.quantize import FORMATS
+from inferplane.ops.formats import FORMATS
 from inferplane.plugins import host
 from inferplane.types import PLAIN, KVCache, QTensor, Weight
 from inferplane.types.qtensor import scale_shape

@@ -79,7 +79,7 @@ def test_columns_with_their_own_kernels_are_both_checked():
 def test_a_kernel_that_serves_no_sample_is_not_checked_and_says_so():
     huge = kernel("rms_norm", when=When(needs=(("a width of 7", lambda op: op.weight.shape[0] == 7),)))
     (verdict,) = run_canary(plan(RMSNorm(w("n", 7), 1e-6), huge), "cpu", lambda request: [LAYOUT])
-    assert not verdict.failed and verdict.outcome is None and "serves none of its op's samples" in verdict.reason
+    assert not verdict.failed and verdict.outcome is None and "accepts none of its op's samples" in verdict.reason
 
 
 def test_the_first_sample_that_is_served_is_taken():

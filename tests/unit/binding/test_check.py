@@ -106,20 +106,20 @@ def wrong(name):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("shape", "! result 0 has shape [3, 63] instead of [3, 64]"),
-        ("one row less", "! result 0 has shape [2, 64] instead of [3, 64]"),
-        ("dtype", "! result 0 has dtype torch.float64 instead of torch.float32"),
-        ("nan", "! result 0 holds NaN or Inf"),
-        ("inf", "! result 0 holds NaN or Inf"),
-        ("unwritten", "! result 0 holds NaN or Inf"),
+        ("shape", "result 0 has shape [3, 63] instead of [3, 64]"),
+        ("one row less", "result 0 has shape [2, 64] instead of [3, 64]"),
+        ("dtype", "result 0 has dtype torch.float64 instead of torch.float32"),
+        ("nan", "result 0 holds NaN or Inf"),
+        ("inf", "result 0 holds NaN or Inf"),
+        ("unwritten", "result 0 holds NaN or Inf"),
         ("values", ""),
         ("rows swapped", ""),
-        ("nothing", "! result 0 is NoneType, not a tensor"),
-        ("a list", "! result 0 is list, not a tensor"),
-        ("two", "! 2 results instead of 1"),
-        ("raises", "! raised AttributeError: 'View' object has no attribute 'no_such_weight'"),
-        ("changes its input", "! it changed argument 0"),
-        ("changes its weight", "! it changed a weight"),
+        ("nothing", "result 0 is NoneType, not a tensor"),
+        ("a list", "result 0 is list, not a tensor"),
+        ("two", "2 results instead of 1"),
+        ("raises", "raised AttributeError: 'View' object has no attribute 'no_such_weight'"),
+        ("changes its input", "it changed argument 0"),
+        ("changes its weight", "it changed a weight"),
     ],
 )
 def test_a_fault_is_found_and_named(fault, words):
@@ -140,7 +140,7 @@ def test_a_result_where_none_is_promised():
         KVWrite.samples()[0],
         bench(),
     )
-    assert o.detail == "! returned Tensor instead of nothing"
+    assert o.detail == "returned Tensor instead of nothing"
 
 
 @pytest.mark.parametrize(

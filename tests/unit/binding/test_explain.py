@@ -44,7 +44,7 @@ SCHEMA_1 = record(
             why={"type": "string", "minLength": 3},
             hot=FLAG,
             ambiguous=FLAG,
-            weights_expanded=FLAG,
+            weights_dequantized=FLAG,
             note=TEXT,
         ),
         rejected=rows(kernel=TEXT, rank=COUNT, reason={"type": "string", "minLength": 3}),
@@ -56,8 +56,8 @@ SCHEMA_1 = record(
         extra_bytes=COUNT,
         **{"for": {"type": "object"}},
     ),
-    expanded=rows(op=TEXT, format=TEXT, weights=COUNT),
-    activation_quant_skipped=rows(op=TEXT, act=TEXT, sites=COUNT, reason=TEXT),
+    dequantized=rows(op=TEXT, format=TEXT, weights=COUNT),
+    activation_quant_skipped=rows(op=TEXT, activation_quant=TEXT, sites=COUNT, reason=TEXT),
 )
 """What readers of schema 1 rely on; changing it means schema 2."""
 
@@ -142,8 +142,11 @@ def test_text_shows_columns_that_differ():
 def test_text_tells_copies_and_expansions():
     packed = kernel("lm_head", packs={"weight": Packing("v.t")})
     text = explain_text(plan(tiny_v3(format="fp8_block", tie_word_embeddings=True), LINEAR, packed))
-    assert f"kept in 2 packings (canonical, v.t): model.embed_tokens.weight, 1 such, {97 * 64 * 4} bytes more" in text
-    assert "weights of format fp8_block, which no kernel of linear here takes" in text
+    assert (
+        f"kept in 2 packings (canonical, v.t): model.embed_tokens.weight, 1 weights like it, {97 * 64 * 4} bytes more"
+        in text
+    )
+    assert "weights of format fp8_block, which no kernel of linear accepts here" in text
 
 
 class Nothing(TorchDispatchMode):
@@ -159,7 +162,13 @@ def test_no_tensor_is_made_before_loading():
         with pytest.raises(AssertionError, match="while binding"):
             torch.empty(0, device="meta")
         for model in (tiny_llama(**big), tiny_v3(mtp=True)):
-            p = plan(model, LINEAR, kernel("attention", target="absent.runtime:attention"), copies=0.05, dtype=BF16)
+            p = plan(
+                model,
+                LINEAR,
+                kernel("attention", target="absent.runtime:attention"),
+                max_repacked_fraction=0.05,
+                dtype=BF16,
+            )
             explain(p)
             explain_text(p, verbose=True)
     assert explain(plan(tiny_llama(**big), dtype=BF16))["weight_bytes"] > 100e9

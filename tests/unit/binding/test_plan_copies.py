@@ -31,7 +31,10 @@ HEAD_BYTES = 97 * 64 * 2  # a fifth of the tiny model, far beyond 5 %
 def test_equal_names_share_one_copy():
     ks = [kernel("linear", packs={"weight": Packing("v.t")}), kernel("lm_head", packs={"weight": Packing("v.t")})]
     p = plan(
-        tiny_llama(tie_word_embeddings=True), *ks, kernel("embedding", packs={"weight": Packing("v.t")}), copies=0.0
+        tiny_llama(tie_word_embeddings=True),
+        *ks,
+        kernel("embedding", packs={"weight": Packing("v.t")}),
+        max_repacked_fraction=0.0,
     )
     assert packings(p, "embed.weight") == packings(p, "layers.0.mlp.down.weight") == ["v.t"]
     assert not p.copied_bytes() and explain(p)["copies"] == []
@@ -55,7 +58,7 @@ def test_a_tied_head_in_a_packing_of_its_own_is_refused_with_the_bytes():
     model = tiny_llama(tie_word_embeddings=True)
     free = plan(model, head(), kernel("embedding"), dtype=BF16)
     assert packings(free, "embed.weight") == ["canonical", "v.t"] and chosen(free, "head") == "vendor:lm_head"
-    p = plan(model, head(), kernel("embedding"), dtype=BF16, copies=0.05)
+    p = plan(model, head(), kernel("embedding"), dtype=BF16, max_repacked_fraction=0.05)
     assert packings(p, "embed.weight") == ["canonical"] and chosen(p, "head") == "reference" == chosen(
         p, "head", "mixed"
     )
@@ -67,30 +70,30 @@ def test_a_tied_head_in_a_packing_of_its_own_is_refused_with_the_bytes():
 
 
 def test_the_next_best_kernel_takes_over():
-    p = plan(tiny_llama(tie_word_embeddings=True), head(), kernel("lm_head", "plain", 10), copies=0.05)
+    p = plan(tiny_llama(tie_word_embeddings=True), head(), kernel("lm_head", "plain", 10), max_repacked_fraction=0.05)
     assert chosen(p, "head") == "plain:lm_head"
 
 
 def test_an_untied_head_may_be_packed_as_it_likes():
-    p = plan(tiny_llama(), head(), copies=0.0)
+    p = plan(tiny_llama(), head(), max_repacked_fraction=0.0)
     assert packings(p, "head.weight") == ["v.t"] and chosen(p, "head") == "vendor:lm_head"
 
 
 def test_a_pinned_kernel_beyond_the_budget_is_an_error():
     with pytest.raises(BindError, match=r"'lm_head' at head .*refused: would keep a second copy of model.embed"):
-        plan(tiny_llama(tie_word_embeddings=True), head(), pins={"head": "vendor"}, copies=0.05)
+        plan(tiny_llama(tie_word_embeddings=True), head(), pins={"head": "vendor"}, max_repacked_fraction=0.05)
 
 
 def test_the_lowest_rank_gives_way():
     ks = head(NZ, "low", 40), head(T, "shares", 30), kernel("embedding", "high", 90, packs={"weight": T})
-    p = plan(tiny_llama(tie_word_embeddings=True), *ks, copies=0.05)
+    p = plan(tiny_llama(tie_word_embeddings=True), *ks, max_repacked_fraction=0.05)
     assert packings(p, "embed.weight") == ["v.t"] and chosen(p, "embed") == "high:embedding"
     assert chosen(p, "head") == "shares:lm_head" and "second copy" in lost(p, "head", "low:lm_head")
 
 
 def test_without_a_packing_in_common_nobody_packs():
     ks = head(NZ, "low", 40), kernel("embedding", "high", 90, packs={"weight": T})
-    p = plan(tiny_llama(tie_word_embeddings=True), *ks, copies=0.05)
+    p = plan(tiny_llama(tie_word_embeddings=True), *ks, max_repacked_fraction=0.05)
     assert packings(p, "embed.weight") == ["canonical"] and {chosen(p, "embed"), chosen(p, "head")} == {"reference"}
 
 
@@ -99,7 +102,7 @@ def test_a_budget_large_enough():
     once = plan(model).weight_bytes
     share = HEAD_BYTES * 2 / once  # float32 here
     for copies, wins in ((share * 1.001, "vendor:lm_head"), (share * 0.999, "reference"), (None, "vendor:lm_head")):
-        assert chosen(plan(model, head(), copies=copies), "head") == wins
+        assert chosen(plan(model, head(), max_repacked_fraction=copies), "head") == wins
 
 
 def test_the_largest_copies_go_first():
@@ -111,13 +114,13 @@ def test_the_largest_copies_go_first():
     linear = [
         kernel("linear", k, 90, packs={"weight": Packing(k)}, when=When(step_kinds=(k,))) for k in ("decode", "mixed")
     ]
-    p = plan(tiny_llama(), *norms, *linear, copies=0.05)
+    p = plan(tiny_llama(), *norms, *linear, max_repacked_fraction=0.05)
     assert sum(p.copied_bytes().values()) <= 0.05 * p.weight_bytes
     assert packings(p, "layers.0.attn_norm.norm.weight") == ["decode", "mixed"]
 
 
 def test_latent_attention_shares_kv_b():
-    p = plan(tiny_v3(), kernel("mla_absorbed"), kernel("mla_expanded"), copies=0.0)
+    p = plan(tiny_v3(), kernel("mla_absorbed"), kernel("mla_expanded"), max_repacked_fraction=0.0)
     assert packings(p, "layers.0.attn.absorbed.kv_b") == ["canonical"]
 
 

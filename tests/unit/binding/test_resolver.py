@@ -69,10 +69,10 @@ def test_a_reference_below_is_a_slow_part():
 def test_without_kernels_everything_is_on_its_reference():
     p = plan(MLP)
     assert [(site, c.label, c.why) for site, _, c in p.sites("decode")] == [
-        ("", "decomposition", "no kernel takes it: decomposed"),
-        ("gate_up", "reference", "no kernel takes it: reference"),
-        ("down", "reference", "no kernel takes it: reference"),
-        ("act", "reference", "no kernel takes it: reference"),
+        ("", "decomposition", "no kernel accepts it: decomposed"),
+        ("gate_up", "reference", "no kernel accepts it: reference"),
+        ("down", "reference", "no kernel accepts it: reference"),
+        ("act", "reference", "no kernel accepts it: reference"),
     ]
 
 
@@ -236,8 +236,8 @@ def test_a_callable_object_has_a_name():
     ("packs", "words"),
     [
         ({"wieght": Packing("v.t")}, "packs 'wieght', but op 'linear' has no such field.*weight, bias"),
-        ({"weight": Packing("canonical", lambda w: w.t())}, "'canonical', which is core's own name"),
-        ({"weight": Packing("plain")}, "'plain', which is core's own name"),
+        ({"weight": Packing("canonical", lambda w: w.t())}, "'canonical', which is a name reserved by core"),
+        ({"weight": Packing("plain")}, "'plain', which is a name reserved by core"),
     ],
 )
 def test_packings_that_cannot_be(packs, words):

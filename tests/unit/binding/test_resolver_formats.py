@@ -34,7 +34,7 @@ def packings(p, end):
 def test_no_kernel_takes_it_so_it_is_expanded():
     p = plan(Q, kernel("linear"))
     assert chosen(p) == "vendor:linear" and choice(p).dequantized and packings(p, "weight") == {"plain"}
-    assert p.weight_bytes == 48 * 64 * 4 and explain(p)["expanded"] == [
+    assert p.weight_bytes == 48 * 64 * 4 and explain(p)["dequantized"] == [
         {"op": "linear", "format": "int8_row", "weights": 1}
     ]
     t = torch.randn(48, 64)
@@ -46,7 +46,7 @@ def test_a_kernel_takes_it_so_others_are_refused_however_they_rank():
     p = plan(Q, kernel("linear", "wide", 90), kernel("linear", "int8", 10, when=INT8))
     assert chosen(p) == "int8:linear" and not choice(p).dequantized and packings(p, "weight") == {"canonical"}
     assert lost(p, "", "wide:linear") == "weight format int8_row is not among plain"
-    assert p.weight_bytes == 48 * 64 and explain(p)["expanded"] == []
+    assert p.weight_bytes == 48 * 64 and explain(p)["dequantized"] == []
     t = torch.randn(48, 64)
     f = link(p, load(p, DictSource({"w": t}), readers=encoding("int8_row")).packed)["decode"]
     assert isinstance(f.__self__.weight, QTensor) and f.__self__.weight.data.dtype is torch.int8
@@ -67,7 +67,7 @@ def test_a_kernel_that_cannot_serve_here_does_not_keep_the_format(gone):
     assert (
         chosen(p) == "wide:linear"
         and packings(p, "weight") == {"plain"}
-        and "int8_row" in explain(p)["expanded"][0]["format"]
+        and "int8_row" in explain(p)["dequantized"][0]["format"]
     )
 
 
@@ -89,7 +89,7 @@ def test_a_kernel_of_one_step_kind_keeps_the_format_in_both():
 def test_each_op_decides_for_itself():
     model = tiny_llama(format="int8_row")
     p = plan(model, kernel("linear", when=BOTH), kernel("lm_head"), kernel("embedding"))
-    assert p.model.formats() == {"plain", "int8_row"} and not p.expanded
+    assert p.model.formats() == {"plain", "int8_row"} and not p.dequantized
     assert packings(p, "embed.weight") == packings(p, "layers.0.mlp.down.weight") == {"canonical"}
 
 
@@ -113,7 +113,7 @@ def test_a_composite_may_take_a_format_that_no_part_takes(wide, leaf):
     p = plan(tiny_llama(format="int8_row"), layer, kernel("decoder_layer", "wide", wide), kernel("linear", rank=leaf))
     assert chosen(p, "layers.0") == "whole:decoder_layer" and not choice(p, "layers.0").dequantized
     assert "int8_row is not among plain" in lost(p, "layers.0", "wide:decoder_layer")
-    assert packings(p, "layers.0.mlp.down.weight") == {"canonical"} and not p.expanded
+    assert packings(p, "layers.0.mlp.down.weight") == {"canonical"} and not p.dequantized
 
 
 def test_what_is_read_as_stored_goes_before_faster_parts_that_are_expanded():
@@ -137,7 +137,7 @@ def test_a_hot_op_with_parts_has_them_expanded_rather_than_run_its_slow_body():
     assert attn.expanded.__self__.kv_b.weight is attn.absorbed.__self__.kv_b and isinstance(
         attn.o.__self__.weight, QTensor
     )
-    assert p.expanded.keys() == {("linear", "int8_row"), ("mla_absorbed", "int8_row"), ("moe_experts", "int8_row")}
+    assert p.dequantized.keys() == {("linear", "int8_row"), ("mla_absorbed", "int8_row"), ("moe_experts", "int8_row")}
     aware = kernel("mla_expanded", "aware", 10, when=BOTH)
     assert (
         chosen(plan(model, kernel("linear", when=BOTH), kernel("mla_expanded"), aware), "layers.0.attn.expanded")

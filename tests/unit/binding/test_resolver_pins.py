@@ -7,7 +7,7 @@ import pytest
 from inferplane.binding import explain, explain_text, signature
 from inferplane.errors import BindError
 from inferplane.ops import GatedMLP, Linear, placeholder
-from inferplane.types import When
+from inferplane.types import ActivationQuant, When
 from tests.unit.support.small import BF16, choice, chosen, kernel, lost, plan, tiny_llama, tiny_v3
 
 FAST, SLOW = kernel("linear", "fast", 90), kernel("linear", "slow", 10)
@@ -29,40 +29,46 @@ def test_what_computes_in_fewer_bits_is_taken_by_a_pin_only():
     rough = replace(kernel("linear", "rough", 95), extra_error=0.1)
     unpinned, pinned = (plan(Linear(placeholder(4, 4)), rough, SLOW, pins=pins) for pins in ({}, {"linear": "rough"}))
     assert chosen(unpinned) == "slow:linear" and chosen(pinned) == "rough:linear"
-    assert lost(unpinned, "", "rough:linear") == "computes in fewer bits (error up to 0.1 more): pin it to take it"
+    assert lost(unpinned, "", "rough:linear") == "computes in fewer bits (error up to 0.1 more): pin it to use it"
 
 
 def asking(act="fp8"):
-    return Linear(replace(placeholder(4, 4, format="fp8_row"), act=act))
+    quant = ActivationQuant(act) if act else None
+    return Linear(replace(placeholder(4, 4, format="fp8_row"), activation_quant=quant))
 
 
 def test_activations_are_coded_where_the_checkpoint_asks():
     takes = When(formats=("plain", "fp8_row"))
-    coding = replace(kernel("linear", "coding", 50, when=takes), extra_error=0.06, codes="fp8")
+    coding = replace(kernel("linear", "coding", 50, when=takes), extra_error=0.06, quantizes_activations_to="fp8")
     exact = kernel("linear", "exact", 50, when=takes)
     asked = plan(asking(), exact, coding)
     assert chosen(asked) == "coding:linear" and not choice(asked).ambiguous
-    assert choice(asked).why == "rank 50; codes activations in fp8, as the checkpoint asks"
+    assert choice(asked).why == "rank 50; quantizes activations to fp8, as the checkpoint requests"
     unasked = plan(asking(""), exact, coding)
     assert chosen(unasked) == "exact:linear" and choice(unasked).why == "rank 50"
     assert chosen(plan(asking("int8"), exact, coding)) == "exact:linear", "another coding than its own"
     better = plan(asking(), replace(exact, rank=60), coding)
     assert chosen(better) == "exact:linear"
-    assert choice(better).activation_quant_skipped == "coding:linear is not taken: ranks below exact:linear"
+    assert choice(better).activation_quant_skipped == "coding:linear is not chosen: ranks below exact:linear"
     alone = plan(asking(), exact)
-    (told,) = explain(alone)["uncoded"]
-    assert told == {"op": "linear", "act": "fp8", "sites": 1, "reason": "no kernel of linear codes them"}
-    told = "not coded in fp8, as the checkpoint asks, at 1 sites: no kernel of linear codes them"
+    (told,) = explain(alone)["activation_quant_skipped"]
+    assert told == {
+        "op": "linear",
+        "activation_quant": "fp8",
+        "sites": 1,
+        "reason": "no kernel of linear quantizes them",
+    }
+    told = "not quantized to fp8 at 1 sites, though the checkpoint requests it: no kernel of linear quantizes them"
     assert told in explain_text(alone)
-    assert explain(asked)["uncoded"] == explain(unasked)["uncoded"] == []
+    assert explain(asked)["activation_quant_skipped"] == explain(unasked)["activation_quant_skipped"] == []
 
 
 def test_what_is_asked_of_one_weight_says_nothing_of_others():
     takes = When(formats=("plain", "fp8_row"))
-    coding = replace(kernel("gated_mlp", "coding", 50, when=takes), extra_error=0.06, codes="fp8")
+    coding = replace(kernel("gated_mlp", "coding", 50, when=takes), extra_error=0.06, quantizes_activations_to="fp8")
     exact = kernel("linear", "exact", 40, when=takes)
     plain = Linear(placeholder(4, 2, format="fp8_row"))
-    both = GatedMLP(asking(), Linear(replace(plain.weight, act="fp8")))
+    both = GatedMLP(asking(), Linear(replace(plain.weight, activation_quant=ActivationQuant("fp8"))))
     assert chosen(plan(both, coding, exact)) == "coding:gated_mlp"
     assert chosen(plan(replace(both, down=plain), coding, exact)) == "decomposition"
 
@@ -164,7 +170,7 @@ def test_a_kernel_for_the_whole_tells_of_a_pin_that_it_hides_in_places():
     """The pin holds wherever the op is bound by itself, so it is not refused; where it is not, explain says so."""
     p = plan(tiny_llama(), FAST, SLOW, kernel("gated_mlp"), pins={"linear": "slow"})
     assert chosen(p, "layers.1.attn.o") == "slow:linear" and chosen(p, "layers.1.mlp") == "vendor:gated_mlp"
-    assert "where the pin of 'linear' has no effect: pin this to 'decomposition' too" in choice(p, "layers.1.mlp").why
+    assert "so the pin of 'linear' has no effect: pin this to 'decomposition' too" in choice(p, "layers.1.mlp").why
     both = plan(tiny_llama(), FAST, SLOW, kernel("gated_mlp"), pins={"linear": "slow", "gated_mlp": "decomposition"})
     assert chosen(both, "layers.1.mlp.down") == "slow:linear"
     assert "no effect" not in choice(plan(tiny_llama(), kernel("gated_mlp")), "layers.1.mlp").why
@@ -235,7 +241,7 @@ def test_the_lock_may_choose_a_composite_that_ranks_below_its_parts():
 def test_a_locked_kernel_that_is_gone():
     op = Linear(placeholder(4, 4))
     p = plan(op, FAST, lock={key(op): "gone:linear"})
-    assert chosen(p) == "fast:linear" and choice(p).why == "rank 90; the lock file's gone:linear is not to be had"
+    assert chosen(p) == "fast:linear" and choice(p).why == "rank 90; the lock file's gone:linear is not available"
 
 
 def test_other_sizes_are_not_locked():

@@ -119,7 +119,7 @@ def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("tune") / "lock.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("inferplane.binding.tuning.ROUNDS", 1)
-        patch.setattr("inferplane.binding.tuning.LEAST_S", 1e-5)
+        patch.setattr("inferplane.binding.tuning.MIN_MEASUREMENT_S", 1e-5)
         patch.setattr("inferplane.binding.tuning.TOKENS", {"decode": (1,), "mixed": (9,)})
         assert main.main(["tune", "--device", "cpu", "--out", str(path)]) == 0
     return path

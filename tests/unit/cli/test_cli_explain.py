@@ -149,14 +149,18 @@ def test_one_step_kind(cli):
 
 def test_step_kinds_that_differ_are_both_shown(cli):
     """A pin by pattern does not tell step kinds apart, so two plans are laid side by side by hand."""
-    from inferplane.binding.plan_text import rows
+    from inferplane.binding.plan_text import site_rows
 
     data = json.loads(cli("--device", "npu", "--json")[1])
     decode, mixed = ([s for s in data["sites"] if s["step_kind"] == kind] for kind in ("decode", "mixed"))
-    assert [row.says(verbose=True) for row in rows(decode)] == [row.says(verbose=True) for row in rows(mixed)]
+    assert [row.content(verbose=True) for row in site_rows(decode)] == [
+        row.content(verbose=True) for row in site_rows(mixed)
+    ]
     mixed[3]["chosen"]["kernel"] = "another"
-    assert [row.says(verbose=True) for row in rows(decode)] != [row.says(verbose=True) for row in rows(mixed)]
-    assert [(row.depth, row.label) for row in rows(decode)][:4] == [
+    assert [row.content(verbose=True) for row in site_rows(decode)] != [
+        row.content(verbose=True) for row in site_rows(mixed)
+    ]
+    assert [(row.depth, row.label) for row in site_rows(decode)][:4] == [
         (0, "model"),
         (1, "embed"),
         (1, "layers.0"),

@@ -85,6 +85,6 @@ def test_explain_tells():
     assert told["off"] == "" and told["tokens"] == [1, 3] and told["sequences"][-1] == 32
     assert "1 or 3 tokens each" in captured_text(told) and "MiB" in captured_text(told)
     runner = Runner.plan_only(ModelFiles("demo"), host(), "cuda", RunnerOptions(dtype="bfloat16", capture=False))
-    assert captured_text(recorded_steps(runner)) == "decode steps are not recorded: capture=False"
+    assert captured_text(recorded_steps(runner)) == "decode steps are not captured: capture=False"
     runner = Runner.plan_only(ModelFiles("demo"), host(), "cpu", RunnerOptions())
     assert recorded_steps(runner)["off"]

@@ -67,8 +67,8 @@ WINDOWED = {
 @pytest.mark.parametrize(
     ("full", "window", "share", "said"),
     [
-        (0, 512, 0, "blocks before the last 512 tokens are given back"),
-        (1, None, 0.75, "all tokens are kept, also by layers with a window of 512"),
+        (0, 512, 0, "blocks before the last 512 tokens are released"),
+        (1, None, 0.75, "layers with a window of 512 keep all tokens too"),
         (4, None, 0, None),
     ],
 )
@@ -86,7 +86,7 @@ def test_windows_are_told_as_they_are_kept(full, window, share, said, tmp_path, 
     assert ("given back" in text, "75%" in text) == (window is not None, share == 0.75)
     assert main.main(["explain", str(path), "--device", "cpu"]) == DONE
     text = capsys.readouterr().out
-    assert said in text if said else "tokens are kept" not in text and "given back" not in text
+    assert said in text if said else "keep all tokens" not in text and "are released" not in text
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])

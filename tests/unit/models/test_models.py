@@ -12,6 +12,7 @@ from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models import Build, Config, build
 from inferplane.ops import MLABlock
 from inferplane.quant import format_of
+from inferplane.types import ActivationQuant
 
 V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -227,13 +228,14 @@ def test_ignored_names():
     ]
 
 
-@pytest.mark.parametrize(("settings", "codes"), [
-    ({}, ("", 0)),
-    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ("", 0)),
-    ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, ("fp8", 128)),
-    ({"quant_method": "fp8", "activation_scheme": "dynamic"}, ("fp8", 0)),
+@pytest.mark.parametrize(("settings", "quant"), [
+    ({}, None),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+     ActivationQuant("fp8", 128)),
+    ({"quant_method": "fp8", "activation_scheme": "dynamic"}, ActivationQuant("fp8")),
 ])  # fmt: skip
-def test_norms_are_told_how_their_readers_code_them(settings, codes):
+def test_norms_know_how_their_readers_quantize(settings, quant):
     from benchmarks.shapes import REAL
     from inferplane.engine import ModelFiles, Runner, RunnerOptions
     from inferplane.plugins import host
@@ -244,5 +246,5 @@ def test_norms_are_told_how_their_readers_code_them(settings, codes):
         for layer in model.layers:
             norms = [layer.attn_norm, layer.mlp_norm]
             norms += [layer.attn.enter] if name.startswith("DeepSeek") else []
-            assert [(norm.codes, norm.codes_group) for norm in norms] == [codes] * len(norms)
-        assert model.norm.codes == "", "the output head takes it as it is"
+            assert [norm.output_quant for norm in norms] == [quant] * len(norms)
+        assert model.norm.output_quant is None, "the output head reads it unquantized"

@@ -135,7 +135,7 @@ def test_what_is_below():
 
 
 def test_names_of_ops_are_taken_once():
-    with pytest.raises(UsageError, match=r"'linear' exists already: inferplane.ops.basic.Linear"):
+    with pytest.raises(UsageError, match=r"'linear' exists already: inferplane.ops.linear.Linear"):
 
         class Again(Op, name="linear"):
             pass

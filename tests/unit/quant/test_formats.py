@@ -13,7 +13,7 @@ from inferplane.errors import CheckpointError, UnsupportedModelError
 from inferplane.models.parts import norm_output_quant
 from inferplane.ops import Linear, encode
 from inferplane.quant import READERS, format_of, read_fp8_block, read_fp8_row, read_fp8_static, read_quant_config
-from inferplane.types import QTensor, Weight
+from inferplane.types import ActivationQuant, QTensor, Weight
 from inferplane.types.placement import WHOLE, Shard
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -104,7 +104,7 @@ def test_other_methods_are_refused(settings):
 def test_what_a_config_asks_for(settings, format, act):
     found = read_quant_config(settings, {"a.weight", "a.weight_scale", "a.input_scale", "b.weight"})
     assert (found.format_of("a.weight"), found.format_of("b.weight")) == (format, "plain")
-    assert found.activation_quants.get(format, "") == act and "*.input_scale" in found.unread
+    assert str(found.activation_quants.get(format, "")) == act and "*.input_scale" in found.unread
     assert read_quant_config(settings, None).format_of("model.layers.0.mlp.up_proj.weight") == format
     expert = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
     assert read_quant_config(settings, None).format_of(expert) == format
@@ -140,7 +140,7 @@ def test_scales_of_another_shape_are_refused():
         {"w_scale": q.scale.int()},
         {"w": q.data.float()},
     ):
-        with pytest.raises(CheckpointError, match=r"w \(300, 192\).* is no FP8 weight with a scale a row"):
+        with pytest.raises(CheckpointError, match=r"w \(300, 192\).* is no FP8 weight with a scale per row"):
             read_fp8_row(DictSource({**good, **bad}), "w", WHOLE)
 
 
@@ -162,7 +162,7 @@ def test_a_static_scale_of_activations(form, name):
 @pytest.mark.parametrize(
     ("scale", "what"),
     [
-        (None, r"^a\.weight lacks a\.input_scale: the config says that scales of activations are static"),
+        (None, r"^a\.weight lacks a\.input_scale: the config says that activation scales are static"),
         (torch.ones(3), r"^a\.input_scale is \(3,\) torch\.float32, not one positive floating-point number"),
         (torch.ones((), dtype=torch.int32), r"is \(\) torch\.int32, not one positive"),
         (torch.tensor(0.0), "is 0, not one positive"),
@@ -177,23 +177,24 @@ def test_bad_static_scales_are_refused(scale, what):
     tensors = {"a.weight": q.data, "a.weight_scale": q.scale} | ({} if scale is None else {"a.input_scale": scale})
     with pytest.raises(CheckpointError, match=what) as raised:
         read_fp8_static(DictSource(tensors), "a.weight", WHOLE)
-    assert "dynamic scales" in str(raised.value)
+    assert "dynamic activation scales" in str(raised.value)
 
 
 def test_weights_say_whether_scales_are_static():
-    """Dynamic ones are coded by whoever has them at hand, a norm; static ones by the product, whose weight has them."""
-    dynamic, static = (Weight(("a",), (8, 8), format="fp8_row", act=act) for act in ("fp8", "fp8_static"))
+    """With dynamic scales a norm may quantize; with static ones only the linear can, whose weight has the scale."""
+    quants = ActivationQuant("fp8"), ActivationQuant("fp8", static=True)
+    dynamic, static = (Weight(("a",), (8, 8), format="fp8_row", activation_quant=quant) for quant in quants)
     assert (
         Linear(static).activation_quants() == Linear(dynamic).activation_quants() == {"fp8"}
         and static.key() != dynamic.key()
     )
-    assert norm_output_quant(dynamic) == {"codes": "fp8", "codes_group": 0} and norm_output_quant(static) == {}
+    assert norm_output_quant(dynamic) == quants[0] and norm_output_quant(static) is None
 
 
 def test_a_stack_of_experts_has_one_static_scale():
     q = encode(torch.randn(2, 32, 64), "fp8_row")
     names = [f"{e}.{part}.weight" for e in range(2) for part in ("up", "down")]
-    weight = Weight(tuple(names), (2, 32, 64), format="fp8_row", act="fp8_static")
+    weight = Weight(tuple(names), (2, 32, 64), format="fp8_row", activation_quant=ActivationQuant("fp8", static=True))
     tensors = {}
     for i, name in enumerate(names):
         half = slice(16 * (i % 2), 16 * (i % 2) + 16)

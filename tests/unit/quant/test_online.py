@@ -16,7 +16,8 @@ from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import FORMATS, encode
 from inferplane.plugin import When
 from inferplane.quant.online import SCHEMES, explain_no_savings, latent_formats, quantize, quantize_on_load
-from inferplane.types import Features, QTensor, Shard
+from inferplane.quant.stored import FP8_BLOCKS
+from inferplane.types import ActivationQuant, Features, QTensor, Shard
 from inferplane_cpu.native import instruction_sets
 from tests.e2e.tiny_models import deepseek_config, llama_config, random_model
 from tests.unit.support.small import kernel
@@ -131,7 +132,7 @@ def test_latent_attention_answers_nearly_the_same(scheme, deterministic, tmp_pat
             found[quantization] = llm.logits(ids, chunk_tokens=7)[0]
             kv_b = {w.format for w in llm.runner.plan.weights.values() if any("kv_b_proj" in p for p in w.parts)}
             assert kv_b == {WEIGHT_ONLY.get(quantization, "plain")}
-            assert not llm.runner.plan.expanded
+            assert not llm.runner.plan.dequantized
     got, want = found[scheme], found[None]
     correlation = torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1]
     assert correlation > (0.995 if scheme == "weight_only_int8" else 0.95)  # of all weights, and tokens change experts
@@ -185,7 +186,7 @@ def test_fp8_beside_int4_experts():
     for name in ("lm_head", "model.embed_tokens", f"{p}self_attn.kv_b_proj", f"{p}mlp.gate"):
         assert found.format_of(f"{name}.weight") == "plain"
     assert (
-        found.activation_quants == {"fp8_block": "fp8", "int4_group64": "fp8"}
+        found.activation_quants == {"fp8_block": FP8_BLOCKS, "int4_group64": FP8_BLOCKS}
         and found.readers.keys() == found.activation_quants.keys()
     )
 
@@ -194,7 +195,10 @@ def test_rows_of_int8_with_activations_in_int8():
     found = quantize_on_load("a8w8", {})
     names = {name: found.format_of(f"{name}.weight") for name in ("lm_head", "a.q_proj", "a.experts.0.w1", "a.norm")}
     assert list(names.values()) == ["int8_group", "int8_row", "int8_row", "plain"]
-    assert found.activation_quants == {"int8_row": "int8"} and found.readers.keys() == {"int8_row", "int8_group"}
+    assert found.activation_quants == {"int8_row": ActivationQuant("int8")} and found.readers.keys() == {
+        "int8_row",
+        "int8_group",
+    }
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (300, 200), (3000, 130)])
@@ -213,7 +217,10 @@ def test_experts_in_int4_and_the_rest_in_fp8_answer_nearly_the_same(tmp_path):
     with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization="a8w8_fp8_wint4") as llm:
         got = llm.logits(ids)[0]
         weights = [w for w in llm.runner.plan.weights.values() if w.format != "plain"]
-    assert {(len(w.shape), w.format, w.act) for w in weights} == {(2, "fp8_block", "fp8"), (3, "int4_group64", "fp8")}
+    assert {(len(w.shape), w.format, str(w.activation_quant)) for w in weights} == {
+        (2, "fp8_block", "fp8"),
+        (3, "int4_group64", "fp8"),
+    }
     assert torch.corrcoef(torch.stack((got.flatten(), want.flatten())))[0, 1] > 0.98
     assert not torch.equal(got, want)
 

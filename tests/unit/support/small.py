@@ -87,7 +87,7 @@ def kernel(op, provider="vendor", rank=90, *, target=None, **options):
 
 def settings(dtype=F32, **options):
     """Settings for a device that is not one; every copy is allowed unless `copies` says otherwise."""
-    return PlanSettings("toy", dtype, **{"features": Features(), "copies": None, **options})
+    return PlanSettings("toy", dtype, **{"features": Features(), "max_repacked_fraction": None, **options})
 
 
 def plan(model, *kernels, offers=(LAYOUT,), pins=None, lock=None, demoted=None, kinds=None, strict=False, **options):

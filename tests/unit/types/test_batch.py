@@ -131,8 +131,8 @@ def test_lens_come_from_the_device_when_the_host_runs_behind():
     ("queries", "words"),
     [
         ([], "without sequences"),
-        ([Query([], 3, [0])], "Sequence 0 of the batch brings no tokens"),
-        ([MANY[0], FEW[1]], r"Sequence 1 brings 3 tokens but stands after one with 10.*few tokens first"),
+        ([Query([], 3, [0])], "Sequence 0 of the batch has no new tokens"),
+        ([MANY[0], FEW[1]], r"Sequence 1 has 3 new tokens but comes after one with 10.*few tokens first"),
         ([Query([1], 8, [0, 1])], "Sequence 0 has 2 blocks of 4 tokens for 9 tokens"),
     ],
 )

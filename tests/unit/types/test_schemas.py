@@ -45,13 +45,13 @@ def plan_with_everything():
     packing = Packing("made.t", lambda w: w.t().contiguous())
     linear = next(k for k in composed_kernels() if k.name == "torch:linear")
     kernels = [*composed_kernels(), replace(linear, provider="made", when=turned, packs={"weight": packing}, rank=60)]
-    settings = PlanSettings("made", torch.float32, "made1", copies=None, assumed=True)
+    settings = PlanSettings("made", torch.float32, "made1", max_repacked_fraction=None, assumed=True)
     return bind(tree, kernels, settings, lambda request: [paged_layout(16)])
 
 
 def test_explain():
     data = explain(plan_with_everything(), "tiny")
-    assert data["copies"] and data["expanded"] and data["kv_layouts"]
+    assert data["copies"] and data["dequantized"] and data["kv_layouts"]
     assert any(site["rejected"] for site in data["sites"])
     check("explain", data)
 
@@ -70,7 +70,7 @@ def test_explain():
         lambda d: next(s for s in d["sites"] if s["rejected"])["rejected"][0].update(reason=""),
         lambda d: d["kv_layouts"][0].update(window=0),
         lambda d: d["copies"][0].update(packings=["one"]),
-        lambda d: d["expanded"][0].update(weights=0),
+        lambda d: d["dequantized"][0].update(weights=0),
     ],
 )
 def test_what_is_not_explain(spoil):

@@ -11,7 +11,8 @@ import torch
 
 from inferplane.ops import OPS, Attention, MoEExperts
 from inferplane.ops.draw import Draw
-from inferplane.ops.quantize import Quantize, dequantize_rows, encode
+from inferplane.ops.formats import dequantize_rows, encode
+from inferplane.ops.quantize import Quantize
 from inferplane.plugin import KVRequest
 from inferplane_dcu import vendor
 from inferplane_dcu.kernels import attention, basic, moe

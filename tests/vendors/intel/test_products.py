@@ -10,8 +10,9 @@ import torch
 
 from inferplane.ops import OPS, Linear, MoERoute, RMSNorm
 from inferplane.ops.draw import Draw
+from inferplane.ops.formats import encode
 from inferplane.ops.op import placeholder
-from inferplane.ops.quantize import Quantize, encode
+from inferplane.ops.quantize import Quantize
 from inferplane.plugin import Context, KVRequest
 from inferplane.types import Weight
 from inferplane.types.batch import Query, make_batch

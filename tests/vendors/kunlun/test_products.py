@@ -10,7 +10,7 @@ import torch
 
 from inferplane.ops import OPS, Attention
 from inferplane.ops.draw import Draw
-from inferplane.ops.quantize import encode
+from inferplane.ops.formats import encode
 from inferplane.plugin import KVRequest, UsageError
 from inferplane.types.batch import Query, make_batch
 from inferplane_xpu.kunlun.kernels import attention, basic, lengths, moe, quant

@@ -42,7 +42,7 @@ PACKED = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS)
 CODED_ERROR = 0.03
 """What rounding activations to 8 bits a row adds to the error of a result, relative to the largest."""
 WHEN_CODED = {
-    "codes": "int8",
+    "quantizes_activations_to": "int8",
     "extra_error": CODED_ERROR,
     "note": "activations coded in int8",
     "prepare": as_coded,

@@ -73,7 +73,7 @@ def products(op: Any, ctx: Context) -> Products:
 
 FP8_ERROR = 0.06
 """Error of queries or activations in FP8, each number of which may be off by 1/16."""
-FP8_ACTIVATIONS: dict[str, Any] = {"extra_error": FP8_ERROR, "codes": "fp8"}
+FP8_ACTIVATIONS: dict[str, Any] = {"extra_error": FP8_ERROR, "quantizes_activations_to": "fp8"}
 HOPPER_FOLDER = "inferplane_cuda.kernels.hopper"
 FEATURES = ("triton", "sm90a")
 

@@ -61,7 +61,7 @@ def outcome_line(outcome: Tuned) -> str:
     """One line with the site, its kernel, and every kernel's time or the word "wrong"."""
     times = [
         f"{t.kernel} {'wrong' if t.wrong else f'{t.score * 1e6:.1f} us'}"
-        for t in sorted(outcome.trials, key=lambda t: float("inf") if t.wrong else t.score)
+        for t in sorted(outcome.timings, key=lambda t: float("inf") if t.wrong else t.score)
     ]
     verdict = "stays" if outcome.chosen == outcome.before else "instead of " + outcome.before
     kind = outcome.key.split("|")[1]

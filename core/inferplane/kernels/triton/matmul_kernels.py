@@ -115,10 +115,14 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = PORTABLE_PRODU
 
     any_format, to_fp8 = ("plain", *QUANTIZED), (*FP8, *INT4)
     fp8: dict[str, Any] = {
-        "extra_error": FP8_ERROR, "codes": "fp8",
+        "extra_error": FP8_ERROR, "quantizes_activations_to": "fp8",
         "note": "activations quantized to FP8; INT4 is multiplied in FP8 too where 64 columns or more share a scale",
     }  # fmt: skip
-    int8: dict[str, Any] = {"extra_error": INT8_ERROR, "codes": "int8", "note": "activations quantized to int8"}
+    int8: dict[str, Any] = {
+        "extra_error": INT8_ERROR,
+        "quantizes_activations_to": "int8",
+        "note": "activations quantized to int8",
+    }
     mlp, both = ("gate_up.weight", "down.weight"), ("gate_up", "down")
     layer = ("router.weight", *(f"shared.{w}" for w in mlp), *(f"experts.{w}" for w in both))
     moe, unquantized = (ALL_EXPERTS_LOCAL, PLAIN_MOE), (QUANTIZED_WEIGHT, PLAIN_ACTIVATIONS)

@@ -175,7 +175,9 @@ def mla_norm_rope_write(
     query = with_contiguous_rows(q) if q is not None else kv_a
     width = query.shape[1]
     out = query.new_empty(tokens, width) if normed else None
-    format, group, block = view.codes if normed else "", view.codes_group, max(_padded_width(width), view.codes_group)
+    quant = view.output_quant if normed else None
+    format, group = ("", 0) if quant is None else (quant.format, quant.group)
+    block = max(_padded_width(width), group)
     values, query_scales = allocate_quantized(query, width, group or width, format == "fp8") if format else (kv_a, kv_a)
     if tokens:
         _mla_norm_rope_write[(tokens, 1 + normed)](

@@ -238,13 +238,14 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
 
     Where the readers want the norm quantized, its quantized form is made in the same pass and kept for them.
     """
-    norm, ahead = view.norm, is_dependent(view)
+    norm, quant, ahead = view.norm, view.output_quant, is_dependent(view)
+    format, group = ("", 0) if quant is None else (quant.format, quant.group)
     y, *quantized = rms_norm_quantize(
-        x, norm.weight, norm.eps, residual, view.codes, view.codes_group, keep=True, ahead=ahead
+        x, norm.weight, norm.eps, residual, format, group, keep=True, ahead=ahead
     )
     total = x if residual is None else quantized.pop()
-    if view.codes:
-        keep_quantized(y, QuantizedActivation(view.codes, view.codes_group, *quantized))
+    if format:
+        keep_quantized(y, QuantizedActivation(format, group, *quantized))
     return y, total
 
 

@@ -1,0 +1,82 @@
+"""Weight formats: how a plain weight is quantized to canonical form, and how quantized activations are dequantized."""
+
+from __future__ import annotations
+
+import torch
+
+from inferplane.errors import UsageError
+from inferplane.types import QTensor
+from inferplane.types.qtensor import scale_shape
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+FORMATS: dict[str, tuple[torch.dtype, int, tuple[int, int]]] = {
+    "fp8_block": (FP8, 8, (128, 128)),
+    "fp8_row": (FP8, 8, (1, 0)),
+    "int8_row": (torch.int8, 8, (1, 0)),
+    "int8_group": (torch.int8, 8, (1, 128)),
+    "int4_group": (torch.int8, 4, (1, 128)),
+    "int4_group64": (torch.int8, 4, (1, 64)),
+    "int4_group32": (torch.int8, 4, (1, 32)),
+    "int4_row": (torch.int8, 4, (1, 0)),
+}
+"""Weight formats: dtype of the data, significant bits, rows and columns per scale (0 columns: the whole row)."""
+
+
+def limit(dtype: torch.dtype, bits: int) -> float:
+    """Largest magnitude of a format: 448 for FP8 e4m3, 127 for int8, 7 for int4."""
+    return FP8_MAX if dtype is FP8 else float(2 ** (bits - 1) - 1)
+
+
+def scales(amax: torch.Tensor, top: float) -> torch.Tensor:
+    """`amax / top`, or 1 where that is 0: for zeros, and for numbers too small to be divided."""
+    scale = amax / top
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def encode(weight: torch.Tensor, format: str) -> QTensor:
+    """Quantize a plain weight by rounding to nearest, with a scale of `amax / limit` per block.
+
+    Args:
+        weight: `[..., N, K]`.
+        format: one of `FORMATS`.
+
+    Returns:
+        A symmetric QTensor. A block of zeros gets scale 1, which avoids a division by zero.
+
+    Raises:
+        UsageError: unknown format.
+
+    Source: block scales as in the DeepSeek-V3 report, section 3.3.2 (128 x 128 blocks, e4m3); rows and groups as in
+    common weight-only schemes.
+    """
+    if format not in FORMATS:
+        raise UsageError(f"Unknown weight format {format!r}.", there_is=", ".join(sorted(FORMATS)))
+    dtype, bits, (rows, columns) = FORMATS[format]
+    block = (rows, columns or weight.shape[-1])
+    w = weight.float()
+    counts = scale_shape(tuple(w.shape), block)
+    pad = (0, counts[-1] * block[1] - w.shape[-1], 0, counts[-2] * block[0] - w.shape[-2])
+    tiles = torch.nn.functional.pad(w, pad).unflatten(-1, (counts[-1], block[1])).unflatten(-3, (counts[-2], block[0]))
+    amax = tiles.abs().amax((-3, -1))
+    top = limit(dtype, bits)
+    scale = scales(amax, top)
+    scaled = w / QTensor(torch.empty_like(w), scale, block=block).expanded_scale()
+    data = scaled.clamp(-top, top).to(FP8) if dtype is FP8 else scaled.round().clamp(-top, top).to(torch.int8)
+    return QTensor(data, scale, block=block, bits=bits)
+
+
+def dequantize_rows(data: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
+    """Undo `Quantize`: float32 `[T, K]` from data `[T, K]` and scale `[T, groups]`; `group` 0 is the whole row.
+
+    Raises:
+        UsageError: `scale` has another number of groups.
+    """
+    want = scale_shape(tuple(data.shape), (1, group or data.shape[-1]))
+    if tuple(scale.shape) != want:
+        raise UsageError(
+            f"Scales of shape {tuple(scale.shape)} for groups of {group or 'all'} columns, which want {want}."
+        )
+    wide = scale.repeat_interleave(group or data.shape[-1], -1)[..., : data.shape[-1]]
+    return data.float() * wide
