@@ -21,8 +21,8 @@ from models import BITS, add_arguments, checkpoint, decode_bytes
 from turns import Probe
 
 from inferplane import LLM, SamplingParams
+from inferplane_cpu.huge_pages import wait_for_huge_pages
 from inferplane_cpu.native import library
-from inferplane_cpu.pages import settled
 
 PROMPTS = 6
 """Of which the first warms up."""
@@ -100,7 +100,7 @@ def prompt(tokens, seed):
 def watched(llm, kind, prompts, params):
     """Parts of every step that all prompts but the first take, one prompt after the other."""
     llm.generate([prompts[0]], params)
-    settled()
+    wait_for_huge_pages()
     engine = llm.engine
     engine_step = engine.step
     with Parts(engine.runner.steps[kind].__self__) as parts:

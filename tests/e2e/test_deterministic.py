@@ -27,8 +27,8 @@ MODELS = {
         num_hidden_layers=2, hidden_size=512, moe_intermediate_size=512, q_lora_rank=512, v_head_dim=128
     ),
 }
-TORCH = {op: "torch_fixed" for op in ("linear", "lm_head", "attention")} | {"decoder_layer": "decomposition"}
-TORCH_MLA = {op: "torch_fixed" for op in ("linear", "lm_head", "mla_absorbed", "mla_expanded", "moe_experts")}
+TORCH = {op: "torch_batch_invariant" for op in ("linear", "lm_head", "attention")} | {"decoder_layer": "decomposition"}
+TORCH_MLA = {op: "torch_batch_invariant" for op in ("linear", "lm_head", "mla_absorbed", "mla_expanded", "moe_experts")}
 TORCH_MLA |= {"decoder_layer": "decomposition"}
 
 
@@ -138,7 +138,7 @@ def test_a_false_claim_is_found(folders, monkeypatch):
         return (y if p.bias is None else y + p.bias).to(p.out_dtype or x.dtype)
 
     honest = backend.kernels
-    claimed = next(k for k in honest() if k.op == "linear" and k.name == "torch_fixed:linear")
+    claimed = next(k for k in honest() if k.op == "linear" and k.name == "torch_batch_invariant:linear")
     false = replace(claimed, target=linear, provider="false", rank=90)
     monkeypatch.setattr(backend, "kernels", lambda: [*honest(), false])
     with opened(folders["gqa"]) as llm:

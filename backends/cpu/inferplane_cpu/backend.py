@@ -43,7 +43,7 @@ class CpuBackend(Backend):
         """Always available."""
         return Probe(
             Presence.AVAILABLE,
-            f"{platform.machine()}, {threads.chosen()}; {native().reason}",
+            f"{platform.machine()}, {threads.thread_count()}; {native().reason}",
             native().remedy,
             versions={"torch": torch.__version__},
             devices=1,
@@ -51,7 +51,7 @@ class CpuBackend(Backend):
 
     def open(self) -> DeviceState:
         """Settle the number of threads, unless `OMP_NUM_THREADS` does, and describe the processor."""
-        threads.settle()
+        threads.use_best_thread_count()
         if native().remedy:
             warn(
                 f"Device cpu computes without its native kernels, several times slower: {native().reason}. To do: "

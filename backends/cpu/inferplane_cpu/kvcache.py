@@ -7,7 +7,7 @@ import math
 import torch
 
 from inferplane.plugin import KVLayout, paged_layout
-from inferplane_cpu import pages
+from inferplane_cpu import huge_pages as pages
 
 BLOCK_TOKENS = 16
 """Small, because a partly filled block is wasted memory and the host gathers blocks of any size equally well."""

@@ -25,7 +25,7 @@ class Processors(NamedTuple):
         nodes: NUMA nodes of the allowed ones.
     """
 
-    there: int
+    total: int
     allowed: int
     cores: int
     quota: float | None = None
@@ -52,17 +52,17 @@ def processors(root: Path = Path("/"), allowed: set[int] | None = None) -> Proce
     Returns:
         Counts; what cannot be read counts as no limit.
     """
-    there = os.cpu_count() or 1
+    total = os.cpu_count() or 1
     if allowed is None:
-        allowed = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(there))
+        allowed = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(total))
     system = root / "sys/devices/system"
     cores = {_line(system / f"cpu/cpu{i}/topology/thread_siblings_list") or str(i) for i in allowed}
-    nodes = [n for n in system.glob("node/node[0-9]*") if allowed & numbers(_line(n / "cpulist"))]
+    nodes = [n for n in system.glob("node/node[0-9]*") if allowed & parse_processor_list(_line(n / "cpulist"))]
     limits = [limit for group in _groups(root) if (limit := _limit(group)) is not None]
-    return Processors(max(there, len(allowed)), len(allowed), len(cores), min(limits, default=None), len(nodes) or 1)
+    return Processors(max(total, len(allowed)), len(allowed), len(cores), min(limits, default=None), len(nodes) or 1)
 
 
-def numbers(text: str) -> set[int]:
+def parse_processor_list(text: str) -> set[int]:
     """`0-2,8` as Linux writes sets of processors."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
@@ -71,14 +71,14 @@ def numbers(text: str) -> set[int]:
     return found
 
 
-def best(p: Processors) -> Threads:
+def best_thread_count(p: Processors) -> Threads:
     """One thread a core: a second one on the same core shares its matrix unit and its way to memory. A limit is rounded
     down, since a thread that is held back for the rest of a period holds up all that wait for it.
     """
     whole = p.cores if p.quota is None else max(1, min(p.cores, math.floor(p.quota)))
     of = f"{p.cores} physical core{'' if p.cores == 1 else 's'}"
-    if p.allowed < p.there:
-        of += f" within this process's affinity, {p.allowed} of {p.there} processors"
+    if p.allowed < p.total:
+        of += f" within this process's affinity, {p.allowed} of {p.total} processors"
     if whole < p.cores or (p.quota is not None and p.quota < 1):
         of = f"a control group's limit of {p.quota:.4g} processors; {of}"
     if p.nodes > 1:
@@ -86,20 +86,20 @@ def best(p: Processors) -> Threads:
     return Threads(whole, of)
 
 
-def chosen(environment: Mapping[str, str] = os.environ, p: Processors | None = None) -> Threads:
+def thread_count(environment: Mapping[str, str] = os.environ, p: Processors | None = None) -> Threads:
     """What the backend computes with: what the environment says; else the best number, unless torch has fewer."""
     now = torch.get_num_threads()
     if environment.get(VARIABLE):
         return Threads(now, f"{VARIABLE}={environment[VARIABLE]}")
-    found = best(processors() if p is None else p)
+    found = best_thread_count(processors() if p is None else p)
     if now < found.number:
         return Threads(now, f"as torch was told, of {found.why}")
     return found
 
 
-def settle() -> Threads:
+def use_best_thread_count() -> Threads:
     """Give torch the chosen number of threads; the native kernels share them."""
-    found = chosen()
+    found = thread_count()
     if found.number != torch.get_num_threads():
         torch.set_num_threads(found.number)
     return found

@@ -14,8 +14,8 @@ from inferplane.types import HOST, KVRequest
 from inferplane_cpu.backend import CpuBackend
 from inferplane_cpu.kernels import kernels, moe
 from inferplane_cpu.kernels.attention import LAYOUTS, attention, attention_many
-from inferplane_cpu.kernels.linear import many_rows, multiply, on_tiles
-from inferplane_cpu.kernels.packed import PANELS, Panels, matrices
+from inferplane_cpu.kernels.linear import multiply, multiply_many_rows, multiply_on_tiles
+from inferplane_cpu.kernels.packing import PANEL_FORMATS, Panels, matrices
 from inferplane_cpu.kvcache import layouts
 from inferplane_cpu.native import FASTER_THAN_ONEDNN, TILES, instruction_sets, native, use_instruction_set
 
@@ -41,7 +41,7 @@ def tiles(request):
 
 
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
-@pytest.mark.parametrize("format", ["plain", *PANELS, "fp8_block"])
+@pytest.mark.parametrize("format", ["plain", *PANEL_FORMATS, "fp8_block"])
 def test_products(format, m, n, k, tiles):
     draw = torch.Generator().manual_seed(m)
     w, x = torch.randn(n, k, generator=draw), torch.randn(m, k, generator=draw).bfloat16()
@@ -57,7 +57,7 @@ def test_products(format, m, n, k, tiles):
     room = (k + 4) * 2**-24 * (x.double().abs() @ values.double().abs().T + bias.double().abs())
     for dtype in (torch.float32, torch.bfloat16):
         y = torch.full((m, n), float("nan"), dtype=dtype)
-        assert on_tiles(matrix, x, y)
+        assert multiply_on_tiles(matrix, x, y)
         rounding = want.abs() * 2**-8 if dtype is torch.bfloat16 else 0
         assert ((y - want).abs() <= room + rounding).all(), dtype
 
@@ -79,12 +79,12 @@ def test_every_number_of_rows_gives_a_row_its_bits(format):
     w = torch.randn(n, k, generator=draw)
     w[3, 5], w[17] = 1e4, 0.0
     weight = w.bfloat16() if format == "plain" else encode(w, format)
-    matrix = matrices(Panels(weight) if format in PANELS else weight)[0]
+    matrix = matrices(Panels(weight) if format in PANEL_FORMATS else weight)[0]
     x, all_rows = torch.randn(most, k, generator=draw).bfloat16(), torch.empty(most, n)
-    assert on_tiles(matrix, x, all_rows)
+    assert multiply_on_tiles(matrix, x, all_rows)
     for m in range(1, most):
         y = torch.full((m, n), float("nan"))
-        assert on_tiles(matrix, x[:m], y)
+        assert multiply_on_tiles(matrix, x[:m], y)
         assert torch.equal(y, all_rows[:m]), m
 
 
@@ -94,8 +94,8 @@ def test_without_amx_many_rows_of_a_bf16_weight_are_onednns():
     w, x = torch.randn(200, 3000, generator=draw).bfloat16(), torch.randn(64, 3000, generator=draw).bfloat16()
     native = torch.empty(64, 200, dtype=torch.bfloat16)
     with use_instruction_set("avx512_bf16"):
-        found = many_rows(SimpleNamespace(weight=w, prepared=None), x, None)
-        assert on_tiles(matrices(w)[0], x, native)
+        found = multiply_many_rows(SimpleNamespace(weight=w, prepared=None), x, None)
+        assert multiply_on_tiles(matrices(w)[0], x, native)
     assert torch.equal(found, torch.nn.functional.linear(pad_rows(x), w)) and not torch.equal(found, native)
 
 
@@ -104,7 +104,7 @@ def test_where_onednn_is_behind_it_gets_no_rows(isa, monkeypatch):
     w, x = torch.randn(200, 3000).bfloat16(), torch.randn(64, 3000).bfloat16()
     monkeypatch.setattr(torch.nn.functional, "linear", None)
     with use_instruction_set(isa):
-        assert many_rows(SimpleNamespace(weight=w, prepared=None), x, None).shape == (64, 200)
+        assert multiply_many_rows(SimpleNamespace(weight=w, prepared=None), x, None).shape == (64, 200)
 
 
 def test_many_tokens_of_bf16_experts_are_onednns_but_on_avx2(tiles, monkeypatch):

@@ -21,7 +21,7 @@ from inferplane_cpu.backend import CpuBackend
 from inferplane_cpu.kernels import kernels
 from inferplane_cpu.kernels.linear import multiply
 from inferplane_cpu.kernels.moe import moe_experts
-from inferplane_cpu.kernels.packed import PANELS, Panels, expanded, matrices, varied
+from inferplane_cpu.kernels.packing import PANEL_FORMATS, Panels, expand_rows, matrices, with_any_order
 from inferplane_cpu.kvcache import layouts
 from inferplane_cpu.native import _SIGNATURES, _STRUCTS, Matrix, instruction_sets, native, use_instruction_set
 
@@ -96,7 +96,7 @@ def test_products_whose_order_may_vary(name, n, k):
     want = x.double() @ w.double().T
     room = (k + 4) * 2**-24 * (x.double().abs() @ w.double().abs().T)
     fixed = matrices(w, bias := torch.randn(n, generator=draw).bfloat16())
-    found = varied(fixed)[0]
+    found = with_any_order(fixed)[0]
     with use_instruction_set(name):
         got = {m: multiply(found, x[:m], True) for m in (*range(1, 21), 65, 66)}
         tiles = multiply(fixed[0], x, True)
@@ -109,7 +109,7 @@ def test_products_whose_order_may_vary(name, n, k):
 
 @needs_library
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("format", [*PANELS, "fp8_block"])
+@pytest.mark.parametrize("format", [*PANEL_FORMATS, "fp8_block"])
 @pytest.mark.parametrize("make", [outliers, lambda shape, draw: torch.randn(shape, generator=draw).bfloat16()])
 @pytest.mark.parametrize(("n", "k"), [(1, 7), (5, 31), (16, 128), (33, 257), (200, 320)])
 def test_quantized_products_of_all_heights(name, format, make, n, k):
@@ -130,7 +130,7 @@ def test_quantized_products_of_all_heights(name, format, make, n, k):
             assert ((multiply(weight, x[:m], True) - want[:m]).abs() <= room[:m]).all(), m
         alone = torch.cat([multiply(weight, x[i : i + 1], True) for i in range(40)])
         assert torch.equal(alone, multiply(weight, x, True))
-        rows = expanded(weight, 0, n)
+        rows = expand_rows(weight, 0, n)
     assert torch.equal(rows, q.dequantize(torch.bfloat16))
 
 
@@ -138,7 +138,7 @@ def test_quantized_products_of_all_heights(name, format, make, n, k):
 def test_integer_products_are_the_same_on_every_instruction_set():
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(9, 300, generator=draw).bfloat16()
-    for format in PANELS:
+    for format in PANEL_FORMATS:
         weight = matrices(Panels(encode(torch.randn(70, 300, generator=draw), format)))[0]
         found = []
         for name in SETS:
@@ -172,7 +172,7 @@ def test_infinite_and_nan_reach_their_results_only(name):
 @needs_library
 @pytest.mark.parametrize("wrong", [-1, 4, 2**40])
 @pytest.mark.parametrize("rows", [1, 5, 300])
-@pytest.mark.parametrize("format", ["plain", *PANELS])
+@pytest.mark.parametrize("format", ["plain", *PANEL_FORMATS])
 def test_an_expert_that_is_none_is_refused_and_named(format, rows, wrong):
     """Nothing is read past the matrices; 300 rows in bfloat16 are oneDNN's."""
     draw = torch.Generator().manual_seed(3)

@@ -8,7 +8,7 @@ import torch
 
 from inferplane_cpu import threads
 from inferplane_cpu.backend import CpuBackend
-from inferplane_cpu.threads import Processors, best, chosen, numbers, processors
+from inferplane_cpu.threads import Processors, best_thread_count, parse_processor_list, processors, thread_count
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "33 31 0:29 {shown} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct"
@@ -52,15 +52,18 @@ def test_siblings_are_one_core(machine):
     root = machine(topology(8))
     found = processors(root, set(range(16)))
     assert (found.allowed, found.cores, found.quota, found.nodes) == (16, 8, None, 1)
-    assert best(found._replace(there=16)) == (8, "8 physical cores")
+    assert best_thread_count(found._replace(total=16)) == (8, "8 physical cores")
     assert processors(root, {0, 8, 1}).cores == 2
-    assert best(Processors(16, 3, 2)) == (2, "2 physical cores within this process's affinity, 3 of 16 processors")
+    assert best_thread_count(Processors(16, 3, 2)) == (
+        2,
+        "2 physical cores within this process's affinity, 3 of 16 processors",
+    )
 
 
 def test_nodes_are_told(machine):
     root = machine(topology(8, nodes=2))
     assert processors(root, set(range(16))).nodes == 2 and processors(root, {0, 1, 8}).nodes == 1
-    assert best(Processors(16, 16, 8, nodes=2)) == (8, "8 physical cores, over 2 NUMA nodes")
+    assert best_thread_count(Processors(16, 16, 8, nodes=2)) == (8, "8 physical cores, over 2 NUMA nodes")
 
 
 def test_a_machine_that_says_nothing(tmp_path):
@@ -115,20 +118,24 @@ def test_limits_of_control_groups(files, quota, machine):
     ],
 )
 def test_a_limit_is_rounded_down(quota, count, why):
-    assert best(Processors(8, 8, 8, quota)) == (count, why)
+    assert best_thread_count(Processors(8, 8, 8, quota)) == (count, why)
 
 
 def test_who_decides(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     p = Processors(8, 8, 4)
-    assert str(chosen({"OMP_NUM_THREADS": "6"}, p)) == "6 threads (OMP_NUM_THREADS=6)"
-    assert str(chosen({}, p)) == "4 threads (4 physical cores)"
-    assert str(chosen({}, Processors(16, 16, 16))) == "6 threads (as torch was told, of 16 physical cores)"
-    assert str(chosen({}, Processors(1, 1, 1))) == "1 thread (1 physical core)"
+    assert str(thread_count({"OMP_NUM_THREADS": "6"}, p)) == "6 threads (OMP_NUM_THREADS=6)"
+    assert str(thread_count({}, p)) == "4 threads (4 physical cores)"
+    assert str(thread_count({}, Processors(16, 16, 16))) == "6 threads (as torch was told, of 16 physical cores)"
+    assert str(thread_count({}, Processors(1, 1, 1))) == "1 thread (1 physical core)"
 
 
 def test_ranges():
-    assert numbers("0-2,8") == {0, 1, 2, 8} and numbers("") == set() and numbers("5") == {5}
+    assert (
+        parse_processor_list("0-2,8") == {0, 1, 2, 8}
+        and parse_processor_list("") == set()
+        and parse_processor_list("5") == {5}
+    )
 
 
 def test_opening_settles_and_doctor_tells(monkeypatch):

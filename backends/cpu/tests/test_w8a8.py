@@ -9,8 +9,8 @@ from inferplane.models import Build, Config, deepseek_v3, llama
 from inferplane.ops import Quantize, encode
 from inferplane.plugin import PLAIN, ActivationQuant
 from inferplane.plugins import host
-from inferplane_cpu.kernels.linear import CODED_ERROR, multiply, on_tiles
-from inferplane_cpu.kernels.packed import Panels, coded, matrices
+from inferplane_cpu.kernels.linear import INT8_ACTIVATION_ERROR, multiply, multiply_on_tiles
+from inferplane_cpu.kernels.packing import Panels, matrices, with_int8_activations
 from inferplane_cpu.native import TILES, instruction_sets, native, use_instruction_set
 from tests.unit.support.small import LLAMA, V3, WHOLE_MODEL
 
@@ -39,7 +39,7 @@ def test_products_are_those_of_the_codes_in_all_heights(n, k, make):
     q, x, bias = drawn(n, k, 80, make)
     data, scale = Quantize("int8", 0)(x)
     want = (data.double() @ q.data.double().T) * scale.double() * q.scale.double().T
-    weight, biased = coded(matrices(Panels(q)))[0], coded(matrices(Panels(q), bias))
+    weight, biased = with_int8_activations(matrices(Panels(q)))[0], with_int8_activations(matrices(Panels(q), bias))
     found = []
     for name in SETS:
         with use_instruction_set(name):
@@ -48,7 +48,7 @@ def test_products_are_those_of_the_codes_in_all_heights(n, k, make):
                 assert ((got - want[:m]).abs() <= 2**-21 * want[:m].abs()).all(), (name, m)
             narrow = multiply(biased[0], x, False)
             many = torch.empty_like(narrow)
-            assert on_tiles(biased[0], x, many) and torch.equal(many, narrow)
+            assert multiply_on_tiles(biased[0], x, many) and torch.equal(many, narrow)
             found.append((got, narrow))
     assert all(torch.equal(a, b) for one in found for a, b in zip(one, found[0], strict=True))
     room = 2**-8 * (want + bias.double()).abs() + 2**-21 * (want.abs() + bias.double().abs())
@@ -58,7 +58,7 @@ def test_products_are_those_of_the_codes_in_all_heights(n, k, make):
 @pytest.mark.parametrize("name", SETS)
 def test_many_rows_pass_in_parts(name):
     q, x, _ = drawn(50, 96, 1100, normal)
-    weight = coded(matrices(Panels(q)))[0]
+    weight = with_int8_activations(matrices(Panels(q)))[0]
     with use_instruction_set(name):
         whole = multiply(weight, x, True)
         assert torch.equal(whole, torch.cat([multiply(weight, part, True) for part in x.split(37)]))
@@ -68,7 +68,7 @@ def test_many_rows_pass_in_parts(name):
 def test_infinite_nan_and_zeros(name):
     q, x, _ = drawn(33, 96, 40, normal)
     x[1, 40], x[3, 7], x[5] = float("nan"), float("inf"), 0
-    weight = coded(matrices(Panels(q)))[0]
+    weight = with_int8_activations(matrices(Panels(q)))[0]
     with use_instruction_set(name):
         for rows in (40, 6):
             y = multiply(weight, x[:rows], True)
@@ -101,7 +101,7 @@ def test_whole_layers_give_what_smaller_kernels_do(name, kind, schedule):
             found.append(torch.cat(stepping.run(bound, prompts, SCHEDULES[schedule])))
     one, other, small = found
     assert torch.equal(one, other)
-    assert (one - small).abs().max() <= CODED_ERROR * small.abs().max()
+    assert (one - small).abs().max() <= INT8_ACTIVATION_ERROR * small.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["grouped", "latents"])
@@ -111,7 +111,7 @@ def test_kernels_are_taken_where_the_weights_ask(kind):
         plan = stepping.plan_for(subject, tree_of(kind, activation_quants), torch.bfloat16)
         for step in ("decode", "mixed"):
             bound = {c.label for _, op, c in plan.sites(step) if op.name in ("decoder_layer", "linear") and c.kernel}
-            quantized = {label for label in bound if not label.endswith((":linear", ":linear_fixed"))}
+            quantized = {label for label in bound if not label.endswith((":linear", ":linear_batch_invariant"))}
             assert quantized and all(label.endswith(ending) for label in quantized), (step, bound)
 
 
@@ -125,4 +125,4 @@ def test_a_prompt_in_one_call_is_near_the_prompt_in_parts(isa):
             stepping.run(bound_model(tree, weights, 160, False, way), prompt, stepping.SCHEDULES["whole_prompt"])[0]
             for way in (True, False)
         )
-    assert (whole - parts).abs().max() <= CODED_ERROR * parts.abs().max()
+    assert (whole - parts).abs().max() <= INT8_ACTIVATION_ERROR * parts.abs().max()

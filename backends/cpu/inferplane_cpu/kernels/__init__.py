@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
-from inferplane_cpu.kernels import attention, fixed, layer, linear, moe, rowwise, sampling
+from inferplane_cpu.kernels import attention, layer, linear, moe, rowwise, sampling
+from inferplane_cpu.kernels import torch_batch_invariant as fixed
 
 
 def kernels() -> list[Kernel]:

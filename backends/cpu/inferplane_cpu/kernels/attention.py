@@ -10,8 +10,8 @@ import torch
 
 from inferplane.kernels.composed.attention import expand_and_attend
 from inferplane.plugin import PLAIN, RANK_COMPOSED, RANK_PORTABLE, Batch, Kernels, LayerKV, When
-from inferplane_cpu.kernels.linear import many_rows
-from inferplane_cpu.kernels.packed import PACKING, PANELS, matrices
+from inferplane_cpu.kernels.linear import multiply_many_rows
+from inferplane_cpu.kernels.packing import PACKING, PANEL_FORMATS, matrices
 from inferplane_cpu.kvcache import BLOCK_TOKENS
 from inferplane_cpu.native import Cache, Matrix, RaggedBatch, library
 
@@ -28,13 +28,13 @@ def _few(op: Any) -> bool:
     return bool(op.queries == "few")
 
 
-def tiled(dim: int) -> bool:
+def has_tile_dims(dim: int) -> bool:
     """Whether heads of this size fill tiles, and few enough of them (csrc/attention/prefill_tiles.h)."""
     return dim % 32 == 0 and dim <= 256
 
 
 def _many(op: Any) -> bool:
-    return op.queries != "few" and tiled(op.kv.dim) and tiled(op.kv.v_dim)
+    return op.queries != "few" and has_tile_dims(op.kv.dim) and has_tile_dims(op.kv.v_dim)
 
 
 def _latent_bf16(op: Any) -> bool:
@@ -63,7 +63,7 @@ LATENT = When(
 )
 LATENT_PANELS = replace(
     LATENT,
-    formats=PANELS,
+    formats=PANEL_FORMATS,
     needs=(("a kv_b without bias", _without_bias),),
 )
 EXPANDED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native", "tiles"), needs=LATENT.needs)
@@ -96,54 +96,54 @@ def cache(kv: Any) -> Cache:
 
 
 @KERNELS("attention", "native", when=PAGED, rank=RANK_SLOW, batch_invariant=True)
-def attention_fixed(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def attention_batch_invariant(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Keys in spans that are counted from the sequence's beginning, whoever asks together."""
-    return attention(p, q, batch, kv)
+    return attention(view, q, batch, kv)
 
 
-def _attend(function: Any, p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV, out: torch.Tensor) -> Any:
+def _attend(function: Any, view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV, out: torch.Tensor) -> Any:
     return function(
         q.data_ptr(),
         steps(batch),
         cache(kv),
-        p.heads,
-        p.kv.heads,
-        p.kv.dim,
-        p.kv.v_dim,
-        p.scale,
-        p.kv.window or 0,
+        view.heads,
+        view.kv.heads,
+        view.kv.dim,
+        view.kv.v_dim,
+        view.scale,
+        view.kv.window or 0,
         out.data_ptr(),
     )
 
 
 @KERNELS("attention", "native", when=FEW, rank=RANK_PORTABLE, batch_invariant=True)
-def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The query heads of a group are rows over one read of its keys; long sequences are shared out in spans."""
     q = q.contiguous()
-    out = q.new_empty(q.shape[0], p.heads, p.kv.v_dim)
-    _attend(library().ip_attention, p, q, batch, kv, out)
+    out = q.new_empty(q.shape[0], view.heads, view.kv.v_dim)
+    _attend(library().ip_attention, view, q, batch, kv, out)
     return out
 
 
 @KERNELS("attention", "native", when=MANY, rank=RANK_PORTABLE)
-def attention_many(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def attention_many(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """On tiles: some query tokens of a group's heads over keys as they lie; weights rounded to bf16, but on AVX2."""
     q = q.contiguous()
-    out = q.new_empty(q.shape[0], p.heads, p.kv.v_dim)
-    return out if _attend(library().ip_attention_prefill, p, q, batch, kv, out) else attention(p, q, batch, kv)
+    out = q.new_empty(q.shape[0], view.heads, view.kv.v_dim)
+    return out if _attend(library().ip_attention_prefill, view, q, batch, kv, out) else attention(view, q, batch, kv)
 
 
-def kv_b_of(p: Any, weight: Any) -> Matrix:
+def kv_b_of(view: Any, weight: Any) -> Matrix:
     """A site's kv_b as the library reads it, described once and kept on its view."""
-    found: Any = p.__dict__.get("described")
+    found: Any = view.__dict__.get("described")
     if found is None:
-        found = p.described = matrices(weight)
+        found = view.described = matrices(weight)
     matrix: Matrix = found[0]
     return matrix
 
 
-def _mla(p: Any, kv_b: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> Any:
-    d = p.dims
+def _mla(view: Any, kv_b: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> Any:
+    d = view.dims
     q_nope = q_nope if q_nope.stride(-1) == 1 else q_nope.contiguous()
     q_rope = q_rope if q_rope.stride(-1) == 1 else q_rope.contiguous()
     out = q_nope.new_empty(q_nope.shape[0], d.heads, d.value)
@@ -152,7 +152,7 @@ def _mla(p: Any, kv_b: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
         (ctypes.c_int64 * 2)(*q_nope.stride()[:2]),
         q_rope.data_ptr(),
         (ctypes.c_int64 * 2)(*q_rope.stride()[:2]),
-        kv_b_of(p, kv_b),
+        kv_b_of(view, kv_b),
         steps(batch),
         cache(kv),
         d.heads,
@@ -160,51 +160,63 @@ def _mla(p: Any, kv_b: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
         d.rope,
         d.value,
         d.latent,
-        p.scale,
+        view.scale,
         out.data_ptr(),
     )
     return out
 
 
 @KERNELS("mla_absorbed", "native", when=LATENT, rank=RANK_PORTABLE, batch_invariant=True)
-def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """All heads are rows over one read of the latents."""
-    return _mla(p, p.kv_b, q_nope, q_rope, batch, kv)
+    return _mla(view, view.kv_b, q_nope, q_rope, batch, kv)
 
 
 @KERNELS("mla_absorbed", "native", when=LATENT_PANELS, packs=KV_B, rank=RANK_PORTABLE, batch_invariant=True)
-def mla_absorbed_panels(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_absorbed_panels(
+    view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV
+) -> torch.Tensor:
     """As `mla_absorbed`, for a `kv_b` of 8 or 4 bits."""
-    return _mla(p, p.kv_b, q_nope, q_rope, batch, kv)
+    return _mla(view, view.kv_b, q_nope, q_rope, batch, kv)
 
 
 @KERNELS("mla_expanded", "native", when=LATENT_PANELS, packs=KV_B_ROWS, rank=RANK_COMPOSED, needs_host_lens=True)
-def mla_expanded_panels(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_expanded_panels(
+    view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV
+) -> torch.Tensor:
     """As torch's, with a `kv_b` of 8 or 4 bits that is expanded in passing."""
-    return expand_and_attend(p, q_nope, q_rope, batch, kv, lambda latent: many_rows(p.kv_b, latent, None))
+    return expand_and_attend(
+        view, q_nope, q_rope, batch, kv, lambda latent: multiply_many_rows(view.kv_b, latent, None)
+    )
 
 
 @KERNELS("mla_expanded", "native", when=LATENT_PANELS, packs=KV_B_ROWS, rank=RANK_SLOW, batch_invariant=True)
-def mla_expanded_panels_fixed(
-    p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV
+def mla_expanded_panels_batch_invariant(
+    view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV
 ) -> torch.Tensor:
-    """As `mla_expanded_fixed`, for a `kv_b` of 8 or 4 bits."""
-    return _mla(p, p.kv_b.weight, q_nope, q_rope, batch, kv)
+    """As `mla_expanded_batch_invariant`, for a `kv_b` of 8 or 4 bits."""
+    return _mla(view, view.kv_b.weight, q_nope, q_rope, batch, kv)
 
 
 @KERNELS("mla_expanded", "native", when=LATENT_FP8, rank=RANK_COMPOSED, needs_host_lens=True)
-def mla_expanded_fp8(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_expanded_fp8(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """As torch's, with an FP8 `kv_b` that is expanded in passing, so that it is kept once, as few tokens read it."""
-    return expand_and_attend(p, q_nope, q_rope, batch, kv, lambda latent: many_rows(p.kv_b, latent, None))
+    return expand_and_attend(
+        view, q_nope, q_rope, batch, kv, lambda latent: multiply_many_rows(view.kv_b, latent, None)
+    )
 
 
 @KERNELS("mla_expanded", "native", when=LATENT, rank=RANK_SLOW, batch_invariant=True)
-def mla_expanded_fixed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_expanded_batch_invariant(
+    view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV
+) -> torch.Tensor:
     """The absorbed form for many query tokens too, so that a chunk's size does not choose the arithmetic."""
-    return _mla(p, p.kv_b.weight, q_nope, q_rope, batch, kv)
+    return _mla(view, view.kv_b.weight, q_nope, q_rope, batch, kv)
 
 
 @KERNELS("mla_expanded", "native", when=EXPANDED, rank=RANK_TILES, needs_host_lens=True)
-def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Latents expanded on tiles, for which nothing is compiled, padded or kept; then torch's attention."""
-    return expand_and_attend(p, q_nope, q_rope, batch, kv, lambda latent: many_rows(p.kv_b, latent, None, True))
+    return expand_and_attend(
+        view, q_nope, q_rope, batch, kv, lambda latent: multiply_many_rows(view.kv_b, latent, None, True)
+    )

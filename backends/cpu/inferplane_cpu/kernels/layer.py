@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
-from inferplane_cpu.kernels.attention import LAYOUTS, cache, tiled
-from inferplane_cpu.kernels.described import chained, native_layer, native_step
-from inferplane_cpu.kernels.linear import RANK_FIXED, WHEN_CODED, narrow
-from inferplane_cpu.kernels.moe import MOST_EXPERTS
-from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, as_varied
+from inferplane_cpu.kernels.attention import LAYOUTS, cache, has_tile_dims
+from inferplane_cpu.kernels.layer_description import chained, native_layer, native_step
+from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
+from inferplane_cpu.kernels.moe import MAX_EXPERTS
+from inferplane_cpu.kernels.packing import INT8_ROW_FORMATS, MAX_INT8_COLUMNS, PACKING, PANEL_FORMATS, prepare_any_order
 from inferplane_cpu.kernels.step import whole
 from inferplane_cpu.native import library
 
@@ -80,7 +80,7 @@ def _sixteens(op: Any) -> bool:
 
 
 def _bounded(op: Any) -> bool:
-    return not _stacks(op) or (op.mlp.experts.gate_up.shape[0] <= MOST_EXPERTS and not op.mlp.experts.partial)
+    return not _stacks(op) or (op.mlp.experts.gate_up.shape[0] <= MAX_EXPERTS and not op.mlp.experts.partial)
 
 
 def _kept_kv_b(op: Any) -> bool:
@@ -89,15 +89,17 @@ def _kept_kv_b(op: Any) -> bool:
 
 
 def _packed_kv_b(op: Any) -> bool:
-    return _latent(op) and op.attn.absorbed.kv_b.format in PANELS and op.attn.expanded.kv_b.bias is None
+    return _latent(op) and op.attn.absorbed.kv_b.format in PANEL_FORMATS and op.attn.expanded.kv_b.bias is None
 
 
 def _all_packed(op: Any) -> bool:
-    return all(w.format in PANELS for w in (*(x.weight for x in _linears(op)), *_stacks(op)))
+    return all(w.format in PANEL_FORMATS for w in (*(x.weight for x in _linears(op)), *_stacks(op)))
 
 
 def _all_bytes(op: Any) -> bool:
-    return all(w.format in BYTES and narrow(w) for w in (*(x.weight for x in _linears(op)), *_stacks(op)))
+    return all(
+        w.format in INT8_ROW_FORMATS and fits_int8_sums(w) for w in (*(x.weight for x in _linears(op)), *_stacks(op))
+    )
 
 
 def _if_served(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -110,14 +112,14 @@ NEEDS = (
     ("plain activations, and an MLP without bias", _if_served(_usual)),
     ("bfloat16 weights, a float32 rotary table and a float32 bias of the router", _if_served(_bf16)),
     ("an inner width that is a multiple of 16", _if_served(_sixteens)),
-    (f"all experts here, at most {MOST_EXPERTS}", _if_served(_bounded)),
+    (f"all experts here, at most {MAX_EXPERTS}", _if_served(_bounded)),
 )
 KEPT_KV_B = ("a kv_b in bfloat16 or FP8 without bias", _if_served(_kept_kv_b))
 PACKED_KV_B = ("latent attention with a kv_b of 8 or 4 bits without bias", _if_served(_packed_kv_b))
 
 
 def _tiled(op: Any) -> bool:
-    return op.attn.name == "gqa_block" and op.mlp.name == "gated_mlp" and tiled(op.attn.head_dim)
+    return op.attn.name == "gqa_block" and op.mlp.name == "gated_mlp" and has_tile_dims(op.attn.head_dim)
 
 
 def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any = KEPT_KV_B) -> When:
@@ -140,7 +142,7 @@ def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any 
 
 ALL_PACKED = ("8 or 4 bits in all its linear layers and experts", _if_served(_all_packed))
 ALL_BYTES = (
-    f"int8 by rows of at most {MOST_CODED_COLUMNS} columns in all its linear layers and experts",
+    f"int8 by rows of at most {MAX_INT8_COLUMNS} columns in all its linear layers and experts",
     _if_served(_all_bytes),
 )
 LINEARS = ("attn.qkv", "attn.q_a", "attn.q_b", "attn.kv_a", "attn.o", "mlp.gate_up", "mlp.down")
@@ -150,9 +152,9 @@ PACKS_KV_B = {**PACKS, "attn.absorbed.kv_b": PACKING, "attn.expanded.kv_b.weight
 
 
 def _run(
-    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV, rounded: bool
+    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layer, step = native_layer(p, rounded), native_step(batch)
+    layer, step = native_layer(view, rounded), native_step(batch)
     step.cache = cache(kv)
     x = x.contiguous()
     out, summed = torch.empty_like(x), torch.empty_like(x)
@@ -181,8 +183,8 @@ def chain(
         summed.data_ptr(),
     ):
         return out, summed
-    for p, kv in zip(views, caches, strict=False):
-        x, residual = _run(p, x, residual, batch, kv, False)
+    for view, kv in zip(views, caches, strict=False):
+        x, residual = _run(view, x, residual, batch, kv, False)
     assert residual is not None
     return x, residual
 
@@ -192,73 +194,73 @@ _decoding = partial(
 )
 
 
-@_decoding(when=_when(("fp8_block",), "decode"), rank=RANK_FIXED)
-def decoder_layer_fixed(
-    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+@_decoding(when=_when(("fp8_block",), "decode"), rank=RANK_BATCH_INVARIANT)
+def decoder_layer_batch_invariant(
+    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms, projections, rotation, cache write, attention and MLP by one team of threads, without leaving the call."""
-    return _run(p, x, residual, batch, kv, False)
+    return _run(view, x, residual, batch, kv, False)
 
 
-@_decoding(when=_when(("fp8_block",), "decode"), batch_invariant=False, prepare=as_varied)
+@_decoding(when=_when(("fp8_block",), "decode"), batch_invariant=False, prepare=prepare_any_order)
 def decoder_layer(
-    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_fixed`; on AMX one token and two have other last bits than more: bfloat16 weights are read row
+    """As `decoder_layer_batch_invariant`; on AMX one token and two have other last bits than more: bfloat16 weights are read row
     after row, as they lie in memory."""
-    return _run(p, x, residual, batch, kv, False)
+    return _run(view, x, residual, batch, kv, False)
 
 
-@_decoding(when=_when(PANELS, "decode", ALL_PACKED), packs=PACKS)
+@_decoding(when=_when(PANEL_FORMATS, "decode", ALL_PACKED), packs=PACKS)
 def decoder_layer_panels(
-    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_fixed`, for weights of 8 and 4 bits."""
-    return _run(p, x, residual, batch, kv, False)
+    """As `decoder_layer_batch_invariant`, for weights of 8 and 4 bits."""
+    return _run(view, x, residual, batch, kv, False)
 
 
-@_decoding(when=_when(PANELS, "decode", ALL_PACKED, kv_b=PACKED_KV_B), packs=PACKS_KV_B)
+@_decoding(when=_when(PANEL_FORMATS, "decode", ALL_PACKED, kv_b=PACKED_KV_B), packs=PACKS_KV_B)
 def decoder_layer_latent_panels(
-    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `decoder_layer_panels`, for a `kv_b` of 8 or 4 bits too."""
-    return _run(p, x, residual, batch, kv, False)
+    return _run(view, x, residual, batch, kv, False)
 
 
 @KERNELS("decoder_layer", "native", when=_when(("fp8_block",), "mixed"), rank=RANK_PORTABLE)
 def decoder_layer_many(
-    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `decoder_layer`, for many tokens on tiles (csrc/products/tile_products.h)."""
-    return _run(p, x, residual, batch, kv, True)
+    return _run(view, x, residual, batch, kv, True)
 
 
-@KERNELS("decoder_layer", "native", when=_when(PANELS, "mixed", ALL_PACKED), rank=RANK_PORTABLE, packs=PACKS)
+@KERNELS("decoder_layer", "native", when=_when(PANEL_FORMATS, "mixed", ALL_PACKED), rank=RANK_PORTABLE, packs=PACKS)
 def decoder_layer_many_panels(
-    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `decoder_layer_many`, for weights of 8 and 4 bits, which are expanded while they are multiplied."""
-    return _run(p, x, residual, batch, kv, True)
+    return _run(view, x, residual, batch, kv, True)
 
 
-@_decoding(when=_when(BYTES, "decode", ALL_BYTES), packs=PACKS, **WHEN_CODED)
+@_decoding(when=_when(INT8_ROW_FORMATS, "decode", ALL_BYTES), packs=PACKS, **INT8_ACTIVATIONS)
 def decoder_layer_w8a8(
-    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `decoder_layer_panels`, with activations in 8 bits before every product."""
-    return _run(p, x, residual, batch, kv, False)
+    return _run(view, x, residual, batch, kv, False)
 
 
 @KERNELS(
     "decoder_layer",
     "native",
-    when=_when(BYTES, "mixed", ALL_BYTES),
+    when=_when(INT8_ROW_FORMATS, "mixed", ALL_BYTES),
     rank=RANK_PORTABLE,
     packs=PACKS,
-    **WHEN_CODED,
+    **INT8_ACTIVATIONS,
 )
 def decoder_layer_many_w8a8(
-    p: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `decoder_layer_w8a8`, for many tokens on tiles (csrc/products/tile_products.h)."""
-    return _run(p, x, residual, batch, kv, True)
+    return _run(view, x, residual, batch, kv, True)

@@ -9,20 +9,20 @@ import torch.nn.functional as F
 
 from inferplane.kernels.composed.padding import pad_rows
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, When
-from inferplane_cpu.kernels.packed import (
-    BYTES,
-    MOST_CODED_COLUMNS,
+from inferplane_cpu.kernels.packing import (
+    INT8_ROW_FORMATS,
+    MAX_INT8_COLUMNS,
     PACKING,
-    PANELS,
-    as_coded,
-    as_varied,
-    matrices_as,
-    panels_times,
+    PANEL_FORMATS,
+    adapted_matrices,
+    multiply_panels,
+    prepare_any_order,
+    prepare_int8_activations,
 )
 from inferplane_cpu.native import FASTER_THAN_ONEDNN, Matrix, current_instruction_set, library
 
 KERNELS = Kernels()
-RANK_FIXED = RANK_PORTABLE - 10
+RANK_BATCH_INVARIANT = RANK_PORTABLE - 10
 """Kernels whose rows never depend on each other, where those that do not promise it are faster."""
 FEW_ROWS = 32
 """With more rows a product is bound by arithmetic, and oneDNN's is faster."""
@@ -38,24 +38,24 @@ def _in_bf16(op: Any) -> bool:
 
 NEEDS = (("plain activations, and a bfloat16 or float32 result", _usual), ("a bfloat16 weight", _in_bf16))
 STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
-PACKED = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS)
-CODED_ERROR = 0.03
+PACKED = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS)
+INT8_ACTIVATION_ERROR = 0.03
 """What rounding activations to 8 bits a row adds to the error of a result, relative to the largest."""
-WHEN_CODED = {
+INT8_ACTIVATIONS = {
     "quantizes_activations_to": "int8",
-    "extra_error": CODED_ERROR,
+    "extra_error": INT8_ACTIVATION_ERROR,
     "note": "activations coded in int8",
-    "prepare": as_coded,
+    "prepare": prepare_int8_activations,
 }
 
 
-def narrow(weight: Any) -> bool:
+def fits_int8_sums(weight: Any) -> bool:
     """Whether a weight has few enough columns for sums in 32 bits."""
-    return bool(weight.shape[-1] <= MOST_CODED_COLUMNS)
+    return bool(weight.shape[-1] <= MAX_INT8_COLUMNS)
 
 
 def _narrow(op: Any) -> bool:
-    return narrow(op.weight)
+    return fits_int8_sums(op.weight)
 
 
 def _int8_rows(op: Any) -> bool:
@@ -63,17 +63,19 @@ def _int8_rows(op: Any) -> bool:
     return act is not None and act.format == "int8" and act.group == 0 and not wide
 
 
-AT_MOST = (f"at most {MOST_CODED_COLUMNS} columns", _narrow)
-CODED = When((torch.bfloat16,), BYTES, features=("native",), needs=(*NEEDS, AT_MOST))
+AT_MOST = (f"at most {MAX_INT8_COLUMNS} columns", _narrow)
+CODED = When((torch.bfloat16,), INT8_ROW_FORMATS, features=("native",), needs=(*NEEDS, AT_MOST))
 ASKED = When(
     (torch.bfloat16,),
-    BYTES,
+    INT8_ROW_FORMATS,
     features=("native",),
     needs=(("activations in int8, a scale a token", _int8_rows), NEEDS[1], AT_MOST),
 )
 HEAD = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS[1:])
-PACKED_HEAD = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS[1:])
-PACKED_ROWS = When((torch.bfloat16,), PANELS, features=("native",), needs=(("one rank", lambda op: op.reduce is None),))
+PACKED_HEAD = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS[1:])
+PACKED_ROWS = When(
+    (torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=(("one rank", lambda op: op.reduce is None),)
+)
 WEIGHT = {"weight": PACKING}
 
 
@@ -86,114 +88,122 @@ def multiply(w: Matrix, x: torch.Tensor, wide: bool) -> torch.Tensor:
     return y
 
 
-def matrix_of(p: Any) -> Matrix:
+def matrix_of(view: Any) -> Matrix:
     """A site's matrix as its kernel wants it, described once and kept on its view."""
-    found = p.__dict__.get("matrix")
+    found = view.__dict__.get("matrix")
     if found is None:
-        found = p.matrix = matrices_as(p.prepared, p.weight, getattr(p, "bias", None))[0]
+        found = view.matrix = adapted_matrices(view.prepared, view.weight, getattr(view, "bias", None))[0]
     return found
 
 
-def on_tiles(w: Matrix, x: torch.Tensor, y: torch.Tensor) -> bool:
+def multiply_on_tiles(w: Matrix, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether tiles did `y = x w^T + bias`, in bf16 or float32; but on AVX2, quantized weights are rounded to bf16."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     wide = y.dtype is torch.float32
     return bool(library().ip_linear_prefill(w, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), w.n, wide))
 
 
-def many_rows(p: Any, x: torch.Tensor, bias: torch.Tensor | None, any_number: bool = False) -> torch.Tensor:
+def multiply_many_rows(view: Any, x: torch.Tensor, bias: torch.Tensor | None, any_number: bool = False) -> torch.Tensor:
     """`x w^T + bias` in bf16: on tiles by the native product, else by oneDNN.
 
     On AVX-512 without AMX oneDNN's product with a bf16 weight is the faster one (Zen 4, 512 and 2,048 rows), unless it
     is compiled for this number of rows alone: with `any_number` of them there will be others.
     """
-    w, plain = matrix_of(p), isinstance(p.weight, torch.Tensor)
+    w, plain = matrix_of(view), isinstance(view.weight, torch.Tensor)
     y = x.new_empty(x.shape[0], w.n)
-    if (not plain or any_number or current_instruction_set() in FASTER_THAN_ONEDNN) and on_tiles(w, x, y):
+    if (not plain or any_number or current_instruction_set() in FASTER_THAN_ONEDNN) and multiply_on_tiles(w, x, y):
         return y
     if plain:
-        return F.linear(pad_rows(x), p.weight, bias)[: x.shape[0]]
-    return panels_times(w, x, bias)
+        return F.linear(pad_rows(x), view.weight, bias)[: x.shape[0]]
+    return multiply_panels(w, x, bias)
 
 
-def selected(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+def select_logit_rows(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The rows that want logits."""
     return x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
 
 
-def _product(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return multiply(matrix_of(p), x, p.out_dtype is torch.float32)
+def _product(view: Any, x: torch.Tensor) -> torch.Tensor:
+    return multiply(matrix_of(view), x, view.out_dtype is torch.float32)
 
 
-@KERNELS("linear", "native", when=STORED, rank=RANK_FIXED, batch_invariant=True)
-def linear_fixed(p: Any, x: torch.Tensor) -> torch.Tensor:
+@KERNELS("linear", "native", when=STORED, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
+def linear_batch_invariant(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Every row by the native product, whatever their number."""
-    return _product(p, x)
+    return _product(view, x)
 
 
-@KERNELS("linear", "native", when=STORED, rank=RANK_PORTABLE, prepare=as_varied)
-def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Few rows by the native product, many by the faster of `many_rows`, on the same weight."""
-    if x.shape[0] <= FEW_ROWS or p.out_dtype is torch.float32:
-        return _product(p, x)
-    return many_rows(p, x, p.bias)
+@KERNELS("linear", "native", when=STORED, rank=RANK_PORTABLE, prepare=prepare_any_order)
+def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """Few rows by the native product, many by the faster of `multiply_many_rows`, on the same weight."""
+    if x.shape[0] <= FEW_ROWS or view.out_dtype is torch.float32:
+        return _product(view, x)
+    return multiply_many_rows(view, x, view.bias)
 
 
-@KERNELS("linear", "native", when=PACKED, packs=WEIGHT, rank=RANK_FIXED, batch_invariant=True)
-def linear_panels_fixed(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """As `linear_fixed`, for weights of 8 and 4 bits."""
-    return _product(p, x)
+@KERNELS("linear", "native", when=PACKED, packs=WEIGHT, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
+def linear_panels_batch_invariant(view: Any, x: torch.Tensor) -> torch.Tensor:
+    """As `linear_batch_invariant`, for weights of 8 and 4 bits."""
+    return _product(view, x)
 
 
 @KERNELS("linear", "native", when=PACKED, packs=WEIGHT, rank=RANK_PORTABLE)
-def linear_panels(p: Any, x: torch.Tensor) -> torch.Tensor:
+def linear_panels(view: Any, x: torch.Tensor) -> torch.Tensor:
     """As `linear`, for weights of 8 and 4 bits; for many rows they are expanded some rows at a time."""
-    return linear(p, x)
+    return linear(view, x)
 
 
-@KERNELS("linear", "native", when=ASKED, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, prepare=as_coded)
-def linear_act(p: Any, x: torch.Tensor) -> torch.Tensor:
+@KERNELS(
+    "linear",
+    "native",
+    when=ASKED,
+    packs=WEIGHT,
+    rank=RANK_PORTABLE,
+    batch_invariant=True,
+    prepare=prepare_int8_activations,
+)
+def linear_act(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights and activations in 8 bits, summed exactly: a row is the same bits on every instruction set."""
-    return _product(p, x)
+    return _product(view, x)
 
 
-@KERNELS("linear", "native", when=CODED, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, **WHEN_CODED)
-def linear_w8a8(p: Any, x: torch.Tensor) -> torch.Tensor:
+@KERNELS("linear", "native", when=CODED, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, **INT8_ACTIVATIONS)
+def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """As `linear_act`, where the weight asks for it."""
-    return linear_act(p, x)
+    return linear_act(view, x)
 
 
 @KERNELS("embedding", "native", when=PACKED_ROWS, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True)
-def embedding_panels(p: Any, ids: torch.Tensor) -> torch.Tensor:
+def embedding_panels(view: Any, ids: torch.Tensor) -> torch.Tensor:
     """Rows of a weight of 8 or 4 bits that a head shares, each the dequantized one rounded once."""
-    w, ids = matrix_of(p), ids.contiguous()
+    w, ids = matrix_of(view), ids.contiguous()
     out = torch.empty(*ids.shape, w.k, dtype=torch.bfloat16)
     library().ip_gather_rows(w, ids.data_ptr(), ids.numel(), out.data_ptr())
     return out
 
 
-@KERNELS("lm_head", "native", when=HEAD, rank=RANK_FIXED, batch_invariant=True)
-def lm_head_fixed(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+@KERNELS("lm_head", "native", when=HEAD, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
+def lm_head_batch_invariant(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The rows that want logits by the native product, in float32."""
-    return multiply(matrix_of(p), selected(x, batch), True)
+    return multiply(matrix_of(view), select_logit_rows(x, batch), True)
 
 
-@KERNELS("lm_head", "native", when=HEAD, rank=RANK_PORTABLE, prepare=as_varied)
-def lm_head(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Few rows by the native product, in float32; many by the faster of `many_rows`, widened."""
-    rows = selected(x, batch)
+@KERNELS("lm_head", "native", when=HEAD, rank=RANK_PORTABLE, prepare=prepare_any_order)
+def lm_head(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Few rows by the native product, in float32; many by the faster of `multiply_many_rows`, widened."""
+    rows = select_logit_rows(x, batch)
     if rows.shape[0] <= FEW_ROWS:
-        return multiply(matrix_of(p), rows, True)
-    return many_rows(p, rows, None).float()
+        return multiply(matrix_of(view), rows, True)
+    return multiply_many_rows(view, rows, None).float()
 
 
-@KERNELS("lm_head", "native", when=PACKED_HEAD, packs=WEIGHT, rank=RANK_FIXED, batch_invariant=True)
-def lm_head_panels_fixed(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """As `lm_head_fixed`, for weights of 8 and 4 bits."""
-    return lm_head_fixed(p, x, batch)
+@KERNELS("lm_head", "native", when=PACKED_HEAD, packs=WEIGHT, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
+def lm_head_panels_batch_invariant(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """As `lm_head_batch_invariant`, for weights of 8 and 4 bits."""
+    return lm_head_batch_invariant(view, x, batch)
 
 
 @KERNELS("lm_head", "native", when=PACKED_HEAD, packs=WEIGHT, rank=RANK_PORTABLE)
-def lm_head_panels(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+def lm_head_panels(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """As `lm_head`, for weights of 8 and 4 bits."""
-    return lm_head(p, x, batch)
+    return lm_head(view, x, batch)

@@ -9,8 +9,15 @@ import torch
 from inferplane.kernels.composed.moe import moe_experts as moe_experts_torch
 from inferplane.kernels.composed.moe import moe_route as moe_route_torch
 from inferplane.plugin import PLAIN, RANK_PORTABLE, KernelError, Kernels, When
-from inferplane_cpu.kernels.linear import RANK_FIXED, WHEN_CODED, narrow
-from inferplane_cpu.kernels.packed import BYTES, MOST_CODED_COLUMNS, PACKING, PANELS, as_varied, matrices_as
+from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
+from inferplane_cpu.kernels.packing import (
+    INT8_ROW_FORMATS,
+    MAX_INT8_COLUMNS,
+    PACKING,
+    PANEL_FORMATS,
+    adapted_matrices,
+    prepare_any_order,
+)
 from inferplane_cpu.native import Experts, current_instruction_set, library
 
 KERNELS = Kernels()
@@ -28,37 +35,40 @@ def _all_here(op: Any) -> bool:
     return not op.partial
 
 
-MOST_EXPERTS = 1024
+MAX_EXPERTS = 1024
 """csrc/model/expert_routing.h."""
 
 
 def _routable(op: Any) -> bool:
-    experts = MOST_EXPERTS if op.bias is None else op.bias.shape[0]
-    return experts <= MOST_EXPERTS and (op.bias is None or op.bias.dtype is torch.float32)
+    experts = MAX_EXPERTS if op.bias is None else op.bias.shape[0]
+    return experts <= MAX_EXPERTS and (op.bias is None or op.bias.dtype is torch.float32)
 
 
 ROUTE = When((torch.bfloat16,), features=("native",), needs=(("a float32 bias of at most 1,024 experts", _routable),))
 NEEDS = (("bfloat16 weights", _in_bf16), ("every expert on this rank", _all_here))
 STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
-PACKED = When((torch.bfloat16,), PANELS, features=("native",), needs=NEEDS)
+PACKED = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS)
 CODED = When(
     (torch.bfloat16,),
-    BYTES,
+    INT8_ROW_FORMATS,
     features=("native",),
-    needs=(*NEEDS, (f"at most {MOST_CODED_COLUMNS} columns", lambda op: narrow(op.gate_up) and narrow(op.down))),
+    needs=(
+        *NEEDS,
+        (f"at most {MAX_INT8_COLUMNS} columns", lambda op: fits_int8_sums(op.gate_up) and fits_int8_sums(op.down)),
+    ),
 )
 STACKS = {"gate_up": PACKING, "down": PACKING}
 
 
-def _stacks(p: Any) -> tuple[Any, Any]:
+def _stacks(view: Any) -> tuple[Any, Any]:
     """The site's matrices, described once and kept on its view."""
-    found = p.__dict__.get("stacks")
+    found = view.__dict__.get("stacks")
     if found is None:
-        found = p.stacks = matrices_as(p.prepared, p.gate_up), matrices_as(p.prepared, p.down)
+        found = view.stacks = adapted_matrices(view.prepared, view.gate_up), adapted_matrices(view.prepared, view.down)
     return found
 
 
-def no_such_expert(ids: torch.Tensor, experts: int) -> KernelError:
+def missing_expert_error(ids: torch.Tensor, experts: int) -> KernelError:
     """Of ids `[T, k]` at least one names none of the experts."""
     token, choice = ((ids < 0) | (ids >= experts)).nonzero()[0].tolist()
     return KernelError(
@@ -68,8 +78,8 @@ def no_such_expert(ids: torch.Tensor, experts: int) -> KernelError:
     )
 
 
-def _experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    stacks = _stacks(p)
+def _experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    stacks = _stacks(view)
     if ids.shape != weights.shape or len(ids) != len(x):  # native code would read past their ends
         raise ValueError(f"Experts {tuple(ids.shape)} with weights {tuple(weights.shape)} for {len(x)} tokens.")
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
@@ -86,58 +96,60 @@ def _experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) 
         out.data_ptr(),
     )
     if done == NO_SUCH_EXPERT:
-        raise no_such_expert(ids, len(stacks[0]))
+        raise missing_expert_error(ids, len(stacks[0]))
     return out
 
 
-@KERNELS("moe_experts", "native", when=STORED, rank=RANK_FIXED, batch_invariant=True)
-def moe_experts_fixed(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+@KERNELS("moe_experts", "native", when=STORED, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
+def moe_experts_batch_invariant(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Each expert's gate and up, then its down, by all tokens that chose it; a token's sum in its own order."""
-    return _experts(p, x, weights, ids)
+    return _experts(view, x, weights, ids)
 
 
-@KERNELS("moe_experts", "native", when=STORED, rank=RANK_PORTABLE, prepare=as_varied)
-def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+@KERNELS("moe_experts", "native", when=STORED, rank=RANK_PORTABLE, prepare=prepare_any_order)
+def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Few tokens by native products, many by oneDNN's, on the same weights; on AVX2 oneDNN has none in bf16."""
-    if x.shape[0] <= FEW_ROWS or not isinstance(p.gate_up, torch.Tensor) or current_instruction_set() == "avx2":
-        return _experts(p, x, weights, ids)
+    if x.shape[0] <= FEW_ROWS or not isinstance(view.gate_up, torch.Tensor) or current_instruction_set() == "avx2":
+        return _experts(view, x, weights, ids)
     least, most = ids.aminmax()
-    if least < 0 or most >= len(p.gate_up):
-        raise no_such_expert(ids, len(p.gate_up))
-    return moe_experts_torch(p, x, weights, ids)
+    if least < 0 or most >= len(view.gate_up):
+        raise missing_expert_error(ids, len(view.gate_up))
+    return moe_experts_torch(view, x, weights, ids)
 
 
 @KERNELS("moe_experts", "native", when=PACKED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True)
-def moe_experts_panels(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """As `moe_experts_fixed`, for weights of 8 and 4 bits."""
-    return _experts(p, x, weights, ids)
+def moe_experts_panels(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As `moe_experts_batch_invariant`, for weights of 8 and 4 bits."""
+    return _experts(view, x, weights, ids)
 
 
-@KERNELS("moe_experts", "native", when=CODED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True, **WHEN_CODED)
-def moe_experts_w8a8(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """As `moe_experts_fixed`, with activations in 8 bits before both products."""
-    return _experts(p, x, weights, ids)
+@KERNELS(
+    "moe_experts", "native", when=CODED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True, **INT8_ACTIVATIONS
+)
+def moe_experts_w8a8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As `moe_experts_batch_invariant`, with activations in 8 bits before both products."""
+    return _experts(view, x, weights, ids)
 
 
-def routing(p: Any, experts: int) -> Experts:
+def describe_routing(view: Any, experts: int) -> Experts:
     """What `ip_route_experts` reads of a site's `moe_route`."""
-    made = Experts(experts=experts, top=p.top_k, groups=p.groups, top_groups=p.top_groups, factor=p.factor)
-    made.bias = None if p.bias is None else p.bias.data_ptr()
-    made.sigmoid, made.best_two = p.score == "sigmoid", p.group_score == "top2"
-    made.renormalize = p.renormalize
+    made = Experts(experts=experts, top=view.top_k, groups=view.groups, top_groups=view.top_groups, factor=view.factor)
+    made.bias = None if view.bias is None else view.bias.data_ptr()
+    made.sigmoid, made.best_two = view.score == "sigmoid", view.group_score == "top2"
+    made.renormalize = view.renormalize
     return made
 
 
 @KERNELS("moe_route", "native", when=ROUTE, rank=RANK_PORTABLE, batch_invariant=True)
-def moe_route(p: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As the native layers choose, the first among equals; torch's operators for more experts than they take."""
     rows, experts = logits.shape
-    if experts > MOST_EXPERTS:
-        return moe_route_torch(p, logits)
-    found = p.__dict__.get("routing")
+    if experts > MAX_EXPERTS:
+        return moe_route_torch(view, logits)
+    found = view.__dict__.get("routing")
     if found is None:
-        found = p.routing = routing(p, experts)
+        found = view.describe_routing = describe_routing(view, experts)
     logits = logits.float().contiguous()
-    weights, ids = torch.empty(rows, p.top_k), torch.empty(rows, p.top_k, dtype=torch.int64)
+    weights, ids = torch.empty(rows, view.top_k), torch.empty(rows, view.top_k, dtype=torch.int64)
     library().ip_route_experts(found, logits.data_ptr(), rows, ids.data_ptr(), weights.data_ptr())
     return weights, ids

@@ -33,16 +33,18 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @KERNELS("rms_norm", "native", when=NORM, rank=RANK_PORTABLE, batch_invariant=True)
-def rms_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Row by row, sums in one order."""
     rows, y = _rows(x), torch.empty(x.shape, dtype=x.dtype)
     m, d = rows.shape
-    library().ip_rms_norm(rows.data_ptr(), rows.stride(0), None, p.weight.data_ptr(), p.eps, m, d, None, y.data_ptr())
+    library().ip_rms_norm(
+        rows.data_ptr(), rows.stride(0), None, view.weight.data_ptr(), view.eps, m, d, None, y.data_ptr()
+    )
     return y
 
 
 @KERNELS("add_rms_norm", "native", when=NORM, rank=RANK_PORTABLE, batch_invariant=True)
-def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum and norm in one pass."""
     rows = _rows(x)
     m, d = rows.shape
@@ -53,8 +55,8 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
         rows.data_ptr(),
         rows.stride(0),
         None if other is None else other.data_ptr(),
-        p.norm.weight.data_ptr(),
-        p.norm.eps,
+        view.norm.weight.data_ptr(),
+        view.norm.eps,
         m,
         d,
         None if other is None else s.data_ptr(),
@@ -64,7 +66,7 @@ def add_rms_norm(p: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tupl
 
 
 @KERNELS("silu_mul", "native", when=PLAIN, rank=RANK_PORTABLE, batch_invariant=True)
-def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
+def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """In float32, rounded once."""
     rows = _rows(x)
     m, d = rows.shape[0], rows.shape[1] // 2
@@ -74,7 +76,7 @@ def silu_mul(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @KERNELS("rope", "native", when=ROPE, rank=RANK_PORTABLE, batch_invariant=True)
-def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """In float32, rounded once; heads may be strided."""
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -84,12 +86,12 @@ def rope(p: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x.data_ptr(),
         x.stride(0),
         x.stride(1),
-        p.table.data_ptr(),
+        view.table.data_ptr(),
         positions.data_ptr(),
         m,
         heads,
         dim,
-        p.interleaved,
+        view.interleaved,
         y.data_ptr(),
     )
     return y

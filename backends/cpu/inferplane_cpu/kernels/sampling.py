@@ -20,10 +20,10 @@ from inferplane.plugin import RANK_PORTABLE, RANK_TUNED, Kernels, When
 from inferplane_cpu.native import Sampling, library
 
 KERNELS = Kernels()
-LEAST_TOKENS = 8192
+MIN_TOKENS = 8192
 """Vocabularies below this are worked on many rows at once, by the op's body."""
 BLOCK_TOKENS = 256
-MOST_LISTED = 1024
+MAX_LISTED = 1024
 """Rows with a top_k up to this are reduced to their likeliest tokens before anything is weighed."""
 WEIGHT_BITS, UNIFORM_BITS = 40, 24
 INTERVAL_BITS = 16
@@ -54,7 +54,7 @@ def likeliest_of(logits: torch.Tensor) -> torch.Tensor | None:
     batch_invariant=True,
 )
 def sample_native(
-    p: Any,
+    view: Any,
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
@@ -114,7 +114,7 @@ class Scratch:
     prepare=lambda op, ctx: Scratch(),
 )
 def sample(
-    p: Any,
+    view: Any,
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
@@ -125,13 +125,13 @@ def sample(
     """The op's very tokens, by sums of blocks."""
     if uniform is None:
         return torch.from_numpy(logits.float().numpy().argmax(-1))
-    if logits.shape[-1] < LEAST_TOKENS:
-        return basic.sample(p, logits, temperature, top_k, top_p, min_p, uniform)
+    if logits.shape[-1] < MIN_TOKENS:
+        return basic.sample(view, logits, temperature, top_k, top_p, min_p, uniform)
     cuts: list[Cuts] | None = None
     if top_k is not None and top_p is not None and min_p is not None:
         cuts = [Cuts(*each) for each in zip(top_k.tolist(), top_p.numpy(), min_p.numpy())]
     tokens = []
-    scratch: Scratch = p.prepared
+    scratch: Scratch = view.prepared
     if scratch.tokens != logits.shape[-1]:
         scratch.resize(logits.shape[-1])
     for i, (row, degrees, u) in enumerate(zip(logits.float(), temperature.tolist(), uniform.tolist())):
@@ -139,8 +139,8 @@ def sample(
         if degrees <= 0 or not math.isfinite(row[best]):
             tokens.append(best)
             continue
-        if cuts is not None and 0 < cuts[i].top_k <= MOST_LISTED:
-            tokens.append(_of_few(p, row, i, cuts[i].top_k, (temperature, top_k, top_p, min_p, uniform)))
+        if cuts is not None and 0 < cuts[i].top_k <= MAX_LISTED:
+            tokens.append(_of_few(view, row, i, cuts[i].top_k, (temperature, top_k, top_p, min_p, uniform)))
             continue
         scratch.weigh(row, temperature[i])
         if cuts is None:
@@ -150,10 +150,10 @@ def sample(
     return torch.tensor(tokens)
 
 
-def _of_few(p: Any, row: torch.Tensor, at: int, count: int, asked: tuple[Any, ...]) -> int:
+def _of_few(view: Any, row: torch.Tensor, at: int, count: int, asked: tuple[Any, ...]) -> int:
     """The token of a row that keeps `count` tokens, by the op's body."""
     logits, ids = basic.likeliest(row[None], count)
-    return int(ids[0, basic.sample(p, logits, *(x[at : at + 1] for x in asked))])
+    return int(ids[0, basic.sample(view, logits, *(x[at : at + 1] for x in asked))])
 
 
 def _share(total: int, uniform: float) -> int:

@@ -14,14 +14,14 @@ import torch
 from inferplane.kernels.composed import basic
 from inferplane.plugin import Batch, KVCache
 from inferplane_cpu.kernels import linear
-from inferplane_cpu.kernels.described import chained, native_step
+from inferplane_cpu.kernels.layer_description import chained, native_step
 from inferplane_cpu.kernels.rowwise import add_rms_norm
 from inferplane_cpu.kernels.sampling import set_likeliest
 from inferplane_cpu.native import BF16, Matrix, Model, ModelIO, library
 
 ROWS = 8
 """Tokens of a step at most; csrc: kMaxDecodeRows."""
-HEADS = (linear.lm_head_fixed, linear.lm_head, linear.lm_head_panels_fixed, linear.lm_head_panels)
+HEADS = (linear.lm_head_batch_invariant, linear.lm_head, linear.lm_head_panels_batch_invariant, linear.lm_head_panels)
 
 
 class Whole:
@@ -31,11 +31,11 @@ class Whole:
         p: the model's view, whose embedding, norm and head are those of `served`.
     """
 
-    def __init__(self, p: Any) -> None:
-        self.views = p.layers.chain.__self__
-        embed, norm, head = (part.__self__ for part in (p.embed, p.norm, p.head))
+    def __init__(self, view: Any) -> None:
+        self.views = view.layers.chain.__self__
+        embed, norm, head = (part.__self__ for part in (view.embed, view.norm, view.head))
         self.norm, self.eps, self.head = norm.norm.weight, norm.norm.eps, linear.matrix_of(head)
-        if p.embed.__func__ is linear.embedding_panels:
+        if view.embed.__func__ is linear.embedding_panels:
             self.embed: Matrix = linear.matrix_of(embed)
         else:  # of which a step reads a few rows: no need of huge pages
             w = embed.weight
@@ -46,20 +46,20 @@ class Whole:
         return Model(ctypes.addressof(layers), len(self.views), self.embed, self.head, self.norm.data_ptr(), self.eps)
 
 
-def served(p: Any) -> bool:
+def served(view: Any) -> bool:
     """Whether the parts around a model's layers are bound to the kernels that the library repeats."""
-    embed, norm, head = (getattr(part, "__func__", None) for part in (p.embed, p.norm, p.head))
+    embed, norm, head = (getattr(part, "__func__", None) for part in (view.embed, view.norm, view.head))
     rows = embed is linear.embedding_panels or (
-        embed is basic.embedding and p.embed.__self__.weight.dtype is torch.bfloat16
+        embed is basic.embedding and view.embed.__self__.weight.dtype is torch.bfloat16
     )
     return rows and norm is add_rms_norm and head in HEADS
 
 
-def whole(p: Any, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor] | None:
+def whole(view: Any, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Logits and hidden states of a model's step in one call; None where it is not for it (`Kernel.whole`)."""
-    found: Whole | bool | None = p.__dict__.get("described")
+    found: Whole | bool | None = view.__dict__.get("described")
     if found is None:
-        found = p.described = Whole(p) if served(p) else False
+        found = view.described = Whole(view) if served(view) else False
     if found is False or batch.tokens > ROWS:
         return None
     assert isinstance(found, Whole)
@@ -76,7 +76,7 @@ def whole(p: Any, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Ten
     ends = ModelIO(*pointers, wanted, logits.data_ptr(), likeliest.data_ptr(), hidden.data_ptr())
     done = library().ip_model_step(model, layers.caches, native_step(batch), ends)
     if not done:  # layers of two kinds: so will it be in the next step
-        p.described = False
+        view.described = False
     if done != 1:  # an id or a row is out of range, or rows are asked for again and again: the parts know
         return None
     set_likeliest(logits, likeliest)

@@ -38,32 +38,32 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return torch.cat([F.linear(tile.contiguous(), weight, bias) for tile in pad_rows.split(TILE_ROWS)])[:rows]
 
 
-@KERNELS("linear", "torch_fixed", when=LINEAR, rank=RANK, batch_invariant=True)
-def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
+@KERNELS("linear", "torch_batch_invariant", when=LINEAR, rank=RANK, batch_invariant=True)
+def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Tiles of 16 rows; in float32 throughout where the result is."""
-    if p.out_dtype is torch.float32:
-        bias = None if p.bias is None else p.bias.float()
-        return product(x.float(), p.weight.float(), bias)
-    return product(x, p.weight, p.bias)
+    if view.out_dtype is torch.float32:
+        bias = None if view.bias is None else view.bias.float()
+        return product(x.float(), view.weight.float(), bias)
+    return product(x, view.weight, view.bias)
 
 
-@KERNELS("lm_head", "torch_fixed", when=ANY, rank=RANK, batch_invariant=True)
-def lm_head(p: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+@KERNELS("lm_head", "torch_batch_invariant", when=ANY, rank=RANK, batch_invariant=True)
+def lm_head(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The rows that want logits, in tiles of 16."""
     rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
-    return product(rows, p.weight).float()
+    return product(rows, view.weight).float()
 
 
-@KERNELS("moe_experts", "torch_fixed", when=ANY, rank=RANK, batch_invariant=True)
-def moe_experts(p: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+@KERNELS("moe_experts", "torch_batch_invariant", when=ANY, rank=RANK, batch_invariant=True)
+def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Expert after expert, so that a token's sum has its experts' order; tiles of 16 rows."""
     out = torch.zeros_like(x, dtype=torch.float32)
     for e in ids.unique().tolist():
         if e < 0:  # on another rank
             continue
         token, j = torch.where(ids == e)
-        gate, up = product(x[token], p.gate_up[e]).float().chunk(2, -1)
-        y = product((F.silu(gate) * up).to(x.dtype), p.down[e])
+        gate, up = product(x[token], view.gate_up[e]).float().chunk(2, -1)
+        y = product((F.silu(gate) * up).to(x.dtype), view.down[e])
         out.index_add_(0, token, y.float() * weights[token, j, None])
     return out.to(x.dtype)
 
@@ -78,39 +78,39 @@ def _each_query(batch: Batch, kv: LayerKV) -> Any:
             yield row, slice(0 if window is None else max(0, seen - window), seen), entries
 
 
-@KERNELS("attention", "torch_fixed", when=ANY, rank=RANK, batch_invariant=True, needs_host_lens=True)
-def attention(p: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+@KERNELS("attention", "torch_batch_invariant", when=ANY, rank=RANK, batch_invariant=True, needs_host_lens=True)
+def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """One query token at a time, over the keys it sees."""
-    h, g = p.heads, p.kv.heads
-    out = q.new_empty(q.shape[0], h, p.kv.v_dim)
+    h, g = view.heads, view.kv.heads
+    out = q.new_empty(q.shape[0], h, view.kv.v_dim)
     for row, seen, entries in _each_query(batch, kv):
         k, v = (t[seen].to(q.dtype).transpose(0, 1).contiguous()[None] for t in entries)
         queries = q[row].reshape(1, g, h // g, -1)
-        out[row] = F.scaled_dot_product_attention(queries, k, v, scale=p.scale).reshape(h, -1)
+        out[row] = F.scaled_dot_product_attention(queries, k, v, scale=view.scale).reshape(h, -1)
     return out
 
 
 def _absorbed(
-    p: Any, kv_b: torch.Tensor, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV
+    view: Any, kv_b: torch.Tensor, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV
 ) -> torch.Tensor:
-    d = p.dims
+    d = view.dims
     w_k, w_v = kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
     out = q_nope.new_empty(q_nope.shape[0], d.heads, d.value)
     for row, seen, (entries,) in _each_query(batch, kv):
         q = torch.cat((torch.bmm(q_nope[row][:, None], w_k)[:, 0], q_rope[row]), -1)
         c = entries[seen].to(q.dtype).contiguous()[None, None]
-        mid = F.scaled_dot_product_attention(q[None, None], c, c, scale=p.scale)[0, 0, :, : d.latent]
+        mid = F.scaled_dot_product_attention(q[None, None], c, c, scale=view.scale)[0, 0, :, : d.latent]
         out[row] = torch.bmm(mid[:, None], w_v.transpose(1, 2))[:, 0]
     return out
 
 
-@KERNELS("mla_absorbed", "torch_fixed", when=ANY, rank=RANK, batch_invariant=True, needs_host_lens=True)
-def mla_absorbed(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+@KERNELS("mla_absorbed", "torch_batch_invariant", when=ANY, rank=RANK, batch_invariant=True, needs_host_lens=True)
+def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """One query token at a time, `kv_b` folded into it."""
-    return _absorbed(p, p.kv_b, q_nope, q_rope, batch, kv)
+    return _absorbed(view, view.kv_b, q_nope, q_rope, batch, kv)
 
 
-@KERNELS("mla_expanded", "torch_fixed", when=LATENT, rank=RANK, batch_invariant=True, needs_host_lens=True)
-def mla_expanded(p: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
+@KERNELS("mla_expanded", "torch_batch_invariant", when=LATENT, rank=RANK, batch_invariant=True, needs_host_lens=True)
+def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """As for few query tokens, so that a chunk's size does not choose the arithmetic."""
-    return _absorbed(p, p.kv_b.weight, q_nope, q_rope, batch, kv)
+    return _absorbed(view, view.kv_b.weight, q_nope, q_rope, batch, kv)

@@ -10,16 +10,16 @@ import torch
 
 from inferplane.kernels.composed.padding import pad_rows
 from inferplane.plugin import Context, KernelError, Packing, QTensor
-from inferplane_cpu import pages
+from inferplane_cpu import huge_pages as pages
 from inferplane_cpu.native import BF16, BF16_REORDERABLE, FP8, INT4, INT8, W8A8, Matrix, library
 
 PANEL_ROWS = 16
-MOST_GROUP_COLUMNS = 128
-PANELS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group32", "int4_group64")
+MAX_GROUP_COLUMNS = 128
+PANEL_FORMATS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group32", "int4_group64")
 """Formats that are packed in panels, once, at load."""
-BYTES = ("int8_row",)
-"""Formats whose panels activations of 8 bits may meet (`coded`)."""
-MOST_CODED_COLUMNS = 65536
+INT8_ROW_FORMATS = ("int8_row",)
+"""Formats whose panels activations of 8 bits may meet (`with_int8_activations`)."""
+MAX_INT8_COLUMNS = 65536
 """Products of so many bytes add up in 32 bits."""
 EXPANDED_ROWS = 1024
 """Rows of a packed weight that are expanded at a time when many tokens are multiplied with it."""
@@ -39,11 +39,7 @@ class Panels:
         n, k = q.shape[-2:]
         columns = q.block[1]
         whole = columns >= k
-        if (
-            q.zero is not None
-            or q.block[0] != 1
-            or not (whole or (columns % 32 == 0 and columns <= MOST_GROUP_COLUMNS))
-        ):
+        if q.zero is not None or q.block[0] != 1 or not (whole or (columns % 32 == 0 and columns <= MAX_GROUP_COLUMNS)):
             raise KernelError(
                 f"Panels of a weight with blocks of {q.block}{' and zero points' if q.zero is not None else ''}.",
                 there_is="one scale a row, or one a group of 32, 64, 96 or 128 columns, without zero points",
@@ -89,13 +85,13 @@ def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
         if weight.block[1] != 128 or weight.zero is not None:
             raise KernelError(f"An FP8 weight with blocks of {weight.block}.", there_is="blocks of 128 columns")
         n, k = weight.shape[-2:]
-        pages.settle(weight.data)
+        pages.move_to_huge_pages(weight.data)
         pairs = list(zip(_stack(weight.data), _stack(weight.scale), strict=True))
         found = _array(
             [Matrix(FP8, weight.block[0], n, k, k, d.data_ptr(), s.data_ptr(), None, None) for d, s in pairs]
         )
     else:
-        pages.settle(weight)
+        pages.move_to_huge_pages(weight)
         found = _array([Matrix(BF16, 0, *w.shape, w.stride(0), w.data_ptr(), None, None, None) for w in _stack(weight)])
     if bias is not None:
         found = _array([Matrix.from_buffer_copy(found[0])])
@@ -104,12 +100,12 @@ def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
     return found
 
 
-def coded(found: Any) -> Any:
-    """The same matrices of `BYTES` for products that round activations to 8 bits a row (csrc/products/w8a8.h)."""
+def with_int8_activations(found: Any) -> Any:
+    """The same matrices of `INT8_ROW_FORMATS` for products that round activations to 8 bits a row (csrc/products/w8a8.h)."""
     return _of_kind(found, lambda kind: W8A8)
 
 
-def varied(found: Any) -> Any:
+def with_any_order(found: Any) -> Any:
     """The same matrices for kernels that are not batch-invariant: bf16 may be summed in another order with few rows of
     activations than with many, where that reads memory faster (csrc/products/bf16_dot.h)."""
     return _of_kind(found, lambda kind: BF16_REORDERABLE if kind == BF16 else kind)
@@ -123,42 +119,42 @@ def _of_kind(found: Any, kind: Callable[[int], int]) -> Any:
     return made
 
 
-How = Callable[[Any], Any] | None
-"""`coded`, `varied` or neither: what kernels prepare."""
+Adapt = Callable[[Any], Any] | None
+"""`with_int8_activations`, `with_any_order` or neither: what kernels prepare."""
 
 
-def as_coded(op: Any, ctx: Context) -> How:
+def prepare_int8_activations(op: Any, ctx: Context) -> Adapt:
     """What kernels prepare that round activations to 8 bits."""
-    return coded
+    return with_int8_activations
 
 
-def as_varied(op: Any, ctx: Context) -> How:
+def prepare_any_order(op: Any, ctx: Context) -> Adapt:
     """What kernels prepare that are not batch-invariant. Results in float32 are a router's, which is small, and whose
     last bits may choose another expert: it is summed in one order."""
-    return None if getattr(op, "out_dtype", None) is torch.float32 else varied
+    return None if getattr(op, "out_dtype", None) is torch.float32 else with_any_order
 
 
-def matrices_as(how: How, weight: Any, bias: torch.Tensor | None = None) -> Any:
-    """A weight's `matrices`, as a kernel that prepared `how` wants them."""
+def adapted_matrices(adapt: Adapt, weight: Any, bias: torch.Tensor | None = None) -> Any:
+    """A weight's `matrices`, as a kernel that prepared `adapt` wants them."""
     found = matrices(weight, bias)
-    return found if how is None else how(found)
+    return found if adapt is None else adapt(found)
 
 
-def expanded(w: Matrix, first: int, last: int) -> torch.Tensor:
+def expand_rows(w: Matrix, first: int, last: int) -> torch.Tensor:
     """Rows `first:last` of a weight of any kind in bf16, `[last - first, k]`."""
     out = torch.empty(last - first, w.k, dtype=torch.bfloat16)
     library().ip_dequantize_rows(w, first, last, out.data_ptr())
     return out
 
 
-def panels_times(w: Matrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def multiply_panels(w: Matrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x w^T + bias` by oneDNN for many rows of x: a quantized weight is expanded some rows at a time."""
     rows, x = x.shape[0], pad_rows(x)
     y = x.new_empty(x.shape[0], w.n)
     for first in range(0, w.n, EXPANDED_ROWS):
         last = min(w.n, first + EXPANDED_ROWS)
         part = None if bias is None else bias[first:last]
-        y[:, first:last] = torch.nn.functional.linear(x, expanded(w, first, last), part)
+        y[:, first:last] = torch.nn.functional.linear(x, expand_rows(w, first, last), part)
     return y[:rows]
 
 

@@ -17,22 +17,22 @@ from typing import Any
 import numpy as np
 import torch
 
-HUGE = 2**21
+HUGE_PAGE_BYTES = 2**21
 """Bytes of a huge page of x86-64."""
-ROOM = 2**26
+ARENA_BYTES = 2**26
 """Bytes that are mapped at a time; what nobody writes to takes no memory."""
-SMALLEST = HUGE // 2
+MIN_BYTES = HUGE_PAGE_BYTES // 2
 """Tensors of fewer bytes are left where they are."""
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 COLLAPSE = 25
 """MADV_COLLAPSE (Linux 6.1): small pages are copied to huge ones at once, and at the same address."""
 
-ENOUGH = 8
+MAX_FAILURES = 8
 """Pages in a row that could not be moved: the system has no more, and looking for each costs it a search."""
 
 
 @cache
-def offered(enabled: Path = ENABLED) -> bool:
+def has_huge_pages(enabled: Path = ENABLED) -> bool:
     """Whether the system gives huge pages to who asks for them; what it was told to leave alone stays so."""
     try:
         return hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in enabled.read_text()
@@ -40,7 +40,7 @@ def offered(enabled: Path = ENABLED) -> bool:
         return False
 
 
-class _Rooms:
+class _Arena:
     """Memory that tensors are cut from one behind the other; it goes back when the last of them is dropped."""
 
     def __init__(self) -> None:
@@ -49,14 +49,16 @@ class _Rooms:
     def take(self, nbytes: int) -> torch.Tensor:
         with self._lock:
             if self._used + nbytes > len(self._room):
-                self._room = mmap.mmap(-1, max(ROOM, nbytes) + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._room = mmap.mmap(
+                    -1, max(ARENA_BYTES, nbytes) + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                )
                 self._room.madvise(mmap.MADV_HUGEPAGE)
-                self._used = -_address(self._room) % HUGE
+                self._used = -_address(self._room) % HUGE_PAGE_BYTES
             first, self._used = self._used, self._used + -(-nbytes // 64) * 64
             return torch.frombuffer(self._room, dtype=torch.uint8, count=nbytes, offset=first)
 
 
-_rooms = _Rooms()
+_arena = _Arena()
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -73,25 +75,25 @@ def zeros(nbytes: int) -> torch.Tensor:
 
 def _taken(nbytes: int) -> torch.Tensor | None:
     """Bytes on huge pages; None where there are none."""
-    if nbytes and offered():
+    if nbytes and has_huge_pages():
         with contextlib.suppress(OSError):  # where addresses are limited, the weight may fit and a whole room not
-            return _rooms.take(nbytes)
+            return _arena.take(nbytes)
     return None
 
 
-def settle(memory: torch.Tensor) -> None:
+def move_to_huge_pages(memory: torch.Tensor) -> None:
     """Have what a tensor lies in moved to huge pages, those at its ends with whatever else lies there.
 
     A thread does it meanwhile, in the order asked, so that nobody waits for it. It is advice: what the system cannot
     move stays, and works.
     """
     storage = memory.untyped_storage()
-    if storage.nbytes() >= SMALLEST and offered():
+    if storage.nbytes() >= MIN_BYTES and has_huge_pages():
         _mover.add(storage)
 
 
-def settled(timeout_s: float = 60.0) -> bool:
-    """Wait until all that `settle` was asked for has been moved, or cannot be; whether that was so in time."""
+def wait_for_huge_pages(timeout_s: float = 60.0) -> bool:
+    """Wait until all that `move_to_huge_pages` was asked for has been moved, or cannot be; whether that was so in time."""
     thread = _mover.busy()
     if thread is not None:
         thread.join(timeout_s)
@@ -132,12 +134,12 @@ _mover = _Mover()
 
 def _move(first: int, last: int) -> None:
     if _collapses():
-        begin, end = first // HUGE * HUGE, -(-last // HUGE) * HUGE
+        begin, end = first // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, -(-last // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         if _madvise()(begin, end - begin, COLLAPSE):  # it ended at one that cannot be moved, or not just now
             failed = 0
-            for at in range(begin, end, HUGE):
-                failed = failed + 1 if _madvise()(at, HUGE, COLLAPSE) else 0
-                if failed == ENOUGH:
+            for at in range(begin, end, HUGE_PAGE_BYTES):
+                failed = failed + 1 if _madvise()(at, HUGE_PAGE_BYTES, COLLAPSE) else 0
+                if failed == MAX_FAILURES:
                     return
     else:  # the system does it by and by
         begin = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE

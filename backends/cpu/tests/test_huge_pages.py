@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from inferplane.plugin import KVRequest
-from inferplane_cpu import pages
+from inferplane_cpu import huge_pages as pages
+from inferplane_cpu.huge_pages import ARENA_BYTES, HUGE_PAGE_BYTES, empty, has_huge_pages, move_to_huge_pages, zeros
 from inferplane_cpu.kvcache import layouts
-from inferplane_cpu.pages import HUGE, ROOM, empty, offered, settle, zeros
 
-asked = pytest.mark.skipif(not offered(), reason="not run: the system gives no huge pages")
+asked = pytest.mark.skipif(not has_huge_pages(), reason="not run: the system gives no huge pages")
 
 
 def ranges():
@@ -36,7 +36,11 @@ def on_huge_pages(tensor):
 def refused():
     """Kilobytes of huge pages that the system had none free for, for whatever process, since it started."""
     counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-    return sum(int(counts.get(name, 0)) for name in ("thp_fault_fallback", "thp_collapse_alloc_failed")) * HUGE // 1024
+    return (
+        sum(int(counts.get(name, 0)) for name in ("thp_fault_fallback", "thp_collapse_alloc_failed"))
+        * HUGE_PAGE_BYTES
+        // 1024
+    )
 
 
 @asked
@@ -54,16 +58,16 @@ def test_new_memory_is_on_huge_pages():
 
 @asked
 def test_more_than_a_room():
-    tensor = empty(ROOM + 1)
+    tensor = empty(ARENA_BYTES + 1)
     tensor[-1] = 7
-    assert tensor.shape == (ROOM + 1,) and int(tensor[-1]) == 7
+    assert tensor.shape == (ARENA_BYTES + 1,) and int(tensor[-1]) == 7
 
 
 @asked
 def test_memory_goes_back():
-    tensor = empty(2 * ROOM)
+    tensor = empty(2 * ARENA_BYTES)
     at = tensor.data_ptr()
-    empty(ROOM)  # the next room: nothing but the tensor holds the first
+    empty(ARENA_BYTES)  # the next room: nothing but the tensor holds the first
     assert any(first <= at < last for first, last, _ in ranges())
     del tensor
     gc.collect()
@@ -76,22 +80,22 @@ def test_settled_memory_keeps_what_it_holds(monkeypatch):
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def told(at, nbytes, advice):
-        asked_for.update(range(at // HUGE, -(-(at + nbytes) // HUGE)))
+        asked_for.update(range(at // HUGE_PAGE_BYTES, -(-(at + nbytes) // HUGE_PAGE_BYTES)))
         code = advise(at, nbytes, advice)
         if code:
             refusals.add(errno.errorcode[ctypes.get_errno()])
         return code
 
     monkeypatch.setattr(pages, "_madvise", lambda: told)
-    tensor = torch.arange(8 * HUGE, dtype=torch.uint8)
+    tensor = torch.arange(8 * HUGE_PAGE_BYTES, dtype=torch.uint8)
     at = tensor.data_ptr()
-    settle(tensor)
-    assert pages.settled()
-    assert tensor.data_ptr() == at and torch.equal(tensor, torch.arange(8 * HUGE, dtype=torch.uint8))
-    assert asked_for >= {*range(at // HUGE, -(-(at + 8 * HUGE) // HUGE))}
+    move_to_huge_pages(tensor)
+    assert pages.wait_for_huge_pages()
+    assert tensor.data_ptr() == at and torch.equal(tensor, torch.arange(8 * HUGE_PAGE_BYTES, dtype=torch.uint8))
+    assert asked_for >= {*range(at // HUGE_PAGE_BYTES, -(-(at + 8 * HUGE_PAGE_BYTES) // HUGE_PAGE_BYTES))}
     # The system may refuse, and take them back: a machine with little memory, or with whoever looks at its pages.
     held = on_huge_pages(tensor)
-    if pages._collapses() and held < 7 * HUGE // 1024:
+    if pages._collapses() and held < 7 * HUGE_PAGE_BYTES // 1024:
         pytest.skip(f"not held: the system has {held} kB of it on huge pages (it refused: {sorted(refusals)})")
 
 
@@ -100,8 +104,8 @@ def test_a_page_that_cannot_be_moved_does_not_keep_the_others_from_it(monkeypatc
 
     def collapse(at, nbytes, advice):
         """As Linux does: it ends at the first that cannot be moved."""
-        assert advice == pages.COLLAPSE and at % HUGE == nbytes % HUGE == 0
-        for page in range(at // HUGE, (at + nbytes) // HUGE):
+        assert advice == pages.COLLAPSE and at % HUGE_PAGE_BYTES == nbytes % HUGE_PAGE_BYTES == 0
+        for page in range(at // HUGE_PAGE_BYTES, (at + nbytes) // HUGE_PAGE_BYTES):
             if page in stuck:
                 return -1
             moved.add(page)
@@ -111,23 +115,23 @@ def test_a_page_that_cannot_be_moved_does_not_keep_the_others_from_it(monkeypatc
     monkeypatch.setattr(pages, "_madvise", lambda: collapse)
     for stuck in [(), (3,), (5,), (8,), (3, 5, 8)]:
         moved.clear()
-        pages._move(3 * HUGE + 64, 8 * HUGE + 64)
+        pages._move(3 * HUGE_PAGE_BYTES + 64, 8 * HUGE_PAGE_BYTES + 64)
         assert moved == set(range(3, 9)) - set(stuck), "those at its ends too"
     stuck = range(5, 1000)
     moved.clear()
     calls = []
     monkeypatch.setattr(pages, "_madvise", lambda: lambda *given: calls.append(given) or collapse(*given))
-    pages._move(0, 1000 * HUGE)
+    pages._move(0, 1000 * HUGE_PAGE_BYTES)
     assert moved == set(range(5)) and len(calls) < 20, "it has none, and is left alone"
 
 
 def test_nothing_is_asked_for_where_the_system_was_told_not_to(tmp_path, monkeypatch):
     told = tmp_path / "enabled"
     told.write_text("always madvise [never]\n")
-    assert not offered(told) and not offered(tmp_path / "absent")
+    assert not has_huge_pages(told) and not has_huge_pages(tmp_path / "absent")
     monkeypatch.setattr(pages, "offered", lambda: False)
     monkeypatch.setattr(pages._mover, "add", lambda storage: pytest.fail("asked"))
-    settle(torch.zeros(4 * HUGE, dtype=torch.uint8))
+    move_to_huge_pages(torch.zeros(4 * HUGE_PAGE_BYTES, dtype=torch.uint8))
     assert empty(4, 5).shape == (4, 5) and zeros(20).tolist() == [0] * 20
 
 
@@ -136,7 +140,7 @@ def test_where_no_room_can_be_had_a_weight_is_where_it_fits(monkeypatch):
     def full(*_):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(pages, "_rooms", pages._Rooms())
+    monkeypatch.setattr(pages, "_rooms", pages._Arena())
     monkeypatch.setattr(pages.mmap, "mmap", full)
     assert empty(4, 5).shape == (4, 5) and zeros(20).tolist() == [0] * 20
 
@@ -144,14 +148,14 @@ def test_where_no_room_can_be_had_a_weight_is_where_it_fits(monkeypatch):
 @asked
 @pytest.mark.parametrize("layout", layouts(), ids=lambda layout: layout.name)
 def test_a_cache_is_zeros_on_huge_pages_that_nobody_has_touched(layout):
-    blocks, before = 8 * HUGE // (16 * 8 * 128), refused()
+    blocks, before = 8 * HUGE_PAGE_BYTES // (16 * 8 * 128), refused()
     kv = layout.build(KVRequest("gqa", 8, 128, 128), blocks, torch.bfloat16, torch.device("cpu"))
     first = kv.entries[0].view(torch.uint8).flatten()
     touched = on_huge_pages(first)
-    first[: 4 * HUGE].fill_(1)
-    assert on_huge_pages(first) - touched + refused() - before >= 3 * HUGE // 1024
-    assert on_huge_pages(first) - touched <= 5 * HUGE // 1024, "what lies behind takes none"
-    assert not first[4 * HUGE :].any() and not any(t.view(torch.uint8).any() for t in kv.stored()[1:])
+    first[: 4 * HUGE_PAGE_BYTES].fill_(1)
+    assert on_huge_pages(first) - touched + refused() - before >= 3 * HUGE_PAGE_BYTES // 1024
+    assert on_huge_pages(first) - touched <= 5 * HUGE_PAGE_BYTES // 1024, "what lies behind takes none"
+    assert not first[4 * HUGE_PAGE_BYTES :].any() and not any(t.view(torch.uint8).any() for t in kv.stored()[1:])
 
 
 def test_nothing():
