@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from inferplane.binding import DictSource, PlanSettings, bind, link, load
+from inferplane.binding import DictSource, PlanSettings, bind, link, load, view_of
 from inferplane.kernels.composed import composed_kernels
 from inferplane.ops import GatedMLP, Linear, SiluMul
 from inferplane.types import Kernel, Weight
@@ -46,7 +46,7 @@ def gated_mlp():
 def pairs():
     """`(label, bound calls, statement bound, statement by hand, names)` of each comparison."""
     leaf = bound(Linear(Weight(("w",), (64, 64))), [Kernel("linear", "no-op", nothing)])
-    names: dict[str, Any] = {"x": torch.randn(1, 64), "leaf": leaf, "view": leaf.__self__, "nothing": nothing}
+    names: dict[str, Any] = {"x": torch.randn(1, 64), "leaf": leaf, "view": view_of(leaf), "nothing": nothing}
     names["parent"] = type("Parent", (), {})()
     names["parent"].op = leaf
     yield "leaf, no-op kernel", 1, "leaf(x)", "nothing(view, x)", names
@@ -57,10 +57,12 @@ def pairs():
         ("composed kernels, M = 1", composed_kernels()),
     ):
         mlp = bound(gated_mlp(), kernels)
-        view = mlp.__self__
+        view = view_of(mlp)
         parts = {name: getattr(view, name) for name in ("gate_up", "act", "down")}
         names = {"x": torch.randn(1, 64), "mlp": mlp}
-        names |= {f"{n}_f": p.__func__ for n, p in parts.items()} | {f"{n}_v": p.__self__ for n, p in parts.items()}
+        views = {name: view_of(part) for name, part in parts.items()}
+        names |= {f"{name}_v": part for name, part in views.items()}
+        names |= {f"{name}_f": part.kernel.function() for name, part in views.items()}
         by_hand = "down_f(down_v, act_f(act_v, gate_up_f(gate_up_v, x)))"
         yield f"walked-down gated_mlp, {label}", 4, "mlp(x)", by_hand, names
 

@@ -21,6 +21,7 @@ from models import BITS, add_arguments, checkpoint, decode_bytes
 from turns import Probe
 
 from inferplane import LLM, SamplingParams
+from inferplane.binding import view_of
 from inferplane_cpu.huge_pages import wait_for_huge_pages
 from inferplane_cpu.native import library
 
@@ -38,20 +39,11 @@ class Parts:
 
     def __enter__(self):
         self.before = dict(vars(self.model))
-        self.undo = lambda: None
-        if self.model.whole is not None:  # one call, which counts its parts itself
-            self.model.whole = self.timed("call", self.model.whole)
-        for name in ("embed", "norm", "head"):
+        for name in ("embed", "layers", "norm", "head"):
             setattr(self.model, name, self.timed(name, getattr(self.model, name)))
-        layers = self.model.layers
-        if (chain := getattr(layers, "chain", None)) is not None:
-            layers.chain, self.undo = self.timed("layers", chain), lambda: setattr(layers, "chain", chain)
-        else:
-            self.model.layers = tuple(self.timed("layers", one) for one in layers)
         return self
 
     def __exit__(self, *_):
-        self.undo()
         vars(self.model).update(self.before)
 
     def timed(self, name, call):
@@ -74,7 +66,7 @@ class Parts:
         library().ip_time_phases(None)
         native = {f"  {name}": ns / 1e3 for name, ns in zip(self.names, self.ns, strict=True) if ns}
         known = sum(self.now.values())
-        calls = self.now.get("call", 0.0) + self.now.get("layers", 0.0)  # of one alone, the other gives its turn back
+        calls = self.now.get("call", self.now.get("layers", 0.0))
         inside = {"  around native": calls - sum(native.values())}
         self.steps.append({"step": whole, **self.now, **native, **inside, "rest": whole - known})
         return result
@@ -103,11 +95,16 @@ def watched(llm, kind, prompts, params):
     wait_for_huge_pages()
     engine = llm.engine
     engine_step = engine.step
-    with Parts(engine.runner.steps[kind].__self__) as parts:
+    steps = engine.runner.steps
+    bound = steps[kind]
+    view = view_of(bound)
+    with Parts(view if view.kernel is None else view_of(view.body)) as parts:
+        if view.kernel is not None:  # one call, which counts its parts itself
+            steps[kind] = parts.timed("call", bound)
         engine.step = lambda: parts.step(engine_step)
         for ids in prompts[1:]:
             llm.generate([ids], params)
-    engine.step = engine_step
+    engine.step, steps[kind] = engine_step, bound
     return parts.steps
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from inferplane import LLM, SamplingParams
+from inferplane.binding import view_of
 from inferplane.engine import InferplaneWarning
 from inferplane.engine.sources import DEMO_FOLDER
 from inferplane.types.batch import Query, make_batch
@@ -122,7 +123,7 @@ def test_its_mtp_layer_predicts_the_token_after_next(demo):
     )
     logits, hidden = demo.runner.run(whole)
     with torch.inference_mode():
-        drafts, _ = demo.runner.steps["mixed"].__self__.mtp[0](hidden[:-1], shifted, cache.layers[8])
+        drafts, _ = view_of(demo.runner.steps["mixed"]).mtp[0](hidden[:-1], shifted, cache.layers[8])
     main, draft = logits.argmax(-1)[1:], drafts.argmax(-1)
     accepted = (draft == main).float().mean()
     elsewhere = (draft == main.roll(37)).float().mean()  # what agreeing on frequent tokens alone would give

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import MistralConfig
 
 from inferplane import LLM, SamplingParams
+from inferplane.binding import view_of
 from inferplane.engine import rng
 from inferplane.engine.rows import SampleRow
 from inferplane.engine.speculate import verify
@@ -95,7 +96,7 @@ def test_eagle_against_the_formula(bias, folders, tmp_path):
         got = []
         for start, stop in ((0, 12), (12, 13), (13, len(ids))):  # prefill, decode, chunk
             batch = make_batch([Query(ids[start:stop], start, blocks)], block_tokens=cache.block_tokens, device="cpu")
-            layer = llm.runner.steps[batch.kind].__self__.mtp[0]
+            layer = view_of(llm.runner.steps[batch.kind]).mtp[0]
             with torch.inference_mode():
                 got.append(layer(hidden[start:stop], batch, cache.layers[-1]))
         for i, want in enumerate(oracle(tensors, embed, head, hidden, ids)):

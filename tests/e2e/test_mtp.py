@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from inferplane import LLM, SamplingParams
+from inferplane.binding import view_of
 from inferplane.engine import InferplaneWarning
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.types.batch import Query, make_batch
@@ -171,7 +172,7 @@ def test_against_the_formula(changes, tmp_path):
                 batch = make_batch(
                     [Query(ids[start:stop], start, blocks)], block_tokens=cache.block_tokens, device="cpu"
                 )
-                module = llm.runner.steps[batch.kind].__self__.mtp[k]
+                module = view_of(llm.runner.steps[batch.kind]).mtp[k]
                 with torch.inference_mode():
                     got.append(module(hidden[start:stop], batch, cache.layers[first + k]))
             for i, wanted in enumerate((want, want_hidden)):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inferplane import LLM, SamplingParams
+from inferplane.binding import view_of
 from inferplane.errors import CapacityError
 from tests.e2e.mixtures import ragged
 from tests.e2e.tiny_models import DEEPSEEK, FAMILIES, LLAMA, config_of, logits_of, make, prompts, random_model
@@ -156,8 +157,8 @@ def test_both_forms_of_latent_attention(case, tmp_path):
             assert blocks and all(form in s["chosen"]["kernel"] for s in blocks)
             other = {"absorbed": "expanded", "expanded": "absorbed"}[form]
             for steps in llm.runner.steps.values():  # the form that was not asked for is never called
-                for layer in steps.__self__.layers:
-                    setattr(layer.__self__.attn.__self__, other, None)
+                for layer in view_of(view_of(steps).layers).layers:
+                    setattr(view_of(view_of(layer).attn), other, None)
             for chunk_tokens in (1000, 9, 1):
                 for ids, got in zip(many, llm.logits(many, chunk_tokens=chunk_tokens)):
                     assert error(got, logits_of(model, ids)) <= FLOAT32

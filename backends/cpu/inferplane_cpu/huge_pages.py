@@ -20,7 +20,7 @@ import torch
 HUGE_PAGE_BYTES = 2**21
 """Bytes of a huge page of x86-64."""
 ARENA_BYTES = 2**26
-"""Bytes that are mapped at a time; what nobody writes to takes no memory."""
+"""Bytes that are mapped at a time; what is never written takes no memory."""
 MIN_BYTES = HUGE_PAGE_BYTES // 2
 """Tensors of fewer bytes are left where they are."""
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -28,12 +28,12 @@ COLLAPSE = 25
 """MADV_COLLAPSE (Linux 6.1): small pages are copied to huge ones at once, and at the same address."""
 
 MAX_FAILURES = 8
-"""Pages in a row that could not be moved: the system has no more, and looking for each costs it a search."""
+"""After so many pages in a row that could not be moved the system has no more, and each attempt costs a search."""
 
 
 @cache
 def has_huge_pages(enabled: Path = ENABLED) -> bool:
-    """Whether the system gives huge pages to who asks for them; what it was told to leave alone stays so."""
+    """Whether the system gives huge pages on request; where its administrator switched them off it does not."""
     try:
         return hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in enabled.read_text()
     except OSError:
@@ -41,21 +41,21 @@ def has_huge_pages(enabled: Path = ENABLED) -> bool:
 
 
 class _Arena:
-    """Memory that tensors are cut from one behind the other; it goes back when the last of them is dropped."""
+    """Memory for tensors that lie one behind the other; it is freed when the last of them is dropped."""
 
     def __init__(self) -> None:
-        self._lock, self._room, self._used = Lock(), mmap.mmap(-1, mmap.PAGESIZE), mmap.PAGESIZE
+        self._lock, self._mapping, self._used = Lock(), mmap.mmap(-1, mmap.PAGESIZE), mmap.PAGESIZE
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         with self._lock:
-            if self._used + nbytes > len(self._room):
-                self._room = mmap.mmap(
+            if self._used + nbytes > len(self._mapping):
+                self._mapping = mmap.mmap(
                     -1, max(ARENA_BYTES, nbytes) + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
                 )
-                self._room.madvise(mmap.MADV_HUGEPAGE)
-                self._used = -_address(self._room) % HUGE_PAGE_BYTES
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+                self._used = -_address(self._mapping) % HUGE_PAGE_BYTES
             first, self._used = self._used, self._used + -(-nbytes // 64) * 64
-            return torch.frombuffer(self._room, dtype=torch.uint8, count=nbytes, offset=first)
+            return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=first)
 
 
 _arena = _Arena()
@@ -63,29 +63,29 @@ _arena = _Arena()
 
 def empty(*shape: int) -> torch.Tensor:
     """Bytes for a weight, `[*shape]`, aligned to 64 and on huge pages where there are any; not written."""
-    found = _taken(math.prod(shape))
+    found = _allocate(math.prod(shape))
     return torch.empty(shape, dtype=torch.uint8) if found is None else found.view(shape)
 
 
 def zeros(nbytes: int) -> torch.Tensor:
     """Zeros `[nbytes]` as `empty` gives bytes; what is not touched takes no memory."""
-    found = _taken(nbytes)  # never used before, so zeros
+    found = _allocate(nbytes)  # never used before, so zeros
     return torch.from_numpy(np.zeros(nbytes, np.uint8)) if found is None else found
 
 
-def _taken(nbytes: int) -> torch.Tensor | None:
+def _allocate(nbytes: int) -> torch.Tensor | None:
     """Bytes on huge pages; None where there are none."""
     if nbytes and has_huge_pages():
-        with contextlib.suppress(OSError):  # where addresses are limited, the weight may fit and a whole room not
-            return _arena.take(nbytes)
+        with contextlib.suppress(OSError):  # where addresses are limited, the weight alone may fit
+            return _arena.allocate(nbytes)
     return None
 
 
 def move_to_huge_pages(memory: torch.Tensor) -> None:
-    """Have what a tensor lies in moved to huge pages, those at its ends with whatever else lies there.
+    """Have a thread move a tensor's memory to huge pages; the pages at its ends move with whatever else lies there.
 
-    A thread does it meanwhile, in the order asked, so that nobody waits for it. It is advice: what the system cannot
-    move stays, and works.
+    Requests are done one after the other, and the caller does not wait. It is advice: what the system cannot move
+    stays, and works.
     """
     storage = memory.untyped_storage()
     if storage.nbytes() >= MIN_BYTES and has_huge_pages():
@@ -93,7 +93,7 @@ def move_to_huge_pages(memory: torch.Tensor) -> None:
 
 
 def wait_for_huge_pages(timeout_s: float = 60.0) -> bool:
-    """Wait until all that `move_to_huge_pages` was asked for has been moved, or cannot be; whether that was so in time."""
+    """Wait until every request of `move_to_huge_pages` is done; returns whether that was so in time."""
     thread = _mover.busy()
     if thread is not None:
         thread.join(timeout_s)

@@ -7,7 +7,7 @@ import math
 import torch
 
 from inferplane.plugin import KVLayout, paged_layout
-from inferplane_cpu import huge_pages as pages
+from inferplane_cpu import huge_pages
 
 BLOCK_TOKENS = 16
 """Small, because a partly filled block is wasted memory and the host gathers blocks of any size equally well."""
@@ -15,7 +15,7 @@ BLOCK_TOKENS = 16
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros on huge pages, each of which the system zeroes when it is touched: an unused cache costs nothing."""
-    return pages.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    return huge_pages.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def layouts() -> tuple[KVLayout, ...]:

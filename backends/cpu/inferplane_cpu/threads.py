@@ -71,30 +71,30 @@ def parse_processor_list(text: str) -> set[int]:
     return found
 
 
-def best_thread_count(p: Processors) -> Threads:
+def best_thread_count(found: Processors) -> Threads:
     """One thread a core: a second one on the same core shares its matrix unit and its way to memory. A limit is rounded
     down, since a thread that is held back for the rest of a period holds up all that wait for it.
     """
-    whole = p.cores if p.quota is None else max(1, min(p.cores, math.floor(p.quota)))
-    of = f"{p.cores} physical core{'' if p.cores == 1 else 's'}"
-    if p.allowed < p.total:
-        of += f" within this process's affinity, {p.allowed} of {p.total} processors"
-    if whole < p.cores or (p.quota is not None and p.quota < 1):
-        of = f"a control group's limit of {p.quota:.4g} processors; {of}"
-    if p.nodes > 1:
-        of += f", over {p.nodes} NUMA nodes"
+    whole = found.cores if found.quota is None else max(1, min(found.cores, math.floor(found.quota)))
+    of = f"{found.cores} physical core{'' if found.cores == 1 else 's'}"
+    if found.allowed < found.total:
+        of += f" within this process's affinity, {found.allowed} of {found.total} processors"
+    if whole < found.cores or (found.quota is not None and found.quota < 1):
+        of = f"a control group's limit of {found.quota:.4g} processors; {of}"
+    if found.nodes > 1:
+        of += f", over {found.nodes} NUMA nodes"
     return Threads(whole, of)
 
 
-def thread_count(environment: Mapping[str, str] = os.environ, p: Processors | None = None) -> Threads:
+def thread_count(environment: Mapping[str, str] = os.environ, found: Processors | None = None) -> Threads:
     """What the backend computes with: what the environment says; else the best number, unless torch has fewer."""
     now = torch.get_num_threads()
     if environment.get(VARIABLE):
         return Threads(now, f"{VARIABLE}={environment[VARIABLE]}")
-    found = best_thread_count(processors() if p is None else p)
-    if now < found.number:
-        return Threads(now, f"as torch was told, of {found.why}")
-    return found
+    recommended = best_thread_count(processors() if found is None else found)
+    if now < recommended.number:
+        return Threads(now, f"as torch was told, of {recommended.why}")
+    return recommended
 
 
 def use_best_thread_count() -> Threads:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from inferplane.plugin import KVRequest
-from inferplane_cpu import huge_pages as pages
+from inferplane_cpu import huge_pages
 from inferplane_cpu.huge_pages import ARENA_BYTES, HUGE_PAGE_BYTES, empty, has_huge_pages, move_to_huge_pages, zeros
 from inferplane_cpu.kvcache import layouts
 
-asked = pytest.mark.skipif(not has_huge_pages(), reason="not run: the system gives no huge pages")
+supported = pytest.mark.skipif(not has_huge_pages(), reason="not run: the system gives no huge pages")
 
 
 def ranges():
@@ -43,7 +43,7 @@ def refused():
     )
 
 
-@asked
+@supported
 def test_new_memory_is_on_huge_pages():
     before = refused()
     made = [empty(3, 2**20) for _ in range(8)]
@@ -56,14 +56,14 @@ def test_new_memory_is_on_huge_pages():
     assert [int(t.max()) for t in made] == list(range(8)), "they do not overlap"
 
 
-@asked
+@supported
 def test_more_than_a_room():
     tensor = empty(ARENA_BYTES + 1)
     tensor[-1] = 7
     assert tensor.shape == (ARENA_BYTES + 1,) and int(tensor[-1]) == 7
 
 
-@asked
+@supported
 def test_memory_goes_back():
     tensor = empty(2 * ARENA_BYTES)
     at = tensor.data_ptr()
@@ -74,28 +74,28 @@ def test_memory_goes_back():
     assert not any(first <= at < last for first, last, _ in ranges())
 
 
-@asked
+@supported
 def test_settled_memory_keeps_what_it_holds(monkeypatch):
     advise, asked_for, refusals = ctypes.CDLL(None, use_errno=True).madvise, set(), set()
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-    def told(at, nbytes, advice):
+    def switched(at, nbytes, advice):
         asked_for.update(range(at // HUGE_PAGE_BYTES, -(-(at + nbytes) // HUGE_PAGE_BYTES)))
         code = advise(at, nbytes, advice)
         if code:
             refusals.add(errno.errorcode[ctypes.get_errno()])
         return code
 
-    monkeypatch.setattr(pages, "_madvise", lambda: told)
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: switched)
     tensor = torch.arange(8 * HUGE_PAGE_BYTES, dtype=torch.uint8)
     at = tensor.data_ptr()
     move_to_huge_pages(tensor)
-    assert pages.wait_for_huge_pages()
+    assert huge_pages.wait_for_huge_pages()
     assert tensor.data_ptr() == at and torch.equal(tensor, torch.arange(8 * HUGE_PAGE_BYTES, dtype=torch.uint8))
     assert asked_for >= {*range(at // HUGE_PAGE_BYTES, -(-(at + 8 * HUGE_PAGE_BYTES) // HUGE_PAGE_BYTES))}
     # The system may refuse, and take them back: a machine with little memory, or with whoever looks at its pages.
     held = on_huge_pages(tensor)
-    if pages._collapses() and held < 7 * HUGE_PAGE_BYTES // 1024:
+    if huge_pages._collapses() and held < 7 * HUGE_PAGE_BYTES // 1024:
         pytest.skip(f"not held: the system has {held} kB of it on huge pages (it refused: {sorted(refusals)})")
 
 
@@ -104,48 +104,48 @@ def test_a_page_that_cannot_be_moved_does_not_keep_the_others_from_it(monkeypatc
 
     def collapse(at, nbytes, advice):
         """As Linux does: it ends at the first that cannot be moved."""
-        assert advice == pages.COLLAPSE and at % HUGE_PAGE_BYTES == nbytes % HUGE_PAGE_BYTES == 0
+        assert advice == huge_pages.COLLAPSE and at % HUGE_PAGE_BYTES == nbytes % HUGE_PAGE_BYTES == 0
         for page in range(at // HUGE_PAGE_BYTES, (at + nbytes) // HUGE_PAGE_BYTES):
             if page in stuck:
                 return -1
             moved.add(page)
         return 0
 
-    monkeypatch.setattr(pages, "_collapses", lambda: True)
-    monkeypatch.setattr(pages, "_madvise", lambda: collapse)
+    monkeypatch.setattr(huge_pages, "_collapses", lambda: True)
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: collapse)
     for stuck in [(), (3,), (5,), (8,), (3, 5, 8)]:
         moved.clear()
-        pages._move(3 * HUGE_PAGE_BYTES + 64, 8 * HUGE_PAGE_BYTES + 64)
+        huge_pages._move(3 * HUGE_PAGE_BYTES + 64, 8 * HUGE_PAGE_BYTES + 64)
         assert moved == set(range(3, 9)) - set(stuck), "those at its ends too"
     stuck = range(5, 1000)
     moved.clear()
     calls = []
-    monkeypatch.setattr(pages, "_madvise", lambda: lambda *given: calls.append(given) or collapse(*given))
-    pages._move(0, 1000 * HUGE_PAGE_BYTES)
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda *given: calls.append(given) or collapse(*given))
+    huge_pages._move(0, 1000 * HUGE_PAGE_BYTES)
     assert moved == set(range(5)) and len(calls) < 20, "it has none, and is left alone"
 
 
-def test_nothing_is_asked_for_where_the_system_was_told_not_to(tmp_path, monkeypatch):
-    told = tmp_path / "enabled"
-    told.write_text("always madvise [never]\n")
-    assert not has_huge_pages(told) and not has_huge_pages(tmp_path / "absent")
-    monkeypatch.setattr(pages, "offered", lambda: False)
-    monkeypatch.setattr(pages._mover, "add", lambda storage: pytest.fail("asked"))
+def test_nothing_is_moved_where_the_system_has_huge_pages_off(tmp_path, monkeypatch):
+    switched = tmp_path / "enabled"
+    switched.write_text("always madvise [never]\n")
+    assert not has_huge_pages(switched) and not has_huge_pages(tmp_path / "absent")
+    monkeypatch.setattr(huge_pages, "has_huge_pages", lambda: False)
+    monkeypatch.setattr(huge_pages._mover, "add", lambda storage: pytest.fail("moved"))
     move_to_huge_pages(torch.zeros(4 * HUGE_PAGE_BYTES, dtype=torch.uint8))
     assert empty(4, 5).shape == (4, 5) and zeros(20).tolist() == [0] * 20
 
 
-@asked
-def test_where_no_room_can_be_had_a_weight_is_where_it_fits(monkeypatch):
+@supported
+def test_without_an_arena_a_weight_lies_elsewhere(monkeypatch):
     def full(*_):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(pages, "_rooms", pages._Arena())
-    monkeypatch.setattr(pages.mmap, "mmap", full)
+    monkeypatch.setattr(huge_pages, "_arena", huge_pages._Arena())
+    monkeypatch.setattr(huge_pages.mmap, "mmap", full)
     assert empty(4, 5).shape == (4, 5) and zeros(20).tolist() == [0] * 20
 
 
-@asked
+@supported
 @pytest.mark.parametrize("layout", layouts(), ids=lambda layout: layout.name)
 def test_a_cache_is_zeros_on_huge_pages_that_nobody_has_touched(layout):
     blocks, before = 8 * HUGE_PAGE_BYTES // (16 * 8 * 128), refused()

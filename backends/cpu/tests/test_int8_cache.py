@@ -16,7 +16,7 @@ from inferplane_cpu.kvcache import layouts
 from inferplane_cpu.native import instruction_sets, native, use_instruction_set
 from tests.unit.support.small import tiny_llama
 
-from .test_layers import LENGTHS, SCHEDULES, bound_model, latents_and_experts
+from .test_layers import EACH, LENGTHS, SCHEDULES, SMALL, bound_model, latents_and_experts
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}")
@@ -124,8 +124,8 @@ def test_whole_layers_write_and_read_what_smaller_kernels_do(name, tree, schedul
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS["ragged"]]
     found = []
     with use_instruction_set(name):
-        for chain, whole in ((True, True), (False, True), (False, False)):
-            bound = bound_model(made, weights, 40, chain, whole, "int8")
+        for without in ((), EACH, SMALL):
+            bound = bound_model(made, weights, 40, without, "int8")
             logits = stepping.run(bound, prompts, SCHEDULES[schedule])
             found.append((logits, [t for kv in bound.cache.layers for t in (*kv.entries, *kv.scales)]))
     for one, other in zip(found[0][0], found[1][0], strict=True):

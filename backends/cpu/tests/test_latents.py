@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from inferplane.binding import View
 from inferplane.ops import OPS, Draw, encode
 from inferplane.ops.mla import MLADims
 from inferplane.types import HOST
@@ -25,7 +26,7 @@ SEQUENCES = [(1, 0), (1, 90), (3, 64), (6, 31)]
 
 
 def site(dims, kv_b):
-    return SimpleNamespace(kv_b=kv_b, dims=dims, scale=(dims.nope + dims.rope) ** -0.5, kv=dims.request)
+    return View(kv_b=kv_b, dims=dims, scale=(dims.nope + dims.rope) ** -0.5, kv=dims.request)
 
 
 def case(dims, layout, seed, sequences=SEQUENCES):
@@ -96,9 +97,7 @@ def test_expanded_for_many_tokens(dims, sequences, format, name):
     op = OPS["mla_absorbed"](q.dequantize(torch.float32), dims, (dims.nope + dims.rope) ** -0.5, dims.request)
     want = op(q_nope.float(), q_rope.float(), batch, kv)
     with use_instruction_set(name):
-        got = mla_expanded_panels(
-            site(dims, SimpleNamespace(weight=Panels(q), prepared=None)), q_nope, q_rope, batch, kv
-        ).float()
+        got = mla_expanded_panels(site(dims, View(weight=Panels(q), prepared=None)), q_nope, q_rope, batch, kv).float()
     assert ((got - want).abs() <= 2**-6 * want.abs().amax((1, 2), keepdim=True)).all()
 
 

@@ -4,23 +4,23 @@ import contextlib
 import os
 import subprocess
 import sys
-import types
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from inferplane.binding import Options, PlanSettings, bind, view_of
 from inferplane.conformance import stepping, test_models
 from inferplane.conformance.configs import TINY, model
 from inferplane.conformance.subject import Subject
 from inferplane.models import Build, Config, deepseek_v3
 from inferplane.ops import CausalLM
-from inferplane.plugin import PLAIN
+from inferplane.plugin import PLAIN, ModelOutput
 from inferplane.plugins import host
 from inferplane.types.batch import Query, make_batch
-from inferplane_cpu.kernels.sampling import likeliest_of
-from inferplane_cpu.kernels.step import whole
+from inferplane_cpu.kernels.layer_description import native_layer
+from inferplane_cpu.kernels.model import causal_lm
 from inferplane_cpu.native import instruction_sets, native, use_instruction_set
 from tests.unit.support.small import ENDS, PROJECTIONS, V3, WHOLE_MODEL, tiny_llama, tiny_v3
 
@@ -36,37 +36,34 @@ SCHEDULES = {
 """The last twelve tokens singly, or as up to seven rows a step; at nine and more rows the chain gives its turn back."""
 
 
-def bound_model(tree, weights, tokens, chained, whole=True, kv_dtype="auto", step=True, fixed=False):
-    """The bound model. Its steps of few tokens are one call; unless `step`, all layers are; unless `chained`, each is;
-    unless `whole`, none is. With `fixed` all its native kernels are batch-invariant.
+def bound_model(tree, weights, tokens, without=(), kv_dtype="auto", invariant=False):
+    """The bound model. Its steps of few tokens are one call; without kernels for "causal_lm" all layers are; without
+    those for "decoder_stack" (`PARTS`) too, each is. With `invariant` all its native kernels are batch-invariant.
     """
     subject = Subject.of(host(), "cpu", "bfloat16")
-    if fixed:
+    if invariant:
         subject.kernels = [k for k in subject.kernels if k.batch_invariant or k.provider != "native"]
-    if not whole:
-        subject.kernels = [k for k in subject.kernels if k.op != "decoder_layer"]
+    subject.kernels = [k for k in subject.kernels if k.op not in without]
     bound = stepping.on_device(subject, tree, torch.bfloat16, weights, tokens, kv_dtype)
-    if not whole:
-        return bound
-    view = bound.steps["decode"].__self__
-    assert hasattr(view.layers, "chain") and view.whole is not None
-    if not (chained and step):
-        view.whole = None
-    if not chained:
-        view.layers = tuple(view.layers)
+    labels = {op.name: choice.label for _, op, choice in bound.plan.sites("decode")}
+    for op in ("causal_lm", "decoder_stack"):
+        assert without or labels[op] == f"native:{op}"
     return bound
 
 
-def counted(view, calls):
-    """Have a model's steps in one call counted: True for those that it served."""
-    whole = view.whole
+STACK, EACH, SMALL = ("causal_lm",), ("causal_lm", "decoder_stack"), ("causal_lm", "decoder_stack", "decoder_layer")
+"""What to bind without: then all layers are one call, each layer is, and each layer is made of smaller kernels."""
+
+
+def count_bodies(view, calls):
+    """Have the steps counted that a kernel of several parts leaves to its body."""
+    body = view.body
 
     def count(*args):
-        done = whole(*args)
-        calls.append(done is not None)
-        return done
+        calls.append(args)
+        return body(*args)
 
-    view.whole = count
+    view.body = count
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -89,15 +86,15 @@ def test_one_call_gives_what_its_parts_give_in_turn(name, format, lengths, sched
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS[lengths]]
     found, calls = [], []
     with use_instruction_set(name):
-        for chained, step in ((True, True), (True, False), (False, False)):
-            bound = bound_model(tree, weights, max(LENGTHS[lengths]), chained, step=step)
-            if step:
-                counted(bound.steps["decode"].__self__, calls)
+        for without in ((), STACK, EACH):
+            bound = bound_model(tree, weights, max(LENGTHS[lengths]), without)
+            if not without:
+                count_bodies(view_of(bound.steps["decode"]), calls)
             found.append(stepping.run(bound, prompts, SCHEDULES[schedule]))
     for one, layers, other in zip(*found, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(layers, other)
-    assert calls and all(calls), "steps that one call did not serve"
+    assert not calls, "steps that one call did not serve"
 
 
 def long_rows(of):
@@ -126,7 +123,7 @@ def test_one_row_and_two_are_summed_in_one_order_by_all(name, of, lengths, count
     weights = stepping.draw_weights(tree, torch.bfloat16, steady_routes=True)
     draw = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, 97, (n,), generator=draw).tolist() for n in lengths]
-    ways = ({"chained": True}, {"chained": False}, {"chained": False, "whole": False}, {"chained": True, "fixed": True})
+    ways = {}, {"without": EACH}, {"without": SMALL}, {"invariant": True}
     with use_instruction_set(name):
         step, layer, parts, fixed = (
             stepping.run(bound_model(tree, weights, 64, **way), prompts, lambda i, *_: counts[i]) for way in ways
@@ -140,26 +137,26 @@ def test_one_row_and_two_are_summed_in_one_order_by_all(name, of, lengths, count
 def test_a_step_in_one_call_gives_the_logits_that_are_asked_for(name):
     """Of several rows a sequence the last one or two, or none; and hidden states of all rows."""
     tree = tiny_llama(format="int4_group32", names=(*PROJECTIONS, *ENDS))
-    bound = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40, True)
-    view = bound.steps["decode"].__self__
-    whole = view.whole
+    bound, calls = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40), []
+    view = view_of(bound.steps["decode"])
+    body = view.body
+    count_bodies(view, calls)
     with use_instruction_set(name):
         for wanted, rows in (((1, 2), [2, 5, 6]), ((0, 1), [6]), ((0, 0), [])):
             queries = [Query([3, 4, 5], 0, [0, 1], wanted[0]), Query([6, 7, 8, 9], 0, [2, 3], wanted[1])]
             batch = make_batch(queries, block_tokens=16, device="cpu")
             assert batch.logit_rows.tolist() == rows
-            one = whole(view, batch, bound.cache)
-            assert one is not None
-            view.whole = None
-            parts = bound.steps["decode"](batch, bound.cache)
+            one = bound.steps["decode"](batch, bound.cache)
+            assert not calls
+            parts = body(batch, bound.cache)
             assert one[0].shape == (len(rows), 97) and one[0].isfinite().all() and one[1].shape[0] == 7
             assert all(torch.equal(a, b) for a, b in zip(one, parts, strict=True))
 
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("kind", ["as they come", "equals", "NaN", "all alike"])
-def test_a_step_in_one_call_knows_the_likeliest_tokens(name, kind):
-    """Those that the op `sample` finds in its logits, for these very logits alone."""
+def test_a_step_in_one_call_finds_the_largest_logits(name, kind):
+    """Those that the op `sample` finds in its logits."""
     tree = tiny_llama(vocab_size=5001)  # several pieces for every thread
     weights = stepping.draw_weights(tree, torch.bfloat16)
     head = weights[id(tree.head.weight)]
@@ -169,50 +166,45 @@ def test_a_step_in_one_call_knows_the_likeliest_tokens(name, kind):
         head[[4990, 33, 4000]] = torch.nan
     elif kind == "all alike":
         head.zero_()
-    bound = bound_model(tree, weights, 40, True)
-    view = bound.steps["decode"].__self__
+    bound = bound_model(tree, weights, 40)
+    step = bound.steps["decode"]
     greedy = torch.zeros(6), None, None, None, None
     with use_instruction_set(name):
-        logits, _ = view.whole(view, replace(step_of(2), logit_rows=None), bound.cache)
-        found = view.sample(logits, *greedy)
-        assert found is likeliest_of(logits) and likeliest_of(logits.clone()) is None
-        assert torch.equal(found, view.sample(logits.clone(), *greedy))
+        output = step(replace(step_of(2), logit_rows=None), bound.cache)
+        assert isinstance(output, ModelOutput)
+        logits, found = output[0], output.argmax
+        assert torch.equal(found, view_of(step).sample(logits, *greedy))
         want = torch.full((6,), 33) if kind == "NaN" else (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
         assert torch.equal(found, want)
         assert len(set(want.tolist())) > 1 or kind in ("NaN", "all alike")
-        assert view.sample(logits[2:3], torch.zeros(1), None, None, None, None).tolist() == found[2:3].tolist()
 
 
 def step_of(rows):
     return make_batch([Query([3, 4, 5][:rows], 0, [i], 1) for i in range(3)], block_tokens=16, device="cpu")
 
 
-@pytest.mark.parametrize("part", ["norm", "head", "embed"])
-def test_a_step_in_one_call_is_only_for_what_it_knows(part):
-    """More rows than it takes, and parts bound to another kernel, go by the parts."""
-    tree = tiny_llama()
-    bound = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40, True)
-    view = bound.steps["decode"].__self__
-    assert view.whole(view, step_of(3), bound.cache) is None
-    served = view.whole(view, step_of(2), bound.cache)
-    assert served is not None
-    del view.described
-    kernel = getattr(view, part)
-    calls = []
-
-    def other(p, *args):
-        calls.append(1)
-        return kernel(*args)
-
-    setattr(view, part, types.MethodType(other, kernel.__self__))
-    assert view.whole(view, step_of(2), bound.cache) is None
-    assert torch.equal(bound.steps["decode"](step_of(2), bound.cache)[0], served[0])
-    assert calls == [1]
+@pytest.mark.parametrize(("part", "other"), [("norm", "torch"), ("head", "torch"), ("embed", "reference")])
+def test_a_step_in_one_call_is_only_for_what_it_knows(part, other):
+    """Parts bound to another kernel go one by one, and the plan says why; so do more rows than it takes."""
+    subject, tree = Subject.of(host(), "cpu", "bfloat16"), tiny_llama()
+    settings = PlanSettings("cpu", torch.bfloat16, features=subject.features)
+    offers = lambda request: subject.layouts(request, torch.bfloat16)  # noqa: E731
+    plan = bind(tree, subject.kernels, settings, offers, options=Options({part: other}))
+    choice = plan.choices["decode"]
+    assert choice.label == "decomposition" and choice.children["layers"].label == "native:decoder_stack"
+    (reason,) = [r.reason for r in choice.rejected if r.kernel == "native:causal_lm"]
+    assert reason == f"{part} is bound to {choice.children[part].label}, which it cannot run"
+    bound, calls = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40), []
+    count_bodies(view_of(bound.steps["decode"]), calls)
+    for rows, bodies in ((2, 0), (3, 1)):
+        assert bound.steps["decode"](step_of(rows), bound.cache)[0].shape == (3, 97)
+        assert len(calls) == bodies
 
 
 def test_what_is_out_of_range_is_told_by_the_parts():
     tree = tiny_llama()
-    bound = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40, True)
+    bound, calls = bound_model(tree, stepping.draw_weights(tree, torch.bfloat16), 40), []
+    count_bodies(view_of(bound.steps["decode"]), calls)
     step, good = bound.steps["decode"], step_of(2)
     for changes in ({"ids": good.ids.index_fill(0, torch.tensor([3]), 97)}, {"ids": good.ids - 5}):
         with pytest.raises(IndexError, match="out of range"):
@@ -221,8 +213,8 @@ def test_what_is_out_of_range_is_told_by_the_parts():
         step(replace(good, logit_rows=good.logit_rows + 4), bound.cache)
     for times in (3, 2000):  # of three rows
         often = replace(good, logit_rows=good.logit_rows.repeat(times))
-        assert step.__self__.whole(step.__self__, often, bound.cache) is None
-        assert step(often, bound.cache)[0].shape == (3 * times, 97)
+        calls.clear()
+        assert step(often, bound.cache)[0].shape == (3 * times, 97) and len(calls) == 1
     assert step(good, bound.cache)[0].isfinite().all()
 
 
@@ -232,11 +224,11 @@ def test_conformance_sees_a_wrong_step(wrong):
 
     def broken(view, batch, cache):
         if wrong == "all rows":
-            return whole(view, replace(batch, logit_rows=None), cache)
-        found = whole(view, batch, cache)
-        return found and (found[0], found[1] * 1.5)
+            return causal_lm(view, replace(batch, logit_rows=None), cache)
+        logits, hidden = causal_lm(view, batch, cache)
+        return logits, hidden * 1.5
 
-    subject.kernels = [k if k.whole is None else replace(k, whole=broken) for k in subject.kernels]
+    subject.kernels = [replace(k, target=broken) if k.op == "causal_lm" else k for k in subject.kernels]
     case = test_models.Case(TINY["llama"], "bfloat16", "", "llama")
     with pytest.raises((AssertionError, pytest.fail.Exception), match=r"instead of|are wrong by"):
         test_models.test_what_a_step_gives(case, subject, lambda **figures: None)
@@ -272,7 +264,7 @@ def test_any_number_of_threads_gives_the_same_bits(make, kv_dtype, name):
             for threads in (1, 2, 3, 40):
                 torch.set_num_threads(threads)
                 with use_instruction_set(name):
-                    bound = bound_model(tree, weights, most + 1, True, kv_dtype=kv_dtype)
+                    bound = bound_model(tree, weights, most + 1, kv_dtype=kv_dtype)
                     found.append(stepping.run(bound, prompts, SCHEDULES["tokens"]))
             assert all(rows.isfinite().all() for rows in found[0])
             for other in found[1:]:
@@ -306,7 +298,7 @@ def test_a_busy_neighbour_changes_speed_alone():
                 if crowded:
                     neighbour = exits.enter_context(subprocess.Popen([sys.executable, "-c", count]))
                     exits.callback(neighbour.kill)
-                bound = bound_model(tree, weights, 601, True)
+                bound = bound_model(tree, weights, 601)
                 found.append((stepping.run(bound, prompts, SCHEDULES["tokens"]), affinities()))
         (rows, may_be), *others = found
         for again, may_be_now in others:
@@ -321,16 +313,16 @@ def test_layers_of_two_windows_go_in_turn():
     """One plan of attention serves one window; a chain over two gives its turn back, and the results stay."""
     tree = tiny_llama()
     weights = stepping.draw_weights(tree, torch.bfloat16)
-    bound = bound_model(tree, weights, 40, True)
-    first, second, _ = (layer.__self__ for layer in bound.steps["decode"].__self__.layers)
+    bound, single = bound_model(tree, weights, 40), bound_model(tree, weights, 40, EACH)
+    layers = [view_of(bound.steps["decode"]).layers.layers]
+    layers.append([view_of(layer) for layer in view_of(view_of(single.steps["decode"]).layers).layers])
     prompt = [list(range(2, 38))]
     whole = stepping.run(bound, prompt, SCHEDULES["tokens"])[0]
-    first.layer.window, second.layer.window = 0, 5
+    for first, second, _ in layers:
+        native_layer(first, False).window, native_layer(second, False).window = 0, 5
     windowed = stepping.run(bound, prompt, SCHEDULES["tokens"])[0]
     assert not torch.equal(whole, windowed)
-    bound.steps["decode"].__self__.whole = None
-    bound.steps["decode"].__self__.layers = tuple(bound.steps["decode"].__self__.layers)
-    assert torch.equal(windowed, stepping.run(bound, prompt, SCHEDULES["tokens"])[0])
+    assert torch.equal(windowed, stepping.run(single, prompt, SCHEDULES["tokens"])[0])
 
 
 def latents_and_experts(format, kv_b=None):
@@ -361,8 +353,8 @@ def test_latents_and_experts_in_one_call(name, format, kv_b, schedule):
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS["ragged"]]
     with use_instruction_set(name):
         chained, single, parts = (
-            stepping.run(bound_model(tree, weights, 40, chain, whole), prompts, SCHEDULES[schedule])
-            for chain, whole in ((True, True), (False, True), (False, False))
+            stepping.run(bound_model(tree, weights, 40, without), prompts, SCHEDULES[schedule])
+            for without in ((), EACH, SMALL)
         )
     for one, other, small in zip(chained, single, parts, strict=True):
         assert torch.equal(one, other)

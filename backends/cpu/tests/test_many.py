@@ -1,12 +1,11 @@
 """Native kernels for many tokens, on every instruction set with tiles: against exact products and those for few."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from inferplane.binding import run_case
+from inferplane.binding import View, run_case
 from inferplane.binding.check import Bench
 from inferplane.kernels.composed.padding import pad_rows
 from inferplane.ops import OPS, Draw, encode
@@ -94,7 +93,7 @@ def test_without_amx_many_rows_of_a_bf16_weight_are_onednns():
     w, x = torch.randn(200, 3000, generator=draw).bfloat16(), torch.randn(64, 3000, generator=draw).bfloat16()
     native = torch.empty(64, 200, dtype=torch.bfloat16)
     with use_instruction_set("avx512_bf16"):
-        found = multiply_many_rows(SimpleNamespace(weight=w, prepared=None), x, None)
+        found = multiply_many_rows(View(weight=w, prepared=None), x, None)
         assert multiply_on_tiles(matrices(w)[0], x, native)
     assert torch.equal(found, torch.nn.functional.linear(pad_rows(x), w)) and not torch.equal(found, native)
 
@@ -104,15 +103,13 @@ def test_where_onednn_is_behind_it_gets_no_rows(isa, monkeypatch):
     w, x = torch.randn(200, 3000).bfloat16(), torch.randn(64, 3000).bfloat16()
     monkeypatch.setattr(torch.nn.functional, "linear", None)
     with use_instruction_set(isa):
-        assert multiply_many_rows(SimpleNamespace(weight=w, prepared=None), x, None).shape == (64, 200)
+        assert multiply_many_rows(View(weight=w, prepared=None), x, None).shape == (64, 200)
 
 
 def test_many_tokens_of_bf16_experts_are_onednns_but_on_avx2(tiles, monkeypatch):
     asked = []
     monkeypatch.setattr(moe, "moe_experts_torch", lambda p, x, weights, ids: asked.append(len(x)))
-    site = SimpleNamespace(
-        gate_up=torch.randn(2, 64, 32).bfloat16(), down=torch.randn(2, 32, 32).bfloat16(), prepared=None
-    )
+    site = View(gate_up=torch.randn(2, 64, 32).bfloat16(), down=torch.randn(2, 32, 32).bfloat16(), prepared=None)
     for m in (moe.FEW_ROWS, moe.FEW_ROWS + 1):
         moe.moe_experts(site, torch.randn(m, 32).bfloat16(), torch.ones(m, 1), torch.zeros(m, 1, dtype=torch.int64))
     assert asked == ([] if tiles == "avx2" else [moe.FEW_ROWS + 1])
@@ -151,7 +148,7 @@ def test_numbers_that_are_not_finite_reach_whoever_sees_them_alone(n, at, number
     )
     {"query": q, "key": k, "value": v}[wrong][at, 0, 3] = -number
     kv.write(batch.slots, k, v)
-    site = SimpleNamespace(heads=4, kv=request, scale=0.3)
+    site = View(heads=4, kv=request, scale=0.3)
     many, few = attention_many(site, q, batch, kv), attention(site, q, batch, kv)
     seen = torch.zeros(n, dtype=torch.bool)
     seen[at : n if window is None else at + window] = True

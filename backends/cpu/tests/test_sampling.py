@@ -1,11 +1,11 @@
 """Sampling from large vocabularies: the tokens that the op's body draws, whatever the logits and the cuts."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from inferplane.binding import View
 from inferplane.ops import SampleTokens
 from inferplane.ops.sampling import kept_weights
 from inferplane_cpu.kernels import sampling
@@ -18,7 +18,7 @@ needs_library = pytest.mark.skipif(not SETS, reason=f"not run: {native().reason}
 KINDS = ["flat", "peaked", "ties", "banned", "zeros of both signs"]
 ROUNDING = 1e-5
 """Of a cumulated share: exponents up to 28 are rounded to 24 bits twice, and exponentials to as many."""
-VIEW = SimpleNamespace(prepared=sampling.Scratch())
+VIEW = View(prepared=sampling.RowMemory())
 
 
 def logits(kind: str, g: torch.Generator) -> torch.Tensor:

@@ -14,7 +14,7 @@ from inferplane_cpu.kernels.packing import Panels, matrices, with_int8_activatio
 from inferplane_cpu.native import TILES, instruction_sets, native, use_instruction_set
 from tests.unit.support.small import LLAMA, V3, WHOLE_MODEL
 
-from .test_layers import LENGTHS, SCHEDULES, bound_model
+from .test_layers import EACH, LENGTHS, SCHEDULES, SMALL, bound_model
 from .test_native import outliers
 
 SETS = instruction_sets()
@@ -96,8 +96,8 @@ def test_whole_layers_give_what_smaller_kernels_do(name, kind, schedule):
     prompts = [torch.randint(0, 97, (n - 1,), generator=draw).tolist() for n in LENGTHS["ragged"]]
     found = []
     with use_instruction_set(name):
-        for chained, whole in ((True, True), (False, True), (False, False)):
-            bound = bound_model(tree, weights, 40, chained, whole)
+        for without in ((), EACH, SMALL):
+            bound = bound_model(tree, weights, 40, without)
             found.append(torch.cat(stepping.run(bound, prompts, SCHEDULES[schedule])))
     one, other, small = found
     assert torch.equal(one, other)
@@ -122,7 +122,7 @@ def test_a_prompt_in_one_call_is_near_the_prompt_in_parts(isa):
     prompt = [torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(7)).tolist()]
     with use_instruction_set(isa):
         whole, parts = (
-            stepping.run(bound_model(tree, weights, 160, False, way), prompt, stepping.SCHEDULES["whole_prompt"])[0]
-            for way in (True, False)
+            stepping.run(bound_model(tree, weights, 160, way), prompt, stepping.SCHEDULES["whole_prompt"])[0]
+            for way in (EACH, SMALL)
         )
     assert (whole - parts).abs().max() <= INT8_ACTIVATION_ERROR * parts.abs().max()

@@ -4,7 +4,7 @@ from inferplane.binding.canary import Verdict, run_canary
 from inferplane.binding.check import Bench, Outcome, run_case
 from inferplane.binding.choice import Choice, Options, Rejection
 from inferplane.binding.explain import explain, explain_text
-from inferplane.binding.link import View, link
+from inferplane.binding.link import View, link, view_of
 from inferplane.binding.load import DictSource, DummySource, FormatReader, Loaded, TensorSource, load
 from inferplane.binding.lock import read_lock, signature, write_lock
 from inferplane.binding.plan import MAX_REPACKED_FRACTION, Plan, PlanSettings, bind
@@ -43,5 +43,6 @@ __all__ = [
     "run_case",
     "signature",
     "tune",
+    "view_of",
     "write_lock",
 ]

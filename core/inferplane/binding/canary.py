@@ -54,7 +54,15 @@ def run_canary(plan: Plan, torch_device: str, layouts: LayoutsFor, checked: Coll
         return [x for x in layouts(request) if x.name in chosen or len(layouts(request)) == 1]
 
     settings = plan.settings
-    bench = Bench(settings.device, torch_device, settings.dtype, settings.features, same_layouts)
+    kernels = [k for r in plan.resolvers.values() for same in r.by_op.values() for k in same]
+    bench = Bench(
+        settings.device,
+        torch_device,
+        settings.dtype,
+        settings.features,
+        same_layouts,
+        kernels=list(dict.fromkeys(kernels)),
+    )
     return [_check(kernel, formats, bench) for kernel, formats in _kernels(plan).items() if id(kernel) not in checked]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from inferplane.binding.choice import Choice, Options
 from inferplane.binding.link import link
 from inferplane.binding.plan import Plan, PlanSettings
 from inferplane.binding.resolver import Resolver
-from inferplane.errors import UsageError
+from inferplane.errors import BindError, UsageError
 from inferplane.ops import Draw, Op, Sample
 from inferplane.ops.oracle import OracleKV, oracle_arguments, to_host
 from inferplane.types import (
@@ -36,9 +36,9 @@ from inferplane.types import (
     Context,
     Features,
     Kernel,
+    KVCache,
     KVLayout,
     KVRequest,
-    LayerKV,
     QTensor,
     StepKind,
 )
@@ -86,6 +86,7 @@ class Bench:
         features: the device's features.
         layouts: available layouts for a cache request.
         layout: name of the layout to use; None: the first one that the kernel accepts.
+        kernels: what children are bound to under a kernel that inlines them (`Kernel.inlines`).
     """
 
     device: str
@@ -94,6 +95,7 @@ class Bench:
     features: Features
     layouts: LayoutsFor
     layout: str | None = None
+    kernels: Sequence[Kernel] = ()
 
 
 def run_case(
@@ -123,7 +125,7 @@ def run_case(
     found = _settle(kernel, sample, bench)
     if isinstance(found, str):
         return Outcome(False, detail=found)
-    layouts, kind, tolerance = found
+    layouts, kind, tolerance, running = found
     op = sample.op
     writes = any(o.writes_cache for _, o in op.sites())
     if writes:  # a block's K and V differ by roundings, which may take an entry to the next step of the storage
@@ -145,14 +147,14 @@ def run_case(
     batch, given = batch_in(args), args
     padded = padded and sample.step_kind == "decode" and batch is not None and batch.kind == "decode"
     if padded:
-        given = pad(args, draw, lens_known=kernel is None or kernel.needs_host_lens)
+        given = pad(args, draw, lens_known=kernel is None or any(k.needs_host_lens for k in running))
     described = describe(given)
 
     def wrong(detail: str, trace: str = "") -> Outcome:
         return Outcome(True, float("inf"), tolerance, detail, described, trace, fatal=True)
 
     try:
-        packed = _packed(op, kernel, weights, bench, bench.torch_device)
+        packed = _packed(op, kernel, weights, bench, kind, bench.torch_device)
         function = _bound(op, kernel, packed, bench, kind)
         untouched = Untouched(given, packed.values())
         before = [caches.read_all(kv) for kv in caches_in(given)]
@@ -183,7 +185,7 @@ def run_case(
 
 def _settle(
     kernel: Kernel | None, sample: Sample, bench: Bench
-) -> tuple[dict[KVRequest, KVLayout], StepKind, float] | str:
+) -> tuple[dict[KVRequest, KVLayout], StepKind, float, list[Kernel]] | str:
     """The case's layouts, step kind and tolerance; a reason in words if the kernel refuses the sample."""
     op = sample.op
     layouts = _choose_layouts(kernel, op, bench)
@@ -199,7 +201,11 @@ def _settle(
     tolerance = op.tolerance.get(bench.dtype)
     if tolerance is None:
         return f"op {op.name} states no tolerance for {bench.dtype}"
-    return layouts, kind, tolerance + (kernel.extra_error if kernel is not None else 0.0)
+    try:
+        running = _kernels_run(op, kernel, bench, kind)
+    except BindError as refused:
+        return refused.what
+    return layouts, kind, tolerance + max((k.extra_error for k in running), default=0.0), running
 
 
 def _bodies(
@@ -207,8 +213,8 @@ def _bodies(
 ) -> tuple[Any, Any]:
     """Results of the op's body in the plan's dtype, which has the required shapes and dtypes, and of the oracle."""
     op, kind = sample.op, sample.step_kind
-    expected = _bound(op, None, _packed(op, None, weights, bench, HOST), bench, kind)(*host_args)
-    wide = _packed(op, None, weights, bench, HOST, oracle=True)
+    expected = _bound(op, None, _packed(op, None, weights, bench, kind, HOST), bench, kind)(*host_args)
+    wide = _packed(op, None, weights, bench, kind, HOST, oracle=True)
     return expected, _bound(op, None, wide, bench, kind, oracle=True)(*ideal_args)
 
 
@@ -229,7 +235,7 @@ def bound_case(
     caches = Caches(layouts, bench.dtype, bench.torch_device, seed)
     draw = Draw(seed, bench.dtype, bench.torch_device, caches.build)
     weights = {id(w): draw.weight(w) for _, w in sample.op.weights()}
-    packed = _packed(sample.op, kernel, weights, bench, bench.torch_device)
+    packed = _packed(sample.op, kernel, weights, bench, sample.step_kind, bench.torch_device)
     return _bound(sample.op, kernel, packed, bench, sample.step_kind), sample.inputs(draw)
 
 
@@ -251,11 +257,18 @@ def _choose_layouts(kernel: Kernel | None, op: Op, bench: Bench) -> dict[KVReque
 
 
 def _packed(
-    op: Op, kernel: Kernel | None, weights: dict[int, Any], bench: Bench, device: str, *, oracle: bool = False
+    op: Op,
+    kernel: Kernel | None,
+    weights: dict[int, Any],
+    bench: Bench,
+    kind: StepKind,
+    device: str,
+    *,
+    oracle: bool = False,
 ) -> dict[tuple[int, str], Any]:
     """Canonical weights in the packings that one kernel (None: bodies on all levels) requests."""
     packed = {}
-    for i, names in _forced_plan(op, kernel, bench, "mixed").packings.items():
+    for i, names in _forced_plan(op, kernel, bench, kind).packings.items():
         full = weights[i]
         if oracle:
             full = full.dequantize() if isinstance(full, QTensor) else full.float()
@@ -284,7 +297,21 @@ def _forced_plan(op: Op, kernel: Kernel | None, bench: Bench, kind: StepKind, dt
     chosen = _choose_layouts(kernel, op, bench)
     layouts = {} if isinstance(chosen, str) else chosen
     ctx = Context(settings.dtype, kind, layouts, bench.features)  # a kernel's `prepare` may look at the layouts
-    return Plan(op, settings, layouts, {kind: _ForcedResolver(kernel, ctx)})
+    if kernel is None or not kernel.inlines:
+        return Plan(op, settings, layouts, {kind: _ForcedResolver(kernel, ctx)})
+    others = [k for k in bench.kernels if k.op != op.name]
+    return Plan(op, settings, layouts, {kind: Resolver([kernel, *others], ctx, Options({op.name: kernel.name}))})
+
+
+def _kernels_run(op: Op, kernel: Kernel | None, bench: Bench, kind: StepKind) -> list[Kernel]:
+    """The kernel under test and those that it inlines.
+
+    Raises:
+        BindError: the children are bound to kernels that it cannot run.
+    """
+    if kernel is None or not kernel.inlines:
+        return [] if kernel is None else [kernel]
+    return [c.kernel for _, _, c in _forced_plan(op, kernel, bench, kind).sites(kind) if c.kernel is not None]
 
 
 class _ForcedResolver(Resolver):
@@ -312,21 +339,26 @@ def _host_arguments(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> tuple[Any,
         if isinstance(arg, torch.Tensor):
             out.append(to_host(arg))
         elif isinstance(other, OracleKV):
-            twin = OracleKV(other.request, other.block_tokens, other.entries[0].shape[0])
-            twin.entries = [e.clone() for e in other.entries]
-            out.append(twin)
+            out.append(_copied(other))
+        elif isinstance(other, KVCache):
+            out.append(replace(other, layers=tuple(map(_copied, other.layers))))
         else:
             out.append(other)
     return tuple(out)
+
+
+def _copied(kv: Any) -> OracleKV:
+    twin = OracleKV(kv.request, kv.block_tokens, kv.entries[0].shape[0])
+    twin.entries = [e.clone() for e in kv.entries]
+    return twin
 
 
 def _cache_error(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> float:
     """Largest error over everything that may be read from the caches afterwards."""
     worst = 0.0
     batch = next((a for a in args if isinstance(a, Batch)), None)
-    for kv, twin in zip(args, ideal, strict=True):
-        if not isinstance(kv, LayerKV) or batch is None:
-            continue
+    for kv, twin in zip(caches_in(args), caches_in(ideal), strict=True):
+        assert batch is not None, "a cache without a batch"
         host = next(a for a in ideal if isinstance(a, Batch))
         for i, (first, last, n, table) in enumerate(host.rows()):  # padded sequences stand last
             skipped = kv.request.blocks_before_window(last - first, n, kv.block_tokens)

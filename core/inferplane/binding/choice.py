@@ -35,7 +35,7 @@ class Choice:
         rank: the kernel's rank, or the lowest rank among the body's hot leaves; 0 for a reference.
         why: the reason, one sentence.
         rejected: every other kernel with its reason.
-        children: choices of the body's children; empty if a kernel is chosen.
+        children: choices of the children, under a body or a kernel that inlines them; empty under other kernels.
         hot: the op, or one below it, is hot.
         variant: name of the variant that replaces the default body, by a pin.
         ambiguous: another accepted kernel has the same rank.
@@ -62,6 +62,11 @@ class Choice:
     dequantize: Dequantize = "never"
     pin: str | None = None
     activation_quant_skipped: str = ""
+
+    @property
+    def binds_children(self) -> bool:
+        """Whether what is below has choices of its own: under a body, or a kernel that inlines its children."""
+        return self.kernel is None or bool(self.kernel.inlines)
 
     @property
     def label(self) -> str:

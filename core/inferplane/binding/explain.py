@@ -104,16 +104,16 @@ def _lines(plan: Plan, kind: StepKind) -> list[_Line]:
 
     def walk(op: Op, choice: Choice, site: str, depth: int) -> None:
         out.append(_Line(site, op, choice, depth))
-        if choice.kernel is not None:
+        if not choice.binds_children:
             return
         children = [(path, child, choice.children[path]) for path, child in op.children()]
         i = 0
         while i < len(children):
             path, child, below = children[i]
             j = i
-            stem, dot, _ = path.rpartition(".")
-            while dot and j + 1 < len(children) and children[j + 1][2] is below:
-                if not children[j + 1][0].startswith(stem + dot):
+            stem, _, number = path.rpartition(".")
+            while number.isdigit() and j + 1 < len(children) and children[j + 1][2] is below:
+                if children[j + 1][0].rpartition(".")[0] != stem:
                     break
                 j += 1
             name = path if j == i else f"{path}-{children[j][0].rpartition('.')[2]}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inferplane.binding.choice import Choice
 from inferplane.binding.plan import Plan
@@ -23,18 +23,32 @@ Packed = Mapping[tuple[int, str], Any]
 """`(id of a weight, packing name)` -> what the kernel reads."""
 
 
-class Chained(tuple[Any, ...]):
-    """Bound layers that one function runs in turn; `chain(x, residual, batch, caches)` calls it."""
-
-    chain: Callable[..., Any]
-
-
 class View(Scratch):
-    """What a kernel or a body sees as its first argument: the op's fields by name, `prepared`, `once(key, make)`."""
+    """What a kernel or a body sees as its first argument: the op's fields by name, and `once(key, make)`.
 
+    Attributes: `kernel`, which it was made for, None for a body; `prepared`, what the kernel's `prepare` returned;
+    `body`, of a kernel that inlines its children: the op's body over the same bound children.
+    """
+
+    kernel: Kernel | None = None
     prepared: Any = None
-    whole: Callable[..., Any] | None = None
-    """Of a model: what its layers' kernels offer (`Kernel.whole`)."""
+    body: Callable[..., Any]
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def view_of(bound: Callable[..., Any]) -> View:
+    """The view of a bound op, as `link` made it.
+
+    Of a body the children are bound ops themselves: `view_of(step).sample(logits, ...)`.
+    """
+    view: View = bound.__self__  # type: ignore[attr-defined]
+    return view
 
 
 def link(plan: Plan, packed: Packed) -> dict[StepKind, Callable[..., Any]]:
@@ -57,21 +71,28 @@ class _Linker:
         self.prepared: dict[int, Any] = {}
 
     def bind(self, op: Op, choice: Choice) -> Callable[..., Any]:
-        if choice.kernel is not None:
-            view = self.view(op, choice, choice.kernel, "")
-            view.prepared = self.prepare(op, choice)
-            return types.MethodType(self.function(choice.kernel), view)
-        view = View()
+        kernel = choice.kernel
+        if kernel is not None and not choice.binds_children:
+            return self.method(kernel, self.view(op, choice, kernel, ""), op, choice)
+        view, inlining = View(), View()
         for path, value in op.items():
+            seen = None
             if isinstance(value, Weight):
                 value = self.packed[id(value), self.plan.packing(op, value, CANONICAL, self.kind, "unserved").name]
             elif isinstance(value, Op):
                 value = self.bind(value, choice.children[path])
-            _put(view, path, value)
-        for name in {path.partition(".")[0] for path in choice.children if "." in path}:
-            _chain(view, name, [c.kernel for path, c in choice.children.items() if path.startswith(f"{name}.")])
+                seen = view_of(value) if kernel is not None and kernel.inlined(path) else None
+            _put(view, op, path, value)
+            _put(inlining, op, path, value if seen is None else seen)
         body = op.variants[choice.variant] if choice.variant else type(op).__call__
-        return types.MethodType(body, view)
+        if kernel is None:
+            return types.MethodType(body, view)
+        inlining.body = types.MethodType(body, view)
+        return self.method(kernel, inlining, op, choice)
+
+    def method(self, kernel: Kernel, view: View, op: Op, choice: Choice) -> Callable[..., Any]:
+        view.kernel, view.prepared = kernel, self.prepare(op, choice)
+        return types.MethodType(self.function(kernel), view)
 
     def view(self, op: Op, choice: Choice, kernel: Kernel, prefix: str) -> View:
         view = View()
@@ -82,7 +103,7 @@ class _Linker:
                 value = self.packed[id(value), stored.name]
             elif isinstance(value, Op):
                 value = self.view(value, choice, kernel, f"{prefix}{path}.")
-            _put(view, path, value)
+            _put(view, op, path, value)
         return view
 
     def function(self, kernel: Kernel) -> Callable[..., Any]:
@@ -108,22 +129,10 @@ class _Linker:
         return self.prepared[id(choice)]
 
 
-def _chain(view: View, name: str, kernels: list[Kernel | None]) -> None:
-    """Mark a tuple of bound ops whose kernels share a chain, and the model that they are of."""
-    chains = {None if kernel is None else kernel.chain for kernel in kernels}
-    chain = chains.pop()
-    if chains or chain is None:
-        return
-    if len(wholes := {kernel.whole for kernel in kernels if kernel is not None}) == 1:
-        view.whole = wholes.pop()  # not bound to the view: nothing may keep itself alive
-    bound = Chained(getattr(view, name))
-    views = tuple(layer.__self__ for layer in bound)
-    bound.chain = types.MethodType(chain, views)
-    setattr(view, name, bound)
-
-
-def _put(view: View, path: str, value: Any) -> None:
+def _put(view: View, op: Op, path: str, value: Any) -> None:
     name, dot, _ = path.partition(".")
+    if path.isdigit():
+        name, dot = op.numbered, "."
     if dot:  # an entry of a tuple of ops
         value = (*getattr(view, name, ()), value)
     setattr(view, name, value)

@@ -85,7 +85,7 @@ class Plan:
     # -- packings
 
     def _collect(self, op: Op, choice: Choice, site: str, kind: StepKind) -> None:
-        if choice.kernel is not None:
+        if choice.kernel is not None and not choice.binds_children:
             self._collect_view(op, choice, choice.kernel, "", site, kind, op)
             return
         for path, value in op.items():
@@ -161,7 +161,7 @@ class Plan:
 
         def walk(op: Op, choice: Choice, site: str) -> Iterator[tuple[str, Op, Choice]]:
             yield site, op, choice
-            if choice.kernel is None:
+            if choice.binds_children:
                 for path, child in op.children():
                     yield from walk(child, choice.children[path], f"{site}.{path}" if site else path)
 
@@ -289,7 +289,7 @@ def _best_layouts(
 def _layout_score(op: Op, choice: Choice) -> int:
     """Sum of the ranks of kernels that access the cache's memory, each counted once per op with a cache that it
     replaces."""
-    if choice.kernel is None:
+    if choice.kernel is None or choice.binds_children:
         return sum(_layout_score(child, choice.children[path]) for path, child in op.children())
     if not choice.kernel.when.kv_layouts:
         return 0
@@ -326,7 +326,7 @@ def _hidden_pin(plan: Plan, name: str) -> BindError:
         f"{site or 'the root'} ({choice.kernel})"
         for kind in plan.choices
         for site, op, choice in plan.sites(kind)
-        if choice.kernel is not None and any(o.name == name for path, o in op.sites() if path)
+        if not choice.binds_children and any(o.name == name for path, o in op.sites() if path)
     ]
     return BindError(
         f"Op {name!r} is pinned, but everywhere in this model a larger kernel replaces it: {', '.join(larger[:3])}.",

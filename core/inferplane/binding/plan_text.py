@@ -77,6 +77,8 @@ def site_rows(sites: list[dict[str, Any]]) -> Iterator[SiteRow]:
             parents.pop()
         parent = parents[-1] if parents else ""
         label = site[len(parent) + 1 :] if parent else site
+        if label[:1].isdigit():
+            label = f"{parent.rpartition('.')[2]}.{label}"
         yield SiteRow(label or "model", len(parents), entry)
         parents.append(site)
 

@@ -76,11 +76,12 @@ class Resolver:
             path: self._at(child, f"{site}.{path}" if site else path, passed_on) for path, child in op.children()
         }
         rejected: list[Rejection] = []
-        accepted, dequantize = self._accepted(op, against, rejected, pin[1] if pin else "")
+        accepted, dequantize = self._accepted(op, site, children, against, rejected, pin[1] if pin else "")
         hot = op.hot or any(c.hot for c in children.values())
         leaves = [c for c in children.values() if c.hot] or list(children.values())
         # A hot op's body is slow with any children, and so is one that dequantizes what a kernel reads as stored.
-        slow = op.hot or (bool(accepted) and dequantize == "never" and self.formats(op) != op.formats())
+        reads_stored = dequantize == "never" and not all(k.inlines for k in accepted)
+        slow = op.hot or (reads_stored and self.formats(op) != op.formats())
         body_rank = 0 if slow else min((c.rank for c in leaves), default=0)
         dequantized = any(v.format != PLAIN and not self.native(op, v.format) for v in _own_weights(op))
         choice = Choice(op.name, None, body_rank, "", rejected, children, hot, dequantized=dequantized, own_hot=op.hot)
@@ -93,7 +94,9 @@ class Resolver:
                     reason = f"{level} {choice.label}"
                 rejected.append(Rejection(kernel.name, kernel.rank, reason))
         if choice.kernel is not None:
-            choice.children, choice.rank, choice.dequantize = {}, choice.kernel.rank, dequantize
+            choice.rank = choice.kernel.rank
+        if choice.kernel is not None and not choice.binds_children:
+            choice.children, choice.dequantize = {}, dequantize
             choice.dequantized = dequantize != "never"
             self._note_hidden_pins(op, choice)
         self._note_activation_quant(op, choice)
@@ -111,7 +114,7 @@ class Resolver:
     def _note_activation_quant(self, op: Op, c: Choice) -> None:
         """Record whether the activation quantization that the checkpoint requests is applied."""
         requested = op.activation_quants() - {""}
-        if not requested or (c.kernel is None and not c.own_hot):
+        if not requested or (c.binds_children and not c.own_hot):
             return
         if c.kernel is not None and c.kernel.quantizes_activations_to in requested:
             c.why += f"; quantizes activations to {c.kernel.quantizes_activations_to}, as the checkpoint requests"
@@ -121,7 +124,13 @@ class Resolver:
         c.activation_quant_skipped = lost or f"no kernel of {op.name} quantizes them"
 
     def _accepted(
-        self, op: Op, against: list[str], rejected: list[Rejection], pinned: str
+        self,
+        op: Op,
+        site: str,
+        children: dict[str, Choice],
+        against: list[str],
+        rejected: list[Rejection],
+        pinned: str,
     ) -> tuple[list[Kernel], Dequantize]:
         """The kernels that accept `op`, highest rank first, and which weights are dequantized for them.
 
@@ -130,7 +139,8 @@ class Resolver:
         """
         candidates = []
         for kernel in self.by_op[op.name]:
-            reasons = against + self.refused.get((op.key(), kernel), [])
+            reasons = _not_inlined(kernel, site, children) if kernel.inlines else against
+            reasons = reasons + self.refused.get((op.key(), kernel), [])
             if kernel.is_less_precise_than(op) and pinned not in (kernel.provider, kernel.name):
                 reasons = [
                     *reasons,
@@ -279,6 +289,17 @@ class Resolver:
         )
 
 
+def _not_inlined(kernel: Kernel, site: str, children: dict[str, Choice]) -> list[str]:
+    """Why a kernel that inlines its children cannot run them as they are bound; empty when it can."""
+    prefix = f"{site}." if site else ""
+    wrong = [
+        f"{prefix}{path} is bound to {child.label}, which it cannot run"
+        for path, child in children.items()
+        if (names := kernel.inlined(path)) and (child.kernel is None or child.kernel.name not in names)
+    ]
+    return [wrong[0] + (f", and {len(wrong) - 1} more such" if len(wrong) > 1 else "")] if wrong else []
+
+
 def check_declaration(kernel: Kernel) -> None:
     """Raise KernelError if a kernel names an unknown op or weight, or its parameters differ from the op's."""
     op = OPS.get(kernel.op)
@@ -294,6 +315,11 @@ def check_declaration(kernel: Kernel) -> None:
                 f"Kernel {kernel.name} packs {path!r}, but op {kernel.op!r} has no such field.",
                 there_is=", ".join(op.fields()),
                 remedy="name the weight by its path below the op",
+            )
+        if kernel.inlines:
+            raise KernelError(
+                f"Kernel {kernel.name} packs {path!r}, but runs children that are bound, and packed, by themselves.",
+                remedy="leave out packs or inlines",
             )
         if packing.has_reserved_name:
             raise KernelError(

@@ -97,4 +97,5 @@ class Subject:
     def bench(self, dtype: torch.dtype, layout: str | None = None) -> Bench:
         """Where cases run on this device."""
         device = self.backend.torch_device_indexed
-        return Bench(self.name, device, dtype, self.features, lambda request: self.layouts(request, dtype), layout)
+        offers = lambda request: self.layouts(request, dtype)  # noqa: E731
+        return Bench(self.name, device, dtype, self.features, offers, layout, self.kernels)

@@ -40,6 +40,7 @@ def decide(
     logits: torch.Tensor,
     sampler: Sampler,
     config: SpeculativeConfig | None,
+    argmax: torch.Tensor | None = None,
 ) -> Decided:
     """Sample or verify.
 
@@ -49,12 +50,13 @@ def decide(
         logits: float32 `[R, V]` of the rows that want them.
         sampler: of the model.
         config: how drafts are verified; None where there are none.
+        argmax: int64 `[R]`, the token with the largest logit of each row, if the model found it (`ModelOutput`).
 
     Raises:
         FloatingPointError: the logits of a row that decides hold NaN or infinity.
     """
     if all(s.last and not s.drafts and s.request.likeliest_next for s in chosen):  # most steps, so in few lines
-        drawn = sampler.likeliest(logits)
+        drawn = sampler.likeliest(logits) if argmax is None else argmax
         if not _finite(logits, drawn):
             raise FloatingPointError(NOT_FINITE)
         return Decided([[token] for token in _listed(drawn)], [[] for _ in chosen], [[] for _ in chosen])
@@ -73,7 +75,7 @@ def decide(
         return Decided([[] for _ in chosen], [[] for _ in chosen], prompts)
     some = logits if len(at) == logits.shape[0] else logits[torch.tensor(at, device=logits.device)]
     step = sampler.prepare(rows)
-    drawn = sampler.sample(some, step)
+    drawn = sampler.sample(some, step, argmax if some is logits else None)
     # A broken kernel's usual sign, shown by the op `sample`. Raised for the step, it then ends the requests it is
     # in, found one by one.
     if not _finite(some, drawn):

@@ -24,7 +24,7 @@ from inferplane.engine.speculate import Ran, SpeculativeConfig, Speculator
 from inferplane.engine.text import Detokenizer
 from inferplane.errors import CapacityError, EngineError, UsageError, warn
 from inferplane.kvcache import BlockAllocator, root_hash
-from inferplane.types import HOST, KVCache
+from inferplane.types import HOST, KVCache, ModelOutput
 from inferplane.types.batch import Query, make_batch
 
 DEFAULT_STEP_TOKENS = 2048
@@ -216,8 +216,9 @@ class Engine:
             queries = self.scheduler.queries(chosen)
             batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=self.device)
             with torch.inference_mode():
-                logits, hidden = self.runner.run(batch)
-                tokens, scores, prompts = self._decide(chosen, queries, logits)
+                output = self.runner.run(batch)
+                hidden = output[1]
+                tokens, scores, prompts = self._decide(chosen, queries, output)
                 pooled = parts(chosen, hidden)
         else:  # of sequences that ask for tokens alone
             nothing: list[list[Any]] = [[] for _ in chosen]
@@ -265,9 +266,12 @@ class Engine:
                 warn(f"Drafting failed ({type(error).__name__}: {error}); going on without.")
             self.metrics.counters["spec_decode_failures_total"] += 1
 
-    def _decide(self, chosen: list[Scheduled], queries: list[Query], logits: torch.Tensor) -> Decided:
+    def _decide(
+        self, chosen: list[Scheduled], queries: list[Query], output: tuple[torch.Tensor, torch.Tensor]
+    ) -> Decided:
         config = self.speculator.config if self.speculator is not None else None
-        return decide(chosen, queries, logits, self.sampler, config)
+        argmax = output.argmax if isinstance(output, ModelOutput) else None
+        return decide(chosen, queries, output[0], self.sampler, config, argmax)
 
     def _accept(self, s: Scheduled, new: list[int], scored: list[TokenLogprob]) -> FinishReason | None:
         """Append a sequence's new tokens up to its end; why it ends, None while it goes on."""

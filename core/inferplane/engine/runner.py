@@ -23,6 +23,7 @@ from inferplane.binding import (
     load,
     read_lock,
     run_canary,
+    view_of,
 )
 from inferplane.engine.buckets import sizes_for
 from inferplane.engine.capture import DecodeSteps, why_not
@@ -392,4 +393,4 @@ class Runner:
     @property
     def sample(self) -> Callable[..., torch.Tensor]:
         """The bound op that turns logits into tokens."""
-        return self.steps["decode"].__self__.sample  # type: ignore[attr-defined]
+        return cast(Callable[..., torch.Tensor], view_of(self.steps["decode"]).sample)

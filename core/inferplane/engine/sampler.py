@@ -92,14 +92,17 @@ class Sampler:
             x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
         return x
 
-    def sample(self, logits: torch.Tensor, step: Prepared) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, step: Prepared, argmax: torch.Tensor | None = None) -> torch.Tensor:
         """One token a row: int64 `[R]`.
 
         Args:
             logits: float32 `[R, V]`, the model's; they are not changed.
             step: of the same R rows.
+            argmax: int64 `[R]`, the token with the largest of these logits of each row, if the model found it.
         """
-        logits = self.process(logits, step)
+        found, logits = logits, self.process(logits, step)
+        if argmax is not None and logits is found and len(step.groups) == 1 and step.groups[0].kind == GREEDY:
+            return argmax
         if len(step.groups) == 1:  # of all rows
             return self._draw(logits, step.groups[0])
         drawn = [self._draw(logits[group.rows], group) for group in step.groups]

@@ -18,6 +18,7 @@ from inferplane.ops import (
     Attention,
     CausalLM,
     DecoderLayer,
+    DecoderStack,
     GatedMLP,
     GQABlock,
     KVWrite,
@@ -270,7 +271,9 @@ def decoder_model(build: Build, attn: Callable[[int, str], Any], mlp: Callable[[
     names = [(i, f"model.layers.{i}") for i in range(config.size("num_hidden_layers"))]
     return CausalLM(
         embed=embed,
-        layers=tuple(decoder_layer(build, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp")) for i, n in names),
+        layers=DecoderStack(
+            tuple(decoder_layer(build, i, attn(i, f"{n}.self_attn"), mlp(i, f"{n}.mlp")) for i, n in names)
+        ),
         norm=build.add_rms_norm("model.norm", width),
         head=build.head(embed, vocab, width),
         gather=build.gather(),

@@ -8,7 +8,7 @@ from inferplane.ops.eagle import EagleLayer
 from inferplane.ops.formats import FORMATS, dequantize_rows, encode
 from inferplane.ops.linear import GatedMLP, Linear, LMHead, SiluMul
 from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite, MLANormRopeWrite
-from inferplane.ops.model import CausalLM, DecoderLayer, MTPLayer
+from inferplane.ops.model import CausalLM, DecoderLayer, DecoderStack, MTPLayer
 from inferplane.ops.moe import MoE, MoEExperts, MoERoute
 from inferplane.ops.op import OPS, Comparison, Cost, Op, Sample, Workload, placeholder, values
 from inferplane.ops.quantize import Quantize
@@ -25,6 +25,7 @@ __all__ = [
     "Comparison",
     "Cost",
     "DecoderLayer",
+    "DecoderStack",
     "Draw",
     "EagleLayer",
     "Embedding",

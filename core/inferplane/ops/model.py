@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,23 +108,64 @@ def _quantized(layer: Any, format: str) -> DecoderLayer:
     return replace(layer, attn=attn, mlp=linears(layer.mlp, "gate_up", "down"))
 
 
-def in_turn(
-    layers: tuple[DecoderLayer, ...], x: torch.Tensor, batch: Batch, caches: tuple[LayerKV, ...]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Layer after layer, or all by the one call that their kernels offer (`Kernel.chain`).
+class DecoderStack(Op, name="decoder_stack"):
+    """Decoder layers, one after the other. At site `layers` of a model its layers are `layers.0`, `layers.1`, ...
 
-    Args:
-        layers: the layers, bound or not. x: `[T, D]`. batch: the step.
-        caches: one a layer at least; further ones are not used. They are changed.
+    Args of the call:
+        x: `[T, D]`. residual: `[T, D]`, or None before the first layer. batch: the step.
+        cache: layer i's cache is `cache.layers[i]`, changed; further ones are not used.
+
+    Returns:
+        x and residual, each `[T, D]`.
+
+    Source: pre-norm transformer, arXiv 2002.04745.
     """
-    chain = getattr(layers, "chain", None)
-    if chain is not None:
-        chained: tuple[torch.Tensor, torch.Tensor] = chain(x, None, batch, caches)
-        return chained
-    residual = None
-    for layer, kv in zip(layers, caches):
-        x, residual = layer(x, residual, batch, kv)
-    return x, residual
+
+    tolerance = BLOCK
+    numbered = "layers"
+
+    layers: tuple[DecoderLayer, ...]
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, cache: KVCache
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        for layer, kv in zip(self.layers, cache.layers):
+            x, residual = layer(x, residual, batch, kv)
+        return x, residual
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[DecoderLayer]:
+        return iter(self.layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.layers[index]
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """Two layers and three of those that families mix: dense ones, experts, latents, 8 bits."""
+        by_label = {sample.label: sample for sample in DecoderLayer.samples()}
+
+        def stack(label: str, *names: str) -> Sample:
+            first = by_label[names[0]]
+
+            def inputs(d: Draw) -> tuple[Any, ...]:
+                x, residual, batch, kv = first.inputs(d)
+                blocks = int(batch.block_tables.max()) + 1
+                caches = kv, *(d.filled_kv(kv.request, blocks) for _ in names[1:])
+                return x, residual, batch, KVCache(caches, blocks, kv.block_tokens)
+
+            op = DecoderStack(tuple(by_label[name].op for name in names))  # type: ignore[misc]
+            return Sample(label, op, inputs, first.step_kind)
+
+        return [
+            stack("decode", "gqa_mlp_decode", "gqa_mlp_decode"),
+            stack("mixed", "gqa_mlp_mixed", "gqa_mlp_mixed"),
+            stack("experts", "gqa_mlp_decode", "gqa_moe_decode", "gqa_mlp_decode"),
+            stack("latents", "mla_mlp_decode", "mla_moe_decode"),
+            stack("int8", "gqa_mlp_int8", "gqa_mlp_int8"),
+        ]
 
 
 class MTPLayer(Op, name="mtp_layer"):
@@ -194,8 +235,9 @@ class CausalLM(Op, name="causal_lm"):
     Returns:
         logits float32 `[R, V]` of the rows that want them, and the hidden states after the final norm `[T, D]`.
 
-    Fields: `mtp` drafting layers (not called by the body: the engine calls them; their caches follow the layers');
-    `sample` turns logits into tokens; `gather` joins the ranks' columns of the logits under vocabulary sharding.
+    Fields: `layers` may be given as a tuple; `mtp` drafting layers (not called by the body: the engine calls them;
+    their caches follow the layers'); `sample` turns logits into tokens; `gather` joins the ranks' columns of the
+    logits under vocabulary sharding.
 
     Source: Llama, arXiv 2302.13971; DeepSeek-V3, arXiv 2412.19437.
     """
@@ -204,12 +246,16 @@ class CausalLM(Op, name="causal_lm"):
     called_by_engine = ("mtp", "sample")
 
     embed: Embedding
-    layers: tuple[DecoderLayer, ...]
+    layers: DecoderStack
     norm: AddRMSNorm
     head: LMHead
     sample: SampleTokens = SampleTokens()
     mtp: tuple[MTPLayer | EagleLayer, ...] = ()
     gather: AllGather | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layers, tuple):
+            object.__setattr__(self, "layers", DecoderStack(self.layers))
 
     @property
     def vocab(self) -> int:
@@ -217,14 +263,9 @@ class CausalLM(Op, name="causal_lm"):
         return self.embed.weight.shape[0] * (1 if self.embed.reduce is None else self.embed.reduce.ranks)
 
     def __call__(self, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = getattr(self, "whole", None)  # what its layers' kernels offer (`Kernel.whole`)
-        done = None if whole is None else whole(self, batch, cache)
-        if done is not None:
-            logits, x = done
-        else:
-            x, residual = in_turn(self.layers, self.embed(batch.ids), batch, cache.layers)
-            x, _ = self.norm(x, residual)
-            logits = self.head(x, batch)
+        x, residual = self.layers(self.embed(batch.ids), None, batch, cache)
+        x, _ = self.norm(x, residual)
+        logits = self.head(x, batch)
         return logits if self.gather is None else self.gather(logits), x
 
     def cost(self, load: Workload) -> Cost:

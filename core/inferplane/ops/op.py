@@ -116,6 +116,8 @@ class Op(Scratch):
     """Fields that the body does not call: the engine calls these child ops itself."""
     tunable: ClassVar[bool] = False
     """Its kernels can be timed on `tuning_inputs`."""
+    numbered: ClassVar[str] = ""
+    """A tuple field whose entries have their number alone as path: "3", not "layers.3"."""
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, *, name: str, hot: bool = False, **options: Any) -> None:
@@ -182,8 +184,9 @@ class Op(Scratch):
         for name in self._fields:
             value = getattr(self, name)
             if isinstance(value, tuple) and value and isinstance(value[0], Op):
+                prefix = "" if name == self.numbered else f"{name}."
                 for i, op in enumerate(value):
-                    yield f"{name}.{i}", op
+                    yield f"{prefix}{i}", op
             else:
                 yield name, value
 

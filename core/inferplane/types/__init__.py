@@ -2,7 +2,7 @@
 
 from inferplane.types.accelerator import Accelerator
 from inferplane.types.backend import Backend
-from inferplane.types.batch import FEW_TOKENS, STEP_KINDS, Batch, HostLens, Row, StepKind
+from inferplane.types.batch import FEW_TOKENS, STEP_KINDS, Batch, HostLens, ModelOutput, Row, StepKind
 from inferplane.types.device import HOST, DeviceState, Feature, Features, Memory, Presence, Probe
 from inferplane.types.kernel import (
     RANK_COMPOSED,
@@ -46,6 +46,7 @@ __all__ = [
     "LayerKV",
     "Layouts",
     "Memory",
+    "ModelOutput",
     "Packing",
     "Placement",
     "Presence",

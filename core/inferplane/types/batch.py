@@ -112,6 +112,24 @@ class Batch(Scratch):
                 yield Row(lens.query_start[i], lens.query_start[i + 1], n, self.block_tables[i])
 
 
+class ModelOutput(tuple[torch.Tensor, torch.Tensor]):
+    """What a kernel of a whole model may return in place of the pair `(logits, hidden)`: the pair, with more.
+
+    Args:
+        logits: float32 `[R, V]`.
+        hidden: `[T, D]`.
+        argmax: int64 `[R]`: the token with the largest logit of each row, the first among equals, which the kernel
+            found while it made the logits; None where it did not look.
+    """
+
+    argmax: torch.Tensor | None = None
+
+    def __new__(cls, logits: torch.Tensor, hidden: torch.Tensor, argmax: torch.Tensor | None = None) -> ModelOutput:
+        made = super().__new__(cls, (logits, hidden))
+        made.argmax = argmax
+        return made
+
+
 @dataclass(frozen=True)
 class Query:
     """What one sequence adds to a step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from inferplane.types.batch import StepKind
 from inferplane.types.device import Features
 from inferplane.types.kv import Layouts
 from inferplane.types.renamed import old_names
-from inferplane.types.weight import PLAIN, Packing
+from inferplane.types.weight import PLAIN, Packing, Weight
 
 RANK_TUNED = 90
 """Rank of vendor- or hand-tuned kernels that were measured."""
@@ -107,14 +108,11 @@ class Kernel:
         packs: weight path below the op ("weight", "gate_up.weight") -> packing; other weights are canonical.
         prepare: `(op, ctx) -> object`, called once at link for each chosen kernel; the view has the result as
             `prepared`.
-        chain: of a "decoder_layer" kernel: `(views, x, residual, batch, caches) -> (x, residual)`, all layers of a
-            model in one call, each with its view and cache and the results of the one before. It is used where every
-            layer is bound to a kernel with this same function, and must give what the kernels give in turn.
-        whole: of a "decoder_layer" kernel with a chain: `(model, batch, cache) -> (logits, hidden)`, a model's step in
-            one call, given the model's view: to the last bit what `embed`, `layers`, `norm` and `head` give in turn,
-            which is the logits of `batch.logit_rows` alone and the hidden states of all rows. It gives None where it
-            does not know the kernels that they are bound to, and for other steps; then they run in turn. Views do not
-            change after the first step. What the kernels declare (`capture_safe`, ...) must hold for it too.
+        inlines: child path below the op ("head", or a pattern: "*") -> names of the kernels that this kernel can run
+            inside its own call. The children are bound as under the op's body, and this kernel is refused if one of
+            them is bound to anything else. Its view holds the *view* of each such child, which knows its `kernel`;
+            other children are bound callables. `view.body` is the bound body, for calls that the kernel cannot run.
+            Results equal those of the body to the last bit. Such a kernel has no `packs`.
         capture_safe: it may run under graph capture.
         batch_invariant: a row's result does not depend on the other rows.
         needs_host_lens: it reads `batch.host_lens`.
@@ -132,26 +130,13 @@ class Kernel:
     rank: int = RANK_COMPOSED
     packs: Mapping[str, Packing] = field(default_factory=dict)
     prepare: Callable[[Any, Context], Any] | None = None
-    chain: Callable[..., Any] | None = None
-    whole: Callable[..., Any] | None = None
+    inlines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     capture_safe: bool = False
     batch_invariant: bool = False
     needs_host_lens: bool = False
     extra_error: float = 0.0
     quantizes_activations_to: str = ""
     note: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse a declaration that could never be used.
-
-        Raises:
-            KernelError: `whole` without `chain`.
-        """
-        if self.whole is not None and self.chain is None:
-            raise KernelError(
-                f"Kernel {self.name} for op {self.op!r} offers a whole step, and no chain.",
-                remedy="declare a chain too",
-            )
 
     @property
     def name(self) -> str:
@@ -191,8 +176,17 @@ class Kernel:
         quantized = self.quantizes_activations_to
         return self.extra_error > 0 and not (quantized and op.activation_quants() == {quantized})
 
+    def inlined(self, path: str) -> tuple[str, ...]:
+        """Names of the kernels that it can run inside its own call for the child at `path`; empty: it runs none."""
+        return next((names for pattern, names in self.inlines.items() if fnmatch.fnmatchcase(path, pattern)), ())
+
     def refusals(self, op: Any, ctx: Context, formats: Iterable[str]) -> list[str]:
-        """Every reason, in words, why it cannot serve `op` in `ctx`: from `when` and from the plan's options."""
+        """Every reason, in words, why it cannot serve `op` in `ctx`: from `when` and from the plan's options.
+
+        For a kernel that inlines its children only the op's own weights count: the children read the others.
+        """
+        if self.inlines:
+            formats = {value.format for _, value in op.items() if isinstance(value, Weight)}
         out = self.when.refusals(op, ctx, formats)
         if ctx.deterministic and not self.batch_invariant:
             out.append("deterministic=True binds only batch-invariant kernels")

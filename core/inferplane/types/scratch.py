@@ -11,16 +11,18 @@ T = TypeVar("T")
 class Scratch:
     """Gives an object `once`. A copy made by `dataclasses.replace` starts with nothing remembered."""
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make()`, which is called the first time only.
+    def once(self, key: Hashable, make: Callable[..., T], *args: Any) -> T:
+        """The result of `make(*args)`, which is called the first time only.
 
         Args:
             key: names the result within this object; begin it with the package that asks: "inferplane_x.lengths".
             make: computes it. When it raises, nothing is kept and the next call tries again.
+            args: what `make` is given. It may not keep the object itself, which would then keep itself alive.
         """
-        kept: dict[Hashable, Any] = self.__dict__.setdefault("_scratch", {})
-        try:
+        kept: dict[Hashable, Any] | None = self.__dict__.get("_scratch")
+        if kept is None:
+            kept = self.__dict__["_scratch"] = {}
+        elif key in kept:
             return kept[key]
-        except KeyError:
-            made = kept[key] = make()
-            return made
+        made = kept[key] = make(*args)
+        return made

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from inferplane.binding import link
+from inferplane.binding import link, view_of
 from inferplane.engine import ModelFiles, Runner, RunnerOptions, rows
 from inferplane.engine.capture import Size, blank
 from inferplane.engine.sampler import Sampler
@@ -101,7 +101,7 @@ def drafting(runner: Runner, sequences: int, tokens: int = 1) -> list[str]:
     chain's.
     """
     bound, cache = _bound(runner)
-    layer, kv = bound.__self__.mtp[0], cache.layers[-1]
+    layer, kv = view_of(bound).mtp[0], cache.layers[-1]
     last = torch.arange(sequences, device=META) if tokens > 1 else None
     batch = blank(Size(sequences, tokens), CONTEXT // cache.block_tokens, cache.block_tokens, META)
     hidden = torch.empty(batch.tokens, runner.model.embed.weight.shape[1], dtype=runner.dtype, device=META)
@@ -113,8 +113,8 @@ def cycle(runner: Runner, sequences: int, drafts: int, kinds: tuple[int, ...] = 
     record launches.
     """
     bound, cache = _bound(runner)
-    layer, kv = bound.__self__.mtp[0], cache.layers[-1]
-    sampler = Sampler(bound.__self__.sample, runner.model.vocab, META)
+    layer, kv = view_of(bound).mtp[0], cache.layers[-1]
+    sampler = Sampler(view_of(bound).sample, runner.model.vocab, META)
     config = SpeculativeConfig("mtp", drafts)
     whole = Cycle(lambda b: bound(b, cache), lambda b, h: layer(h, b, kv), sampler, config, cache.block_tokens)
     width = CONTEXT // cache.block_tokens

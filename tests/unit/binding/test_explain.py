@@ -121,7 +121,7 @@ def test_text_is_one_line_a_site():
     assert lines[1].startswith("weights 0.") and lines[1].endswith(" MiB, KV layout paged_16")
     assert "steps: decode, mixed" in lines, "columns that are alike are shown once"
     (down,) = [x for x in lines if x.split()[:1] == ["down"]]
-    assert down.split() == ["down", "linear", "vendor:linear", "rank", "90"] and down.startswith("        down ")
+    assert down.split() == ["down", "linear", "vendor:linear", "rank", "90"] and down.startswith("          down ")
     (layer,) = [x for x in lines if "layers.0-2" in x]
     assert layer.split()[1:4] == ["decoder_layer", "its", "parts"]
     marked = [x.split()[1] for x in lines if x.startswith("!")]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inferplane.binding import DictSource, explain, link, load
+from inferplane.binding import DictSource, explain, link, load, view_of
 from inferplane.ops import GatedMLP, Linear, encode, placeholder
 from inferplane.types import QTensor, Weight, When
 from tests.unit.support.small import (
@@ -39,7 +39,7 @@ def test_no_kernel_takes_it_so_it_is_expanded():
     ]
     t = torch.randn(48, 64)
     f = link(p, load(p, DictSource({"w": t}), readers=encoding("int8_row")).packed)["decode"]
-    assert torch.equal(f.__self__.weight, encode(t, "int8_row").dequantize())
+    assert torch.equal(view_of(f).weight, encode(t, "int8_row").dequantize())
 
 
 def test_a_kernel_takes_it_so_others_are_refused_however_they_rank():
@@ -49,7 +49,7 @@ def test_a_kernel_takes_it_so_others_are_refused_however_they_rank():
     assert p.weight_bytes == 48 * 64 and explain(p)["dequantized"] == []
     t = torch.randn(48, 64)
     f = link(p, load(p, DictSource({"w": t}), readers=encoding("int8_row")).packed)["decode"]
-    assert isinstance(f.__self__.weight, QTensor) and f.__self__.weight.data.dtype is torch.int8
+    assert isinstance(view_of(f).weight, QTensor) and view_of(f).weight.data.dtype is torch.int8
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_a_hot_op_with_parts_has_them_expanded_rather_than_run_its_slow_body():
     assert packings(p, "layers.0.attn.expanded.kv_b.weight") == {"plain"}, "shared with the absorbed form"
     assert packings(p, "layers.0.attn.o.weight") == {"canonical"}
     steps = link(p, load(p, DictSource(tensors_for(model)), readers=encoding("int8_row")).packed)
-    attn = steps["mixed"].__self__.layers[0].__self__.attn.__self__
-    assert attn.expanded.__self__.kv_b.weight is attn.absorbed.__self__.kv_b and isinstance(
-        attn.o.__self__.weight, QTensor
+    attn = view_of(view_of(view_of(view_of(steps["mixed"]).layers).layers[0]).attn)
+    assert view_of(attn.expanded).kv_b.weight is view_of(attn.absorbed).kv_b and isinstance(
+        view_of(attn.o).weight, QTensor
     )
     assert p.dequantized.keys() == {("linear", "int8_row"), ("mla_absorbed", "int8_row"), ("moe_experts", "int8_row")}
     aware = kernel("mla_expanded", "aware", 10, when=BOTH)

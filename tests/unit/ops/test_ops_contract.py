@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from inferplane.binding import view_of
 from inferplane.errors import UsageError
 from inferplane.kvcache import paged_layout
 from inferplane.ops import (
@@ -158,8 +159,8 @@ def test_ops_of_one_weight_only_read_it():
     """A body works on a weight as it is kept, also in the plan's narrow dtype."""
     weight = torch.randn(7, 16)
     got = bound(LMHead(Weight(("w",), (7, 16))), {"w": weight}, dtype=BF16)
-    assert got.__self__.weight.dtype is BF16
-    assert bound(Embedding(Weight(("w",), (7, 16), F32)), {"w": weight}, dtype=BF16).__self__.weight.dtype is F32
+    assert view_of(got).weight.dtype is BF16
+    assert view_of(bound(Embedding(Weight(("w",), (7, 16), F32)), {"w": weight}, dtype=BF16)).weight.dtype is F32
 
 
 def test_variants_and_hot_marks():

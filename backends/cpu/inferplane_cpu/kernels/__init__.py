@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import Kernel
-from inferplane_cpu.kernels import attention, layer, linear, moe, rowwise, sampling
-from inferplane_cpu.kernels import torch_batch_invariant as fixed
+from inferplane_cpu.kernels import attention, layer, linear, model, moe, rowwise, sampling, torch_batch_invariant
 
 
 def kernels() -> list[Kernel]:
     """Every kernel this backend declares."""
-    native = [*linear.KERNELS, *rowwise.KERNELS, *attention.KERNELS, *moe.KERNELS, *layer.KERNELS]
-    return [*native, *sampling.KERNELS, *composed_kernels(), *fixed.KERNELS]
+    native = [*linear.KERNELS, *rowwise.KERNELS, *attention.KERNELS, *moe.KERNELS, *layer.KERNELS, *model.KERNELS]
+    return [*native, *sampling.KERNELS, *composed_kernels(), *torch_batch_invariant.KERNELS]

@@ -24,54 +24,56 @@ RANK_SLOW = RANK_COMPOSED - 4
 """For many query tokens torch's attention is faster; it is not invariant to how a prompt is cut into chunks."""
 
 
-def _few(op: Any) -> bool:
+def _has_few_queries(op: Any) -> bool:
     return bool(op.queries == "few")
 
 
 def has_tile_dims(dim: int) -> bool:
-    """Whether heads of this size fill tiles, and few enough of them (csrc/attention/prefill_tiles.h)."""
+    """Whether heads of this dim fill whole tiles, and at most eight of them (csrc/attention/prefill_tiles.h)."""
     return dim % 32 == 0 and dim <= 256
 
 
-def _many(op: Any) -> bool:
+def _has_many_queries(op: Any) -> bool:
     return op.queries != "few" and has_tile_dims(op.kv.dim) and has_tile_dims(op.kv.v_dim)
 
 
-def _latent_bf16(op: Any) -> bool:
+def _has_bf16_kv_b(op: Any) -> bool:
     weight = getattr(op.kv_b, "weight", op.kv_b)
     return weight.dtype in (None, torch.bfloat16) and getattr(op.kv_b, "bias", None) is None
 
 
-def _without_bias(op: Any) -> bool:
+def _has_no_kv_b_bias(op: Any) -> bool:
     return getattr(op.kv_b, "bias", None) is None
 
 
 PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",))
-FEW = When(dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",), needs=(("few query tokens", _few),))
+FEW = When(
+    dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",), needs=(("few query tokens", _has_few_queries),)
+)
 MANY = When(
     dtypes=(torch.bfloat16,),
     kv_layouts=LAYOUTS,
     features=("native", "tiles"),
-    needs=(("many query tokens, heads of a multiple of 32 up to 256", _many),),
+    needs=(("many query tokens, heads of a multiple of 32 up to 256", _has_many_queries),),
 )
 LATENT = When(
     dtypes=(torch.bfloat16,),
     formats=(PLAIN, "fp8_block"),
     kv_layouts=LAYOUTS,
     features=("native",),
-    needs=(("a kv_b in bfloat16 or FP8 without bias", _latent_bf16),),
+    needs=(("a kv_b in bfloat16 or FP8 without bias", _has_bf16_kv_b),),
 )
 LATENT_PANELS = replace(
     LATENT,
     formats=PANEL_FORMATS,
-    needs=(("a kv_b without bias", _without_bias),),
+    needs=(("a kv_b without bias", _has_no_kv_b_bias),),
 )
 EXPANDED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native", "tiles"), needs=LATENT.needs)
 KV_B, KV_B_ROWS = {"kv_b": PACKING}, {"kv_b.weight": PACKING}
 LATENT_FP8 = replace(LATENT, formats=("fp8_block",))
 
 
-def steps(batch: Batch) -> RaggedBatch:
+def native_batch(batch: Batch) -> RaggedBatch:
     """The batch as the library reads it; its tensors must outlive the call."""
     tables = batch.block_tables
     return RaggedBatch(
@@ -83,29 +85,31 @@ def steps(batch: Batch) -> RaggedBatch:
     )
 
 
-def cache(kv: Any) -> Cache:
-    """A layer's cache as the library reads it, described once and kept on it."""
-    found = kv.__dict__.get("native")
-    if found is None:
-        k, v = kv.entries[0], kv.entries[-1]
-        found = kv.native = Cache(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), block=kv.block_tokens)
-        if kv.scales:
-            found.k_scale, found.v_scale = kv.scales[0].data_ptr(), kv.scales[-1].data_ptr()
-            found.k_groups, found.v_groups = kv.scales[0].stride(0), kv.scales[-1].stride(0)
-    return found
+def native_cache(kv: LayerKV) -> Cache:
+    """A layer's cache as the library reads it, described once."""
+    return kv.once("inferplane_cpu.cache", _describe_cache, kv)
+
+
+def _describe_cache(kv: Any) -> Cache:
+    k, v = kv.entries[0], kv.entries[-1]
+    made = Cache(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), block=kv.block_tokens)
+    if kv.scales:
+        made.k_scale, made.v_scale = kv.scales[0].data_ptr(), kv.scales[-1].data_ptr()
+        made.k_groups, made.v_groups = kv.scales[0].stride(0), kv.scales[-1].stride(0)
+    return made
 
 
 @KERNELS("attention", "native", when=PAGED, rank=RANK_SLOW, batch_invariant=True)
 def attention_batch_invariant(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """Keys in spans that are counted from the sequence's beginning, whoever asks together."""
+    """Keys in spans counted from the sequence's beginning, whatever else the batch holds."""
     return attention(view, q, batch, kv)
 
 
 def _attend(function: Any, view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV, out: torch.Tensor) -> Any:
     return function(
         q.data_ptr(),
-        steps(batch),
-        cache(kv),
+        native_batch(batch),
+        native_cache(kv),
         view.heads,
         view.kv.heads,
         view.kv.dim,
@@ -118,7 +122,7 @@ def _attend(function: Any, view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV
 
 @KERNELS("attention", "native", when=FEW, rank=RANK_PORTABLE, batch_invariant=True)
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """The query heads of a group are rows over one read of its keys; long sequences are shared out in spans."""
+    """The query heads of a group are rows over one read of its keys; threads share long sequences in spans."""
     q = q.contiguous()
     out = q.new_empty(q.shape[0], view.heads, view.kv.v_dim)
     _attend(library().ip_attention, view, q, batch, kv, out)
@@ -134,12 +138,9 @@ def attention_many(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> tor
 
 
 def kv_b_of(view: Any, weight: Any) -> Matrix:
-    """A site's kv_b as the library reads it, described once and kept on its view."""
-    found: Any = view.__dict__.get("described")
-    if found is None:
-        found = view.described = matrices(weight)
-    matrix: Matrix = found[0]
-    return matrix
+    """A site's kv_b as the library reads it, described once."""
+    found: Matrix = view.once("inferplane_cpu.kv_b", matrices, weight)[0]
+    return found
 
 
 def _mla(view: Any, kv_b: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> Any:
@@ -153,8 +154,8 @@ def _mla(view: Any, kv_b: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch
         q_rope.data_ptr(),
         (ctypes.c_int64 * 2)(*q_rope.stride()[:2]),
         kv_b_of(view, kv_b),
-        steps(batch),
-        cache(kv),
+        native_batch(batch),
+        native_cache(kv),
         d.heads,
         d.nope,
         d.rope,
@@ -200,7 +201,7 @@ def mla_expanded_panels_batch_invariant(
 
 @KERNELS("mla_expanded", "native", when=LATENT_FP8, rank=RANK_COMPOSED, needs_host_lens=True)
 def mla_expanded_fp8(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """As torch's, with an FP8 `kv_b` that is expanded in passing, so that it is kept once, as few tokens read it."""
+    """As torch's, with an FP8 `kv_b` that is expanded in passing, so that one copy serves few tokens and many."""
     return expand_and_attend(
         view, q_nope, q_rope, batch, kv, lambda latent: multiply_many_rows(view.kv_b, latent, None)
     )

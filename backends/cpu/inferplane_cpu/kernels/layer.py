@@ -10,63 +10,62 @@ from typing import Any
 import torch
 
 from inferplane.plugin import PLAIN, RANK_PORTABLE, Batch, Kernels, LayerKV, StepKind, When
-from inferplane_cpu.kernels.attention import LAYOUTS, cache, has_tile_dims
-from inferplane_cpu.kernels.layer_description import chained, native_layer, native_step
+from inferplane_cpu.kernels.attention import LAYOUTS, has_tile_dims, native_cache
+from inferplane_cpu.kernels.layer_description import native_layer, native_step
 from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
 from inferplane_cpu.kernels.moe import MAX_EXPERTS
 from inferplane_cpu.kernels.packing import INT8_ROW_FORMATS, MAX_INT8_COLUMNS, PACKING, PANEL_FORMATS, prepare_any_order
-from inferplane_cpu.kernels.step import whole
 from inferplane_cpu.native import library
 
 KERNELS = Kernels()
 
 
-def _latent(op: Any) -> bool:
+def _has_latent_attention(op: Any) -> bool:
     return bool(op.attn.name == "mla_block")
 
 
-def _served(op: Any) -> bool:
+def _has_native_parts(op: Any) -> bool:
     attn, mlp = op.attn, op.mlp
     if attn.name not in ("gqa_block", "mla_block") or mlp.name not in ("gated_mlp", "moe"):
         return False
     if attn.reduce is not None or mlp.reduce is not None or (mlp.name == "moe" and mlp.here is not None):
         return False
-    return _latent(op) or bool(attn.few.kv.dim == attn.few.kv.v_dim == attn.head_dim)
+    return _has_latent_attention(op) or bool(attn.few.kv.dim == attn.few.kv.v_dim == attn.head_dim)
 
 
-def _dense(op: Any) -> Any:
+def _gated_mlp_of(op: Any) -> Any:
     """The gated MLP that all tokens take, or None."""
     return op.mlp if op.mlp.name == "gated_mlp" else op.mlp.shared
 
 
-def _linears(op: Any) -> list[Any]:
+def _linear_ops(op: Any) -> list[Any]:
     """Linear children, the router left out."""
-    attn, mlp = op.attn, _dense(op)
-    own = [attn.q_a, attn.q_b, attn.kv_a] if _latent(op) else [attn.qkv]
+    attn, mlp = op.attn, _gated_mlp_of(op)
+    own = [attn.q_a, attn.q_b, attn.kv_a] if _has_latent_attention(op) else [attn.qkv]
     return [x for x in (*own, attn.o, *((mlp.gate_up, mlp.down) if mlp is not None else ())) if x is not None]
 
 
-def _stacks(op: Any) -> list[Any]:
+def _expert_weights(op: Any) -> list[Any]:
     """The experts' weights."""
     return [op.mlp.experts.gate_up, op.mlp.experts.down] if op.mlp.name == "moe" else []
 
 
-def _usual(op: Any) -> bool:
-    mlp = _dense(op)
-    plain = all(x.act is None and x.out_dtype is None for x in _linears(op))
+def _has_plain_activations(op: Any) -> bool:
+    mlp = _gated_mlp_of(op)
+    plain = all(x.act is None and x.out_dtype is None for x in _linear_ops(op))
     router = op.mlp.router if op.mlp.name == "moe" else None
     if router is not None:
         plain = plain and router.bias is None and router.act is None and router.out_dtype is torch.float32
     return plain and (mlp is None or mlp.gate_up.bias is None)
 
 
-def _stored(path: str) -> bool:
-    """Whether a weight is one that the library reads in bfloat16: all but rotary tables and a router's bias."""
+def _is_read_in_bf16(path: str) -> bool:
+    """Whether the library reads a weight in bfloat16: all but rotary tables and a router's bias."""
     return not (path.endswith("rope.table") or path == "mlp.route.bias")
 
 
-def _bf16(op: Any) -> bool:
-    if any(w.dtype not in (None, torch.bfloat16) for path, w in op.weights() if _stored(path)):
+def _has_bf16_weights(op: Any) -> bool:
+    if any(w.dtype not in (None, torch.bfloat16) for path, w in op.weights() if _is_read_in_bf16(path)):
         return False
     route = op.mlp.route if op.mlp.name == "moe" else None
     return op.attn.enter.rope.table.dtype is torch.float32 and (
@@ -74,60 +73,65 @@ def _bf16(op: Any) -> bool:
     )
 
 
-def _sixteens(op: Any) -> bool:
-    mlp = _dense(op)
+def _has_inner_multiple_of_16(op: Any) -> bool:
+    mlp = _gated_mlp_of(op)
     return mlp is None or bool(mlp.down.weight.shape[1] % 16 == 0)
 
 
-def _bounded(op: Any) -> bool:
-    return not _stacks(op) or (op.mlp.experts.gate_up.shape[0] <= MAX_EXPERTS and not op.mlp.experts.partial)
+def _has_all_experts(op: Any) -> bool:
+    return not _expert_weights(op) or (op.mlp.experts.gate_up.shape[0] <= MAX_EXPERTS and not op.mlp.experts.partial)
 
 
-def _kept_kv_b(op: Any) -> bool:
-    kept = not _latent(op) or op.attn.absorbed.kv_b.format in (PLAIN, "fp8_block")
-    return kept and (not _latent(op) or op.attn.expanded.kv_b.bias is None)
+def _has_stored_kv_b(op: Any) -> bool:
+    stored = not _has_latent_attention(op) or op.attn.absorbed.kv_b.format in (PLAIN, "fp8_block")
+    return stored and (not _has_latent_attention(op) or op.attn.expanded.kv_b.bias is None)
 
 
-def _packed_kv_b(op: Any) -> bool:
-    return _latent(op) and op.attn.absorbed.kv_b.format in PANEL_FORMATS and op.attn.expanded.kv_b.bias is None
-
-
-def _all_packed(op: Any) -> bool:
-    return all(w.format in PANEL_FORMATS for w in (*(x.weight for x in _linears(op)), *_stacks(op)))
-
-
-def _all_bytes(op: Any) -> bool:
-    return all(
-        w.format in INT8_ROW_FORMATS and fits_int8_sums(w) for w in (*(x.weight for x in _linears(op)), *_stacks(op))
+def _has_packed_kv_b(op: Any) -> bool:
+    return (
+        _has_latent_attention(op)
+        and op.attn.absorbed.kv_b.format in PANEL_FORMATS
+        and op.attn.expanded.kv_b.bias is None
     )
 
 
-def _if_served(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A predicate that has nothing to say of other layers."""
-    return lambda op: not _served(op) or holds(op)
+def _has_packed_weights(op: Any) -> bool:
+    return all(w.format in PANEL_FORMATS for w in (*(x.weight for x in _linear_ops(op)), *_expert_weights(op)))
+
+
+def _has_int8_row_weights(op: Any) -> bool:
+    return all(
+        w.format in INT8_ROW_FORMATS and fits_int8_sums(w)
+        for w in (*(x.weight for x in _linear_ops(op)), *_expert_weights(op))
+    )
+
+
+def _if_native(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A predicate that holds for every layer that native kernels do not take anyway."""
+    return lambda op: not _has_native_parts(op) or holds(op)
 
 
 NEEDS = (
-    ("grouped-query or latent attention and a gated MLP or experts, on one rank", _served),
-    ("plain activations, and an MLP without bias", _if_served(_usual)),
-    ("bfloat16 weights, a float32 rotary table and a float32 bias of the router", _if_served(_bf16)),
-    ("an inner width that is a multiple of 16", _if_served(_sixteens)),
-    (f"all experts here, at most {MAX_EXPERTS}", _if_served(_bounded)),
+    ("grouped-query or latent attention and a gated MLP or experts, on one rank", _has_native_parts),
+    ("plain activations, and an MLP without bias", _if_native(_has_plain_activations)),
+    ("bfloat16 weights, a float32 rotary table and a float32 bias of the router", _if_native(_has_bf16_weights)),
+    ("an inner width that is a multiple of 16", _if_native(_has_inner_multiple_of_16)),
+    (f"all experts here, at most {MAX_EXPERTS}", _if_native(_has_all_experts)),
 )
-KEPT_KV_B = ("a kv_b in bfloat16 or FP8 without bias", _if_served(_kept_kv_b))
-PACKED_KV_B = ("latent attention with a kv_b of 8 or 4 bits without bias", _if_served(_packed_kv_b))
+STORED_KV_B = ("a kv_b in bfloat16 or FP8 without bias", _if_native(_has_stored_kv_b))
+PACKED_KV_B = ("latent attention with a kv_b of 8 or 4 bits without bias", _if_native(_has_packed_kv_b))
 
 
-def _tiled(op: Any) -> bool:
+def _fits_tiles(op: Any) -> bool:
     return op.attn.name == "gqa_block" and op.mlp.name == "gated_mlp" and has_tile_dims(op.attn.head_dim)
 
 
-def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any = KEPT_KV_B) -> When:
+def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any = STORED_KV_B) -> When:
     features: tuple[str, ...] = ("native",)
     if step_kind == "mixed":
         features = ("native", "tiles")
         needs = (
-            ("grouped-query attention, a gated MLP and heads of a multiple of 32 up to 256", _if_served(_tiled)),
+            ("grouped-query attention, a gated MLP and heads of a multiple of 32 up to 256", _if_native(_fits_tiles)),
             *needs,
         )
     return When(
@@ -140,13 +144,13 @@ def _when(formats: tuple[str, ...], step_kind: StepKind, *needs: Any, kv_b: Any 
     )
 
 
-ALL_PACKED = ("8 or 4 bits in all its linear layers and experts", _if_served(_all_packed))
-ALL_BYTES = (
+PACKED_WEIGHTS = ("8 or 4 bits in all its linear layers and experts", _if_native(_has_packed_weights))
+INT8_ROW_WEIGHTS = (
     f"int8 by rows of at most {MAX_INT8_COLUMNS} columns in all its linear layers and experts",
-    _if_served(_all_bytes),
+    _if_native(_has_int8_row_weights),
 )
-LINEARS = ("attn.qkv", "attn.q_a", "attn.q_b", "attn.kv_a", "attn.o", "mlp.gate_up", "mlp.down")
-PACKS = {f"{path}.weight": PACKING for path in (*LINEARS, "mlp.shared.gate_up", "mlp.shared.down")}
+LINEAR_PATHS = ("attn.qkv", "attn.q_a", "attn.q_b", "attn.kv_a", "attn.o", "mlp.gate_up", "mlp.down")
+PACKS = {f"{path}.weight": PACKING for path in (*LINEAR_PATHS, "mlp.shared.gate_up", "mlp.shared.down")}
 PACKS |= {"mlp.experts.gate_up": PACKING, "mlp.experts.down": PACKING}
 PACKS_KV_B = {**PACKS, "attn.absorbed.kv_b": PACKING, "attn.expanded.kv_b.weight": PACKING}
 
@@ -155,7 +159,7 @@ def _run(
     view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layer, step = native_layer(view, rounded), native_step(batch)
-    step.cache = cache(kv)
+    step.cache = native_cache(kv)
     x = x.contiguous()
     out, summed = torch.empty_like(x), torch.empty_like(x)
     other = None if residual is None else (residual := residual.contiguous()).data_ptr()
@@ -165,36 +169,10 @@ def _run(
     return out, summed
 
 
-def chain(
-    views: tuple[Any, ...], x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, caches: tuple[LayerKV, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All layers in one call, with nothing but barriers between them; one after the other where it takes none."""
-    found, x = chained(views, caches), x.contiguous()
-    out, summed = torch.empty_like(x), torch.empty_like(x)
-    other = None if residual is None else (residual := residual.contiguous()).data_ptr()
-    if library().ip_decoder_layers(
-        found.layers,
-        found.caches,
-        len(views),
-        ctypes.byref(native_step(batch)),
-        x.data_ptr(),
-        other,
-        out.data_ptr(),
-        summed.data_ptr(),
-    ):
-        return out, summed
-    for view, kv in zip(views, caches, strict=False):
-        x, residual = _run(view, x, residual, batch, kv, False)
-    assert residual is not None
-    return x, residual
+_decode_kernel = partial(KERNELS, "decoder_layer", "native", rank=RANK_PORTABLE, batch_invariant=True)
 
 
-_decoding = partial(
-    KERNELS, "decoder_layer", "native", rank=RANK_PORTABLE, chain=chain, whole=whole, batch_invariant=True
-)
-
-
-@_decoding(when=_when(("fp8_block",), "decode"), rank=RANK_BATCH_INVARIANT)
+@_decode_kernel(when=_when(("fp8_block",), "decode"), rank=RANK_BATCH_INVARIANT)
 def decoder_layer_batch_invariant(
     view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,16 +180,16 @@ def decoder_layer_batch_invariant(
     return _run(view, x, residual, batch, kv, False)
 
 
-@_decoding(when=_when(("fp8_block",), "decode"), batch_invariant=False, prepare=prepare_any_order)
+@_decode_kernel(when=_when(("fp8_block",), "decode"), batch_invariant=False, prepare=prepare_any_order)
 def decoder_layer(
     view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_batch_invariant`; on AMX one token and two have other last bits than more: bfloat16 weights are read row
-    after row, as they lie in memory."""
+    """As `decoder_layer_batch_invariant`; on AMX one token and two have other last bits than more: bfloat16 weights are
+    read row after row, as they lie in memory."""
     return _run(view, x, residual, batch, kv, False)
 
 
-@_decoding(when=_when(PANEL_FORMATS, "decode", ALL_PACKED), packs=PACKS)
+@_decode_kernel(when=_when(PANEL_FORMATS, "decode", PACKED_WEIGHTS), packs=PACKS)
 def decoder_layer_panels(
     view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,7 +197,7 @@ def decoder_layer_panels(
     return _run(view, x, residual, batch, kv, False)
 
 
-@_decoding(when=_when(PANEL_FORMATS, "decode", ALL_PACKED, kv_b=PACKED_KV_B), packs=PACKS_KV_B)
+@_decode_kernel(when=_when(PANEL_FORMATS, "decode", PACKED_WEIGHTS, kv_b=PACKED_KV_B), packs=PACKS_KV_B)
 def decoder_layer_latent_panels(
     view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,7 +213,7 @@ def decoder_layer_many(
     return _run(view, x, residual, batch, kv, True)
 
 
-@KERNELS("decoder_layer", "native", when=_when(PANEL_FORMATS, "mixed", ALL_PACKED), rank=RANK_PORTABLE, packs=PACKS)
+@KERNELS("decoder_layer", "native", when=_when(PANEL_FORMATS, "mixed", PACKED_WEIGHTS), rank=RANK_PORTABLE, packs=PACKS)
 def decoder_layer_many_panels(
     view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,7 +221,7 @@ def decoder_layer_many_panels(
     return _run(view, x, residual, batch, kv, True)
 
 
-@_decoding(when=_when(INT8_ROW_FORMATS, "decode", ALL_BYTES), packs=PACKS, **INT8_ACTIVATIONS)
+@_decode_kernel(when=_when(INT8_ROW_FORMATS, "decode", INT8_ROW_WEIGHTS), packs=PACKS, **INT8_ACTIVATIONS)
 def decoder_layer_w8a8(
     view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,7 +232,7 @@ def decoder_layer_w8a8(
 @KERNELS(
     "decoder_layer",
     "native",
-    when=_when(INT8_ROW_FORMATS, "mixed", ALL_BYTES),
+    when=_when(INT8_ROW_FORMATS, "mixed", INT8_ROW_WEIGHTS),
     rank=RANK_PORTABLE,
     packs=PACKS,
     **INT8_ACTIVATIONS,

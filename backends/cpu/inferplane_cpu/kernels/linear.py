@@ -28,48 +28,52 @@ FEW_ROWS = 32
 """With more rows a product is bound by arithmetic, and oneDNN's is faster."""
 
 
-def _usual(op: Any) -> bool:
+def _has_plain_activations(op: Any) -> bool:
     return op.act is None and op.out_dtype in (None, torch.bfloat16, torch.float32)
 
 
-def _in_bf16(op: Any) -> bool:
+def _has_bf16_weight(op: Any) -> bool:
     return op.weight.dtype in (None, torch.bfloat16)
 
 
-NEEDS = (("plain activations, and a bfloat16 or float32 result", _usual), ("a bfloat16 weight", _in_bf16))
+NEEDS = (
+    ("plain activations, and a bfloat16 or float32 result", _has_plain_activations),
+    ("a bfloat16 weight", _has_bf16_weight),
+)
 STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
 PACKED = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS)
 INT8_ACTIVATION_ERROR = 0.03
-"""What rounding activations to 8 bits a row adds to the error of a result, relative to the largest."""
-INT8_ACTIVATIONS = {
-    "quantizes_activations_to": "int8",
-    "extra_error": INT8_ACTIVATION_ERROR,
-    "note": "activations coded in int8",
-    "prepare": prepare_int8_activations,
-}
+"""What rounding activations to 8 bits per row adds to the error of a result, relative to the largest."""
+INT8_ACTIVATIONS = dict(
+    quantizes_activations_to="int8",
+    extra_error=INT8_ACTIVATION_ERROR,
+    note="activations quantized to int8",
+    prepare=prepare_int8_activations,
+)
+"""Options of kernels that round activations to 8 bits."""
 
 
 def fits_int8_sums(weight: Any) -> bool:
-    """Whether a weight has few enough columns for sums in 32 bits."""
+    """Whether sums over a weight's columns fit 32 bits."""
     return bool(weight.shape[-1] <= MAX_INT8_COLUMNS)
 
 
-def _narrow(op: Any) -> bool:
+def _fits_int8_sums(op: Any) -> bool:
     return fits_int8_sums(op.weight)
 
 
-def _int8_rows(op: Any) -> bool:
+def _has_int8_activations(op: Any) -> bool:
     act, wide = op.act, op.out_dtype not in (None, torch.bfloat16, torch.float32)
     return act is not None and act.format == "int8" and act.group == 0 and not wide
 
 
-AT_MOST = (f"at most {MAX_INT8_COLUMNS} columns", _narrow)
-CODED = When((torch.bfloat16,), INT8_ROW_FORMATS, features=("native",), needs=(*NEEDS, AT_MOST))
-ASKED = When(
+FEW_COLUMNS = (f"at most {MAX_INT8_COLUMNS} columns", _fits_int8_sums)
+INT8_ROW_WEIGHT = When((torch.bfloat16,), INT8_ROW_FORMATS, features=("native",), needs=(*NEEDS, FEW_COLUMNS))
+INT8_INPUT = When(
     (torch.bfloat16,),
     INT8_ROW_FORMATS,
     features=("native",),
-    needs=(("activations in int8, a scale a token", _int8_rows), NEEDS[1], AT_MOST),
+    needs=(("activations in int8, a scale a token", _has_int8_activations), NEEDS[1], FEW_COLUMNS),
 )
 HEAD = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS[1:])
 PACKED_HEAD = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS[1:])
@@ -89,15 +93,20 @@ def multiply(w: Matrix, x: torch.Tensor, wide: bool) -> torch.Tensor:
 
 
 def matrix_of(view: Any) -> Matrix:
-    """A site's matrix as its kernel wants it, described once and kept on its view."""
-    found = view.__dict__.get("matrix")
-    if found is None:
-        found = view.matrix = adapted_matrices(view.prepared, view.weight, getattr(view, "bias", None))[0]
+    """A site's matrix as its kernel wants it, described once."""
+    found: Matrix = view.once("inferplane_cpu.matrix", _describe, view)[0]
     return found
 
 
+def _describe(view: Any) -> Any:
+    return adapted_matrices(view.prepared, view.weight, getattr(view, "bias", None))
+
+
 def multiply_on_tiles(w: Matrix, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether tiles did `y = x w^T + bias`, in bf16 or float32; but on AVX2, quantized weights are rounded to bf16."""
+    """Compute `y = x w^T + bias` on tiles, in bf16 or float32; returns whether there are tiles for it.
+
+    Quantized weights are rounded to bf16, but on AVX2.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     wide = y.dtype is torch.float32
     return bool(library().ip_linear_prefill(w, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), w.n, wide))
@@ -123,28 +132,28 @@ def select_logit_rows(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     return x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
 
 
-def _product(view: Any, x: torch.Tensor) -> torch.Tensor:
+def _multiply_rows(view: Any, x: torch.Tensor) -> torch.Tensor:
     return multiply(matrix_of(view), x, view.out_dtype is torch.float32)
 
 
 @KERNELS("linear", "native", when=STORED, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
 def linear_batch_invariant(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Every row by the native product, whatever their number."""
-    return _product(view, x)
+    return _multiply_rows(view, x)
 
 
 @KERNELS("linear", "native", when=STORED, rank=RANK_PORTABLE, prepare=prepare_any_order)
 def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Few rows by the native product, many by the faster of `multiply_many_rows`, on the same weight."""
     if x.shape[0] <= FEW_ROWS or view.out_dtype is torch.float32:
-        return _product(view, x)
+        return _multiply_rows(view, x)
     return multiply_many_rows(view, x, view.bias)
 
 
 @KERNELS("linear", "native", when=PACKED, packs=WEIGHT, rank=RANK_BATCH_INVARIANT, batch_invariant=True)
 def linear_panels_batch_invariant(view: Any, x: torch.Tensor) -> torch.Tensor:
     """As `linear_batch_invariant`, for weights of 8 and 4 bits."""
-    return _product(view, x)
+    return _multiply_rows(view, x)
 
 
 @KERNELS("linear", "native", when=PACKED, packs=WEIGHT, rank=RANK_PORTABLE)
@@ -156,7 +165,7 @@ def linear_panels(view: Any, x: torch.Tensor) -> torch.Tensor:
 @KERNELS(
     "linear",
     "native",
-    when=ASKED,
+    when=INT8_INPUT,
     packs=WEIGHT,
     rank=RANK_PORTABLE,
     batch_invariant=True,
@@ -164,10 +173,12 @@ def linear_panels(view: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def linear_act(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights and activations in 8 bits, summed exactly: a row is the same bits on every instruction set."""
-    return _product(view, x)
+    return _multiply_rows(view, x)
 
 
-@KERNELS("linear", "native", when=CODED, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, **INT8_ACTIVATIONS)
+@KERNELS(
+    "linear", "native", when=INT8_ROW_WEIGHT, packs=WEIGHT, rank=RANK_PORTABLE, batch_invariant=True, **INT8_ACTIVATIONS
+)
 def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """As `linear_act`, where the weight asks for it."""
     return linear_act(view, x)

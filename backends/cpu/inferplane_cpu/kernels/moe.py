@@ -27,11 +27,11 @@ FEW_ROWS = 256
 """With more tokens each expert has enough rows for oneDNN's products to be faster."""
 
 
-def _in_bf16(op: Any) -> bool:
+def _has_bf16_weights(op: Any) -> bool:
     return all(w.dtype in (None, torch.bfloat16) for w in (op.gate_up, op.down))
 
 
-def _all_here(op: Any) -> bool:
+def _has_every_expert(op: Any) -> bool:
     return not op.partial
 
 
@@ -39,16 +39,18 @@ MAX_EXPERTS = 1024
 """csrc/model/expert_routing.h."""
 
 
-def _routable(op: Any) -> bool:
+def _has_routing_bias(op: Any) -> bool:
     experts = MAX_EXPERTS if op.bias is None else op.bias.shape[0]
     return experts <= MAX_EXPERTS and (op.bias is None or op.bias.dtype is torch.float32)
 
 
-ROUTE = When((torch.bfloat16,), features=("native",), needs=(("a float32 bias of at most 1,024 experts", _routable),))
-NEEDS = (("bfloat16 weights", _in_bf16), ("every expert on this rank", _all_here))
+ROUTE = When(
+    (torch.bfloat16,), features=("native",), needs=(("a float32 bias of at most 1,024 experts", _has_routing_bias),)
+)
+NEEDS = (("bfloat16 weights", _has_bf16_weights), ("every expert on this rank", _has_every_expert))
 STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
 PACKED = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS)
-CODED = When(
+INT8_ROW_WEIGHTS = When(
     (torch.bfloat16,),
     INT8_ROW_FORMATS,
     features=("native",),
@@ -60,12 +62,14 @@ CODED = When(
 STACKS = {"gate_up": PACKING, "down": PACKING}
 
 
-def _stacks(view: Any) -> tuple[Any, Any]:
-    """The site's matrices, described once and kept on its view."""
-    found = view.__dict__.get("stacks")
-    if found is None:
-        found = view.stacks = adapted_matrices(view.prepared, view.gate_up), adapted_matrices(view.prepared, view.down)
+def _expert_matrices(view: Any) -> tuple[Any, Any]:
+    """The site's matrices, described once."""
+    found: tuple[Any, Any] = view.once("inferplane_cpu.experts", _describe, view)
     return found
+
+
+def _describe(view: Any) -> tuple[Any, Any]:
+    return adapted_matrices(view.prepared, view.gate_up), adapted_matrices(view.prepared, view.down)
 
 
 def missing_expert_error(ids: torch.Tensor, experts: int) -> KernelError:
@@ -79,7 +83,7 @@ def missing_expert_error(ids: torch.Tensor, experts: int) -> KernelError:
 
 
 def _experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    stacks = _stacks(view)
+    stacks = _expert_matrices(view)
     if ids.shape != weights.shape or len(ids) != len(x):  # native code would read past their ends
         raise ValueError(f"Experts {tuple(ids.shape)} with weights {tuple(weights.shape)} for {len(x)} tokens.")
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
@@ -124,7 +128,13 @@ def moe_experts_panels(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: t
 
 
 @KERNELS(
-    "moe_experts", "native", when=CODED, packs=STACKS, rank=RANK_PORTABLE, batch_invariant=True, **INT8_ACTIVATIONS
+    "moe_experts",
+    "native",
+    when=INT8_ROW_WEIGHTS,
+    packs=STACKS,
+    rank=RANK_PORTABLE,
+    batch_invariant=True,
+    **INT8_ACTIVATIONS,
 )
 def moe_experts_w8a8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """As `moe_experts_batch_invariant`, with activations in 8 bits before both products."""
@@ -146,9 +156,7 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     rows, experts = logits.shape
     if experts > MAX_EXPERTS:
         return moe_route_torch(view, logits)
-    found = view.__dict__.get("routing")
-    if found is None:
-        found = view.describe_routing = describe_routing(view, experts)
+    found = view.once("inferplane_cpu.routing", describe_routing, view, experts)
     logits = logits.float().contiguous()
     weights, ids = torch.empty(rows, view.top_k), torch.empty(rows, view.top_k, dtype=torch.int64)
     library().ip_route_experts(found, logits.data_ptr(), rows, ids.data_ptr(), weights.data_ptr())

@@ -10,7 +10,7 @@ import torch
 
 from inferplane.kernels.composed.padding import pad_rows
 from inferplane.plugin import Context, KernelError, Packing, QTensor
-from inferplane_cpu import huge_pages as pages
+from inferplane_cpu import huge_pages
 from inferplane_cpu.native import BF16, BF16_REORDERABLE, FP8, INT4, INT8, W8A8, Matrix, library
 
 PANEL_ROWS = 16
@@ -20,7 +20,7 @@ PANEL_FORMATS = ("int8_row", "int8_group", "int4_row", "int4_group", "int4_group
 INT8_ROW_FORMATS = ("int8_row",)
 """Formats whose panels activations of 8 bits may meet (`with_int8_activations`)."""
 MAX_INT8_COLUMNS = 65536
-"""Products of so many bytes add up in 32 bits."""
+"""Sums of at most this many products of bytes fit 32 bits."""
 EXPANDED_ROWS = 1024
 """Rows of a packed weight that are expanded at a time when many tokens are multiplied with it."""
 
@@ -51,10 +51,10 @@ class Panels:
         half = rows.half()
         self.exact_half = bool((half.float() == rows).all())
         scale = half if self.exact_half else rows
-        self.scale = pages.empty(scale.nbytes).view(scale.dtype).view(scale.shape).copy_(scale)
+        self.scale = huge_pages.empty(scale.nbytes).view(scale.dtype).view(scale.shape).copy_(scale)
         kind = INT4 if q.bits == 4 else INT8
         shape = Matrix(kind, 0 if whole else columns, n, k, 0)
-        self.data = pages.empty(len(experts), library().ip_packed_bytes(shape))
+        self.data = huge_pages.empty(len(experts), library().ip_packed_bytes(shape))
         self.matrices = (Matrix * len(experts))()
         for i, values in enumerate(experts):
             at = self.scale[i].data_ptr()
@@ -85,23 +85,23 @@ def matrices(weight: Any, bias: torch.Tensor | None = None) -> Any:
         if weight.block[1] != 128 or weight.zero is not None:
             raise KernelError(f"An FP8 weight with blocks of {weight.block}.", there_is="blocks of 128 columns")
         n, k = weight.shape[-2:]
-        pages.move_to_huge_pages(weight.data)
+        huge_pages.move_to_huge_pages(weight.data)
         pairs = list(zip(_stack(weight.data), _stack(weight.scale), strict=True))
         found = _array(
             [Matrix(FP8, weight.block[0], n, k, k, d.data_ptr(), s.data_ptr(), None, None) for d, s in pairs]
         )
     else:
-        pages.move_to_huge_pages(weight)
+        huge_pages.move_to_huge_pages(weight)
         found = _array([Matrix(BF16, 0, *w.shape, w.stride(0), w.data_ptr(), None, None, None) for w in _stack(weight)])
     if bias is not None:
         found = _array([Matrix.from_buffer_copy(found[0])])
         found[0].bias = bias.data_ptr()
-    found.kept = weight, bias  # for as long as the array, or a matrix of it, is held
+    found.memory = weight, bias  # for as long as the array, or a matrix of it, is held
     return found
 
 
 def with_int8_activations(found: Any) -> Any:
-    """The same matrices of `INT8_ROW_FORMATS` for products that round activations to 8 bits a row (csrc/products/w8a8.h)."""
+    """The same matrices for products that round activations to 8 bits per row (csrc/products/w8a8.h)."""
     return _of_kind(found, lambda kind: W8A8)
 
 
@@ -115,7 +115,7 @@ def _of_kind(found: Any, kind: Callable[[int], int]) -> Any:
     made: Any = _array([Matrix.from_buffer_copy(m) for m in found])
     for matrix in made:
         matrix.kind = kind(matrix.kind)
-    made.kept = found.kept
+    made.memory = found.memory
     return made
 
 
@@ -124,18 +124,18 @@ Adapt = Callable[[Any], Any] | None
 
 
 def prepare_int8_activations(op: Any, ctx: Context) -> Adapt:
-    """What kernels prepare that round activations to 8 bits."""
+    """`prepare` of kernels that round activations to 8 bits."""
     return with_int8_activations
 
 
 def prepare_any_order(op: Any, ctx: Context) -> Adapt:
-    """What kernels prepare that are not batch-invariant. Results in float32 are a router's, which is small, and whose
+    """`prepare` of kernels that are not batch-invariant. Results in float32 are a router's, which is small, and whose
     last bits may choose another expert: it is summed in one order."""
     return None if getattr(op, "out_dtype", None) is torch.float32 else with_any_order
 
 
 def adapted_matrices(adapt: Adapt, weight: Any, bias: torch.Tensor | None = None) -> Any:
-    """A weight's `matrices`, as a kernel that prepared `adapt` wants them."""
+    """A weight's `matrices`, as a kernel that prepared `adapt` reads them."""
     found = matrices(weight, bias)
     return found if adapt is None else adapt(found)
 

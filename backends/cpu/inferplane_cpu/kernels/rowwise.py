@@ -12,21 +12,21 @@ from inferplane_cpu.native import library
 KERNELS = Kernels()
 
 
-def _bf16_norm(op: Any) -> bool:
+def _has_bf16_weight(op: Any) -> bool:
     norm = getattr(op, "norm", op)
     return norm.weight.dtype in (None, torch.bfloat16)
 
 
-def _float32_table(op: Any) -> bool:
+def _has_float32_table(op: Any) -> bool:
     return op.table.dtype is torch.float32
 
 
-PLAIN = When(dtypes=(torch.bfloat16,), features=("native",))
-NORM = When(dtypes=(torch.bfloat16,), features=("native",), needs=(("a bfloat16 weight", _bf16_norm),))
-ROPE = When(dtypes=(torch.bfloat16,), features=("native",), needs=(("a float32 table", _float32_table),))
+BF16 = When(dtypes=(torch.bfloat16,), features=("native",))
+NORM = When(dtypes=(torch.bfloat16,), features=("native",), needs=(("a bfloat16 weight", _has_bf16_weight),))
+ROPE = When(dtypes=(torch.bfloat16,), features=("native",), needs=(("a float32 table", _has_float32_table),))
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
     """`[rows, D]` with entries side by side; a view where there is one."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -35,7 +35,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 @KERNELS("rms_norm", "native", when=NORM, rank=RANK_PORTABLE, batch_invariant=True)
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Row by row, sums in one order."""
-    rows, y = _rows(x), torch.empty(x.shape, dtype=x.dtype)
+    rows, y = _as_rows(x), torch.empty(x.shape, dtype=x.dtype)
     m, d = rows.shape
     library().ip_rms_norm(
         rows.data_ptr(), rows.stride(0), None, view.weight.data_ptr(), view.eps, m, d, None, y.data_ptr()
@@ -46,7 +46,7 @@ def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
 @KERNELS("add_rms_norm", "native", when=NORM, rank=RANK_PORTABLE, batch_invariant=True)
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum and norm in one pass."""
-    rows = _rows(x)
+    rows = _as_rows(x)
     m, d = rows.shape
     y = torch.empty(m, d, dtype=x.dtype)
     s = x if residual is None else torch.empty(m, d, dtype=x.dtype)
@@ -65,10 +65,10 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return y, s
 
 
-@KERNELS("silu_mul", "native", when=PLAIN, rank=RANK_PORTABLE, batch_invariant=True)
+@KERNELS("silu_mul", "native", when=BF16, rank=RANK_PORTABLE, batch_invariant=True)
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """In float32, rounded once."""
-    rows = _rows(x)
+    rows = _as_rows(x)
     m, d = rows.shape[0], rows.shape[1] // 2
     y = torch.empty(*x.shape[:-1], d, dtype=x.dtype)
     library().ip_silu_mul(rows.data_ptr(), rows.stride(0), m, d, y.data_ptr())

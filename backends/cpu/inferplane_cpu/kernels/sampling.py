@@ -24,26 +24,12 @@ MIN_TOKENS = 8192
 """Vocabularies below this are worked on many rows at once, by the op's body."""
 BLOCK_TOKENS = 256
 MAX_LISTED = 1024
-"""Rows with a top_k up to this are reduced to their likeliest tokens before anything is weighed."""
+"""Rows with a top_k up to this are reduced to their tokens with the largest logits before weights are computed."""
 WEIGHT_BITS, UNIFORM_BITS = 40, 24
 INTERVAL_BITS = 16
 """Upper bits of a float32 that name its interval: 128 of them between a power of two and the next."""
 SLACK, ROUNDING = 0.01, 2.0**-20
 """What a bound on logits and the share that top-p leaves out are lowered by, far more than rounding can take."""
-
-
-def set_likeliest(logits: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Keep the likeliest token of each row, int64 `[R]`, on the logits `[R, V]`: it was found while they were made.
-
-    It goes with this very tensor, which nobody may change in place, nor the tokens. A part, a clone, and what is made
-    of them have none.
-    """
-    logits.__dict__["likeliest"] = tokens
-
-
-def likeliest_of(logits: torch.Tensor) -> torch.Tensor | None:
-    """What `set_likeliest` kept; None where nothing was."""
-    return logits.__dict__.get("likeliest")
 
 
 @KERNELS(
@@ -63,24 +49,22 @@ def sample_native(
     uniform: torch.Tensor | None,
 ) -> torch.Tensor:
     """Rows shared among threads, logits read in the dtype they come in."""
-    if uniform is None and (found := likeliest_of(logits)) is not None:
-        return found
     if logits.dtype is torch.float16:
         logits = logits.float()
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     given = (temperature, top_p, min_p, uniform, top_k)
-    kept = [None if x is None else x.contiguous() for x in given]  # until the call is over
+    tensors = [None if x is None else x.contiguous() for x in given]  # until the call is over
     rows, vocab = logits.shape
-    pointers = [None if x is None else x.data_ptr() for x in kept]
-    asked = Sampling(logits.data_ptr(), logits.dtype is torch.bfloat16, logits.stride(0), rows, vocab, *pointers)
+    pointers = [None if x is None else x.data_ptr() for x in tensors]
+    request = Sampling(logits.data_ptr(), logits.dtype is torch.bfloat16, logits.stride(0), rows, vocab, *pointers)
     tokens = torch.empty(rows, dtype=torch.int64)
-    library().ip_sample(asked, tokens.data_ptr())
+    library().ip_sample(request, tokens.data_ptr())
     return tokens
 
 
-class Scratch:
-    """Memory for one row, kept from step to step: new megabytes for each row cost a page fault per 4 KiB."""
+class RowMemory:
+    """Memory for one row, used again step after step: new megabytes for each row cost a page fault per 4 KiB."""
 
     def __init__(self) -> None:
         self.resize(0)
@@ -92,7 +76,7 @@ class Scratch:
         self.weights, self.interval = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
         self.sums, self.upto = (torch.empty(2**INTERVAL_BITS, dtype=torch.int64) for _ in range(2))
 
-    def weigh(self, row: torch.Tensor, temperature: torch.Tensor) -> None:
+    def fill_weights(self, row: torch.Tensor, temperature: torch.Tensor) -> None:
         """Fill `below` with distances to the largest logit over the temperature, and `weights` as the op's body does.
 
         Args:
@@ -111,7 +95,7 @@ class Scratch:
     when=When((torch.float32, torch.bfloat16, torch.float16)),
     rank=RANK_PORTABLE,
     batch_invariant=True,
-    prepare=lambda op, ctx: Scratch(),
+    prepare=lambda op, ctx: RowMemory(),
 )
 def sample(
     view: Any,
@@ -127,33 +111,35 @@ def sample(
         return torch.from_numpy(logits.float().numpy().argmax(-1))
     if logits.shape[-1] < MIN_TOKENS:
         return basic.sample(view, logits, temperature, top_k, top_p, min_p, uniform)
-    cuts: list[Cuts] | None = None
+    truncation: list[Truncation] | None = None
     if top_k is not None and top_p is not None and min_p is not None:
-        cuts = [Cuts(*each) for each in zip(top_k.tolist(), top_p.numpy(), min_p.numpy())]
+        truncation = [Truncation(*each) for each in zip(top_k.tolist(), top_p.numpy(), min_p.numpy())]
     tokens = []
-    scratch: Scratch = view.prepared
-    if scratch.tokens != logits.shape[-1]:
-        scratch.resize(logits.shape[-1])
+    memory: RowMemory = view.prepared
+    if memory.tokens != logits.shape[-1]:
+        memory.resize(logits.shape[-1])
     for i, (row, degrees, u) in enumerate(zip(logits.float(), temperature.tolist(), uniform.tolist())):
         best = int(row.numpy().argmax())
         if degrees <= 0 or not math.isfinite(row[best]):
             tokens.append(best)
             continue
-        if cuts is not None and 0 < cuts[i].top_k <= MAX_LISTED:
-            tokens.append(_of_few(view, row, i, cuts[i].top_k, (temperature, top_k, top_p, min_p, uniform)))
+        if truncation is not None and 0 < truncation[i].top_k <= MAX_LISTED:
+            tokens.append(
+                _draw_from_top_k(view, row, i, truncation[i].top_k, (temperature, top_k, top_p, min_p, uniform))
+            )
             continue
-        scratch.weigh(row, temperature[i])
-        if cuts is None:
-            tokens.append(_by_id(scratch.weights, u))
+        memory.fill_weights(row, temperature[i])
+        if truncation is None:
+            tokens.append(_draw_by_id(memory.weights, u))
         else:
-            tokens.append(_by_rank(row.numpy(), scratch, cuts[i], u))
+            tokens.append(_draw_by_rank(row.numpy(), memory, truncation[i], u))
     return torch.tensor(tokens)
 
 
-def _of_few(view: Any, row: torch.Tensor, at: int, count: int, asked: tuple[Any, ...]) -> int:
+def _draw_from_top_k(view: Any, row: torch.Tensor, at: int, count: int, request: tuple[Any, ...]) -> int:
     """The token of a row that keeps `count` tokens, by the op's body."""
     logits, ids = basic.likeliest(row[None], count)
-    return int(ids[0, basic.sample(view, logits, *(x[at : at + 1] for x in asked))])
+    return int(ids[0, basic.sample(view, logits, *(x[at : at + 1] for x in request))])
 
 
 def _share(total: int, uniform: float) -> int:
@@ -161,7 +147,7 @@ def _share(total: int, uniform: float) -> int:
     return (min(int(uniform * 2**UNIFORM_BITS), 2**UNIFORM_BITS - 1) * total) >> UNIFORM_BITS
 
 
-def _by_id(weights: np.ndarray, uniform: float) -> int:
+def _draw_by_id(weights: np.ndarray, uniform: float) -> int:
     """The token at a share of all weights, in the order of ids."""
     upto = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK_TOKENS)).cumsum()
     share = _share(int(upto[-1]), uniform)
@@ -172,15 +158,15 @@ def _by_id(weights: np.ndarray, uniform: float) -> int:
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """What a row keeps, as the op says it; `top_p` and `min_p` are float32, in which the op compares."""
+class Truncation:
+    """How a row's tokens are truncated, as the op defines it; `top_p` and `min_p` are float32, as the op compares."""
 
     top_k: int
     top_p: np.float32
     min_p: np.float32
 
     def lowest(self, total: int, tokens: int) -> float:
-        """A bound that every kept token's `below` exceeds; -inf where there is none.
+        """A bound that the `below` of every token that stays exceeds; -inf where there is none.
 
         Tokens of at most a weight w have together at most `tokens * w`: those that top-p needs are heavier than the
         w with which this is all that it may leave out.
@@ -192,25 +178,25 @@ class Cuts:
         return math.log(heaviest_left) - SLACK if 0 < heaviest_left < 1 else -math.inf
 
 
-def _by_rank(logits: np.ndarray, scratch: Scratch, cuts: Cuts, uniform: float) -> int:
-    """The token at a share of what the cuts leave, by falling logit and then by id.
+def _draw_by_rank(logits: np.ndarray, memory: RowMemory, truncation: Truncation, uniform: float) -> int:
+    """The token at a share of what the truncation leaves, by falling logit and then by id.
 
     Args:
         logits: float32 `[V]`.
-        scratch: weighed them.
-        cuts: what is left.
+        memory: holds their weights (`fill_weights`).
+        truncation: of this row.
         uniform: in [0, 1).
     """
-    below, weights = scratch.below.numpy(), scratch.weights
+    below, weights = memory.below.numpy(), memory.weights
     total = int(weights.sum())
-    likely = below >= cuts.lowest(total, len(below))
+    likely = below >= truncation.lowest(total, len(below))
     if 4 * np.count_nonzero(likely) > len(below):
-        return _Falling(logits, below, weights, scratch).draw(cuts, total, uniform)
+        return _Descending(logits, below, weights, memory).draw(truncation, total, uniform)
     ids = np.flatnonzero(likely)
-    return int(ids[_Falling(logits[ids], below[ids], weights[ids], scratch).draw(cuts, total, uniform)])
+    return int(ids[_Descending(logits[ids], below[ids], weights[ids], memory).draw(truncation, total, uniform)])
 
 
-class _Falling:
+class _Descending:
     """Tokens by falling logit and then by id, known by intervals of `below`.
 
     Rounding keeps the order, so tokens of one logit share an interval, and no larger one is in a later interval.
@@ -219,31 +205,31 @@ class _Falling:
         logits: float32 `[N]`.
         below: float32 `[N]`, their distance to the largest of all, divided by the temperature.
         weights: int64 `[N]`.
-        scratch: memory for intervals and their sums.
+        memory: for intervals and their sums.
     """
 
-    def __init__(self, logits: np.ndarray, below: np.ndarray, weights: np.ndarray, scratch: Scratch) -> None:
-        self._logits, self._weights, self._interval = logits, weights, scratch.interval[: len(logits)]
+    def __init__(self, logits: np.ndarray, below: np.ndarray, weights: np.ndarray, memory: RowMemory) -> None:
+        self._logits, self._weights, self._interval = logits, weights, memory.interval[: len(logits)]
         # `below` is +0 or negative, and the bits of negative floats rise as the floats fall.
         np.right_shift(below.view(np.uint32), np.uint32(32 - INTERVAL_BITS), out=self._interval)
-        sums = scratch.sums.zero_().scatter_add_(0, torch.from_numpy(self._interval), torch.from_numpy(weights))
-        self._upto = torch.cumsum(sums, 0, out=scratch.upto).numpy()
+        sums = memory.sums.zero_().scatter_add_(0, torch.from_numpy(self._interval), torch.from_numpy(weights))
+        self._upto = torch.cumsum(sums, 0, out=memory.upto).numpy()
 
-    def draw(self, cuts: Cuts, total: int, uniform: float) -> int:
-        """The place of the token at a share of what the cuts leave of `total`.
+    def draw(self, truncation: Truncation, total: int, uniform: float) -> int:
+        """The place of the token at a share of what the truncation leaves of `total`.
 
-        They leave a head of the tokens, so its weight is all that matters.
+        It leaves a head of the tokens, so its weight is all that matters.
         """
-        if cuts.top_k > 0:
-            total = self._weight_of(cuts.top_k)
-        kept = total
-        if cuts.top_p < 1:
-            reach = min(int(np.float32(total) * cuts.top_p), int(self._upto[-1]))  # min-p may have left out some of it
-            kept = self._at(reach - 1)[1] if reach > 0 else 0
-        if cuts.min_p > 0:
-            enough = self._weights.astype(np.float32) >= cuts.min_p * np.float32(2**WEIGHT_BITS)
-            kept = min(kept, int(self._weights[enough].sum()))
-        return self._at(_share(max(kept, 2**WEIGHT_BITS), uniform))[0]
+        if truncation.top_k > 0:
+            total = self._weight_of(truncation.top_k)
+        remaining = total
+        if truncation.top_p < 1:
+            reach = min(int(np.float32(total) * truncation.top_p), int(self._upto[-1]))
+            remaining = self._at(reach - 1)[1] if reach > 0 else 0
+        if truncation.min_p > 0:
+            enough = self._weights.astype(np.float32) >= truncation.min_p * np.float32(2**WEIGHT_BITS)
+            remaining = min(remaining, int(self._weights[enough].sum()))
+        return self._at(_share(max(remaining, 2**WEIGHT_BITS), uniform))[0]
 
     def _members(self, interval: int) -> tuple[np.ndarray, np.ndarray, int]:
         """An interval's tokens in their order, their cumulated weights, and the weight before it."""

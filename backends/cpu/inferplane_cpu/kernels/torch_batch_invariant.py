@@ -1,7 +1,7 @@
-"""Batch-invariant kernels of torch's own operators, for `deterministic=True` where native kernels do not serve.
+"""Batch-invariant kernels of torch's own operators, for `deterministic=True` where no native kernel is bound.
 
 Every product has one shape whatever the step: tiles of 16 rows, the last one padded, and attention one query at a time.
-Slower than the kernels that take what comes, so they rank below them.
+They are slower than kernels whose products take their shape from the step, so they rank below those.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ RANK = 5
 TILE_ROWS = 16
 
 
-def _usual(op: Any) -> bool:
+def _has_plain_activations(op: Any) -> bool:
     return op.act is None and op.out_dtype in (None, torch.float32)
 
 
-def _plain_kv_b(op: Any) -> bool:
+def _has_no_kv_b_bias(op: Any) -> bool:
     return getattr(op.kv_b, "bias", None) is None
 
 
 ANY = When(dtypes=(torch.float32, torch.bfloat16, torch.float16))
-LINEAR = When(ANY.dtypes, needs=(("plain activations, and a result as usual or in float32", _usual),))
-LATENT = When(ANY.dtypes, needs=(("kv_b without bias", _plain_kv_b),))
+LINEAR = When(ANY.dtypes, needs=(("plain activations, and a result as usual or in float32", _has_plain_activations),))
+LATENT = When(ANY.dtypes, needs=(("kv_b without bias", _has_no_kv_b_bias),))
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def multiply_in_tiles(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x weight^T + bias` in tiles of equal shape."""
     rows = x.shape[0]
     pad_rows = F.pad(x, (0, 0, 0, -rows % TILE_ROWS))
@@ -43,15 +43,15 @@ def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Tiles of 16 rows; in float32 throughout where the result is."""
     if view.out_dtype is torch.float32:
         bias = None if view.bias is None else view.bias.float()
-        return product(x.float(), view.weight.float(), bias)
-    return product(x, view.weight, view.bias)
+        return multiply_in_tiles(x.float(), view.weight.float(), bias)
+    return multiply_in_tiles(x, view.weight, view.bias)
 
 
 @KERNELS("lm_head", "torch_batch_invariant", when=ANY, rank=RANK, batch_invariant=True)
 def lm_head(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The rows that want logits, in tiles of 16."""
     rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
-    return product(rows, view.weight).float()
+    return multiply_in_tiles(rows, view.weight).float()
 
 
 @KERNELS("moe_experts", "torch_batch_invariant", when=ANY, rank=RANK, batch_invariant=True)
@@ -62,13 +62,13 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
         if e < 0:  # on another rank
             continue
         token, j = torch.where(ids == e)
-        gate, up = product(x[token], view.gate_up[e]).float().chunk(2, -1)
-        y = product((F.silu(gate) * up).to(x.dtype), view.down[e])
+        gate, up = multiply_in_tiles(x[token], view.gate_up[e]).float().chunk(2, -1)
+        y = multiply_in_tiles((F.silu(gate) * up).to(x.dtype), view.down[e])
         out.index_add_(0, token, y.float() * weights[token, j, None])
     return out.to(x.dtype)
 
 
-def _each_query(batch: Batch, kv: LayerKV) -> Any:
+def _query_by_query(batch: Batch, kv: LayerKV) -> Any:
     """`(row, first key, last key)` and the sequence's entries, one query token after the other."""
     window = kv.request.window
     for a, b, n, table in batch.rows():
@@ -83,7 +83,7 @@ def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Te
     """One query token at a time, over the keys it sees."""
     h, g = view.heads, view.kv.heads
     out = q.new_empty(q.shape[0], h, view.kv.v_dim)
-    for row, seen, entries in _each_query(batch, kv):
+    for row, seen, entries in _query_by_query(batch, kv):
         k, v = (t[seen].to(q.dtype).transpose(0, 1).contiguous()[None] for t in entries)
         queries = q[row].reshape(1, g, h // g, -1)
         out[row] = F.scaled_dot_product_attention(queries, k, v, scale=view.scale).reshape(h, -1)
@@ -96,7 +96,7 @@ def _absorbed(
     d = view.dims
     w_k, w_v = kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
     out = q_nope.new_empty(q_nope.shape[0], d.heads, d.value)
-    for row, seen, (entries,) in _each_query(batch, kv):
+    for row, seen, (entries,) in _query_by_query(batch, kv):
         q = torch.cat((torch.bmm(q_nope[row][:, None], w_k)[:, 0], q_rope[row]), -1)
         c = entries[seen].to(q.dtype).contiguous()[None, None]
         mid = F.scaled_dot_product_attention(q[None, None], c, c, scale=view.scale)[0, 0, :, : d.latent]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from inferplane.binding import view_of
 from inferplane.engine.capture import DecodeSteps, Step, why_not, why_not_together
 from inferplane.engine.request import Request
 from inferplane.engine.runner import Runner
@@ -106,7 +107,7 @@ def make_proposer(config: SpeculativeConfig, runner: Runner, scheduler: Schedule
     place = 0 if method == "mtp" else len(runner.model.mtp) - 1  # an EAGLE head stands behind them
     layers: dict[str, Any] = {}
     for kind, step in runner.steps.items():
-        layers[kind] = step.__self__.mtp[place]  # type: ignore[attr-defined]
+        layers[kind] = view_of(step).mtp[place]
     assert runner.cache is not None
     index, device = len(runner.model.layers) + place, runner.backend.torch_device_indexed
     return HeadProposer(layers, runner.cache, index, device, scheduler.extend, partial(_recording, runner))

@@ -1,0 +1,142 @@
+"""A model's decoder layers as one native call, and a step of few tokens as one: embedding, layers, last norm and head.
+
+Between calls the caches hold what the weights left there, which is nothing: every line of Python between the parts of a
+step is read from memory, and costs several times what it costs in a loop of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from inferplane.plugin import RANK_PORTABLE, Batch, Kernels, KVCache, LayerKV, ModelOutput, When
+from inferplane_cpu.kernels import layer, linear
+from inferplane_cpu.kernels.attention import native_cache
+from inferplane_cpu.kernels.layer_description import native_layer, native_step
+from inferplane_cpu.native import BF16, Cache, Matrix, Model, ModelIO, library
+
+KERNELS = Kernels()
+MAX_TOKENS = 8
+"""Tokens of a step at most; csrc: kMaxDecodeRows."""
+DECODE = When(step_kinds=("decode",), features=("native",))
+LAYERS = tuple(kernel.name for kernel in layer.KERNELS if kernel.when.step_kinds == ("decode",))
+PARTS = {
+    "embed": ("torch:embedding", "native:embedding_panels"),
+    "layers": ("native:decoder_stack",),
+    "norm": ("native:add_rms_norm",),
+    "head": tuple(kernel.name for kernel in linear.KERNELS if kernel.op == "lm_head"),
+}
+
+
+def _on_one_rank(op: Any) -> bool:
+    return op.gather is None
+
+
+def _has_bf16_rows(op: Any) -> bool:
+    return op.embed.weight.dtype in (None, torch.bfloat16)
+
+
+class NativeStack:
+    """All layers of a model as the library reads them, and their caches as they were at the last call.
+
+    Args:
+        view: of a stack whose layers are bound to `LAYERS`.
+    """
+
+    def __init__(self, view: Any) -> None:
+        self.count = len(view.layers)
+        self.layers = (ctypes.c_void_p * self.count)(*(ctypes.addressof(native_layer(v, False)) for v in view.layers))
+        self._described: tuple[LayerKV, ...] | None = None
+        self._caches: Any = None
+
+    def caches(self, caches: tuple[LayerKV, ...]) -> Any:
+        """An array of `Cache`, one a layer."""
+        if self._described is not caches:
+            self._caches = (Cache * self.count)(*(native_cache(kv) for kv in caches[: self.count]))
+            self._described = caches
+        return self._caches
+
+
+def native_stack(view: Any) -> NativeStack:
+    """The layers of a stack, described once."""
+    found: NativeStack = view.once("inferplane_cpu.stack", NativeStack, view)
+    return found
+
+
+class NativeModel:
+    """A model as the library reads it.
+
+    Attributes: `stack`, its layers; `model`; `uniform`, False once the library found layers of two kinds in it, which
+    it does not take in one call.
+
+    Args:
+        view: of a model whose parts are bound to `PARTS`.
+    """
+
+    def __init__(self, view: Any) -> None:
+        self.stack, self.uniform = native_stack(view.layers), True
+        rows = view.embed.weight
+        if isinstance(rows, torch.Tensor):  # of which a step reads a few: no need of huge pages
+            embed = Matrix(BF16, 0, *rows.shape, rows.stride(0), rows.data_ptr(), None, None, None)
+        else:
+            embed = linear.matrix_of(view.embed)
+        self._norm, self._embed, self._head = view.norm.norm.weight, embed, linear.matrix_of(view.head)
+        layers = ctypes.addressof(self.stack.layers)
+        norm, eps = self._norm.data_ptr(), view.norm.norm.eps
+        self.model = Model(layers, self.stack.count, self._embed, self._head, norm, eps)
+        self.vocab, self.width = self._head.n, self._head.k
+
+
+@KERNELS("decoder_stack", "native", when=DECODE, rank=RANK_PORTABLE, inlines={"*": LAYERS}, batch_invariant=True)
+def decoder_stack(
+    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, cache: KVCache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All layers in one call, with nothing but barriers between them, for at most 8 tokens."""
+    stack, x = native_stack(view), x.contiguous()
+    out, summed = torch.empty_like(x), torch.empty_like(x)
+    other = None if residual is None else residual.contiguous()
+    done = library().ip_decoder_layers(
+        stack.layers,
+        stack.caches(cache.layers),
+        stack.count,
+        ctypes.byref(native_step(batch)),
+        x.data_ptr(),
+        None if other is None else other.data_ptr(),
+        out.data_ptr(),
+        summed.data_ptr(),
+    )
+    return (out, summed) if done else view.body(x, residual, batch, cache)
+
+
+@KERNELS(
+    "causal_lm",
+    "native",
+    when=When(
+        (torch.bfloat16,),
+        step_kinds=("decode",),
+        features=("native",),
+        needs=(("logits that stand on one rank", _on_one_rank), ("an embedding of bfloat16 values", _has_bf16_rows)),
+    ),
+    rank=RANK_PORTABLE,
+    inlines=PARTS,
+    batch_invariant=True,
+)
+def causal_lm(view: Any, batch: Batch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step of at most 8 tokens in one call, the token with the largest logit of each row found on the way."""
+    native: NativeModel = view.once("inferplane_cpu.model", NativeModel, view)
+    if batch.tokens > MAX_TOKENS or not native.uniform:
+        return view.body(batch, cache)
+    rows = batch.logit_rows
+    wanted = batch.tokens if rows is None else rows.shape[0]
+    logits = torch.empty(wanted, native.vocab, dtype=torch.float32)
+    hidden = torch.empty(batch.tokens, native.width, dtype=torch.bfloat16)
+    argmax = torch.empty(wanted, dtype=torch.int64)
+    pointers = batch.ids.data_ptr(), None if rows is None else rows.data_ptr()
+    ends = ModelIO(*pointers, wanted, logits.data_ptr(), argmax.data_ptr(), hidden.data_ptr())
+    done = library().ip_model_step(native.model, native.stack.caches(cache.layers), native_step(batch), ends)
+    if done == 1:
+        return ModelOutput(logits, hidden, argmax)
+    native.uniform = done != 0  # otherwise an id or a row is out of range, or rows are wanted again and again
+    return view.body(batch, cache)
