@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from inferplane.serving.start import PACKAGES
+from inferplane.serving.lifecycle.start import PACKAGES
 from tests.e2e.processes import heeding_ctrl_c
 from tests.house.rules import SOURCE_PATHS
 

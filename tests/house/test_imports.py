@@ -37,7 +37,7 @@ def test_who_uses_an_engine_elsewhere_imports_no_torch():
     names = [
         "inferplane.engine.process",
         "inferplane.engine.async_llm",
-        "inferplane.serving.start",
+        "inferplane.serving.lifecycle.start",
         "inferplane.cli.verbs.serve",
     ]
     none(

@@ -28,11 +28,11 @@ from inferplane.engine.process import messages, remote
 from inferplane.engine.process import server as process
 from inferplane.errors import EngineError
 from inferplane.serving import logs, model, service
-from inferplane.serving.http.app import gated, whole_app
+from inferplane.serving.chat_template.template import ChatTemplate
+from inferplane.serving.http.app import add_gate, full_app
 from inferplane.serving.http.gate import App, Keys
 from inferplane.serving.service import Service
-from inferplane.serving.settings import Settings
-from inferplane.serving.templates import ChatTemplate
+from inferplane.serving.settings import ServerSettings
 from tests.serving.soak import CHAT, COMPLETIONS, SCHEMA, terminals
 
 DEMO = Path(inferplane.__file__).parent / "models" / "demo"
@@ -200,9 +200,9 @@ class Small:
             return
         if self.service is not None:
             await self.service.drain(0)
-        self.service = Service(Settings(max_batch=4, max_waiting=4))
+        self.service = Service(ServerSettings(max_batch=4, max_waiting=4))
         await self.service.load(self._engine)
-        self.app, self.gate = gated(whole_app(self.service), self.service, Keys(()))
+        self.app, self.gate = add_gate(full_app(self.service), self.service, Keys(()))
         if not self.answers:
             self.answers = [self.whole(*found) for found in zip(ASKED, await self.ask())]
 
@@ -277,7 +277,7 @@ class Small:
         assert self.service is not None
         service = self.service
         limit = asyncio.get_running_loop().time() + 20
-        while service.places.taken or service._jobs or self.gate.held_bytes:
+        while service.slots.taken or service._generations or self.gate.held_bytes:
             assert asyncio.get_running_loop().time() < limit, "places, jobs or bytes were kept"
             await asyncio.sleep(0.005)
         engine = service.engine

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from inferplane.errors import UsageError
-from inferplane.serving.http.app import whole_app
+from inferplane.serving.http.app import full_app
 from inferplane.serving.http.gate import OPEN
+from inferplane.serving.lifecycle.start import read_keys
 from inferplane.serving.service import Service
-from inferplane.serving.settings import Settings
-from inferplane.serving.start import read_keys
+from inferplane.serving.settings import ServerSettings
 from tests.serving.live import Live
 from tests.serving.test_raw_socket import status, talk
 from tests.serving.test_workers import all_ready, workers
@@ -68,7 +68,7 @@ def paths() -> list[str]:
     import asyncio
 
     async def routes() -> list[str]:
-        return sorted({r.path.replace("{model:path}", "demo") for r in whole_app(Service(Settings())).routes})
+        return sorted({r.path.replace("{model:path}", "demo") for r in full_app(Service(ServerSettings())).routes})
 
     return asyncio.run(routes())
 
@@ -197,11 +197,11 @@ def test_each_process(apart, paths, who):
 def test_key_files(tmp_path):
     path = tmp_path / "keys"
     path.write_text("one\n\n two \n")
-    assert read_keys(Settings(api_key=("zero",), api_key_file=str(path))) == ["zero", "one", "two"]
+    assert read_keys(ServerSettings(api_key=("zero",), api_key_file=str(path))) == ["zero", "one", "two"]
     path.write_text("\n")
     for name in (path, tmp_path / "missing", tmp_path):
         with pytest.raises(UsageError):
-            read_keys(Settings(api_key_file=str(name)))
+            read_keys(ServerSettings(api_key_file=str(name)))
 
 
 def test_tls_and_origins_and_more_ports(tmp_path):

@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 import inferplane.serving
-from inferplane.serving.counts import CELLS, COUNTED, OTHER, REASONS, REJECTED, Counts
-from inferplane.serving.places import PLACES, Board
+from inferplane.serving.counters import COUNTER_LABELS, NUM_CELLS, OTHER, REASONS, REJECTED, RequestCounters
+from inferplane.serving.slots import SLOTS_CELL, SharedCounters
 from tests.serving.live import Live
 from tests.serving.test_grpc import address, call, raw, string
 from tests.serving.test_workers import all_ready
@@ -45,21 +45,21 @@ def test_every_reason_has_a_counter():
     found = codes(Path(inferplane.serving.__file__).parent)
     assert "queue_full" in found and "invalid_json" in found and len(found) > 20
     assert found <= set(REASONS) | {None}
-    assert len(set(COUNTED)) == len(COUNTED)
+    assert len(set(COUNTER_LABELS)) == len(COUNTER_LABELS)
 
 
 def test_processes_share_their_counts_and_keep_those_of_one_that_ended():
-    board = Board(3, CELLS)
-    one, other = Counts(board), Counts(Board(3, CELLS, board.fd), 2)
+    board = SharedCounters(3, NUM_CELLS)
+    one, other = RequestCounters(board), RequestCounters(SharedCounters(3, NUM_CELLS, board.fd), 2)
     one.add(REJECTED, "queue_full")
     other.add(REJECTED, "queue_full", 2)
     other.add(REJECTED, "a code that nobody knows")
-    board.write(2, PLACES, 0)
-    again = Counts(board, 2)
+    board.write(2, SLOTS_CELL, 0)
+    again = RequestCounters(board, 2)
     again.add(REJECTED, "queue_full")
     assert one[REJECTED, "queue_full"] == other[REJECTED, "queue_full"] == 4
     assert dict(one.items()) == {(REJECTED, "queue_full"): 4, (REJECTED, OTHER): 1}
-    assert board.sum(PLACES) == 0
+    assert board.sum(SLOTS_CELL) == 0
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,10 @@ from inferplane.engine.sampler import Sampler
 from inferplane.engine.scheduler import Scheduler
 from inferplane.engine.text import Detokenizer
 from inferplane.kvcache import BlockAllocator
-from inferplane.serving import logs, native, templates
+from inferplane.serving import logs, native
+from inferplane.serving.chat_template import template as templates
+from inferplane.serving.generation import Generation
 from inferplane.serving.http import chat, completions
-from inferplane.serving.job import Job
 from inferplane.serving.model import ServedModel
 from inferplane.serving.service import Service
 from tests.serving.faults import Fault, Small, failing, run
@@ -36,7 +37,7 @@ SEAMS: dict[str, tuple[Any, str]] = {
     "tokenizer": (ServedModel, "encode"),
     "chat template": (templates._Worker, "_say"),
     "admission": (Service, "_accept"),
-    "job": (Job, "start"),
+    "job": (Generation, "start"),
     "submission": (local.LocalEngine, "submit"),
     "grammar": (LLM, "constraint"),
     "grammar's mask": (Constraint, "masks"),
@@ -59,7 +60,7 @@ SEAMS: dict[str, tuple[Any, str]] = {
     "timings": (Request, "timings"),
     "engine's metrics": (Metrics, "observe"),
     "delivery": (async_llm._Mailbox, "deliver"),
-    "piece": (Job, "_take"),
+    "piece": (Generation, "_take"),
     "completion's piece": (completions.CompletionRendering, "piece"),
     "completion's whole": (completions.CompletionRendering, "whole"),
     "chat's piece": (chat.ChatRendering, "piece"),

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from inferplane.serving.run import ECHO_S
+from inferplane.serving.lifecycle.run import ECHO_S
 from tests.serving.live import Live, engine_pids
 from tests.serving.test_life import LONG, leave, running, stream, wait_gone
 from tests.serving.test_raw_socket import BODY, JSON, post

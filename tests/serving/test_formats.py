@@ -15,11 +15,11 @@ from inferplane.serving.errors import ApiError
 from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRequest
-from inferplane.serving.http.tools import ToolPlan, ToolReader, calls_in
+from inferplane.serving.http.tools import ToolPlan, ToolReader, parse_calls
 from inferplane.serving.model import ServedModel
 from inferplane.serving.native import NativeRequest, is_native
 from inferplane.serving.rendering import Frame, event
-from inferplane.serving.settings import Settings
+from inferplane.serving.settings import ServerSettings
 from inferplane.serving.wire import CONSTRAINTS, parse, unknown_fields, validate
 
 # ---------------------------------------------------------------- JSON
@@ -163,7 +163,7 @@ TOOLS = {"get": {"type": "object"}, "put": {"type": "object"}}
     ],
 )
 def test_calls_are_found_in_a_text(text, names):
-    found = calls_in(text, TOOLS)
+    found = parse_calls(text, TOOLS)
     assert (None if found is None else [c.name for c in found]) == names
 
 
@@ -222,16 +222,16 @@ def test_a_frame_is_the_whole_piece_with_another_text(text):
 def test_names_that_are_given_replace_the_model_s_own():
     info = SimpleNamespace(name="/models/qwen", folder=None, dtype="bfloat16", kv_dtype="auto", device="cpu")
     engine: Any = SimpleNamespace(info=info, tokenizer=None)
-    own = ServedModel(engine, Settings())
+    own = ServedModel(engine, ServerSettings())
     assert own.names == ("qwen",)
     for asked, name in (("qwen", "qwen"), ("/models/qwen", "/models/qwen"), ("default", "qwen"), (None, "qwen")):
-        assert own.check_name(asked) == name
-    given = ServedModel(engine, Settings(served_model_name=("chat", "best")))
+        assert own.resolve_name(asked) == name
+    given = ServedModel(engine, ServerSettings(served_model_name=("chat", "best")))
     for asked, name in (("chat", "chat"), ("best", "best"), ("default", "chat"), (None, "chat")):
-        assert given.check_name(asked) == name
+        assert given.resolve_name(asked) == name
     for gone in ("qwen", "/models/qwen"):
         with pytest.raises(ApiError, match=r"There is: chat, best, default\.") as refused:
-            given.check_name(gone)
+            given.resolve_name(gone)
         assert (refused.value.status, refused.value.code) == (404, "model_not_found")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inferplane.serving.errors import ApiError
-from inferplane.serving.places import PLACES, Board, Places, Reserved
+from inferplane.serving.slots import SLOTS_CELL, SequenceSlots, SharedCounters, SlotReservation
 from tests.serving.live import Live
 
 LONG: dict[str, Any] = {"prompt": "x = [", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -104,19 +104,19 @@ def test_processes_share_the_places():
 
 
 def test_places_are_counted_over_all_and_given_back():
-    board = Board(2, 1)
-    here, there = Places(3, board), Places(3, Board(2, 1, board.fd), 1)
+    board = SharedCounters(2, 1)
+    here, there = SequenceSlots(3, board), SequenceSlots(3, SharedCounters(2, 1, board.fd), 1)
     here.take(2)
-    kept = Reserved(there)
+    kept = SlotReservation(there)
     with pytest.raises(ApiError) as refused:
-        Reserved(here)
+        SlotReservation(here)
     assert (refused.value.status, here.taken, there.taken) == (429, 3, 3)
-    assert kept.hand_over() == 1
+    assert kept.transfer() == 1
     kept.release()  # another holds it now
     assert there.taken == 3
-    there.give_back(1)
-    lost = Reserved(there)
-    board.write(1, PLACES, 0)  # what the first process does when the second ends
+    there.release(1)
+    lost = SlotReservation(there)
+    board.write(1, SLOTS_CELL, 0)  # what the first process does when the second ends
     assert here.taken == 2
     lost.release()
     assert there.taken == 2

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from inferplane.serving.run import ECHO_S
+from inferplane.serving.lifecycle.run import ECHO_S
 from tests.serving.live import Live, engine_pids
 
 LONG = {"prompt": "x = [", "max_tokens": 1200, "temperature": 0, "ignore_eos": True}

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from inferplane.serving.errors import ApiError
-from inferplane.serving.http import answer
+from inferplane.serving.generation import Piece
+from inferplane.serving.http import responses as answer
 from inferplane.serving.http.gate import Body
-from inferplane.serving.job import Piece
 from inferplane.serving.service import Service
 from tests.serving.test_service import LONG, check, running, served
 
@@ -41,8 +41,8 @@ class Reader:
         return True
 
     async def read(self, service: Service) -> None:
-        async with service.admit(LONG) as job:
-            async for several in job.batches(self.at_once):
+        async with service.admit(LONG) as generation:
+            async for several in generation.batches(self.at_once):
                 self.yielded += len(several)
                 for piece in several:
                     self.tokens += piece.delta.token_ids
@@ -52,7 +52,7 @@ class Reader:
                     self._busy = True
                     await asyncio.sleep(0.002)  # what comes meanwhile waits, and is not offered
                     self._busy = False
-            assert job.completion_tokens == len(self.tokens)
+            assert generation.completion_tokens == len(self.tokens)
 
 
 def test_pieces_that_are_taken_at_once_are_not_yielded_and_none_changes_its_place():
@@ -163,7 +163,7 @@ def test_a_stream_opens_with_its_first_piece(pieces: list[str]):
         async def send(message: Any) -> None:
             sent.append(message.get("body", b"<head>"))
 
-        class Job:
+        class Generation:
             choices = 1
 
             async def begin(self, patience_s: float) -> None: ...
@@ -173,12 +173,17 @@ def test_a_stream_opens_with_its_first_piece(pieces: list[str]):
                 for piece in pieces:
                     yield [piece]
 
-        words = {"opening": lambda job: b"<role>", "closing": lambda job: b"<end>", "media_type": "x", "ping": b""}
-        rendering = SimpleNamespace(piece=lambda job, piece: piece.encode(), **words)
+        words = {
+            "opening": lambda generation: b"<role>",
+            "closing": lambda generation: b"<end>",
+            "media_type": "x",
+            "ping": b"",
+        }
+        rendering = SimpleNamespace(piece=lambda generation, piece: piece.encode(), **words)
         service = SimpleNamespace(settings=SimpleNamespace(disable_streaming=False))
         made = answer.Generation(cast("Any", service), cast("Any", None), cast("Any", rendering), stream=True)
         body = Body(send)
-        await made._stream(cast("Any", Job()), {answer.BODY: body}, send)
+        await made._stream(cast("Any", Generation()), {answer.BODY: body}, send)
         assert sent[1:-1] == ([b"<role>a", b"b", b"<end>"] if pieces else [b"<role><end>"])
 
     check(work)

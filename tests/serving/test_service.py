@@ -11,13 +11,13 @@ import pytest
 
 from inferplane.engine import AsyncLLM
 from inferplane.errors import CheckpointError
-from inferplane.serving.admission import Ask
+from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError
+from inferplane.serving.generation import Generation
 from inferplane.serving.grpc import schema, servicer
 from inferplane.serving.http.gate import Keys
-from inferplane.serving.job import Job
 from inferplane.serving.service import Service
-from inferplane.serving.settings import Settings
+from inferplane.serving.settings import ServerSettings
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
 }
-LONG = Ask(prompts=[[5, 9, 11]], sampling={"temperature": 0}, max_tokens=200)
+LONG = GenerateCall(prompts=[[5, 9, 11]], sampling={"temperature": 0}, max_tokens=200)
 
 
 def open_engine() -> AsyncLLM:
@@ -39,7 +39,7 @@ def open_engine() -> AsyncLLM:
 
 @contextlib.asynccontextmanager
 async def running(**settings: Any):
-    service = Service(Settings(max_batch=4, max_waiting=4, **settings))
+    service = Service(ServerSettings(max_batch=4, max_waiting=4, **settings))
     await service.load(open_engine)
     try:
         yield service
@@ -55,23 +55,23 @@ async def at_rest(service: Service) -> None:
         if not stats["num_requests_running"] + stats["num_requests_waiting"]:
             break
         await asyncio.sleep(0.01)
-    assert service.places.taken == 0
-    assert not service._jobs
+    assert service.slots.taken == 0
+    assert not service._generations
     assert stats["kv_blocks_free"] + stats["kv_blocks_cached"] == stats["kv_blocks_total"]
 
 
-async def read(job: Job) -> dict[int, tuple[list[int], list[str]]]:
+async def read(generation: Generation) -> dict[int, tuple[list[int], list[str]]]:
     found: dict[int, tuple[list[int], list[str]]] = {}
-    async for piece in job.pieces():
+    async for piece in generation.pieces():
         tokens, reasons = found.setdefault(piece.choice, ([], []))
         tokens += piece.delta.token_ids
         reasons += [piece.delta.finish_reason] if piece.delta.finish_reason else []
     return found
 
 
-async def served(service: Service, ask: Ask) -> dict[int, tuple[list[int], list[str]]]:
-    async with service.admit(ask) as job:
-        return await read(job)
+async def served(service: Service, ask: GenerateCall) -> dict[int, tuple[list[int], list[str]]]:
+    async with service.admit(ask) as generation:
+        return await read(generation)
 
 
 def check(work) -> None:
@@ -82,9 +82,9 @@ def test_every_sequence_ends_once_and_is_what_it_would_be_alone():
     async def work() -> None:
         async with running() as service:
             prompts = [[5, 9, 11], [7] * 20]
-            many = await served(service, Ask(prompts, {"seed": 3}, max_tokens=9, n=2))
+            many = await served(service, GenerateCall(prompts, {"seed": 3}, max_tokens=9, n=2))
             assert {i: reasons for i, (_, reasons) in many.items()} == {i: ["length"] for i in range(4)}
-            alone = await served(service, Ask([prompts[1]], {"seed": 3}, max_tokens=9))
+            alone = await served(service, GenerateCall([prompts[1]], {"seed": 3}, max_tokens=9))
             assert alone[0] == many[2]
             assert many[2] != many[3]
 
@@ -96,10 +96,10 @@ def test_cached_tokens_are_counted_once_for_a_prompt():
         async with running() as service:
             block = service.served.info.block_tokens
             prompts = [[5] * (3 * block + 1), [6] * (2 * block + 1)]
-            await served(service, Ask(prompts[:1], max_tokens=1))
-            async with service.admit(Ask(prompts, max_tokens=1, n=2)) as job:
-                await read(job)
-            assert (job.prompt_tokens, job.cached_tokens) == (5 * block + 2, 3 * block)
+            await served(service, GenerateCall(prompts[:1], max_tokens=1))
+            async with service.admit(GenerateCall(prompts, max_tokens=1, n=2)) as generation:
+                await read(generation)
+            assert (generation.prompt_tokens, generation.cached_tokens) == (5 * block + 2, 3 * block)
 
     check(work)
 
@@ -107,31 +107,35 @@ def test_cached_tokens_are_counted_once_for_a_prompt():
 @pytest.mark.parametrize(
     ("ask", "param", "code"),
     [
-        (Ask([]), "prompt", "invalid_value"),
-        (Ask([[]]), "prompt", "invalid_value"),
-        (Ask([[97]]), "prompt", "invalid_value"),
-        (Ask([[-1]]), "prompt", "invalid_value"),
-        (Ask([[1]] * 65), "prompt", "too_many"),
-        (Ask([[1]], n=65), "n", "too_many"),
-        (Ask([[1], [2]], n=5), "n", "too_many"),  # ten sequences, where four run and four wait
-        (Ask([[1] * 512]), "prompt", "context_length_exceeded"),
-        (Ask([[1]], max_tokens=512), "max_tokens", "context_length_exceeded"),
-        (Ask([[1]], {"min_tokens": 4}, max_tokens=3), "min_tokens", "invalid_value"),
-        (Ask([[1]], {"temperature": -1}), "temperature", "invalid_value"),
-        (Ask([[1]], {"logit_bias": {97: 1}}), "logit_bias", "invalid_value"),
-        (Ask([[1]], {"regex": "("}), "regex", "invalid_value"),
-        (Ask(["text"]), "prompt", "invalid_value"),  # the model has no tokenizer
-        (Ask([[1]], max_tokens=512, words={"max_tokens": "max_dec_len"}), "max_dec_len", "context_length_exceeded"),
+        (GenerateCall([]), "prompt", "invalid_value"),
+        (GenerateCall([[]]), "prompt", "invalid_value"),
+        (GenerateCall([[97]]), "prompt", "invalid_value"),
+        (GenerateCall([[-1]]), "prompt", "invalid_value"),
+        (GenerateCall([[1]] * 65), "prompt", "too_many"),
+        (GenerateCall([[1]], n=65), "n", "too_many"),
+        (GenerateCall([[1], [2]], n=5), "n", "too_many"),  # ten sequences, where four run and four wait
+        (GenerateCall([[1] * 512]), "prompt", "context_length_exceeded"),
+        (GenerateCall([[1]], max_tokens=512), "max_tokens", "context_length_exceeded"),
+        (GenerateCall([[1]], {"min_tokens": 4}, max_tokens=3), "min_tokens", "invalid_value"),
+        (GenerateCall([[1]], {"temperature": -1}), "temperature", "invalid_value"),
+        (GenerateCall([[1]], {"logit_bias": {97: 1}}), "logit_bias", "invalid_value"),
+        (GenerateCall([[1]], {"regex": "("}), "regex", "invalid_value"),
+        (GenerateCall(["text"]), "prompt", "invalid_value"),  # the model has no tokenizer
+        (
+            GenerateCall([[1]], max_tokens=512, words={"max_tokens": "max_dec_len"}),
+            "max_dec_len",
+            "context_length_exceeded",
+        ),
     ],
 )
 def test_what_is_refused_leaves_nothing(ask, param, code):
     async def work() -> None:
         async with running() as service:
             with pytest.raises(ApiError) as refused:
-                async with service.admit(ask) as job:
-                    await job.begin(20)
+                async with service.admit(ask) as generation:
+                    await generation.begin(20)
             assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, code)
-            assert await served(service, Ask([[1]], max_tokens=2))
+            assert await served(service, GenerateCall([[1]], max_tokens=2))
 
     check(work)
 
@@ -139,12 +143,12 @@ def test_what_is_refused_leaves_nothing(ask, param, code):
 def test_limits_of_the_server_hold():
     async def work() -> None:
         async with running(max_prompt_tokens=5, max_output_tokens=7, max_n=2) as service:
-            for ask in (Ask([[1] * 6]), Ask([[1]], max_tokens=8), Ask([[1]], n=3)):
+            for ask in (GenerateCall([[1] * 6]), GenerateCall([[1]], max_tokens=8), GenerateCall([[1]], n=3)):
                 with pytest.raises(ApiError) as refused:
                     await served(service, ask)
                 if ask.max_tokens is not None:  # no shorter prompt would help
                     assert (refused.value.param, refused.value.code) == ("max_tokens", "invalid_value")
-            (tokens, _) = (await served(service, Ask([[1] * 5], {"temperature": 0})))[0]
+            (tokens, _) = (await served(service, GenerateCall([[1] * 5], {"temperature": 0})))[0]
             assert len(tokens) <= 7
 
     check(work)
@@ -154,7 +158,7 @@ def test_a_full_queue_refuses_at_once_and_takes_again():
     async def work() -> None:
         async with running() as service:
             streams = [asyncio.create_task(served(service, LONG)) for _ in range(8)]
-            while service.places.taken < 8:
+            while service.slots.taken < 8:
                 await asyncio.sleep(0.001)
             begun = asyncio.get_running_loop().time()
             with pytest.raises(ApiError) as refused:
@@ -163,7 +167,7 @@ def test_a_full_queue_refuses_at_once_and_takes_again():
             assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
             streams[0].cancel()
             await asyncio.gather(streams[0], return_exceptions=True)
-            assert (await served(service, Ask([[1]], max_tokens=2)))[0][1] == ["length"]
+            assert (await served(service, GenerateCall([[1]], max_tokens=2)))[0][1] == ["length"]
             for stream in streams[1:]:
                 assert (await stream)[0][1] == ["length"]
             assert service.counts["requests_aborted_total", "disconnect"] == 1
@@ -175,13 +179,13 @@ def test_a_full_queue_refuses_at_once_and_takes_again():
 def test_an_id_lives_once_at_a_time():
     async def work() -> None:
         async with running() as service:
-            ask = Ask([[1]], max_tokens=400, request_id="mine", words={"request_id": "req_id"})
+            ask = GenerateCall([[1]], max_tokens=400, request_id="mine", words={"request_id": "req_id"})
             async with service.admit(ask):
                 with pytest.raises(ApiError) as refused:
                     await served(service, ask)
                 assert (refused.value.status, refused.value.param) == (409, "req_id")
-                assert service.places.taken == 1
-            assert (await served(service, Ask([[1]], max_tokens=2, request_id="mine")))[0][1] == ["length"]
+                assert service.slots.taken == 1
+            assert (await served(service, GenerateCall([[1]], max_tokens=2, request_id="mine")))[0][1] == ["length"]
 
     check(work)
 
@@ -190,12 +194,12 @@ def test_a_request_that_runs_out_of_time_says_so():
     async def work() -> None:
         async with running() as service:
             with pytest.raises(ApiError) as late:
-                await served(service, Ask([[1]], max_tokens=500, timeout_s=0.02))
+                await served(service, GenerateCall([[1]], max_tokens=500, timeout_s=0.02))
             assert (late.value.status, late.value.code) == (408, "timeout")
         async with running(request_timeout_s=0.02) as service:
             for own in (None, 60):
                 with pytest.raises(ApiError) as late:
-                    await served(service, Ask([[1]], max_tokens=500, timeout_s=own))
+                    await served(service, GenerateCall([[1]], max_tokens=500, timeout_s=own))
                 assert (late.value.status, late.value.code) == (504, "timeout")
 
     check(work)
@@ -223,7 +227,7 @@ def test_a_grpc_stream_that_is_left_unread_gives_its_places_back(monkeypatch: py
                     await asyncio.Event().wait()
 
             call = asyncio.create_task(leave_unread())
-            while not service.places.taken:
+            while not service.slots.taken:
                 await asyncio.sleep(0.001)
             await asyncio.wait([call], timeout=20)
             assert call.cancelled()
@@ -236,7 +240,7 @@ def test_leaving_at_any_moment_gives_everything_back(after):
     async def work() -> None:
         async with running() as service:
             for _ in range(3):
-                task = asyncio.create_task(served(service, Ask([[1] * 300, [2]], max_tokens=200, n=2)))
+                task = asyncio.create_task(served(service, GenerateCall([[1] * 300, [2]], max_tokens=200, n=2)))
                 await asyncio.sleep(after)
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -248,13 +252,13 @@ def test_leaving_at_any_moment_gives_everything_back(after):
 
 def test_draining_lets_live_requests_end_and_refuses_new_ones():
     async def work() -> None:
-        service = Service(Settings(max_batch=4, max_waiting=4))
+        service = Service(ServerSettings(max_batch=4, max_waiting=4))
         with pytest.raises(ApiError) as refused:
             await served(service, LONG)
         assert (refused.value.status, refused.value.code) == (503, "loading")
         await service.load(open_engine)
         stream = asyncio.create_task(served(service, LONG))
-        while not service.places.taken:
+        while not service.slots.taken:
             await asyncio.sleep(0.001)
         draining = asyncio.create_task(service.drain(60))
         await asyncio.sleep(0)
@@ -271,10 +275,10 @@ def test_draining_lets_live_requests_end_and_refuses_new_ones():
 
 def test_what_does_not_end_in_time_is_told():
     async def work() -> None:
-        service = Service(Settings(max_batch=4, max_waiting=4))
+        service = Service(ServerSettings(max_batch=4, max_waiting=4))
         await service.load(open_engine)
         streams = [asyncio.create_task(served(service, LONG)) for _ in range(6)]
-        while service.places.taken < 6:
+        while service.slots.taken < 6:
             await asyncio.sleep(0.001)
         await service.drain(0)
         for stream in streams:
@@ -287,7 +291,7 @@ def test_what_does_not_end_in_time_is_told():
 
 def test_a_model_that_cannot_be_loaded_is_told():
     async def work() -> None:
-        service = Service(Settings())
+        service = Service(ServerSettings())
 
         def fail() -> AsyncLLM:
             raise CheckpointError("no such file")
@@ -305,7 +309,7 @@ def test_a_model_that_cannot_be_loaded_is_told():
 
 def test_an_engine_that_dies_fails_its_requests_and_the_service():
     async def work() -> None:
-        service = Service(Settings(max_batch=4, max_waiting=4))
+        service = Service(ServerSettings(max_batch=4, max_waiting=4))
         await service.load(open_engine)
         engine = service.engine
         assert engine is not None
@@ -331,7 +335,7 @@ def test_an_engine_that_dies_fails_its_requests_and_the_service():
 
 def test_an_engine_that_stalls_is_not_ready_until_it_moves():
     async def work() -> None:
-        service = Service(Settings(max_batch=4, max_waiting=4, stall_s=0.3))
+        service = Service(ServerSettings(max_batch=4, max_waiting=4, stall_s=0.3))
         await service.load(open_engine)
         engine = service.engine
         assert engine is not None
@@ -345,7 +349,7 @@ def test_an_engine_that_stalls_is_not_ready_until_it_moves():
             return step()
 
         engine.llm.engine.step = slow  # type: ignore[method-assign]
-        stream = asyncio.create_task(served(service, Ask([[1]], max_tokens=3)))
+        stream = asyncio.create_task(served(service, GenerateCall([[1]], max_tokens=3)))
         limit = asyncio.get_running_loop().time() + 20
         while service.condition().ready and asyncio.get_running_loop().time() < limit:
             await asyncio.sleep(0.02)

@@ -8,12 +8,12 @@ from inferplane.cli.main import verb_parser
 from inferplane.errors import UsageError
 from inferplane.serving import source_names
 from inferplane.serving.configure import resolve
-from inferplane.serving.settings import FIELDS, Settings
+from inferplane.serving.settings import FIELDS, ServerSettings
 
 
 def test_defaults_are_within_their_own_ranges():
     found = resolve({}, {})
-    assert found.settings == Settings()
+    assert found.settings == ServerSettings()
     assert set(found.origins.values()) == {"default"}
     for name, f in FIELDS.items():
         if f.default not in (None, ()):  # converting a default must give it back
@@ -63,9 +63,9 @@ def test_what_is_not_supported_is_refused_not_ignored(variable):
 @pytest.mark.parametrize("variable", ["DISABLE_STREAMING", "USE_CACHE_KV_INT8", "USE_HF_TOKENIZER"])
 def test_switches_of_the_source_system_are_read_as_those_of_our_own(variable):
     for text in ("1", "true", "Yes", " on "):
-        assert resolve({}, {variable: text}).settings != Settings()
+        assert resolve({}, {variable: text}).settings != ServerSettings()
     for text in ("0", "false", "No", "off", ""):
-        assert resolve({}, {variable: text}).settings == Settings()
+        assert resolve({}, {variable: text}).settings == ServerSettings()
     with pytest.raises(UsageError, match=f"{variable}=maybe"):
         resolve({}, {variable: "maybe"})
 
@@ -137,5 +137,5 @@ def test_drafting_has_the_flags_of_other_commands():
 def test_secrets_are_not_shown():
     found = resolve({}, {"INFERPLANE_API_KEY": "hunter2,other"})
     assert found.settings.api_key == ("hunter2", "other")
-    assert "hunter2" not in repr(found.shown())
-    assert found.shown()["api_key"] == ["***", "***"]
+    assert "hunter2" not in repr(found.masked())
+    assert found.masked()["api_key"] == ["***", "***"]

@@ -24,8 +24,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from inferplane.errors import UsageError
 from inferplane.serving import logs, tracing
 from inferplane.serving.grpc import schema
-from inferplane.serving.places import Reserved
-from inferplane.serving.settings import Settings
+from inferplane.serving.settings import ServerSettings
+from inferplane.serving.slots import SlotReservation
 from tests.serving.faults import CHAT, COMPLETIONS, Small, run
 from tests.serving.live import Live
 from tests.serving.test_grpc import address, call, raw, string
@@ -103,7 +103,7 @@ def test_errors_and_clients_that_leave(spans):
         await server.send(COMPLETIONS, {"prompt": "x", "max_tokens": 10**6})
         long = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
         leaving = asyncio.ensure_future(server.send(COMPLETIONS, long))
-        while not server.service or not server.service._jobs:
+        while not server.service or not server.service._generations:
             await asyncio.sleep(0.001)
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -120,7 +120,7 @@ def test_who_is_refused_at_the_door_has_a_span_with_the_status(spans):
         await server.send(COMPLETIONS, {"prompt": 5, "model": SECRET})
         await server.send(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
         assert server.service is not None
-        held = [Reserved(server.service.places) for _ in range(server.service.places.most)]
+        held = [SlotReservation(server.service.slots) for _ in range(server.service.slots.most)]
         await server.send(CHAT, {"messages": [{"role": "user", "content": SECRET}]})
         for place in held:
             place.release()
@@ -203,7 +203,7 @@ def test_only_what_traces_need_is_carried():
 
 def test_who_asks_for_traces(monkeypatch):
     def wanted(endpoint: str | None = None, **environment: str) -> bool:
-        return tracing.wanted(Settings(otlp_endpoint=endpoint), environment)
+        return tracing.wanted(ServerSettings(otlp_endpoint=endpoint), environment)
 
     there = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}
     assert wanted("http://localhost:4318") and wanted(**there)
@@ -287,13 +287,13 @@ def test_what_callers_send_as_their_state_is_not_logged(monkeypatch):
 def test_another_protocol_is_told(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     logging.getLogger("inferplane").propagate = True
-    tracer = tracing.start(Settings(otlp_endpoint="http://127.0.0.1:9"))
+    tracer = tracing.start(ServerSettings(otlp_endpoint="http://127.0.0.1:9"))
     assert tracer is not None and "http/protobuf, not by grpc" in caplog.text
     tracer.close()
 
 
 def test_a_collector_that_is_not_there_costs_the_spans_alone():
-    tracer = tracing.start(Settings(otlp_endpoint="http://127.0.0.1:9"))
+    tracer = tracing.start(ServerSettings(otlp_endpoint="http://127.0.0.1:9"))
     assert tracer is not None
     tracer._tracer.start_span("x").end()
     begun = time.monotonic()

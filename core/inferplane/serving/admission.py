@@ -9,11 +9,11 @@ from typing import Any
 from inferplane.engine import SamplingParams
 from inferplane.errors import UsageError
 from inferplane.serving.errors import from_engine, invalid
-from inferplane.serving.settings import Settings
+from inferplane.serving.settings import ServerSettings
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerateCall:
     """A request as every wire format states it.
 
     Args:
@@ -50,7 +50,7 @@ class Ask:
         return self.words.get(name, name)
 
 
-def check_fan_out(ask: Ask, settings: Settings, most: int) -> int:
+def check_fan_out(ask: GenerateCall, settings: ServerSettings, most: int) -> int:
     """How many sequences a request asks for; ApiError 400 when they are too many ever to be served.
 
     Args:
@@ -72,7 +72,9 @@ def check_fan_out(ask: Ask, settings: Settings, most: int) -> int:
     return count
 
 
-def sampling_of(ask: Ask, prompt: Sequence[int], settings: Settings, max_model_len: int, vocab: int) -> SamplingParams:
+def build_sampling_params(
+    ask: GenerateCall, prompt: Sequence[int], settings: ServerSettings, max_model_len: int, vocab: int
+) -> SamplingParams:
     """How to sample one prompt, with every length checked; ApiError 400 naming the field that is wrong.
 
     Args:

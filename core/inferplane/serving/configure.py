@@ -15,7 +15,7 @@ from typing import Any
 
 from inferplane.errors import UsageError
 from inferplane.serving import source_names
-from inferplane.serving.settings import FIELDS, Settings
+from inferplane.serving.settings import FIELDS, ServerSettings
 from inferplane.units import size_of
 
 PREFIX = "INFERPLANE_"
@@ -27,7 +27,7 @@ ELSEWHERE = {FILE_VARIABLE, f"{PREFIX}PLUGINS", f"{PREFIX}NO_NATIVE"}
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedSettings:
     """Settings, the origin of each, and what the user should know.
 
     Args:
@@ -36,11 +36,11 @@ class Resolved:
         notes: sentences.
     """
 
-    settings: Settings
+    settings: ServerSettings
     origins: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
-    def shown(self) -> dict[str, Any]:
+    def masked(self) -> dict[str, Any]:
         """Values as they may be shown: secrets masked."""
         out = {}
         for name, f in FIELDS.items():
@@ -50,7 +50,7 @@ class Resolved:
         return out
 
 
-def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | None = None) -> Resolved:
+def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | None = None) -> ResolvedSettings:
     """Settings from flags, variables and a file.
 
     Args:
@@ -68,9 +68,9 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | No
         for name, (origin, value) in given.items():
             if name not in values:
                 values[name], origins[name] = _convert(FIELDS[name], value, origin), origin
-    settings = Settings(**values)
+    settings = ServerSettings(**values)
     _check_together(settings)
-    return Resolved(settings, {name: origins.get(name, "default") for name in FIELDS}, tuple(notes))
+    return ResolvedSettings(settings, {name: origins.get(name, "default") for name in FIELDS}, tuple(notes))
 
 
 _Given = dict[str, tuple[str, Any]]
@@ -149,8 +149,8 @@ def _convert(f: Field[Any], value: Any, origin: str) -> Any:
 
 
 def _wrong(f: Field[Any], value: Any, origin: str, form: str) -> UsageError:
-    shown = "***" if f.metadata.get("secret") else repr(value)[:80]
-    return UsageError(f"{f.name} = {shown} ({origin}).", there_is=form)
+    masked = "***" if f.metadata.get("secret") else repr(value)[:80]
+    return UsageError(f"{f.name} = {masked} ({origin}).", there_is=form)
 
 
 def _form(f: Field[Any], kind: str) -> str:
@@ -216,7 +216,7 @@ _PARSERS: dict[str, Any] = {
 }
 
 
-def _check_together(settings: Settings) -> None:
+def _check_together(settings: ServerSettings) -> None:
     if (settings.tls_cert is None) != (settings.tls_key is None):
         have, other = ("key", "cert") if settings.tls_cert is None else ("cert", "key")
         raise UsageError(f"tls_{have} without tls_{other}: TLS needs both.", remedy=f"also pass tls_{other}")

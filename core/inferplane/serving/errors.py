@@ -24,7 +24,7 @@ KINDS = {
     504: "timeout_error",
 }
 """HTTP status -> `type` of OpenAI's error object; any other is a "server_error"."""
-MOST_MESSAGE_CHARACTERS = 1000
+MAX_MESSAGE_CHARACTERS = 1000
 
 
 class ApiError(Exception):
@@ -41,7 +41,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str, retry_after_s: int | None = None
     ) -> None:
-        shown = message if len(message) <= MOST_MESSAGE_CHARACTERS else f"{message[:MOST_MESSAGE_CHARACTERS]}..."
+        shown = message if len(message) <= MAX_MESSAGE_CHARACTERS else f"{message[:MAX_MESSAGE_CHARACTERS]}..."
         self.status, self.message, self.param, self.code = status, shown, param, code
         self.retry_after_s = retry_after_s
         super().__init__(shown)

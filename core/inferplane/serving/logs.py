@@ -19,11 +19,11 @@ from typing import Any, TextIO
 
 from inferplane.errors import InferplaneError
 
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 """Of a value in the log."""
-MOST_LINES = 10_000
+MAX_LINES = 10_000
 """Lines that may wait for a slow reader."""
-WHOLE_BYTES = 4096
+PIPE_ATOMIC_BYTES = 4096
 """A pipe takes so many from one process before it takes any from another (`PIPE_BUF` of Linux)."""
 GATHER_S = 0.02
 """Lines that come within this time are written together: each time the thread wakes, the server's own one waits."""
@@ -41,7 +41,7 @@ def safe(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     text = str(value)
-    cut = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+    cut = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."
     if cut.isprintable():
         return cut
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in cut)
@@ -73,7 +73,7 @@ class Writer(logging.Handler):
     """Writes lines in a thread of its own: whoever reads the log slowly must not keep the server waiting.
 
     Args:
-        out: where to; lines that find `MOST_LINES` before them are dropped, and counted in a line of their own.
+        out: where to; lines that find `MAX_LINES` before them are dropped, and counted in a line of their own.
         everywhere: facts of every line.
     """
 
@@ -81,7 +81,7 @@ class Writer(logging.Handler):
         super().__init__()
         self._everywhere = everywhere or {}
         self._out, self._dropped = out, 0
-        self._lines: queue.Queue[str | None] = queue.Queue(MOST_LINES)
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
         self._thread = threading.Thread(target=self._write, name="inferplane-log", daemon=True)
         self._thread.start()
 
@@ -122,7 +122,7 @@ def _pieces(lines: Iterable[str]) -> Iterator[str]:
     """Whole lines together, as many as a pipe takes at once: other processes' lines are never within them."""
     piece = ""
     for line in lines:
-        if piece and len(piece) + len(line) >= WHOLE_BYTES:
+        if piece and len(piece) + len(line) >= PIPE_ATOMIC_BYTES:
             yield piece
             piece = ""
         piece += f"{line}\n"
@@ -142,7 +142,7 @@ def is_json(form: str) -> bool:
     return form == "json" or (form == "auto" and not sys.stderr.isatty())
 
 
-def tell_end(error: Exception, **everywhere: Any) -> None:
+def log_fatal(error: Exception, **everywhere: Any) -> None:
     """Write the error that ends the process as the log's last line, in JSON and whole, be the log set up or not.
 
     Args:

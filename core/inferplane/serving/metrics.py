@@ -34,7 +34,7 @@ class _Snapshot:
         yield from self._metrics
 
 
-async def exposition(service: Service) -> bytes:
+async def render_metrics(service: Service) -> bytes:
     """All numbers, in Prometheus' text format."""
     stats = await service.stats()
     registry = CollectorRegistry(auto_describe=False)
@@ -47,8 +47,8 @@ def _own(service: Service) -> Iterator[Metric]:
     yield _gauge("up", "1 while the process lives.", 1)
     yield _gauge("ready", "1 while requests are taken and move.", int(condition.ready))
     yield _gauge("server_uptime_seconds", "Seconds since the server was started.", time.monotonic() - service.started)
-    yield _gauge("admitted_sequences", "Sequences that run or wait.", service.places.taken)
-    yield _gauge("max_admitted_sequences", "Sequences that can run and wait.", service.places.most)
+    yield _gauge("admitted_sequences", "Sequences that run or wait.", service.slots.taken)
+    yield _gauge("max_admitted_sequences", "Sequences that can run and wait.", service.slots.most)
     for name, (label, words) in OWN.items():
         family = CounterMetricFamily(PREFIX + name, words, labels=[label])
         for (counted, value), number in sorted(service.counts.items()):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from inferplane import __version__
 from inferplane.errors import UsageError
+from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
-from inferplane.serving.settings import Settings
-from inferplane.serving.templates import ChatTemplate
+from inferplane.serving.settings import ServerSettings
 from inferplane.serving.token_text import TokenText
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ServedModel:
         CheckpointError: its tokenizer cannot be loaded.
     """
 
-    def __init__(self, engine: AsyncLLM, settings: Settings) -> None:
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self.info = engine.info
         self.created = int(time.time())
         own = Path(self.info.name).name or self.info.name
@@ -45,7 +45,7 @@ class ServedModel:
         facts = (__version__, self.info.name, self.info.dtype, self.info.kv_dtype, self.info.device)
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
 
-    def check_name(self, asked: str | None) -> str:
+    def resolve_name(self, asked: str | None) -> str:
         """The name to answer with; ApiError 404 for another model's."""
         if asked is None or asked in (DEFAULT_NAME, ""):
             return self.names[0]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from inferplane.serving.admission import Ask
+from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, invalid
-from inferplane.serving.job import Job, Piece
-from inferplane.serving.rendering import SSE, Choice, compact
-from inferplane.serving.wire import CONSTRAINTS, ID_PATTERN, SMALLEST_TOP_P, Body, Count, Part, Stops, TokenId
+from inferplane.serving.generation import Generation, Piece
+from inferplane.serving.rendering import SSE, GeneratedChoice, compact
+from inferplane.serving.wire import CONSTRAINTS, ID_PATTERN, SMALLEST_TOP_P, Body, Count, JsonObject, Stops, TokenId
 
 if TYPE_CHECKING:
     from inferplane.serving.model import ServedModel
@@ -45,7 +45,7 @@ WORDS = {
 _ONE_OF: Any = [{"required": [name]} for name in ("text", "input_ids", "messages")]
 
 
-class NativeMessage(Part):
+class NativeMessage(JsonObject):
     """One turn of a conversation."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)] = "user"
@@ -89,7 +89,7 @@ def is_native(data: Mapping[str, Any]) -> bool:
     return not MARKS.isdisjoint(data)
 
 
-async def ask_of(request: NativeRequest, model: ServedModel, native_text: str) -> Ask:
+async def build_call(request: NativeRequest, model: ServedModel, native_text: str) -> GenerateCall:
     """The request, for admission.
 
     Args:
@@ -109,7 +109,7 @@ async def ask_of(request: NativeRequest, model: ServedModel, native_text: str) -
     _only_one(request, "infer_seed", "seed")
     asked = _only_one(request, "max_dec_len", "seq_len", "max_tokens")
     prompt, special, word = await _prompt(request, model, native_text)
-    return Ask(
+    return GenerateCall(
         prompts=[prompt],
         sampling=_sampling(request),
         max_tokens=None if asked is None else getattr(request, asked),
@@ -165,14 +165,14 @@ def _sampling(request: NativeRequest) -> dict[str, Any]:
     return {**out, **{name: value for name, value in given.items() if value is not None}}
 
 
-class NativeUsage(Part):
+class NativeUsage(JsonObject):
     """Tokens in and out."""
 
     prompt_tokens: int
     completion_tokens: int
 
 
-class NativeError(Part):
+class NativeError(JsonObject):
     """What went wrong; the code is the HTTP status."""
 
     error_msg: str
@@ -181,7 +181,7 @@ class NativeError(Part):
     param: str | None = None
 
 
-class NativeResponse(Part):
+class NativeResponse(JsonObject):
     """The answer without a stream; `result` and `tokens_all` are the same text."""
 
     tokens_all: str
@@ -209,9 +209,9 @@ class NativeRendering:
         self._request = request
         self._id = request.req_id or request_id
         self._sent = 0
-        self._all = Choice()
+        self._all = GeneratedChoice()
 
-    def event(self, job: Job, piece: Piece) -> dict[str, Any] | None:
+    def event(self, generation: Generation, piece: Piece) -> dict[str, Any] | None:
         """A piece as this dialect's event; None while there is nothing to tell."""
         delta, end = piece.delta, piece.delta.finish_reason is not None
         self._all.add(delta)
@@ -226,7 +226,7 @@ class NativeRendering:
             "req_id": self._id,
             "error_msg": "",
             "error_code": 0,
-            "usage": self._usage(job),
+            "usage": self._usage(generation),
         }
         self._sent += 1
         if end:
@@ -234,17 +234,17 @@ class NativeRendering:
             out.update(tokens_all=self._all.text, tokens_all_ids=ids, tokens_all_num=len(ids))
         return out
 
-    def _usage(self, job: Job) -> dict[str, int]:
-        return {"prompt_tokens": job.prompt_tokens, "completion_tokens": job.completion_tokens}
+    def _usage(self, generation: Generation) -> dict[str, int]:
+        return {"prompt_tokens": generation.prompt_tokens, "completion_tokens": generation.completion_tokens}
 
-    def opening(self, job: Job) -> bytes:
+    def opening(self, generation: Generation) -> bytes:
         return b""
 
-    def piece(self, job: Job, piece: Piece) -> bytes:
-        found = self.event(job, piece)
+    def piece(self, generation: Generation, piece: Piece) -> bytes:
+        found = self.event(generation, piece)
         return b"" if found is None else compact(found) + b"\n"
 
-    def closing(self, job: Job) -> bytes:
+    def closing(self, generation: Generation) -> bytes:
         return b""
 
     def failure(self, error: ApiError) -> bytes:
@@ -253,7 +253,7 @@ class NativeRendering:
     def refusal(self, error: ApiError) -> dict[str, Any]:
         return refusal(error, self._id)
 
-    def whole(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
         choice = choices[0]
         out = {
             "tokens_all": choice.text,
@@ -265,7 +265,7 @@ class NativeRendering:
             "error_msg": "",
             "error_code": 0,
         }
-        return {**out, "usage": self._usage(job)} if self._request.return_usage else out
+        return {**out, "usage": self._usage(generation)} if self._request.return_usage else out
 
 
 def refusal(error: ApiError, request_id: str | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import msgspec
 
 from inferplane.engine import Delta
 from inferplane.serving.errors import ApiError
-from inferplane.serving.job import Job, Piece
+from inferplane.serving.generation import Generation, Piece
 
 if TYPE_CHECKING:
     from inferplane.engine.results import TokenLogprob
@@ -31,19 +31,19 @@ class Rendering(Protocol):
     ping: bytes
     """What keeps a silent stream's connection alive; empty where the format has nothing for that."""
 
-    def opening(self, job: Job) -> bytes:
+    def opening(self, generation: Generation) -> bytes:
         """What a stream begins with."""
 
-    def piece(self, job: Job, piece: Piece) -> bytes:
+    def piece(self, generation: Generation, piece: Piece) -> bytes:
         """A piece of a stream; may be empty."""
 
-    def closing(self, job: Job) -> bytes:
+    def closing(self, generation: Generation) -> bytes:
         """What a stream that came to its end ends with."""
 
     def failure(self, error: ApiError) -> bytes:
         """The last words of a stream that did not."""
 
-    def whole(self, job: Job, choices: Sequence[Choice]) -> Mapping[str, Any]:
+    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> Mapping[str, Any]:
         """The answer without a stream."""
 
     def refusal(self, error: ApiError) -> Mapping[str, Any]:
@@ -51,7 +51,7 @@ class Rendering(Protocol):
 
 
 @dataclass
-class Choice:
+class GeneratedChoice:
     """One sequence, gathered."""
 
     text: str = ""
@@ -103,13 +103,13 @@ class Frame:
         return self._before + _encode(text) + self._after
 
 
-def usage(job: Job) -> dict[str, Any]:
+def usage(generation: Generation) -> dict[str, Any]:
     """Tokens in and out, as OpenAI counts them."""
     return {
-        "prompt_tokens": job.prompt_tokens,
-        "completion_tokens": job.completion_tokens,
-        "total_tokens": job.prompt_tokens + job.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": job.cached_tokens},
+        "prompt_tokens": generation.prompt_tokens,
+        "completion_tokens": generation.completion_tokens,
+        "total_tokens": generation.prompt_tokens + generation.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
     }
 
 

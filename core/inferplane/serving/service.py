@@ -17,13 +17,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 from inferplane.errors import UsageError
-from inferplane.serving.admission import Ask, check_fan_out, sampling_of
-from inferplane.serving.counts import ABORTED, REJECTED, Counts
+from inferplane.serving.admission import GenerateCall, build_sampling_params, check_fan_out
+from inferplane.serving.counters import ABORTED, REJECTED, RequestCounters
 from inferplane.serving.errors import ApiError, invalid
-from inferplane.serving.job import Job
+from inferplane.serving.generation import Generation
 from inferplane.serving.model import ServedModel
-from inferplane.serving.places import Places, Reserved
-from inferplane.serving.settings import Settings
+from inferplane.serving.settings import ServerSettings
+from inferplane.serving.slots import SequenceSlots, SlotReservation
 
 if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
@@ -66,24 +66,24 @@ class Service:
 
     def __init__(
         self,
-        settings: Settings,
-        places: Places | None = None,
+        settings: ServerSettings,
+        slots: SequenceSlots | None = None,
         tracer: Tracer | None = None,
-        counts: Counts | None = None,
+        counts: RequestCounters | None = None,
     ) -> None:
         self.settings, self.tracer = settings, tracer
         self.state: State = "loading"
         self.model: ServedModel | None = None
         self.engine: AsyncLLM | None = None
-        self.places = places or Places(settings.max_batch + settings.max_waiting)
-        self.counts = counts or Counts()
+        self.slots = slots or SequenceSlots(settings.max_batch + settings.max_waiting)
+        self.counts = counts or RequestCounters()
         self.failure = ""
         self.failed, self.serving = asyncio.Event(), asyncio.Event()
         self.started = time.monotonic()
         self._silent_since: float | None = None
         self._stalled = ""
         self._ids = count()
-        self._jobs: set[Job] = set()
+        self._generations: set[Generation] = set()
         self._watch: asyncio.Task[None] | None = None
         self.others_end: Callable[[float], Awaitable[None]] | None = None
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="inferplane-encode")
@@ -118,7 +118,7 @@ class Service:
         failed, self.state = self.state == "failed", "draining"
         ending = asyncio.ensure_future(self.others_end(0.0 if failed else drain_s)) if self.others_end else None
         limit = time.monotonic() + drain_s
-        while self._jobs and time.monotonic() < limit and not failed:
+        while self._generations and time.monotonic() < limit and not failed:
             await asyncio.sleep(0.02)
         if ending is not None:
             await ending  # others use the engine, too
@@ -127,7 +127,7 @@ class Service:
         if self.engine is not None:
             await self.engine.shutdown()
         limit = time.monotonic() + FLUSH_S
-        while self._jobs and time.monotonic() < limit:
+        while self._generations and time.monotonic() < limit:
             await asyncio.sleep(0.02)
         if self.model is not None:
             await self.model.close()
@@ -177,7 +177,9 @@ class Service:
             raise ApiError(503, "The server is shutting down.", code="shutting_down", retry_after_s=5)
         return self.model
 
-    def admit(self, ask: Ask, reserved: Reserved | None = None) -> AbstractAsyncContextManager[Job]:
+    def admit(
+        self, ask: GenerateCall, reserved: SlotReservation | None = None
+    ) -> AbstractAsyncContextManager[Generation]:
         """Accept a request and start it; leaving the context ends what still runs of it.
 
         Args:
@@ -193,46 +195,46 @@ class Service:
         return self.tracer.follow(ask, self.model.names[0], admitted)
 
     @asynccontextmanager
-    async def _admit(self, ask: Ask, reserved: Reserved | None) -> AsyncIterator[Job]:
+    async def _admit(self, ask: GenerateCall, reserved: SlotReservation | None) -> AsyncIterator[Generation]:
         try:
             model = self.served
-            places = check_fan_out(ask, self.settings, self.places.most)
-            held = reserved.hand_over() if reserved is not None else 0
+            slots = check_fan_out(ask, self.settings, self.slots.most)
+            held = reserved.transfer() if reserved is not None else 0
             try:
-                self.places.take(places - held)
+                self.slots.take(slots - held)
             except ApiError:
-                self.places.give_back(held)
+                self.slots.release(held)
                 raise
         except ApiError as error:
             self.refused(error)
             raise
-        job: Job | None = None
+        generation: Generation | None = None
         try:
-            job = await self._accept(ask, model)
-            yield job
+            generation = await self._accept(ask, model)
+            yield generation
         except ApiError as error:
-            if job is None or job.refusal is error:
+            if generation is None or generation.refusal is error:
                 self.refused(error)
             raise
         finally:
             try:
-                if job is not None:
-                    await job.close()
+                if generation is not None:
+                    await generation.close()
             finally:
-                self.places.give_back(places)
-                if job is not None:
-                    self._jobs.discard(job)
-                    self._account(job)
+                self.slots.release(slots)
+                if generation is not None:
+                    self._generations.discard(generation)
+                    self._account(generation)
 
-    async def _accept(self, ask: Ask, model: ServedModel) -> Job:
+    async def _accept(self, ask: GenerateCall, model: ServedModel) -> Generation:
         prompts = [await self.encode(p, special=ask.special) if isinstance(p, str) else p for p in ask.prompts]
         limits = self.settings, model.info.max_model_len, model.info.vocab
-        params = [sampling_of(ask, ids, *limits) for ids in prompts]
+        params = [build_sampling_params(ask, ids, *limits) for ids in prompts]
         assert self.engine is not None
-        job = Job(self.engine, ask, prompts, params, f"job-{next(self._ids)}")
-        job.start()
-        self._jobs.add(job)
-        return job
+        generation = Generation(self.engine, ask, prompts, params, f"job-{next(self._ids)}")
+        generation.start()
+        self._generations.add(generation)
+        return generation
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; long ones are encoded beside the loop, so that other requests go on.
@@ -261,9 +263,9 @@ class Service:
             self.refused(error)
             raise
 
-    def _account(self, job: Job) -> None:
-        gone = job.choices - len(job.finished)
-        if gone and job.refusal is None:  # nobody read them to their end
+    def _account(self, generation: Generation) -> None:
+        gone = generation.choices - len(generation.finished)
+        if gone and generation.refusal is None:  # nobody read them to their end
             self.counts.add(ABORTED, "disconnect", gone)
 
     # -- numbers

@@ -40,7 +40,7 @@ PORT = (0, 65535)
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """How to serve. `metadata` of a field: `words` for help, `section`, and where they apply `range`, `choices`,
     `metavar`, `secret`, `bytes` (units are taken), `short` (another flag, as other commands have it)."""
 
@@ -132,5 +132,5 @@ class Settings:
     log_level: str = _operation("info", "what is logged", choices=("debug", "info", "warning", "error"), metavar="L")
 
 
-FIELDS = {f.name: f for f in fields(Settings)}
+FIELDS = {f.name: f for f in fields(ServerSettings)}
 """Every setting by its name."""

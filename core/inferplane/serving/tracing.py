@@ -23,13 +23,13 @@ from urllib.parse import urlsplit
 
 from inferplane import __version__
 from inferplane.errors import UsageError
-from inferplane.serving.admission import Ask
+from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError
 from inferplane.serving.logs import safe
-from inferplane.serving.settings import Settings
+from inferplane.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from inferplane.serving.job import Job
+    from inferplane.serving.generation import Generation
 
 PROVIDER = "inferplane"
 HEADERS = ("traceparent", "tracestate")
@@ -57,7 +57,9 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     @asynccontextmanager
-    async def follow(self, ask: Ask, served: str, admitted: AbstractAsyncContextManager[Job]) -> AsyncIterator[Job]:
+    async def follow(
+        self, ask: GenerateCall, served: str, admitted: AbstractAsyncContextManager[Generation]
+    ) -> AsyncIterator[Generation]:
         """A request under a span.
 
         Args:
@@ -75,11 +77,11 @@ class Tracer:
         )
         failure = ""
         try:
-            async with admitted as job:
+            async with admitted as generation:
                 try:
-                    yield job
+                    yield generation
                 finally:
-                    span.set_attributes(answered(job))
+                    span.set_attributes(answered(generation))
         except ApiError as error:
             failure = error.code
             raise
@@ -128,7 +130,7 @@ def _fail(span: Any, why: str) -> None:
     span.set_status(Status(StatusCode.ERROR))
 
 
-def asked(ask: Ask, served: str) -> dict[str, Any]:
+def asked(ask: GenerateCall, served: str) -> dict[str, Any]:
     """What a span tells of a request at its beginning."""
     found: dict[str, Any] = {
         "gen_ai.operation.name": ask.operation,
@@ -146,17 +148,17 @@ def asked(ask: Ask, served: str) -> dict[str, Any]:
     return found
 
 
-def answered(job: Job) -> dict[str, Any]:
+def answered(generation: Generation) -> dict[str, Any]:
     """What a span tells of a request at its end."""
     found: dict[str, Any] = {
-        "gen_ai.usage.input_tokens": job.prompt_tokens,
-        "gen_ai.usage.cache_read.input_tokens": job.cached_tokens,
+        "gen_ai.usage.input_tokens": generation.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
     }
-    if job.ask.operation != "embeddings":
-        found["gen_ai.usage.output_tokens"] = job.completion_tokens
-        found["gen_ai.response.finish_reasons"] = list(job.finished)
-        if job.first_token_s is not None:
-            found["gen_ai.response.time_to_first_chunk"] = job.first_token_s
+    if generation.ask.operation != "embeddings":
+        found["gen_ai.usage.output_tokens"] = generation.completion_tokens
+        found["gen_ai.response.finish_reasons"] = list(generation.finished)
+        if generation.first_token_s is not None:
+            found["gen_ai.response.time_to_first_chunk"] = generation.first_token_s
     return found
 
 
@@ -171,7 +173,7 @@ def _installed() -> bool:
     return all(find_spec(parent) is not None for parent in parents)
 
 
-def wanted(settings: Settings, environment: Mapping[str, str]) -> bool:
+def wanted(settings: ServerSettings, environment: Mapping[str, str]) -> bool:
     """Whether spans are to be made.
 
     Raises:
@@ -208,7 +210,7 @@ def _is_endpoint(url: str) -> bool:
         return False
 
 
-def start(settings: Settings) -> Tracer | None:
+def start(settings: ServerSettings) -> Tracer | None:
     """A tracer that sends spans to a collector; None when none is wanted."""
     if not wanted(settings, os.environ):
         return None

@@ -20,17 +20,17 @@ from inferplane.engine.params import (
 from inferplane.serving.errors import invalid
 
 ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
-MOST_TOKEN_ID = 2**31 - 1
-MOST_TOKENS = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
 FORMS = "One of these: "
 """How the description of a field begins that may have several forms; an error then names them all."""
 SMALLEST_TOP_P = 1e-6
 """What a top_p of 0 means: the likeliest token alone."""
 
-TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
-Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Timeout = Annotated[float, Field(gt=0)]
@@ -58,19 +58,19 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", populate_by_name=False, protected_namespaces=())
 
 
-class Part(BaseModel):
+class JsonObject(BaseModel):
     """An object inside a body, or an answer."""
 
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True, protected_namespaces=())
 
 
-class StreamOptions(Part):
+class StreamOptions(JsonObject):
     """What a stream brings beside text."""
 
     include_usage: bool | None = None
 
 
-class Sampling(Body):
+class SamplingFields(Body):
     """How tokens are chosen; the same fields in every OpenAI format, and those other servers add."""
 
     model: str | None = Field(None, max_length=4096)
@@ -85,10 +85,10 @@ class Sampling(Body):
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MOST_BIASES)] | None = None
     user: str | None = Field(None, max_length=4096)
-    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKEN_ID)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_TOKEN_IDS)] | None = None
     timeout: Timeout | None = Field(None, description="Seconds for the whole request.")
@@ -103,18 +103,18 @@ class Sampling(Body):
             out["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         return out
 
-    def check_together(self) -> None:
+    def check_consistency(self) -> None:
         """ApiError 400 for fields that contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options is for streams; pass stream = true.", "stream_options")
 
     @property
-    def wants_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class Usage(Part):
+class Usage(JsonObject):
     """Tokens in and out."""
 
     prompt_tokens: int
@@ -123,7 +123,7 @@ class Usage(Part):
     prompt_tokens_details: dict[str, int] | None = None
 
 
-class ErrorObject(Part):
+class ErrorObject(JsonObject):
     """What went wrong: for a person, for a program, and which field."""
 
     message: str
@@ -132,7 +132,7 @@ class ErrorObject(Part):
     code: str | None
 
 
-class ErrorBody(Part):
+class ErrorBody(JsonObject):
     """OpenAI's error."""
 
     error: ErrorObject

@@ -15,7 +15,7 @@ from inferplane.cli.arguments import Parser, add_examples, check_device, pins
 from inferplane.cli.screen import Screen
 
 if TYPE_CHECKING:
-    from inferplane.serving.configure import Resolved
+    from inferplane.serving.configure import ResolvedSettings
 
 
 def add_arguments(parser: Parser) -> None:
@@ -29,10 +29,10 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     """Serve until a signal."""
     resolved = resolve(args)
     from inferplane.serving import logs
-    from inferplane.serving.start import run as serve
+    from inferplane.serving.lifecycle.start import run as serve
 
     if logs.is_json(resolved.settings.log_format):
-        screen.log = logs.tell_end
+        screen.log = logs.log_fatal
     return serve(resolved, pins(resolved.settings.op))
 
 
@@ -61,7 +61,7 @@ def add_settings(parser: Parser) -> None:
             group.add_argument(*flags, dest=name, metavar=metavar, default=argparse.SUPPRESS, help=words + shown)
 
 
-def resolve(args: argparse.Namespace) -> Resolved:
+def resolve(args: argparse.Namespace) -> ResolvedSettings:
     """Resolve the settings of a command from flags, variables, file and defaults."""
     from inferplane.serving.configure import resolve as resolve_settings
     from inferplane.serving.settings import FIELDS

@@ -16,20 +16,20 @@ from pydantic_core import from_json
 
 from inferplane.engine import Delta
 from inferplane.serving import native
-from inferplane.serving.admission import Ask
+from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import invalid
+from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.grpc import tensors
-from inferplane.serving.job import Job, Piece
-from inferplane.serving.rendering import Choice, compact
+from inferplane.serving.rendering import GeneratedChoice, compact
 from inferplane.serving.service import Service
-from inferplane.serving.wire import Count, Sampling, TokenId, validate
+from inferplane.serving.wire import Count, SamplingFields, TokenId, validate
 
 NATIVE_INPUT, NATIVE_OUTPUT = "IN", "OUT"
 CONTROL = frozenset(("triton_enable_empty_final_response", "sequence_id", "sequence_start", "sequence_end", "priority"))
 """Parameters that are the protocol's own."""
 
 
-class TypedRequest(Sampling):
+class TypedRequest(SamplingFields):
     """A text or token ids to be continued, with its parameters."""
 
     text_input: Annotated[str, Field(min_length=1)] | None = None
@@ -41,15 +41,15 @@ class TypedRequest(Sampling):
 class Answer(Protocol):
     """How one request's pieces become outputs."""
 
-    def outputs(self, job: Job, piece: Piece) -> dict[str, tuple[str, Sequence[Any]]] | None:
+    def outputs(self, generation: Generation, piece: Piece) -> dict[str, tuple[str, Sequence[Any]]] | None:
         """Output name -> datatype and values; None while there is nothing to tell."""
 
-    def whole(self, job: Job, choices: Sequence[Choice]) -> dict[str, tuple[str, Sequence[Any]]]:
+    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, tuple[str, Sequence[Any]]]:
         """All of it at once."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class InferCall:
     """A request, understood.
 
     Args:
@@ -58,32 +58,32 @@ class Wanted:
         stream: piece by piece; False: as a whole, also on a stream.
     """
 
-    ask: Ask
+    ask: GenerateCall
     answer: Answer
     stream: bool = True
 
 
-class NativeAnswer:
+class NativeTensors:
     """`OUT`: the native dialect's events."""
 
     def __init__(self, request: native.NativeRequest, request_id: str) -> None:
         self._rendering = native.NativeRendering(request, request_id)
 
-    def outputs(self, job: Job, piece: Piece) -> dict[str, tuple[str, Sequence[Any]]] | None:
-        event = self._rendering.event(job, piece)
+    def outputs(self, generation: Generation, piece: Piece) -> dict[str, tuple[str, Sequence[Any]]] | None:
+        event = self._rendering.event(generation, piece)
         return None if event is None else {NATIVE_OUTPUT: (tensors.BYTES, [compact(event)])}
 
-    def whole(self, job: Job, choices: Sequence[Choice]) -> dict[str, tuple[str, Sequence[Any]]]:
-        return {NATIVE_OUTPUT: (tensors.BYTES, [compact(self._rendering.whole(job, choices))])}
+    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, tuple[str, Sequence[Any]]]:
+        return {NATIVE_OUTPUT: (tensors.BYTES, [compact(self._rendering.whole(generation, choices))])}
 
 
-class TypedAnswer:
+class TypedTensors:
     """`text_output`, `token_ids`, `finish_reason`."""
 
-    def outputs(self, job: Job, piece: Piece) -> dict[str, tuple[str, Sequence[Any]]] | None:
+    def outputs(self, generation: Generation, piece: Piece) -> dict[str, tuple[str, Sequence[Any]]] | None:
         return self._tensors([piece.delta])
 
-    def whole(self, job: Job, choices: Sequence[Choice]) -> dict[str, tuple[str, Sequence[Any]]]:
+    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, tuple[str, Sequence[Any]]]:
         return self._tensors([choice.delta() for choice in choices])
 
     def _tensors(self, deltas: Sequence[Delta]) -> dict[str, tuple[str, Sequence[Any]]]:
@@ -94,7 +94,7 @@ class TypedAnswer:
         }
 
 
-async def wanted(request: Any, service: Service) -> Wanted:
+async def wanted(request: Any, service: Service) -> InferCall:
     """What a `ModelInferRequest` asks for.
 
     Raises:
@@ -115,7 +115,7 @@ def _limit(parameters: Mapping[str, Any]) -> float | None:
     return found / 1e6 or None if type(found) is int else None
 
 
-async def _native(values: list[Any], request_id: str, service: Service, limit: float | None) -> Wanted:
+async def _native(values: list[Any], request_id: str, service: Service, limit: float | None) -> InferCall:
     data = _json(NATIVE_INPUT, _one(NATIVE_INPUT, values))
     if isinstance(data, list):
         if len(data) != 1:
@@ -128,11 +128,11 @@ async def _native(values: list[Any], request_id: str, service: Service, limit: f
     if limit is not None:
         data.setdefault("timeout", limit)
     asked = validate(native.NativeRequest, data)
-    ask = await native.ask_of(asked, service.served, service.settings.native_text)
-    return Wanted(ask, NativeAnswer(asked, request_id))
+    ask = await native.build_call(asked, service.served, service.settings.native_text)
+    return InferCall(ask, NativeTensors(asked, request_id))
 
 
-def _typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], request_id: str) -> Wanted:
+def _typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], request_id: str) -> InferCall:
     data: dict[str, Any] = {name: value for name, value in parameters.items() if name not in CONTROL}
     if type(data.get("timeout")) is int:
         data["timeout"] = _limit(parameters)
@@ -151,7 +151,7 @@ def _typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], reques
     texts = [p for p in (asked.text_input, asked.input_ids) if p is not None]
     if len(texts) != 1:
         raise invalid(f"One of {NATIVE_INPUT}, text_input and input_ids is required.", "text_input")
-    ask = Ask(
+    ask = GenerateCall(
         prompts=texts,
         sampling=asked.sampling(),
         max_tokens=asked.max_tokens,
@@ -162,7 +162,7 @@ def _typed(given: Mapping[str, list[Any]], parameters: Mapping[str, Any], reques
     )
     if asked.n not in (None, 1):
         raise invalid("n is 1 here; send several requests on the stream.", "n")
-    return Wanted(ask, TypedAnswer(), stream=asked.stream is not False)
+    return InferCall(ask, TypedTensors(), stream=asked.stream is not False)
 
 
 def _one(name: str, values: list[Any]) -> Any:

@@ -17,7 +17,7 @@ from inferplane.serving.grpc import schema
 from inferplane.serving.grpc.servicer import Servicer, guarded, headers, refused
 from inferplane.serving.http.gate import Keys
 from inferplane.serving.service import Service
-from inferplane.serving.settings import Settings
+from inferplane.serving.settings import ServerSettings
 from inferplane.serving.tracing import carried
 
 HEALTH = "grpc.health.v1.Health"
@@ -26,7 +26,7 @@ OPEN = frozenset(
 )
 """Methods that need no key."""
 HEALTH_EVERY_S = 0.5
-MOST_METADATA_BYTES = 16 * 1024
+MAX_METADATA_BYTES = 16 * 1024
 
 
 class _Health(health_pb2_grpc.HealthServicer):
@@ -78,7 +78,7 @@ class _Door(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(refuse)
 
 
-async def start(service: Service, settings: Settings, keys: Keys, port: int) -> tuple[Any, int]:
+async def start(service: Service, settings: ServerSettings, keys: Keys, port: int) -> tuple[Any, int]:
     """Start to serve.
 
     Args:
@@ -97,7 +97,7 @@ async def start(service: Service, settings: Settings, keys: Keys, port: int) -> 
         interceptors=[_Door(service, keys)],
         options=[
             ("grpc.max_receive_message_length", settings.max_body_bytes),
-            ("grpc.max_metadata_size", MOST_METADATA_BYTES),
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.so_reuseport", 0),  # a second server must not share the port unnoticed
             ("grpc.max_concurrent_streams", settings.max_connections),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
@@ -138,7 +138,7 @@ def _handlers(servicer: Servicer) -> Any:
     return grpc.method_handlers_generic_handler(schema.SERVICE, handlers)
 
 
-def _credentials(settings: Settings) -> Any:
+def _credentials(settings: ServerSettings) -> Any:
     assert settings.tls_cert is not None
     key = Path(settings.tls_key or settings.tls_cert).read_bytes()
     return grpc.ssl_server_credentials([(key, Path(settings.tls_cert).read_bytes())])

@@ -16,7 +16,7 @@ from inferplane import __version__
 from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc import requests, schema, tensors
 from inferplane.serving.http.gate import Keys
-from inferplane.serving.rendering import Choice
+from inferplane.serving.rendering import GeneratedChoice
 from inferplane.serving.service import Service
 from inferplane.serving.tracing import carried
 
@@ -37,7 +37,7 @@ STATUS = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """HTTP status -> gRPC's; any other is INTERNAL."""
-MOST_AT_ONCE = 256
+MAX_CONCURRENT_REQUESTS = 256
 """Requests of one stream that may be at work; more wait to be read."""
 INPUTS = {"IN": "BYTES", "text_input": "BYTES", "input_ids": "INT64", "max_tokens": "INT32", "stream": "BOOL"}
 OUTPUTS = {"OUT": "BYTES", "text_output": "BYTES", "token_ids": "INT32", "finish_reason": "BYTES"}
@@ -143,7 +143,7 @@ class Servicer:
         model = self._service.served
         if version not in ("", VERSION):
             raise ApiError(404, f"There is no version {version[:40]!r}; there is {VERSION}.", code="model_not_found")
-        model.check_name(None if asked == TRITON_NAME else asked)
+        model.resolve_name(None if asked == TRITON_NAME else asked)
         return asked or model.names[0]
 
     # -- inference
@@ -151,18 +151,18 @@ class Servicer:
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         caller = self._caller(context)
         wanted = await self._understood("ModelInfer", request, caller)
-        async with self._service.admit(replace(wanted.ask, **caller)) as job:
-            choices = [Choice() for _ in range(job.choices)]
-            async for piece in job.pieces():
+        async with self._service.admit(replace(wanted.ask, **caller)) as generation:
+            choices = [GeneratedChoice() for _ in range(generation.choices)]
+            async for piece in generation.pieces():
                 choices[piece.choice].add(piece.delta)
-            return _response(request, wanted.answer.whole(job, choices))
+            return _response(request, wanted.answer.whole(generation, choices))
 
     async def ModelStreamInfer(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answers come as they are made, each with its request's id; a request's error ends that one alone.
 
         A client that leaves an answer unread for too long is cut off, as over HTTP: its requests keep their places.
         """
-        answers: asyncio.Queue[Any] = asyncio.Queue(MOST_AT_ONCE)
+        answers: asyncio.Queue[Any] = asyncio.Queue(MAX_CONCURRENT_REQUESTS)
         reader = asyncio.create_task(self._read(stream, answers, self._caller(context)))
         loop, call, unread = asyncio.get_running_loop(), asyncio.current_task(), None
         assert call is not None
@@ -185,7 +185,7 @@ class Servicer:
             with suppress(asyncio.CancelledError):
                 await reader
 
-    async def _understood(self, method: str, request: Any, caller: Mapping[str, Any]) -> requests.Wanted:
+    async def _understood(self, method: str, request: Any, caller: Mapping[str, Any]) -> requests.InferCall:
         """What is asked for; a refusal counts, and has a span."""
         began = time.monotonic()
         try:
@@ -196,7 +196,7 @@ class Servicer:
             raise
 
     def _caller(self, context: Any) -> dict[str, Any]:
-        """What an `Ask` tells of who asks."""
+        """What an `GenerateCall` tells of who asks."""
         found = headers(context.invocation_metadata())
         return {"tenant": self._keys.tenant(found), "trace": carried(found)}
 
@@ -204,7 +204,7 @@ class Servicer:
         tasks: set[asyncio.Task[None]] = set()
         try:
             async for request in stream:
-                while len(tasks) >= MOST_AT_ONCE:
+                while len(tasks) >= MAX_CONCURRENT_REQUESTS:
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 task = asyncio.create_task(self._answer(request, answers, caller))
                 tasks.add(task)
@@ -235,16 +235,16 @@ class Servicer:
     async def _pieces(self, request: Any, caller: dict[str, Any]) -> AsyncIterator[Any]:
         wanted = await self._understood("ModelStreamInfer", request, caller)
         empty_final = tensors.parameters(request).get(_EMPTY_FINAL) is True
-        async with self._service.admit(replace(wanted.ask, **caller)) as job:
-            choices = [Choice() for _ in range(job.choices)]
-            left = job.choices
-            async for piece in job.pieces():
+        async with self._service.admit(replace(wanted.ask, **caller)) as generation:
+            choices = [GeneratedChoice() for _ in range(generation.choices)]
+            left = generation.choices
+            async for piece in generation.pieces():
                 left -= piece.delta.finish_reason is not None
                 if not wanted.stream:
                     choices[piece.choice].add(piece.delta)
-                    found = None if left else wanted.answer.whole(job, choices)
+                    found = None if left else wanted.answer.whole(generation, choices)
                 else:
-                    found = wanted.answer.outputs(job, piece)
+                    found = wanted.answer.outputs(generation, piece)
                 if found is not None:
                     yield _response(request, found, final=not left and not empty_final)
             if empty_final:

@@ -11,7 +11,7 @@ import numpy as np
 
 from inferplane.serving.errors import invalid
 
-MOST_ELEMENTS = 2**24
+MAX_ELEMENTS = 2**24
 DTYPES = {
     "BOOL": ("bool_contents", np.bool_),
     "UINT8": ("uint_contents", np.uint8),
@@ -57,8 +57,8 @@ def _count(tensor: Any) -> int:
     if any(d < 0 for d in tensor.shape):
         raise invalid(f"{tensor.name} has the shape {list(tensor.shape)}.", tensor.name)
     count = prod(tensor.shape)
-    if count > MOST_ELEMENTS:
-        raise invalid(f"{tensor.name} has {count} elements; at most {MOST_ELEMENTS}.", tensor.name)
+    if count > MAX_ELEMENTS:
+        raise invalid(f"{tensor.name} has {count} elements; at most {MAX_ELEMENTS}.", tensor.name)
     return count
 
 

@@ -13,10 +13,10 @@ from inferplane import __version__
 from inferplane.serving import page
 from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.http import generate, operation, text
-from inferplane.serving.http.answer import Answer, answered, refuse, told
-from inferplane.serving.http.door import Door
+from inferplane.serving.http.fast_path import AdmissionFastPath
 from inferplane.serving.http.gate import App, Gate, Keys, Receive, Scope, Send
 from inferplane.serving.http.openapi import describe
+from inferplane.serving.http.responses import Answer, answered, refuse, told
 from inferplane.serving.service import Service
 
 
@@ -37,7 +37,7 @@ class _Routes(FastAPI):
             await answered(answer, scope, receive, send)
 
 
-def whole_app(service: Service) -> FastAPI:
+def full_app(service: Service) -> FastAPI:
     """Every route."""
     app = _app(
         service,
@@ -64,9 +64,9 @@ def metrics_app(service: Service) -> FastAPI:
     return _app(service, [operation.metrics_routes(service), operation.health_routes(service)])
 
 
-def gated(app: FastAPI, service: Service, keys: Keys) -> tuple[App, Gate]:
+def add_gate(app: FastAPI, service: Service, keys: Keys) -> tuple[App, Gate]:
     """An application behind its gate, and the gate. With origins named, browsers' questions are answered before it."""
-    gate = Gate(app, service.settings, keys, Door(service, generate.PATHS, generate.NATIVE))
+    gate = Gate(app, service.settings, keys, AdmissionFastPath(service, generate.PATHS, generate.NATIVE))
     origins = service.settings.cors_origins
     if not origins:
         return gate, gate

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: from a conversation to an `Ask`, from pieces to an answer."""
+"""OpenAI's chat completions: from a conversation to an `GenerateCall`, from pieces to an answer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from inferplane.serving.admission import Ask
+from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.http import constraints
 from inferplane.serving.http.chat_wire import ChatRequest, Message, NamedTool, Tool
-from inferplane.serving.http.tools import Call, ToolPlan, ToolReader, described, new_call_id
-from inferplane.serving.job import Job, Piece
-from inferplane.serving.rendering import DONE, SSE, Choice, Frame, event, finite, usage
+from inferplane.serving.http.tools import Call, ToolPlan, ToolReader, describe_tools, new_call_id
+from inferplane.serving.rendering import DONE, SSE, Frame, GeneratedChoice, event, finite, usage
 
 if TYPE_CHECKING:
     from inferplane.engine.results import TokenLogprob
@@ -40,7 +40,7 @@ def tool_plan(request: ChatRequest) -> ToolPlan:
     return ToolPlan("required" if choice == "required" else "auto", tools, parallel=parallel)
 
 
-async def ask_of(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> Ask:
+async def build_call(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> GenerateCall:
     """The request, for admission.
 
     Raises:
@@ -60,7 +60,7 @@ async def ask_of(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> As
             raise invalid(f"{name} and a tool_choice that demands a call exclude each other.", name)
         sampling["json_schema"], words["json_schema"] = plan.schema(), "tools"
     text = await rendered(request.messages, request.tools if plan.mode != "none" else None, model)
-    return Ask(
+    return GenerateCall(
         prompts=[text],
         sampling=sampling,
         max_tokens=request.max_completion_tokens or request.max_tokens,
@@ -81,9 +81,9 @@ async def rendered(messages: Sequence[Message], tools: Sequence[Tool] | None, mo
     """
     template, refusal = model.template, None
     given = [t.model_dump(exclude_none=True) for t in tools or ()]
-    told = described(given) if given and template is not None and not template.knows_tools else ""
+    told = describe_tools(given) if given and template is not None and not template.supports_tools else ""
     calls = any(m.tool_calls for m in messages)
-    empties = (None, "") if calls and template is not None and template.knows_no_content else ("",)
+    empties = (None, "") if calls and template is not None and template.supports_null_content else ("",)
     # Some templates take a call's arguments as data, others as text; some refuse the system's role.
     for empty, parse in product(empties, (True, False) if calls else (True,)):
         turns = [_plain(m, empty, parse=parse) for m in messages]
@@ -162,10 +162,10 @@ class ChatRendering:
 
     # -- a stream
 
-    def opening(self, job: Job) -> bytes:
-        return b"".join(self._chunk(i, {"role": "assistant", "content": ""}) for i in range(job.choices))
+    def opening(self, generation: Generation) -> bytes:
+        return b"".join(self._chunk(i, {"role": "assistant", "content": ""}) for i in range(generation.choices))
 
-    def piece(self, job: Job, piece: Piece) -> bytes:
+    def piece(self, generation: Generation, piece: Piece) -> bytes:
         delta, index = piece.delta, piece.choice
         reader = self._readers.setdefault(index, ToolReader(self._plan))
         content = reader.feed(delta.text)
@@ -215,14 +215,14 @@ class ChatRendering:
         if ids is not None:
             choice["token_ids"] = ids
         chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        if self._request.wants_usage:
+        if self._request.includes_usage:
             chunk["usage"] = None
         return event(chunk)
 
-    def closing(self, job: Job) -> bytes:
-        if not self._request.wants_usage:
+    def closing(self, generation: Generation) -> bytes:
+        if not self._request.includes_usage:
             return DONE
-        return event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(job)}) + DONE
+        return event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(generation)}) + DONE
 
     def failure(self, error: ApiError) -> bytes:
         return event(error.body())
@@ -232,11 +232,11 @@ class ChatRendering:
 
     # -- a whole
 
-    def whole(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
         shown = [self._choice(i, choice) for i, choice in enumerate(choices)]
-        return {**self._head("chat.completion"), "choices": shown, "usage": usage(job)}
+        return {**self._head("chat.completion"), "choices": shown, "usage": usage(generation)}
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
         reader = ToolReader(self._plan)
         content = reader.feed(choice.text)
         rest, calls = reader.end()

@@ -10,26 +10,26 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from inferplane.serving.http.constraints import Constrained
-from inferplane.serving.wire import Alternatives, Count, FunctionName, Part, Usage
+from inferplane.serving.wire import Alternatives, Count, FunctionName, JsonObject, Usage
 
-MOST_MESSAGES, MOST_TOOLS, MOST_PARTS = 2048, 128, 1024
+MAX_MESSAGES, MAX_TOOLS, MAX_PARTS = 2048, 128, 1024
 
 
-class TextPart(Part):
+class TextPart(JsonObject):
     """A piece of a message. Images and sound are not supported."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Part):
+class CalledFunction(JsonObject):
     """What an earlier answer called."""
 
     name: FunctionName
     arguments: str
 
 
-class ToolCall(Part):
+class ToolCall(JsonObject):
     """A call in a message."""
 
     id: str = Field(max_length=256)
@@ -37,17 +37,17 @@ class ToolCall(Part):
     function: CalledFunction
 
 
-class Message(Part):
+class Message(JsonObject):
     """One turn of the conversation. Any role may stand at any place; the model's template has the last word."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS)] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = Field(None, max_length=256)
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
 
 
-class Function(Part):
+class Function(JsonObject):
     """A function that may be called."""
 
     name: FunctionName
@@ -56,20 +56,20 @@ class Function(Part):
     strict: bool | None = None
 
 
-class Tool(Part):
+class Tool(JsonObject):
     """A tool; all are functions."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Part):
+class NamedFunction(JsonObject):
     """The function that has to be called."""
 
     name: FunctionName
 
 
-class NamedTool(Part):
+class NamedTool(JsonObject):
     """The tool that has to be called."""
 
     type: Literal["function"]
@@ -79,12 +79,12 @@ class NamedTool(Part):
 class ChatRequest(Constrained):
     """A conversation to be answered."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
@@ -94,7 +94,7 @@ class ChatRequest(Constrained):
     web_search_options: None = Field(None, description="Not supported.")
 
 
-class TopLogprob(Part):
+class TopLogprob(JsonObject):
     """A token and its log-probability; `bytes` are the token's own, for it may be part of a character."""
 
     token: str
@@ -108,13 +108,13 @@ class TokenInfo(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Part):
+class ChatLogprobs(JsonObject):
     """Log-probabilities of an answer."""
 
     content: list[TokenInfo] | None
 
 
-class AnswerMessage(Part):
+class AnswerMessage(JsonObject):
     """What the model says."""
 
     role: Literal["assistant"]
@@ -123,7 +123,7 @@ class AnswerMessage(Part):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(Part):
+class ChatChoice(JsonObject):
     """One answer."""
 
     index: int
@@ -133,7 +133,7 @@ class ChatChoice(Part):
     token_ids: list[int] | None = None
 
 
-class ChatResponse(Part):
+class ChatResponse(JsonObject):
     """The answer to a conversation."""
 
     id: str

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from inferplane.serving.admission import Ask
+from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.http.constraints import WORDS, Constrained
-from inferplane.serving.job import Job, Piece
-from inferplane.serving.rendering import DONE, SSE, Choice, Frame, event, finite, usage, with_own
-from inferplane.serving.wire import MOST_TOKENS, Alternatives, Part, TokenId, Usage
+from inferplane.serving.rendering import DONE, SSE, Frame, GeneratedChoice, event, finite, usage, with_own
+from inferplane.serving.wire import MAX_TOKENS, Alternatives, JsonObject, TokenId, Usage
 
 if TYPE_CHECKING:
     from inferplane.engine.results import TokenLogprob
@@ -35,7 +35,7 @@ class CompletionRequest(Constrained):
     """A text to be continued."""
 
     prompt: Text | Texts | Ids | ManyIds
-    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     echo: bool | None = None
     logprobs: Alternatives | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -49,7 +49,7 @@ class CompletionRequest(Constrained):
             return [self.prompt]
         return list(self.prompt)
 
-    def ask(self) -> Ask:
+    def ask(self) -> GenerateCall:
         """The request, for admission."""
         n = self.n or 1
         if self.best_of is not None and self.best_of != n:
@@ -63,7 +63,7 @@ class CompletionRequest(Constrained):
         if asked == 0 and sampling.get("min_tokens"):
             raise invalid("min_tokens exceeds max_tokens = 0.", "min_tokens")
         # One token has to be generated to have the prompt run; it is not shown.
-        return Ask(
+        return GenerateCall(
             prompts=self.prompts(),
             sampling=sampling,
             max_tokens=max(asked, 1),
@@ -74,7 +74,7 @@ class CompletionRequest(Constrained):
         )
 
 
-class CompletionLogprobs(Part):
+class CompletionLogprobs(JsonObject):
     """Log-probabilities, a list entry for each token."""
 
     tokens: list[str]
@@ -83,7 +83,7 @@ class CompletionLogprobs(Part):
     text_offset: list[int]
 
 
-class CompletionChoice(Part):
+class CompletionChoice(JsonObject):
     """One continuation."""
 
     index: int
@@ -93,7 +93,7 @@ class CompletionChoice(Part):
     token_ids: list[int] | None = None
 
 
-class CompletionResponse(Part):
+class CompletionResponse(JsonObject):
     """The answer to a completion."""
 
     id: str
@@ -131,35 +131,39 @@ class CompletionRendering:
         self._plain = request.logprobs is None and not request.return_token_ids and not self._silent
         self._frames: dict[int, Frame] = {}
 
-    def opening(self, job: Job) -> bytes:
+    def opening(self, generation: Generation) -> bytes:
         return b""
 
-    def piece(self, job: Job, piece: Piece) -> bytes:
+    def piece(self, generation: Generation, piece: Piece) -> bytes:
         delta = piece.delta
         first = piece.choice not in self._offsets
         if self._plain and not first and delta.finish_reason is None:
-            return self._framed(job, piece.choice, delta.text) if delta.text else b""
+            return self._framed(generation, piece.choice, delta.text) if delta.text else b""
         if not (delta.text or delta.finish_reason or delta.logprobs or first or self._request.return_token_ids):
             return b""
-        choice = Choice(delta.text, list(delta.token_ids), delta.finish_reason, delta.logprobs, delta.prompt_logprobs)
-        return self._chunk(job, piece.choice, choice, first)
+        choice = GeneratedChoice(
+            delta.text, list(delta.token_ids), delta.finish_reason, delta.logprobs, delta.prompt_logprobs
+        )
+        return self._chunk(generation, piece.choice, choice, first)
 
-    def _framed(self, job: Job, index: int, text: str) -> bytes:
+    def _framed(self, generation: Generation, index: int, text: str) -> bytes:
         frame = self._frames.get(index)
         if frame is None:
-            frame = self._frames[index] = Frame(lambda text: self._chunk(job, index, Choice(text), False))
+            frame = self._frames[index] = Frame(
+                lambda text: self._chunk(generation, index, GeneratedChoice(text), False)
+            )
         return frame(text)
 
-    def _chunk(self, job: Job, index: int, choice: Choice, first: bool) -> bytes:
-        chunk: dict[str, Any] = {**self._head, "choices": [self._choice(job, index, choice, first)]}
-        if self._request.wants_usage:
+    def _chunk(self, generation: Generation, index: int, choice: GeneratedChoice, first: bool) -> bytes:
+        chunk: dict[str, Any] = {**self._head, "choices": [self._choice(generation, index, choice, first)]}
+        if self._request.includes_usage:
             chunk["usage"] = None
         return event(chunk)
 
-    def closing(self, job: Job) -> bytes:
-        if not self._request.wants_usage:
+    def closing(self, generation: Generation) -> bytes:
+        if not self._request.includes_usage:
             return DONE
-        return event({**self._head, "choices": [], "usage": self._usage(job)}) + DONE
+        return event({**self._head, "choices": [], "usage": self._usage(generation)}) + DONE
 
     def failure(self, error: ApiError) -> bytes:
         return event(error.body())
@@ -167,43 +171,45 @@ class CompletionRendering:
     def refusal(self, error: ApiError) -> dict[str, Any]:
         return error.body()
 
-    def whole(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
-        shown = [self._choice(job, i, choice, True) for i, choice in enumerate(choices)]
-        return {**self._head, "choices": shown, "usage": self._usage(job)}
+    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
+        shown = [self._choice(generation, i, choice, True) for i, choice in enumerate(choices)]
+        return {**self._head, "choices": shown, "usage": self._usage(generation)}
 
-    def _usage(self, job: Job) -> dict[str, Any]:
-        counted = usage(job)
+    def _usage(self, generation: Generation) -> dict[str, Any]:
+        counted = usage(generation)
         if self._silent:
-            counted.update(completion_tokens=0, total_tokens=job.prompt_tokens)
+            counted.update(completion_tokens=0, total_tokens=generation.prompt_tokens)
         return counted
 
-    def _choice(self, job: Job, index: int, choice: Choice, first: bool) -> dict[str, Any]:
+    def _choice(self, generation: Generation, index: int, choice: GeneratedChoice, first: bool) -> dict[str, Any]:
         echo = bool(self._request.echo) and first
         text = "" if self._silent else choice.text
         if echo:
-            text = self._prompt_text(job, index) + text
+            text = self._prompt_text(generation, index) + text
         shown: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(job, index, choice, echo),
+            "logprobs": self._logprobs(generation, index, choice, echo),
             "finish_reason": "length" if self._silent and choice.finish_reason else choice.finish_reason,
         }
         if self._request.return_token_ids:
             shown["token_ids"] = [] if self._silent else choice.token_ids
         return shown
 
-    def _prompt_text(self, job: Job, index: int) -> str:
-        prompt = self._request.prompts()[index // job.ask.n]
+    def _prompt_text(self, generation: Generation, index: int) -> str:
+        prompt = self._request.prompts()[index // generation.ask.n]
         return prompt if isinstance(prompt, str) else self._model.decode(prompt, special=True)
 
-    def _logprobs(self, job: Job, index: int, choice: Choice, echo: bool) -> dict[str, Any] | None:
+    def _logprobs(
+        self, generation: Generation, index: int, choice: GeneratedChoice, echo: bool
+    ) -> dict[str, Any] | None:
         offset = self._offsets.setdefault(index, 0)
         if self._request.logprobs is None:
             return None
         tokens: list[TokenLogprob | None] = []
         ids: list[int] = []
         if echo:
-            prompt = job.prompts[index // job.ask.n]
+            prompt = generation.prompts[index // generation.ask.n]
             tokens += choice.prompt_logprobs or [None] * len(prompt)
             ids += prompt
         if not self._silent:

@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from inferplane.serving.errors import invalid
-from inferplane.serving.wire import FunctionName, Part, Sampling
+from inferplane.serving.wire import FunctionName, JsonObject, SamplingFields
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 WORDS = {"json_schema": "response_format", "timeout_s": "timeout"}
 _INSTEAD = "Not supported: use response_format."
 
 
-class SchemaOfAnswer(Part):
+class SchemaOfAnswer(JsonObject):
     """A named JSON schema."""
 
     name: FunctionName
@@ -26,19 +26,19 @@ class SchemaOfAnswer(Part):
     strict: bool | None = None
 
 
-class AsText(Part):
+class AsText(JsonObject):
     """Any text."""
 
     type: Literal["text"]
 
 
-class AsObject(Part):
+class AsObject(JsonObject):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class AsSchema(Part):
+class AsSchema(JsonObject):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]
@@ -48,7 +48,7 @@ class AsSchema(Part):
 ResponseFormat = Annotated[AsText | AsObject | AsSchema, Field(discriminator="type")]
 
 
-class Constrained(Sampling):
+class Constrained(SamplingFields):
     """Sampling under a constraint. The names that other servers have for theirs are refused: without it, the text would
     look like an answer and be none."""
 

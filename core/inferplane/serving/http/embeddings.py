@@ -14,11 +14,11 @@ from pydantic import Field
 
 from inferplane.engine.embedding import finished
 from inferplane.errors import GenerationError
-from inferplane.serving.admission import Ask
+from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, invalid
-from inferplane.serving.job import Job, Piece
-from inferplane.serving.rendering import SSE, Choice
-from inferplane.serving.wire import FORMS, MOST_TOKENS, Body, Part, Timeout, TokenId
+from inferplane.serving.generation import Generation, Piece
+from inferplane.serving.rendering import SSE, GeneratedChoice
+from inferplane.serving.wire import FORMS, MAX_TOKENS, Body, JsonObject, Timeout, TokenId
 
 WORDS = {"prompt": "input", "n": "input", "timeout_s": "timeout"}
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -37,14 +37,14 @@ class EmbeddingRequest(Body):
         description=f"{FORMS}a text, a list of texts, a list of token ids, a list of lists of token ids; none empty."
     )
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = Field(
+    dimensions: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = Field(
         None, description="Keep so many of a vector's first entries."
     )
     pooling: Literal["last", "mean"] | None = Field(None, description="Instead of the server's own.")
     user: str | None = Field(None, max_length=4096)
     timeout: Timeout | None = Field(None, description="Seconds for the whole request.")
 
-    def ask(self, pooling: str) -> Ask:
+    def ask(self, pooling: str) -> GenerateCall:
         """What is asked of the engine.
 
         Args:
@@ -55,10 +55,10 @@ class EmbeddingRequest(Body):
         sampling = {"temperature": 0.0, "ignore_eos": True, "pooling": self.pooling or pooling}
         model = self.model or ""
         more: Any = {"timeout_s": self.timeout, "operation": "embeddings", "model": model, "words": WORDS}
-        return Ask(prompts, sampling, max_tokens=1, **more)
+        return GenerateCall(prompts, sampling, max_tokens=1, **more)
 
 
-class Embedding(Part):
+class EmbeddingEntry(JsonObject):
     """One vector: numbers, or in base64 the bytes of float32 numbers, little-endian."""
 
     object: Literal["embedding"] = "embedding"
@@ -66,18 +66,18 @@ class Embedding(Part):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(Part):
+class EmbeddingUsage(JsonObject):
     """Tokens in; nothing comes out."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingResponse(Part):
+class EmbeddingResponse(JsonObject):
     """A vector for each input, in their order."""
 
     object: Literal["list"] = "list"
-    data: list[Embedding]
+    data: list[EmbeddingEntry]
     model: str
     usage: EmbeddingUsage
 
@@ -101,13 +101,13 @@ class EmbeddingRendering:
             raise invalid(f"dimensions = {request.dimensions}; this model has {width}.", "dimensions")
         self._request, self._model = request, model
 
-    def whole(self, job: Job, choices: Sequence[Choice]) -> Mapping[str, Any]:
+    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> Mapping[str, Any]:
         """The answer."""
         data = [self._one(i, choice) for i, choice in enumerate(choices)]
-        usage = {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens}
+        usage = {"prompt_tokens": generation.prompt_tokens, "total_tokens": generation.prompt_tokens}
         return {"object": "list", "data": data, "model": self._model, "usage": usage}
 
-    def _one(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _one(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
         try:
             vector = finished(choice.embedding, self._request.dimensions)
         except GenerationError as error:
@@ -122,15 +122,15 @@ class EmbeddingRendering:
         """The body of an error."""
         return error.body()
 
-    def opening(self, job: Job) -> bytes:
+    def opening(self, generation: Generation) -> bytes:
         """Nothing: see above."""
         return b""
 
-    def piece(self, job: Job, piece: Piece) -> bytes:
+    def piece(self, generation: Generation, piece: Piece) -> bytes:
         """Nothing."""
         return b""
 
-    def closing(self, job: Job) -> bytes:
+    def closing(self, generation: Generation) -> bytes:
         """Nothing."""
         return b""
 

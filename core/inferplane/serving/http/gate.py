@@ -18,11 +18,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from typing import Any
 
 from inferplane.serving.errors import ApiError, internal
-from inferplane.serving.http.door import Door
-from inferplane.serving.http.protocol import MOST_HEADER_BYTES
-from inferplane.serving.places import Reserved
+from inferplane.serving.http.fast_path import AdmissionFastPath
+from inferplane.serving.http.protocol import MAX_HEADER_BYTES
 from inferplane.serving.rendering import compact
-from inferplane.serving.settings import Settings
+from inferplane.serving.settings import ServerSettings
+from inferplane.serving.slots import SlotReservation
 from inferplane.serving.wire import ID_PATTERN
 
 Scope = MutableMapping[str, Any]
@@ -48,9 +48,9 @@ RESERVED = "inferplane.reserved"
 """Where in a scope the place stands that was taken for a request."""
 FOLLOWED = "inferplane.followed"
 """Where in a scope it stands that a span follows the request, if spans are wanted."""
-MOST_LOOKED_AT_BYTES = 64 * 1024
+MAX_REFUSED_BODY_BYTES = 64 * 1024
 """A larger body is not waited for when the request is refused anyway."""
-MOST_HELD_BYTES = 256 * 2**20
+MAX_HELD_BYTES = 256 * 2**20
 """Bytes of all bodies that are being read or served."""
 SWEEP_S = 1.0
 log = logging.getLogger("inferplane.serving.access")
@@ -100,7 +100,7 @@ class Gate:
         door: to the routes that generate.
     """
 
-    def __init__(self, app: App, settings: Settings, keys: Keys, door: Door) -> None:
+    def __init__(self, app: App, settings: ServerSettings, keys: Keys, door: AdmissionFastPath) -> None:
         self._app, self._settings, self._keys, self._door = app, settings, keys, door
         self.held_bytes = 0
         self._sending: dict[int, tuple[float, Callable[[], None]]] = {}
@@ -171,7 +171,7 @@ class _Passage:
         self._gone = self._late = False
         self._task = asyncio.current_task()
         self._held_bytes = 0
-        self._reserved: Reserved | None = None
+        self._reserved: SlotReservation | None = None
         self._body = Body(self._counted_send)
         asked = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
         ok = len(asked) == 1 and re.match(ID_PATTERN, asked[0]) is not None
@@ -187,7 +187,7 @@ class _Passage:
                 raise ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
             self._check_head()
             self._check_type()
-            if self._leads() and self._declared() > MOST_LOOKED_AT_BYTES:
+            if self._leads() and self._declared() > MAX_REFUSED_BODY_BYTES:
                 gate._door.enter().release()
             body = await self._whole_body()
         except ApiError as error:
@@ -243,8 +243,8 @@ class _Passage:
         if self._scope.get("http_version", "1.1") not in ("1.0", "1.1"):
             raise ApiError(400, "This is neither HTTP/1.1 nor HTTP/1.0.", code="unsupported_version")
         size = len(self._scope.get("raw_path", b"")) + len(self._scope.get("query_string", b""))
-        if size + sum(len(name) + len(value) for name, value in self._scope["headers"]) > MOST_HEADER_BYTES:
-            raise ApiError(431, f"The headers are larger than {MOST_HEADER_BYTES} bytes.", code="headers_too_large")
+        if size + sum(len(name) + len(value) for name, value in self._scope["headers"]) > MAX_HEADER_BYTES:
+            raise ApiError(431, f"The headers are larger than {MAX_HEADER_BYTES} bytes.", code="headers_too_large")
 
     def _check_type(self) -> None:
         if any(v.strip().lower() != b"identity" for v in self._header(b"content-encoding")):
@@ -293,7 +293,7 @@ class _Passage:
             body += piece
             self._held_bytes += len(piece)
             gate.held_bytes += len(piece)
-            if gate.held_bytes > MOST_HELD_BYTES:
+            if gate.held_bytes > MAX_HELD_BYTES:
                 raise ApiError(503, "Too many large bodies at a time.", code="busy", retry_after_s=1)
             if len(body) > most:
                 raise ApiError(413, f"The body is larger than {most} bytes.", code="body_too_large")

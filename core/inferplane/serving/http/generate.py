@@ -11,11 +11,11 @@ from starlette.responses import Response
 from inferplane.serving import native
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http import chat
-from inferplane.serving.http.answer import Answer, Generation, refuse
 from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRendering, CompletionRequest
 from inferplane.serving.http.embeddings import EmbeddingRendering, EmbeddingRequest
 from inferplane.serving.http.gate import REQUEST_ID, Scope
+from inferplane.serving.http.responses import Answer, Generation, refuse
 from inferplane.serving.service import Service
 from inferplane.serving.wire import parse, unknown_fields, validate
 
@@ -84,20 +84,20 @@ def _bilingual(service: Service, speak: Speak) -> Answer:
 
 async def _completion(service: Service, data: dict[str, Any], request_id: str) -> Generation:
     request = validate(CompletionRequest, data)
-    request.check_together()
+    request.check_consistency()
     model = service.served
-    rendering = CompletionRendering(request, model, model.check_name(request.model), request_id)
+    rendering = CompletionRendering(request, model, model.resolve_name(request.model), request_id)
     ignored = unknown_fields(request)
     return Generation(service, request.ask(), rendering, stream=bool(request.stream), ignored=ignored)
 
 
 async def _chat(service: Service, data: dict[str, Any], request_id: str) -> Generation:
     request = validate(ChatRequest, data)
-    request.check_together()
+    request.check_consistency()
     model = service.served
-    name = model.check_name(request.model)
+    name = model.resolve_name(request.model)
     plan = chat.tool_plan(request)
-    ask = await chat.ask_of(request, model, plan)
+    ask = await chat.build_call(request, model, plan)
     rendering = chat.ChatRendering(request, plan, model, name, request_id)
     return Generation(service, ask, rendering, stream=bool(request.stream), ignored=unknown_fields(request))
 
@@ -106,13 +106,13 @@ async def _embeddings(service: Service, body: bytes) -> Generation:
     with service.counted():
         request = validate(EmbeddingRequest, parse(body))
         model = service.served
-        rendering = EmbeddingRendering(request, model.check_name(request.model), model.info.width)
+        rendering = EmbeddingRendering(request, model.resolve_name(request.model), model.info.width)
         ask = request.ask(service.settings.pooling)
     return Generation(service, ask, rendering, stream=False, ignored=unknown_fields(request))
 
 
 async def _native(service: Service, data: dict[str, Any], request_id: str) -> Generation:
     request = validate(native.NativeRequest, data)
-    ask = await native.ask_of(request, service.served, service.settings.native_text)
+    ask = await native.build_call(request, service.served, service.settings.native_text)
     rendering = native.NativeRendering(request, request_id)
     return Generation(service, ask, rendering, stream=bool(request.stream), ignored=unknown_fields(request))

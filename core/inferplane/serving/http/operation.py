@@ -8,17 +8,17 @@ from starlette.responses import JSONResponse, Response
 from inferplane import __version__
 from inferplane.serving import metrics
 from inferplane.serving.service import Service
-from inferplane.serving.wire import Part
+from inferplane.serving.wire import JsonObject
 
 
-class HealthBody(Part):
+class HealthBody(JsonObject):
     """Whether the server does its work: a word, and why it does not."""
 
     status: str
     detail: str
 
 
-class VersionBody(Part):
+class VersionBody(JsonObject):
     """The server's version."""
 
     version: str
@@ -54,7 +54,7 @@ def metrics_routes(service: Service) -> APIRouter:
 
     @router.get("/metrics")
     async def numbers() -> Response:
-        return Response(await metrics.exposition(service), media_type=metrics.CONTENT_TYPE)
+        return Response(await metrics.render_metrics(service), media_type=metrics.CONTENT_TYPE)
 
     return router
 

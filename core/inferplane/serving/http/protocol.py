@@ -12,7 +12,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_HEADER_BYTES = 32 * 1024
+MAX_HEADER_BYTES = 32 * 1024
 
 
 def connection_class(

@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, Response
 from inferplane.errors import UsageError
 from inferplane.serving import native
 from inferplane.serving.errors import invalid
-from inferplane.serving.http.answer import ignored_header
 from inferplane.serving.http.chat import rendered
-from inferplane.serving.http.chat_wire import MOST_TOOLS, Message, Tool
+from inferplane.serving.http.chat_wire import MAX_TOOLS, Message, Tool
+from inferplane.serving.http.responses import ignored_header
 from inferplane.serving.model import DEFAULT_NAME
 from inferplane.serving.service import Service
-from inferplane.serving.wire import Body, Part, TokenId, parse, unknown_fields, validate
+from inferplane.serving.wire import Body, JsonObject, TokenId, parse, unknown_fields, validate
 
 
 class TokenizeRequest(Body):
@@ -28,12 +28,12 @@ class TokenizeRequest(Body):
     model: str | None = Field(None, max_length=4096)
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
-class TokenizeResponse(Part):
+class TokenizeResponse(JsonObject):
     """Token ids."""
 
     count: int
@@ -49,13 +49,13 @@ class DetokenizeRequest(Body):
     tokens: list[TokenId]
 
 
-class DetokenizeResponse(Part):
+class DetokenizeResponse(JsonObject):
     """A text."""
 
     prompt: str
 
 
-class ModelCard(Part):
+class ModelCard(JsonObject):
     """A model that is served, under one of its names."""
 
     id: str
@@ -69,7 +69,7 @@ class ModelCard(Part):
     defaults: dict[str, dict[str, float | int | None]]
 
 
-class ModelList(Part):
+class ModelList(JsonObject):
     """All names of the model."""
 
     object: Literal["list"] = "list"
@@ -95,7 +95,7 @@ def routes(service: Service) -> APIRouter:
     async def model(model: str) -> Response:
         with service.counted():
             if model not in _names(service):
-                service.served.check_name(model)
+                service.served.resolve_name(model)
             return JSONResponse(_card(service, model))
 
     @router.post("/tokenize")
@@ -135,7 +135,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 async def _tokenize(service: Service, data: dict[str, Any]) -> Response:
     asked = validate(TokenizeRequest, data)
     model = service.served
-    model.check_name(asked.model)
+    model.resolve_name(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise invalid("One of prompt and messages is required.", "prompt", "missing_required_parameter")
     if asked.messages is not None:
@@ -153,7 +153,7 @@ async def _tokenize(service: Service, data: dict[str, Any]) -> Response:
 def _detokenize(service: Service, data: dict[str, Any]) -> Response:
     asked = validate(DetokenizeRequest, data)
     model = service.served
-    model.check_name(asked.model)
+    model.resolve_name(asked.model)
     bad = next((t for t in asked.tokens if t >= model.info.vocab), None)
     if bad is not None:
         raise invalid(f"Token id {bad} is not in the vocabulary, which has ids 0 to {model.info.vocab - 1}.", "tokens")

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-MOST_CALLS = 16
+MAX_CALLS = 16
 TAG, TAG_END = "<tool_call>", "</tool_call>"
 MARKS, MARK, MARK_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _MARKED = re.compile(rf"{re.escape(MARK)}\s*function{re.escape(MARK_SEP)}([^\n]+)\n```json\n(.*?)\n```", re.DOTALL)
@@ -70,13 +70,13 @@ class ToolPlan:
             for i, name in enumerate(tools)
         ]
         schemas = {str(i): _moved(schema, f"#/$defs/{i}") for i, schema in enumerate(tools.values())}
-        calls_of = {"items": {"anyOf": calls}, "minItems": 1, "maxItems": self.most_calls}
+        calls_of = {"items": {"anyOf": calls}, "minItems": 1, "maxItems": self.max_calls}
         return {"type": "array", **calls_of, "$defs": schemas}
 
     @property
-    def most_calls(self) -> int:
+    def max_calls(self) -> int:
         """How many calls an answer may make."""
-        return MOST_CALLS if self.parallel else 1
+        return MAX_CALLS if self.parallel else 1
 
 
 def _moved(schema: Any, to: str) -> Any:
@@ -102,7 +102,7 @@ def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def calls_in(text: str, known: Collection[str]) -> list[Call] | None:
+def parse_calls(text: str, known: Collection[str]) -> list[Call] | None:
     """The calls that a text consists of; None when it is no text of calls, or calls something unknown."""
     if MARK in text:
         found = [Call(name.strip(), arguments) for name, arguments in _MARKED.findall(text)]
@@ -117,7 +117,7 @@ def calls_in(text: str, known: Collection[str]) -> list[Call] | None:
     return found if good else None
 
 
-def cut_calls(text: str, known: Collection[str]) -> list[Call]:
+def parse_truncated_calls(text: str, known: Collection[str]) -> list[Call]:
     """The calls of a list of calls that was cut off, the last one's arguments as far as they came."""
     found, at, decoder = [], text.find("[") + 1, json.JSONDecoder()
     with contextlib.suppress(ValueError, RecursionError):
@@ -188,10 +188,10 @@ class ToolReader:
         held, self._held = self._held, ""
         if not held or self._plan.mode in ("none", "named"):
             return held, []
-        calls = calls_in(held, self._plan.tools or {})
+        calls = parse_calls(held, self._plan.tools or {})
         if calls is None and self._plan.mode == "required":  # cut off: what there is of calls is no content
-            return "", cut_calls(held, self._plan.tools or {})[: self._plan.most_calls]
-        return ("", calls[: self._plan.most_calls]) if calls else (held, [])
+            return "", parse_truncated_calls(held, self._plan.tools or {})[: self._plan.max_calls]
+        return ("", calls[: self._plan.max_calls]) if calls else (held, [])
 
     def _may_be_bare(self) -> bool:
         if not self._bare:  # once it is one, what follows is not looked at again
@@ -212,7 +212,7 @@ def _overlap(text: str, marks: Sequence[str]) -> int:
     return next((n for n in range(min(most, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks)), 0)
 
 
-def described(tools: Sequence[Mapping[str, Any]]) -> str:
+def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     """Tools in words, for models whose chat template does not know of any."""
     listed = "\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools)
     return 'To call one of these functions, answer with JSON alone: {"name": <its name>, "arguments": {...}}\n' + listed

@@ -20,7 +20,7 @@ RENDER_S = 2.0
 """Seconds that one conversation may take."""
 START_S = 30.0
 """Seconds that the process may need to start."""
-MOST_CHARACTERS = 16 * 2**20
+MAX_CHARACTERS = 16 * 2**20
 """Characters of a rendered conversation."""
 _NO_CONTENT = re.compile(r"content['\"]?\]? is (not )?none")
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -40,8 +40,8 @@ class ChatTemplate:
     ) -> None:
         self._plain = _Worker(source, tokens, render_s)
         self._with_tools = _Worker(tool_source, tokens, render_s) if tool_source is not None else self._plain
-        self.knows_tools = tool_source is not None or "tools" in source
-        self.knows_no_content = _NO_CONTENT.search(tool_source or source) is not None
+        self.supports_tools = tool_source is not None or "tools" in source
+        self.supports_null_content = _NO_CONTENT.search(tool_source or source) is not None
         """It tells an assistant who only calls tools by a content of none, not by an empty one."""
 
     @classmethod
@@ -75,7 +75,7 @@ class _Worker:
     """A running `template_worker.py`, started at first use and again after it was ended."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], render_s: float) -> None:
-        self._setup = {"path": sys.path, "template": source, "tokens": dict(tokens), "most": MOST_CHARACTERS}
+        self._setup = {"path": sys.path, "template": source, "tokens": dict(tokens), "most": MAX_CHARACTERS}
         self._render_s = render_s
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
@@ -113,7 +113,7 @@ class _Worker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            limit=8 * MOST_CHARACTERS,
+            limit=8 * MAX_CHARACTERS,
         )
         await self._say(json.dumps(self._setup), START_S)
 

@@ -27,8 +27,8 @@ from inferplane.engine import AsyncLLM
 from inferplane.engine.garbage import importing, let_be
 from inferplane.errors import UsageError
 from inferplane.serving import logs
-from inferplane.serving.configure import PLUGIN_GROUP, Resolved
-from inferplane.serving.settings import FIELDS, Settings
+from inferplane.serving.configure import PLUGIN_GROUP, ResolvedSettings
+from inferplane.serving.settings import FIELDS, ServerSettings
 
 T = TypeVar("T")
 BACKLOG = 2048
@@ -44,7 +44,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 log = logging.getLogger("inferplane.serving")
 
 
-def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
+def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
     """Serve until a signal; the exit code.
 
     Args:
@@ -85,7 +85,7 @@ def run(resolved: Resolved, pins: Mapping[str, str]) -> int:
         return _serve(settings, pins, keys, sockets, began)
 
 
-def _follow(settings: Settings, pins: Mapping[str, str]) -> int:
+def _follow(settings: ServerSettings, pins: Mapping[str, str]) -> int:
     """A rank beside rank 0, which alone listens: it runs that one's steps, and ends with it."""
     from inferplane.engine import LLM
 
@@ -95,7 +95,11 @@ def _follow(settings: Settings, pins: Mapping[str, str]) -> int:
 
 
 def _serve(
-    settings: Settings, pins: Mapping[str, str], keys: list[str], sockets: Mapping[str, socket.socket], began: float
+    settings: ServerSettings,
+    pins: Mapping[str, str],
+    keys: list[str],
+    sockets: Mapping[str, socket.socket],
+    began: float,
 ) -> int:
     """Start the engine's process, and meanwhile import what serves.
 
@@ -110,25 +114,25 @@ def _serve(
     warned = lambda words: log.warning("%s", words)  # noqa: E731
     opening = _beside(lambda: AsyncLLM(settings.model, process=True, warned=warned, **options), "load")
     with importing():
-        from inferplane.serving.counts import CELLS, Counts
+        from inferplane.serving.counters import NUM_CELLS, RequestCounters
         from inferplane.serving.http.gate import Keys
-        from inferplane.serving.places import Board, Places
-        from inferplane.serving.run import Life
-        from inferplane.serving.workers import Workers
+        from inferplane.serving.lifecycle.run import Life
+        from inferplane.serving.lifecycle.workers import Workers
+        from inferplane.serving.slots import SequenceSlots, SharedCounters
 
         import_tokenizers()
     while not (reading.is_set() or opening.done() or told):
         reading.wait(0.02)
     if opening.done():
         opening.result()  # raises what the model raised
-    workers, places, counts = None, None, None
+    workers, slots, counts = None, None, None
     if settings.http_workers > 1:
-        board = Board(settings.http_workers, CELLS)
+        board = SharedCounters(settings.http_workers, NUM_CELLS)
         workers = Workers(settings, keys, sockets["http"], board)
-        places, counts = Places(settings.max_batch + settings.max_waiting, board), Counts(board)
+        slots, counts = SequenceSlots(settings.max_batch + settings.max_waiting, board), RequestCounters(board)
     try:
         engine = lambda: prepared(opening.result)  # noqa: E731
-        return asyncio.run(Life(settings, Keys(keys), sockets, began, engine, workers, told, places, counts).live())
+        return asyncio.run(Life(settings, Keys(keys), sockets, began, engine, workers, told, slots, counts).live())
     finally:
         logs.finish()
 
@@ -164,7 +168,7 @@ def prepared(engine: Callable[[], AsyncLLM]) -> AsyncLLM:
     return found
 
 
-def check_packages(settings: Settings) -> None:
+def check_packages(settings: ServerSettings) -> None:
     """UsageError when a package is missing that serving needs."""
     needed = PACKAGES if settings.grpc_port is None else (*PACKAGES, *GRPC_PACKAGES)
     missing = next((name for name in needed if find_spec(name) is None), None)
@@ -174,7 +178,7 @@ def check_packages(settings: Settings) -> None:
         )
 
 
-def find(settings: Settings) -> None:
+def find(settings: ServerSettings) -> None:
     """Refuse a model that is no folder and a device that no plugin names, before anything listens.
 
     What looks right costs nothing here. What does not is asked of those who know, and torch is imported for it; the
@@ -195,7 +199,7 @@ def find(settings: Settings) -> None:
         host().backend(settings.device, index=settings.index)
 
 
-def check_certificate(settings: Settings) -> None:
+def check_certificate(settings: ServerSettings) -> None:
     """UsageError when the certificate and its key cannot be served with."""
     if settings.tls_cert is None:
         return
@@ -209,7 +213,7 @@ def check_certificate(settings: Settings) -> None:
         ) from error
 
 
-def read_keys(settings: Settings) -> list[str]:
+def read_keys(settings: ServerSettings) -> list[str]:
     """The keys of the settings and of their file.
 
     Raises:
@@ -259,7 +263,7 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     return sock
 
 
-def engine_options(settings: Settings, pins: Mapping[str, str]) -> dict[str, Any]:
+def engine_options(settings: ServerSettings, pins: Mapping[str, str]) -> dict[str, Any]:
     """The settings as arguments of `AsyncLLM`. The queue's bound is the service's: it answers at once."""
     options = {name: getattr(settings, name) for name in ENGINE_OPTIONS}
     if settings.speculate_method is not None:

@@ -10,11 +10,11 @@ import tempfile
 from inferplane.serving.errors import queue_full
 
 CELL_BYTES = 8
-PLACES = 0
+SLOTS_CELL = 0
 """The cell of a slot in which the places stand that its process has taken."""
 
 
-class Board:
+class SharedCounters:
     """Numbers of each process, in memory that all of them see. A process writes its own slot alone, so none waits for
     another; two that ask for places in the same instant may both get the last one.
 
@@ -53,7 +53,7 @@ def _nameless() -> int:
         return os.dup(file.fileno())
 
 
-class Places:
+class SequenceSlots:
     """Counts the sequences that run or wait; the answer to one too many is immediate.
 
     Args:
@@ -62,14 +62,14 @@ class Places:
         slot: this process's on the board.
     """
 
-    def __init__(self, most: int, board: Board | None = None, slot: int = 0) -> None:
+    def __init__(self, most: int, board: SharedCounters | None = None, slot: int = 0) -> None:
         self.most, self._own, self._board, self._slot = most, 0, board, slot
         self._state()
 
     @property
     def taken(self) -> int:
         """Places that are taken, by all processes."""
-        return self._own if self._board is None else self._board.sum(PLACES)
+        return self._own if self._board is None else self._board.sum(SLOTS_CELL)
 
     def take(self, count: int) -> None:
         """Take places; ApiError 429 when there are not as many."""
@@ -79,32 +79,32 @@ class Places:
         self._own += count
         self._state()
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Give places back."""
         self._own -= count
         self._state()
 
     def _state(self) -> None:
         if self._board is not None:
-            self._board.write(self._slot, PLACES, self._own)
+            self._board.write(self._slot, SLOTS_CELL, self._own)
 
 
-class Reserved:
+class SlotReservation:
     """One place, taken for a request before it is known how many sequences it asks for; ApiError 429 if there is none.
 
     Args:
         places: of which.
     """
 
-    def __init__(self, places: Places) -> None:
-        places.take(1)
-        self._places, self._held = places, 1
+    def __init__(self, slots: SequenceSlots) -> None:
+        slots.take(1)
+        self._places, self._held = slots, 1
 
-    def hand_over(self) -> int:
+    def transfer(self) -> int:
         """How many places its taker has from here on: one, or none if it was handed over already."""
         held, self._held = self._held, 0
         return held
 
     def release(self) -> None:
         """Give the place back if nobody took it over."""
-        self._places.give_back(self.hand_over())
+        self._places.release(self.transfer())

@@ -11,11 +11,11 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from inferplane.serving.admission import Ask
+from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, internal
+from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.http.gate import BODY, FACTS, FOLLOWED, RESERVED, TENANT, Body, Receive, Scope, Send
-from inferplane.serving.job import Job, Piece
-from inferplane.serving.rendering import Choice, Rendering, compact
+from inferplane.serving.rendering import GeneratedChoice, Rendering, compact
 from inferplane.serving.service import Service
 from inferplane.serving.tracing import carried
 
@@ -24,7 +24,7 @@ PATIENCE_S = 3.0
 PING_S = 15.0
 """Seconds of silence after which a stream sends a sign of life."""
 IGNORED = "x-inferplane-ignored"
-MOST_NAMES_CHARACTERS = 400
+MAX_NAMES_CHARACTERS = 400
 Answer = Callable[[Scope, bytes], Awaitable[Response]]
 """From a request's scope and body to what answers it."""
 log = logging.getLogger("inferplane.serving")
@@ -42,7 +42,7 @@ class Generation(Response):
     """
 
     def __init__(
-        self, service: Service, ask: Ask, rendering: Rendering, *, stream: bool, ignored: Sequence[str] = ()
+        self, service: Service, ask: GenerateCall, rendering: Rendering, *, stream: bool, ignored: Sequence[str] = ()
     ) -> None:
         super().__init__()  # frameworks read the attributes that it sets
         self._service, self._ask, self._rendering = service, ask, rendering
@@ -52,15 +52,15 @@ class Generation(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         facts = scope[FACTS]
         try:
-            async with self._service.admit(self._of(scope), scope.get(RESERVED)) as job:
+            async with self._service.admit(self._of(scope), scope.get(RESERVED)) as generation:
                 try:
                     if self._streams:
-                        await self._stream(job, scope, send)
+                        await self._stream(generation, scope, send)
                     else:
-                        await self._whole(job, scope, receive, send)
+                        await self._whole(generation, scope, receive, send)
                 finally:
-                    facts.update(prompt_tokens=job.prompt_tokens, completion_tokens=job.completion_tokens)
-                    facts.update(choices=job.choices, finished=",".join(sorted(set(job.finished))))
+                    facts.update(prompt_tokens=generation.prompt_tokens, completion_tokens=generation.completion_tokens)
+                    facts.update(choices=generation.choices, finished=",".join(sorted(set(generation.finished))))
         except ApiError as error:
             await self._refuse(error, scope, receive, send)
         except Exception:
@@ -69,7 +69,7 @@ class Generation(Response):
             log.exception("a request failed in the server")
             await self._refuse(internal(), scope, receive, send)
 
-    def _of(self, scope: Scope) -> Ask:
+    def _of(self, scope: Scope) -> GenerateCall:
         """What is asked, by whom."""
         trace = carried(scope["headers"]) if self._service.tracer is not None else {}
         scope[FOLLOWED] = self._service.model is not None
@@ -83,15 +83,15 @@ class Generation(Response):
     def _more_headers(self) -> dict[str, str]:
         return ignored_header(self._ignored)
 
-    async def _whole(self, job: Job, scope: Scope, receive: Receive, send: Send) -> None:
-        choices = await gather(job)
-        answer = compact(self._rendering.whole(job, choices))
+    async def _whole(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        choices = await gather(generation)
+        answer = compact(self._rendering.whole(generation, choices))
         response = Response(answer, media_type="application/json", headers=self._more_headers())
         self._begun = True
         await response(scope, receive, send)
 
-    async def _stream(self, job: Job, scope: Scope, send: Send) -> None:
-        await job.begin(PATIENCE_S)
+    async def _stream(self, generation: Generation, scope: Scope, send: Send) -> None:
+        await generation.begin(PATIENCE_S)
         headers = {"content-type": f"{self._rendering.media_type}; charset=utf-8", "cache-control": "no-cache"}
         headers.update({"x-accel-buffering": "no", **self._more_headers()})
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -105,20 +105,24 @@ class Generation(Response):
         def at_once(piece: Piece) -> bool:
             if opening or not body.ready:
                 return False
-            pulse.write(rendered(job, piece))
+            pulse.write(rendered(generation, piece))
             return True
 
         try:
             try:
-                opening = self._rendering.opening(job)  # with the first piece: clients take it for the first token
+                opening = self._rendering.opening(
+                    generation
+                )  # with the first piece: clients take it for the first token
                 if self._service.settings.disable_streaming:
-                    batches = _together(job)
+                    batches = _together(generation)
                 else:  # several sequences' pieces of a step share a chunk
-                    batches = job.batches(at_once if job.choices == 1 else None)
+                    batches = generation.batches(at_once if generation.choices == 1 else None)
                 async for several in batches:
-                    await pulse.send(opening + b"".join([self._rendering.piece(job, piece) for piece in several]))
+                    await pulse.send(
+                        opening + b"".join([self._rendering.piece(generation, piece) for piece in several])
+                    )
                     opening = b""
-                await pulse.send(opening + self._rendering.closing(job))
+                await pulse.send(opening + self._rendering.closing(generation))
             except ApiError as error:
                 await pulse.send(self._rendering.failure(error))
             except Exception:
@@ -164,22 +168,22 @@ class _Pulse:
         self._beat = self._loop.call_later(max(0.1, PING_S - quiet_s), self._beaten)
 
 
-async def gather(job: Job) -> list[Choice]:
+async def gather(generation: Generation) -> list[GeneratedChoice]:
     """All pieces of a job, by sequence; its ApiError when one of them fails."""
-    choices = [Choice() for _ in range(job.choices)]
-    async for piece in job.pieces():
+    choices = [GeneratedChoice() for _ in range(generation.choices)]
+    async for piece in generation.pieces():
         choices[piece.choice].add(piece.delta)
     return choices
 
 
-async def _together(job: Job) -> AsyncIterator[list[Piece]]:
-    yield [Piece(i, choice.delta()) for i, choice in enumerate(await gather(job))]
+async def _together(generation: Generation) -> AsyncIterator[list[Piece]]:
+    yield [Piece(i, choice.delta()) for i, choice in enumerate(await gather(generation))]
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """A header that names the fields which were not understood."""
     plain = [n for n in names if n.isascii() and n.isprintable()]
-    return {IGNORED: ", ".join(plain)[:MOST_NAMES_CHARACTERS]} if names else {}
+    return {IGNORED: ", ".join(plain)[:MAX_NAMES_CHARACTERS]} if names else {}
 
 
 def refuse(error: ApiError, body: Any) -> JSONResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from inferplane.serving.places import Board
+from inferplane.serving.slots import SharedCounters
 
 REJECTED, ABORTED = "requests_rejected_total", "requests_aborted_total"
 OTHER = "other"
@@ -17,25 +17,25 @@ REASONS = (
     *("unsupported_media_type", "unsupported_version", OTHER),
 )
 """Why requests are refused: the codes of `ApiError`, and what is refused before there is a request."""
-COUNTED = (*((REJECTED, reason) for reason in REASONS), (ABORTED, "disconnect"))
+COUNTER_LABELS = (*((REJECTED, reason) for reason in REASONS), (ABORTED, "disconnect"))
 """Name and label of everything that is counted, in the order of a board's cells."""
 FIRST = 1
 """Cell of the first; the cell before is for places."""
-CELLS = FIRST + len(COUNTED)
-_CELL = {counted: FIRST + i for i, counted in enumerate(COUNTED)}
+NUM_CELLS = FIRST + len(COUNTER_LABELS)
+_CELL = {counted: FIRST + i for i, counted in enumerate(COUNTER_LABELS)}
 
 
-class Counts:
+class RequestCounters:
     """Counters of all processes that share a board. Each process adds in its own slot, and what one has counted stays
     when another takes its slot over.
 
     Args:
-        board: of `CELLS` cells a slot; None makes one for this process alone.
+        board: of `NUM_CELLS` cells a slot; None makes one for this process alone.
         slot: this process's.
     """
 
-    def __init__(self, board: Board | None = None, slot: int = 0) -> None:
-        self._board, self._slot = board or Board(1, CELLS), slot
+    def __init__(self, board: SharedCounters | None = None, slot: int = 0) -> None:
+        self._board, self._slot = board or SharedCounters(1, NUM_CELLS), slot
 
     def add(self, name: str, label: str, number: int = 1) -> None:
         """Count something; a label that is not known counts as "other"."""

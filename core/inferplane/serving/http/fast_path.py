@@ -14,13 +14,13 @@ from typing import Any
 
 from inferplane.serving import native
 from inferplane.serving.errors import ApiError
-from inferplane.serving.places import Reserved
 from inferplane.serving.service import Service
+from inferplane.serving.slots import SlotReservation
 from inferplane.serving.tracing import carried
 from inferplane.serving.wire import parse
 
 
-class Turns:
+class LoopPassLimiter:
     """Lets those who wait go on one by one, one in each pass of the loop: what came meanwhile is heard in between."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Turns:
         self._taken = False
 
 
-class Door:
+class AdmissionFastPath:
     """See above.
 
     Args:
@@ -59,16 +59,16 @@ class Door:
 
     def __init__(self, service: Service, paths: Collection[str], native: Collection[str]) -> None:
         self._service, self._paths, self._native = service, frozenset(paths), frozenset(native)
-        self.turns = Turns()
+        self.turns = LoopPassLimiter()
 
     def leads(self, method: str, path: str) -> bool:
         """Whether a request generates."""
         return method == "POST" and path in self._paths
 
-    def enter(self) -> Reserved:
+    def enter(self) -> SlotReservation:
         """A place for a request; ApiError 429 when there is none, 503 while there is no model that takes requests."""
         _ = self._service.served
-        return Reserved(self._service.places)
+        return SlotReservation(self._service.slots)
 
     def refused(self, error: ApiError) -> None:
         """Count a request that was refused."""

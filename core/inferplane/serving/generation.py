@@ -13,7 +13,7 @@ import msgspec
 
 from inferplane.engine import Delta, SamplingParams
 from inferplane.errors import InferplaneError
-from inferplane.serving.admission import Ask
+from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, from_engine, internal
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Piece(msgspec.Struct, frozen=True):
     delta: Delta
 
 
-class Job:
+class Generation:
     """An accepted request.
 
     Args:
@@ -46,7 +46,12 @@ class Job:
     """
 
     def __init__(
-        self, engine: AsyncLLM, ask: Ask, prompts: Sequence[list[int]], params: Sequence[SamplingParams], name: str
+        self,
+        engine: AsyncLLM,
+        ask: GenerateCall,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        name: str,
     ) -> None:
         self.ask, self.prompts, self.params, self.name = ask, prompts, params, name
         self.completion_tokens = 0

@@ -22,15 +22,15 @@ import uvicorn
 
 from inferplane.engine.garbage import let_be
 from inferplane.serving import logs, tracing
-from inferplane.serving.counts import REJECTED, Counts
-from inferplane.serving.http.app import gated, health_app, metrics_app, whole_app
+from inferplane.serving.counters import REJECTED, RequestCounters
+from inferplane.serving.http.app import add_gate, full_app, health_app, metrics_app
 from inferplane.serving.http.gate import Gate, Keys
-from inferplane.serving.http.protocol import MOST_HEADER_BYTES, connection_class
-from inferplane.serving.places import Places
+from inferplane.serving.http.protocol import MAX_HEADER_BYTES, connection_class
+from inferplane.serving.lifecycle.start import SIGNALS
+from inferplane.serving.lifecycle.workers import Workers
 from inferplane.serving.service import FLUSH_S, Service
-from inferplane.serving.settings import Settings
-from inferplane.serving.start import SIGNALS
-from inferplane.serving.workers import Workers
+from inferplane.serving.settings import ServerSettings
+from inferplane.serving.slots import SequenceSlots
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -69,21 +69,21 @@ class Life:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ServerSettings,
         keys: Keys,
         sockets: Mapping[str, socket.socket],
         began: float,
         opener: Callable[[], AsyncLLM],
         workers: Workers | None = None,
         told: Sequence[int] = (),
-        places: Places | None = None,
-        counts: Counts | None = None,
+        slots: SequenceSlots | None = None,
+        counts: RequestCounters | None = None,
         others: bool = False,
     ) -> None:
         self._settings, self._keys, self._sockets, self._began = settings, keys, sockets, began
         self._opener, self._workers = opener, workers
         self._tracer = tracing.start(settings)
-        self._service = Service(settings, places, self._tracer, counts)
+        self._service = Service(settings, slots, self._tracer, counts)
         if workers is not None:
             self._service.others_end = workers.end
         self._stop = asyncio.Event()
@@ -175,7 +175,7 @@ class Life:
 
     def _servers(self) -> dict[str, uvicorn.Server]:
         makers: dict[str, Callable[[Service], FastAPI]] = {
-            "http": whole_app,
+            "http": full_app,
             "health": health_app,
             "metrics": metrics_app,
         }
@@ -183,7 +183,7 @@ class Life:
 
     def _server(self, routes: FastAPI) -> uvicorn.Server:
         s = self._settings
-        app, gate = gated(routes, self._service, self._keys)
+        app, gate = add_gate(routes, self._service, self._keys)
         self._gates.append(gate)
         config = uvicorn.Config(
             app,
@@ -197,7 +197,7 @@ class Life:
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(FLUSH_S),
-            h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             ssl_certfile=s.tls_cert,
             ssl_keyfile=s.tls_key,
         )

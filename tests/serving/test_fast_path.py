@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from inferplane.serving.http import generate
-from inferplane.serving.http.app import health_app, metrics_app, whole_app
-from inferplane.serving.http.door import Turns
+from inferplane.serving.http.app import full_app, health_app, metrics_app
+from inferplane.serving.http.fast_path import LoopPassLimiter
 from inferplane.serving.http.gate import FACTS, REQUEST_ID
 from inferplane.serving.service import Service
-from inferplane.serving.settings import Settings
+from inferplane.serving.settings import ServerSettings
 
 BODIES = (
     b"",
@@ -31,7 +31,7 @@ BODIES = (
 
 def test_one_goes_on_in_each_pass_and_who_leaves_keeps_nobody_waiting():
     async def work() -> None:
-        loop, turns, passes = asyncio.get_running_loop(), Turns(), 0
+        loop, turns, passes = asyncio.get_running_loop(), LoopPassLimiter(), 0
         went: dict[int, int] = {}
 
         def tick() -> None:
@@ -83,8 +83,8 @@ async def told(app: Any, path: str, body: bytes) -> tuple[list[Any], dict[str, A
 @pytest.mark.parametrize("path", generate.PATHS)
 def test_the_short_way_tells_what_the_long_one_does(path: str, monkeypatch: pytest.MonkeyPatch):
     async def work() -> None:
-        short = whole_app(Service(Settings()))
-        long = whole_app(Service(Settings()))
+        short = full_app(Service(ServerSettings()))
+        long = full_app(Service(ServerSettings()))
         assert set(short.short) == set(generate.PATHS)
         long.short = {}
         for body in BODIES:
@@ -106,7 +106,7 @@ def test_the_short_way_tells_what_the_long_one_does(path: str, monkeypatch: pyte
 
 def test_ports_of_health_and_metrics_generate_nothing():
     async def work() -> None:
-        for app in (health_app(Service(Settings())), metrics_app(Service(Settings()))):
+        for app in (health_app(Service(ServerSettings())), metrics_app(Service(ServerSettings()))):
             for path in generate.PATHS:
                 sent, _, _ = await told(app, path, b"{}")
                 assert sent[0]["status"] == 404

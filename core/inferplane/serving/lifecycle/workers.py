@@ -21,14 +21,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from inferplane.serving import logs
-from inferplane.serving.counts import CELLS, Counts
-from inferplane.serving.places import PLACES, Board, Places
-from inferplane.serving.settings import Settings
+from inferplane.serving.counters import NUM_CELLS, RequestCounters
+from inferplane.serving.settings import ServerSettings
+from inferplane.serving.slots import SLOTS_CELL, SequenceSlots, SharedCounters
 
 RESTART_S = 1.0
 END_S = 10.0
 """Seconds beyond draining that a worker has for its end; then it is killed."""
-_START = "import sys; sys.path[:] = sys.argv[1].split('\\n'); from inferplane.serving.workers import main; main()"
+_START = (
+    "import sys; sys.path[:] = sys.argv[1].split('\\n'); from inferplane.serving.lifecycle.workers import main; main()"
+)
 log = logging.getLogger("inferplane.serving")
 
 
@@ -42,7 +44,7 @@ class Workers:
         board: of the numbers that all share; the first process has the first slot.
     """
 
-    def __init__(self, settings: Settings, keys: list[str], sock: socket.socket, board: Board) -> None:
+    def __init__(self, settings: ServerSettings, keys: list[str], sock: socket.socket, board: SharedCounters) -> None:
         own = replace(
             settings, health_port=None, metrics_port=None, grpc_port=None, http_workers=1, api_key=tuple(keys)
         )
@@ -74,7 +76,7 @@ class Workers:
     async def _keep(self, number: int, address: str) -> None:
         while not self._ending:
             code = await self._run(number, address)
-            self._board.write(number, PLACES, 0)  # what it held ended with it; what it counted stays
+            self._board.write(number, SLOTS_CELL, 0)  # what it held ended with it; what it counted stays
             if not self._ending:
                 log.error("a worker ended", extra={"facts": {"worker": number, "code": code}})
                 await asyncio.sleep(RESTART_S)
@@ -117,28 +119,28 @@ def main() -> None:
     with importing():
         from inferplane.engine import AsyncLLM
         from inferplane.serving.http.gate import Keys
-        from inferplane.serving.run import Life
-        from inferplane.serving.start import import_tokenizers, prepared
+        from inferplane.serving.lifecycle.run import Life
+        from inferplane.serving.lifecycle.start import import_tokenizers, prepared
 
         import_tokenizers()
     fd, board, slots, slot = map(int, sys.argv[2:6])
     address = sys.argv[6]
     given = json.loads(sys.stdin.buffer.readline())
     values: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    settings = Settings(**values)
+    settings = ServerSettings(**values)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logs.set_up(settings.log_format, settings.log_level, worker=slot)
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)
-    shared = Board(slots, CELLS, board)
+    shared = SharedCounters(slots, NUM_CELLS, board)
     life = Life(
         settings,
         Keys(settings.api_key),
         {"http": sock},
         began,
         lambda: prepared(lambda: AsyncLLM.connect(address)),
-        places=Places(settings.max_batch + settings.max_waiting, shared, slot),
-        counts=Counts(shared, slot),
+        slots=SequenceSlots(settings.max_batch + settings.max_waiting, shared, slot),
+        counts=RequestCounters(shared, slot),
         others=True,
     )
     try:
@@ -146,7 +148,7 @@ def main() -> None:
     except Exception as error:
         if not logs.is_json(settings.log_format):
             raise
-        logs.tell_end(error, worker=slot)
+        logs.log_fatal(error, worker=slot)
         code = 1
     finally:
         logs.finish()
