@@ -1,4 +1,4 @@
-"""Headless Chromium, where it is installed."""
+"""Headless Chromium, if it is installed."""
 
 from __future__ import annotations
 

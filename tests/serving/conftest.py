@@ -1,4 +1,4 @@
-"""One live server with the demo model for each worker, shared by the tests that leave it as it was."""
+"""One live server with the demo model per test worker, shared by the tests that do not change it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Faults on purpose: the N-th call of something raises, and a small server around it is watched.
+"""Injects faults: the N-th call of a function raises, and a small server around it is checked.
 
-Nothing in the product knows of this: what is to fail is replaced for the time of a test.
+The product has no code for this: a test replaces the function that is to fail.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from inferplane.errors import EngineError
 from inferplane.serving import logs, model, service
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.http.app import add_gate, full_app
-from inferplane.serving.http.gate import App, Keys
+from inferplane.serving.http.scope import App
+from inferplane.serving.keys import Keys
 from inferplane.serving.service import Service
 from inferplane.serving.settings import ServerSettings
 from tests.serving.soak import CHAT, COMPLETIONS, SCHEMA, terminals
@@ -70,7 +71,7 @@ class Nth:
         name: of its attribute.
         n: which call, from 1; 0 for none.
         error: what is raised.
-        after: once the method has done its work, not instead of it.
+        after: raise after the method has done its work, not instead of it.
     """
 
     def __init__(self, owner: Any, name: str, n: int, error: Exception, *, after: bool = False) -> None:
@@ -112,7 +113,7 @@ def failing(owner: Any, name: str, n: int, error: Exception | None = None, *, af
 
 
 def over_a_socket(model: str, options: dict[str, Any], folder: Path) -> AsyncLLM:
-    """An engine that is spoken to by messages, in a thread of this process, where its side of them can fail too."""
+    """Return an engine that is reached by messages, in a thread of this process, so that its side can fail too."""
     ours, theirs = socket.socketpair()
     served = threading.Thread(target=lambda: asyncio.run(process._run(theirs)), daemon=True)
     served.start()
@@ -126,13 +127,13 @@ def over_a_socket(model: str, options: dict[str, Any], folder: Path) -> AsyncLLM
 
 
 class _Grammars(Grammars):
-    """Kept from one engine to the next, with the process in which it tries constraints out: that takes longest."""
+    """Reused by the next engine, with the process in which it compiles constraints: its start takes longest."""
 
     def close(self) -> None: ...
 
 
 class _Template(ChatTemplate):
-    """Kept from one server to the next, with its process; `end` ends it."""
+    """Reused by the next server, with its process; `end` ends it."""
 
     end = ChatTemplate.close
 
@@ -141,7 +142,7 @@ class _Template(ChatTemplate):
 
 @contextlib.asynccontextmanager
 async def kept_helpers() -> AsyncIterator[None]:
-    """Servers that are started inside share the processes beside them; a server's own life is tested elsewhere."""
+    """Let all servers that are started inside share their helper processes."""
     grammars: list[_Grammars] = []
     template: list[_Template] = []
 
@@ -150,13 +151,13 @@ async def kept_helpers() -> AsyncIterator[None]:
         return grammars[0]
 
     def one_template(tokenizer: Any) -> _Template:
-        template[:] = template or [of(tokenizer)]
+        template[:] = template or [from_tokenizer(tokenizer)]
         return template[0]
 
-    of: Any = _Template.of
+    from_tokenizer: Any = _Template.from_tokenizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm, "Grammars", one_grammars)
-        patch.setattr(model, "ChatTemplate", SimpleNamespace(of=one_template))
+        patch.setattr(model, "ChatTemplate", SimpleNamespace(from_tokenizer=one_template))
         try:
             yield
         finally:
@@ -171,7 +172,7 @@ class Small:
 
     Args:
         folder: for the model's files.
-        by_messages: the engine is spoken to by messages, as one in a process of its own.
+        by_messages: the engine is reached by messages, as in a process of its own.
     """
 
     def __init__(self, folder: Path, *, by_messages: bool = False) -> None:
@@ -195,7 +196,7 @@ class Small:
         return AsyncLLM(str(self.folder), **options)
 
     async def start(self) -> None:
-        """A new server, unless there is one that works."""
+        """Start a new server, unless one works."""
         if self.service is not None and self.service.condition().ready:
             return
         if self.service is not None:
@@ -212,7 +213,7 @@ class Small:
         await self.service.drain(0)
 
     async def send(self, path: str, body: dict[str, Any]) -> tuple[int, str, bool]:
-        """One request: status, text, and whether the answer was told to be complete."""
+        """Send one request; return status, text, and whether the answer was marked complete."""
         assert self.app is not None
         message = {"type": "http.request", "body": httpx.Request("POST", "http://x", json=body).content}
         scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
@@ -235,14 +236,14 @@ class Small:
         return state["status"], said.decode(), state["complete"]
 
     def written(self) -> None:
-        """Called before each part of an answer is written; a place for a fault."""
+        """Called before each part of an answer is written, so that a fault can be injected."""
 
     async def ask(self) -> list[tuple[int, str, bool]]:
         """All of `ASKED` at once."""
         return await asyncio.wait_for(asyncio.gather(*(self.send(*a) for a in ASKED)), 60)
 
     def whole(self, asked: tuple[str, dict[str, Any]], found: tuple[int, str, bool]) -> tuple[int, str]:
-        """A right answer: its status, and its text without what differs from request to request."""
+        """Check a correct answer; return its number of ends, and its text without what differs between requests."""
         status, text, complete = found
         assert status == 200 and complete, found
         ends, wanted = terminals(asked[1], text)
@@ -250,7 +251,7 @@ class Small:
         return ends, "".join(spoken(text))
 
     def judge(self, found: list[tuple[int, str, bool]]) -> list[str]:
-        """What became of each of `ASKED`; fails when one of them ended not at all, or more than once."""
+        """Return what became of each of `ASKED`; fail if one of them did not end exactly once."""
         fates = []
         for asked, right, (status, text, complete) in zip(ASKED, self.answers, found):
             if status == 200 and complete and terminals(asked[1], text)[0] == right[0]:
@@ -273,12 +274,12 @@ class Small:
         return fates
 
     async def at_rest(self) -> bool:
-        """Whether it works on: then it holds nothing, and answers as ever. Otherwise it says that it does not."""
+        """Return whether the server still works; check that it then holds nothing, and else reports its failure."""
         assert self.service is not None
         service = self.service
         limit = asyncio.get_running_loop().time() + 20
-        while service.slots.taken or service._generations or self.gate.held_bytes:
-            assert asyncio.get_running_loop().time() < limit, "places, jobs or bytes were kept"
+        while service.slots.in_use or service._generations or self.gate.held_bytes:
+            assert asyncio.get_running_loop().time() < limit, "slots, generations or bytes were kept"
             await asyncio.sleep(0.005)
         engine = service.engine
         assert engine is not None
@@ -302,7 +303,7 @@ class Small:
         return True
 
     async def _stats(self, engine: AsyncLLM) -> dict[str, Any] | None:
-        """The engine's numbers once it runs nothing; None when it has ended."""
+        """Return the engine's numbers once it runs nothing; None if it has ended."""
         limit = asyncio.get_running_loop().time() + 20
         while (await engine.health()).alive:
             try:
@@ -317,7 +318,7 @@ class Small:
 
 
 def spoken(text: str) -> list[str]:
-    """The texts of an answer's pieces, in their order of choices."""
+    """Return the texts of an answer, in the order of its choices."""
     found: dict[int, str] = {}
     for line in text.splitlines():
         data = line.removeprefix("data: ")
@@ -334,7 +335,7 @@ def spoken(text: str) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def small(folder: Path, *, by_messages: bool = False) -> AsyncIterator[Small]:
-    """A `Small` that is ended at the end, with its log written and its engine watched closely."""
+    """A `Small` that is stopped at the end, with its log formatted and its engine's health checked often."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "HEALTH_EVERY_S", 0.1 if by_messages else 0.01)  # each is a message that may fail
         server = Small(folder, by_messages=by_messages)

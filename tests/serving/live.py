@@ -1,4 +1,4 @@
-"""A server as an operator starts it: a process of its own, on a port of its own."""
+"""A server as an operator starts it: in its own process, on its own port."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Live:
     Args:
         args: its options.
         environment: variables beside those of this process.
-        wait: until it takes requests; otherwise until it listens.
-        descriptors: most files that each of its processes may have open.
+        wait: until it accepts requests; otherwise until it listens.
+        descriptors: most files that each of its processes may open.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Live:
         return {n: float(v) for n, _, v in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
 
     def at_rest(self, timeout_s: float = 20.0) -> dict[str, float]:
-        """Its numbers once nothing runs any more; fails if blocks or places are lost."""
+        """Its numbers once nothing runs any more; fails if blocks or slots are lost."""
         limit = time.monotonic() + timeout_s
         while True:
             now = self.metrics()

@@ -1,4 +1,4 @@
-"""A server under mixed requests for a long time: each ends exactly once, and nothing grows.
+"""Mixed requests to a server for a long time: each ends exactly once, and nothing grows.
 
     python -m tests.serving.soak 5000      # that many after a warm-up of 200, more than CI sends
 
@@ -126,7 +126,7 @@ class Soak:
         self._number = 0
 
     async def send(self, count: int) -> None:
-        """So many requests, `AT_ONCE` at a time."""
+        """Send a number of requests, `AT_ONCE` at a time."""
         gate = asyncio.Semaphore(AT_ONCE)
         limits = httpx.Limits(max_connections=AT_ONCE + 8)
         address = self.server.event("listening")["grpc"]

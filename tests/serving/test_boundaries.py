@@ -1,4 +1,4 @@
-"""Every parameter at the edges of its range, and beyond: served, or refused with its name."""
+"""Every parameter at and beyond the limits of its range: accepted, or refused with its name."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_options_of_a_stream_are_for_streams(client, stream):
         assert answer.status_code == 200 and '"usage":{' in answer.text
 
 
-def test_unknown_fields_are_told_in_a_header(client):
+def test_unknown_fields_are_named_in_a_header(client):
     answer = ask(client, "/v1/completions", "frobnicate", {"deep": 1})
     assert answer.status_code == 200
     assert answer.headers["x-inferplane-ignored"] == "frobnicate"

@@ -1,4 +1,4 @@
-"""Refusals are counted, wherever they happen and whichever process sees them; each process tells the same numbers."""
+"""Every refusal is counted, in every process; each process reports the same totals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import pytest
 
 import inferplane.serving
 from inferplane.serving.counters import COUNTER_LABELS, NUM_CELLS, OTHER, REASONS, REJECTED, RequestCounters
-from inferplane.serving.slots import SLOTS_CELL, SharedCounters
+from inferplane.serving.shared_counters import SharedCounters
+from inferplane.serving.slots import SLOTS_CELL
 from tests.serving.live import Live
 from tests.serving.test_grpc import address, call, raw, string
 from tests.serving.test_workers import all_ready
@@ -49,17 +50,17 @@ def test_every_reason_has_a_counter():
 
 
 def test_processes_share_their_counts_and_keep_those_of_one_that_ended():
-    board = SharedCounters(3, NUM_CELLS)
-    one, other = RequestCounters(board), RequestCounters(SharedCounters(3, NUM_CELLS, board.fd), 2)
+    shared_counters = SharedCounters(3, NUM_CELLS)
+    one, other = RequestCounters(shared_counters), RequestCounters(SharedCounters(3, NUM_CELLS, shared_counters.fd), 2)
     one.add(REJECTED, "queue_full")
     other.add(REJECTED, "queue_full", 2)
     other.add(REJECTED, "a code that nobody knows")
-    board.write(2, SLOTS_CELL, 0)
-    again = RequestCounters(board, 2)
+    shared_counters.write(2, SLOTS_CELL, 0)
+    again = RequestCounters(shared_counters, 2)
     again.add(REJECTED, "queue_full")
     assert one[REJECTED, "queue_full"] == other[REJECTED, "queue_full"] == 4
     assert dict(one.items()) == {(REJECTED, "queue_full"): 4, (REJECTED, OTHER): 1}
-    assert board.sum(SLOTS_CELL) == 0
+    assert shared_counters.sum(SLOTS_CELL) == 0
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def send(live: Live, head: str, body: bytes = b"") -> bytes:
 
 
 def wire(live: Live, times: int) -> None:
-    """Each kind of refusal over HTTP, so many times, each over a connection of its own."""
+    """Cause each kind of refusal over HTTP a number of times, each over its own connection."""
     line = "POST /v1/completions HTTP/1.1\nHost: x\nConnection: close\nContent-Type: application/json\n"
     auth = "Authorization: Bearer k\n"
     body = json.dumps({"prompt": "x", "temperature": -1}).encode()
@@ -112,7 +113,7 @@ def wire(live: Live, times: int) -> None:
             assert answer.status_code == code, path
 
 
-def test_every_refusal_over_http_is_counted_once_and_every_process_tells_all(several):
+def test_every_refusal_over_http_is_counted_once_and_every_process_reports_all(several):
     before = rejected(several)
     wire(several, 4)
     told = [rejected(several, several.ports["metrics"]), *(rejected(several) for _ in range(12))]
@@ -153,7 +154,7 @@ def test_refusals_over_grpc_are_counted(several):
     assert new == {"invalid_api_key": 2, "invalid_value": 1, "context_length_exceeded": 1, "model_not_found": 2}
 
 
-def test_what_the_engine_refuses_is_counted_and_nobody_was_disconnected(several):
+def test_an_engine_refusal_is_counted_and_not_as_a_disconnect(several):
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}
     body = {"messages": [{"role": "user", "content": "x"}], "response_format": schema, "n": 2}
     before, aborted = rejected(several), several.metrics().get(ABORTED, 0)

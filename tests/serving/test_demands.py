@@ -1,4 +1,4 @@
-"""What every dialect may demand of its answer: an end in time, and a text of a certain form."""
+"""Time limits and constraints in every dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings by the official client: what `LLM.embed` makes of the same prompts, in every form they can come in."""
+"""Embeddings by the official client: equal to `LLM.embed`, for every form of input."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_each_slip_is_named(client, fields, param):
 
 
 @pytest.mark.parametrize("given", [5, "", [], {"text": "x"}, None, True])
-def test_an_input_of_no_form_is_told_all_forms(client, given):
+def test_the_error_for_an_invalid_input_lists_all_forms(client, given):
     said = client.post(PATH, json={"input": given}).json()["error"]["message"]
     forms = "a text, a list of texts, a list of token ids, a list of lists of token ids; none empty"
     assert said == f"input: it is none of these: {forms}."
@@ -133,7 +133,7 @@ def test_many_at_once_beside_streams_keep_to_their_own(server, ours):
     server.at_rest()
 
 
-def test_the_server_has_a_pooling_of_its_own(tmp_path):
+def test_the_pooling_setting_is_the_default(tmp_path):
     async def work(server: Small) -> None:
         assert server.service is not None
         server.service.settings = replace(server.service.settings, pooling="mean")

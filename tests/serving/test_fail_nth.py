@@ -1,7 +1,7 @@
-"""Fail the N-th: every seam from the tokenizer to the log fails at its first call, its second, ... until none is left.
+"""Fails the N-th call of every function between the tokenizer and the log, for each N until no call is left.
 
-For every N each request ends exactly once, and the server either holds nothing more and answers as ever, or its engine
-is dead and health says so.
+For every N each request ends exactly once. Then the server either holds nothing and answers as before, or its engine is
+dead and the health routes say so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inferplane.engine.scheduler import Scheduler
 from inferplane.engine.text import Detokenizer
 from inferplane.kvcache import BlockAllocator
 from inferplane.serving import logs, native
-from inferplane.serving.chat_template import template as templates
+from inferplane.serving.chat_template import template
 from inferplane.serving.generation import Generation
 from inferplane.serving.http import chat, completions
 from inferplane.serving.model import ServedModel
@@ -35,9 +35,9 @@ from tests.serving.faults import Fault, Small, failing, run
 
 SEAMS: dict[str, tuple[Any, str]] = {
     "tokenizer": (ServedModel, "encode"),
-    "chat template": (templates._Worker, "_say"),
+    "chat template": (template._Worker, "_exchange"),
     "admission": (Service, "_accept"),
-    "job": (Generation, "start"),
+    "generation": (Generation, "start"),
     "submission": (local.LocalEngine, "submit"),
     "grammar": (LLM, "constraint"),
     "grammar's mask": (Constraint, "masks"),
@@ -60,16 +60,16 @@ SEAMS: dict[str, tuple[Any, str]] = {
     "timings": (Request, "timings"),
     "engine's metrics": (Metrics, "observe"),
     "delivery": (async_llm._Mailbox, "deliver"),
-    "piece": (Generation, "_take"),
+    "piece": (Generation, "_receive"),
     "completion's piece": (completions.CompletionRendering, "piece"),
-    "completion's whole": (completions.CompletionRendering, "whole"),
+    "completion's whole": (completions.CompletionRendering, "full_response"),
     "chat's piece": (chat.ChatRendering, "piece"),
     "chat's end": (chat.ChatRendering, "closing"),
     "native piece": (native.NativeRendering, "piece"),
     "log": (logs.JsonLines, "format"),
     "socket": (Small, "written"),
 }
-"""What can fail, by the place where it is called."""
+"""Functions that fail one after the other."""
 MOST = 200
 """Faults at one seam; a test that needs more hangs in a loop."""
 
@@ -85,7 +85,7 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "delivery here": (async_llm._Mailbox, "deliver"),
     "an answer": (remote.RemoteEngine, "_settle"),
 }
-"""What else can fail where the engine has a process of its own."""
+"""Further functions that fail, if the engine has its own process."""
 
 
 def fail_each(folder: Path, owner: Any, method: str, error: Exception, *, by_messages: bool) -> None:

@@ -1,4 +1,4 @@
-"""What lies between the gate and the routes that generate: turns, and the short way."""
+"""Between the gate and the routes that generate: the limiter of the fast path, and the direct handlers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 
 from inferplane.serving.http import generate
 from inferplane.serving.http.app import full_app, health_app, metrics_app
+from inferplane.serving.http.chunks import ChunkWriter
 from inferplane.serving.http.fast_path import LoopPassLimiter
-from inferplane.serving.http.gate import FACTS, REQUEST_ID
+from inferplane.serving.http.scope import CONTEXT, RequestContext
 from inferplane.serving.service import Service
 from inferplane.serving.settings import ServerSettings
 
@@ -29,9 +30,9 @@ BODIES = (
 )
 
 
-def test_one_goes_on_in_each_pass_and_who_leaves_keeps_nobody_waiting():
+def test_one_task_continues_per_pass_and_a_cancelled_task_delays_none():
     async def work() -> None:
-        loop, turns, passes = asyncio.get_running_loop(), LoopPassLimiter(), 0
+        loop, limiter, passes = asyncio.get_running_loop(), LoopPassLimiter(), 0
         went: dict[int, int] = {}
 
         def tick() -> None:
@@ -40,7 +41,7 @@ def test_one_goes_on_in_each_pass_and_who_leaves_keeps_nobody_waiting():
             loop.call_soon(tick)
 
         async def one(i: int) -> None:
-            await turns.mine()
+            await limiter.wait()
             went[i] = passes
 
         tick()
@@ -54,13 +55,13 @@ def test_one_goes_on_in_each_pass_and_who_leaves_keeps_nobody_waiting():
         await asyncio.sleep(0)
         alone = asyncio.create_task(one(9))
         await asyncio.sleep(0)
-        assert alone.done()  # nobody else waits: at once
+        assert alone.done()  # no other task waits: at once
 
     asyncio.run(work())
 
 
-async def told(app: Any, path: str, body: bytes) -> tuple[list[Any], dict[str, Any], str]:
-    """What an application sends for a POST, what it tells the log, and what it raises."""
+async def post(app: Any, path: str, body: bytes) -> tuple[list[Any], dict[str, Any], str]:
+    """Return what an application sends for a POST, its facts for the log, and what it raises."""
     given = iter([{"type": "http.request", "body": body, "more_body": False}])
     sent: list[Any] = []
 
@@ -70,26 +71,26 @@ async def told(app: Any, path: str, body: bytes) -> tuple[list[Any], dict[str, A
     async def send(message: Any) -> None:
         sent.append(message)
 
-    facts: dict[str, Any] = {}
+    context = RequestContext("r", ChunkWriter(send))
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-    scope.update({"headers": [(b"content-type", b"application/json")], FACTS: facts, REQUEST_ID: "r"})
+    scope.update({"headers": [(b"content-type", b"application/json")], CONTEXT: context})
     try:
         await app(scope, receive, send)
     except ZeroDivisionError as error:
-        return sent, facts, repr(error)
-    return sent, facts, ""
+        return sent, context.facts, repr(error)
+    return sent, context.facts, ""
 
 
 @pytest.mark.parametrize("path", generate.PATHS)
-def test_the_short_way_tells_what_the_long_one_does(path: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_direct_handlers_answer_as_fastapi_does(path: str, monkeypatch: pytest.MonkeyPatch):
     async def work() -> None:
         short = full_app(Service(ServerSettings()))
         long = full_app(Service(ServerSettings()))
-        assert set(short.short) == set(generate.PATHS)
-        long.short = {}
+        assert set(short.direct_handlers) == set(generate.PATHS)
+        long.direct_handlers = {}
         for body in BODIES:
-            found = await told(short, path, body)
-            assert found == await told(long, path, body)
+            found = await post(short, path, body)
+            assert found == await post(long, path, body)
             assert found[0][0]["status"] in (400, 503), found
             assert json.loads(found[0][1]["body"])
 
@@ -97,8 +98,8 @@ def test_the_short_way_tells_what_the_long_one_does(path: str, monkeypatch: pyte
             raise ZeroDivisionError
 
         monkeypatch.setattr(generate, "parse", fall)
-        found = await told(short, path, b"{}")
-        assert found == await told(long, path, b"{}")
+        found = await post(short, path, b"{}")
+        assert found == await post(long, path, b"{}")
         assert found[0][0]["status"] == 500 and found[2]
 
     asyncio.run(work())
@@ -108,7 +109,7 @@ def test_ports_of_health_and_metrics_generate_nothing():
     async def work() -> None:
         for app in (health_app(Service(ServerSettings())), metrics_app(Service(ServerSettings()))):
             for path in generate.PATHS:
-                sent, _, _ = await told(app, path, b"{}")
+                sent, _, _ = await post(app, path, b"{}")
                 assert sent[0]["status"] == 404
 
     asyncio.run(work())

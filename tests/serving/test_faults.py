@@ -1,4 +1,4 @@
-"""Faults around a live server: clients that leave at every point, too little of everything, signals in a crowd."""
+"""Faults around a live server: clients that leave at every point, exhausted resources, signals under load."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ended(numbers: dict[str, float]) -> float:
     return sum(n for name, n in numbers.items() if name.startswith("inferplane:request_success_total"))
 
 
-def test_sequences_take_turns_when_the_cache_is_too_small():
+def test_sequences_are_preempted_when_the_cache_is_too_small():
     """Room for not quite three of eight sequences: all end, with the tokens they have alone."""
     sizes = ("--max-model-len", "176", "--kv-cache-bytes", str(13 * 2**17), "--max-batch", "8")
     with Live(*sizes, "--deterministic") as server:
@@ -75,8 +75,8 @@ def test_sequences_take_turns_when_the_cache_is_too_small():
 
 
 @pytest.mark.parametrize("drain_s", [120, 0])
-def test_sigterm_in_a_crowd_loses_nobody(drain_s):
-    """Streams run and wait; each is told its end, whatever it is."""
+def test_sigterm_under_load_loses_no_request(drain_s):
+    """Streams run and wait; each gets a terminal event."""
     with Live("--max-batch", "16", "--max-waiting", "64", "--drain-s", str(drain_s)) as server:
         with ThreadPoolExecutor(STREAMS) as pool:
             ends = [pool.submit(stream, server, max_tokens=24 if drain_s else 1200) for _ in range(STREAMS)]
@@ -109,7 +109,7 @@ def _fate(answer: tuple[int, list[str]]) -> str:
     return json.loads(events[-1])["error"]["code"]
 
 
-def test_a_full_disk_under_the_log_costs_the_log():
+def test_a_full_disk_under_the_log_loses_only_the_log():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "inferplane", "serve", "--device", "cpu", "--log-format", "json"]
@@ -172,7 +172,7 @@ def test_too_few_descriptors_keep_later_clients_waiting_and_nothing_more():
         assert server.stop() == 0
 
 
-def test_the_second_signal_in_a_crowd_leaves_nothing_behind():
+def test_the_second_signal_under_load_leaves_nothing_behind():
     with Live("--max-batch", "16", "--drain-s", "600") as server, ThreadPoolExecutor(16) as pool:
         for _ in range(16):
             pool.submit(stream, server)

@@ -1,4 +1,4 @@
-"""The wire formats without a server: what is read, what is written, what is refused with which field named."""
+"""The wire formats without a server: what they parse, render and refuse, and which field an error names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from inferplane.serving.http.embeddings import EmbeddingRequest
 from inferplane.serving.http.tools import ToolPlan, ToolReader, parse_calls
 from inferplane.serving.model import ServedModel
 from inferplane.serving.native import NativeRequest, is_native
-from inferplane.serving.rendering import Frame, event
+from inferplane.serving.rendering import Frame, encode_event
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.wire import CONSTRAINTS, parse, unknown_fields, validate
 
@@ -109,24 +109,24 @@ def test_what_is_not_supported_is_said_to_be(model, data, said):
 @pytest.mark.parametrize(
     ("field", "value", "said"), [("stop", ["x"] * 17, "at most 16"), ("stop", "", "at least 1"), ("prompt", [], "item")]
 )
-def test_a_value_of_the_right_type_is_told_what_is_wrong_with_it(field, value, said):
+def test_the_error_for_a_value_of_the_right_type_says_what_is_wrong(field, value, said):
     with pytest.raises(ApiError, match=f"^{field}: .*{said}"):
         validate(CompletionRequest, {"prompt": "x", field: value})
 
 
 def test_falsy_values_are_values():
     request = validate(CompletionRequest, {"prompt": "x", "temperature": 0, "seed": 0, "top_p": 0, "top_k": 0})
-    sampling = request.sampling()
+    sampling = request.sampling_fields()
     assert (sampling["temperature"], sampling["seed"], sampling["top_k"]) == (0, 0, 0)
     assert 0 < sampling["top_p"] < 1e-3
 
 
-def test_unknown_fields_are_accepted_and_told():
+def test_unknown_fields_are_accepted_and_listed():
     request = validate(CompletionRequest, {"prompt": "x", "wings": 2, "metadata": None})
     assert unknown_fields(request) == ["metadata", "wings"]
 
 
-def test_dialects_are_told_apart():
+def test_dialects_are_distinguished():
     assert is_native({"text": "x"}) and is_native({"messages": [], "req_id": "1"})
     assert not is_native({"messages": [], "max_tokens": 3, "stream": True})
 
@@ -211,9 +211,9 @@ def test_what_required_tools_demand():
 
 
 @pytest.mark.parametrize("text", ["x", "", '"\\\n', "\0", "\u2028\U0001f600", "</script>"])
-def test_a_frame_is_the_whole_piece_with_another_text(text):
+def test_a_frame_equals_the_whole_piece_with_another_text(text):
     def make(text):
-        return event({"id": "a", "choices": [{"index": 0, "text": text, "finish_reason": None}], "usage": None})
+        return encode_event({"id": "a", "choices": [{"index": 0, "text": text, "finish_reason": None}], "usage": None})
 
     assert Frame(make)(text) == make(text)
     assert json.loads(Frame(make)(text).removeprefix(b"data: "))["choices"][0]["text"] == text

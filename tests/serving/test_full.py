@@ -1,4 +1,4 @@
-"""A queue that is full: who is refused hears so at once, in his own dialect, whichever process he reached."""
+"""A full queue: every process refuses at once, in the dialect of the request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from inferplane.serving.errors import ApiError
-from inferplane.serving.slots import SLOTS_CELL, SequenceSlots, SharedCounters, SlotReservation
+from inferplane.serving.shared_counters import SharedCounters
+from inferplane.serving.slots import SLOTS_CELL, SequenceSlots, SlotReservation
 from tests.serving.live import Live
 
 LONG: dict[str, Any] = {"prompt": "x = [", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -25,7 +26,7 @@ def head(length: int, path: str = "/v1/completions") -> bytes:
 
 @contextlib.contextmanager
 def filled(live: Live, streams: int):
-    """So many streams, each with its first piece."""
+    """Open a number of streams, and read the first piece of each."""
     with contextlib.ExitStack() as opened:
         socks = [opened.enter_context(live.connect()) for _ in range(streams)]
         data = json.dumps(LONG).encode()
@@ -57,7 +58,7 @@ def test_refusals_speak_the_dialect_and_are_counted(small):
         refused = client.post("/v1/embeddings", json={"input": "x", "text": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}).is_error
-        assert client.post("/tokenize", json={"prompt": "x"}).status_code == 200  # takes no place
+        assert client.post("/tokenize", json={"prompt": "x"}).status_code == 200  # needs no slot
         assert small.metrics()[REJECTED] - before == 6
     small.at_rest()
     with small.client() as client:
@@ -68,7 +69,7 @@ def test_a_large_body_is_not_waited_for(small):
     with filled(small, 2), small.connect() as sock:
         sock.sendall(head(2**20) + b"{")
         said = b""
-        while piece := sock.recv(4096):  # and the connection is closed: nobody reads the rest
+        while piece := sock.recv(4096):  # and the connection is closed: the rest is not read
             said += piece
         assert said.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in said
     small.at_rest()
@@ -83,7 +84,7 @@ def test_half_bodies_hold_no_place(small):
             assert client.post("/v1/completions", json=SHORT).status_code == 200
 
 
-def test_processes_share_the_places():
+def test_processes_share_the_slots():
     with Live("--max-batch", "2", "--max-waiting", "2", "--http-workers", "3") as live:
         limit = time.monotonic() + 90
         while sum(e["event"] == "ready" for e in live.log) < 3:
@@ -103,9 +104,9 @@ def test_processes_share_the_places():
         assert live.stop() == 0
 
 
-def test_places_are_counted_over_all_and_given_back():
-    board = SharedCounters(2, 1)
-    here, there = SequenceSlots(3, board), SequenceSlots(3, SharedCounters(2, 1, board.fd), 1)
+def test_slots_are_counted_over_all_processes_and_released():
+    shared_counters = SharedCounters(2, 1)
+    here, there = SequenceSlots(3, shared_counters), SequenceSlots(3, SharedCounters(2, 1, shared_counters.fd), 1)
     here.take(2)
     kept = SlotReservation(there)
     with pytest.raises(ApiError) as refused:
@@ -116,7 +117,7 @@ def test_places_are_counted_over_all_and_given_back():
     assert there.taken == 3
     there.release(1)
     lost = SlotReservation(there)
-    board.write(1, SLOTS_CELL, 0)  # what the first process does when the second ends
+    shared_counters.write(1, SLOTS_CELL, 0)  # what the first process does when the second ends
     assert here.taken == 2
     lost.release()
     assert there.taken == 2

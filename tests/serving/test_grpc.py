@@ -137,7 +137,7 @@ def test_equal_tokens_over_http_and_grpc(client, server):
     assert whole.as_numpy("text_output")[0].decode() == choice["text"]
     assert whole.as_numpy("token_ids") is None  # it was not asked for
     events = [e for e, _ in streamed(client, native(temperature=0, max_dec_len=12, topp=1.0), "greedy")]
-    # The native dialect makes `text` a turn of a conversation; token ids are taken as they are.
+    # The native dialect makes `text` a message of a conversation; token ids stay as they are.
     ids = client.infer("model", [tensor("input_ids", "INT64", *tokens_of(server)), *typed()[1:]])
     assert ids.as_numpy("token_ids").tolist() == client.infer("model", typed()).as_numpy("token_ids").tolist()
     assert "".join(e["token"] for e in events) == events[-1]["tokens_all"]
@@ -323,7 +323,7 @@ def test_other_methods_are_unimplemented_and_bytes_that_are_no_message_end_the_c
 
 
 def test_bytes_that_are_no_message_end_a_stream_and_what_ran_on_it(channel, server):
-    """Its caller is told at once; the requests that it had begun end, and nothing waits for ever."""
+    """The caller gets an error at once; the requests that it had begun end, and nothing waits for ever."""
     tokens = ("max_tokens", "INT32", [1], struct.pack("<i", 1500))
     fields = raw(("text_input", "BYTES", [1], string(b"x")), tokens, ("ignore_eos", "BOOL", [1], b"\1"), id="long")
     long = schema.message("ModelInferRequest")(**fields)

@@ -1,4 +1,4 @@
-"""The rules of the house for the server's modules, which need the packages of its extra."""
+"""The house rules for the server's modules, which need the packages of its extra."""
 
 from __future__ import annotations
 

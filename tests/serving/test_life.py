@@ -149,7 +149,7 @@ def test_a_second_signal_ends_it_at_once():
 
 
 def test_a_signal_while_it_loads_leaves_no_folder(tmp_path):
-    """The engine's process removes its socket's folder when whoever made it is gone."""
+    """The engine's process removes its socket's folder when the process that made it has ended."""
     with Live(environment={"TMPDIR": str(tmp_path)}, wait=False) as server:
         until(lambda: any(tmp_path.glob("inferplane-*")))
         server.stop()
@@ -220,7 +220,7 @@ def small():
 
 
 def leave(server: Live, body: dict, pieces: int, *before: dict) -> None:
-    """Ask, read so many pieces, and close the connection; what is asked before comes with it, in one piece."""
+    """Send requests in one write, read a number of pieces of the last, and close the connection."""
     asked = b""
     for data in (json.dumps(b).encode() for b in (*before, body)):
         asked += b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -274,7 +274,7 @@ def test_leaving_during_a_connection_s_second_request_frees_everything(small, sh
     assert after[generated] - before.get(generated, 0) < 1200
 
 
-def test_a_full_queue_is_a_429_at_once_and_nobody_is_lost(small):
+def test_a_full_queue_is_a_429_at_once_and_no_request_is_lost(small):
     def one(i: int) -> tuple[int, float, str]:
         begun = time.monotonic()
         status, events = stream(small, max_tokens=40)
@@ -294,7 +294,7 @@ def test_a_full_queue_is_a_429_at_once_and_nobody_is_lost(small):
     assert [a.status_code for a in asked] == [200, 200]
 
 
-def test_a_request_that_takes_too_long_is_told(small):
+def test_a_request_that_takes_too_long_gets_an_error(small):
     with small.client() as client:
         body = {"text": "x = [", "max_dec_len": 1500, "timeout": 1, "min_dec_len": 1500}
         whole = client.post("/v1/completions", json=body)
@@ -311,7 +311,7 @@ def test_disable_streaming_sends_one_piece():
         assert len(json.loads(first)["choices"][0]["token_ids"]) == 8
 
 
-def test_a_log_that_nobody_reads_keeps_nobody_waiting():
+def test_an_unread_log_delays_no_request():
     command = [sys.executable, "-m", "inferplane", "serve", "--device", "cpu", "--port", "0", "--log-format", "json"]
     command += ["--log-level", "debug"]  # which tells of probes
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:

@@ -1,4 +1,4 @@
-"""Lines of the log, written together and yet each whole."""
+"""Lines of the log are written together, and each stays whole."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import threading
 import time
 from itertools import pairwise
 
-from inferplane.serving.logs import PIPE_ATOMIC_BYTES, Writer, _pieces
+from inferplane.serving.logs import PIPE_ATOMIC_BYTES, Writer, _join_lines
 
 
 def test_lines_go_out_in_order_and_whole_in_as_few_writes_as_a_pipe_keeps_together():
     lines = [str(i) * (1 + 37 * i % 900) for i in range(100)] + ["x" * (2 * PIPE_ATOMIC_BYTES), "y"]
-    pieces = list(_pieces(lines))
+    pieces = list(_join_lines(lines))
     assert "".join(pieces) == "".join(f"{line}\n" for line in lines)
     assert all(len(p) <= PIPE_ATOMIC_BYTES or p.count("\n") == 1 for p in pieces)
     assert all(len(a) + len(b.partition("\n")[0]) >= PIPE_ATOMIC_BYTES for a, b in pairwise(pieces)), "none is spared"
-    assert not list(_pieces([]))
+    assert not list(_join_lines([]))
 
 
 def test_two_processes_that_share_a_pipe_whose_reader_is_behind():

@@ -1,4 +1,4 @@
-"""A model or a device that is not there is found before anything listens, and told as other verbs tell it."""
+"""A missing model or device is reported before anything listens, in the same words as by other commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official client, typed parsing and all, against a live server."""
+"""OpenAI's official client, with its typed parsing, against a live server."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_several_prompts_as_text_and_as_ids_and_several_sequences(api):
     assert first.usage.prompt_tokens == len(ids[0])
 
 
-def test_streams_of_several_sequences_are_told_apart(api):
+def test_streams_of_several_sequences_are_distinguished(api):
     asked = {"model": "default", "prompt": ["import os", "x = "], "max_tokens": 8, "seed": 1, "n": 2}
     whole = api.completions.create(**asked)
     texts = {}

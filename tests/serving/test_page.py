@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 
-from inferplane.serving.page import FILES, summary
+from inferplane.serving.page import FILES, summarize_plan
 from tests.house.rules import REPOSITORY
 from tests.serving.browser import look
 from tests.serving.live import Live
@@ -68,11 +68,11 @@ def test_kernels_are_counted_over_layers():
         site("lm_head", "lm_head", "torch:lm_head"),
         site("lm_head", "lm_head", "torch:lm_head", "mixed"),
     ]
-    found = summary({"device": "cpu", "sites": sites})["kernels"]
+    found = summarize_plan({"device": "cpu", "sites": sites})["kernels"]
     assert [(k["op"], k["sites"]) for k in found] == [("linear", 4), ("lm_head", 1)]
 
 
-def test_the_dashboard_asks_for_numbers_that_there_are(server):
+def test_the_dashboard_queries_existing_metrics(server):
     with server.client() as client:
         body = {"model": "default", "prompt": "x", "max_tokens": 2}
         client.post("/v1/completions", json=body).raise_for_status()

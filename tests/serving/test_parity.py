@@ -1,4 +1,4 @@
-"""The same greedy tokens by every way in."""
+"""The same greedy tokens over every protocol and dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of a piece from its sequence to the client's connection."""
+"""Pieces on their way from the sequence to the client's connection."""
 
 from __future__ import annotations
 
@@ -11,51 +11,52 @@ import pytest
 
 from inferplane.serving.errors import ApiError
 from inferplane.serving.generation import Piece
-from inferplane.serving.http import responses as answer
-from inferplane.serving.http.gate import Body
+from inferplane.serving.http import responses
+from inferplane.serving.http.chunks import ChunkWriter
+from inferplane.serving.http.scope import CONTEXT, RequestContext
 from inferplane.serving.service import Service
 from tests.serving.test_service import LONG, check, running, served
 
 
 class Reader:
-    """Reads a stream, and takes at once what it is told to take of what it is offered.
+    """Reads a stream, and consumes some pieces in the callback.
 
     Args:
-        takes: says so of the n-th offer, from 1 on.
+        consumes: whether the callback consumes the n-th piece that it gets, from 1 on.
     """
 
-    def __init__(self, takes: Callable[[int], bool]) -> None:
-        self._takes = takes
+    def __init__(self, consumes: Callable[[int], bool]) -> None:
+        self._consumes = consumes
         self.tokens: list[int] = []
         self.reasons: list[str] = []
-        self.offered = self.taken = self.yielded = self.batches = 0
+        self.calls = self.consumed = self.yielded = self.batches = 0
         self._busy = False
 
-    def at_once(self, piece: Piece) -> bool:
+    def write_now(self, piece: Piece) -> bool:
         assert piece.delta.finish_reason is None and not self._busy
-        self.offered += 1
-        if not self._takes(self.offered):
+        self.calls += 1
+        if not self._consumes(self.calls):
             return False
-        self.taken += 1
+        self.consumed += 1
         self.tokens += piece.delta.token_ids
         return True
 
     async def read(self, service: Service) -> None:
         async with service.admit(LONG) as generation:
-            async for several in generation.batches(self.at_once):
+            async for several in generation.batches(self.write_now):
                 self.yielded += len(several)
                 for piece in several:
                     self.tokens += piece.delta.token_ids
                     self.reasons += [piece.delta.finish_reason] if piece.delta.finish_reason else []
                 self.batches += 1
-                if self.batches % 2:  # a reader that is always slower than the engine would not be offered anything
+                if self.batches % 2:  # a reader that is always slower than the engine gets no calls
                     self._busy = True
-                    await asyncio.sleep(0.002)  # what comes meanwhile waits, and is not offered
+                    await asyncio.sleep(0.002)  # pieces that arrive meanwhile wait, without a call
                     self._busy = False
             assert generation.completion_tokens == len(self.tokens)
 
 
-def test_pieces_that_are_taken_at_once_are_not_yielded_and_none_changes_its_place():
+def test_pieces_that_are_written_directly_are_not_yielded_and_none_is_reordered():
     async def work() -> None:
         async with running() as service:
             want = (await served(service, LONG))[0][0]
@@ -63,9 +64,9 @@ def test_pieces_that_are_taken_at_once_are_not_yielded_and_none_changes_its_plac
                 reader = Reader(takes)
                 await reader.read(service)
                 assert (reader.tokens, reader.reasons) == (want, ["length"])
-                assert reader.offered > 1
-                assert reader.taken == sum(map(takes, range(1, reader.offered + 1)))
-                assert reader.taken + reader.yielded == len(want)
+                assert reader.calls > 1
+                assert reader.consumed == sum(map(takes, range(1, reader.calls + 1)))
+                assert reader.consumed + reader.yielded == len(want)
 
     check(work)
 
@@ -99,25 +100,25 @@ class Wire:
         self.got += data
 
 
-def test_a_body_takes_the_short_way_only_where_the_client_keeps_up():
+def test_chunks_are_written_directly_only_if_the_client_keeps_up():
     async def work() -> None:
         long_way: list[Any] = []
 
         async def send(message: Any) -> None:
             long_way.append(message)
 
-        body, wire = Body(send), Wire()
-        assert not body.ready  # the head is not sent, or the body has a length
-        await body.send(b"a")
+        writer, wire = ChunkWriter(send), Wire()
+        assert not writer.ready  # the head is not sent, or the body has a length
+        await writer.send(b"a")
         assert long_way.pop() == {"type": "http.response.body", "body": b"a", "more_body": True}
-        body.transport = cast("asyncio.Transport", wire)
-        assert body.ready
-        body.write(b"0123456789")
-        await body.send(b"b")
+        writer.transport = cast("asyncio.Transport", wire)
+        assert writer.ready
+        writer.write(b"0123456789")
+        await writer.send(b"b")
         assert (wire.got, long_way) == (b"a\r\n0123456789\r\n1\r\nb\r\n", [])
         for wire.unread, wire.closing in ((1, False), (0, True)):
-            assert not body.ready
-            await body.send(b"c")
+            assert not writer.ready
+            await writer.send(b"c")
             assert long_way.pop()["body"] == b"c"
 
     check(work)
@@ -130,22 +131,22 @@ def test_silence_is_filled_until_the_stream_ends(monkeypatch: pytest.MonkeyPatch
         async def send(message: Any) -> None:
             long_way.append(message["body"])
 
-        body, wire = Body(send), Wire()
-        body.transport = cast("asyncio.Transport", wire)
-        pulse = answer._Pulse(body, b":")
-        pulse.write(b"x")
-        pulse._beaten()
+        writer, wire = ChunkWriter(send), Wire()
+        writer.transport = cast("asyncio.Transport", wire)
+        stream = responses._PingedStream(writer, b":")
+        stream.write(b"x")
+        stream._on_timer()
         assert wire.got == b"1\r\nx\r\n"  # no silence yet
-        pulse.stop()
+        stream.stop()
 
-        monkeypatch.setattr(answer, "PING_S", 0.1)
-        pulse = answer._Pulse(body, b":")
+        monkeypatch.setattr(responses, "PING_S", 0.1)
+        stream = responses._PingedStream(writer, b":")
         await asyncio.sleep(0.3)
         assert wire.got.endswith(b"1\r\n:\r\n") and not long_way
         wire.unread = 1
         await asyncio.sleep(0.3)
         assert long_way[:1] == [b":"]
-        pulse.stop()
+        stream.stop()
         wire.unread, wire.got, told = 0, b"", len(long_way)
         await asyncio.sleep(0.3)
         assert (wire.got, len(long_way)) == (b"", told)
@@ -155,7 +156,7 @@ def test_silence_is_filled_until_the_stream_ends(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("pieces", [["a", "b"], []])
 def test_a_stream_opens_with_its_first_piece(pieces: list[str]):
-    """Clients take what comes first for the first token, and the head may have gone out long before that."""
+    """Clients time the first chunk as the first token, and the head may have been sent long before."""
 
     async def work() -> None:
         sent: list[bytes] = []
@@ -164,12 +165,12 @@ def test_a_stream_opens_with_its_first_piece(pieces: list[str]):
             sent.append(message.get("body", b"<head>"))
 
         class Generation:
-            choices = 1
+            num_choices = 1
 
-            async def begin(self, patience_s: float) -> None: ...
+            async def wait_for_first_piece(self, timeout_s: float) -> None: ...
 
-            async def batches(self, at_once: Callable[[Any], bool]) -> Any:
-                assert sent == [b"<head>"] and not at_once("x")
+            async def batches(self, write_now: Callable[[Any], bool]) -> Any:
+                assert sent == [b"<head>"] and not write_now("x")
                 for piece in pieces:
                     yield [piece]
 
@@ -181,9 +182,9 @@ def test_a_stream_opens_with_its_first_piece(pieces: list[str]):
         }
         rendering = SimpleNamespace(piece=lambda generation, piece: piece.encode(), **words)
         service = SimpleNamespace(settings=SimpleNamespace(disable_streaming=False))
-        made = answer.Generation(cast("Any", service), cast("Any", None), cast("Any", rendering), stream=True)
-        body = Body(send)
-        await made._stream(cast("Any", Generation()), {answer.BODY: body}, send)
+        made = responses.GenerateResponse(cast("Any", service), cast("Any", None), cast("Any", rendering), stream=True)
+        writer = ChunkWriter(send)
+        await made._stream(cast("Any", Generation()), {CONTEXT: RequestContext("r", writer)}, send)
         assert sent[1:-1] == ([b"<role>a", b"b", b"<end>"] if pieces else [b"<role><end>"])
 
     check(work)

@@ -1,4 +1,4 @@
-"""A server whose model two processes share, started by torchrun: one answers, and both end together."""
+"""A server whose model is shared by two processes of torchrun: one answers, and both end together."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def launched():
 
 
 def test_two_ranks_serve_as_one(launched):
-    """The same tokens as one process; a signal to the launcher lets a live request end, and then nobody is left."""
+    """The same tokens as one process; a signal to the launcher lets a live request end, and then no process is left."""
     process, url, mark = launched
     assert len(left(mark)) >= 3, left(mark)  # the launcher and two ranks
     with LLM("demo", device="cpu", dtype="float32") as llm:

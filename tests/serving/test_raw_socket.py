@@ -1,4 +1,4 @@
-"""What no client library would send: each gets a 4xx or a closed connection, and nobody else notices."""
+"""Requests that no client library sends: each gets a 4xx or a closed connection, without effect on other clients."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_request_ids_come_back_if_they_are_harmless(server):
             assert len(given) == 32
 
 
-def test_slow_clients_are_cut_off_and_keep_nobody_waiting():
+def test_slow_clients_are_disconnected_and_delay_no_one():
     with Live("--header-timeout-s", "1", "--body-timeout-s", "1", "--max-connections", "64") as server:
         slow = [server.connect() for _ in range(40)]
         stop = threading.Event()

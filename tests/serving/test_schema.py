@@ -1,4 +1,4 @@
-"""schemathesis against our own description: valid data and invalid, boundaries, null bytes."""
+"""schemathesis against the server's OpenAPI description: valid and invalid data, boundaries, null bytes."""
 
 from __future__ import annotations
 

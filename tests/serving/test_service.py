@@ -1,4 +1,4 @@
-"""Admission, accounting and the end of a service, without any wire."""
+"""Admission, accounting and draining of a service, without a wire format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError
 from inferplane.serving.generation import Generation
 from inferplane.serving.grpc import schema, servicer
-from inferplane.serving.http.gate import Keys
+from inferplane.serving.keys import Keys
 from inferplane.serving.service import Service
 from inferplane.serving.settings import ServerSettings
 
@@ -49,13 +49,13 @@ async def running(**settings: Any):
 
 
 async def at_rest(service: Service) -> None:
-    """No place is taken and no block is in use."""
+    """No slot and no block is in use."""
     for _ in range(200):
         stats = await service.stats()
         if not stats["num_requests_running"] + stats["num_requests_waiting"]:
             break
         await asyncio.sleep(0.01)
-    assert service.slots.taken == 0
+    assert service.slots.in_use == 0
     assert not service._generations
     assert stats["kv_blocks_free"] + stats["kv_blocks_cached"] == stats["kv_blocks_total"]
 
@@ -94,7 +94,7 @@ def test_every_sequence_ends_once_and_is_what_it_would_be_alone():
 def test_cached_tokens_are_counted_once_for_a_prompt():
     async def work() -> None:
         async with running() as service:
-            block = service.served.info.block_tokens
+            block = service.ready_model.info.block_tokens
             prompts = [[5] * (3 * block + 1), [6] * (2 * block + 1)]
             await served(service, GenerateCall(prompts[:1], max_tokens=1))
             async with service.admit(GenerateCall(prompts, max_tokens=1, n=2)) as generation:
@@ -133,7 +133,7 @@ def test_what_is_refused_leaves_nothing(ask, param, code):
         async with running() as service:
             with pytest.raises(ApiError) as refused:
                 async with service.admit(ask) as generation:
-                    await generation.begin(20)
+                    await generation.wait_for_first_piece(20)
             assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, code)
             assert await served(service, GenerateCall([[1]], max_tokens=2))
 
@@ -158,7 +158,7 @@ def test_a_full_queue_refuses_at_once_and_takes_again():
     async def work() -> None:
         async with running() as service:
             streams = [asyncio.create_task(served(service, LONG)) for _ in range(8)]
-            while service.slots.taken < 8:
+            while service.slots.in_use < 8:
                 await asyncio.sleep(0.001)
             begun = asyncio.get_running_loop().time()
             with pytest.raises(ApiError) as refused:
@@ -170,8 +170,8 @@ def test_a_full_queue_refuses_at_once_and_takes_again():
             assert (await served(service, GenerateCall([[1]], max_tokens=2)))[0][1] == ["length"]
             for stream in streams[1:]:
                 assert (await stream)[0][1] == ["length"]
-            assert service.counts["requests_aborted_total", "disconnect"] == 1
-            assert service.counts["requests_rejected_total", "queue_full"] == 1
+            assert service.counters["requests_aborted_total", "disconnect"] == 1
+            assert service.counters["requests_rejected_total", "queue_full"] == 1
 
     check(work)
 
@@ -184,7 +184,7 @@ def test_an_id_lives_once_at_a_time():
                 with pytest.raises(ApiError) as refused:
                     await served(service, ask)
                 assert (refused.value.status, refused.value.param) == (409, "req_id")
-                assert service.slots.taken == 1
+                assert service.slots.in_use == 1
             assert (await served(service, GenerateCall([[1]], max_tokens=2, request_id="mine")))[0][1] == ["length"]
 
     check(work)
@@ -205,8 +205,8 @@ def test_a_request_that_runs_out_of_time_says_so():
     check(work)
 
 
-def test_a_grpc_stream_that_is_left_unread_gives_its_places_back(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(servicer, "MOST_AT_ONCE", 2)
+def test_an_unread_grpc_stream_releases_its_slots(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(servicer, "MAX_CONCURRENT_REQUESTS", 2)
 
     class Caller:
         def invocation_metadata(self) -> tuple[()]:
@@ -227,7 +227,7 @@ def test_a_grpc_stream_that_is_left_unread_gives_its_places_back(monkeypatch: py
                     await asyncio.Event().wait()
 
             call = asyncio.create_task(leave_unread())
-            while not service.slots.taken:
+            while not service.slots.in_use:
                 await asyncio.sleep(0.001)
             await asyncio.wait([call], timeout=20)
             assert call.cancelled()
@@ -258,7 +258,7 @@ def test_draining_lets_live_requests_end_and_refuses_new_ones():
         assert (refused.value.status, refused.value.code) == (503, "loading")
         await service.load(open_engine)
         stream = asyncio.create_task(served(service, LONG))
-        while not service.slots.taken:
+        while not service.slots.in_use:
             await asyncio.sleep(0.001)
         draining = asyncio.create_task(service.drain(60))
         await asyncio.sleep(0)
@@ -273,12 +273,12 @@ def test_draining_lets_live_requests_end_and_refuses_new_ones():
     check(work)
 
 
-def test_what_does_not_end_in_time_is_told():
+def test_a_drain_that_takes_too_long_aborts_with_an_error():
     async def work() -> None:
         service = Service(ServerSettings(max_batch=4, max_waiting=4))
         await service.load(open_engine)
         streams = [asyncio.create_task(served(service, LONG)) for _ in range(6)]
-        while service.slots.taken < 6:
+        while service.slots.in_use < 6:
             await asyncio.sleep(0.001)
         await service.drain(0)
         for stream in streams:
@@ -289,7 +289,7 @@ def test_what_does_not_end_in_time_is_told():
     check(work)
 
 
-def test_a_model_that_cannot_be_loaded_is_told():
+def test_a_model_that_cannot_be_loaded_is_reported():
     async def work() -> None:
         service = Service(ServerSettings())
 

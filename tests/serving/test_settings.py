@@ -1,4 +1,4 @@
-"""Where settings come from, which wins, and what a slip is answered with."""
+"""Sources of settings, their order, and errors for wrong values."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_slip_is_one_clear_error(tmp_path, flags, environment, text, said):
     assert said in str(refused.value)
 
 
-def test_a_variable_that_means_nothing_is_told():
+def test_an_unknown_variable_is_reported():
     (note,) = resolve({}, {"INFERPLANE_MAX_BACH": "8"}).notes
     assert "INFERPLANE_MAX_BATCH" in note
     for others in ("INFERPLANE_CPU_ISA", "INFERPLANE_NO_NATIVE", "INFERPLANE_PLUGINS"):

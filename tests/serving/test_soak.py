@@ -1,4 +1,4 @@
-"""The soak for as long as CI has; `python -m tests.serving.soak 5000` goes on, and measures memory too."""
+"""A short soak for CI; `python -m tests.serving.soak 5000` runs longer and also measures memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source system's published client examples, as they stand, against this server.
+"""The source system's published client examples, unchanged, against this server.
 
 The two programs below are those of https://paddlenlp.readthedocs.io, "llm/server", sections "HTTP" and "OpenAI"; they
 stand for the interface that its clients were written to. Two things differ: the address, which there is a placeholder

@@ -1,4 +1,4 @@
-"""A server that cannot start: what is wrong is told before anything listens, in the log's own form."""
+"""A server that cannot start reports why before anything listens, in the format of its log."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def test_warnings_are_in_the_log(filters):
         assert any(e["level"] == "warning" and "kv_cache_bytes" in e["event"] for e in events), server.text
 
 
-def test_a_plugin_that_is_left_out_is_told_in_the_log():
+def test_a_plugin_that_is_left_out_is_reported_in_the_log():
     with Live(environment={"INFERPLANE_PLUGINS": "no_such_module"}) as server:
         assert server.stop() == 0
         events = [json.loads(line) for line in server.text.splitlines()]
         assert any(e["level"] == "warning" and "no_such_module" in e["event"] for e in events), server.text
 
 
-def test_a_folder_that_no_socket_fits_in_is_told_at_once(tmp_path, monkeypatch):
+def test_a_folder_too_long_for_a_socket_is_reported_at_once(tmp_path, monkeypatch):
     deep = tmp_path / ("x" * 130)
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))
@@ -101,7 +101,7 @@ def test_a_folder_that_no_socket_fits_in_is_told_at_once(tmp_path, monkeypatch):
     assert not list(deep.glob("inferplane-*"))
 
 
-def test_a_model_without_weights_is_told_before_the_server_listens(tmp_path):
+def test_a_model_without_weights_is_reported_before_the_server_listens(tmp_path):
     (tmp_path / "config.json").write_text((DEMO / "config.json").read_text())
     done = run_serve("--port", "0", str(tmp_path))
     assert done.returncode == 1 and "weights" in done.stderr

@@ -1,4 +1,4 @@
-"""Chat templates: what transformers would render, within limits of time, size and memory, outside of this process."""
+"""Chat templates render as in transformers, in another process, with limits of time, size and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import inferplane
 from inferplane.engine.text import Tokenizer
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
-from inferplane.serving.http.chat import rendered
+from inferplane.serving.http.chat import render_messages
 from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.token_text import TokenText
 from inferplane.serving.wire import validate
@@ -192,7 +192,7 @@ def conversation(source: str, messages: list[Any], tools: list[Any] | None) -> s
         asked = validate(ChatRequest, {"messages": messages, "tools": tools} if tools else {"messages": messages})
         try:
             model = SimpleNamespace(template=template, render=template.render)
-            return await rendered(asked.messages, asked.tools, model)  # type: ignore[arg-type]
+            return await render_messages(asked.messages, asked.tools, model)  # type: ignore[arg-type]
         finally:
             await template.close()
 
@@ -212,7 +212,7 @@ def test_tools_are_told_where_the_template_knows_of_none():
 
 
 def test_earlier_calls_are_shown_in_the_form_that_the_template_asks_for():
-    """None where it asks whether the content is none, arguments as text where it joins them; tools are told still."""
+    """Content is None if the template tests for None, arguments are text if it joins them; tools are described."""
     user, answer = {"role": "user", "content": "hi"}, {"role": "tool", "content": "42", "tool_call_id": "1"}
     said = conversation(LAST_SYSTEM, [user, CALLED, answer], [TOOL])
     assert said.endswith('|<user>hi<call>look{"x": 1}<tool>42') and said.startswith("To call")

@@ -1,4 +1,4 @@
-"""Cached prefixes are shared among a key's own requests, whatever they come by."""
+"""Cached prefixes are shared only among requests with the same key, over every protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of requests: the field's names, no texts, the caller's span above; and a collector that gets them."""
+"""Spans of requests: the conventions' names, no text, the caller's span as parent; and a collector that gets them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_who_is_refused_at_the_door_has_a_span_with_the_status(spans):
         await server.send(COMPLETIONS, {"prompt": 5, "model": SECRET})
         await server.send(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
         assert server.service is not None
-        held = [SlotReservation(server.service.slots) for _ in range(server.service.slots.most)]
+        held = [SlotReservation(server.service.slots) for _ in range(server.service.slots.max_sequences)]
         await server.send(CHAT, {"messages": [{"role": "user", "content": SECRET}]})
         for place in held:
             place.release()
@@ -198,12 +198,12 @@ def test_only_what_traces_need_is_carried():
         (b"baggage", b"a=b"),
         (b"tracestate", b"x=1"),
     ]
-    assert tracing.carried(headers) == {"traceparent": PARENT, "tracestate": "x=1"}
+    assert tracing.trace_headers(headers) == {"traceparent": PARENT, "tracestate": "x=1"}
 
 
 def test_who_asks_for_traces(monkeypatch):
     def wanted(endpoint: str | None = None, **environment: str) -> bool:
-        return tracing.wanted(ServerSettings(otlp_endpoint=endpoint), environment)
+        return tracing.tracing_enabled(ServerSettings(otlp_endpoint=endpoint), environment)
 
     there = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}
     assert wanted("http://localhost:4318") and wanted(**there)
@@ -271,7 +271,7 @@ def test_a_live_server_sends_spans_before_it_ends():
 def test_what_callers_send_as_their_state_is_not_logged(monkeypatch):
     written: list[str] = []
     monkeypatch.setattr("inferplane.serving.logs.Writer.emit", lambda self, record: written.append(record.getMessage()))
-    loggers = {name: logging.getLogger(name) for name in logs.NAMES}
+    loggers = {name: logging.getLogger(name) for name in logs.LOGGERS}
     before = {name: (x.handlers, x.propagate, x.level) for name, x in loggers.items()}
     try:
         logs.set_up("json", "info")

@@ -1,4 +1,4 @@
-"""Several processes for HTTP over one engine: the same answers, one queue, one end."""
+"""Several processes for HTTP over one engine: the same answers, one queue, ended together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def workers(live: Live) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         try:
-            if folder.name.isdigit() and b"serving.workers" in (folder / "cmdline").read_bytes():
+            if folder.name.isdigit() and b"lifecycle.worker" in (folder / "cmdline").read_bytes():
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 found += [int(folder.name)] if parent == live.process.pid else []
         except OSError:
@@ -48,7 +48,7 @@ def all_ready(live: Live, count: int) -> None:
 
 
 def always_served(live: Live, count: int) -> None:
-    """Ask for health until so many processes are ready, and a little longer: whichever process answers, it serves."""
+    """Ask for health until `count` processes are ready, and a little longer: every process that answers is ready."""
     limit = time.monotonic() + 90
     left = 200
     while left:

@@ -1,10 +1,15 @@
-"""`inferplane serve`: one engine behind HTTP.
+"""`inferplane serve`: one engine behind HTTP and gRPC.
 
-    wire format --Ask--> Service.admit --Job--> pieces --> wire format
+    wire format -> GenerateCall -> Service.admit -> Generation -> the engine's client; its pieces -> wire format
 
-`service.py` is the one way in: every wire format (OpenAI's completions and chat, the native dialect, others)
-states its request as an `GenerateCall`, gets a `Generation` or an `ApiError`, and renders the job's pieces. Limits, admission and
-accounting live there and in `admission.py`, and nowhere else.
+`service.py` is the one way to the engine: every wire format (OpenAI's completions and chat, the native dialect, gRPC's
+tensors) states its request as a `GenerateCall`, gets a `Generation` or an `ApiError`, and renders the generation's
+pieces. Limits, admission and accounting are there, in `admission.py` and in `slots.py`, and nowhere else.
 
-Needs the packages of the extra `serving`; `settings.py` and `configure.py` need none of them.
+    lifecycle/      start, signals, draining, further processes for HTTP
+    http/, grpc/    the transports, and the formats that only one of them has
+    chat_template/  the process that renders chat templates
+    page/           the status page
+
+Needs the packages of the extra `serving`; `settings.py`, `configure.py` and `source_names.py` need none of them.
 """

@@ -1,6 +1,6 @@
-"""Settings from where users put them, and where each came from.
+"""Reads the settings from flags, variables and a file, and remembers where each came from.
 
-The first that names a setting decides: a flag, a variable `INFERPLANE_<NAME>`, a variable of the source system
+The first source that names a setting decides: a flag, a variable `INFERPLANE_<NAME>`, a variable of the source system
 (`source_names.py`), the YAML file, the default.
 """
 
@@ -21,19 +21,19 @@ from inferplane.units import size_of
 PREFIX = "INFERPLANE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 PLUGIN_GROUP = "inferplane.plugins"
-"""`inferplane.plugins` knows it, but importing that imports torch."""
-ELSEWHERE = {FILE_VARIABLE, f"{PREFIX}PLUGINS", f"{PREFIX}NO_NATIVE"}
-"""Variables with the prefix that are no settings of the server; a plugin's begin with its name, too."""
+"""Defined in `inferplane.plugins` too, whose import would import torch."""
+NOT_SETTINGS = {FILE_VARIABLE, f"{PREFIX}PLUGINS", f"{PREFIX}NO_NATIVE"}
+"""Variables with the prefix that are not settings of the server. A plugin's begin with the prefix and its name."""
 
 
 @dataclass(frozen=True)
 class ResolvedSettings:
-    """Settings, the origin of each, and what the user should know.
+    """The settings and the origin of each.
 
     Args:
         settings: the values.
         origins: setting -> "default", "flag --x", "variable X" or "file: path".
-        notes: sentences.
+        notes: what the user should know, as sentences.
     """
 
     settings: ServerSettings
@@ -41,22 +41,22 @@ class ResolvedSettings:
     notes: tuple[str, ...] = ()
 
     def masked(self) -> dict[str, Any]:
-        """Values as they may be shown: secrets masked."""
+        """Return all values, with secrets masked."""
         out = {}
         for name, f in FIELDS.items():
             value = getattr(self.settings, name)
-            masked = f.metadata.get("secret") and value
-            out[name] = ["***"] * len(value) if masked else list(value) if isinstance(value, tuple) else value
+            is_secret = f.metadata.get("secret") and value
+            out[name] = ["***"] * len(value) if is_secret else list(value) if isinstance(value, tuple) else value
         return out
 
 
 def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | None = None) -> ResolvedSettings:
-    """Settings from flags, variables and a file.
+    """Resolve the settings.
 
     Args:
-        flags: the settings that were given as flags, converted or as text.
-        environ: the process's variables.
-        path: of a YAML file; None takes the variable INFERPLANE_CONFIG.
+        flags: the settings given as flags, converted or as text.
+        environ: environment variables.
+        path: of a YAML file; None: the variable INFERPLANE_CONFIG names it.
 
     Raises:
         UsageError: an unknown name (with the nearest known one), a value out of range, a file that cannot be read.
@@ -77,15 +77,15 @@ _Given = dict[str, tuple[str, Any]]
 
 
 def _sources(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | None) -> tuple[list[_Given], list[str]]:
-    """What was given, the first to decide first; and notes."""
-    by_flag = {name: (_flag(name, value), value) for name, value in flags.items()}
+    """Return the given settings by source, the source that decides first, and notes."""
+    by_flag = {name: (_flag_origin(name, value), value) for name, value in flags.items()}
     by_variable: _Given = {}
     notes = []
     points = metadata.entry_points(group=PLUGIN_GROUP)
     plugins = tuple(f"{PREFIX}{point.name.upper().replace('-', '_').replace('.', '_')}_" for point in points)
     for variable, text in environ.items():
         name = variable.removeprefix(PREFIX).lower()
-        if not variable.startswith(PREFIX) or variable in ELSEWHERE or not text:
+        if not variable.startswith(PREFIX) or variable in NOT_SETTINGS or not text:
             continue
         if name not in FIELDS and variable.startswith(plugins):
             continue
@@ -101,7 +101,7 @@ def _sources(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | N
     return [by_flag, by_variable, named, _read_file(path) if path else {}], [*notes, *more]
 
 
-def _flag(name: str, value: Any) -> str:
+def _flag_origin(name: str, value: Any) -> str:
     no = "no-" if value is False else ""
     return f"flag --{no}{name.replace('_', '-')}"
 
@@ -132,59 +132,55 @@ def _read_file(path: str) -> _Given:
 # -- one value
 
 
-def _convert(f: Field[Any], value: Any, origin: str) -> Any:
-    """A value as the setting's type, within its range."""
-    kind = str(f.type).removesuffix(" | None")
+def _convert(field: Field[Any], value: Any, origin: str) -> Any:
+    """Return a value as the setting's type; raise UsageError if it is out of range."""
+    kind = str(field.type).removesuffix(" | None")
     try:
-        out = _PARSERS["bytes" if f.metadata.get("bytes") else kind](value)
+        out = _PARSERS["bytes" if field.metadata.get("bytes") else kind](value)
     except (TypeError, ValueError) as error:
-        raise _wrong(f, value, origin, _form(f, kind)) from error
-    low, high = f.metadata.get("range", (None, None))
+        raise _error(field, value, origin, _expected(field, kind)) from error
+    low, high = field.metadata.get("range", (None, None))
     if (low is not None and out < low) or (high is not None and out > high) or out != out:
-        raise _wrong(f, value, origin, _form(f, kind))
-    choices = f.metadata.get("choices")
+        raise _error(field, value, origin, _expected(field, kind))
+    choices = field.metadata.get("choices")
     if choices and out not in choices:
-        raise _wrong(f, value, origin, ", ".join(choices))
+        raise _error(field, value, origin, ", ".join(choices))
     return out
 
 
-def _wrong(f: Field[Any], value: Any, origin: str, form: str) -> UsageError:
-    masked = "***" if f.metadata.get("secret") else repr(value)[:80]
-    return UsageError(f"{f.name} = {masked} ({origin}).", there_is=form)
+def _error(field: Field[Any], value: Any, origin: str, expected: str) -> UsageError:
+    masked = "***" if field.metadata.get("secret") else repr(value)[:80]
+    return UsageError(f"{field.name} = {masked} ({origin}).", there_is=expected)
 
 
-def _form(f: Field[Any], kind: str) -> str:
-    if f.metadata.get("bytes"):
+def _expected(field: Field[Any], kind: str) -> str:
+    if field.metadata.get("bytes"):
         kind = "bytes"
-    words = {
-        "bytes": "bytes, as 1048576 or 64MiB,",
-        "int": "whole numbers",
-        "float": "numbers",
-        "bool": "true, false",
-    }.get(kind, "text")
-    low, high = f.metadata.get("range", (None, None))
+    kinds = {"bytes": "bytes, as 1048576 or 64MiB,", "int": "whole numbers", "float": "numbers", "bool": "true, false"}
+    words = kinds.get(kind, "text")
+    low, high = field.metadata.get("range", (None, None))
     if low is not None:
         words += f" from {low} to {high}" if high is not None else f" of {low} and more"
     return words
 
 
-def _whole(value: Any) -> int:
+def _parse_int(value: Any) -> int:
     if isinstance(value, (bool, float)):
         raise TypeError
     return int(value)
 
 
-def _bytes(value: Any) -> int:
-    return size_of(value) if isinstance(value, str) else _whole(value)
+def _parse_bytes(value: Any) -> int:
+    return size_of(value) if isinstance(value, str) else _parse_int(value)
 
 
-def _number(value: Any) -> float:
+def _parse_float(value: Any) -> float:
     if isinstance(value, bool):
         raise TypeError
     return float(value)
 
 
-def _truth(value: Any) -> bool:
+def _parse_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
     word = str(value).strip().lower()
@@ -193,26 +189,26 @@ def _truth(value: Any) -> bool:
     return word in source_names.TRUE
 
 
-def _text(value: Any) -> str:
+def _parse_str(value: Any) -> str:
     if isinstance(value, (bool, list, dict)) or not str(value).strip():
         raise TypeError
     return str(value)
 
 
-def _several(value: Any) -> tuple[str, ...]:
-    many = value.split(",") if isinstance(value, str) else value
-    if not isinstance(many, (list, tuple)):
+def _parse_list(value: Any) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
         raise TypeError
-    return tuple(_text(v).strip() for v in many)
+    return tuple(_parse_str(v).strip() for v in items)
 
 
 _PARSERS: dict[str, Any] = {
-    "int": _whole,
-    "bytes": _bytes,
-    "float": _number,
-    "bool": _truth,
-    "str": _text,
-    "tuple[str, ...]": _several,
+    "int": _parse_int,
+    "bytes": _parse_bytes,
+    "float": _parse_float,
+    "bool": _parse_bool,
+    "str": _parse_str,
+    "tuple[str, ...]": _parse_list,
 }
 
 

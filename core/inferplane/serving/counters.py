@@ -1,10 +1,11 @@
-"""What a server counts of requests, over all its processes: one truth, whichever of them is asked."""
+"""Counters of refused and aborted requests, summed over all processes: each process reports the same totals."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from inferplane.serving.slots import SharedCounters
+from inferplane.serving.shared_counters import SharedCounters
+from inferplane.serving.slots import SLOTS_CELL
 
 REJECTED, ABORTED = "requests_rejected_total", "requests_aborted_total"
 OTHER = "other"
@@ -16,37 +17,36 @@ REASONS = (
     *("too_many_connections", "too_slow", "unknown_parameter", "unsupported", "unsupported_encoding"),
     *("unsupported_media_type", "unsupported_version", OTHER),
 )
-"""Why requests are refused: the codes of `ApiError`, and what is refused before there is a request."""
+"""Why requests are refused: the codes of `ApiError`, and reasons that apply before there is a request."""
 COUNTER_LABELS = (*((REJECTED, reason) for reason in REASONS), (ABORTED, "disconnect"))
-"""Name and label of everything that is counted, in the order of a board's cells."""
-FIRST = 1
-"""Cell of the first; the cell before is for places."""
-NUM_CELLS = FIRST + len(COUNTER_LABELS)
-_CELL = {counted: FIRST + i for i, counted in enumerate(COUNTER_LABELS)}
+"""Name and label of every counter, in the order of the cells of `SharedCounters`."""
+NUM_CELLS = SLOTS_CELL + 1 + len(COUNTER_LABELS)
+_CELL = {counter: SLOTS_CELL + 1 + i for i, counter in enumerate(COUNTER_LABELS)}
 
 
 class RequestCounters:
-    """Counters of all processes that share a board. Each process adds in its own slot, and what one has counted stays
-    when another takes its slot over.
+    """Counts refused and aborted requests of all processes that share a `SharedCounters` table.
+
+    Each process adds to its own row. A process that replaces another takes over its row and its counts.
 
     Args:
-        board: of `NUM_CELLS` cells a slot; None makes one for this process alone.
-        slot: this process's.
+        shared: a table with `NUM_CELLS` cells per row; None creates one for this process alone.
+        process: this process's row.
     """
 
-    def __init__(self, board: SharedCounters | None = None, slot: int = 0) -> None:
-        self._board, self._slot = board or SharedCounters(1, NUM_CELLS), slot
+    def __init__(self, shared: SharedCounters | None = None, process: int = 0) -> None:
+        self._shared, self._process = shared or SharedCounters(1, NUM_CELLS), process
 
     def add(self, name: str, label: str, number: int = 1) -> None:
-        """Count something; a label that is not known counts as "other"."""
+        """Add to a counter; an unknown label counts as "other"."""
         cell = _CELL.get((name, label)) or _CELL[name, OTHER]
-        self._board.write(self._slot, cell, self._board.read(self._slot, cell) + number)
+        self._shared.write(self._process, cell, self._shared.read(self._process, cell) + number)
 
-    def __getitem__(self, counted: tuple[str, str]) -> int:
-        return self._board.sum(_CELL[counted])
+    def __getitem__(self, counter: tuple[str, str]) -> int:
+        return self._shared.sum(_CELL[counter])
 
     def items(self) -> Iterator[tuple[tuple[str, str], int]]:
-        """What was counted at least once."""
-        for counted, cell in _CELL.items():
-            if number := self._board.sum(cell):
-                yield counted, number
+        """Yield every counter above zero with its value."""
+        for counter, cell in _CELL.items():
+            if number := self._shared.sum(cell):
+                yield counter, number

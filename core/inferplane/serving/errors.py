@@ -1,4 +1,4 @@
-"""What a client is told when its request is not served: one class, whatever the wire format."""
+"""The one error class that clients see, in every wire format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {
     503: "unavailable_error",
     504: "timeout_error",
 }
-"""HTTP status -> `type` of OpenAI's error object; any other is a "server_error"."""
+"""HTTP status -> `type` of OpenAI's error object; all others are "server_error"."""
 MAX_MESSAGE_CHARACTERS = 1000
 
 
@@ -33,9 +33,9 @@ class ApiError(Exception):
     Args:
         status: HTTP status; other transports map it.
         message: one or two sentences, for a person.
-        param: the field of the request that is to blame.
-        code: a word for programs.
-        retry_after_s: when another try may succeed; None: never by waiting alone.
+        param: the field of the request that is wrong.
+        code: for programs.
+        retry_after_s: seconds after which another try may succeed; None: waiting does not help.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class ApiError(Exception):
         return KINDS.get(self.status, "server_error")
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """A request that cannot be meant."""
+    """Return the error for an invalid request."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -65,13 +65,13 @@ _NAMED = re.compile(r"^SamplingParams: (\w+)")
 _CONSTRAINTS = ("json_schema", "regex", "grammar")
 
 
-def from_engine(error: InferplaneError, words: Mapping[str, str], asked: Collection[str] = ()) -> ApiError:
-    """What the engine raised when it was asked, in the client's words.
+def from_engine(error: InferplaneError, words: Mapping[str, str], given: Collection[str] = ()) -> ApiError:
+    """Return an error of the engine in the client's terms.
 
     Args:
         error: raised before the first token.
         words: the engine's name of a parameter -> the wire format's.
-        asked: the engine's names of the parameters that were given.
+        given: the engine's names of the given parameters.
     """
     if isinstance(error, CapacityError) and "waiting already" in error.what:
         return queue_full(error.what)
@@ -83,8 +83,8 @@ def from_engine(error: InferplaneError, words: Mapping[str, str], asked: Collect
         return ApiError(409, error.what, param=words.get("request_id"), code="duplicate")
     if isinstance(error, (UsageError, CapacityError)):
         found = _NAMED.match(error.what)
-        # What is left to be refused here, if no parameter is named, is the constraint: admission saw the rest.
-        name = found[1] if found else next((c for c in _CONSTRAINTS if c in asked), None)
+        # If no parameter is named, the error is about the constraint: admission has checked the rest.
+        name = found[1] if found else next((c for c in _CONSTRAINTS if c in given), None)
         text = f"{error.what} There is: {error.there_is}." if error.there_is else error.what
         param = words.get(name, name) if name is not None else None
         return invalid(text.removeprefix("SamplingParams: "), param)
@@ -92,10 +92,10 @@ def from_engine(error: InferplaneError, words: Mapping[str, str], asked: Collect
 
 
 def internal() -> ApiError:
-    """The answer to a request that met a fault of the server's own; its log says which."""
+    """Return the error for a fault of the server's own; the log has its cause."""
     return ApiError(500, "The request failed inside the server.", code="internal_error")
 
 
 def queue_full(what: str) -> ApiError:
-    """The answer to a request for which there is no place."""
+    """Return the error for a request for which no slot is free."""
     return ApiError(429, f"{what.rstrip('.')}. Try again later.", code="queue_full", retry_after_s=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,10 @@ log = logging.getLogger("inferplane.serving")
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What one sequence got.
+    """New output of one sequence.
 
     Args:
-        choice: which sequence: prompt * n + its number.
+        choice: which sequence: prompt * n + its number among the prompt's n.
         delta: new text and tokens; the last one's `finish_reason` is "stop" or "length".
     """
 
@@ -39,83 +39,87 @@ class Generation:
 
     Args:
         engine: runs it.
-        ask: as it was asked.
+        call: the request.
         prompts: token ids.
         params: how to sample each prompt.
-        name: of its sequences inside the engine; unique.
+        name: begins the ids of its sequences inside the engine; unique.
     """
 
     def __init__(
-        self,
-        engine: AsyncLLM,
-        ask: GenerateCall,
-        prompts: Sequence[list[int]],
-        params: Sequence[SamplingParams],
-        name: str,
+        self, engine: AsyncLLM, call: GenerateCall, prompts: list[list[int]], params: list[SamplingParams], name: str
     ) -> None:
-        self.ask, self.prompts, self.params, self.name = ask, prompts, params, name
+        self.call, self.prompts, self.params = call, prompts, params
         self.completion_tokens = 0
-        self._cached: dict[int, int] = {}  # prompt -> tokens
-        self.finished: list[str] = []
+        self.finish_reasons: list[str] = []
         self.refusal: ApiError | None = None
         self.first_token_s: float | None = None
-        self._engine = engine
+        self._engine, self._name = engine, name
+        self._cached_tokens: dict[int, int] = {}  # prompt -> tokens
         self._pieces: deque[Piece | ApiError] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._at_once: Callable[[Piece], bool] | None = None
+        self._write_now: Callable[[Piece], bool] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def choices(self) -> int:
-        """How many sequences it has."""
-        return len(self.prompts) * self.ask.n
+    def num_choices(self) -> int:
+        """Number of sequences."""
+        return len(self.prompts) * self.call.n
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all its prompts, each counted once."""
+        """Tokens of all prompts, each prompt counted once."""
         return sum(map(len, self.prompts))
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of its prompts that were found in the cache, each counted once as in `prompt_tokens`."""
-        return sum(self._cached.values())
+        """Prompt tokens found in the prefix cache, each prompt counted once as in `prompt_tokens`."""
+        return sum(self._cached_tokens.values())
 
     def start(self) -> None:
-        """Hand its sequences to the engine."""
-        self._tasks = [asyncio.create_task(self._run(choice)) for choice in range(self.choices)]
+        """Submit the sequences to the engine."""
+        self._tasks = [asyncio.create_task(self._run(choice)) for choice in range(self.num_choices)]
 
-    async def begin(self, patience_s: float) -> None:
-        """Wait for the first piece, but not longer than this; ApiError when the engine refuses the request."""
+    async def wait_for_first_piece(self, timeout_s: float) -> None:
+        """Wait for the first piece, at most `timeout_s` seconds.
+
+        Raises:
+            ApiError: the engine refused the request.
+        """
         if not self._pieces:
-            impatient = asyncio.get_running_loop().call_later(patience_s, self._wake)
+            timer = asyncio.get_running_loop().call_later(timeout_s, self._wake)
             try:
-                await self._news()
+                await self._wait()
             finally:
-                impatient.cancel()
+                timer.cancel()
         if self._pieces and isinstance(self._pieces[0], ApiError):
             raise self._pieces[0]
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Every piece of every sequence; ends when all have ended, or with the ApiError of the first that failed."""
+        """Yield every piece of every sequence until all have ended.
+
+        Raises:
+            ApiError: of the first sequence that failed.
+        """
         async for several in self.batches():
             for piece in several:
                 yield piece
 
-    async def batches(self, at_once: Callable[[Piece], bool] | None = None) -> AsyncIterator[list[Piece]]:
-        """As `pieces`, those together that are there: a step's, and more where the reader is slow.
+    async def batches(self, write_now: Callable[[Piece], bool] | None = None) -> AsyncIterator[list[Piece]]:
+        """As `pieces`, but yield all pieces that are there together: those of a step, and more if the reader is slow.
 
         Args:
-            at_once: is offered a piece in the moment it comes, if none waits before it and it is not a sequence's last.
-                It says whether it took it: then it is not yielded, and the reader's task is not woken. When it raises,
-                the stream fails.
+            write_now: called with a piece as soon as it arrives, unless older pieces wait or it is its sequence's last.
+                If it returns True, it has consumed the piece: the piece is not yielded, and the reader's task is not
+                woken. If it raises, the stream fails.
         """
-        left = self.choices
-        while left:
-            self._at_once = at_once
+        unfinished = self.num_choices
+        while unfinished:
+            self._write_now = write_now
             try:
-                await self._some()
+                while not self._pieces:  # one task at a time reads a generation
+                    await self._wait()
             finally:
-                self._at_once = None
+                self._write_now = None
             several: list[Piece] = []
             failure: ApiError | None = None
             while self._pieces and failure is None:
@@ -124,18 +128,13 @@ class Generation:
                     failure = found
                 else:
                     several.append(found)
-                    left -= found.delta.finish_reason is not None
+                    unfinished -= found.delta.finish_reason is not None
             if several:
                 yield several
             if failure is not None:
                 raise failure
 
-    async def _some(self) -> None:
-        """Wait until there is a piece. One task at a time reads a job."""
-        while not self._pieces:
-            await self._news()
-
-    async def _news(self) -> None:
+    async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
@@ -144,47 +143,47 @@ class Generation:
             self._waiter.set_result(None)
 
     async def close(self) -> None:
-        """End what still runs. The engine frees its blocks within a step."""
+        """Abort the sequences that still run. The engine frees their blocks within a step."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, choice: int) -> None:
-        which, index = divmod(choice, self.ask.n)
+        prompt, index = divmod(choice, self.call.n)
         try:
             await self._engine.feed(
-                partial(self._take, choice),
-                self.prompts[which],
-                self.params[which],
-                f"{self.name}.{choice}",
+                partial(self._receive, choice),
+                self.prompts[prompt],
+                self.params[prompt],
+                f"{self._name}.{choice}",
                 index=index,
-                tenant=self.ask.tenant,
-                alone=(self.ask.request_id or "") if choice == 0 else "",
+                tenant=self.call.tenant,
+                alone=(self.call.request_id or "") if choice == 0 else "",
             )
         except InferplaneError as error:
-            said = from_engine(error, self.ask.words, self.ask.sampling)
-            self.refusal = self.refusal or said
-            self._put(said)
+            refusal = from_engine(error, self.call.words, self.call.sampling)
+            self.refusal = self.refusal or refusal
+            self._put(refusal)
         except Exception:
             log.exception("a sequence failed in the server")
             self._put(internal())
 
-    def _take(self, choice: int, delta: Delta) -> None:
+    def _receive(self, choice: int, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
         reason = delta.finish_reason
         if reason is not None:
-            self.finished.append(reason)
+            self.finish_reasons.append(reason)
             if delta.timings is not None:
-                which = choice // self.ask.n
-                found = delta.timings.cached_tokens
-                self._cached[which] = min(found, self._cached.get(which, found))
+                prompt = choice // self.call.n
+                cached = delta.timings.cached_tokens
+                self._cached_tokens[prompt] = min(cached, self._cached_tokens.get(prompt, cached))
                 if self.first_token_s is None or delta.timings.first_token_s < self.first_token_s:
                     self.first_token_s = delta.timings.first_token_s
         if reason not in (None, "stop", "length"):
-            self._put(_failure(delta, self.ask.timeout_s, self.params[0].timeout_s))
+            self._put(_failure(delta, self.call.timeout_s, self.params[0].timeout_s))
             return
         piece = Piece(choice, delta)
-        if reason is not None or self._pieces or self._at_once is None or not self._at_once(piece):
+        if reason is not None or self._pieces or self._write_now is None or not self._write_now(piece):
             self._put(piece)
 
     def _put(self, piece: Piece | ApiError) -> None:
@@ -193,7 +192,10 @@ class Generation:
 
 
 def _failure(delta: Delta, own_limit_s: float | None, limit_s: float | None) -> ApiError:
-    """A sequence that ended otherwise than by itself. Of two time limits its client answers for his own."""
+    """Return the error for a sequence that did not end by itself.
+
+    A timeout is the client's (408) if its own limit was the shorter one, else the server's (504).
+    """
     if delta.finish_reason == "timeout":
         if own_limit_s is not None and own_limit_s == limit_s:
             return ApiError(408, f"The request ran into its own time limit, {own_limit_s:g} s.", code="timeout")

@@ -1,6 +1,6 @@
-"""The log: a JSON object a line, or text for a terminal. Prompts and texts are never part of it.
+"""The log: one JSON object per line, or text for a terminal. It never contains prompts or generated text.
 
-What clients sent (paths, ids) is escaped and cut, so that nobody writes lines of his own into it.
+What clients send (paths, ids) is escaped and truncated, so that no client can write lines of its own into it.
 """
 
 from __future__ import annotations
@@ -20,90 +20,90 @@ from typing import Any, TextIO
 from inferplane.errors import InferplaneError
 
 MAX_CHARACTERS = 300
-"""Of a value in the log."""
+"""Longest value in the log, in characters."""
 MAX_LINES = 10_000
-"""Lines that may wait for a slow reader."""
+"""Most lines that wait for a slow reader."""
 PIPE_ATOMIC_BYTES = 4096
-"""A pipe takes so many from one process before it takes any from another (`PIPE_BUF` of Linux)."""
-GATHER_S = 0.02
-"""Lines that come within this time are written together: each time the thread wakes, the server's own one waits."""
-NAMES = {
+"""A pipe does not interleave a write of up to this size with other processes' writes (`PIPE_BUF` of Linux)."""
+BATCH_S = 0.02
+"""Lines within this time are written together: whenever the log's thread runs, the server's thread has to wait."""
+LOGGERS = {
     "inferplane": "",
     "uvicorn.error": "CRITICAL",
     "opentelemetry": "WARNING",
-    "opentelemetry.trace": "CRITICAL",  # warns with what clients send in tracestate
+    "opentelemetry.trace": "CRITICAL",  # its warnings contain what clients send in tracestate
 }
-"""Loggers whose lines are ours to write, and from what level on; "": as the settings say."""
+"""Loggers whose lines are written, and their lowest level; "": the level of the settings."""
 
 
-def safe(value: Any) -> Any:
-    """A value as the log may hold it: short, and without control characters."""
+def sanitize(value: Any) -> Any:
+    """Return a value as the log may hold it: short, and without control characters."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     text = str(value)
-    cut = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."
-    if cut.isprintable():
-        return cut
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in cut)
+    short = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."
+    if short.isprintable():
+        return short
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in short)
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a record: time, level, event, facts."""
+    """Formats a record as a JSON object: time, level, event, facts."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
-        data = {"time": when, "level": record.levelname.lower(), "event": safe(record.getMessage())}
-        data.update({name: safe(value) for name, value in getattr(record, "facts", {}).items()})
+        data = {"time": when, "level": record.levelname.lower(), "event": sanitize(record.getMessage())}
+        data.update({name: sanitize(value) for name, value in getattr(record, "facts", {}).items()})
         if record.exc_info:
             data["trace"] = self.formatException(record.exc_info)[-4000:]
         return json.dumps(data)
 
 
 class TextLines(logging.Formatter):
-    """A line for eyes: time, level, event, facts."""
+    """Formats a record as text: time, level, event, facts."""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        facts = "".join(f"  {name}={safe(value)}" for name, value in getattr(record, "facts", {}).items())
-        line = f"{clock} {record.levelname.lower():<8}{safe(record.getMessage())}{facts}"
+        facts = "".join(f"  {name}={sanitize(value)}" for name, value in getattr(record, "facts", {}).items())
+        line = f"{clock} {record.levelname.lower():<8}{sanitize(record.getMessage())}{facts}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 class Writer(logging.Handler):
-    """Writes lines in a thread of its own: whoever reads the log slowly must not keep the server waiting.
+    """Writes lines in a thread of its own, so that a slow reader of the log does not delay the server.
 
     Args:
-        out: where to; lines that find `MAX_LINES` before them are dropped, and counted in a line of their own.
-        everywhere: facts of every line.
+        out: where to write. If `MAX_LINES` lines wait, further lines are dropped, and a line tells their number.
+        common_facts: facts of every line.
     """
 
-    def __init__(self, out: TextIO, everywhere: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, out: TextIO, common_facts: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self._everywhere = everywhere or {}
+        self._common_facts = common_facts or {}
         self._out, self._dropped = out, 0
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
         self._thread = threading.Thread(target=self._write, name="inferplane-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._everywhere:
-            record.facts = {**self._everywhere, **getattr(record, "facts", {})}
+        if self._common_facts:
+            record.facts = {**self._common_facts, **getattr(record, "facts", {})}
         try:
             self._lines.put_nowait(self.format(record))
         except queue.Full:
             self._dropped += 1
 
-    def finish(self, patience_s: float = 2.0) -> None:
-        """Write what is left, if somebody reads it in time."""
+    def finish(self, timeout_s: float = 2.0) -> None:
+        """Write the remaining lines, if they are read in time."""
         with contextlib.suppress(queue.Full):
-            self._lines.put(None, timeout=patience_s)
-            self._thread.join(patience_s)
+            self._lines.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
 
     def _write(self) -> None:
         ended = False
         while not ended:
             lines = [self._lines.get()]
-            time.sleep(GATHER_S)
+            time.sleep(BATCH_S)
             with contextlib.suppress(queue.Empty):
                 while lines[-1] is not None:
                     lines.append(self._lines.get_nowait())
@@ -112,14 +112,14 @@ class Writer(logging.Handler):
             dropped, self._dropped = self._dropped, 0
             if dropped:
                 text.append(f'{{"event": "lines dropped", "count": {dropped}}}')
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-                for piece in _pieces(text):
+            with contextlib.suppress(OSError, ValueError):  # the reader has closed it
+                for piece in _join_lines(text):
                     self._out.write(piece)
                     self._out.flush()
 
 
-def _pieces(lines: Iterable[str]) -> Iterator[str]:
-    """Whole lines together, as many as a pipe takes at once: other processes' lines are never within them."""
+def _join_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines joined into writes that a pipe does not interleave with those of other processes."""
     piece = ""
     for line in lines:
         if piece and len(piece) + len(line) >= PIPE_ATOMIC_BYTES:
@@ -131,30 +131,30 @@ def _pieces(lines: Iterable[str]) -> Iterator[str]:
 
 
 def finish() -> None:
-    """Write what is left of the log."""
+    """Write the remaining lines of the log."""
     for handler in logging.getLogger("inferplane").handlers:
         if isinstance(handler, Writer):
             handler.finish()
 
 
-def is_json(form: str) -> bool:
-    """Whether a log of this form has JSON lines; `form` as for `set_up`."""
-    return form == "json" or (form == "auto" and not sys.stderr.isatty())
+def is_json(log_format: str) -> bool:
+    """Return whether a log of this format has JSON lines; `log_format` as for `set_up`."""
+    return log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
 
 
-def log_fatal(error: Exception, **everywhere: Any) -> None:
-    """Write the error that ends the process as the log's last line, in JSON and whole, be the log set up or not.
+def log_fatal(error: Exception, **common_facts: Any) -> None:
+    """Write an error as the log's last line, in JSON and not truncated, whether or not the log is set up.
 
     Args:
-        error: see above.
-        everywhere: facts of every line.
+        error: ends the process.
+        common_facts: facts of every line.
     """
     finish()
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    data = {"time": now, "level": "error", "event": "failed", **everywhere}
+    data = {"time": now, "level": "error", "event": "failed", **common_facts}
     if isinstance(error, InferplaneError):
-        said = {"what": error.what, "there_is": error.there_is, "to_do": error.remedy}
-        data.update({name: words for name, words in said.items() if words})
+        parts = {"what": error.what, "there_is": error.there_is, "to_do": error.remedy}
+        data.update({name: words for name, words in parts.items() if words})
     else:
         data["what"] = f"{type(error).__name__}: {error}"
         data["trace"] = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-4000:]
@@ -163,17 +163,17 @@ def log_fatal(error: Exception, **everywhere: Any) -> None:
         sys.stderr.flush()
 
 
-def set_up(form: str, level: str, **everywhere: Any) -> None:
+def set_up(log_format: str, level: str, **common_facts: Any) -> None:
     """Send the log to standard error.
 
     Args:
-        form: "json", "text", or "auto": text on a terminal.
-        level: what is logged.
-        everywhere: facts of every line.
+        log_format: "json", "text", or "auto": text on a terminal.
+        level: the lowest level that is logged.
+        common_facts: facts of every line.
     """
-    handler = Writer(sys.stderr, everywhere)
-    handler.setFormatter(JsonLines() if is_json(form) else TextLines())
-    for name, least in NAMES.items():
+    handler = Writer(sys.stderr, common_facts)
+    handler.setFormatter(JsonLines() if is_json(log_format) else TextLines())
+    for name, lowest in LOGGERS.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(least or level.upper())
+        logger.setLevel(lowest or level.upper())

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: the engine's under the names that dashboards expect, and the source system's gauges."""
+"""Metrics for Prometheus: the engine's under the names that dashboards expect, and the source system's gauges."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SOURCE_FAMILY = "inference_server_metrics"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 LABELS = {"request_success_total": "finished_reason", "requests_rejected_total": "reason"}
 OWN = {
-    "requests_rejected_total": ("reason", "Requests that were refused, by why."),
-    "requests_aborted_total": ("cause", "Sequences that nobody waited for any more."),
+    "requests_rejected_total": ("reason", "Refused requests, by reason."),
+    "requests_aborted_total": ("cause", "Sequences aborted because their client left."),
 }
 
 
 class _Snapshot:
-    """Metrics made of numbers that are there already."""
+    """A collector of metrics that were made already."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -35,7 +35,7 @@ class _Snapshot:
 
 
 async def render_metrics(service: Service) -> bytes:
-    """All numbers, in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     stats = await service.stats()
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot([*_own(service), *_engine(stats), *_source(service, stats)]))
@@ -47,12 +47,12 @@ def _own(service: Service) -> Iterator[Metric]:
     yield _gauge("up", "1 while the process lives.", 1)
     yield _gauge("ready", "1 while requests are taken and move.", int(condition.ready))
     yield _gauge("server_uptime_seconds", "Seconds since the server was started.", time.monotonic() - service.started)
-    yield _gauge("admitted_sequences", "Sequences that run or wait.", service.slots.taken)
-    yield _gauge("max_admitted_sequences", "Sequences that can run and wait.", service.slots.most)
+    yield _gauge("admitted_sequences", "Sequences that run or wait.", service.slots.in_use)
+    yield _gauge("max_admitted_sequences", "Sequences that can run and wait.", service.slots.max_sequences)
     for name, (label, words) in OWN.items():
         family = CounterMetricFamily(PREFIX + name, words, labels=[label])
-        for (counted, value), number in sorted(service.counts.items()):
-            if counted == name:
+        for (counter, value), number in sorted(service.counters.items()):
+            if counter == name:
                 family.add_metric([value], number)
         yield family
 
@@ -93,15 +93,15 @@ def _histogram(name: str, words: str, value: Mapping[str, Any]) -> Metric:
 
 
 def _source(service: Service, stats: Mapping[str, Any]) -> Iterator[Metric]:
-    """Blocks are counted as that system does: `block_num` are those that are free."""
-    most = stats.get("kv_blocks_total", 0)
+    """Yield the source system's gauges. As in that system, `block_num` counts the free blocks."""
+    total = stats.get("kv_blocks_total", 0)
     free = stats.get("kv_blocks_free", 0) + stats.get("kv_blocks_cached", 0)
     values = {
         "batch_size": stats.get("num_requests_running", 0),
         "max_batch_size": service.settings.max_batch,
         "block_num": free,
-        "max_block_num": most,
-        "available_resource": free / most if most else 0.0,
+        "max_block_num": total,
+        "available_resource": free / total if total else 0.0,
     }
     family = Metric(SOURCE_FAMILY, "Numbers of the server under the source system's names.", "gauge")
     for name, value in values.items():

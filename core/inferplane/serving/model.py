@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from inferplane import __version__
 from inferplane.errors import UsageError
 from inferplane.serving.chat_template.template import ChatTemplate
-from inferplane.serving.errors import ApiError
+from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.token_text import TokenText
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
 
 DEFAULT_NAME = "default"
-"""A name that every server answers to."""
+"""A name that every server accepts."""
 
 
 class ServedModel:
-    """What the wire formats need of the model beside its engine. Its methods may be called from any thread.
+    """What the wire formats need to know of the model. Its methods may be called from any thread.
 
     Args:
         engine: runs it.
@@ -36,41 +36,41 @@ class ServedModel:
     def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self.info = engine.info
         self.created = int(time.time())
-        own = Path(self.info.name).name or self.info.name
-        self.names = settings.served_model_name or (own,)
-        self._also = () if settings.served_model_name else (self.info.name,)
+        folder_name = Path(self.info.name).name or self.info.name
+        self.names = settings.served_model_name or (folder_name,)
+        self._aliases = () if settings.served_model_name else (self.info.name,)
         self._tokenizer = engine.tokenizer if self.info.folder is not None else None
         self.token_text = TokenText(self._tokenizer.fast) if self._tokenizer is not None else None
-        self.template = ChatTemplate.of(self._tokenizer.fast) if self._tokenizer is not None else None
+        self.template = ChatTemplate.from_tokenizer(self._tokenizer.fast) if self._tokenizer is not None else None
         facts = (__version__, self.info.name, self.info.dtype, self.info.kv_dtype, self.info.device)
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
 
-    def resolve_name(self, asked: str | None) -> str:
-        """The name to answer with; ApiError 404 for another model's."""
-        if asked is None or asked in (DEFAULT_NAME, ""):
-            return self.names[0]
-        if asked not in (*self.names, *self._also):
-            there = ", ".join((*self.names, DEFAULT_NAME))
-            raise ApiError(
-                404,
-                f"The model {asked[:200]!r} is not served here. There is: {there}.",
-                param="model",
-                code="model_not_found",
-            )
-        return asked
+    def resolve_name(self, name: str | None) -> str:
+        """Return the name to answer with.
 
-    def _text_side(self) -> Any:
+        Raises:
+            ApiError: 404, it is another model's name.
+        """
+        if name is None or name in (DEFAULT_NAME, ""):
+            return self.names[0]
+        if name not in (*self.names, *self._aliases):
+            there = ", ".join((*self.names, DEFAULT_NAME))
+            message = f"The model {name[:200]!r} is not served here. There is: {there}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name
+
+    def _require_tokenizer(self) -> Any:
         if self._tokenizer is None:
             raise UsageError("This model has no tokenizer.", remedy="pass token ids")
         return self._tokenizer
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Raises:
             UsageError: the text is no valid Unicode, or there is no tokenizer.
         """
-        tokenizer = self._text_side()
+        tokenizer = self._require_tokenizer()
         if special:
             return list(tokenizer.encode(text))
         try:
@@ -79,29 +79,25 @@ class ServedModel:
             raise UsageError("The text cannot be encoded.", remedy="pass valid Unicode") from error
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of token ids, special tokens left out unless asked for.
+        """Return the text of token ids; special tokens are left out unless `special`.
 
         Raises:
             UsageError: there is no tokenizer.
         """
-        tokenizer = self._text_side()
+        tokenizer = self._require_tokenizer()
         if special:
             return str(tokenizer.fast.decode(list(ids), clean_up_tokenization_spaces=False))
         return str(tokenizer.decode(ids))
 
     async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """A conversation as the model's chat template writes it, ready for the reply.
+        """Render a conversation with the model's chat template, ready for the reply.
 
         Raises:
-            ApiError: the model has no template, or it refuses the messages, or takes too long.
+            ApiError: the model has no template, or the template refuses the messages or takes too long.
         """
         if self.template is None:
-            raise ApiError(
-                400,
-                "This model has no chat template; use /v1/completions with a prompt of your own.",
-                param="messages",
-                code="no_chat_template",
-            )
+            message = "This model has no chat template; use /v1/completions with a prompt of your own."
+            raise invalid(message, "messages", "no_chat_template")
         return await self.template.render(messages, tools)
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
 """The native dialect: the request and event format of the source system's own clients.
 
-A stream is a JSON object a line, one for each event, without server-sent events' prefix. An error is
+A stream is one JSON object per line and event, without the prefix of server-sent events. An error is
 `{"error_msg", "error_code"}`, and the code is the HTTP status.
 
 Source: https://paddlenlp.readthedocs.io, "llm/server", table of request parameters and example of answers.
@@ -16,8 +16,8 @@ from pydantic import ConfigDict, Field
 from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.generation import Generation, Piece
-from inferplane.serving.rendering import SSE, GeneratedChoice, compact
-from inferplane.serving.wire import CONSTRAINTS, ID_PATTERN, SMALLEST_TOP_P, Body, Count, JsonObject, Stops, TokenId
+from inferplane.serving.rendering import GeneratedChoice, Rendering, encode_json
+from inferplane.serving.wire import CONSTRAINTS, ID_PATTERN, MIN_TOP_P, Count, JsonObject, RequestBody, Stops, TokenId
 
 if TYPE_CHECKING:
     from inferplane.serving.model import ServedModel
@@ -28,7 +28,7 @@ MARKS = frozenset(
         *("frequency_score", "presence_score", "return_usage", "infer_seed", "eos_token_ids", "response_type"),
     }
 )
-"""Fields that no OpenAI request has: one of them makes a request native."""
+"""Fields that no OpenAI request has: a request with one of them is in the native dialect."""
 DEFAULT_TOP_P, DEFAULT_TEMPERATURE = 0.7, 0.95
 WORDS = {
     "max_tokens": "max_dec_len",
@@ -46,16 +46,16 @@ _ONE_OF: Any = [{"required": [name]} for name in ("text", "input_ids", "messages
 
 
 class NativeMessage(JsonObject):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)] = "user"
     content: str
 
 
-class NativeRequest(Body):
+class NativeRequest(RequestBody):
     """A text, token ids or a conversation to be continued."""
 
-    model_config = ConfigDict(**Body.model_config, json_schema_extra={"anyOf": _ONE_OF})
+    model_config = ConfigDict(**RequestBody.model_config, json_schema_extra={"anyOf": _ONE_OF})
 
     text: Annotated[str, Field(min_length=1)] | None = None
     input_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
@@ -85,43 +85,44 @@ class NativeRequest(Body):
 
 
 def is_native(data: Mapping[str, Any]) -> bool:
-    """Whether a body is in this dialect."""
+    """Return whether a body is in this dialect."""
     return not MARKS.isdisjoint(data)
 
 
 async def build_call(request: NativeRequest, model: ServedModel, native_text: str) -> GenerateCall:
-    """The request, for admission.
+    """Return the call that a request makes.
 
     Args:
-        request: what was asked.
+        request: of this dialect.
         model: renders conversations.
-        native_text: "chat": `text` is a conversation of one turn, where the model has a template; "raw": it is taken
-            as it is.
+        native_text: "chat": `text` is a conversation of one message if the model has a template; "raw": it is the
+            prompt as it is.
 
     Raises:
-        ApiError: no text, or more than one; fields that contradict each other.
+        ApiError: there is no text or more than one, or fields contradict each other.
     """
     more = request.model_extra or {}
     found = next((name for name in CONSTRAINTS if more.get(name) is not None), None)
     if found is not None:
         raise invalid(f"{found} is not supported in this dialect; use OpenAI's.", found, "unsupported")
-    _only_one(request, "topp", "top_p")
-    _only_one(request, "infer_seed", "seed")
-    asked = _only_one(request, "max_dec_len", "seq_len", "max_tokens")
+    _single_name(request, "topp", "top_p")
+    _single_name(request, "infer_seed", "seed")
+    limit = _single_name(request, "max_dec_len", "seq_len", "max_tokens")
     prompt, special, word = await _prompt(request, model, native_text)
     return GenerateCall(
         prompts=[prompt],
         sampling=_sampling(request),
-        max_tokens=None if asked is None else getattr(request, asked),
+        max_tokens=None if limit is None else getattr(request, limit),
         request_id=request.req_id,
         timeout_s=request.timeout,
         special=special,
         operation="text_completion" if special else "chat",
-        words={**WORDS, "prompt": word, "max_tokens": asked or "max_dec_len"},
+        words={**WORDS, "prompt": word, "max_tokens": limit or "max_dec_len"},
     )
 
 
-def _only_one(request: NativeRequest, *names: str) -> str | None:
+def _single_name(request: NativeRequest, *names: str) -> str | None:
+    """Return which one of several fields with one meaning is given; None for none, ApiError 400 for several."""
     given = [name for name in names if getattr(request, name) is not None]
     if len(given) > 1:
         raise invalid(f"{' and '.join(given)} mean the same; pass one.", given[1])
@@ -129,27 +130,27 @@ def _only_one(request: NativeRequest, *names: str) -> str | None:
 
 
 async def _prompt(request: NativeRequest, model: ServedModel, native_text: str) -> tuple[str | list[int], bool, str]:
-    """What to continue, whether it gets special tokens, and the field it came from."""
-    word = _only_one(request, "input_ids", "text", "messages")
+    """Return the prompt, whether it gets special tokens, and the field it came from."""
+    word = _single_name(request, "input_ids", "text", "messages")
     if request.input_ids is not None:
         return request.input_ids, False, "input_ids"
     if word is None:
         raise invalid("One of text, input_ids and messages is required.", "text", "missing_required_parameter")
     if request.text is not None and (native_text == "raw" or model.template is None):
         return request.text, True, "text"
-    turns = [m.model_dump() for m in request.messages or ()]
+    messages = [m.model_dump() for m in request.messages or ()]
     if request.text is not None:
-        turns = [{"role": "user", "content": request.text}]
+        messages = [{"role": "user", "content": request.text}]
     if request.system:
-        turns = [{"role": "system", "content": request.system}, *turns]
-    return await model.render(turns, None), False, word
+        messages = [{"role": "system", "content": request.system}, *messages]
+    return await model.render(messages, None), False, word
 
 
 def _sampling(request: NativeRequest) -> dict[str, Any]:
-    """Fields of `SamplingParams`, with this dialect's defaults."""
+    """Return fields of `SamplingParams`, with this dialect's defaults."""
     topp = request.topp if request.topp is not None else request.top_p
     out: dict[str, Any] = {
-        "top_p": max(DEFAULT_TOP_P if topp is None else topp, SMALLEST_TOP_P),
+        "top_p": max(DEFAULT_TOP_P if topp is None else topp, MIN_TOP_P),
         "temperature": DEFAULT_TEMPERATURE if request.temperature is None else request.temperature,
         "min_tokens": request.min_dec_len or 1,
     }
@@ -195,15 +196,15 @@ class NativeResponse(JsonObject):
     usage: NativeUsage | None = None
 
 
-class NativeRendering:
-    """The answer to one `NativeRequest`: as data by `event`, and as lines of JSON.
+class NativeRendering(Rendering):
+    """The answer to one `NativeRequest`: `event` returns data, the other methods lines of JSON.
 
     Args:
-        request: what was asked.
-        request_id: the request's own, or one that the server gave it.
+        request: of this dialect.
+        request_id: the answer's id if the request has none.
     """
 
-    media_type, ping = SSE, b""  # the type that its clients know; the lines are JSON alone
+    ping = b""  # the media type is SSE, which its clients expect, though the lines are plain JSON
 
     def __init__(self, request: NativeRequest, request_id: str) -> None:
         self._request = request
@@ -212,15 +213,15 @@ class NativeRendering:
         self._all = GeneratedChoice()
 
     def event(self, generation: Generation, piece: Piece) -> dict[str, Any] | None:
-        """A piece as this dialect's event; None while there is nothing to tell."""
+        """Return a piece as this dialect's event; None if it has nothing to show yet."""
         delta, end = piece.delta, piece.delta.finish_reason is not None
         self._all.add(delta)
         if not end and (self._request.return_all_tokens or not delta.token_ids):
             return None
-        shown = self._all if self._request.return_all_tokens else delta
+        source = self._all if self._request.return_all_tokens else delta
         out: dict[str, Any] = {
-            "token": shown.text,
-            "token_ids": list(shown.token_ids),
+            "token": source.text,
+            "token_ids": list(source.token_ids),
             "is_end": int(end),
             "send_idx": self._sent,
             "req_id": self._id,
@@ -237,23 +238,17 @@ class NativeRendering:
     def _usage(self, generation: Generation) -> dict[str, int]:
         return {"prompt_tokens": generation.prompt_tokens, "completion_tokens": generation.completion_tokens}
 
-    def opening(self, generation: Generation) -> bytes:
-        return b""
-
     def piece(self, generation: Generation, piece: Piece) -> bytes:
         found = self.event(generation, piece)
-        return b"" if found is None else compact(found) + b"\n"
-
-    def closing(self, generation: Generation) -> bytes:
-        return b""
+        return b"" if found is None else encode_json(found) + b"\n"
 
     def failure(self, error: ApiError) -> bytes:
-        return compact({**self.refusal(error), "is_end": 1}) + b"\n"
+        return encode_json({**self.error_body(error), "is_end": 1}) + b"\n"
 
-    def refusal(self, error: ApiError) -> dict[str, Any]:
-        return refusal(error, self._id)
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        return _error_body(error, self._id)
 
-    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
+    def full_response(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
         choice = choices[0]
         out = {
             "tokens_all": choice.text,
@@ -268,6 +263,11 @@ class NativeRendering:
         return {**out, "usage": self._usage(generation)} if self._request.return_usage else out
 
 
-def refusal(error: ApiError, request_id: str | None) -> dict[str, Any]:
-    """An error in this dialect."""
+def error_body_for(error: ApiError, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an error in this dialect, as the answer to a request's JSON."""
+    request_id = data.get("req_id")
+    return _error_body(error, request_id if isinstance(request_id, str) else None)
+
+
+def _error_body(error: ApiError, request_id: str | None) -> dict[str, Any]:
     return {"error_msg": error.message, "error_code": error.status, "param": error.param, "req_id": request_id}

@@ -1,11 +1,11 @@
-"""From a job's pieces to an answer: what every wire format does in the same way."""
+"""From a generation's pieces to an answer: what all wire formats have in common."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,43 +16,52 @@ from inferplane.serving.generation import Generation, Piece
 if TYPE_CHECKING:
     from inferplane.engine.results import TokenLogprob
 
-LEAST_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON does not have."""
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
 SSE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
-class Rendering(Protocol):
-    """One wire format's answer to one request. It knows of no transport: its parts are bytes or JSON-ready data."""
+class Rendering:
+    """One wire format's answer to one request, as bytes or JSON-ready data, independent of the transport.
 
-    media_type: str
-    """Of a stream."""
-    ping: bytes
-    """What keeps a silent stream's connection alive; empty where the format has nothing for that."""
+    What a format does not override is as in OpenAI's formats.
+    """
+
+    media_type = SSE
+    """The media type of a stream."""
+    ping = b": ping\n\n"
+    """Keeps the connection of a silent stream alive; empty if the format has nothing for that."""
 
     def opening(self, generation: Generation) -> bytes:
-        """What a stream begins with."""
+        """Return the bytes that begin a stream."""
+        return b""
 
     def piece(self, generation: Generation, piece: Piece) -> bytes:
-        """A piece of a stream; may be empty."""
+        """Return a piece of a stream; may be empty."""
+        return b""
 
     def closing(self, generation: Generation) -> bytes:
-        """What a stream that came to its end ends with."""
+        """Return the last bytes of a stream that succeeded."""
+        return b""
 
     def failure(self, error: ApiError) -> bytes:
-        """The last words of a stream that did not."""
+        """Return the last bytes of a stream that failed."""
+        return encode_event(error.body())
 
-    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> Mapping[str, Any]:
-        """The answer without a stream."""
+    def full_response(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> Mapping[str, Any]:
+        """Return the answer without a stream."""
+        raise NotImplementedError
 
-    def refusal(self, error: ApiError) -> Mapping[str, Any]:
-        """The body of an error."""
+    def error_body(self, error: ApiError) -> Mapping[str, Any]:
+        """Return the body of an error."""
+        return error.body()
 
 
 @dataclass
 class GeneratedChoice:
-    """One sequence, gathered."""
+    """The whole output of one sequence."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -62,7 +71,7 @@ class GeneratedChoice:
     embedding: list[float] | None = None
 
     def add(self, delta: Delta) -> None:
-        """Take in a piece."""
+        """Append a piece."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.finish_reason = delta.finish_reason or self.finish_reason
@@ -72,39 +81,51 @@ class GeneratedChoice:
         self.embedding = self.embedding or delta.embedding
 
     def delta(self) -> Delta:
-        """All of it as one piece."""
+        """Return the whole output as one piece."""
         reason: Any = self.finish_reason
         return Delta(self.text, self.token_ids, reason, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
 
 
-def compact(data: Any) -> bytes:
-    """JSON without spaces, in UTF-8."""
+def encode_json(data: Any) -> bytes:
+    """Return JSON without spaces, in UTF-8."""
     return _encode(data)
 
 
-def event(data: Any) -> bytes:
-    """A server-sent event."""
-    return b"data: " + compact(data) + b"\n\n"
+def encode_event(data: Any) -> bytes:
+    """Return a server-sent event with JSON."""
+    return b"data: " + encode_json(data) + b"\n\n"
+
+
+async def gather_choices(generation: Generation) -> list[GeneratedChoice]:
+    """Read a generation to its end.
+
+    Raises:
+        ApiError: a sequence failed.
+    """
+    choices = [GeneratedChoice() for _ in range(generation.num_choices)]
+    async for piece in generation.pieces():
+        choices[piece.choice].add(piece.delta)
+    return choices
 
 
 class Frame:
-    """A piece of a stream that differs from its neighbours in one text alone: the rest is encoded once.
+    """Encodes pieces of a stream that differ only in one text: the rest is encoded once.
 
     Args:
-        make: encodes the whole piece with a text.
+        encode: encodes the whole piece with a text.
     """
 
-    def __init__(self, make: Callable[[str], bytes]) -> None:
-        self._before, mark, self._after = make("\0").partition(_encode("\0"))
+    def __init__(self, encode: Callable[[str], bytes]) -> None:
+        self._before, mark, self._after = encode("\0").partition(_encode("\0"))
         assert mark
 
     def __call__(self, text: str) -> bytes:
-        """The piece with this text."""
+        """Return the piece with this text."""
         return self._before + _encode(text) + self._after
 
 
-def usage(generation: Generation) -> dict[str, Any]:
-    """Tokens in and out, as OpenAI counts them."""
+def count_usage(generation: Generation) -> dict[str, Any]:
+    """Return the numbers of tokens in and out, as OpenAI counts them."""
     return {
         "prompt_tokens": generation.prompt_tokens,
         "completion_tokens": generation.completion_tokens,
@@ -113,12 +134,12 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+def finite_logprob(logprob: float) -> float:
+    """Return a log-probability that JSON can hold."""
+    return logprob if math.isfinite(logprob) else MIN_LOGPROB
 
 
-def with_own(token: TokenLogprob) -> Iterable[tuple[int, float]]:
-    """The likeliest alternatives, and the token itself if it is none of them."""
+def top_with_own(token: TokenLogprob) -> Iterable[tuple[int, float]]:
+    """Return the most likely alternatives, and the token itself if it is not among them."""
     own = () if any(i == token.token_id for i, _ in token.top) else ((token.token_id, token.logprob),)
     return (*token.top, *own)

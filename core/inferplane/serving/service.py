@@ -1,4 +1,4 @@
-"""The server without a wire: what stands between the formats and the engine.
+"""The server without a wire format: between the formats and the engine.
 
 States: "loading" -> "serving" -> "draining" -> "ended"; "failed" when the model cannot be loaded or the engine died.
 """
@@ -17,7 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 from inferplane.errors import UsageError
-from inferplane.serving.admission import GenerateCall, build_sampling_params, check_fan_out
+from inferplane.serving.admission import GenerateCall, build_sampling_params, check_num_sequences
 from inferplane.serving.counters import ABORTED, REJECTED, RequestCounters
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.generation import Generation
@@ -33,18 +33,18 @@ State = Literal["loading", "serving", "draining", "ended", "failed"]
 HEALTH_EVERY_S = 0.5
 HEALTH_ANSWER_S = 2.0
 FLUSH_S = 5.0
-"""Seconds that clients have to read the end of an aborted request."""
+"""Seconds in which clients can read the end of an aborted request."""
 log = logging.getLogger("inferplane.serving")
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Whether the server does its work.
+    """The server's health.
 
     Args:
-        live: the process is worth keeping.
-        ready: it takes requests, and they move.
-        status: a word: the service's state, or "stalled".
+        live: the process need not be restarted.
+        ready: it accepts requests, and they make progress.
+        status: the service's state, or "stalled".
         detail: why it is not ready.
     """
 
@@ -59,9 +59,9 @@ class Service:
 
     Args:
         settings: limits and names.
-        places: for sequences that run or wait; None: its own, as many as the settings say.
-        tracer: makes spans of requests; None: nobody wants them.
-        counts: of the whole server, when several processes share them; None: its own.
+        slots: for sequences that run or wait; None: as many as the settings say, for this process alone.
+        tracer: makes spans of requests; None: no spans.
+        counters: of refused and aborted requests; None: for this process alone.
     """
 
     def __init__(
@@ -69,35 +69,36 @@ class Service:
         settings: ServerSettings,
         slots: SequenceSlots | None = None,
         tracer: Tracer | None = None,
-        counts: RequestCounters | None = None,
+        counters: RequestCounters | None = None,
     ) -> None:
         self.settings, self.tracer = settings, tracer
         self.state: State = "loading"
         self.model: ServedModel | None = None
         self.engine: AsyncLLM | None = None
         self.slots = slots or SequenceSlots(settings.max_batch + settings.max_waiting)
-        self.counts = counts or RequestCounters()
+        self.counters = counters or RequestCounters()
         self.failure = ""
         self.failed, self.serving = asyncio.Event(), asyncio.Event()
         self.started = time.monotonic()
+        self.end_workers: Callable[[float], Awaitable[None]] | None = None
+        """Lets the other processes drain for some seconds and waits for their end; None without other processes."""
         self._silent_since: float | None = None
         self._stalled = ""
         self._ids = count()
         self._generations: set[Generation] = set()
-        self._watch: asyncio.Task[None] | None = None
-        self.others_end: Callable[[float], Awaitable[None]] | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="inferplane-encode")
 
-    # -- its life
+    # -- life
 
     async def load(self, open_engine: Callable[[], AsyncLLM]) -> None:
-        """Open the engine in a thread, then serve. Whatever it raises leaves the state "failed"."""
+        """Open the engine in a thread, then serve. If that raises, the state is "failed"."""
         try:
-            engine = await _in_daemon(open_engine)
+            engine = await _run_in_daemon_thread(open_engine)
         except BaseException as error:
             self._fail(f"{type(error).__name__}: {error}")
             raise
-        if self.state != "loading":  # told to end meanwhile
+        if self.state != "loading":  # drained meanwhile
             await engine.shutdown()
             return
         try:
@@ -109,21 +110,21 @@ class Service:
         self.engine = engine
         self.state = "serving"
         self.serving.set()
-        self._watch = asyncio.create_task(self._watching(engine))
+        self._watcher = asyncio.create_task(self._watch_engine(engine))
 
     async def drain(self, drain_s: float) -> None:
-        """Refuse new requests, let those that run end, then abort what is left, each with a terminal event."""
+        """Refuse new requests, wait `drain_s` seconds for running ones, then abort the rest with a terminal event."""
         if self.state in ("draining", "ended"):
             return
         failed, self.state = self.state == "failed", "draining"
-        ending = asyncio.ensure_future(self.others_end(0.0 if failed else drain_s)) if self.others_end else None
+        workers = asyncio.ensure_future(self.end_workers(0.0 if failed else drain_s)) if self.end_workers else None
         limit = time.monotonic() + drain_s
         while self._generations and time.monotonic() < limit and not failed:
             await asyncio.sleep(0.02)
-        if ending is not None:
-            await ending  # others use the engine, too
-        if self._watch is not None:
-            self._watch.cancel()
+        if workers is not None:
+            await workers  # they use the engine, too
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self.engine is not None:
             await self.engine.shutdown()
         limit = time.monotonic() + FLUSH_S
@@ -135,7 +136,7 @@ class Service:
         self.state = "ended"
 
     def condition(self) -> Condition:
-        """Whether it does its work; immediate."""
+        """Return the server's health, without waiting."""
         if self.state == "serving" and self._stalled:
             return Condition(self._silent_since is None, False, "stalled", self._stalled)
         return Condition(self.state not in ("failed", "ended"), self.state == "serving", self.state, self.failure)
@@ -144,12 +145,12 @@ class Service:
         self.state, self.failure = "failed", why
         self.failed.set()
 
-    async def _watching(self, engine: AsyncLLM) -> None:
-        """Keep `condition` true to the engine."""
+    async def _watch_engine(self, engine: AsyncLLM) -> None:
+        """Keep `condition` up to date with the engine's health."""
         while True:
-            asked = time.monotonic()
+            asked_at = time.monotonic()
             health = await engine.health(HEALTH_ANSWER_S)
-            took = time.monotonic() - asked
+            took = time.monotonic() - asked_at
             if health.alive:
                 self._silent_since = None
                 stuck = not health.ready(self.settings.stall_s)
@@ -159,7 +160,7 @@ class Service:
                 self._fail(f"the engine died: {health.failure}")
                 return
             else:
-                self._silent_since = self._silent_since or asked
+                self._silent_since = self._silent_since or asked_at
                 if time.monotonic() - self._silent_since >= self.settings.stall_s:
                     self._stalled = health.failure
             await asyncio.sleep(HEALTH_EVERY_S)
@@ -167,8 +168,8 @@ class Service:
     # -- requests
 
     @property
-    def served(self) -> ServedModel:
-        """The model; ApiError 503 while there is none that takes requests."""
+    def ready_model(self) -> ServedModel:
+        """The model; raises ApiError 503 while no model accepts requests."""
         if self.state == "loading":
             raise ApiError(503, "The model is being loaded.", code="loading", retry_after_s=2)
         if self.state == "failed":
@@ -178,71 +179,67 @@ class Service:
         return self.model
 
     def admit(
-        self, ask: GenerateCall, reserved: SlotReservation | None = None
+        self, call: GenerateCall, reservation: SlotReservation | None = None
     ) -> AbstractAsyncContextManager[Generation]:
-        """Accept a request and start it; leaving the context ends what still runs of it.
+        """Accept a request and start it. Leaving the context aborts the sequences that still run.
 
         Args:
-            ask: the request.
-            reserved: a place that was taken for it already.
+            call: the request.
+            reservation: a slot that was acquired for it already.
 
         Raises:
-            ApiError: it is refused, and nothing of it remains.
+            ApiError: it is refused, and holds nothing.
         """
-        admitted = self._admit(ask, reserved)
+        admitted = self._admit(call, reservation)
         if self.tracer is None or self.model is None:
             return admitted
-        return self.tracer.follow(ask, self.model.names[0], admitted)
+        return self.tracer.trace_generation(call, self.model.names[0], admitted)
 
     @asynccontextmanager
-    async def _admit(self, ask: GenerateCall, reserved: SlotReservation | None) -> AsyncIterator[Generation]:
-        try:
-            model = self.served
-            slots = check_fan_out(ask, self.settings, self.slots.most)
-            held = reserved.transfer() if reserved is not None else 0
+    async def _admit(self, call: GenerateCall, reservation: SlotReservation | None) -> AsyncIterator[Generation]:
+        with self.count_refusals():
+            model = self.ready_model
+            num_sequences = check_num_sequences(call, self.settings, self.slots.max_sequences)
+            held = reservation.transfer() if reservation is not None else 0
             try:
-                self.slots.take(slots - held)
+                self.slots.acquire(num_sequences - held)
             except ApiError:
                 self.slots.release(held)
                 raise
-        except ApiError as error:
-            self.refused(error)
-            raise
         generation: Generation | None = None
         try:
-            generation = await self._accept(ask, model)
+            generation = await self._accept(call, model)
             yield generation
         except ApiError as error:
             if generation is None or generation.refusal is error:
-                self.refused(error)
+                self.count_refusal(error)
             raise
         finally:
             try:
                 if generation is not None:
                     await generation.close()
             finally:
-                self.slots.release(slots)
+                self.slots.release(num_sequences)
                 if generation is not None:
                     self._generations.discard(generation)
-                    self._account(generation)
+                    self._count_aborted(generation)
 
-    async def _accept(self, ask: GenerateCall, model: ServedModel) -> Generation:
-        prompts = [await self.encode(p, special=ask.special) if isinstance(p, str) else p for p in ask.prompts]
-        limits = self.settings, model.info.max_model_len, model.info.vocab
-        params = [build_sampling_params(ask, ids, *limits) for ids in prompts]
+    async def _accept(self, call: GenerateCall, model: ServedModel) -> Generation:
+        prompts = [await self.encode(p, special=call.special) if isinstance(p, str) else p for p in call.prompts]
+        params = [build_sampling_params(call, ids, self.settings, model.info) for ids in prompts]
         assert self.engine is not None
-        generation = Generation(self.engine, ask, prompts, params, f"job-{next(self._ids)}")
+        generation = Generation(self.engine, call, prompts, params, f"job-{next(self._ids)}")
         generation.start()
         self._generations.add(generation)
         return generation
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text; long ones are encoded beside the loop, so that other requests go on.
+        """Return the token ids of a text. Long texts are encoded in a thread, so that other requests go on.
 
         Raises:
             ApiError: the text cannot be encoded.
         """
-        encode = self.served.encode
+        encode = self.ready_model.encode
         try:
             if len(text) < 4096:
                 return encode(text, special)
@@ -250,28 +247,28 @@ class Service:
         except UsageError as error:
             raise invalid(error.what, "prompt") from error
 
-    def refused(self, error: ApiError) -> None:
-        """Count a request that was refused."""
-        self.counts.add(REJECTED, error.code)
+    def count_refusal(self, error: ApiError) -> None:
+        """Count a refused request."""
+        self.counters.add(REJECTED, error.code)
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Refusals inside count. `admit` counts its own."""
+    def count_refusals(self) -> Iterator[None]:
+        """Count an ApiError that is raised inside. `admit` counts its own."""
         try:
             yield
         except ApiError as error:
-            self.refused(error)
+            self.count_refusal(error)
             raise
 
-    def _account(self, generation: Generation) -> None:
-        gone = generation.choices - len(generation.finished)
-        if gone and generation.refusal is None:  # nobody read them to their end
-            self.counts.add(ABORTED, "disconnect", gone)
+    def _count_aborted(self, generation: Generation) -> None:
+        unfinished = generation.num_choices - len(generation.finish_reasons)
+        if unfinished and generation.refusal is None:  # the client left before their end
+            self.counters.add(ABORTED, "disconnect", unfinished)
 
     # -- numbers
 
     async def stats(self) -> dict[str, Any]:
-        """The engine's numbers; empty while there is no engine that answers."""
+        """Return the engine's numbers; empty while no engine answers."""
         if self.engine is None or self.state in ("failed", "ended"):
             return {}
         try:
@@ -281,8 +278,8 @@ class Service:
             return {}
 
 
-async def _in_daemon(work: Callable[[], AsyncLLM]) -> AsyncLLM:
-    """Run in a thread that does not keep the process from ending: a model may take minutes to load."""
+async def _run_in_daemon_thread(work: Callable[[], AsyncLLM]) -> AsyncLLM:
+    """Run a function in a thread that does not keep the process from ending: a model may take minutes to load."""
     answer: Future[AsyncLLM] = Future()
 
     def run() -> None:

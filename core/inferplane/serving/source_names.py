@@ -1,4 +1,17 @@
-"""The environment variables of the system whose clients the native dialect serves, and what each means here.
+"""The names of the source system: the one place that says what each means here.
+
+"The source system" is PaddleNLP's serving stack, whose clients the native dialect (`native.py`) accepts. Its names are
+aliases here. New code and new settings use Inferplane's names:
+
+| name of the source system | Inferplane's name | where the alias is accepted |
+|---|---|---|
+| environment variables, such as `MAX_SEQ_LEN` | a setting: `NAMES` below | `inferplane serve`, `inferplane config` |
+| fields of a request, such as `max_dec_len`, `penalty_score` | `native.WORDS` | the native dialect |
+| gauges, such as `available_resource` | `metrics.py` | /metrics |
+| `speculate_method` | `method` | settings; speculation options in Python |
+| `speculate_max_draft_token_num` | `num_speculative_tokens` | settings; speculation options in Python |
+| `draft_model_name_or_path` | `model` | settings; speculation options in Python |
+| the method `inference_with_reference` | the method `ngram` | settings; speculation options in Python |
 
 Source: https://paddlenlp.readthedocs.io, "llm/server", tables of service and model parameters.
 """
@@ -11,18 +24,18 @@ from typing import Any, NamedTuple
 from inferplane.errors import UsageError
 
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-"""How a switch may be written, in either case."""
+"""Accepted spellings of a switch, in upper or lower case."""
 
 
 class Meaning(NamedTuple):
-    """A setting and how a variable's text becomes its value; None from `convert` leaves the setting alone."""
+    """A setting, and how a variable's text becomes its value; if `convert` returns None, the setting is not set."""
 
     setting: str
     convert: Callable[[str], Any] = str
 
 
 def _if_true(value: Any) -> Callable[[str], Any]:
-    """ValueError for what is no switch."""
+    """Return a converter of a switch: `value` if it is on, None if it is off; it raises ValueError for other texts."""
 
     def convert(text: str) -> Any:
         if text.lower() not in (*TRUE, *FALSE):
@@ -32,7 +45,7 @@ def _if_true(value: Any) -> Callable[[str], Any]:
     return convert
 
 
-def _method(text: str) -> str | None:
+def _none_if_named_so(text: str) -> str | None:
     return None if text == "None" else text
 
 
@@ -53,7 +66,7 @@ NAMES: dict[str, Meaning] = {
     "DISABLE_STREAMING": Meaning("disable_streaming", _if_true(True)),
     "USE_CACHE_KV_INT8": Meaning("kv_dtype", _if_true("int8")),
     "USE_HF_TOKENIZER": Meaning("native_text", _if_true("raw")),
-    "SPECULATE_METHOD": Meaning("speculate_method", _method),
+    "SPECULATE_METHOD": Meaning("speculate_method", _none_if_named_so),
     "SPECULATE_MAX_DRAFT_TOKEN_NUM": Meaning("speculate_max_draft_token_num"),
     "SPECULATE_MODEL_PATH": Meaning("draft_model_name_or_path"),
 }
@@ -66,19 +79,22 @@ WITHOUT_EFFECT = {
     "USE_WARMUP": "kernels are tried out at every start",
     "OUTPUT_LOG_TO_CONSOLE": "the log always goes to standard error",
 }
-"""Variables that are understood and change nothing, with the reason."""
+"""Variables that are known and have no effect, with the reason."""
 
 ONLY = {"MP_NUM": "1", "MP_NNODE": "1"}
-"""Variables of which one value is supported: another would silently serve something else than was asked."""
+"""Variables with only one supported value; accepting another would silently serve something else."""
 RANKS = "several processes share a model by `torchrun --nproc-per-node N -m inferplane serve MODEL`"
-"""What there is instead."""
+"""The alternative to several values."""
 
 
 def read(environ: Mapping[str, str]) -> tuple[dict[str, tuple[str, Any]], list[str]]:
-    """Settings by that system's names, as setting -> (variable, value), and notes on what has no effect.
+    """Read the settings that the source system's variables give.
+
+    Returns:
+        Setting -> (variable, value), and notes on variables without effect.
 
     Raises:
-        UsageError: a variable asks for something that is not supported.
+        UsageError: a variable has a value that is not supported.
     """
     for name, value in ONLY.items():
         if environ.get(name, value).strip() not in ("", value):

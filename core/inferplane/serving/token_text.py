@@ -1,6 +1,6 @@
-"""Single tokens as bytes: what log-probabilities are labelled with.
+"""Single tokens as bytes, which label log-probabilities.
 
-A token may hold part of a character, so its text alone does not tell it; its bytes do. Byte-level vocabularies spell
+A token may hold part of a character, so that its text does not identify it; its bytes do. Byte-level vocabularies spell
 bytes as characters (GPT-2's table), others write a byte as `<0x0A>` and a space as U+2581.
 """
 
@@ -41,14 +41,14 @@ class TokenText:
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token adds to a text, special tokens by their name."""
+        """Return the bytes that a token adds to a text; for a special token, those of its name."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._spell(token)
         return found
 
     def name_of(self, token: int) -> str:
-        """A token's text; one that is not whole characters by its bytes, as `bytes:\\xe2\\x82`."""
+        """Return a token's text; if it is not whole characters, its bytes as `bytes:\\xe2\\x82`."""
         raw = self.bytes_of(token)
         try:
             return raw.decode()
@@ -59,7 +59,7 @@ class TokenText:
         if token in self._added:
             return str(self._added[token]).encode()
         spelled = self._tokenizer.convert_ids_to_tokens(token)
-        if not isinstance(spelled, str):  # rows of the model that the tokenizer does not use
+        if not isinstance(spelled, str):  # an embedding row that the tokenizer does not use
             return f"<{token}>".encode()
         if self._byte_level:
             letters = byte_letters()

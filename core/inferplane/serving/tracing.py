@@ -1,9 +1,9 @@
-"""OpenTelemetry: a span for each request that generates, with the field's names for what generative models do, without
-texts. One that is refused before it is known what it asks for has a span of its route, its status and the error.
+"""OpenTelemetry: a span per request that generates, with the semantic conventions' names for generative models.
 
-Asked for by `otlp_endpoint`, or by the variables that every program with OpenTelemetry knows
-(`OTEL_EXPORTER_OTLP_ENDPOINT`; others choose the sampler, the service's name, the batches). Nothing of it is imported
-otherwise.
+Spans contain no text. A request that is refused before it is understood has a span of its route, status and error.
+
+Tracing is enabled by `otlp_endpoint`, or by the standard variables of OpenTelemetry (`OTEL_EXPORTER_OTLP_ENDPOINT`;
+others choose the sampler, the service's name, the batches). Otherwise no package of OpenTelemetry is imported.
 
 Source: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/.
 """
@@ -25,7 +25,7 @@ from inferplane import __version__
 from inferplane.errors import UsageError
 from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError
-from inferplane.serving.logs import safe
+from inferplane.serving.logs import sanitize
 from inferplane.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 PROVIDER = "inferplane"
 HEADERS = ("traceparent", "tracestate")
-"""What callers send to have a request's span under one of theirs."""
+"""Headers with which a caller makes a request's span the child of its own."""
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PASSED = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
-"""Sampling parameters that have a name there."""
+TRACED_PARAMETERS = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
+"""Sampling parameters that have a name in the conventions."""
 FLUSH_S = 3.0
-"""Seconds that a server waits at its end for a collector to take the last spans."""
+"""Seconds that an ending server waits for the collector to accept the last spans."""
 log = logging.getLogger("inferplane.serving")
 
 
@@ -57,23 +57,23 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     @asynccontextmanager
-    async def follow(
-        self, ask: GenerateCall, served: str, admitted: AbstractAsyncContextManager[Generation]
+    async def trace_generation(
+        self, call: GenerateCall, model_name: str, admitted: AbstractAsyncContextManager[Generation]
     ) -> AsyncIterator[Generation]:
-        """A request under a span.
+        """Run a request inside a span.
 
         Args:
-            ask: what was asked.
-            served: the model's name.
-            admitted: the request, as `Service.admit` yields it.
+            call: the request.
+            model_name: the name of the served model.
+            admitted: the context in which `Service.admit` runs it.
         """
         from opentelemetry.trace import SpanKind
 
         span = self._tracer.start_span(
-            f"{ask.operation} {ask.model or served}",
-            context=self._propagator.extract(dict(ask.trace)),
+            f"{call.operation} {call.model or model_name}",
+            context=self._propagator.extract(dict(call.trace)),
             kind=SpanKind.SERVER,
-            attributes=asked(ask, served),
+            attributes=call_attributes(call, model_name),
         )
         failure = ""
         try:
@@ -81,7 +81,7 @@ class Tracer:
                 try:
                     yield generation
                 finally:
-                    span.set_attributes(answered(generation))
+                    span.set_attributes(result_attributes(generation))
         except ApiError as error:
             failure = error.code
             raise
@@ -90,18 +90,20 @@ class Tracer:
             raise
         finally:
             if failure:
-                _fail(span, failure)
+                _mark_failed(span, failure)
             span.end()
 
-    def refused(self, name: str, told: Mapping[str, Any], trace: Mapping[str, str], why: str, took_s: float) -> None:
-        """A span for a request that was refused before `follow`.
+    def trace_refusal(
+        self, name: str, attributes: Mapping[str, Any], trace: Mapping[str, str], reason: str, took_s: float
+    ) -> None:
+        """Make a span of a request that was refused before `trace_generation`.
 
         Args:
-            name: the span's.
-            told: its attributes.
-            trace: headers that say under which span it belongs.
-            why: the error's code.
-            took_s: from its arrival to now.
+            name: the span's name.
+            attributes: the span's attributes.
+            trace: headers that name its parent.
+            reason: the error's code.
+            took_s: seconds since the request's arrival.
         """
         from opentelemetry.trace import SpanKind
 
@@ -110,60 +112,62 @@ class Tracer:
             name,
             context=self._propagator.extract(dict(trace)),
             kind=SpanKind.SERVER,
-            attributes=dict(told),
+            attributes=dict(attributes),
             start_time=now - int(took_s * 1e9),
         )
-        _fail(span, why)
+        _mark_failed(span, reason)
         span.end(now)
 
     def close(self) -> None:
-        """Send what is left, if the collector takes it in time."""
+        """Send the remaining spans, if the collector accepts them in time."""
         thread = threading.Thread(target=self._provider.shutdown, name="inferplane-spans", daemon=True)
         thread.start()
         thread.join(FLUSH_S)
 
 
-def _fail(span: Any, why: str) -> None:
+def _mark_failed(span: Any, reason: str) -> None:
     from opentelemetry.trace import Status, StatusCode
 
-    span.set_attribute("error.type", why)
+    span.set_attribute("error.type", reason)
     span.set_status(Status(StatusCode.ERROR))
 
 
-def asked(ask: GenerateCall, served: str) -> dict[str, Any]:
-    """What a span tells of a request at its beginning."""
+def call_attributes(call: GenerateCall, model_name: str) -> dict[str, Any]:
+    """Return the attributes of a span at its beginning."""
     found: dict[str, Any] = {
-        "gen_ai.operation.name": ask.operation,
+        "gen_ai.operation.name": call.operation,
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": ask.model or served,
-        "gen_ai.response.model": served,
+        "gen_ai.request.model": call.model or model_name,
+        "gen_ai.response.model": model_name,
     }
-    found.update({f"gen_ai.request.{n}": ask.sampling[n] for n in PASSED if ask.sampling.get(n) is not None})
-    if ask.operation == "embeddings":
-        found.pop("gen_ai.request.temperature", None)  # nobody asked for it
-    elif ask.max_tokens is not None:
-        found["gen_ai.request.max_tokens"] = ask.max_tokens
-    if ask.n != 1:
-        found["gen_ai.request.choice.count"] = ask.n
+    found.update(
+        {f"gen_ai.request.{n}": call.sampling[n] for n in TRACED_PARAMETERS if call.sampling.get(n) is not None}
+    )
+    if call.operation == "embeddings":
+        found.pop("gen_ai.request.temperature", None)  # the server's own value, not the client's
+    elif call.max_tokens is not None:
+        found["gen_ai.request.max_tokens"] = call.max_tokens
+    if call.n != 1:
+        found["gen_ai.request.choice.count"] = call.n
     return found
 
 
-def answered(generation: Generation) -> dict[str, Any]:
-    """What a span tells of a request at its end."""
+def result_attributes(generation: Generation) -> dict[str, Any]:
+    """Return the attributes of a span at its end."""
     found: dict[str, Any] = {
         "gen_ai.usage.input_tokens": generation.prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
     }
-    if generation.ask.operation != "embeddings":
+    if generation.call.operation != "embeddings":
         found["gen_ai.usage.output_tokens"] = generation.completion_tokens
-        found["gen_ai.response.finish_reasons"] = list(generation.finished)
+        found["gen_ai.response.finish_reasons"] = list(generation.finish_reasons)
         if generation.first_token_s is not None:
             found["gen_ai.response.time_to_first_chunk"] = generation.first_token_s
     return found
 
 
-def carried(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """The headers of a request that say under which span it belongs."""
+def trace_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Return the headers of a request that name the parent of its span."""
     return {n.decode(): v.decode("latin-1") for n, v in headers if n.decode("latin-1") in HEADERS}
 
 
@@ -173,11 +177,11 @@ def _installed() -> bool:
     return all(find_spec(parent) is not None for parent in parents)
 
 
-def wanted(settings: ServerSettings, environment: Mapping[str, str]) -> bool:
-    """Whether spans are to be made.
+def tracing_enabled(settings: ServerSettings, environment: Mapping[str, str]) -> bool:
+    """Return whether spans are made.
 
     Raises:
-        UsageError: the setting asks for them, and the package is not installed, or the endpoint is none.
+        UsageError: the setting enables them, but the package is not installed or the endpoint is invalid.
     """
     endpoint = settings.otlp_endpoint
     off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
@@ -206,13 +210,13 @@ def _is_endpoint(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
-    except ValueError:  # a port that is none, half an address
+    except ValueError:  # an invalid port, half an address
         return False
 
 
 def start(settings: ServerSettings) -> Tracer | None:
-    """A tracer that sends spans to a collector; None when none is wanted."""
-    if not wanted(settings, os.environ):
+    """Return a tracer that sends spans to a collector; None if tracing is not enabled."""
+    if not tracing_enabled(settings, os.environ):
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
@@ -221,7 +225,9 @@ def start(settings: ServerSettings) -> Tracer | None:
 
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
     if protocol not in (None, "", "http/protobuf"):
-        log.warning(f"traces are sent by http/protobuf, not by {safe(protocol)} as OTEL_EXPORTER_OTLP_PROTOCOL says")
+        log.warning(
+            f"traces are sent by http/protobuf, not by {sanitize(protocol)} as OTEL_EXPORTER_OTLP_PROTOCOL says"
+        )
     base = settings.otlp_endpoint
     endpoint = base if base is None or urlsplit(base).path.endswith("/v1/traces") else f"{base.rstrip('/')}/v1/traces"
     own = {SERVICE_VERSION: __version__}

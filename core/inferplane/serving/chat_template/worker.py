@@ -1,9 +1,9 @@
-"""Renders chat templates in a process of its own, which may hang or grow without harm. `templates.py` starts it.
+"""Renders chat templates in a process of its own, which may hang or grow without harm; `template.py` starts it.
 
-Runs as a script, in isolation; imports nothing of Inferplane. Standard input: a line with the template, then a line for
-each conversation; standard output: a line for each. All lines are JSON.
+It runs as an isolated script and imports nothing of Inferplane. Standard input: a line with the template, then a line
+per conversation; standard output: a line for each. All lines are JSON.
 
-What a template may use is what transformers gives it: Jinja's immutable sandbox with loop controls, the `generation`
+A template may use what it may use in transformers: Jinja's immutable sandbox with loop controls, the `generation`
 tag, `raise_exception`, `strftime_now`, and a `tojson` that does not escape HTML.
 Source: https://huggingface.co/docs/transformers/chat_templating_writing.
 """
@@ -24,7 +24,7 @@ def _limit_memory() -> None:
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     except (ImportError, ValueError, OSError):
-        pass  # the limits of time and size remain
+        pass  # the limits of time and of the text's size still apply
 
 
 def _environment() -> Any:
@@ -32,8 +32,8 @@ def _environment() -> Any:
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """`{% generation %}` to `{% endgeneration %}`: what training learns from; here its body and nothing more."""
+    class GenerationTag(Extension):
+        """`{% generation %}` to `{% endgeneration %}`: marks what training learns from; here it renders its body."""
 
         tags = {"generation"}
 
@@ -49,20 +49,20 @@ def _environment() -> Any:
         separators, sort_keys = more.get("separators"), more.get("sort_keys", False)
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    extensions = ["jinja2.ext.loopcontrols", Generation]
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return made
+    extensions = ["jinja2.ext.loopcontrols", GenerationTag]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
 
 
-def _render(template: Any, given: dict[str, Any], most: int) -> str:
+def _render(template: Any, given: dict[str, Any], max_characters: int) -> str:
     parts, size = [], 0
-    for part in template.generate(**given):  # piece by piece, so that a loop cannot fill the memory first
+    for part in template.generate(**given):  # piece by piece, so that a loop cannot fill the memory before the check
         size += len(part)
-        if size > most:
-            raise ValueError(f"it writes more than {most} characters")
+        if size > max_characters:
+            raise ValueError(f"it writes more than {max_characters} characters")
         parts.append(part)
     return "".join(parts)
 
@@ -74,7 +74,7 @@ def _serve() -> None:
     print(json.dumps({"text": ""}), flush=True)
     for line in sys.stdin:
         try:
-            answer = {"text": _render(template, {**setup["tokens"], **json.loads(line)}, setup["most"])}
+            answer = {"text": _render(template, {**setup["tokens"], **json.loads(line)}, setup["max_characters"])}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         print(json.dumps(answer), flush=True)

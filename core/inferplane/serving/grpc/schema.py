@@ -1,7 +1,7 @@
 """The messages of `inference.GRPCInferenceService`, as far as this server reads and writes them.
 
-Fields are declared here rather than generated, in a descriptor pool of their own: no compiler's output to keep in step
-with the runtime, and no clash with a client library that registers messages of the same names in this process.
+Fields are declared here, not generated, in a descriptor pool of their own: no compiler's output has to be kept in step
+with the runtime, and there is no clash with a client library that registers messages of the same names in this process.
 
 Sources for names, numbers and types: KServe's open inference protocol,
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_grpc.md, and Triton's
@@ -76,7 +76,7 @@ METHODS = (
     *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", "ModelStreamInfer"),
     *("ModelConfig", "ModelStatistics", "RepositoryIndex"),
 )
-"""What is served. Triton's others (loading models, shared memory, traces) are answered with UNIMPLEMENTED."""
+"""The implemented methods. Triton's others (loading models, shared memory, traces) are UNIMPLEMENTED."""
 STREAMS = frozenset(("ModelStreamInfer",))
 
 _Field = descriptor_pb2.FieldDescriptorProto
@@ -102,7 +102,7 @@ def _set_type(field: Any, kind: str) -> None:
 
 
 def _declare(message: Any, path: str, text: str) -> None:
-    """Give a message its fields."""
+    """Add fields to a message."""
     for number, name, kind, form in re.findall(r"(\d+) (\w+) ([.\w]+)(\[\]|\{\}|\|)?", text):
         field = message.field.add(name=name, number=int(number))
         field.label = _Field.LABEL_REPEATED if form in ("[]", "{}") else _Field.LABEL_OPTIONAL
@@ -131,11 +131,11 @@ def _file() -> Any:
         kinds.value.add(name=f"TYPE_{name}", number=number)
     service = file.service.add(name=SERVICE.rpartition(".")[2])
     for name in METHODS:
-        asked, answered = ("ModelInfer", "ModelStreamInfer") if name in STREAMS else (name, name)
+        request, response = ("ModelInfer", "ModelStreamInfer") if name in STREAMS else (name, name)
         service.method.add(
             name=name,
-            input_type=f".{PACKAGE}.{asked}Request",
-            output_type=f".{PACKAGE}.{answered}Response",
+            input_type=f".{PACKAGE}.{request}Request",
+            output_type=f".{PACKAGE}.{response}Response",
             client_streaming=name in STREAMS,
             server_streaming=name in STREAMS,
         )
@@ -147,11 +147,11 @@ POOL.AddSerializedFile(_file().SerializeToString())
 
 
 def message(name: str) -> Any:
-    """The class of a message, by its name without the package."""
+    """Return the class of a message, by its name without the package."""
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
 def method_types(name: str) -> tuple[Any, Any]:
-    """Classes of a method's requests and responses."""
+    """Return the classes of a method's requests and responses."""
     method = POOL.FindServiceByName(SERVICE).FindMethodByName(name)
     return tuple(message_factory.GetMessageClass(d) for d in (method.input_type, method.output_type))

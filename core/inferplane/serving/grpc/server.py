@@ -14,11 +14,11 @@ from grpc_reflection.v1alpha import reflection
 from inferplane.errors import UsageError
 from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc import schema
-from inferplane.serving.grpc.servicer import Servicer, guarded, headers, refused
-from inferplane.serving.http.gate import Keys
+from inferplane.serving.grpc.servicer import Servicer, metadata_headers, record_refusal, with_statuses
+from inferplane.serving.keys import Keys
 from inferplane.serving.service import Service
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.tracing import carried
+from inferplane.serving.tracing import trace_headers
 
 HEALTH = "grpc.health.v1.Health"
 OPEN = frozenset(
@@ -30,7 +30,7 @@ MAX_METADATA_BYTES = 16 * 1024
 
 
 class _Health(health_pb2_grpc.HealthServicer):
-    """gRPC's health protocol. Names: the server itself (""), and the inference service."""
+    """gRPC's health protocol, for the server itself ("") and for the inference service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -57,8 +57,8 @@ class _Health(health_pb2_grpc.HealthServicer):
             await asyncio.sleep(HEALTH_EVERY_S)
 
 
-class _Door(grpc.aio.ServerInterceptor):
-    """Lets in those who have a key; whatever is not listed as open needs one."""
+class _KeyCheck(grpc.aio.ServerInterceptor):
+    """Refuses calls without a key; every method that is not listed as open needs one."""
 
     def __init__(self, service: Service, keys: Keys) -> None:
         self._service, self._keys = service, keys
@@ -66,26 +66,28 @@ class _Door(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         if not self._keys or handler_call_details.method in OPEN:
             return await continuation(handler_call_details)
-        told = headers(handler_call_details.invocation_metadata)
-        if self._keys.admit(told):
+        headers = metadata_headers(handler_call_details.invocation_metadata)
+        if self._keys.admit(headers):
             return await continuation(handler_call_details)
 
         async def refuse(request: Any, context: Any) -> None:
             error = ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
-            refused(self._service, handler_call_details.method.rpartition("/")[2], error, carried(told), 0.0)
+            record_refusal(
+                self._service, handler_call_details.method.rpartition("/")[2], error, trace_headers(headers), 0.0
+            )
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
 
         return grpc.unary_unary_rpc_method_handler(refuse)
 
 
-async def start(service: Service, settings: ServerSettings, keys: Keys, port: int) -> tuple[Any, int]:
-    """Start to serve.
+async def start_server(service: Service, settings: ServerSettings, keys: Keys, port: int) -> tuple[Any, int]:
+    """Start a gRPC server.
 
     Args:
-        service: does the work.
+        service: runs the requests.
         settings: address, limits, TLS.
-        keys: who may call.
-        port: 0 for any that is free.
+        keys: which clients may call.
+        port: 0 for any free port.
 
     Returns:
         The running `grpc.aio.Server`, and its port.
@@ -94,7 +96,7 @@ async def start(service: Service, settings: ServerSettings, keys: Keys, port: in
         UsageError: the port is taken.
     """
     server = grpc.aio.server(
-        interceptors=[_Door(service, keys)],
+        interceptors=[_KeyCheck(service, keys)],
         options=[
             ("grpc.max_receive_message_length", settings.max_body_bytes),
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -110,11 +112,10 @@ async def start(service: Service, settings: ServerSettings, keys: Keys, port: in
     reflection.enable_server_reflection((schema.SERVICE, HEALTH, reflection.SERVICE_NAME), server, schema.POOL)
     address = f"[{settings.host}]:{port}" if ":" in settings.host else f"{settings.host}:{port}"
     try:
-        bound = (
-            server.add_secure_port(address, _credentials(settings))
-            if settings.tls_cert
-            else server.add_insecure_port(address)
-        )
+        if settings.tls_cert:
+            bound = server.add_secure_port(address, _credentials(settings))
+        else:
+            bound = server.add_insecure_port(address)
     except RuntimeError:
         bound = 0
     if bound == 0:
@@ -124,16 +125,16 @@ async def start(service: Service, settings: ServerSettings, keys: Keys, port: in
 
 
 def _handlers(servicer: Servicer) -> Any:
-    """Every method of the service with its types; the others are UNIMPLEMENTED."""
+    """Return the handlers of the service's methods; gRPC answers all others with UNIMPLEMENTED."""
     handlers = {}
     for name in schema.METHODS:
-        asked, answered = schema.method_types(name)
+        request_type, response_type = schema.method_types(name)
         kind = grpc.stream_stream_rpc_method_handler if name in schema.STREAMS else grpc.unary_unary_rpc_method_handler
         method = getattr(servicer, name)
         handlers[name] = kind(
-            method if name in schema.STREAMS else guarded(method),
-            request_deserializer=asked.FromString,
-            response_serializer=answered.SerializeToString,
+            method if name in schema.STREAMS else with_statuses(method),
+            request_deserializer=request_type.FromString,
+            response_serializer=response_type.SerializeToString,
         )
     return grpc.method_handlers_generic_handler(schema.SERVICE, handlers)
 

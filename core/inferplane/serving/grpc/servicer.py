@@ -1,4 +1,4 @@
-"""The service: who may call it, what its methods do, and how a stream of requests becomes a stream of answers."""
+"""The methods of the inference service, and how a stream of requests becomes a stream of answers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import grpc
 from inferplane import __version__
 from inferplane.serving.errors import ApiError
 from inferplane.serving.grpc import requests, schema, tensors
-from inferplane.serving.http.gate import Keys
-from inferplane.serving.rendering import GeneratedChoice
+from inferplane.serving.keys import Keys
+from inferplane.serving.rendering import GeneratedChoice, gather_choices
 from inferplane.serving.service import Service
-from inferplane.serving.tracing import carried
+from inferplane.serving.tracing import trace_headers
 
 log = logging.getLogger("inferplane.serving.grpc")
 VERSION = "1"
 """The one version of every model."""
 TRITON_NAME = "model"
-"""What the source system calls whatever model it serves."""
+"""The source system's name of every model."""
 STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -36,9 +36,9 @@ STATUS = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""HTTP status -> gRPC's; any other is INTERNAL."""
+"""HTTP status -> gRPC's; all others are INTERNAL."""
 MAX_CONCURRENT_REQUESTS = 256
-"""Requests of one stream that may be at work; more wait to be read."""
+"""Most requests of one stream that run at a time; further ones are not read yet."""
 INPUTS = {"IN": "BYTES", "text_input": "BYTES", "input_ids": "INT64", "max_tokens": "INT32", "stream": "BOOL"}
 OUTPUTS = {"OUT": "BYTES", "text_output": "BYTES", "token_ids": "INT32", "finish_reason": "BYTES"}
 GENERATE = frozenset(("ModelInfer", "ModelStreamInfer"))
@@ -50,8 +50,8 @@ class Servicer:
     """Methods of `inference.GRPCInferenceService`, by name.
 
     Args:
-        service: does the work.
-        keys: a key's callers share cached prefixes among each other alone, as over HTTP.
+        service: runs the requests.
+        keys: callers share cached prefixes only with callers of the same key, as over HTTP.
     """
 
     def __init__(self, service: Service, keys: Keys) -> None:
@@ -87,7 +87,7 @@ class Servicer:
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:
         name = self._name(request.name, request.version)
-        info = self._service.served.info
+        info = self._service.ready_model.info
         response = _new("ModelConfigResponse")
         config = response.config
         config.name, config.platform, config.backend = name, "inferplane", "inferplane"
@@ -133,41 +133,38 @@ class Servicer:
                 response.models.add(name=name, version=VERSION, state=state, reason=condition.detail)
         return response
 
-    def _name(self, asked: str, version: str) -> str:
-        """The name to answer with, as `_checked`; a refusal counts."""
-        with self._service.counted():
-            return self._checked(asked, version)
+    def _name(self, name: str, version: str) -> str:
+        """As `_resolve_name`; a refusal counts."""
+        with self._service.count_refusals():
+            return self._resolve_name(name, version)
 
-    def _checked(self, asked: str, version: str) -> str:
-        """The name to answer with; ApiError 404 for another model's, and for another version."""
-        model = self._service.served
+    def _resolve_name(self, name: str, version: str) -> str:
+        """Return the name to answer with; raise ApiError 404 for another model or version."""
+        model = self._service.ready_model
         if version not in ("", VERSION):
             raise ApiError(404, f"There is no version {version[:40]!r}; there is {VERSION}.", code="model_not_found")
-        model.resolve_name(None if asked == TRITON_NAME else asked)
-        return asked or model.names[0]
+        model.resolve_name(None if name == TRITON_NAME else name)
+        return name or model.names[0]
 
     # -- inference
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         caller = self._caller(context)
-        wanted = await self._understood("ModelInfer", request, caller)
-        async with self._service.admit(replace(wanted.ask, **caller)) as generation:
-            choices = [GeneratedChoice() for _ in range(generation.choices)]
-            async for piece in generation.pieces():
-                choices[piece.choice].add(piece.delta)
-            return _response(request, wanted.answer.whole(generation, choices))
+        infer = await self._parse("ModelInfer", request, caller)
+        async with self._service.admit(replace(infer.call, **caller)) as generation:
+            return _response(request, infer.rendering.full_response(generation, await gather_choices(generation)))
 
     async def ModelStreamInfer(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Answers come as they are made, each with its request's id; a request's error ends that one alone.
+        """Yield answers as they are generated, each with its request's id. An error ends only its own request.
 
-        A client that leaves an answer unread for too long is cut off, as over HTTP: its requests keep their places.
+        If a client leaves an answer unread for too long, its call is cancelled, as over HTTP: its requests hold slots.
         """
         answers: asyncio.Queue[Any] = asyncio.Queue(MAX_CONCURRENT_REQUESTS)
         reader = asyncio.create_task(self._read(stream, answers, self._caller(context)))
         loop, call, unread = asyncio.get_running_loop(), asyncio.current_task(), None
         assert call is not None
 
-        def cut_off() -> None:
+        def cancel() -> None:
             reader.cancel()
             call.cancel()
 
@@ -175,7 +172,7 @@ class Servicer:
             while (answer := await answers.get()) is not None:
                 if isinstance(answer, ApiError):
                     await context.abort(STATUS[answer.status], answer.message)
-                unread = loop.call_later(self._service.settings.write_timeout_s, cut_off)
+                unread = loop.call_later(self._service.settings.write_timeout_s, cancel)
                 yield answer
                 unread.cancel()
         finally:
@@ -185,20 +182,20 @@ class Servicer:
             with suppress(asyncio.CancelledError):
                 await reader
 
-    async def _understood(self, method: str, request: Any, caller: Mapping[str, Any]) -> requests.InferCall:
-        """What is asked for; a refusal counts, and has a span."""
-        began = time.monotonic()
+    async def _parse(self, method: str, request: Any, caller: Mapping[str, Any]) -> requests.InferCall:
+        """Parse a request; a refusal counts and has a span."""
+        started = time.monotonic()
         try:
-            self._checked(request.model_name, request.model_version)
-            return await requests.wanted(request, self._service)
+            self._resolve_name(request.model_name, request.model_version)
+            return await requests.parse_infer_request(request, self._service)
         except ApiError as error:
-            refused(self._service, method, error, caller["trace"], time.monotonic() - began)
+            record_refusal(self._service, method, error, caller["trace"], time.monotonic() - started)
             raise
 
     def _caller(self, context: Any) -> dict[str, Any]:
-        """What an `GenerateCall` tells of who asks."""
-        found = headers(context.invocation_metadata())
-        return {"tenant": self._keys.tenant(found), "trace": carried(found)}
+        """Return the fields of a `GenerateCall` that depend on the caller."""
+        found = metadata_headers(context.invocation_metadata())
+        return {"tenant": self._keys.tenant(found), "trace": trace_headers(found)}
 
     async def _read(self, stream: AsyncIterator[Any], answers: asyncio.Queue[Any], caller: dict[str, Any]) -> None:
         tasks: set[asyncio.Task[None]] = set()
@@ -212,7 +209,7 @@ class Servicer:
             while tasks:
                 await asyncio.wait(tasks)
             await answers.put(None)
-        except Exception as error:  # a message that is none of the protocol's: reading goes no further
+        except Exception as error:  # not a message of the protocol: reading stops
             log.info("a stream of requests ended: %s: %s", type(error).__name__, error)
             await answers.put(ApiError(400, "A message of this stream is no ModelInferRequest.", code="invalid_value"))
         finally:
@@ -221,7 +218,7 @@ class Servicer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, request: Any, answers: asyncio.Queue[Any], caller: dict[str, Any]) -> None:
-        """One request of a stream, from its admission to its last answer."""
+        """Run one request of a stream, from its admission to its last answer."""
         try:
             async for response in self._pieces(request, caller):
                 await answers.put(_new("ModelStreamInferResponse", infer_response=response))
@@ -233,43 +230,43 @@ class Servicer:
             await answers.put(_failure(request, failure))
 
     async def _pieces(self, request: Any, caller: dict[str, Any]) -> AsyncIterator[Any]:
-        wanted = await self._understood("ModelStreamInfer", request, caller)
+        infer = await self._parse("ModelStreamInfer", request, caller)
         empty_final = tensors.parameters(request).get(_EMPTY_FINAL) is True
-        async with self._service.admit(replace(wanted.ask, **caller)) as generation:
-            choices = [GeneratedChoice() for _ in range(generation.choices)]
-            left = generation.choices
+        async with self._service.admit(replace(infer.call, **caller)) as generation:
+            choices = [GeneratedChoice() for _ in range(generation.num_choices)]
+            unfinished = generation.num_choices
             async for piece in generation.pieces():
-                left -= piece.delta.finish_reason is not None
-                if not wanted.stream:
+                unfinished -= piece.delta.finish_reason is not None
+                if not infer.stream:
                     choices[piece.choice].add(piece.delta)
-                    found = None if left else wanted.answer.whole(generation, choices)
+                    found = None if unfinished else infer.rendering.full_response(generation, choices)
                 else:
-                    found = wanted.answer.outputs(generation, piece)
+                    found = infer.rendering.outputs(generation, piece)
                 if found is not None:
-                    yield _response(request, found, final=not left and not empty_final)
+                    yield _response(request, found, final=not unfinished and not empty_final)
             if empty_final:
                 yield _response(request, {}, final=True)
 
 
-def refused(service: Service, method: str, error: ApiError, trace: Mapping[str, str], took_s: float) -> None:
-    """Count a call, or a stream's request, that was refused before it was admitted, and make its span.
+def record_refusal(service: Service, method: str, error: ApiError, trace: Mapping[str, str], took_s: float) -> None:
+    """Count a call, or a request of a stream, that was refused before admission, and make its span.
 
     Args:
-        service: counts.
-        method: without the service's name.
-        error: what is answered.
-        trace: headers that say under which span it belongs.
-        took_s: from its arrival to now.
+        service: counts it.
+        method: the method's name without the service's.
+        error: the answer.
+        trace: headers that name the span's parent.
+        took_s: seconds since its arrival.
     """
-    service.refused(error)
+    service.count_refusal(error)
     if service.tracer is not None and method in GENERATE:
         name, status = f"{schema.SERVICE}/{method}", STATUS.get(error.status, grpc.StatusCode.INTERNAL).name
-        told = {"rpc.system.name": "grpc", "rpc.method": name, "rpc.response.status_code": status}
-        service.tracer.refused(name, told, trace, error.code, took_s)
+        attributes = {"rpc.system.name": "grpc", "rpc.method": name, "rpc.response.status_code": status}
+        service.tracer.trace_refusal(name, attributes, trace, error.code, took_s)
 
 
-def headers(metadata: Any) -> list[tuple[bytes, bytes]]:
-    """A call's metadata as HTTP's headers."""
+def metadata_headers(metadata: Any) -> list[tuple[bytes, bytes]]:
+    """Return a call's metadata in the form of HTTP headers."""
     return [(k.encode(), v if isinstance(v, bytes) else v.encode()) for k, v in metadata or ()]
 
 
@@ -278,10 +275,10 @@ def _new(kind: str, /, **fields: Any) -> Any:
 
 
 def _response(request: Any, outputs: dict[str, Any], *, final: bool = True) -> Any:
-    """A `ModelInferResponse`, with the outputs that were asked for."""
+    """Return a `ModelInferResponse` with the requested outputs."""
     response = _new("ModelInferResponse", model_name=request.model_name, model_version=VERSION, id=request.id)
-    wanted = [o.name for o in request.outputs] or list(outputs)
-    for name in wanted:
+    requested = [o.name for o in request.outputs] or list(outputs)
+    for name in requested:
         if name in outputs:
             tensors.write(response, name, *outputs[name])
     response.parameters[_FINAL].bool_param = final
@@ -289,7 +286,7 @@ def _response(request: Any, outputs: dict[str, Any], *, final: bool = True) -> A
 
 
 def _failure(request: Any, error: ApiError) -> Any:
-    """An error on a stream: the request's id is with it, and the stream goes on."""
+    """Return an error on a stream, with the request's id; the stream goes on."""
     failed = _new("ModelInferResponse", model_name=request.model_name, model_version=VERSION, id=request.id)
     failed.parameters[_FINAL].bool_param = True
     failed.parameters["code"].string_param = error.code
@@ -301,8 +298,8 @@ def _failure(request: Any, error: ApiError) -> Any:
 Method = Callable[[Any, Any], Awaitable[Any]]
 
 
-def guarded(method: Method) -> Method:
-    """A method whose ApiErrors become gRPC's statuses."""
+def with_statuses(method: Method) -> Method:
+    """Return a method whose ApiErrors become gRPC statuses."""
 
     async def call(request: Any, context: Any) -> Any:
         try:

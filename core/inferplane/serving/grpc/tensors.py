@@ -1,4 +1,4 @@
-"""Tensors of KServe's protocol, from and to Python's values. Every length is checked against what it claims to hold."""
+"""Converts tensors of KServe's protocol from and to Python values, and checks every stated length."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ DTYPES = {
     "FP32": ("fp32_contents", np.float32),
     "FP64": ("fp64_contents", np.float64),
 }
-"""Datatype -> its field in `InferTensorContents`, and numpy's dtype for raw contents (little-endian)."""
+"""Datatype -> its field in `InferTensorContents`, and NumPy's dtype for raw contents (little-endian)."""
 BYTES = "BYTES"
 _LENGTH = struct.Struct("<I")
 
 
 def read(request: Any) -> dict[str, list[Any]]:
-    """Inputs of a `ModelInferRequest` by name, each as a flat list of numbers or bytes.
+    """Return the inputs of a `ModelInferRequest` by name, each as a flat list of numbers or bytes.
 
     Raises:
-        ApiError: a tensor does not hold what its datatype and shape say, or two have one name.
+        ApiError: a tensor does not hold what its datatype and shape say, or two have the same name.
     """
     raw, tensors = list(request.raw_input_contents), list(request.inputs)
     if raw and len(raw) != len(tensors):
@@ -62,16 +62,16 @@ def _count(tensor: Any) -> int:
     return count
 
 
-def _unknown(tensor: Any) -> Exception:
-    there = ", ".join((*DTYPES, BYTES))
-    return invalid(f"{tensor.name} has the datatype {tensor.datatype[:40]!r}. There is: {there}.", tensor.name)
+def _unknown_datatype(tensor: Any) -> Exception:
+    known = ", ".join((*DTYPES, BYTES))
+    return invalid(f"{tensor.name} has the datatype {tensor.datatype[:40]!r}. There is: {known}.", tensor.name)
 
 
 def _typed(tensor: Any) -> list[Any]:
     if tensor.datatype == BYTES:
         return list(tensor.contents.bytes_contents)
     if tensor.datatype not in DTYPES:
-        raise _unknown(tensor)
+        raise _unknown_datatype(tensor)
     return list(getattr(tensor.contents, DTYPES[tensor.datatype][0]))
 
 
@@ -79,7 +79,7 @@ def _raw(tensor: Any, data: bytes) -> list[Any]:
     if tensor.datatype == BYTES:
         return _strings(tensor.name, data)
     if tensor.datatype not in DTYPES:
-        raise _unknown(tensor)
+        raise _unknown_datatype(tensor)
     dtype = np.dtype(DTYPES[tensor.datatype][1]).newbyteorder("<")
     if len(data) % dtype.itemsize:
         raise invalid(f"{tensor.name} holds {len(data)} bytes, no multiple of {dtype.itemsize}.", tensor.name)
@@ -88,7 +88,7 @@ def _raw(tensor: Any, data: bytes) -> list[Any]:
 
 
 def _strings(name: str, data: bytes) -> list[bytes]:
-    """Byte strings, each behind its length in four bytes."""
+    """Split data into byte strings, each preceded by its length in four bytes."""
     found, at = [], 0
     while at < len(data):
         if at + _LENGTH.size > len(data):
@@ -113,7 +113,7 @@ def write(response: Any, name: str, datatype: str, values: Sequence[Any]) -> Non
 
 
 def parameters(request: Any) -> dict[str, Any]:
-    """Parameters of a request by name, as plain values."""
+    """Return the parameters of a request by name, as plain values."""
     out = {}
     for name, parameter in request.parameters.items():
         which = parameter.WhichOneof("parameter_choice")

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, errors as OpenAI words them, the gate in front."""
+"""The HTTP application: routes, errors in OpenAI's form, and the gate in front of them."""
 
 from __future__ import annotations
 
@@ -14,64 +14,64 @@ from inferplane.serving import page
 from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.http import generate, operation, text
 from inferplane.serving.http.fast_path import AdmissionFastPath
-from inferplane.serving.http.gate import App, Gate, Keys, Receive, Scope, Send
-from inferplane.serving.http.openapi import describe
-from inferplane.serving.http.responses import Answer, answered, refuse, told
+from inferplane.serving.http.gate import Gate
+from inferplane.serving.http.openapi import describe_routes
+from inferplane.serving.http.responses import Handler, error_response, openai_error_response, run_handler
+from inferplane.serving.http.scope import App, Receive, Scope, Send
+from inferplane.serving.keys import Keys
 from inferplane.serving.service import Service
 
 
 class _Routes(FastAPI):
-    """FastAPI, with a short way to the routes that generate: its layers cost as much as the rest of a request.
+    """FastAPI with a direct way to the routes that generate: FastAPI's layers cost as much as the rest of a request.
 
-    `short` has what answers a POST to these paths. They are FastAPI's as well, which describes them and says which
-    methods they have.
+    `direct_handlers` maps a path to what answers a POST. FastAPI knows these routes too: it describes them and answers
+    their other methods.
     """
 
-    short: Mapping[str, Answer] = {}
+    direct_handlers: Mapping[str, Handler] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self.short.get(scope["path"]) if scope["method"] == "POST" else None
-        if answer is None:
+        handler = self.direct_handlers.get(scope["path"]) if scope["method"] == "POST" else None
+        if handler is None:
             await super().__call__(scope, receive, send)
         else:
-            await answered(answer, scope, receive, send)
+            await run_handler(handler, scope, receive, send)
 
 
 def full_app(service: Service) -> FastAPI:
-    """Every route."""
-    app = _app(
-        service,
-        [
-            generate.routes(service),
-            text.routes(service),
-            operation.health_routes(service),
-            operation.metrics_routes(service),
-            operation.version_routes(),
-            page.routes(service),
-        ],
-    )
-    app.short = generate.answers(service)
+    """Make the application with every route."""
+    routers = [generate.routes(service), text.routes(service), operation.health_routes(service)]
+    routers += [operation.metrics_routes(service), operation.version_routes(), page.routes(service)]
+    app = _app(service, routers)
+    app.direct_handlers = generate.handlers(service)
     return app
 
 
 def health_app(service: Service) -> FastAPI:
-    """Health alone, for a port of its own."""
+    """Make an application with the health routes only, for a port of their own."""
     return _app(service, [operation.health_routes(service)])
 
 
 def metrics_app(service: Service) -> FastAPI:
-    """Metrics and health, for a port of their own."""
+    """Make an application with metrics and health, for a port of their own."""
     return _app(service, [operation.metrics_routes(service), operation.health_routes(service)])
 
 
 def add_gate(app: FastAPI, service: Service, keys: Keys) -> tuple[App, Gate]:
-    """An application behind its gate, and the gate. With origins named, browsers' questions are answered before it."""
+    """Put the gate in front of an application.
+
+    If the settings name origins, the preflight requests of browsers are answered before the gate.
+
+    Returns:
+        The application to serve, and its gate.
+    """
     gate = Gate(app, service.settings, keys, AdmissionFastPath(service, generate.PATHS, generate.NATIVE))
     origins = service.settings.cors_origins
     if not origins:
         return gate, gate
-    outer: Callable[..., App] = CORSMiddleware
-    return outer(gate, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"]), gate
+    with_cors: Callable[..., App] = CORSMiddleware
+    return with_cors(gate, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"]), gate
 
 
 def _app(service: Service, routers: Iterable[APIRouter]) -> _Routes:
@@ -87,26 +87,26 @@ def _app(service: Service, routers: Iterable[APIRouter]) -> _Routes:
         exception_handlers={ApiError: _on_api_error, HTTPException: on_http_error, Exception: _on_fault},
     )
     for router in routers:
-        app.router.routes.extend(router.routes)  # flat, so that anybody can list them
-    describe(app)
+        app.router.routes.extend(router.routes)  # flat, so that the routes can be listed
+    describe_routes(app)
     return app
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return told(error, request.scope)
+    return openai_error_response(error, request.scope)
 
 
 def _no_route(service: Service, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = {404: "There is no such route.", 405: "This route has no such method."}
-    shown = ApiError(error.status_code, words.get(error.status_code, str(error.detail)), code="http_error")
-    service.refused(shown)
-    response = refuse(shown, shown.body())
+    messages = {404: "There is no such route.", 405: "This route has no such method."}
+    api_error = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), code="http_error")
+    service.count_refusal(api_error)
+    response = error_response(api_error, api_error.body())
     response.headers.update(error.headers or {})
     return response
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    """A fault of our own, which the gate logs: clients read an error in the usual form."""
-    return told(internal(), request.scope)
+    """Answer a fault of the server's own in OpenAI's form; the gate logs it."""
+    return openai_error_response(internal(), request.scope)

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: from a conversation to an `GenerateCall`, from pieces to an answer."""
+"""OpenAI's chat completions: from a conversation to a `GenerateCall`, from pieces to an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.http import constraints
 from inferplane.serving.http.chat_wire import ChatRequest, Message, NamedTool, Tool
 from inferplane.serving.http.tools import Call, ToolPlan, ToolReader, describe_tools, new_call_id
-from inferplane.serving.rendering import DONE, SSE, Frame, GeneratedChoice, event, finite, usage
+from inferplane.serving.rendering import (
+    DONE,
+    Frame,
+    GeneratedChoice,
+    Rendering,
+    count_usage,
+    encode_event,
+    finite_logprob,
+)
 
 if TYPE_CHECKING:
     from inferplane.engine.results import TokenLogprob
@@ -24,8 +32,8 @@ WORDS = {**constraints.WORDS, "prompt": "messages", "logprobs": "top_logprobs"}
 ANY_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
-def tool_plan(request: ChatRequest) -> ToolPlan:
-    """What the tools of a request mean; ApiError 400 for a choice among tools that are not there."""
+def plan_tools(request: ChatRequest) -> ToolPlan:
+    """Return what the tools of a request mean; raise ApiError 400 if `tool_choice` names a missing tool."""
     tools = {t.function.name: t.function.parameters or ANY_PARAMETERS for t in request.tools or ()}
     parallel = request.parallel_tool_calls is not False
     choice = request.tool_choice
@@ -41,12 +49,12 @@ def tool_plan(request: ChatRequest) -> ToolPlan:
 
 
 async def build_call(request: ChatRequest, model: ServedModel, plan: ToolPlan) -> GenerateCall:
-    """The request, for admission.
+    """Return the call that a request makes.
 
     Raises:
         ApiError: fields contradict each other, or the model's template refuses the conversation.
     """
-    sampling = request.sampling()
+    sampling = request.sampling_fields()
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs needs logprobs = true.", "top_logprobs")
     if request.logprobs:
@@ -59,7 +67,7 @@ async def build_call(request: ChatRequest, model: ServedModel, plan: ToolPlan) -
             name = WORDS.get(found, found)
             raise invalid(f"{name} and a tool_choice that demands a call exclude each other.", name)
         sampling["json_schema"], words["json_schema"] = plan.schema(), "tools"
-    text = await rendered(request.messages, request.tools if plan.mode != "none" else None, model)
+    text = await render_messages(request.messages, request.tools if plan.mode != "none" else None, model)
     return GenerateCall(
         prompts=[text],
         sampling=sampling,
@@ -73,46 +81,47 @@ async def build_call(request: ChatRequest, model: ServedModel, plan: ToolPlan) -
     )
 
 
-async def rendered(messages: Sequence[Message], tools: Sequence[Tool] | None, model: ServedModel) -> str:
-    """A conversation as the model's template writes it, tools in words where the template knows of none.
+async def render_messages(messages: Sequence[Message], tools: Sequence[Tool] | None, model: ServedModel) -> str:
+    """Render a conversation with the model's template; tools become text if the template does not support them.
 
     Raises:
-        ApiError: the template refuses it however it is put.
+        ApiError: the template refuses the conversation in every form that is tried.
     """
     template, refusal = model.template, None
     given = [t.model_dump(exclude_none=True) for t in tools or ()]
-    told = describe_tools(given) if given and template is not None and not template.supports_tools else ""
+    description = describe_tools(given) if given and template is not None and not template.supports_tools else ""
     calls = any(m.tool_calls for m in messages)
     empties = (None, "") if calls and template is not None and template.supports_null_content else ("",)
     # Some templates take a call's arguments as data, others as text; some refuse the system's role.
     for empty, parse in product(empties, (True, False) if calls else (True,)):
-        turns = [_plain(m, empty, parse=parse) for m in messages]
-        for role in ("system", "user") if told else ("",):
+        plain = [_to_plain(m, empty, parse=parse) for m in messages]
+        for role in ("system", "user") if description else ("",):
             try:
-                return await model.render(_with(told, turns, role) if told else turns, given)
+                return await model.render(_prepend(description, plain, role) if description else plain, given)
             except ApiError as error:
-                if error.code in ("too_slow", "template_failed", "no_chat_template"):  # however it is put
+                if error.code in ("too_slow", "template_failed", "no_chat_template"):  # in any form
                     raise
                 refusal = refusal or error
     assert refusal is not None
     raise refusal
 
 
-def _with(told: str, turns: Sequence[Mapping[str, Any]], role: str) -> list[Mapping[str, Any]]:
-    """A conversation whose first turn of a role begins with something told; without one, such a turn comes first."""
-    at = next((i for i, turn in enumerate(turns) if turn["role"] == role), None)
+def _prepend(text: str, messages: Sequence[Mapping[str, Any]], role: str) -> list[Mapping[str, Any]]:
+    """Put a text before the first message of a role; if there is none, such a message comes first."""
+    at = next((i for i, message in enumerate(messages) if message["role"] == role), None)
     if at is None:
-        return [{"role": role, "content": told}, *turns]
-    return [*turns[:at], {**turns[at], "content": f"{told}\n\n{turns[at]['content'] or ''}"}, *turns[at + 1 :]]
+        return [{"role": role, "content": text}, *messages]
+    changed = {**messages[at], "content": f"{text}\n\n{messages[at]['content'] or ''}"}
+    return [*messages[:at], changed, *messages[at + 1 :]]
 
 
-def _plain(message: Message, empty: str | None, *, parse: bool) -> dict[str, Any]:
-    """A message as templates know it: plain text, the arguments of calls as data if asked for.
+def _to_plain(message: Message, empty: str | None, *, parse: bool) -> dict[str, Any]:
+    """Return a message as templates expect it, with plain text.
 
     Args:
         message: of the request.
-        empty: the content of an assistant who only calls tools.
-        parse: see above.
+        empty: the content of an assistant message that has only tool calls.
+        parse: give the arguments of calls as data, not as text.
     """
     content = message.content
     if isinstance(content, list):
@@ -131,18 +140,16 @@ def _plain(message: Message, empty: str | None, *, parse: bool) -> dict[str, Any
     return out
 
 
-class ChatRendering:
+class ChatRendering(Rendering):
     """The answer to one `ChatRequest`.
 
     Args:
-        request: what was asked.
-        plan: of its tools.
-        model: for texts of tokens.
-        name: of the model, as the client knows it.
-        request_id: of the answer.
+        request: the request.
+        plan: what its tools mean.
+        model: spells tokens.
+        name: the model's name for the client.
+        request_id: the answer's id.
     """
-
-    media_type, ping = SSE, b": ping\n\n"
 
     def __init__(self, request: ChatRequest, plan: ToolPlan, model: ServedModel, name: str, request_id: str) -> None:
         self._request, self._plan, self._model = request, plan, model
@@ -163,7 +170,7 @@ class ChatRendering:
     # -- a stream
 
     def opening(self, generation: Generation) -> bytes:
-        return b"".join(self._chunk(i, {"role": "assistant", "content": ""}) for i in range(generation.choices))
+        return b"".join(self._chunk(i, {"role": "assistant", "content": ""}) for i in range(generation.num_choices))
 
     def piece(self, generation: Generation, piece: Piece) -> bytes:
         delta, index = piece.delta, piece.choice
@@ -175,21 +182,21 @@ class ChatRendering:
         logprobs = self._logprobs(delta.logprobs)
         ids = delta.token_ids if self._request.return_token_ids else None
         if content and ids is None and logprobs is None:
-            out.append(self._framed(index, content))
+            out.append(self._content_chunk(index, content))
         elif content or ids or (logprobs and logprobs["content"]):
             out.append(self._chunk(index, {"content": content} if content else {}, logprobs, ids=ids))
         if delta.finish_reason is not None:
             out.append(self._end(index, reader, delta.finish_reason))
         return b"".join(out)
 
-    def _framed(self, index: int, content: str) -> bytes:
+    def _content_chunk(self, index: int, content: str) -> bytes:
         frame = self._frames.get(index)
         if frame is None:
             frame = self._frames[index] = Frame(lambda text: self._chunk(index, {"content": text}))
         return frame(content)
 
     def _arguments(self, index: int, text: str) -> bytes:
-        """A piece of the arguments of the one call that was demanded."""
+        """Return a piece of the arguments of the one requested call."""
         if index not in self._named:
             self._named.add(index)
             return self._chunk(index, {"tool_calls": [_streamed(0, Call(self._plan.named, text))]})
@@ -217,24 +224,21 @@ class ChatRendering:
         chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
         if self._request.includes_usage:
             chunk["usage"] = None
-        return event(chunk)
+        return encode_event(chunk)
 
     def closing(self, generation: Generation) -> bytes:
         if not self._request.includes_usage:
             return DONE
-        return event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(generation)}) + DONE
+        return (
+            encode_event({**self._head("chat.completion.chunk"), "choices": [], "usage": count_usage(generation)})
+            + DONE
+        )
 
-    def failure(self, error: ApiError) -> bytes:
-        return event(error.body())
+    # -- without a stream
 
-    def refusal(self, error: ApiError) -> dict[str, Any]:
-        return error.body()
-
-    # -- a whole
-
-    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
-        shown = [self._choice(i, choice) for i, choice in enumerate(choices)]
-        return {**self._head("chat.completion"), "choices": shown, "usage": usage(generation)}
+    def full_response(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
+        found = [self._choice(i, choice) for i, choice in enumerate(choices)]
+        return {**self._head("chat.completion"), "choices": found, "usage": count_usage(generation)}
 
     def _choice(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
         reader = ToolReader(self._plan)
@@ -270,20 +274,14 @@ class ChatRendering:
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         spelled = self._model.token_text
         if spelled is None:
-            return {"token": str(token), "logprob": finite(logprob), "bytes": None}
-        return {
-            "token": spelled.name_of(token),
-            "logprob": finite(logprob),
-            "bytes": list(spelled.bytes_of(token)),
-        }
+            return {"token": str(token), "logprob": finite_logprob(logprob), "bytes": None}
+        name, raw = spelled.name_of(token), list(spelled.bytes_of(token))
+        return {"token": name, "logprob": finite_logprob(logprob), "bytes": raw}
 
 
 def _full(call: Call) -> dict[str, Any]:
-    return {
-        "id": new_call_id(),
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": new_call_id(), "type": "function", "function": function}
 
 
 def _streamed(index: int, call: Call) -> dict[str, Any]:

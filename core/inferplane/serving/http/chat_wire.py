@@ -16,14 +16,14 @@ MAX_MESSAGES, MAX_TOOLS, MAX_PARTS = 2048, 128, 1024
 
 
 class TextPart(JsonObject):
-    """A piece of a message. Images and sound are not supported."""
+    """A part of a message. Images and sound are not supported."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(JsonObject):
-    """What an earlier answer called."""
+    """A function that an earlier answer called."""
 
     name: FunctionName
     arguments: str
@@ -38,7 +38,7 @@ class ToolCall(JsonObject):
 
 
 class Message(JsonObject):
-    """One turn of the conversation. Any role may stand at any place; the model's template has the last word."""
+    """One message of the conversation. Any order of roles is accepted here; the model's template may refuse it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
@@ -57,20 +57,20 @@ class Function(JsonObject):
 
 
 class Tool(JsonObject):
-    """A tool; all are functions."""
+    """A tool; every tool is a function."""
 
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(JsonObject):
-    """The function that has to be called."""
+    """The function that must be called."""
 
     name: FunctionName
 
 
 class NamedTool(JsonObject):
-    """The tool that has to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -95,7 +95,7 @@ class ChatRequest(Constrained):
 
 
 class TopLogprob(JsonObject):
-    """A token and its log-probability; `bytes` are the token's own, for it may be part of a character."""
+    """A token and its log-probability; `bytes` are the token's own: it may be part of a character."""
 
     token: str
     logprob: float
@@ -103,7 +103,7 @@ class TopLogprob(JsonObject):
 
 
 class TokenInfo(TopLogprob):
-    """A token of the answer with the likeliest alternatives."""
+    """A token of the answer with the most likely alternatives."""
 
     top_logprobs: list[TopLogprob]
 
@@ -115,7 +115,7 @@ class ChatLogprobs(JsonObject):
 
 
 class AnswerMessage(JsonObject):
-    """What the model says."""
+    """The message that the model wrote."""
 
     role: Literal["assistant"]
     content: str | None

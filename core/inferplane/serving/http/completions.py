@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from inferplane.serving import rendering
 from inferplane.serving.admission import GenerateCall
-from inferplane.serving.errors import ApiError, invalid
+from inferplane.serving.errors import invalid
 from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.http.constraints import WORDS, Constrained
-from inferplane.serving.rendering import DONE, SSE, Frame, GeneratedChoice, event, finite, usage, with_own
+from inferplane.serving.rendering import DONE, Frame, GeneratedChoice, Rendering, encode_event, finite_logprob
 from inferplane.serving.wire import MAX_TOKENS, Alternatives, JsonObject, TokenId, Usage
 
 if TYPE_CHECKING:
@@ -42,31 +43,31 @@ class CompletionRequest(Constrained):
     suffix: Literal[""] | None = Field(None, description="Insertion is not supported.")
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt by itself."""
+        """Return the prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
-    def ask(self) -> GenerateCall:
-        """The request, for admission."""
+    def to_call(self) -> GenerateCall:
+        """Return the call that the request makes."""
         n = self.n or 1
         if self.best_of is not None and self.best_of != n:
             raise invalid("best_of other than n is not supported.", "best_of", "unsupported")
-        sampling = {**self.sampling(), **self.constraint()}
+        sampling = {**self.sampling_fields(), **self.constraint()}
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
             if self.echo:
                 sampling["prompt_logprobs"] = self.logprobs
-        asked = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        if asked == 0 and sampling.get("min_tokens"):
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        if max_tokens == 0 and sampling.get("min_tokens"):
             raise invalid("min_tokens exceeds max_tokens = 0.", "min_tokens")
-        # One token has to be generated to have the prompt run; it is not shown.
+        # One token has to be generated so that the prompt runs; it is not shown.
         return GenerateCall(
             prompts=self.prompts(),
             sampling=sampling,
-            max_tokens=max(asked, 1),
+            max_tokens=max(max_tokens, 1),
             n=n,
             timeout_s=self.timeout,
             model=self.model or "",
@@ -75,7 +76,7 @@ class CompletionRequest(Constrained):
 
 
 class CompletionLogprobs(JsonObject):
-    """Log-probabilities, a list entry for each token."""
+    """Log-probabilities; each list has one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -105,21 +106,19 @@ class CompletionResponse(JsonObject):
     usage: Usage
 
 
-class CompletionRendering:
+class CompletionRendering(Rendering):
     """The answer to one `CompletionRequest`.
 
     Args:
-        request: what was asked.
-        model: for texts of tokens.
-        name: of the model, as the client knows it.
-        request_id: of the answer.
+        request: the request.
+        model: spells tokens.
+        name: the model's name for the client.
+        request_id: the answer's id.
     """
-
-    media_type, ping = SSE, b": ping\n\n"
 
     def __init__(self, request: CompletionRequest, model: ServedModel, name: str, request_id: str) -> None:
         self._request, self._model = request, model
-        self._silent = request.max_tokens == 0
+        self._prompt_only = request.max_tokens == 0
         self._head = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
@@ -128,25 +127,21 @@ class CompletionRendering:
             "system_fingerprint": model.fingerprint,
         }
         self._offsets: dict[int, int] = {}
-        self._plain = request.logprobs is None and not request.return_token_ids and not self._silent
+        self._plain = request.logprobs is None and not request.return_token_ids and not self._prompt_only
         self._frames: dict[int, Frame] = {}
-
-    def opening(self, generation: Generation) -> bytes:
-        return b""
 
     def piece(self, generation: Generation, piece: Piece) -> bytes:
         delta = piece.delta
         first = piece.choice not in self._offsets
         if self._plain and not first and delta.finish_reason is None:
-            return self._framed(generation, piece.choice, delta.text) if delta.text else b""
+            return self._text_chunk(generation, piece.choice, delta.text) if delta.text else b""
         if not (delta.text or delta.finish_reason or delta.logprobs or first or self._request.return_token_ids):
             return b""
-        choice = GeneratedChoice(
-            delta.text, list(delta.token_ids), delta.finish_reason, delta.logprobs, delta.prompt_logprobs
-        )
+        choice = GeneratedChoice()
+        choice.add(delta)
         return self._chunk(generation, piece.choice, choice, first)
 
-    def _framed(self, generation: Generation, index: int, text: str) -> bytes:
+    def _text_chunk(self, generation: Generation, index: int, text: str) -> bytes:
         frame = self._frames.get(index)
         if frame is None:
             frame = self._frames[index] = Frame(
@@ -158,46 +153,40 @@ class CompletionRendering:
         chunk: dict[str, Any] = {**self._head, "choices": [self._choice(generation, index, choice, first)]}
         if self._request.includes_usage:
             chunk["usage"] = None
-        return event(chunk)
+        return encode_event(chunk)
 
     def closing(self, generation: Generation) -> bytes:
         if not self._request.includes_usage:
             return DONE
-        return event({**self._head, "choices": [], "usage": self._usage(generation)}) + DONE
+        return encode_event({**self._head, "choices": [], "usage": self._usage(generation)}) + DONE
 
-    def failure(self, error: ApiError) -> bytes:
-        return event(error.body())
-
-    def refusal(self, error: ApiError) -> dict[str, Any]:
-        return error.body()
-
-    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
-        shown = [self._choice(generation, i, choice, True) for i, choice in enumerate(choices)]
-        return {**self._head, "choices": shown, "usage": self._usage(generation)}
+    def full_response(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
+        found = [self._choice(generation, i, choice, True) for i, choice in enumerate(choices)]
+        return {**self._head, "choices": found, "usage": self._usage(generation)}
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
-        counted = usage(generation)
-        if self._silent:
-            counted.update(completion_tokens=0, total_tokens=generation.prompt_tokens)
-        return counted
+        usage = rendering.count_usage(generation)
+        if self._prompt_only:
+            usage.update(completion_tokens=0, total_tokens=generation.prompt_tokens)
+        return usage
 
     def _choice(self, generation: Generation, index: int, choice: GeneratedChoice, first: bool) -> dict[str, Any]:
         echo = bool(self._request.echo) and first
-        text = "" if self._silent else choice.text
+        text = "" if self._prompt_only else choice.text
         if echo:
             text = self._prompt_text(generation, index) + text
         shown: dict[str, Any] = {
             "index": index,
             "text": text,
             "logprobs": self._logprobs(generation, index, choice, echo),
-            "finish_reason": "length" if self._silent and choice.finish_reason else choice.finish_reason,
+            "finish_reason": "length" if self._prompt_only and choice.finish_reason else choice.finish_reason,
         }
         if self._request.return_token_ids:
-            shown["token_ids"] = [] if self._silent else choice.token_ids
+            shown["token_ids"] = [] if self._prompt_only else choice.token_ids
         return shown
 
     def _prompt_text(self, generation: Generation, index: int) -> str:
-        prompt = self._request.prompts()[index // generation.ask.n]
+        prompt = self._request.prompts()[index // generation.call.n]
         return prompt if isinstance(prompt, str) else self._model.decode(prompt, special=True)
 
     def _logprobs(
@@ -209,17 +198,17 @@ class CompletionRendering:
         tokens: list[TokenLogprob | None] = []
         ids: list[int] = []
         if echo:
-            prompt = generation.prompts[index // generation.ask.n]
+            prompt = generation.prompts[index // generation.call.n]
             tokens += choice.prompt_logprobs or [None] * len(prompt)
             ids += prompt
-        if not self._silent:
+        if not self._prompt_only:
             tokens += choice.logprobs or []
             ids += [t.token_id for t in choice.logprobs or []]
         out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, token in zip(ids, tokens):
             name = self._name(token_id)
             out["tokens"].append(name)
-            out["token_logprobs"].append(None if token is None else finite(token.logprob))
+            out["token_logprobs"].append(None if token is None else finite_logprob(token.logprob))
             out["top_logprobs"].append(None if token is None else self._top(token))
             out["text_offset"].append(offset)
             offset += len(name)
@@ -228,8 +217,8 @@ class CompletionRendering:
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token_id, logprob in with_own(token):
-            top.setdefault(self._name(token_id), finite(logprob))  # the likelier of two that look alike
+        for token_id, logprob in rendering.top_with_own(token):
+            top.setdefault(self._name(token_id), finite_logprob(logprob))  # the likelier of two that look alike
         return top
 
     def _name(self, token: int) -> str:

@@ -1,4 +1,4 @@
-"""What a request demands of its text: OpenAI's `response_format`, and beside it `regex` and `grammar`.
+"""Constraints on the generated text: OpenAI's `response_format`, and `regex` and `grammar`.
 
 Source: https://platform.openai.com/docs/api-reference/chat, "response_format".
 """
@@ -49,8 +49,11 @@ ResponseFormat = Annotated[AsText | AsObject | AsSchema, Field(discriminator="ty
 
 
 class Constrained(SamplingFields):
-    """Sampling under a constraint. The names that other servers have for theirs are refused: without it, the text would
-    look like an answer and be none."""
+    """Sampling under a constraint.
+
+    The names that other servers have for constraints are refused: ignoring one would return text that looks like a
+    valid answer and is not.
+    """
 
     response_format: ResponseFormat | None = None
     regex: str | None = Field(None, description="The whole text matches this regular expression (Rust's syntax).")
@@ -64,7 +67,7 @@ class Constrained(SamplingFields):
     ebnf: None = Field(None, description="Not supported: use grammar.")
 
     def constraint(self) -> dict[str, Any]:
-        """The field of `SamplingParams` that is demanded; empty for none. ApiError 400 for several."""
+        """Return the requested constraint as a field of `SamplingParams`; raise ApiError 400 if there are several."""
         given = {"response_format": self._schema(), "regex": self.regex, "grammar": self.grammar}
         found = [name for name, value in given.items() if value is not None]
         if len(found) > 1:

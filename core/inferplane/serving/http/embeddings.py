@@ -1,6 +1,6 @@
-"""Embeddings, as OpenAI words them: hidden states of the served model, pooled to vectors of length 1.
+"""Embeddings in OpenAI's format: hidden states of the served model, pooled to vectors of length 1.
 
-They run as requests of one token that nobody reads, in the same queue, under the same limits, and are cancelled alike.
+They run as requests of one token, which is discarded, in the same queue, under the same limits and cancellation.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from inferplane.engine.embedding import finished
 from inferplane.errors import GenerationError
 from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, invalid
-from inferplane.serving.generation import Generation, Piece
-from inferplane.serving.rendering import SSE, GeneratedChoice
-from inferplane.serving.wire import FORMS, MAX_TOKENS, Body, JsonObject, Timeout, TokenId
+from inferplane.serving.generation import Generation
+from inferplane.serving.rendering import GeneratedChoice, Rendering
+from inferplane.serving.wire import FORMS, MAX_TOKENS, JsonObject, RequestBody, Timeout, TokenId
 
 WORDS = {"prompt": "input", "n": "input", "timeout_s": "timeout"}
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
 
 
-class EmbeddingRequest(Body):
-    """Texts, or token ids, of which vectors are asked for."""
+class EmbeddingRequest(RequestBody):
+    """Texts or token ids to turn into vectors."""
 
     model: str | None = Field(None, max_length=4096)
     input: (
@@ -38,17 +38,17 @@ class EmbeddingRequest(Body):
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = Field(
-        None, description="Keep so many of a vector's first entries."
+        None, description="Number of leading entries of a vector to keep."
     )
-    pooling: Literal["last", "mean"] | None = Field(None, description="Instead of the server's own.")
+    pooling: Literal["last", "mean"] | None = Field(None, description="Overrides the server's setting.")
     user: str | None = Field(None, max_length=4096)
     timeout: Timeout | None = Field(None, description="Seconds for the whole request.")
 
-    def ask(self, pooling: str) -> GenerateCall:
-        """What is asked of the engine.
+    def to_call(self, pooling: str) -> GenerateCall:
+        """Return the call that the request makes.
 
         Args:
-            pooling: where the request names none.
+            pooling: applies if the request names none.
         """
         given: Any = self.input
         prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
@@ -67,7 +67,7 @@ class EmbeddingEntry(JsonObject):
 
 
 class EmbeddingUsage(JsonObject):
-    """Tokens in; nothing comes out."""
+    """Tokens in; no tokens are generated."""
 
     prompt_tokens: int
     total_tokens: int
@@ -82,32 +82,29 @@ class EmbeddingResponse(JsonObject):
     usage: EmbeddingUsage
 
 
-class EmbeddingRendering:
-    """Answers one request; there is no stream of it.
+class EmbeddingRendering(Rendering):
+    """The answer to one `EmbeddingRequest`; it is never streamed.
 
     Args:
-        request: what was asked.
-        model: its name.
-        width: entries of a whole vector.
+        request: the request.
+        model: the model's name for the client.
+        width: entries of a full vector.
 
     Raises:
-        ApiError: more dimensions are asked for than there are.
+        ApiError: the request has more dimensions than the model.
     """
-
-    media_type, ping = SSE, b""
 
     def __init__(self, request: EmbeddingRequest, model: str, width: int) -> None:
         if request.dimensions is not None and request.dimensions > width:
             raise invalid(f"dimensions = {request.dimensions}; this model has {width}.", "dimensions")
         self._request, self._model = request, model
 
-    def whole(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> Mapping[str, Any]:
-        """The answer."""
-        data = [self._one(i, choice) for i, choice in enumerate(choices)]
+    def full_response(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> Mapping[str, Any]:
+        data = [self._entry(i, choice) for i, choice in enumerate(choices)]
         usage = {"prompt_tokens": generation.prompt_tokens, "total_tokens": generation.prompt_tokens}
         return {"object": "list", "data": data, "model": self._model, "usage": usage}
 
-    def _one(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
+    def _entry(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
         try:
             vector = finished(choice.embedding, self._request.dimensions)
         except GenerationError as error:
@@ -117,23 +114,3 @@ class EmbeddingRendering:
         else:
             data = vector
         return {"object": "embedding", "index": index, "embedding": data}
-
-    def refusal(self, error: ApiError) -> Mapping[str, Any]:
-        """The body of an error."""
-        return error.body()
-
-    def opening(self, generation: Generation) -> bytes:
-        """Nothing: see above."""
-        return b""
-
-    def piece(self, generation: Generation, piece: Piece) -> bytes:
-        """Nothing."""
-        return b""
-
-    def closing(self, generation: Generation) -> bytes:
-        """Nothing."""
-        return b""
-
-    def failure(self, error: ApiError) -> bytes:
-        """Nothing."""
-        return b""

@@ -1,8 +1,8 @@
-"""The door to the routes that generate: a request for which there is no place is refused before they are entered.
+"""Refuses requests for which no slot is free before their route runs.
 
-A burst is answered in the order of its arrival, and to accept a request costs many times what it costs to refuse one.
-So refusals do not stand in line behind the work of those that were accepted. Only a body that is there already is read,
-and only to learn which dialect's error its sender understands; and those that were accepted go on one by one.
+A burst of requests is answered in the order of arrival, and accepting a request costs many times what refusing one
+costs. So refusals must not queue behind the work for accepted requests. Only a body that has already arrived is read,
+to answer in the dialect of its sender. Accepted requests continue one by one.
 """
 
 from __future__ import annotations
@@ -16,81 +16,82 @@ from inferplane.serving import native
 from inferplane.serving.errors import ApiError
 from inferplane.serving.service import Service
 from inferplane.serving.slots import SlotReservation
-from inferplane.serving.tracing import carried
+from inferplane.serving.tracing import trace_headers
 from inferplane.serving.wire import parse
 
 
 class LoopPassLimiter:
-    """Lets those who wait go on one by one, one in each pass of the loop: what came meanwhile is heard in between."""
+    """Lets one task continue per pass of the event loop, so that the loop reads new requests in between."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._taken = False
+        self._pass_used = False
 
-    async def mine(self) -> None:
-        """Wait for a turn; the first one in a pass goes on at once."""
+    async def wait(self) -> None:
+        """Wait until this task may continue; the first task of a pass continues at once."""
         loop = asyncio.get_running_loop()
-        if not self._taken:
-            self._taken = True
-            loop.call_soon(self._next)
+        if not self._pass_used:
+            self._pass_used = True
+            loop.call_soon(self._release_next)
             return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
+        waiter = loop.create_future()
+        self._waiting.append(waiter)
+        await waiter
 
-    def _next(self) -> None:
+    def _release_next(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():  # its client has not left
-                turn.set_result(None)
-                asyncio.get_running_loop().call_soon(self._next)
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # done: its client has left
+                waiter.set_result(None)
+                asyncio.get_running_loop().call_soon(self._release_next)
                 return
-        self._taken = False
+        self._pass_used = False
 
 
 class AdmissionFastPath:
-    """See above.
+    """Reserves a slot for each request that generates, or refuses it.
 
     Args:
-        service: has the places.
-        paths: of the routes that generate.
-        native: those among them that also speak the native dialect.
+        service: has the slots.
+        paths: routes that generate.
+        native_paths: those of them that also accept the native dialect.
     """
 
-    def __init__(self, service: Service, paths: Collection[str], native: Collection[str]) -> None:
-        self._service, self._paths, self._native = service, frozenset(paths), frozenset(native)
-        self.turns = LoopPassLimiter()
+    def __init__(self, service: Service, paths: Collection[str], native_paths: Collection[str]) -> None:
+        self._service, self._paths, self._native_paths = service, frozenset(paths), frozenset(native_paths)
+        self.limiter = LoopPassLimiter()
 
-    def leads(self, method: str, path: str) -> bool:
-        """Whether a request generates."""
+    def applies_to(self, method: str, path: str) -> bool:
+        """Return whether a request generates."""
         return method == "POST" and path in self._paths
 
-    def enter(self) -> SlotReservation:
-        """A place for a request; ApiError 429 when there is none, 503 while there is no model that takes requests."""
-        _ = self._service.served
+    def reserve(self) -> SlotReservation:
+        """Reserve a slot for a request.
+
+        Raises:
+            ApiError: 429 without a free slot, 503 while no model accepts requests.
+        """
+        _ = self._service.ready_model
         return SlotReservation(self._service.slots)
 
-    def refused(self, error: ApiError) -> None:
-        """Count a request that was refused."""
-        self._service.refused(error)
+    def count_refusal(self, error: ApiError) -> None:
+        """Count a refused request."""
+        self._service.count_refusal(error)
 
-    def trace(self, scope: MutableMapping[str, Any], status: int, why: str, took_s: float) -> None:
-        """Make a span, where they are wanted, of a request that was refused before one followed it."""
+    def trace_refusal(self, scope: MutableMapping[str, Any], status: int, reason: str, took_s: float) -> None:
+        """Make a span of a request that was refused before another span covered it, if there are spans."""
         tracer = self._service.tracer
-        if tracer is not None and self.leads(scope["method"], scope["path"]):
+        if tracer is not None and self.applies_to(scope["method"], scope["path"]):
             route = scope["path"]
-            told = {"http.request.method": "POST", "http.route": route, "http.response.status_code": status}
-            tracer.refused(f"POST {route}", told, carried(scope["headers"]), why, took_s)
+            attributes = {"http.request.method": "POST", "http.route": route, "http.response.status_code": status}
+            tracer.trace_refusal(f"POST {route}", attributes, trace_headers(scope["headers"]), reason, took_s)
 
-    def words(self, error: ApiError, path: str, body: bytes) -> dict[str, Any]:
-        """An error in the dialect of a body."""
-        if path not in self._native:
+    def error_body(self, error: ApiError, path: str, body: bytes) -> dict[str, Any]:
+        """Return the JSON of an error in the dialect of the request's body."""
+        if path not in self._native_paths:
             return error.body()
         try:
             data = parse(body)
         except ApiError:
             return error.body()
-        if not native.is_native(data):
-            return error.body()
-        asked = data.get("req_id")
-        return native.refusal(error, asked if isinstance(asked, str) else None)
+        return native.error_body_for(error, data) if native.is_native(data) else error.body()

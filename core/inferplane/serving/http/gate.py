@@ -1,245 +1,161 @@
-"""The gate: what every HTTP request passes before anything else looks at it, as raw ASGI.
+"""The gate: what every HTTP request passes before a route runs, as raw ASGI.
 
-In this order: an id, the key, the body's type and size, and then the routes, which are cancelled when the client goes
-away. A route is open only if its exact path is listed here: whatever spelling leads elsewhere needs the key.
+In this order: an id, the key, type and size of the body, a slot if it generates. Then the route runs, and is cancelled
+when the client leaves. A path needs no key only if it is listed here exactly: any other spelling needs one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from inferplane.serving.errors import ApiError, internal
+from inferplane.serving.http.chunks import ChunkWriter
 from inferplane.serving.http.fast_path import AdmissionFastPath
 from inferplane.serving.http.protocol import MAX_HEADER_BYTES
-from inferplane.serving.rendering import compact
+from inferplane.serving.http.scope import CONTEXT, App, Message, Receive, RequestContext, Scope, Send
+from inferplane.serving.keys import Keys
+from inferplane.serving.rendering import encode_json
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.slots import SlotReservation
 from inferplane.serving.wire import ID_PATTERN
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset(("/health", "/v2/health/live", "/v2/health/ready"))
 """Paths that need no key."""
 PROBED = OPEN | {"/metrics"}
-"""Paths that machines ask for again and again; what went well there is no news."""
+"""Paths that monitoring polls: their successful answers are logged at debug level only."""
 PAGE = frozenset(("/status", "/status/page.css", "/status/page.js", "/status/data", "/status/kernels", "/metrics"))
 """Paths that a browser may read with a key as its password."""
-FACTS = "inferplane.facts"
-"""Where in a scope routes put what the log shall tell of a request."""
-REQUEST_ID = "inferplane.request_id"
-TENANT = "inferplane.tenant"
-"""Where in a scope the name stands under which cached prefixes are shared: one for each key."""
-BODY = "inferplane.body"
-"""Where in a scope the `Body` of an answer stands."""
-RESERVED = "inferplane.reserved"
-"""Where in a scope the place stands that was taken for a request."""
-FOLLOWED = "inferplane.followed"
-"""Where in a scope it stands that a span follows the request, if spans are wanted."""
 MAX_REFUSED_BODY_BYTES = 64 * 1024
-"""A larger body is not waited for when the request is refused anyway."""
+"""If no slot is free, a larger body is refused without waiting for it."""
 MAX_HELD_BYTES = 256 * 2**20
-"""Bytes of all bodies that are being read or served."""
+"""Most bytes of all bodies that are being read or processed."""
 SWEEP_S = 1.0
 log = logging.getLogger("inferplane.serving.access")
 
 
-class Keys:
-    """Keys that clients may send; none: everybody is welcome. Takes as long for a wrong key as for a right one."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def admit(self, headers: Iterable[tuple[bytes, bytes]], *, browser: bool = False) -> bool:
-        """Whether exactly one Authorization header is there, with one of the keys; from a browser, as a password."""
-        found = [value for name, value in headers if name == b"authorization"]
-        scheme, _, key = found[0].partition(b" ") if len(found) == 1 else (b"", b"", b"")
-        if browser and scheme.lower() == b"basic":
-            scheme, key = b"bearer", _password(key)
-        digest = hashlib.sha256(key.strip()).digest()
-        right = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(right) and scheme.lower() == b"bearer"
-
-    def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """A name for whoever sends these headers; nobody's cached prefixes can be felt out with another key."""
-        if not self._digests:
-            return ""
-        return hashlib.sha256(b"\n".join(v for name, v in headers if name == b"authorization")).hexdigest()[:16]
-
-
-def _password(encoded: bytes) -> bytes:
-    """What stands behind the colon in a Basic header."""
-    try:
-        return base64.b64decode(encoded.strip(), validate=True).partition(b":")[2]
-    except ValueError:
-        return b""
-
-
 class Gate:
-    """See above.
+    """Checks each request, passes it to the routes, and logs what became of it.
 
     Args:
         app: the routes.
         settings: limits.
-        keys: who may come in.
-        door: to the routes that generate.
+        keys: which clients may call.
+        fast_path: reserves slots for requests that generate.
     """
 
-    def __init__(self, app: App, settings: ServerSettings, keys: Keys, door: AdmissionFastPath) -> None:
-        self._app, self._settings, self._keys, self._door = app, settings, keys, door
+    def __init__(self, app: App, settings: ServerSettings, keys: Keys, fast_path: AdmissionFastPath) -> None:
+        self.app, self.settings, self.keys, self.fast_path = app, settings, keys, fast_path
         self.held_bytes = 0
-        self._sending: dict[int, tuple[float, Callable[[], None]]] = {}
+        self.sends: dict[int, tuple[float, Callable[[], None]]] = {}
+        """Sends that wait for a client, by request: when each began, and what closes its connection."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        passage = _Passage(self, scope, receive, send)
+        request = GatedRequest(self, scope, receive, send)
         try:
-            await passage.run()
+            await request.run()
         finally:
-            passage.tell()
-            self.held_bytes -= passage._held_bytes
-            if passage._reserved is not None:
-                passage._reserved.release()
+            request.finish()
 
     async def sweep(self) -> None:
-        """Cut off clients that leave their answer unread for too long; runs as long as the server."""
+        """Close connections of clients that leave their answer unread for too long; runs as long as the server."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            limit = time.monotonic() - self._settings.write_timeout_s
-            for since, cut_off in list(self._sending.values()):
-                if since < limit:
-                    cut_off()
+            oldest = time.monotonic() - self.settings.write_timeout_s
+            for since, close in list(self.sends.values()):
+                if since < oldest:
+                    close()
 
 
-class Body:
-    """The body of an answer whose head was sent, piece by piece.
-
-    A piece goes to the client's connection as one chunk of HTTP/1.1: frameworks and parser in between have nothing to
-    add to it, and would take longer than making it did. Where the client is behind, they know how to wait for it.
+class GatedRequest:
+    """One request in the gate, in the task that its connection started.
 
     Args:
-        send: the long way.
+        gate: the server's gate.
+        scope: of ASGI, as are `receive` and `send`.
+        receive: see above.
+        send: see above.
     """
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.transport: asyncio.Transport | None = None  # where chunks may be written to
-
-    @property
-    def ready(self) -> bool:
-        """Whether `write` may be called: the client's connection has taken all that was sent."""
-        transport = self.transport
-        return transport is not None and not transport.get_write_buffer_size() and not transport.is_closing()
-
-    def write(self, data: bytes) -> None:
-        """A piece, more to come; only while `ready`."""
-        assert self.transport is not None
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-    async def send(self, data: bytes) -> None:
-        """A piece, more to come; waits for a client that is behind."""
-        if self.ready:
-            self.write(data)
-        else:
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-class _Passage:
-    """One request on its way through the gate, in the task that its connection has made for it."""
 
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
         self._gate, self._scope, self._receive, self._send = gate, scope, receive, send
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         self._status: int | None = None
         self._complete = False
-        self._gone = self._late = False
+        self._client_left = self._body_late = False
         self._task = asyncio.current_task()
         self._held_bytes = 0
-        self._reserved: SlotReservation | None = None
-        self._body = Body(self._counted_send)
-        asked = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
-        ok = len(asked) == 1 and re.match(ID_PATTERN, asked[0]) is not None
-        self._id = asked[0] if ok else uuid.uuid4().hex
-        scope[REQUEST_ID], scope[FACTS], scope[BODY] = self._id, {}, self._body
-        scope[TENANT] = gate._keys.tenant(scope["headers"])
+        sent_ids = [value.decode("latin-1") for value in self._header(b"x-request-id")]
+        valid = len(sent_ids) == 1 and re.match(ID_PATTERN, sent_ids[0]) is not None
+        request_id = sent_ids[0] if valid else uuid.uuid4().hex
+        tenant = gate.keys.tenant(scope["headers"])
+        self._context = scope[CONTEXT] = RequestContext(request_id, ChunkWriter(self._watched_send), tenant)
 
     async def run(self) -> None:
-        gate = self._gate
+        """Check the request, reserve a slot if it generates, and answer it."""
+        gate, scope = self._gate, self._scope
+        generates = gate.fast_path.applies_to(scope["method"], scope["path"])
         try:
-            page = self._scope["path"] in PAGE
-            if gate._keys and not self._is_open() and not gate._keys.admit(self._scope["headers"], browser=page):
+            page = scope["path"] in PAGE
+            if gate.keys and not self._is_open() and not gate.keys.admit(scope["headers"], browser=page):
                 raise ApiError(401, "The key is missing or wrong.", code="invalid_api_key")
             self._check_head()
             self._check_type()
-            if self._leads() and self._declared() > MAX_REFUSED_BODY_BYTES:
-                gate._door.enter().release()
-            body = await self._whole_body()
+            if generates and self._declared_bytes() > MAX_REFUSED_BODY_BYTES:
+                gate.fast_path.reserve().release()
+            body = await self._read_body()
         except ApiError as error:
-            self._count(error)
+            self._count_refusal(error)
             await self._refuse(error)
             return
-        if body is not None and await self._reserve(body):
-            await self._pass_on(body)
+        if body is None:
+            return
+        if generates:
+            try:
+                self._context.reservation = gate.fast_path.reserve()
+            except ApiError as error:
+                self._count_refusal(error)
+                await self._refuse(error, gate.fast_path.error_body(error, scope["path"], body), close=False)
+                return
+        await self._run_route(body)
 
-    async def _reserve(self, body: bytes) -> bool:
-        """Whether there is a place for what generates; if not, it is refused here."""
-        if not self._leads():
-            return True
-        door = self._gate._door
-        try:
-            self._scope[RESERVED] = self._reserved = door.enter()
-        except ApiError as error:
-            self._count(error)
-            await self._refuse(error, door.words(error, self._scope["path"], body), close=False)
-            return False
-        return True
+    def finish(self) -> None:
+        """Log what became of the request, and release what it holds."""
+        scope, context = self._scope, self._context
+        took_ms = round(1000 * (time.monotonic() - self._started), 1)
+        facts = {"method": scope["method"], "path": scope["path"], "status": self._status, "ms": took_ms}
+        ended = {} if self._complete else {"ended": "client left" if self._client_left else "cut off"}
+        probe = self._status == 200 and scope["path"] in PROBED
+        shown = {"request_id": context.request_id, **facts, **ended, **context.facts}
+        log.log(logging.DEBUG if probe else logging.INFO, "request", extra={"facts": shown})
+        if self._status is not None and self._status >= 400 and not context.is_traced:
+            reason = str(context.facts.get("error", self._status))
+            self._gate.fast_path.trace_refusal(scope, self._status, reason, took_ms / 1000)
+        self._gate.held_bytes -= self._held_bytes
+        if context.reservation is not None:
+            context.reservation.release()
 
-    def _count(self, error: ApiError) -> None:
-        self._scope[FACTS]["error"] = error.code
-        self._gate._door.refused(error)
+    def _count_refusal(self, error: ApiError) -> None:
+        self._context.facts["error"] = error.code
+        self._gate.fast_path.count_refusal(error)
 
-    def _leads(self) -> bool:
-        return self._gate._door.leads(self._scope["method"], self._scope["path"])
+    # -- the head
 
     def _is_open(self) -> bool:
         path = self._scope["path"]
         return path in OPEN and self._scope.get("raw_path", path.encode()) == path.encode()
 
-    def tell(self) -> None:
-        """Log what became of the request."""
-        took_ms = round(1000 * (time.monotonic() - self._began), 1)
-        facts = {"method": self._scope["method"], "path": self._scope["path"], "status": self._status, "ms": took_ms}
-        ended = {} if self._complete else {"ended": "client left" if self._gone else "cut off"}
-        everything = {"request_id": self._id, **facts, **ended, **self._scope[FACTS]}
-        probe = self._status == 200 and self._scope["path"] in PROBED
-        log.log(logging.DEBUG if probe else logging.INFO, "request", extra={"facts": everything})
-        if self._status is not None and self._status >= 400 and not self._scope.get(FOLLOWED):
-            why = str(self._scope[FACTS].get("error", self._status))
-            self._gate._door.trace(self._scope, self._status, why, took_ms / 1000)
-
-    # -- the body
-
     def _header(self, wanted: bytes) -> list[bytes]:
         return [value for name, value in self._scope["headers"] if name == wanted]
 
     def _check_head(self) -> None:
-        """What the parser lets through: any version, and headers of any size if they come in one piece."""
+        """Refuse what the parser accepts: any version, and headers of any size if they arrive in one piece."""
         if self._scope.get("http_version", "1.1") not in ("1.0", "1.1"):
             raise ApiError(400, "This is neither HTTP/1.1 nor HTTP/1.0.", code="unsupported_version")
         size = len(self._scope.get("raw_path", b"")) + len(self._scope.get("query_string", b""))
@@ -249,7 +165,7 @@ class _Passage:
     def _check_type(self) -> None:
         if any(v.strip().lower() != b"identity" for v in self._header(b"content-encoding")):
             raise ApiError(415, "Compressed bodies are not accepted.", code="unsupported_encoding")
-        # Any web page can make a browser post forms and text, without asking; JSON it cannot.
+        # Any web page can make a browser post forms and text without asking; it cannot do so with JSON.
         kinds = self._header(b"content-type")
         lengths = self._header(b"content-length")
         empty = not self._header(b"transfer-encoding") and lengths in ([], [b"0"])
@@ -258,36 +174,38 @@ class _Passage:
             if kind != b"application/json":
                 raise ApiError(415, "The body has to be sent as application/json.", code="unsupported_media_type")
 
-    def _declared(self) -> int:
-        """The body's length as its headers state it; 0 where they do not."""
+    # -- the body
+
+    def _declared_bytes(self) -> int:
+        """Return the body's length according to the headers; 0 if they do not state it."""
         found = self._header(b"content-length")
         return int(found[0]) if found and found[0].isdigit() else 0
 
-    async def _whole_body(self) -> bytes | None:
-        """All of it, counted while it comes; None when the client left meanwhile."""
-        most = self._gate._settings.max_body_bytes
-        if self._declared() > most:
-            raise ApiError(413, f"The body is larger than {most} bytes.", code="body_too_large")
-        limit = asyncio.get_running_loop().call_later(self._gate._settings.body_timeout_s, self._too_late)
+    async def _read_body(self) -> bytes | None:
+        """Return the whole body, counted while it arrives; None if the client left meanwhile."""
+        max_bytes = self._gate.settings.max_body_bytes
+        if self._declared_bytes() > max_bytes:
+            raise ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
+        limit = asyncio.get_running_loop().call_later(self._gate.settings.body_timeout_s, self._on_body_late)
         try:
-            return await self._read(most)
+            return await self._read_pieces(max_bytes)
         except asyncio.CancelledError:
-            if not self._late:
+            if not self._body_late:
                 raise
             raise ApiError(408, "The body did not arrive in time.", code="body_timeout") from None
         finally:
             limit.cancel()
 
-    def _too_late(self) -> None:
-        self._late = True
-        self._end()
+    def _on_body_late(self) -> None:
+        self._body_late = True
+        self._cancel()
 
-    async def _read(self, most: int) -> bytes | None:
+    async def _read_pieces(self, max_bytes: int) -> bytes | None:
         body, gate = bytearray(), self._gate
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self._gone = True
+                self._client_left = True
                 return None
             piece = message.get("body", b"")
             body += piece
@@ -295,23 +213,23 @@ class _Passage:
             gate.held_bytes += len(piece)
             if gate.held_bytes > MAX_HELD_BYTES:
                 raise ApiError(503, "Too many large bodies at a time.", code="busy", retry_after_s=1)
-            if len(body) > most:
-                raise ApiError(413, f"The body is larger than {most} bytes.", code="body_too_large")
+            if len(body) > max_bytes:
+                raise ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
             if not message.get("more_body", False):
                 return bytes(body)
 
-    # -- beyond the gate
+    # -- the route
 
-    async def _pass_on(self, body: bytes) -> None:
-        """Run the routes until they are done or the client has gone."""
-        given = False
+    async def _run_route(self, body: bytes) -> None:
+        """Run the route until it is done or the client has left."""
+        was_read = False
 
         async def receive() -> Message:
-            nonlocal given
-            if not given:
-                given = True
+            nonlocal was_read
+            if not was_read:
+                was_read = True
                 return {"type": "http.request", "body": body, "more_body": False}
-            await asyncio.Event().wait()  # whoever waits for the client to go is cancelled when it does
+            await asyncio.Event().wait()  # a route that waits for the client to leave is cancelled when it does
             raise AssertionError("unreachable")
 
         scope = self._scope
@@ -319,13 +237,13 @@ class _Passage:
             scope = {**scope, "method": "GET"}
         failed: Exception | None = None
         when_lost = scope.get("state", {}).get("when_lost")
-        forget = when_lost(self._left) if when_lost is not None else None
+        forget = when_lost(self._on_client_left) if when_lost is not None else None
         try:
-            if self._reserved is not None:
-                await self._gate._door.turns.mine()
-            await self._gate._app(scope, receive, self._counted_send)
+            if self._context.reservation is not None:
+                await self._gate.fast_path.limiter.wait()
+            await self._gate.app(scope, receive, self._watched_send)
         except asyncio.CancelledError:
-            if not self._gone:
+            if not self._client_left:
                 raise
         except Exception as error:
             failed = error
@@ -333,42 +251,45 @@ class _Passage:
             if forget is not None:
                 forget()
         if failed is not None:
-            log.error("a route failed", exc_info=failed, extra={"facts": {"request_id": self._id}})
+            facts = {"request_id": self._context.request_id}
+            log.error("a route failed", exc_info=failed, extra={"facts": facts})
             if self._status is None:
                 await self._refuse(internal())
             elif not self._complete:
                 raise failed
 
-    def _left(self) -> None:
+    def _on_client_left(self) -> None:
         if not self._complete:
-            self._gone = True
-            self._end()
+            self._client_left = True
+            self._cancel()
 
-    def _end(self) -> None:
+    def _cancel(self) -> None:
         assert self._task is not None
         self._task.cancel()
 
-    async def _counted_send(self, message: Message) -> None:
+    async def _watched_send(self, message: Message) -> None:
+        """Send a part of the answer; `Gate.sweep` closes the connection if that takes too long."""
+        state = self._scope.get("state", {})
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            whole = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
-            if self._scope.get("http_version") == "1.1" and not whole:  # then the body is sent in chunks
-                self._body.transport = self._scope.get("state", {}).get("transport")
-            headers = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if self._scope.get("http_version") == "1.1" and not has_length:  # then the body is sent in chunks
+                self._context.writer.transport = state.get("transport")
+            headers = [*message.get("headers", ()), (b"x-request-id", self._context.request_id.encode())]
             message = {**message, "headers": headers}
-        cut_off = self._scope.get("state", {}).get("cut_off")
-        if cut_off is not None:
-            self._gate._sending[id(self)] = (time.monotonic(), cut_off)
+        close = state.get("cut_off")
+        if close is not None:
+            self._gate.sends[id(self)] = (time.monotonic(), close)
         try:
             await self._send(message)
         finally:
-            self._gate._sending.pop(id(self), None)
+            self._gate.sends.pop(id(self), None)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._complete = True
 
-    async def _refuse(self, error: ApiError, words: Mapping[str, Any] | None = None, *, close: bool = True) -> None:
-        """Answer, and close the connection where something of the body is left: it is not read."""
-        data = compact(words or error.body())
+    async def _refuse(self, error: ApiError, body: Mapping[str, Any] | None = None, *, close: bool = True) -> None:
+        """Answer with an error, and close the connection if a part of the request's body was left unread."""
+        data = encode_json(body or error.body())
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
         if close:
             headers.append((b"connection", b"close"))
@@ -378,5 +299,5 @@ class _Passage:
             headers.append((b"www-authenticate", b"Bearer"))
             if self._scope["path"] in PAGE:
                 headers.append((b"www-authenticate", b'Basic realm="Inferplane: the password is a key"'))
-        await self._counted_send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await self._counted_send({"type": "http.response.body", "body": data})
+        await self._watched_send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self._watched_send({"type": "http.response.body", "body": data})

@@ -1,4 +1,4 @@
-"""The exact description of the routes, made of the models that requests are validated with."""
+"""The OpenAPI description of the routes, generated from the models that validate requests."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ ANSWERS: dict[str, Models] = {
 }
 NATIVE = ("/v1/completions", "/v1/chat/completions")
 ERRORS = {
-    "400": "the request cannot be meant; `param` names the field",
+    "400": "the request is invalid; `param` names the field",
     "401": "the key is missing or wrong",
     "404": "no such model or route",
     "408": "the body did not arrive in time, or the request ran into its own `timeout`",
-    "409": "a request with this id is alive",
+    "409": "a request with this id is running",
     "413": "the body is too large",
     "415": "the body is not JSON",
     "429": "the queue is full; see Retry-After",
@@ -55,8 +55,8 @@ ERRORS = {
 }
 
 
-def describe(app: FastAPI) -> None:
-    """Give an application its description."""
+def describe_routes(app: FastAPI) -> None:
+    """Set an application's OpenAPI description."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -67,17 +67,17 @@ def describe(app: FastAPI) -> None:
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    wanted: set[type[BaseModel]] = {ErrorBody, NativeError}
-    wanted.update(*REQUESTS.values(), *ANSWERS.values())
-    given: list[Any] = [(m, "validation") for m in sorted(wanted, key=lambda m: m.__name__)]
-    _, schemas = models_json_schema(given, ref_template=REF + "{model}")
-    made.setdefault("components", {})["schemas"] = schemas["$defs"]
-    made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    for path, operations in made["paths"].items():
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    models: set[type[BaseModel]] = {ErrorBody, NativeError}
+    models.update(*REQUESTS.values(), *ANSWERS.values())
+    modes: list[Any] = [(m, "validation") for m in sorted(models, key=lambda m: m.__name__)]
+    _, schemas = models_json_schema(modes, ref_template=REF + "{model}")
+    document.setdefault("components", {})["schemas"] = schemas["$defs"]
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
         for operation_ in operations.values():
             _fill(path, operation_)
-    return made
+    return document
 
 
 def _fill(path: str, operation_: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Routes for operators: health, version, metrics. They answer in every state of the server, at once."""
+"""Routes for operators: health, version, metrics. They answer at once in every state of the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inferplane.serving.wire import JsonObject
 
 
 class HealthBody(JsonObject):
-    """Whether the server does its work: a word, and why it does not."""
+    """The server's health: a word, and why it is not ready."""
 
     status: str
     detail: str
@@ -25,7 +25,7 @@ class VersionBody(JsonObject):
 
 
 def health_routes(service: Service) -> APIRouter:
-    """Health: `live` tells whether the process is worth keeping, `ready` and `/health` whether to send it requests."""
+    """Return the health routes: `live` decides about a restart, `ready` and `/health` about sending requests."""
     router = APIRouter()
 
     def answer(ok: bool) -> Response:
@@ -49,7 +49,7 @@ def health_routes(service: Service) -> APIRouter:
 
 
 def metrics_routes(service: Service) -> APIRouter:
-    """Numbers for Prometheus."""
+    """Return the route of the metrics for Prometheus."""
     router = APIRouter()
 
     @router.get("/metrics")
@@ -60,7 +60,7 @@ def metrics_routes(service: Service) -> APIRouter:
 
 
 def version_routes() -> APIRouter:
-    """The version."""
+    """Return the route of the version."""
     router = APIRouter()
 
     @router.get("/version")

@@ -1,4 +1,4 @@
-"""An answer that is generated: from admission to the last byte, in whatever wire format."""
+"""Generated answers: from admission to the last byte, in any wire format. And errors as responses."""
 
 from __future__ import annotations
 
@@ -14,197 +14,189 @@ from starlette.responses import JSONResponse, Response
 from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.generation import Generation, Piece
-from inferplane.serving.http.gate import BODY, FACTS, FOLLOWED, RESERVED, TENANT, Body, Receive, Scope, Send
-from inferplane.serving.rendering import GeneratedChoice, Rendering, compact
+from inferplane.serving.http.chunks import ChunkWriter
+from inferplane.serving.http.scope import Receive, Scope, Send, context_of
+from inferplane.serving.rendering import Rendering, encode_json, gather_choices
 from inferplane.serving.service import Service
-from inferplane.serving.tracing import carried
+from inferplane.serving.tracing import trace_headers
 
-PATIENCE_S = 3.0
-"""Seconds to wait for a stream's first piece before its status goes out: what is refused meanwhile gets its own."""
+FIRST_PIECE_TIMEOUT_S = 3.0
+"""How long to delay the 200 header of a stream, so that an early refusal can still send its own status."""
 PING_S = 15.0
-"""Seconds of silence after which a stream sends a sign of life."""
+"""Seconds of silence after which a stream sends a ping."""
 IGNORED = "x-inferplane-ignored"
 MAX_NAMES_CHARACTERS = 400
-Answer = Callable[[Scope, bytes], Awaitable[Response]]
-"""From a request's scope and body to what answers it."""
+Handler = Callable[[Scope, bytes], Awaitable[Response]]
+"""Makes the response to a request from its scope and body."""
 log = logging.getLogger("inferplane.serving")
 
 
-class Generation(Response):
-    """Admits an ask, runs it, renders it. When its task is cancelled (the client left), what runs of it is ended.
+class GenerateResponse(Response):
+    """Admits a call, runs it, renders it. If its task is cancelled because the client left, its sequences are aborted.
 
     Args:
         service: runs it.
-        ask: what was asked.
-        rendering: the wire format.
-        stream: piece by piece, or as a whole.
-        ignored: fields of the request that were not understood.
+        call: the request.
+        rendering: the wire format of the answer.
+        stream: answer piece by piece instead of all at once.
+        ignored: fields of the request that the format does not know.
     """
 
     def __init__(
-        self, service: Service, ask: GenerateCall, rendering: Rendering, *, stream: bool, ignored: Sequence[str] = ()
+        self, service: Service, call: GenerateCall, rendering: Rendering, *, stream: bool, ignored: Sequence[str] = ()
     ) -> None:
         super().__init__()  # frameworks read the attributes that it sets
-        self._service, self._ask, self._rendering = service, ask, rendering
+        self._service, self._call, self._rendering = service, call, rendering
         self._streams, self._ignored = stream, ignored
-        self._begun = False
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        facts = scope[FACTS]
+        context = context_of(scope)
         try:
-            async with self._service.admit(self._of(scope), scope.get(RESERVED)) as generation:
+            async with self._service.admit(self._complete_call(scope), context.reservation) as generation:
                 try:
                     if self._streams:
                         await self._stream(generation, scope, send)
                     else:
-                        await self._whole(generation, scope, receive, send)
+                        await self._answer_at_once(generation, scope, receive, send)
                 finally:
-                    facts.update(prompt_tokens=generation.prompt_tokens, completion_tokens=generation.completion_tokens)
-                    facts.update(choices=generation.choices, finished=",".join(sorted(set(generation.finished))))
+                    tokens = {"completion_tokens": generation.completion_tokens, "choices": generation.num_choices}
+                    context.facts.update(prompt_tokens=generation.prompt_tokens, **tokens)
+                    context.facts.update(finished=",".join(sorted(set(generation.finish_reasons))))
         except ApiError as error:
             await self._refuse(error, scope, receive, send)
         except Exception:
-            if self._begun:
+            if self._started:
                 raise
             log.exception("a request failed in the server")
             await self._refuse(internal(), scope, receive, send)
 
-    def _of(self, scope: Scope) -> GenerateCall:
-        """What is asked, by whom."""
-        trace = carried(scope["headers"]) if self._service.tracer is not None else {}
-        scope[FOLLOWED] = self._service.model is not None
-        return replace(self._ask, tenant=scope[TENANT], trace=trace)
+    def _complete_call(self, scope: Scope) -> GenerateCall:
+        """Return the call with what the scope knows: its tenant and its span's parent."""
+        context = context_of(scope)
+        trace = trace_headers(scope["headers"]) if self._service.tracer is not None else {}
+        context.is_traced = self._service.model is not None
+        return replace(self._call, tenant=context.tenant, trace=trace)
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        self._begun = True
-        scope[FACTS]["error"] = error.code
-        await refuse(error, self._rendering.refusal(error))(scope, receive, send)
+        self._started = True
+        context_of(scope).facts["error"] = error.code
+        await error_response(error, self._rendering.error_body(error))(scope, receive, send)
 
-    def _more_headers(self) -> dict[str, str]:
-        return ignored_header(self._ignored)
-
-    async def _whole(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
-        choices = await gather(generation)
-        answer = compact(self._rendering.whole(generation, choices))
-        response = Response(answer, media_type="application/json", headers=self._more_headers())
-        self._begun = True
+    async def _answer_at_once(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        choices = await gather_choices(generation)
+        data = encode_json(self._rendering.full_response(generation, choices))
+        response = Response(data, media_type="application/json", headers=ignored_header(self._ignored))
+        self._started = True
         await response(scope, receive, send)
 
     async def _stream(self, generation: Generation, scope: Scope, send: Send) -> None:
-        await generation.begin(PATIENCE_S)
+        await generation.wait_for_first_piece(FIRST_PIECE_TIMEOUT_S)
         headers = {"content-type": f"{self._rendering.media_type}; charset=utf-8", "cache-control": "no-cache"}
-        headers.update({"x-accel-buffering": "no", **self._more_headers()})
+        headers.update({"x-accel-buffering": "no", **ignored_header(self._ignored)})
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        self._begun = True
+        self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        body: Body = scope[BODY]
-        pulse, rendered = _Pulse(body, self._rendering.ping), self._rendering.piece
-
+        writer = context_of(scope).writer
+        stream, render = _PingedStream(writer, self._rendering.ping), self._rendering.piece
         opening = b""
 
-        def at_once(piece: Piece) -> bool:
-            if opening or not body.ready:
+        def write_now(piece: Piece) -> bool:
+            if opening or not writer.ready:
                 return False
-            pulse.write(rendered(generation, piece))
+            stream.write(render(generation, piece))
             return True
 
         try:
             try:
-                opening = self._rendering.opening(
-                    generation
-                )  # with the first piece: clients take it for the first token
+                opening = self._rendering.opening(generation)  # sent with the first piece: clients time it as a token
                 if self._service.settings.disable_streaming:
-                    batches = _together(generation)
+                    batches = _all_together(generation)
                 else:  # several sequences' pieces of a step share a chunk
-                    batches = generation.batches(at_once if generation.choices == 1 else None)
-                async for several in batches:
-                    await pulse.send(
-                        opening + b"".join([self._rendering.piece(generation, piece) for piece in several])
-                    )
+                    batches = generation.batches(write_now if generation.num_choices == 1 else None)
+                async for pieces in batches:
+                    await stream.send(opening + b"".join([render(generation, piece) for piece in pieces]))
                     opening = b""
-                await pulse.send(opening + self._rendering.closing(generation))
+                await stream.send(opening + self._rendering.closing(generation))
             except ApiError as error:
-                await pulse.send(self._rendering.failure(error))
+                await stream.send(self._rendering.failure(error))
             except Exception:
                 log.exception("a stream failed in the server")
-                await pulse.send(self._rendering.failure(internal()))
+                await stream.send(self._rendering.failure(internal()))
         finally:
-            pulse.stop()
+            stream.stop()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class _Pulse:
-    """Sends a stream's bytes, and a sign of life when there were none for a while."""
+class _PingedStream:
+    """Sends the bytes of a stream, and a ping after `PING_S` seconds without any.
 
-    def __init__(self, body: Body, ping: bytes) -> None:
-        self._body, self._ping, self._last = body, ping, time.monotonic()
+    Args:
+        writer: of the answer.
+        ping: what to send; empty: never.
+    """
+
+    def __init__(self, writer: ChunkWriter, ping: bytes) -> None:
+        self._writer, self._ping, self._last_sent = writer, ping, time.monotonic()
         self._loop = asyncio.get_running_loop()
-        self._beat = self._loop.call_later(PING_S, self._beaten) if ping else None
-        self._behind: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(PING_S, self._on_timer) if ping else None
+        self._slow_ping: asyncio.Task[None] | None = None
 
     def write(self, data: bytes) -> None:
         if data:
-            self._last = time.monotonic()
-            self._body.write(data)
+            self._last_sent = time.monotonic()
+            self._writer.write(data)
 
     async def send(self, data: bytes) -> None:
         if data:
-            self._last = time.monotonic()
-            await self._body.send(data)
+            self._last_sent = time.monotonic()
+            await self._writer.send(data)
 
     def stop(self) -> None:
-        for pending in (self._beat, self._behind):
+        for pending in (self._timer, self._slow_ping):
             if pending is not None:
                 pending.cancel()
 
-    def _beaten(self) -> None:
-        quiet_s = time.monotonic() - self._last
+    def _on_timer(self) -> None:
+        quiet_s = time.monotonic() - self._last_sent
         if quiet_s >= PING_S:
             quiet_s = 0.0
-            if self._body.ready:
+            if self._writer.ready:
                 self.write(self._ping)
-            elif self._behind is None or self._behind.done():
-                self._behind = self._loop.create_task(self.send(self._ping))
-        self._beat = self._loop.call_later(max(0.1, PING_S - quiet_s), self._beaten)
+            elif self._slow_ping is None or self._slow_ping.done():
+                self._slow_ping = self._loop.create_task(self.send(self._ping))
+        self._timer = self._loop.call_later(max(0.1, PING_S - quiet_s), self._on_timer)
 
 
-async def gather(generation: Generation) -> list[GeneratedChoice]:
-    """All pieces of a job, by sequence; its ApiError when one of them fails."""
-    choices = [GeneratedChoice() for _ in range(generation.choices)]
-    async for piece in generation.pieces():
-        choices[piece.choice].add(piece.delta)
-    return choices
-
-
-async def _together(generation: Generation) -> AsyncIterator[list[Piece]]:
-    yield [Piece(i, choice.delta()) for i, choice in enumerate(await gather(generation))]
+async def _all_together(generation: Generation) -> AsyncIterator[list[Piece]]:
+    yield [Piece(i, choice.delta()) for i, choice in enumerate(await gather_choices(generation))]
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """A header that names the fields which were not understood."""
-    plain = [n for n in names if n.isascii() and n.isprintable()]
-    return {IGNORED: ", ".join(plain)[:MAX_NAMES_CHARACTERS]} if names else {}
+    """Return the header that names the fields of a request that its format does not know."""
+    printable = [n for n in names if n.isascii() and n.isprintable()]
+    return {IGNORED: ", ".join(printable)[:MAX_NAMES_CHARACTERS]} if names else {}
 
 
-def refuse(error: ApiError, body: Any) -> JSONResponse:
-    """An error as a response."""
+def error_response(error: ApiError, body: Any) -> JSONResponse:
+    """Return an error as a response."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return JSONResponse(body, error.status, headers)
 
 
-def told(error: ApiError, scope: Scope) -> Response:
-    """An error that ends a request, as OpenAI words it; the log tells it, too."""
-    scope[FACTS]["error"] = error.code
-    return refuse(error, error.body())
+def openai_error_response(error: ApiError, scope: Scope) -> Response:
+    """Return an error in OpenAI's form, and note its code for the log."""
+    context_of(scope).facts["error"] = error.code
+    return error_response(error, error.body())
 
 
-async def answered(answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request whose body comes in one piece, as a framework would."""
+async def run_handler(handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request whose body arrives in one piece, as a framework would."""
     try:
-        response = await answer(scope, (await receive())["body"])
+        response = await handler(scope, (await receive())["body"])
     except ApiError as error:
-        response = told(error, scope)
+        response = openai_error_response(error, scope)
     except Exception:
-        await told(internal(), scope)(scope, receive, send)
+        await openai_error_response(internal(), scope)(scope, receive, send)
         raise  # the gate logs it
     await response(scope, receive, send)

@@ -1,6 +1,6 @@
-"""Routes about text and models that generate nothing: tokenize, detokenize, models.
+"""Routes about text and models that do not generate: tokenize, detokenize, models.
 
-`/tokenize` and `/detokenize` have the form that other servers have.
+`/tokenize` and `/detokenize` have the same form as in other servers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from starlette.responses import JSONResponse, Response
 from inferplane.errors import UsageError
 from inferplane.serving import native
 from inferplane.serving.errors import invalid
-from inferplane.serving.http.chat import rendered
+from inferplane.serving.http.chat import render_messages
 from inferplane.serving.http.chat_wire import MAX_TOOLS, Message, Tool
 from inferplane.serving.http.responses import ignored_header
 from inferplane.serving.model import DEFAULT_NAME
 from inferplane.serving.service import Service
-from inferplane.serving.wire import Body, JsonObject, TokenId, parse, unknown_fields, validate
+from inferplane.serving.wire import JsonObject, RequestBody, TokenId, parse, unknown_fields, validate
 
 
-class TokenizeRequest(Body):
-    """A text, or a conversation, of which the token ids are asked for."""
+class TokenizeRequest(RequestBody):
+    """A text or a conversation to turn into token ids."""
 
     model: str | None = Field(None, max_length=4096)
     prompt: str | None = None
@@ -42,8 +42,8 @@ class TokenizeResponse(JsonObject):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(Body):
-    """Token ids of which the text is asked for."""
+class DetokenizeRequest(RequestBody):
+    """Token ids to turn into text."""
 
     model: str | None = Field(None, max_length=4096)
     tokens: list[TokenId]
@@ -56,7 +56,7 @@ class DetokenizeResponse(JsonObject):
 
 
 class ModelCard(JsonObject):
-    """A model that is served, under one of its names."""
+    """The served model, under one of its names."""
 
     id: str
     object: Literal["model"] = "model"
@@ -83,82 +83,74 @@ DEFAULTS: dict[str, dict[str, float | int | None]] = {
 
 
 def routes(service: Service) -> APIRouter:
-    """Routes over a service."""
+    """Return the routes."""
     router = APIRouter()
 
     @router.get("/v1/models")
     async def models() -> Response:
-        with service.counted():
+        with service.count_refusals():
             return JSONResponse({"object": "list", "data": [_card(service, name) for name in _names(service)]})
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
-        with service.counted():
+        with service.count_refusals():
             if model not in _names(service):
-                service.served.resolve_name(model)
+                service.ready_model.resolve_name(model)
             return JSONResponse(_card(service, model))
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await request.body()
-        with service.counted():
+        with service.count_refusals():
             return await _tokenize(service, parse(body))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await request.body()
-        with service.counted():
+        with service.count_refusals():
             return _detokenize(service, parse(body))
 
     return router
 
 
 def _names(service: Service) -> list[str]:
-    return [*service.served.names, DEFAULT_NAME]
+    return [*service.ready_model.names, DEFAULT_NAME]
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    model = service.served
-    card = ModelCard(
-        id=name,
-        created=model.created,
-        owned_by="inferplane",
-        root=model.names[0],
-        max_model_len=model.info.max_model_len,
-        device=model.info.device,
-        dtype=model.info.dtype,
-        defaults=DEFAULTS,
-    )
-    return card.model_dump()
+    model = service.ready_model
+    info: dict[str, Any] = {field: getattr(model.info, field) for field in ("max_model_len", "device", "dtype")}
+    own: dict[str, Any] = {"created": model.created, "owned_by": "inferplane", "root": model.names[0]}
+    return ModelCard(id=name, defaults=DEFAULTS, **own, **info).model_dump()
 
 
 async def _tokenize(service: Service, data: dict[str, Any]) -> Response:
-    asked = validate(TokenizeRequest, data)
-    model = service.served
-    model.resolve_name(asked.model)
-    if (asked.prompt is None) == (asked.messages is None):
+    request = validate(TokenizeRequest, data)
+    model = service.ready_model
+    model.resolve_name(request.model)
+    if (request.prompt is None) == (request.messages is None):
         raise invalid("One of prompt and messages is required.", "prompt", "missing_required_parameter")
-    if asked.messages is not None:
-        text, special = await rendered(asked.messages, asked.tools, model), bool(asked.add_special_tokens)
+    if request.messages is not None:
+        text, special = await render_messages(request.messages, request.tools, model), bool(request.add_special_tokens)
     else:
-        text, special = asked.prompt or "", asked.add_special_tokens is not False
+        text, special = request.prompt or "", request.add_special_tokens is not False
     ids = await service.encode(text, special=special)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": model.info.max_model_len, "tokens": ids}
-    if asked.return_token_strs:
+    if request.return_token_strs:
         spelled = model.token_text
         out["token_strs"] = [spelled.name_of(i) if spelled is not None else str(i) for i in ids]
-    return JSONResponse(out, headers=ignored_header(unknown_fields(asked)))
+    return JSONResponse(out, headers=ignored_header(unknown_fields(request)))
 
 
 def _detokenize(service: Service, data: dict[str, Any]) -> Response:
-    asked = validate(DetokenizeRequest, data)
-    model = service.served
-    model.resolve_name(asked.model)
-    bad = next((t for t in asked.tokens if t >= model.info.vocab), None)
+    request = validate(DetokenizeRequest, data)
+    model = service.ready_model
+    model.resolve_name(request.model)
+    bad = next((t for t in request.tokens if t >= model.info.vocab), None)
     if bad is not None:
         raise invalid(f"Token id {bad} is not in the vocabulary, which has ids 0 to {model.info.vocab - 1}.", "tokens")
     try:
-        text = model.decode(asked.tokens, special=True)
+        text = model.decode(request.tokens, special=True)
     except UsageError as error:
         raise invalid(error.what, "model") from error
-    return JSONResponse({"prompt": text}, headers=ignored_header(unknown_fields(asked)))
+    return JSONResponse({"prompt": text}, headers=ignored_header(unknown_fields(request)))

@@ -1,7 +1,7 @@
-"""How a server starts: what can be refused at once, then the engine's process, and what serves while that one loads.
+"""Starts a server: refuse what can be refused at once, start the engine's process, import the rest meanwhile.
 
-Nothing heavy is imported here. The engine's process takes seconds to import and to load, so it is started first; the
-web framework and the tokenizer's library are imported beside it. Torch is imported there alone.
+Nothing heavy is imported here. The engine's process takes seconds to import and to load, so it starts first; the web
+framework and the tokenizer's library are imported while it does. Only the engine's process imports torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inferplane.engine import AsyncLLM
-from inferplane.engine.garbage import importing, let_be
+from inferplane.engine.garbage import importing
 from inferplane.errors import UsageError
 from inferplane.serving import logs
 from inferplane.serving.configure import PLUGIN_GROUP, ResolvedSettings
+from inferplane.serving.keys import Keys
+from inferplane.serving.lifecycle.prepare import SIGNALS, import_tokenizers, open_engine
 from inferplane.serving.settings import FIELDS, ServerSettings
 
 T = TypeVar("T")
+Sockets = Mapping[str, socket.socket]
 BACKLOG = 2048
 ENGINE_OPTIONS = (
     *("device", "index", "dtype", "kv_dtype", "quantization", "load_format", "lock", "strict", "deterministic"),
@@ -38,18 +41,20 @@ ENGINE_OPTIONS = (
 )
 """Settings that are arguments of `AsyncLLM`, under the same names."""
 PACKAGES = ("fastapi", "pydantic", "uvicorn", "h11", "prometheus_client")
-"""What serving needs beyond what everything needs."""
+"""Packages that only the server needs."""
 GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 log = logging.getLogger("inferplane.serving")
 
 
 def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
-    """Serve until a signal; the exit code.
+    """Serve until a signal.
 
     Args:
-        resolved: how, and where each setting came from.
+        resolved: the settings, and where each came from.
         pins: site or op -> provider.
+
+    Returns:
+        The exit code.
 
     Raises:
         UsageError: a package is missing, a port is taken, a key or certificate file cannot be read.
@@ -57,18 +62,18 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
     """
     settings = resolved.settings
     check_packages(settings)
-    began = time.monotonic()
+    started = time.monotonic()
     logs.set_up(settings.log_format, settings.log_level)
     if "WORLD_SIZE" in os.environ:
         from inferplane.engine.ranks import launched
 
         if launched()[0]:
-            return _follow(settings, pins)
+            return _run_follower(settings, pins)
     if settings.otlp_endpoint is not None:
-        from inferplane.serving.tracing import wanted
+        from inferplane.serving.tracing import tracing_enabled
 
-        wanted(settings, os.environ)  # before anything is loaded
-    find(settings)
+        tracing_enabled(settings, os.environ)  # raises what is wrong with it, before anything is loaded
+    check_model_and_device(settings)
     keys = read_keys(settings)
     check_certificate(settings)
     ports = {"http": settings.port, "health": settings.health_port, "metrics": settings.metrics_port}
@@ -78,15 +83,15 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
             if port is not None:
                 flag = "--port" if name == "http" else f"--{name}-port"
                 sockets[name] = opened.enter_context(contextlib.closing(listen(settings.host, port, flag)))
-        if settings.grpc_port:  # gRPC opens it by itself, later
+        if settings.grpc_port:  # only a check: gRPC opens the port itself, later
             listen(settings.host, settings.grpc_port, "--grpc-port").close()
         for note in resolved.notes:
             log.warning(note)
-        return _serve(settings, pins, keys, sockets, began)
+        return _serve(settings, pins, keys, sockets, started)
 
 
-def _follow(settings: ServerSettings, pins: Mapping[str, str]) -> int:
-    """A rank beside rank 0, which alone listens: it runs that one's steps, and ends with it."""
+def _run_follower(settings: ServerSettings, pins: Mapping[str, str]) -> int:
+    """Run a rank other than 0. Only rank 0 listens; this rank runs the same steps and ends with rank 0."""
     from inferplane.engine import LLM
 
     log.info("following")
@@ -94,51 +99,39 @@ def _follow(settings: ServerSettings, pins: Mapping[str, str]) -> int:
     return 0
 
 
-def _serve(
-    settings: ServerSettings,
-    pins: Mapping[str, str],
-    keys: list[str],
-    sockets: Mapping[str, socket.socket],
-    began: float,
-) -> int:
+def _serve(settings: ServerSettings, pins: Mapping[str, str], keys: list[str], sockets: Sockets, started: float) -> int:
     """Start the engine's process, and meanwhile import what serves.
 
-    Nobody is answered before weights are being read: whatever is wrong with model, device or settings has been told by
-    then, and a server that cannot be is not seen to live.
+    No request is answered before weights are being read. By then every fault in model, device or settings has been
+    reported, so that a server which cannot start never answers a health check.
     """
-    told: list[int] = []
-    for number in SIGNALS:  # until the server's loop is there to hear them
-        signal.signal(number, lambda number, frame: told.append(number))
-    reading = threading.Event()
-    options = {**engine_options(settings, pins), "progress": lambda done, total: reading.set()}
+    early_signals: list[int] = []
+    for number in SIGNALS:  # until the server's event loop handles them
+        signal.signal(number, lambda number, frame: early_signals.append(number))
+    reading_weights = threading.Event()
+    options = {**engine_options(settings, pins), "progress": lambda done, total: reading_weights.set()}
     warned = lambda words: log.warning("%s", words)  # noqa: E731
-    opening = _beside(lambda: AsyncLLM(settings.model, process=True, warned=warned, **options), "load")
+    opening = _run_in_thread(lambda: AsyncLLM(settings.model, process=True, warned=warned, **options), "load")
     with importing():
-        from inferplane.serving.counters import NUM_CELLS, RequestCounters
-        from inferplane.serving.http.gate import Keys
-        from inferplane.serving.lifecycle.run import Life
+        from inferplane.serving.lifecycle.run import ProcessSetup, ServerProcess
         from inferplane.serving.lifecycle.workers import Workers
-        from inferplane.serving.slots import SequenceSlots, SharedCounters
 
         import_tokenizers()
-    while not (reading.is_set() or opening.done() or told):
-        reading.wait(0.02)
+    while not (reading_weights.is_set() or opening.done() or early_signals):
+        reading_weights.wait(0.02)
     if opening.done():
         opening.result()  # raises what the model raised
-    workers, slots, counts = None, None, None
-    if settings.http_workers > 1:
-        board = SharedCounters(settings.http_workers, NUM_CELLS)
-        workers = Workers(settings, keys, sockets["http"], board)
-        slots, counts = SequenceSlots(settings.max_batch + settings.max_waiting, board), RequestCounters(board)
+    workers = Workers(settings, keys, sockets["http"]) if settings.http_workers > 1 else None
+    opener = lambda: open_engine(opening.result)  # noqa: E731
+    setup = ProcessSetup(settings, Keys(keys), sockets, started, opener, workers, early_signals=early_signals)
     try:
-        engine = lambda: prepared(opening.result)  # noqa: E731
-        return asyncio.run(Life(settings, Keys(keys), sockets, began, engine, workers, told, slots, counts).live())
+        return asyncio.run(ServerProcess(setup).run())
     finally:
         logs.finish()
 
 
-def _beside(work: Callable[[], T], name: str) -> Future[T]:
-    """Run in a thread that does not keep the process from ending."""
+def _run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Run a function in a thread that does not keep the process from ending."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -151,25 +144,8 @@ def _beside(work: Callable[[], T], name: str) -> Future[T]:
     return answer
 
 
-def import_tokenizers() -> None:
-    """Import what all kinds of tokenizers need; that takes as long as all else together.
-
-    It is for a process whose own imports are done: threads that import the same packages at the same time can block
-    each other.
-    """
-    with contextlib.suppress(ImportError):  # said when it is used
-        from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
-
-
-def prepared(engine: Callable[[], AsyncLLM]) -> AsyncLLM:
-    """An engine, waited for; what is there then stays."""
-    found = engine()
-    let_be()
-    return found
-
-
 def check_packages(settings: ServerSettings) -> None:
-    """UsageError when a package is missing that serving needs."""
+    """Raise UsageError if a package that serving needs is missing."""
     needed = PACKAGES if settings.grpc_port is None else (*PACKAGES, *GRPC_PACKAGES)
     missing = next((name for name in needed if find_spec(name) is None), None)
     if missing is not None:
@@ -178,14 +154,14 @@ def check_packages(settings: ServerSettings) -> None:
         )
 
 
-def find(settings: ServerSettings) -> None:
+def check_model_and_device(settings: ServerSettings) -> None:
     """Refuse a model that is no folder and a device that no plugin names, before anything listens.
 
-    What looks right costs nothing here. What does not is asked of those who know, and torch is imported for it; the
-    rest is found by the engine's process (`_serve`).
+    The check is cheap if both look right. Otherwise the code that opens models and devices is asked for the error, and
+    that imports torch. All other faults are found by the engine's process (`_serve`).
 
     Raises:
-        InferplaneError: as a model that is opened in this process.
+        InferplaneError: the same error that opening the model in this process would raise.
     """
     folder = Path(settings.model).expanduser()
     if settings.model != FIELDS["model"].default and not (folder / "config.json").is_file():
@@ -200,7 +176,7 @@ def find(settings: ServerSettings) -> None:
 
 
 def check_certificate(settings: ServerSettings) -> None:
-    """UsageError when the certificate and its key cannot be served with."""
+    """Raise UsageError if the certificate and its key cannot be used."""
     if settings.tls_cert is None:
         return
     try:
@@ -214,10 +190,10 @@ def check_certificate(settings: ServerSettings) -> None:
 
 
 def read_keys(settings: ServerSettings) -> list[str]:
-    """The keys of the settings and of their file.
+    """Return the keys from the settings and from the key file.
 
     Raises:
-        UsageError: the file cannot be read or holds no key: a server that was to be closed must not stand open.
+        UsageError: the file cannot be read or holds no key: a server that was meant to need keys must not run without.
     """
     keys = list(settings.api_key)
     if settings.api_key_file is not None:
@@ -236,7 +212,7 @@ def read_keys(settings: ServerSettings) -> list[str]:
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A socket that listens; UsageError when the port is taken or the address is not this machine's."""
+    """Return a listening socket; raise UsageError if the port is taken or the address is not this machine's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -264,7 +240,10 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def engine_options(settings: ServerSettings, pins: Mapping[str, str]) -> dict[str, Any]:
-    """The settings as arguments of `AsyncLLM`. The queue's bound is the service's: it answers at once."""
+    """Return the settings as arguments of `AsyncLLM`.
+
+    `max_waiting` is so large that the engine's queue never refuses: the service does, without asking the engine.
+    """
     options = {name: getattr(settings, name) for name in ENGINE_OPTIONS}
     if settings.speculate_method is not None:
         names = ("speculate_method", "speculate_max_draft_token_num", "draft_model_name_or_path")

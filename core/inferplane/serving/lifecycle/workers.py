@@ -1,8 +1,8 @@
-"""More processes for HTTP over one engine: parsing, templates and JSON then have several cores.
+"""Further processes that serve HTTP over the same engine, so that parsing, templates and JSON use several cores.
 
-The process that was started serves as well, and has the engine. Each of the others inherits the listening socket,
-connects to the engine by itself, takes connections once it has done so, and ends with the first one: its standard input
-is a pipe that then closes.
+The first process serves too, and it owns the engine. Each worker inherits the listening socket, connects to the engine,
+takes connections once that has succeeded, and ends with the first process: its standard input is a pipe that then
+closes. `worker.py` is what a worker runs.
 """
 
 from __future__ import annotations
@@ -11,55 +11,52 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import signal
 import socket
 import sys
-import threading
-import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from inferplane.serving import logs
-from inferplane.serving.counters import NUM_CELLS, RequestCounters
+from inferplane.serving.counters import NUM_CELLS
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.slots import SLOTS_CELL, SequenceSlots, SharedCounters
+from inferplane.serving.shared_counters import SharedCounters
+from inferplane.serving.slots import SLOTS_CELL
 
 RESTART_S = 1.0
+"""Seconds before a worker that ended by itself is started again."""
 END_S = 10.0
-"""Seconds beyond draining that a worker has for its end; then it is killed."""
-_START = (
-    "import sys; sys.path[:] = sys.argv[1].split('\\n'); from inferplane.serving.lifecycle.workers import main; main()"
-)
+"""Seconds that a worker has for its end beyond draining; then it is killed."""
+_MODULE = "inferplane.serving.lifecycle.worker"
+_COMMAND = f"import sys; sys.path[:] = sys.argv[1].split('\\n'); from {_MODULE} import main; main()"
 log = logging.getLogger("inferplane.serving")
 
 
 class Workers:
-    """The further processes.
+    """Starts the workers, restarts those that end, and ends them.
 
     Args:
-        settings: theirs are the same, without ports of their own.
-        keys: who may come in.
+        settings: the workers get the same, without ports of their own.
+        keys: which clients may call.
         sock: listens.
-        board: of the numbers that all share; the first process has the first slot.
     """
 
-    def __init__(self, settings: ServerSettings, keys: list[str], sock: socket.socket, board: SharedCounters) -> None:
-        own = replace(
-            settings, health_port=None, metrics_port=None, grpc_port=None, http_workers=1, api_key=tuple(keys)
-        )
-        self._settings = replace(own, api_key_file=None)
-        self._socket, self._board = sock, board
+    def __init__(self, settings: ServerSettings, keys: list[str], sock: socket.socket) -> None:
+        unset: dict[str, Any] = dict.fromkeys(("health_port", "metrics_port", "grpc_port", "api_key_file"))
+        self._settings = replace(settings, http_workers=1, api_key=tuple(keys), **unset)
+        self._count = settings.http_workers - 1
+        self._socket = sock
+        self.shared = SharedCounters(settings.http_workers, NUM_CELLS)
+        """The counters of all processes; the first process has row 0."""
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: set[asyncio.subprocess.Process] = set()
         self._ending = False
 
-    def start(self, count: int, address: str) -> None:
-        """Start so many; each is started again when it ends by itself."""
-        self._tasks = [asyncio.create_task(self._keep(number, address)) for number in range(1, count + 1)]
+    def start(self, address: str) -> None:
+        """Start the workers, which connect to the engine at `address`."""
+        self._tasks = [asyncio.create_task(self._keep_running(i, address)) for i in range(1, self._count + 1)]
 
     async def end(self, drain_s: float) -> None:
-        """Let them drain, and wait for their end."""
+        """Let the workers drain, and wait for their end."""
         self._ending = True
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
@@ -73,20 +70,20 @@ class Workers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _keep(self, number: int, address: str) -> None:
+    async def _keep_running(self, number: int, address: str) -> None:
         while not self._ending:
             code = await self._run(number, address)
-            self._board.write(number, SLOTS_CELL, 0)  # what it held ended with it; what it counted stays
+            self.shared.write(number, SLOTS_CELL, 0)  # its sequences ended with it; its counts stay
             if not self._ending:
                 log.error("a worker ended", extra={"facts": {"worker": number, "code": code}})
                 await asyncio.sleep(RESTART_S)
 
     async def _run(self, number: int, address: str) -> int:
-        assert self._board.fd is not None
-        fds = self._socket.fileno(), self._board.fd
-        where = (*fds, self._board.slots, number, address)
+        assert self.shared.fd is not None
+        fds = self._socket.fileno(), self.shared.fd
+        arguments = (*fds, self.shared.processes, number, address)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _START, "\n".join(sys.path), *map(str, where)),
+            *(sys.executable, "-c", _COMMAND, "\n".join(sys.path), *map(str, arguments)),
             stdin=asyncio.subprocess.PIPE,
             pass_fds=fds,
             start_new_session=True,  # a terminal's Ctrl-C comes through the first process
@@ -100,56 +97,3 @@ class Workers:
             return await process.wait()
         finally:
             self._processes.discard(process)
-
-
-def _end_with_parent() -> None:
-    """Standard input ends when the first process does; then nobody is left to answer for."""
-    while os.read(0, 4096):  # not through sys.stdin: its lock, held here, is needed when the interpreter ends
-        pass
-    logs.finish()
-    os._exit(1)
-
-
-def main() -> None:
-    """A worker. Standard input: the settings. Arguments: the descriptors of socket and board, the board's size and this
-    process's slot on it, the engine's address."""
-    from inferplane.engine.garbage import importing
-
-    began = time.monotonic()
-    with importing():
-        from inferplane.engine import AsyncLLM
-        from inferplane.serving.http.gate import Keys
-        from inferplane.serving.lifecycle.run import Life
-        from inferplane.serving.lifecycle.start import import_tokenizers, prepared
-
-        import_tokenizers()
-    fd, board, slots, slot = map(int, sys.argv[2:6])
-    address = sys.argv[6]
-    given = json.loads(sys.stdin.buffer.readline())
-    values: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    settings = ServerSettings(**values)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    logs.set_up(settings.log_format, settings.log_level, worker=slot)
-    sock = socket.socket(fileno=fd)
-    sock.setblocking(False)
-    shared = SharedCounters(slots, NUM_CELLS, board)
-    life = Life(
-        settings,
-        Keys(settings.api_key),
-        {"http": sock},
-        began,
-        lambda: prepared(lambda: AsyncLLM.connect(address)),
-        slots=SequenceSlots(settings.max_batch + settings.max_waiting, shared, slot),
-        counts=RequestCounters(shared, slot),
-        others=True,
-    )
-    try:
-        code = asyncio.run(life.live())
-    except Exception as error:
-        if not logs.is_json(settings.log_format):
-            raise
-        logs.log_fatal(error, worker=slot)
-        code = 1
-    finally:
-        logs.finish()
-    sys.exit(code)

@@ -1,6 +1,7 @@
-"""The status page: what the server does, for eyes. No outside assets; its numbers are those of /metrics.
+"""The status page: what the server does, in a browser. It loads nothing from elsewhere; its numbers are those of
+/metrics.
 
-A browser cannot send a bearer key. Where keys are set, it asks for a name and a password: the password is a key.
+A browser cannot send a bearer key. If keys are set, it asks for a name and a password: the password is a key.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ HEADERS = {
 
 
 def routes(service: Service) -> APIRouter:
-    """The page, its parts, and the data it shows."""
+    """Return the routes of the page, its parts, and its data."""
     router = APIRouter(include_in_schema=False)
     for path, (name, kind) in FILES.items():
         content = (FOLDER / name).read_bytes()
@@ -45,7 +46,7 @@ def routes(service: Service) -> APIRouter:
         server = {"status": condition.status, "ready": condition.ready, "detail": condition.detail}
         info = asdict(service.model.info) if service.model is not None else None
         if info is not None:
-            del info["folder"], info["tokenizer"]  # where it lies is the operator's business; for other processes
+            del info["folder"], info["tokenizer"]  # for other processes only; clients need not know the folder
         stats = await service.stats()
         return JSONResponse({"server": {**server, "version": __version__}, "info": info, "stats": stats})
 
@@ -53,7 +54,7 @@ def routes(service: Service) -> APIRouter:
     async def kernels() -> Response:
         if service.engine is None or service.state not in ("serving", "draining"):
             raise ApiError(503, "There is no model that runs.", code="loading", retry_after_s=2)
-        return JSONResponse(summary(await service.engine.explain()))
+        return JSONResponse(summarize_plan(await service.engine.explain()))
 
     return router
 
@@ -65,19 +66,19 @@ def _file(content: bytes, kind: str) -> Any:
     return answer
 
 
-def summary(plan: dict[str, Any]) -> dict[str, Any]:
-    """A plan's kernels of a decoding step, each once with the number of its sites; those of many sites first."""
+def summarize_plan(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return the kernels of a plan's decoding step, each once with its number of sites, most sites first."""
     sites = [s for s in plan["sites"] if s["step_kind"] == "decode" and s["chosen"]["kernel"] != "decomposition"]
     keys = [(s["op"], s["chosen"]["kernel"], s["chosen"]["why"]) for s in sites]
     counts: Counter[tuple[str, str, str]] = Counter()
     for site, key in zip(sites, keys):
-        counts[key] += _layers(site["site"])
+        counts[key] += _count_sites(site["site"])
     found = [{"op": op, "kernel": kernel, "sites": n, "why": why} for (op, kernel, why), n in counts.most_common()]
     return {"device": plan["device"], "kernels": found}
 
 
-def _layers(site: str) -> int:
-    """How many sites a line of a plan stands for: "layers.1-60.mlp" is 60."""
+def _count_sites(site: str) -> int:
+    """Return how many sites a line of a plan stands for: "layers.1-60.mlp" is 60."""
     total = 1
     for part in site.split("."):
         first, dash, last = part.partition("-")

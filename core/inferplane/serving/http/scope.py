@@ -1,0 +1,46 @@
+"""ASGI's types, and the record that travels with each request from the gate to its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from inferplane.serving.http.chunks import ChunkWriter
+from inferplane.serving.slots import SlotReservation
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+CONTEXT = "inferplane.context"
+"""The key of the `RequestContext` in a scope."""
+
+
+@dataclass
+class RequestContext:
+    """What the gate and the routes tell each other about one request.
+
+    Args:
+        request_id: the client's X-Request-Id, or a new one.
+        writer: writes the chunks of a streamed answer.
+        tenant: cached prefixes are shared among requests of one tenant only.
+        facts: what the log line of the request will contain.
+        reservation: the slot acquired for a request that generates.
+        is_traced: a span of OpenTelemetry covers the request, if there are spans.
+    """
+
+    request_id: str
+    writer: ChunkWriter
+    tenant: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    reservation: SlotReservation | None = None
+    is_traced: bool = False
+
+
+def context_of(scope: Scope) -> RequestContext:
+    """Return the record of a request."""
+    context: RequestContext = scope[CONTEXT]
+    return context
