@@ -71,7 +71,14 @@ def main():
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
     shape = config(SHAPES[args.shape], 1024)
-    llm = LLM(shape, device=args.device, dtype="bfloat16", load_format="dummy", max_batch=BATCH, prefix_cache=False)
+    llm = LLM(
+        shape,
+        device=args.device,
+        dtype="bfloat16",
+        load_format="dummy",
+        max_num_seqs=BATCH,
+        enable_prefix_caching=False,
+    )
     ids = range(shape["vocab_size"])
     jobs = workload.random_jobs(args.requests, parse_lengths("16-64"), parse_lengths("exp:64:512"), ids, args.seed)
     turn(llm.engine, jobs[:BATCH], ["continuous"], args.clock)  # warm

@@ -82,7 +82,9 @@ def main():
     add_clock(parser)
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
-    llm = LLM(config(QWEN3_0_6B, 256), device=args.device, dtype="bfloat16", load_format="dummy", prefix_cache=False)
+    llm = LLM(
+        config(QWEN3_0_6B, 256), device=args.device, dtype="bfloat16", load_format="dummy", enable_prefix_caching=False
+    )
     if not args.json:
         print(f"{'batch':>5} {'asked':<12} {'step ms':>8} {'model ms':>9} {'engine ms':>10} {'best':>7} {'share':>7}")
     results = []

@@ -74,7 +74,7 @@ def measure(engine, prompt_tokens, budget, turns, clock):
     told = {name: ([], []) for name in ways}
     for _ in range(turns):
         for name, most in ways.items():
-            engine.scheduler.limits = replace(limits, max_step_tokens=most)
+            engine.scheduler.limits = replace(limits, max_num_batched_tokens=most)
             spent, full = alone(engine, prompt_tokens, most, clock)
             told[name][0].append(spent)
             told[name][1].append(gaps(engine, prompt_tokens, clock))

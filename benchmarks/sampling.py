@@ -19,9 +19,9 @@ from types import SimpleNamespace
 
 import torch
 
-from inferplane.engine.params import SamplingParams
-from inferplane.engine.rows import SampleRow
-from inferplane.engine.sampler import Sampler
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.sampling.batch_rows import BatchRow
+from inferplane.engine.sampling.sampler import Sampler
 from inferplane.ops import SampleTokens
 from inferplane.plugins import host
 from inferplane.types import Context
@@ -61,7 +61,7 @@ def logits(kind, rows, vocab):
 def measure(samplers, kind, asked, rows, vocab, repeats):
     """Milliseconds of each sampler for one step."""
     x = logits(kind, rows, vocab)
-    step = samplers["kernel"].prepare([SampleRow(SamplingParams(**asked), i, 3) for i in range(rows)])
+    step = samplers["kernel"].prepare([BatchRow(SamplingParams(**asked), i, 3) for i in range(rows)])
     spent = {name: [] for name in samplers}
     with torch.inference_mode():
         drawn = [s.sample(x, step) for s in samplers.values()]

@@ -16,9 +16,9 @@ import random
 import time
 from statistics import median
 
-from inferplane.engine.params import SamplingParams
-from inferplane.engine.request import Request
-from inferplane.engine.scheduler import Limits, Scheduler
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.request.state import Request
+from inferplane.engine.schedule.scheduler import Limits, Scheduler
 from inferplane.kvcache import BlockAllocator, root_hash
 
 BAR_MS = 0.4

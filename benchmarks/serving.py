@@ -152,7 +152,7 @@ async def by_engine(engine, tokens, at):
 async def overhead(server, clients, model, options, tokens, turns):
     """Seconds with and without HTTP, turn by turn."""
     alone, http, caller_s, client_s, server_s, events = [], [], [], [], [], 0
-    async with AsyncLLM(model, device="cpu", process=True, max_batch=STREAMS, **options) as engine:
+    async with AsyncLLM(model, device="cpu", process=True, max_num_seqs=STREAMS, **options) as engine:
         task = {"port": server.port, "count": STREAMS, "tokens": tokens}
         await by_engine(engine, tokens, 0)
         clients.ask("streams", **task, at=0)

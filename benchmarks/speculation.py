@@ -68,7 +68,9 @@ def opened(method, args, drafts=None, adaptive=True):
     spec = None
     if method is not None:
         spec = {**METHODS[method], "speculate_max_draft_token_num": drafts or DRAFTS[method], "adaptive": adaptive}
-    return LLM("demo", device=args.device, dtype=args.dtype, speculative=spec, prefix_cache=False, max_batch=4)
+    return LLM(
+        "demo", device=args.device, dtype=args.dtype, speculative=spec, enable_prefix_caching=False, max_num_seqs=4
+    )
 
 
 def decode(llm, prompts, params, clock=time.perf_counter):

@@ -24,8 +24,8 @@ class Inferplane:
 
         scheme = None if precision == "bf16" else f"weight_only_{precision}"
         self.llm = LLM(
-            folder, device="cpu", dtype="bfloat16", max_model_len=tokens, max_batch=batch, quantization=scheme,
-            prefix_cache=False, max_step_tokens=batch * tokens, kv_dtype=kv,
+            folder, device="cpu", dtype="bfloat16", max_model_len=tokens, max_num_seqs=batch, quantization=scheme,
+            enable_prefix_caching=False, max_num_batched_tokens=batch * tokens, kv_dtype=kv,
         )  # fmt: skip
 
     def run(self, prompts, tokens):

@@ -135,9 +135,9 @@ def main():
                 device="cpu",
                 dtype="bfloat16",
                 max_model_len=4096,
-                max_batch=1,
-                max_step_tokens=4096,
-                prefix_cache=False,
+                max_num_seqs=1,
+                max_num_batched_tokens=4096,
+                enable_prefix_caching=False,
                 quantization=None if precision == "bf16" else f"weight_only_{precision}",
             )
             before = probe()

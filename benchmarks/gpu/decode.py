@@ -74,7 +74,7 @@ def cycles(config: dict[str, Any], sequences: int, drafts: int) -> Iterator[Row]
     }  # fmt: skip
     llm = LLM(
         config, device=cases.DEVICE, dtype="bfloat16", load_format="dummy", max_model_len=2 * CONTEXT,
-        max_batch=sequences, kv_cache_bytes=cache_bytes(config, sequences) * 2, max_step_tokens=8 * CONTEXT,
+        max_num_seqs=sequences, kv_cache_bytes=cache_bytes(config, sequences) * 2, max_num_batched_tokens=8 * CONTEXT,
         speculative=settings,
     )  # fmt: skip
     speculator = llm.engine.speculator
@@ -98,7 +98,10 @@ def cycles(config: dict[str, Any], sequences: int, drafts: int) -> Iterator[Row]
         yield {"mode": way, "sequences": sequences, "drafts": drafts, "step_us": round(statistics.median(us), 1)}
     yield {"what": "one record gives the tokens of two", "passed": tokens["apart"] == tokens["one record"]}
     if not records.replayed:
-        yield {"passed": False, "error": f"verification and drafts were not one record: {records.off or records.apart}"}
+        yield {
+            "passed": False,
+            "error": f"verification and drafts were not one record: {records.off or records.fallbacks}",
+        }
         llm.close()
         return
     recorded = next(iter(next(iter(records.buckets.values())).records.values()))
@@ -127,7 +130,7 @@ def ours(config: dict[str, Any], sequences: int, roof: dict[str, float]) -> Iter
 
     llm = LLM(
         config, device=cases.DEVICE, dtype="bfloat16", load_format="dummy", max_model_len=2 * CONTEXT,
-        max_batch=sequences, kv_cache_bytes=cache_bytes(config, sequences),
+        max_num_seqs=sequences, kv_cache_bytes=cache_bytes(config, sequences),
     )  # fmt: skip
     runner = llm.runner
     steps, cache = runner.decode, runner.cache

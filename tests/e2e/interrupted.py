@@ -25,7 +25,7 @@ def arm(number: int, moment: str) -> None:
             os.kill(os.getpid(), number)
 
     if event == "step":
-        from inferplane.engine.runner import Runner
+        from inferplane.engine.runner.model_runner import Runner
 
         run = Runner.run
 

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from inferplane.engine.runner import Runner
+from inferplane.engine.runner.model_runner import Runner
 from inferplane.types.batch import FEW_TOKENS, Query, make_batch
 
 

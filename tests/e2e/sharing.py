@@ -24,7 +24,9 @@ def answers(llm: LLM) -> dict[str, object]:
 
 
 def main(model: str, out: str, options: str = "{}") -> None:
-    with LLM(model, device="cpu", dtype="float32", max_batch=3, max_step_tokens=48, **json.loads(options)) as llm:
+    with LLM(
+        model, device="cpu", dtype="float32", max_num_seqs=3, max_num_batched_tokens=48, **json.loads(options)
+    ) as llm:
         assert llm.runner.ranks is not None
         found = {**answers(llm), "bytes": llm.runner.ranks.weight_bytes}
         found["again"] = answers(llm)["tokens"]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from inferplane import LLM, AsyncLLM, Delta, SamplingParams
-from inferplane.engine import local
-from inferplane.engine.client import Order, RequestId
-from inferplane.engine.local import LocalEngine
+from inferplane.engine.clients import local
+from inferplane.engine.clients.client import RequestId, Submission
+from inferplane.engine.clients.local import LocalEngine
 from inferplane.errors import CapacityError, UsageError
 
 CONFIG: dict[str, Any] = {
@@ -209,8 +209,8 @@ class Told:
         self.pieces += pieces
 
 
-def order(name: str, **params: Any) -> Order:
-    return Order(name, [1, 2, 3], SamplingParams(ignore_eos=True, **params), 0, 0, "")
+def order(name: str, **params: Any) -> Submission:
+    return Submission(name, [1, 2, 3], SamplingParams(ignore_eos=True, **params), 0, 0, "")
 
 
 def turn(engine: LocalEngine) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from inferplane import LLM, SamplingParams
-from inferplane.engine.speculate.cycles import Cycles
+from inferplane.engine.speculate.captured_steps import CapturedSteps
 from inferplane.types import Backend
 from inferplane_cpu.backend import CpuBackend
 from tests.e2e.drafters import eagle_head, with_mtp
@@ -92,12 +92,17 @@ def test_the_same_tokens_as_apart_and_eager(opened, method, strategy):
     texts = ["def f(", "class Stack:", "import ", "for x in", "a = ", "while True:"]
     found, accepted = {}, 0
     for way in WAYS:
-        llm = opened(way, "demo", spec(method, "demo-eagle", verify_strategy=strategy), max_batch=4, max_model_len=96)
+        llm = opened(
+            way, "demo", spec(method, "demo-eagle", verify_strategy=strategy), max_num_seqs=4, max_model_len=96
+        )
         found[way] = told(llm, llm.generate(texts, params))
         cycles, accepted = llm.engine.speculator.cycles, found[way][1]["spec_decode_num_accepted_tokens_total"]
-        assert (cycles.replayed > 8) == (way == "together"), (cycles.off, cycles.apart)
+        assert (cycles.replayed > 8) == (way == "together"), (cycles.off, cycles.fallbacks)
     assert found["together"] == found["apart"] == found["eager"] and accepted > 5
-    assert cycles.off == "" and set(cycles.apart) <= {"a prompt is read", "a sequence is shorter than what is padded"}
+    assert cycles.off == "" and set(cycles.fallbacks) <= {
+        "a prompt is read",
+        "a sequence is shorter than what is padded",
+    }
     assert len({form.kinds for bucket in cycles.buckets.values() for form in bucket.records}) > 1
 
 
@@ -109,7 +114,7 @@ def test_the_same_cache_behind_it(opened, folders, method, policy):
     first = prompts(160, (37, 20, 5))
     found, entries = {}, {}
     for way in WAYS:
-        llm = opened(way, folders / method, given, max_batch=3, max_model_len=160)
+        llm = opened(way, folders / method, given, max_num_seqs=3, max_model_len=160)
         results = llm.generate(first, [SamplingParams(max_tokens=n, **GREEDY) for n in (40, 61, 33)])
         longer = [[*p, *r.token_ids[:-2]] for p, r in zip(first, results)]
         results += llm.generate(longer, SamplingParams(max_tokens=18, **GREEDY))
@@ -125,24 +130,26 @@ def test_little_room(opened, folders):
     """Sequences make room for each other and are computed again; where blocks lack for all drafts, steps run apart."""
     found = {}
     for way in WAYS:
-        llm = opened(way, folders / "mtp", spec("mtp", None, 7), max_batch=4, max_model_len=160)
+        llm = opened(way, folders / "mtp", spec("mtp", None, 7), max_num_seqs=4, max_model_len=160)
         whole = llm.runner.block_bytes() * llm.runner.cache.blocks
         tight = whole * 11 // llm.runner.cache.blocks
         llm.close()
-        llm = opened(way, folders / "mtp", spec("mtp", None, 7), max_batch=4, max_model_len=160, kv_cache_bytes=tight)
+        llm = opened(
+            way, folders / "mtp", spec("mtp", None, 7), max_num_seqs=4, max_model_len=160, kv_cache_bytes=tight
+        )
         assert llm.runner.cache.blocks == 11
         params = [SamplingParams(max_tokens=n, temperature=t, seed=n, ignore_eos=True) for n, t in ((60, 0), (70, 0.9))]
         found[way] = told(llm, llm.generate(prompts(160, (30, 31, 32, 33)), params * 2))
         cycles = llm.engine.speculator.cycles
     assert found["together"] == found["apart"] == found["eager"] and found["eager"][1]["num_preemptions_total"] > 0
-    assert cycles.replayed > 8 and cycles.apart["too few blocks are free for all drafts"] > 0
+    assert cycles.replayed > 8 and cycles.fallbacks["too few blocks are free for all drafts"] > 0
     assert llm.engine.allocator.used == 0
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_prompt_keeps_its_blocks_between_its_chunks(opened, folders, way):
     """It took them all as it joined, so that it need not push anybody out, or out itself, when it is half read."""
-    llm = opened(way, folders / "mtp", spec("mtp", None), max_batch=2, max_model_len=160, max_step_tokens=24)
+    llm = opened(way, folders / "mtp", spec("mtp", None), max_num_seqs=2, max_model_len=160, max_num_batched_tokens=24)
     (asked,) = prompts(160, (120,))
     request, held = llm.engine.add(asked, SamplingParams(max_tokens=4, **GREEDY), frozenset()), []
     while not request.generated:
@@ -156,7 +163,7 @@ def test_a_prompt_keeps_its_blocks_between_its_chunks(opened, folders, way):
 def test_drafts_are_written_to_blocks_of_their_own_sequence(opened, folders, policy):
     """Whatever stands: also the last of the most drafts has a place that nobody else has."""
     given = spec("mtp", None, 7, adaptive=False, accept_policy=policy)
-    llm = opened("together", folders / "mtp", given, max_batch=3, max_model_len=160)
+    llm = opened("together", folders / "mtp", given, max_num_seqs=3, max_model_len=160)
     cycles, n, own, seen = llm.engine.speculator.cycles, llm.runner.cache.block_tokens, [], []
     fill, layer = cycles._fill, cycles.cycle.layer
 
@@ -182,16 +189,16 @@ def test_drafts_are_written_to_blocks_of_their_own_sequence(opened, folders, pol
 
 
 def test_a_sequence_shorter_than_the_padding_runs_apart(opened, folders):
-    llm = opened("together", folders / "mtp", spec("mtp", None, 7), max_batch=2, max_model_len=160)
+    llm = opened("together", folders / "mtp", spec("mtp", None, 7), max_num_seqs=2, max_model_len=160)
     llm.generate(prompts(160, (1,)), SamplingParams(max_tokens=30, **GREEDY))
     cycles = llm.engine.speculator.cycles
-    assert cycles.apart["a sequence is shorter than what is padded"] > 0 and cycles.replayed > 4
+    assert cycles.fallbacks["a sequence is shorter than what is padded"] > 0 and cycles.replayed > 4
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_closing_lets_go_of_the_drafting_layer(opened, folders, way):
     """Its cache, and what the records read."""
-    llm = opened(way, folders / "mtp", spec("mtp", None), max_batch=2, max_model_len=160)
+    llm = opened(way, folders / "mtp", spec("mtp", None), max_num_seqs=2, max_model_len=160)
     llm.generate(prompts(160, (12, 15)), SamplingParams(max_tokens=9, **GREEDY))
     refs = [weakref.ref(llm.runner.cache.layers[-1].entries[0])]
     refs += [weakref.ref(bucket.numbers) for bucket in llm.engine.speculator.cycles.buckets.values()]
@@ -215,24 +222,24 @@ def test_what_asks_for_the_host_runs_apart(opened, folders, reason):
     params = [SamplingParams(max_tokens=60, **GREEDY), SamplingParams(max_tokens=20, **{**GREEDY, **ASKED[reason]})]
     found = {}
     for way in WAYS:
-        llm = opened(way, folders / "mtp", spec("mtp", None), max_batch=2, max_model_len=160)
+        llm = opened(way, folders / "mtp", spec("mtp", None), max_num_seqs=2, max_model_len=160)
         results = llm.generate(prompts(160, (12, 15)), params)
         found[way] = told(llm, results), [r.logprobs for r in results]
     cycles = llm.engine.speculator.cycles
     assert found["together"][0] == found["eager"][0]
     assert found["together"] == found["apart"], "log-probabilities too, to the last bit"
-    assert cycles.apart[reason] > 8 and cycles.replayed > 8
+    assert cycles.fallbacks[reason] > 8 and cycles.replayed > 8
 
 
 def test_a_constraint_runs_apart(opened):
-    llm = opened("together", "demo", spec("mtp", None), max_batch=2, max_model_len=96)
+    llm = opened("together", "demo", spec("mtp", None), max_num_seqs=2, max_model_len=96)
     llm.generate(["def f("], SamplingParams(max_tokens=12, temperature=0, regex="[a-z]+"))
     cycles = llm.engine.speculator.cycles
-    assert cycles.apart["a constraint"] > 0 and cycles.replayed == 0
+    assert cycles.fallbacks["a constraint"] > 0 and cycles.replayed == 0
 
 
 def test_recording_that_fails_costs_the_record_and_nothing_else(opened, folders, monkeypatch):
-    want = opened("eager", folders / "mtp", spec("mtp", None), max_batch=2, max_model_len=160)
+    want = opened("eager", folders / "mtp", spec("mtp", None), max_num_seqs=2, max_model_len=160)
     params = SamplingParams(max_tokens=20, **GREEDY)
     tokens = [r.token_ids for r in want.generate(prompts(160, (12, 15)), params)]
 
@@ -241,16 +248,16 @@ def test_recording_that_fails_costs_the_record_and_nothing_else(opened, folders,
         monkeypatch.setattr(CpuBackend, "capture", lambda self, step, bucket: torch.zeros(2)[5])
         return kinds
 
-    llm = opened("together", folders / "mtp", spec("mtp", None), max_batch=2, max_model_len=160)
-    plain = Cycles._fill
-    monkeypatch.setattr(Cycles, "_fill", fill)
+    llm = opened("together", folders / "mtp", spec("mtp", None), max_num_seqs=2, max_model_len=160)
+    plain = CapturedSteps._fill
+    monkeypatch.setattr(CapturedSteps, "_fill", fill)
     assert [r.token_ids for r in llm.generate(prompts(160, (12, 15)), params)] == tokens
     assert "recording a cycle of 2 sequences failed: IndexError" in llm.engine.speculator.cycles.off
 
 
 def test_a_broken_step_ends_the_request_it_is_in(opened, folders):
     """NaN in one sequence: found in the table, and the others go on as if it had never run."""
-    llm = opened("together", folders / "mtp", spec("mtp", None), max_batch=3, max_model_len=160)
+    llm = opened("together", folders / "mtp", spec("mtp", None), max_num_seqs=3, max_model_len=160)
     asked = prompts(160, (12, 15, 9))
     params = SamplingParams(max_tokens=30, **GREEDY)
     want = [r.token_ids for r in llm.generate(asked, params)]
@@ -277,11 +284,11 @@ def test_a_broken_step_ends_the_request_it_is_in(opened, folders):
 
 def test_explain_tells(opened, folders):
     """In one record, or why not."""
-    llm = opened("together", folders / "mtp", spec("mtp", None), max_batch=2, max_model_len=160)
+    llm = opened("together", folders / "mtp", spec("mtp", None), max_num_seqs=2, max_model_len=160)
     assert llm.explain()["decode_steps"]["drafting_layer"] == ""
     assert "drafts are in one record with them" in llm.explain_text()
     llm.engine.speculator.cycles.off = "a reason"
     assert llm.explain()["decode_steps"]["drafting_layer"] == "a reason"
     assert "drafts are recorded apart from them: a reason" in llm.explain_text()
-    llm = opened("eager", folders / "mtp", None, max_batch=2, max_model_len=160)
+    llm = opened("eager", folders / "mtp", None, max_num_seqs=2, max_model_len=160)
     assert "drafting_layer" not in llm.explain()["decode_steps"]

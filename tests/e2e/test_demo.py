@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from inferplane import LLM, SamplingParams
 from inferplane.binding import view_of
 from inferplane.engine import InferplaneWarning
-from inferplane.engine.sources import DEMO_FOLDER
+from inferplane.engine.runner.model_files import DEMO_FOLDER
 from inferplane.types.batch import Query, make_batch
 
 pytestmark = pytest.mark.skipif(not DEMO_FOLDER.is_dir(), reason="not run: this tree has no demo model")

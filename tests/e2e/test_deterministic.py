@@ -76,7 +76,7 @@ def asked(count):
 def differing(folder, steps, count, ops=None):
     """Prompts whose scores depend on the step: each alone in one chunk against all of them under `steps`."""
     every, params = asked(count)
-    with opened(folder, ops=ops, prefix_cache=False) as llm:
+    with opened(folder, ops=ops, enable_prefix_caching=False) as llm:
         alone = [scored(llm.generate([p], q))[0] for p, q in zip(every, params, strict=True)]
     wrong = set()
     for options in steps:

@@ -12,8 +12,8 @@ from transformers import MistralConfig
 
 from inferplane import LLM, SamplingParams
 from inferplane.binding import view_of
-from inferplane.engine import rng
-from inferplane.engine.rows import SampleRow
+from inferplane.engine.sampling import rng
+from inferplane.engine.sampling.batch_rows import BatchRow
 from inferplane.engine.speculate import verify
 from inferplane.errors import CheckpointError, UnsupportedModelError, UsageError
 from inferplane.kvcache import paged_layout
@@ -140,7 +140,7 @@ def test_it_stays_right_in_little_room(blocks, folders):
     options = {"device": "cpu", "dtype": "float32", "speculative": config}
     with LLM(folders / "gqa", max_model_len=64, **options) as llm:
         a_block = llm.runner.block_bytes() + llm.runner.draft.block_bytes()
-    with LLM(folders / "gqa", kv_cache_bytes=blocks * a_block, max_step_tokens=24, **options) as llm:
+    with LLM(folders / "gqa", kv_cache_bytes=blocks * a_block, max_num_batched_tokens=24, **options) as llm:
         each = [p[: 9 + 3 * i] for i, p in enumerate(prompts(160, (40,) * 5))]
         llm.generate(each, SamplingParams(max_tokens=44, **GREEDY))
         stats = llm.engine.stats()
@@ -180,9 +180,7 @@ def test_rejection_keeps_the_distribution_of_what_each_method_drafts(method, tem
         assert len(drafts) == 2
         logits = llm.logits([[*prompt, *request.generated, *drafts]])[0][-3:]
         sampler = llm.engine.sampler
-        rows = [
-            SampleRow(params, rng.child_seed(7, s), i + 1, None, drafts[:i]) for s in range(draws) for i in range(3)
-        ]
+        rows = [BatchRow(params, rng.child_seed(7, s), i + 1, None, drafts[:i]) for s in range(draws) for i in range(3)]
         step, every = sampler.prepare(rows), logits.repeat(draws, 1)
         with torch.inference_mode():
             drawn, p = sampler.sample(every, step), sampler.probabilities(every, step)
@@ -228,7 +226,7 @@ def test_drafts_after_a_prefix_hit_are_those_without_one(method, folders):
         prompt = prompts(160, (5 * n + 4,))[0]
         others = [[*prompt[: k * n], (prompt[k * n] + 1) % 160, *prompt[k * n + 1 : k * n + 9]] for k in (1, 2, 3, 4)]
         end = prompt[: 4 * n - 1]  # its last step fills a block, and then it is over
-        with LLM(folders / "mla_moe", prefix_cache=False, **options) as plain:
+        with LLM(folders / "mla_moe", enable_prefix_caching=False, **options) as plain:
             want, drafts, entries = drafted_for(plain, prompt)
         for first in (others, others[::-1], [end], [*others, end, prompt]):
             llm.engine.allocator.clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inferplane import LLM, AsyncLLM, SamplingParams
-from inferplane.engine.embedding import finished
+from inferplane.engine.request.embedding import finish_embedding
 from inferplane.errors import CapacityError, GenerationError, UsageError
 from tests.e2e.drafters import noisy_copy
 from tests.e2e.tiny_models import make, prompts
@@ -41,7 +41,7 @@ def pair(request, tmp_path_factory):
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_prompts_cut_into_chunks_beside_others_that_generate(pair, pooling):
     model, folder = pair
-    with LLM(folder, max_batch=3, max_step_tokens=16, **OPTIONS) as llm:
+    with LLM(folder, max_num_seqs=3, max_num_batched_tokens=16, **OPTIONS) as llm:
         many = prompts(llm.engine.vocab, (70, 9, 1, 33, 64))
         other = llm.add(many[0], SamplingParams(max_tokens=30, temperature=0))
         check(model, many, llm.embed(many, pooling, normalize=False), pooling)
@@ -53,10 +53,10 @@ def test_prompts_cut_into_chunks_beside_others_that_generate(pair, pooling):
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_sequences_that_have_to_make_room(tmp_path, pooling):
     model = make("llama", "gqa", tmp_path)
-    with LLM(tmp_path, max_batch=4, max_step_tokens=24, max_model_len=96, **OPTIONS) as probe:
+    with LLM(tmp_path, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, **OPTIONS) as probe:
         block_bytes = probe.runner.block_bytes()
     with LLM(
-        tmp_path, max_batch=4, max_step_tokens=24, max_model_len=96, kv_cache_bytes=7 * block_bytes, **OPTIONS
+        tmp_path, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, kv_cache_bytes=7 * block_bytes, **OPTIONS
     ) as llm:
         many = prompts(llm.engine.vocab, (60, 50, 70, 40), seed=4)
         hog = llm.add(many[3], SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
@@ -69,7 +69,7 @@ def test_sequences_that_have_to_make_room(tmp_path, pooling):
 
 def test_a_preempted_prompt_is_gathered_anew(tmp_path):
     model = make("llama", "gqa", tmp_path)
-    with LLM(tmp_path, max_step_tokens=16, **OPTIONS) as llm:
+    with LLM(tmp_path, max_num_batched_tokens=16, **OPTIONS) as llm:
         (ids,) = prompts(llm.engine.vocab, (50,))
         request = llm.add(ids, SamplingParams(max_tokens=4, temperature=0, pooling="mean"))
         llm.engine.step()
@@ -106,7 +106,7 @@ def test_beside_a_drafter(tmp_path):
         "speculate_max_draft_token_num": 3,
         "draft_model_name_or_path": str(tmp_path / "draft"),
     }
-    with LLM(tmp_path / "model", speculative=config, max_step_tokens=32, **OPTIONS) as llm:
+    with LLM(tmp_path / "model", speculative=config, max_num_batched_tokens=32, **OPTIONS) as llm:
         many = prompts(llm.engine.vocab, (40, 3, 17))
         plain = SamplingParams(max_tokens=12, temperature=0)
         before = [r.token_ids for r in llm.generate(many, plain)]
@@ -140,7 +140,7 @@ def test_vectors_are_cut_before_they_are_scaled(tmp_path):
         raw, cut = llm.embed(ids, normalize=False)[0], llm.embed(ids, dimensions=8)[0]
     kept = torch.tensor(raw[:8], dtype=torch.float64)
     assert torch.tensor(cut, dtype=torch.float64) == pytest.approx(kept / kept.norm(), abs=1e-12)
-    assert finished([0.0, 0.0]) == [0.0, 0.0]  # nothing has no direction
+    assert finish_embedding([0.0, 0.0]) == [0.0, 0.0]  # nothing has no direction
 
 
 def test_what_cannot_be(tmp_path, monkeypatch):

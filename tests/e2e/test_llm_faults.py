@@ -113,7 +113,9 @@ def test_more_than_fits_waits(llm, folder):
     many = prompts(400, (30, 3, 60, 17, 1, 44, 20, 9, 31, 5, 50, 16), seed=9)
     params = [SamplingParams(max_tokens=5 + 3 * i, temperature=1.0, seed=i) for i in range(12)]
     want = [llm.generate([p], s)[0] for p, s in zip(many, params)]
-    with opened(folder, max_model_len=96, kv_cache_bytes=10 * 16 * 2 * 2 * 2 * 16 * 4, max_step_tokens=24) as small:
+    with opened(
+        folder, max_model_len=96, kv_cache_bytes=10 * 16 * 2 * 2 * 2 * 16 * 4, max_num_batched_tokens=24
+    ) as small:
         assert small.engine.allocator.total == 10
         got = small.generate(many, params)
         assert small.engine.allocator.used == 0
@@ -171,5 +173,5 @@ def test_limits_that_are_none(folder, name, value):
 
 def test_the_smallest_limits(llm, folder):
     want = one(llm, LONG).token_ids
-    with opened(folder, max_batch=1, max_step_tokens=1) as small:
+    with opened(folder, max_num_seqs=1, max_num_batched_tokens=1) as small:
         assert [r.token_ids for r in small.generate([LONG, LONG], GREEDY)] == [want, want]

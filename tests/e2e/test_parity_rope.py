@@ -84,7 +84,7 @@ def test_logits(family, kind, k, tmp_path):
     many = prompts(model.config.vocab_size, LENGTHS)
     reference = token_by_token if kind == "dynamic" else logits_of
     want = [reference(model, ids) for ids in many]
-    with LLM(tmp_path, device="cpu", dtype="float32", max_batch=len(many)) as llm:
+    with LLM(tmp_path, device="cpu", dtype="float32", max_num_seqs=len(many)) as llm:
         stretched = CONTEXT * ROPES[kind][k]["factor"] if kind in ("dynamic", "yarn") else 0
         assert llm.runner.max_model_len == (stretched if kind == "dynamic" else max(stretched, 256))
         for chunk_tokens in (1000, 9):
@@ -101,7 +101,7 @@ def test_greedy_tokens_across_the_context(family, kind, tmp_path):
     model = random_model(config_for(family, kind, 0))
     model.save_pretrained(tmp_path)
     many = prompts(model.config.vocab_size, (CONTEXT, 1, 29, 13), seed=3)
-    with LLM(tmp_path, device="cpu", dtype="float32", max_batch=3) as llm:
+    with LLM(tmp_path, device="cpu", dtype="float32", max_num_seqs=3) as llm:
         results = llm.generate(many, SamplingParams(max_tokens=64, temperature=0))
     for ids, result in zip(many, results):
         asked = torch.tensor([ids])
@@ -178,6 +178,6 @@ def test_published_spellings(name, tmp_path):
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(entries))
     ids = prompts(SIZES["vocab_size"], (3000,))[0]
-    with LLM(tmp_path, device="cpu", max_batch=1, max_model_len=4096) as llm:
+    with LLM(tmp_path, device="cpu", max_num_seqs=1, max_model_len=4096) as llm:
         assert llm.runner.dtype is torch.float32
         assert error(llm.logits([ids])[0], logits_of(model, ids)) <= FLOAT32

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from inferplane import LLM, AsyncLLM, SamplingParams
-from inferplane.engine.process import messages
+from inferplane.engine.clients.process import messages
 from inferplane.errors import CapacityError, DeviceError, EngineError, UnsupportedModelError, UsageError
 from tests.e2e.test_async import CONFIG, OPTIONS, PROMPTS, collect
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from inferplane import LLM, Delta, Result, SamplingParams, errors
-from inferplane.engine.results import Timings, TokenLogprob
+from inferplane.engine.request.results import Timings, TokenLogprob
 from inferplane.engine.speculate.config import SpeculativeConfig
 from tests.house.rules import REPOSITORY
 

@@ -67,7 +67,7 @@ def same(got, want):
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_answer_as_one(case, tmp_path):
     make(*case.split("-"), tmp_path / "model")
-    with LLM(tmp_path / "model", device="cpu", dtype="float32", max_batch=3, max_step_tokens=48) as llm:
+    with LLM(tmp_path / "model", device="cpu", dtype="float32", max_num_seqs=3, max_num_batched_tokens=48) as llm:
         want, whole = answers(llm), llm.runner.loaded.nbytes
     done(torchrun("tests/e2e/sharing.py", tmp_path / "model", tmp_path / "out"))
     got = torch.load(tmp_path / "out")
@@ -171,7 +171,7 @@ def test_two_machines(tmp_path):
             ip("-n", name, "link", "set", link, "up")
             ip("-n", name, "link", "set", "lo", "up")
         make("deepseek", "q_lora", tmp_path / "model")
-        with LLM(tmp_path / "model", device="cpu", dtype="float32", max_batch=3, max_step_tokens=48) as llm:
+        with LLM(tmp_path / "model", device="cpu", dtype="float32", max_num_seqs=3, max_num_batched_tokens=48) as llm:
             want = answers(llm)
         nodes = []
         for i, (name, link) in enumerate(zip(names, links)):

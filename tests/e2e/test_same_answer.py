@@ -49,7 +49,7 @@ def alone(folders):
     found = {}
     for name in MODELS:
         folder = folders[name]
-        with LLM(folder, device="cpu", dtype="float32", prefix_cache=False) as llm:
+        with LLM(folder, device="cpu", dtype="float32", enable_prefix_caching=False) as llm:
             found[name] = [llm.generate([p], q)[0].token_ids for p, q in zip(*asked())]
     return found
 
@@ -100,7 +100,7 @@ def test_same_answer(model, case, folders, alone):
 
 def bytes_for(folder, sequences, speculative):
     """Cache bytes for this many sequences of the longest kind."""
-    with LLM(folder, device="cpu", dtype="float32", max_model_len=64, max_batch=8, speculative=speculative) as llm:
+    with LLM(folder, device="cpu", dtype="float32", max_model_len=64, max_num_seqs=8, speculative=speculative) as llm:
         a_block = sum(a_block_of(runner) for runner in (llm.runner, llm.runner.draft) if runner is not None)
         return int(sequences * math.ceil(64 / llm.runner.cache.block_tokens)) * a_block
 
@@ -114,7 +114,7 @@ def a_block_of(runner):
 @pytest.mark.parametrize("model", MODELS)
 def test_any_number_together_and_as_streams(model, folders, alone):
     every, params = asked()
-    with LLM(folders[model], device="cpu", dtype="float32", max_batch=32) as llm:
+    with LLM(folders[model], device="cpu", dtype="float32", max_num_seqs=32) as llm:
         for n in (*range(1, 9), 13, 21, 32):
             which = [i % len(every) for i in range(n)]
             got = llm.generate([every[i] for i in which], [params[i] for i in which])

@@ -35,8 +35,8 @@ def test_backends_are_light():
 
 def test_who_uses_an_engine_elsewhere_imports_no_torch():
     names = [
-        "inferplane.engine.process",
-        "inferplane.engine.async_llm",
+        "inferplane.engine.clients.process",
+        "inferplane.engine.clients.async_llm",
         "inferplane.serving.lifecycle.start",
         "inferplane.cli.verbs.serve",
     ]
@@ -51,7 +51,7 @@ def test_planted_faults_are_found(tmp_path):
     plant(tmp_path, "", "torch_npu.py")
     plant(tmp_path, "", "inferplane/__init__.py")
     plant(tmp_path, "", "inferplane/engine/llm.py")
-    plant(tmp_path, "import inferplane.engine.llm", "heavy.py")
+    plant(tmp_path, "import inferplane.engine.clients.llm", "heavy.py")
     plant(tmp_path, "import torch_npu", "vendor.py")
     plant(tmp_path, "import os\nos.environ['SET_BY_IMPORT'] = '1'", "loud.py")
     plant(tmp_path, "raise RuntimeError('no driver')", "broken.py")

@@ -20,7 +20,7 @@ def mock(monkeypatch):
         pytest.skip("not run: this torch takes no devices written in Python (2.9 does)")
     hidden.start()
     host = plugins.discover(f"only,inferplane_cpu.plugin,{PLUGIN}")
-    monkeypatch.setattr("inferplane.engine.llm.host", lambda: host)
+    monkeypatch.setattr("inferplane.engine.clients.llm.host", lambda: host)
     return host
 
 

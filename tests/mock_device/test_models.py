@@ -31,7 +31,7 @@ def usual(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     make(family, case, folder)
     many = prompts(100, (61, 9, 30))
-    with LLM(folder, device="cpu", dtype="float32", max_batch=4) as llm:
+    with LLM(folder, device="cpu", dtype="float32", max_num_seqs=4) as llm:
         return folder, "gqa" if family == "llama" else "mla", many, llm.logits(many), tokens(llm, many)
 
 
@@ -43,7 +43,7 @@ def tokens(llm: LLM, many: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("device", KERNELS)
 def test_same_logits_and_tokens(usual, device, mock):
     folder, kind, many, logits, greedy = usual
-    with LLM(folder, device=device, dtype="float32", max_batch=4, max_step_tokens=40) as llm:
+    with LLM(folder, device=device, dtype="float32", max_num_seqs=4, max_num_batched_tokens=40) as llm:
         for chunk in (None, 7):
             for got, want in zip(llm.logits(many, chunk_tokens=chunk), logits, strict=True):
                 assert got.device == torch.device("cpu")

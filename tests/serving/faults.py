@@ -22,10 +22,11 @@ import httpx
 import pytest
 
 import inferplane
-from inferplane.engine import AsyncLLM, llm
-from inferplane.engine.constrain import Grammars
-from inferplane.engine.process import messages, remote
-from inferplane.engine.process import server as process
+from inferplane.engine import AsyncLLM
+from inferplane.engine.clients import llm
+from inferplane.engine.clients.process import messages, remote
+from inferplane.engine.clients.process import server as process
+from inferplane.engine.sampling.grammars import Grammars
 from inferplane.errors import EngineError
 from inferplane.serving import logs, model, service
 from inferplane.serving.chat_template.template import ChatTemplate
@@ -250,7 +251,7 @@ class Small:
         assert ends == wanted, (asked, text)
         return ends, "".join(spoken(text))
 
-    def judge(self, found: list[tuple[int, str, bool]]) -> list[str]:
+    def verify_on_device(self, found: list[tuple[int, str, bool]]) -> list[str]:
         """Return what became of each of `ASKED`; fail if one of them did not end exactly once."""
         fates = []
         for asked, right, (status, text, complete) in zip(ASKED, self.answers, found):
@@ -299,7 +300,7 @@ class Small:
             assert not client._compiling
             engine.llm.engine.allocator.check()
         again = await self.ask()
-        assert self.judge(again) == ["whole"] * len(ASKED), again
+        assert self.verify_on_device(again) == ["whole"] * len(ASKED), again
         return True
 
     async def _stats(self, engine: AsyncLLM) -> dict[str, Any] | None:

@@ -13,17 +13,18 @@ from typing import Any
 
 import pytest
 
-from inferplane.engine import async_llm, engine, local
-from inferplane.engine.constrain import Constraint
-from inferplane.engine.llm import LLM
-from inferplane.engine.metrics import Metrics
-from inferplane.engine.process import messages, remote
-from inferplane.engine.process import server as process
-from inferplane.engine.request import Request
-from inferplane.engine.runner import Runner
-from inferplane.engine.sampler import Sampler
-from inferplane.engine.scheduler import Scheduler
-from inferplane.engine.text import Detokenizer
+from inferplane.engine.clients import async_llm, local
+from inferplane.engine.clients.llm import LLM
+from inferplane.engine.clients.process import messages, remote
+from inferplane.engine.clients.process import server as process
+from inferplane.engine.loop import engine
+from inferplane.engine.loop.metrics import Metrics
+from inferplane.engine.request.state import Request
+from inferplane.engine.request.text import Detokenizer
+from inferplane.engine.runner.model_runner import Runner
+from inferplane.engine.sampling.grammars import Constraint
+from inferplane.engine.sampling.sampler import Sampler
+from inferplane.engine.schedule.scheduler import Scheduler
 from inferplane.kvcache import BlockAllocator
 from inferplane.serving import logs, native
 from inferplane.serving.chat_template import template
@@ -96,7 +97,7 @@ def fail_each(folder: Path, owner: Any, method: str, error: Exception, *, by_mes
             await server.start()
             with failing(owner, method, n, error) as fault:
                 found = await server.ask()
-            fates, alive = server.judge(found), await server.at_rest()
+            fates, alive = server.verify_on_device(found), await server.at_rest()
             if fault.calls < n:
                 assert fates == ["whole"] * len(fates) and alive
                 break

@@ -10,7 +10,7 @@ import jsonschema
 import llguidance
 import pytest
 
-from inferplane.engine.constrain import JSON_OPTIONS
+from inferplane.engine.sampling.grammars import JSON_OPTIONS
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http.chat_wire import ChatRequest
 from inferplane.serving.http.completions import CompletionRequest

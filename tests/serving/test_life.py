@@ -60,7 +60,7 @@ from inferplane.plugin import hookimpl
 @hookimpl
 def inferplane_on_event(event):
     if event.name == "plan.bound":
-        from inferplane.engine.runner import Runner
+        from inferplane.engine.runner.model_runner import Runner
         build = Runner._build_cache
         def late(self):
             while not os.path.exists(os.environ["GO_ON"]):

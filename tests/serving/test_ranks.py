@@ -47,7 +47,7 @@ def events(lines: queue.Queue[str]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def launched():
+def launcher_ranks():
     """torchrun with two ranks, the address that one of them listens at, and a mark in the environment of both."""
     mark = f"TEST_RANKS_MARK={uuid.uuid4().hex}"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_PATHS), "OMP_NUM_THREADS": "1"}
@@ -71,9 +71,9 @@ def launched():
         process.wait(60)
 
 
-def test_two_ranks_serve_as_one(launched):
+def test_two_ranks_serve_as_one(launcher_ranks):
     """The same tokens as one process; a signal to the launcher lets a live request end, and then no process is left."""
-    process, url, mark = launched
+    process, url, mark = launcher_ranks
     assert len(left(mark)) >= 3, left(mark)  # the launcher and two ranks
     with LLM("demo", device="cpu", dtype="float32") as llm:
         want = llm.generate(PROMPT, SamplingParams(max_tokens=32, temperature=0))[0].text

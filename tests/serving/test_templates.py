@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import inferplane
-from inferplane.engine.text import Tokenizer
+from inferplane.engine.request.text import Tokenizer
 from inferplane.serving.chat_template.template import ChatTemplate
 from inferplane.serving.errors import ApiError
 from inferplane.serving.http.chat import render_messages

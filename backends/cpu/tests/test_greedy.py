@@ -37,7 +37,7 @@ def folders(tmp_path_factory):
 
 def reference(folder):
     """Every op by its own body, in float32."""
-    return LLM(folder, device="cpu", dtype="float32", ops={"*": "reference"}, prefix_cache=False)
+    return LLM(folder, device="cpu", dtype="float32", ops={"*": "reference"}, enable_prefix_caching=False)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -45,7 +45,10 @@ def reference(folder):
 def test_greedy_tokens_are_those_of_the_reference(model, name, folders):
     asked = prompts(101, (5, 40), seed=3)
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    with use_instruction_set(name), LLM(folders[model], device="cpu", dtype="bfloat16", prefix_cache=False) as llm:
+    with (
+        use_instruction_set(name),
+        LLM(folders[model], device="cpu", dtype="bfloat16", enable_prefix_caching=False) as llm,
+    ):
         chosen = {s["chosen"]["provider"] for s in llm.explain()["sites"] if s["op"] == "decoder_layer"}
         assert "native" in chosen
         written = [r.token_ids for r in llm.generate(asked, params)]

@@ -43,9 +43,9 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
     """
     options = model_options(args)
     with screen.loading(f"starting {args.model}") as loading:
-        from inferplane.engine.garbage import importing
+        from inferplane.engine.clients.process.memory import gc_paused
 
-        with importing():
+        with gc_paused():
             from inferplane.cli.sampling_defaults import sampling_params
             from inferplane.engine import LLM, ModelFiles
 
@@ -61,7 +61,7 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
         llm = LLM(**options, progress=loading.bar)
         loading.phase("reading the tokenizer")
         try:
-            with importing():
+            with gc_paused():
                 _ = llm.tokenizer  # loaded at first use; do it while the bar is shown
         except BaseException:
             llm.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from inferplane.binding import Bench
-from inferplane.engine.runner import DEFAULT_BLOCK_TOKENS, DTYPES
+from inferplane.engine.runner.model_runner import DEFAULT_BLOCK_TOKENS, DTYPES
 from inferplane.errors import UsageError
 from inferplane.kvcache import paged_layout
 from inferplane.plugins import DeviceEntry, PluginHost

@@ -9,13 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inferplane.engine.async_llm import AsyncLLM
-    from inferplane.engine.explained import recorded_steps
-    from inferplane.engine.llm import LLM
-    from inferplane.engine.params import SamplingParams
-    from inferplane.engine.results import Delta, Result, Timings
-    from inferplane.engine.runner import Runner, RunnerOptions
-    from inferplane.engine.sources import ModelFiles
+    from inferplane.engine.clients.async_llm import AsyncLLM
+    from inferplane.engine.clients.llm import LLM
+    from inferplane.engine.request.params import SamplingParams
+    from inferplane.engine.request.results import Delta, Result, Timings
+    from inferplane.engine.runner.model_files import ModelFiles
+    from inferplane.engine.runner.model_runner import Runner, RunnerOptions, captured_steps
     from inferplane.engine.speculate import SpeculativeConfig
     from inferplane.errors import InferplaneWarning
 
@@ -31,22 +30,22 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "Timings",
-    "recorded_steps",
+    "captured_steps",
 ]
 
 _WHERE = {
-    "AsyncLLM": "inferplane.engine.async_llm",
-    "Delta": "inferplane.engine.results",
+    "AsyncLLM": "inferplane.engine.clients.async_llm",
+    "Delta": "inferplane.engine.request.results",
     "InferplaneWarning": "inferplane.errors",
-    "LLM": "inferplane.engine.llm",
-    "ModelFiles": "inferplane.engine.sources",
-    "Result": "inferplane.engine.results",
-    "Runner": "inferplane.engine.runner",
-    "RunnerOptions": "inferplane.engine.runner",
-    "SamplingParams": "inferplane.engine.params",
+    "LLM": "inferplane.engine.clients.llm",
+    "ModelFiles": "inferplane.engine.runner.model_files",
+    "Result": "inferplane.engine.request.results",
+    "Runner": "inferplane.engine.runner.model_runner",
+    "RunnerOptions": "inferplane.engine.runner.model_runner",
+    "SamplingParams": "inferplane.engine.request.params",
     "SpeculativeConfig": "inferplane.engine.speculate",
-    "Timings": "inferplane.engine.results",
-    "recorded_steps": "inferplane.engine.explained",
+    "Timings": "inferplane.engine.request.results",
+    "recorded_steps": "inferplane.engine.runner.model_runner",
 }
 
 

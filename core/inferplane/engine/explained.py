@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from inferplane.binding import explain, explain_text
-from inferplane.engine.buckets import sizes_for
-from inferplane.engine.capture import why_not, why_not_together
-from inferplane.engine.runner import Runner
+from inferplane.engine.runner.buckets import sizes_for
+from inferplane.engine.runner.capture import why_not, why_not_together
+from inferplane.engine.runner.model_runner import Runner
 from inferplane.types import Backend
 
 
 def explained(runner: Runner) -> dict[str, Any]:
     """As data (docs/schemas/explain.json)."""
-    return {**explain(runner.plan, runner.files.name), "decode_steps": recorded_steps(runner)}
+    return {**explain(runner.plan, runner.files.name), "decode_steps": captured_steps(runner)}
 
 
 def explained_text(runner: Runner, *, verbose: bool = False) -> str:
     """As text, in the words of `inferplane explain`; of recorded steps it says nothing where there are none."""
-    steps = recorded_steps(runner)
+    steps = captured_steps(runner)
     return explain_text(runner.plan, runner.files.name, verbose=verbose, decode_steps=steps)
 
 
-def recorded_steps(runner: Runner) -> dict[str, Any]:
+def captured_steps(runner: Runner) -> dict[str, Any]:
     """For `explain`: the sizes of decode steps that are recorded, and `off`, why none are, in words. Where a layer of
     the model drafts, `drafting_layer` tells why its drafts are not in one record with the step; empty where they are.
     """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def let_be() -> None:
+def freeze_gc() -> None:
     """Take what is there out of the collector's sight: it stays to the end.
 
     Imported libraries are hundreds of thousands of objects. A full collection that walks through them was measured to

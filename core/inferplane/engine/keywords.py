@@ -34,7 +34,7 @@ def known_keywords(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def _unknown(said: str, name: str, value: Any, known: list[str]) -> UsageError:
-    from inferplane.engine.params import SamplingParams
+    from inferplane.engine.request.params import SamplingParams
 
     close = get_close_matches(name, known, n=1)
     if said != SamplingParams.__name__ and name in {f.name for f in fields(SamplingParams)}:

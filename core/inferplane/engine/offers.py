@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from inferplane.engine.options import RunnerOptions
+from inferplane.engine.runner.options import RunnerOptions
 from inferplane.errors import UsageError
 from inferplane.kvcache import paged_layout
 from inferplane.types import Backend, KVLayout, KVRequest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inferplane.engine.request import Request
-from inferplane.engine.results import Result
+from inferplane.engine.request.results import Result
+from inferplane.engine.request.state import Request
 from inferplane.errors import GenerationError, warn
 
 SEE_EXPLAIN = "see explain for the kernels in use, and pin another provider"

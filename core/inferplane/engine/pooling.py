@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from inferplane.engine.scheduler import Scheduled
+from inferplane.engine.schedule.scheduler import Scheduled
 from inferplane.types import HOST
 
 

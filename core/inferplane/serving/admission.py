@@ -12,7 +12,7 @@ from inferplane.serving.errors import from_engine, invalid
 from inferplane.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from inferplane.engine.client import ModelInfo
+    from inferplane.engine.clients.client import ModelInfo
 
 
 @dataclass(frozen=True)

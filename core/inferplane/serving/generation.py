@@ -158,7 +158,7 @@ class Generation:
                 f"{self._name}.{choice}",
                 index=index,
                 tenant=self.call.tenant,
-                alone=(self.call.request_id or "") if choice == 0 else "",
+                exclusive_id=(self.call.request_id or "") if choice == 0 else "",
             )
         except InferplaneError as error:
             refusal = from_engine(error, self.call.words, self.call.sampling)

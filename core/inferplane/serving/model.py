@@ -42,7 +42,7 @@ class ServedModel:
         self._tokenizer = engine.tokenizer if self.info.folder is not None else None
         self.token_text = TokenText(self._tokenizer.fast) if self._tokenizer is not None else None
         self.template = ChatTemplate.from_tokenizer(self._tokenizer.fast) if self._tokenizer is not None else None
-        facts = (__version__, self.info.name, self.info.dtype, self.info.kv_dtype, self.info.device)
+        facts = (__version__, self.info.name, self.info.dtype, self.info.kv_cache_dtype, self.info.device)
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
 
     def resolve_name(self, name: str | None) -> str:

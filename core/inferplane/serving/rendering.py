@@ -14,7 +14,7 @@ from inferplane.serving.errors import ApiError
 from inferplane.serving.generation import Generation, Piece
 
 if TYPE_CHECKING:
-    from inferplane.engine.results import TokenLogprob
+    from inferplane.engine.request.results import TokenLogprob
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""

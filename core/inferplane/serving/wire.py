@@ -9,13 +9,13 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from inferplane.engine.params import (
-    MOST_BIASES,
-    MOST_LOGPROBS,
-    MOST_SEQUENCES,
-    MOST_STOP_CHARACTERS,
-    MOST_STOP_TOKEN_IDS,
-    MOST_STOPS,
+from inferplane.engine.request.params import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
 )
 from inferplane.serving.errors import invalid
 
@@ -28,10 +28,10 @@ MIN_TOP_P = 1e-6
 """The meaning of top_p 0: the most likely token only."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
-Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-Alternatives = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Timeout = Annotated[float, Field(gt=0)]
 """Seconds for a whole request; never more than the server's limit."""
@@ -74,7 +74,7 @@ class SamplingFields(RequestBody):
     """How tokens are sampled: the fields that all OpenAI formats have, and those that other servers add."""
 
     model: str | None = Field(None, max_length=4096)
-    n: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -83,14 +83,14 @@ class SamplingFields(RequestBody):
     stop: Stop | Stops | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES)] | None = None
     user: str | None = Field(None, max_length=4096)
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     timeout: Timeout | None = Field(None, description="Seconds for the whole request.")
     return_token_ids: bool | None = Field(None, description="Also return the ids of the generated tokens.")
 

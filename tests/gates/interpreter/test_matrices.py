@@ -34,7 +34,7 @@ BENCH = Bench("interpreter", HOST, torch.bfloat16, Features(["triton", "fp8", "i
 WIDE_ROWS = (1, 17, 130)
 
 
-def judge(kernel: Any, sample: Sample, dtype: torch.dtype, record: Any) -> None:
+def verify_on_device(kernel: Any, sample: Sample, dtype: torch.dtype, record: Any) -> None:
     outcome = run_case(kernel, sample, replace(BENCH, dtype=dtype), seed=3, poisoned=True)
     assert outcome.served, outcome.detail
     record("op", kernel.op)
@@ -64,7 +64,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "sample", "dtype"), CASES)
 def test_agrees_with_the_oracle(name, sample, dtype, record_property):
-    judge(KERNELS[name], sample, DTYPES[dtype], record_property)
+    verify_on_device(KERNELS[name], sample, DTYPES[dtype], record_property)
 
 
 def test_every_kernel_has_samples_or_cases_of_its_own():
@@ -120,7 +120,7 @@ def test_linear_of_odd_sizes(form, count, outliers, record_property):
     weight = placeholder(40, DEPTH, format=format)
     op = Linear(weight, bias=placeholder(40), **options)
     sample = Sample(form, op, rows(count, DEPTH, outliers))
-    judge(KERNELS[name], sample, torch.bfloat16, record_property)
+    verify_on_device(KERNELS[name], sample, torch.bfloat16, record_property)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_linear_of_odd_sizes(form, count, outliers, record_property):
 def test_linear_in_parts_of_its_depth(form, count, record_property):
     options, name = LINEARS[form]
     op = Linear(placeholder(24, 1160, format=form.removesuffix("_act").removesuffix("_coded")), **options)
-    judge(KERNELS[name], Sample(form, op, rows(count, 1160, True)), torch.bfloat16, record_property)
+    verify_on_device(KERNELS[name], Sample(form, op, rows(count, 1160, True)), torch.bfloat16, record_property)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_gated_mlp(form, count, outliers, record_property):
     format = form.removesuffix("_coded")
     op = GatedMLP(Linear(placeholder(400, 136, format=format)), Linear(placeholder(72, 200, format=format)))
     kernel = KERNELS["gated_mlp " + ("triton" if form == format else CODERS[format.partition("_")[0]])]
-    judge(kernel, Sample(form, op, rows(count, 136, outliers)), torch.bfloat16, record_property)
+    verify_on_device(kernel, Sample(form, op, rows(count, 136, outliers)), torch.bfloat16, record_property)
 
 
 @pytest.mark.parametrize("outliers", [False, True], ids=["random", "outliers"])
@@ -230,7 +230,7 @@ def test_output_head(format, count, outliers, record_property):
         return *rows(count, 200, outliers)(d), batch
 
     op = LMHead(placeholder(73, 200, format=format))
-    judge(KERNELS["lm_head triton"], Sample(format, op, draw), torch.bfloat16, record_property)
+    verify_on_device(KERNELS["lm_head triton"], Sample(format, op, draw), torch.bfloat16, record_property)
 
 
 def chosen(kind: str, tokens: int, experts: int, k: int) -> Any:
@@ -264,7 +264,7 @@ def test_experts(tokens, kind, format, provider, record_property):
     partial = kind in ("half_elsewhere", "nobody")
     op = MoEExperts(placeholder(9, 2 * 72, 136, format=format), placeholder(9, 136, 72, format=format), partial)
     sample = Sample(kind, op, chosen(kind, tokens, 9, 3))
-    judge(KERNELS[f"moe_experts {provider}"], sample, torch.bfloat16, record_property)
+    verify_on_device(KERNELS[f"moe_experts {provider}"], sample, torch.bfloat16, record_property)
 
 
 MIXTURES = {"plain": ("plain", "plain"), "fp8": ("fp8_block", "fp8_block"), "int4_experts": ("fp8_block", "int4_group"),
@@ -286,7 +286,7 @@ def test_mixture(form, tokens, record_property):
     )
     for provider in ("triton", *([CODERS[format.partition("_")[0]]] if form != "plain" else [])):
         sample = Sample(form, op, rows(tokens, 128, provider == "triton"))
-        judge(KERNELS[f"moe {provider}"], sample, torch.bfloat16, record_property)
+        verify_on_device(KERNELS[f"moe {provider}"], sample, torch.bfloat16, record_property)
 
 
 @pytest.mark.parametrize("here", [False, True], ids=["kernel", "in the product"])

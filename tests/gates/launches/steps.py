@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from inferplane.binding import link, view_of
-from inferplane.engine import ModelFiles, Runner, RunnerOptions, rows
-from inferplane.engine.capture import Size, blank
-from inferplane.engine.sampler import Sampler
+from inferplane.engine import ModelFiles, Runner, RunnerOptions
+from inferplane.engine.runner.capture import Size, padding_batch
+from inferplane.engine.sampling import batch_rows as rows
+from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.speculate import SpeculativeConfig
-from inferplane.engine.speculate.cycle import Cycle, Form
-from inferplane.engine.speculate.cycles import Bucket
+from inferplane.engine.speculate.captured_steps import InputBucket
+from inferplane.engine.speculate.verify_and_draft import CaptureForm, VerifyAndDraft
 from inferplane.ops.formats import FORMATS
 from inferplane.plugins import host
 from inferplane.types import PLAIN, KVCache, QTensor, Weight
@@ -92,7 +93,7 @@ CONTEXT, BLOCKS = 4096, 130
 def step(runner: Runner, sequences: int, tokens: int = 1) -> list[str]:
     """Kernels of one decode step of so many sequences, each with so many tokens."""
     bound, cache = _bound(runner)
-    batch = blank(Size(sequences, tokens), CONTEXT // cache.block_tokens, cache.block_tokens, META)
+    batch = padding_batch(Size(sequences, tokens), CONTEXT // cache.block_tokens, cache.block_tokens, META)
     return _taken(lambda: bound(batch, cache))
 
 
@@ -103,7 +104,7 @@ def drafting(runner: Runner, sequences: int, tokens: int = 1) -> list[str]:
     bound, cache = _bound(runner)
     layer, kv = view_of(bound).mtp[0], cache.layers[-1]
     last = torch.arange(sequences, device=META) if tokens > 1 else None
-    batch = blank(Size(sequences, tokens), CONTEXT // cache.block_tokens, cache.block_tokens, META)
+    batch = padding_batch(Size(sequences, tokens), CONTEXT // cache.block_tokens, cache.block_tokens, META)
     hidden = torch.empty(batch.tokens, runner.model.embed.weight.shape[1], dtype=runner.dtype, device=META)
     return _taken(lambda: layer(hidden, replace(batch, logit_rows=last), kv))
 
@@ -116,10 +117,10 @@ def cycle(runner: Runner, sequences: int, drafts: int, kinds: tuple[int, ...] = 
     layer, kv = view_of(bound).mtp[0], cache.layers[-1]
     sampler = Sampler(view_of(bound).sample, runner.model.vocab, META)
     config = SpeculativeConfig("mtp", drafts)
-    whole = Cycle(lambda b: bound(b, cache), lambda b, h: layer(h, b, kv), sampler, config, cache.block_tokens)
+    whole = VerifyAndDraft(lambda b: bound(b, cache), lambda b, h: layer(h, b, kv), sampler, config, cache.block_tokens)
     width = CONTEXT // cache.block_tokens
-    turn = Bucket.of(Size(sequences, 1 + drafts), width, cache.block_tokens, META).turn
-    return _taken(lambda: whole(turn, Form(drafts, kinds)))
+    turn = InputBucket.of(Size(sequences, 1 + drafts), width, cache.block_tokens, META).turn
+    return _taken(lambda: whole(turn, CaptureForm(drafts, kinds)))
 
 
 def _bound(runner: Runner) -> tuple[Any, KVCache]:

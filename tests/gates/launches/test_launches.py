@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from inferplane.engine.capture import why_not_together
-from inferplane.engine.rows import GREEDY, PLAIN
+from inferplane.engine.runner.capture import why_not_captured_together
+from inferplane.engine.sampling.batch_rows import GREEDY, PLAIN
 from tests.gates.launches.models import CODED_MODELS, DRAFTING, LAYERS, MODELS
 from tests.gates.launches.steps import PRODUCTS, Between, between, cycle, drafting, planned, step
 
@@ -55,7 +55,7 @@ def test_verification_and_drafts_are_launched_at_once(drafter, sequences, drafts
     """One record for both: the networks' own kernels, nothing that reads a value, and small operators only where what
     the layer reads follows from the forward before.
     """
-    assert why_not_together(drafter.plan, drafter.options) == ""
+    assert why_not_captured_together(drafter.plan, drafter.options) == ""
     names = cycle(drafter, sequences, drafts, kinds)
     first, chained = drafting(drafter, sequences, 1 + drafts), drafting(drafter, sequences)
     networks = [*step(drafter, sequences, 1 + drafts), *first, *chained * (drafts - 1)]

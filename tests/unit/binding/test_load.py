@@ -357,7 +357,7 @@ def test_a_warning_names_the_line_outside_the_packages():
     """Whichever of them it comes from."""
     package = {"__name__": "inferplane_toy.kernels", "warn": warn}
     exec("def load():\n    warn('slow')", package)
-    core = {"__name__": "inferplane.engine.llm", "load": package["load"]}
+    core = {"__name__": "inferplane.engine.clients.llm", "load": package["load"]}
     exec("def start():\n    load()", core)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

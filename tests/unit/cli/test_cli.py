@@ -17,7 +17,7 @@ from inferplane.cli import arguments, main, screen
 from inferplane.cli.main import DONE, FAILED, INTERRUPTED, VERBS, WRONG_USAGE, verb_parser
 from inferplane.cli.model_loading import summary_line
 from inferplane.cli.signals import Interrupt
-from inferplane.engine.results import Timings
+from inferplane.engine.request.results import Timings
 from inferplane.errors import DeviceError, UsageError
 from inferplane.plugins import discovery
 from inferplane.plugins import selection as choice

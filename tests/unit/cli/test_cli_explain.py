@@ -11,7 +11,7 @@ import pytest
 
 from inferplane.binding import explain, explain_text
 from inferplane.cli import main
-from inferplane.engine import ModelFiles, Runner, RunnerOptions, recorded_steps
+from inferplane.engine import ModelFiles, Runner, RunnerOptions, captured_steps
 from tests.house.rules import DEVICES, IN_TREE, REPOSITORY
 
 FULL_SIZE = {
@@ -113,7 +113,7 @@ def test_options_reach_the_plan(cli, in_tree):
     words = "--device npu --dtype float32 --kv-dtype int8 --arch 310p --op layers.*.mlp=decomposition --json"
     data = json.loads(cli(*words.split())[1])
     del data["probe"]
-    told = {**explain(runner.plan, "demo"), "decode_steps": recorded_steps(runner)}
+    told = {**explain(runner.plan, "demo"), "decode_steps": captured_steps(runner)}
     assert data == json.loads(json.dumps(told))
 
 
@@ -122,7 +122,7 @@ def test_python_tells_a_plan_in_the_same_words(cli, in_tree):
     runner = Runner.plan_only(ModelFiles("demo"), in_tree, "npu", options)
     words = ["--device", "npu", "--dtype", "float32", "--op", "moe_experts=reference"]
     for more, verbose in (((), False), (("--verbose",), True)):
-        text = explain_text(runner.plan, "demo", verbose=verbose, decode_steps=recorded_steps(runner))
+        text = explain_text(runner.plan, "demo", verbose=verbose, decode_steps=captured_steps(runner))
         lines = cli(*words, *more)[1].partition("\n\n")[2].splitlines()
         plain = [line.replace(lines[0][lines[0].index("; --arch") : -1], "") for line in lines[:1]] + lines[1:]
         assert " ".join(" ".join(plain).split()) == " ".join(text.split())

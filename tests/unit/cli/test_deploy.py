@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from inferplane.cli.main import verb_parser
-from inferplane.engine.metrics import Metrics
+from inferplane.engine.loop.metrics import Metrics
 from tests.house.rules import DEVICES, REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"

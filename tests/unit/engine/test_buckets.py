@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.shapes import REAL
 from inferplane.binding import captured_text
-from inferplane.engine import ModelFiles, Runner, RunnerOptions, recorded_steps
-from inferplane.engine.buckets import PADDING, Buckets, Size, choose, sizes_for, step_cost
+from inferplane.engine import ModelFiles, Runner, RunnerOptions, captured_steps
+from inferplane.engine.runner.buckets import PADDING, Buckets, Size, bucket_sizes, choose, step_cost
 from inferplane.plugins import host
 
 
@@ -61,12 +61,12 @@ def test_models_of_the_bars():
     counts = {}
     for name, config in REAL.items():
         runner = Runner.plan_only(ModelFiles(config), host(), "cpu", RunnerOptions(dtype="bfloat16", max_batch=64))
-        sizes = sizes_for(runner.plan, runner.options, 4096)
+        sizes = bucket_sizes(runner.plan, runner.options, 4096)
         cost = step_cost(runner.model, torch.bfloat16)
         for n in (1, 3, 17, 64):
             assert cost(sizes.holding(n, 1).sequences) <= (1 + PADDING) * cost(n)
         counts[name] = len(sizes.sequences)
-        few = sizes_for(runner.plan, runner.options, 4096, free_bytes=int(20 * 0.8 * sizes.nbytes))
+        few = bucket_sizes(runner.plan, runner.options, 4096, free_bytes=int(20 * 0.8 * sizes.nbytes))
         assert (few.sequences[-1] == 64 and few.nbytes <= 0.8 * sizes.nbytes) or few.sequences == (64,)
     assert counts["Llama-8B"] < counts["DeepSeek-V2-Lite"]
 
@@ -76,15 +76,15 @@ def test_steps_of_latent_attention_are_recorded():
     config = {**REAL["DeepSeek-V2-Lite"], "num_hidden_layers": 2}
     for ops, off in (({}, False), ({"mla_block": "absorbed"}, False), ({"mla_block": "expanded"}, True)):
         runner = Runner.plan_only(ModelFiles(config), host(), "cuda", RunnerOptions(dtype="bfloat16", ops=ops))
-        assert bool(recorded_steps(runner)["off"]) == off, recorded_steps(runner)
+        assert bool(captured_steps(runner)["off"]) == off, captured_steps(runner)
 
 
 def test_explain_tells():
     runner = Runner.plan_only(ModelFiles("demo"), host(), "cuda", RunnerOptions(dtype="bfloat16", drafts=2))
-    told = recorded_steps(runner)
+    told = captured_steps(runner)
     assert told["off"] == "" and told["tokens"] == [1, 3] and told["sequences"][-1] == 32
     assert "1 or 3 tokens each" in captured_text(told) and "MiB" in captured_text(told)
     runner = Runner.plan_only(ModelFiles("demo"), host(), "cuda", RunnerOptions(dtype="bfloat16", capture=False))
-    assert captured_text(recorded_steps(runner)) == "decode steps are not captured: capture=False"
+    assert captured_text(captured_steps(runner)) == "decode steps are not captured: capture=False"
     runner = Runner.plan_only(ModelFiles("demo"), host(), "cpu", RunnerOptions())
-    assert recorded_steps(runner)["off"]
+    assert captured_steps(runner)["off"]

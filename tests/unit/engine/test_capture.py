@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from inferplane import LLM, SamplingParams
-from inferplane.engine.buckets import Buckets, Size
-from inferplane.engine.capture import DecodeSteps, blank, fill, places, why_not, why_not_together
+from inferplane.engine.runner.buckets import Buckets, Size
+from inferplane.engine.runner.capture import (
+    DecodeSteps,
+    blank,
+    fill,
+    places,
+    why_not_captured,
+    why_not_captured_together,
+)
 from inferplane.kvcache import paged_layout
 from inferplane.ops import Attention
 from inferplane.types import HOST, Backend, KVCache, KVRequest
@@ -273,7 +280,7 @@ def test_what_keeps_one_part_from_being_recorded_keeps_all_from_being_recorded_t
         return SimpleNamespace(sites=lambda kind: [found[1:]], distinct=lambda: [found])
 
     options = SimpleNamespace(capture=True, ranks=1)
-    assert why_not_together(plan(True), options) == ""
+    assert why_not_captured_together(plan(True), options) == ""
     told = f"cpu.slow at {site} cannot be recorded"
-    assert why_not_together(plan(False), options) == told
-    assert why_not(plan(False), options) == (told if site.startswith("layers") else "")
+    assert why_not_captured_together(plan(False), options) == told
+    assert why_not_captured(plan(False), options) == (told if site.startswith("layers") else "")

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from inferplane.engine.constrain import Grammars
-from inferplane.engine.params import SamplingParams
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.sampling.grammars import Grammars
 from inferplane.errors import UsageError
 from inferplane.serving.errors import from_engine
 from tests.unit.support.constrained import END, V, allowed, grammars, ids_of, text_of, tokenizer, write

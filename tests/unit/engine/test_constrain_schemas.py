@@ -8,7 +8,7 @@ pytest.importorskip("llguidance", reason="not run: the extra `constrained` is no
 
 from jsonschema import Draft202012Validator, FormatChecker
 
-from inferplane.engine.params import SamplingParams
+from inferplane.engine.request.params import SamplingParams
 from tests.unit.support.constrained import grammars, write
 
 

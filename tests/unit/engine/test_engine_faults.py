@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane.engine.decide import decide
-from inferplane.engine.params import SamplingParams
-from inferplane.engine.request import Request
-from inferplane.engine.scheduler import Scheduled
+from inferplane.engine.loop.choose_tokens import decide
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.request.state import Request
+from inferplane.engine.schedule.scheduler import ScheduledChunk
 from inferplane.errors import EngineError
 from inferplane.types.batch import Query
 from tests.unit.engine.test_engine_steps import greedy, some
@@ -200,7 +200,7 @@ def test_no_warning_otherwise():
 
 
 def test_timeouts(monkeypatch):
-    import inferplane.engine.engine as module
+    import inferplane.engine.loop.engine as module
 
     now = [50.0]
     monkeypatch.setattr(module, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
@@ -269,7 +269,7 @@ def test_what_a_broken_sampler_draws_fails_the_step(drawn, value):
             return torch.tensor(drawn, dtype=torch.int64)
 
     def decided():
-        return decide([Scheduled(request, 1)], [Query([6], 1, [0], 1)], logits, Broken(), None)
+        return decide([ScheduledChunk(request, 1)], [Query([6], 1, [0], 1)], logits, Broken(), None)
 
     with pytest.raises(FloatingPointError, match="NaN or infinity"):
         decided()

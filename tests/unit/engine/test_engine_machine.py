@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from inferplane.engine import engine as engine_module
-from inferplane.engine.params import SamplingParams
+from inferplane.engine.loop import engine as engine_module
+from inferplane.engine.request.params import SamplingParams
 from inferplane.errors import CapacityError
 from tests.unit.support.fake_model import V, engine, interrupted, right
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from inferplane.engine.process.memory import one_heap, trimmer
+from inferplane.engine.clients.process.memory import memory_trimmer, share_heap
 
 KIB = 1024
 glibc = pytest.mark.skipif(
@@ -17,7 +17,7 @@ glibc = pytest.mark.skipif(
 )
 HEAPS = """
 import ctypes, io, os, re, tempfile, threading
-from inferplane.engine.process.memory import one_heap
+from inferplane.engine.clients.process.memory import one_heap
 {first}
 c = ctypes.CDLL(None)
 c.malloc.restype = ctypes.c_void_p
@@ -60,7 +60,7 @@ def test_memory_freed_between_what_stays_is_returned():
     for block in blocks[:-1]:
         c.free(block)
     before = resident_bytes()
-    trimmer()()
+    memory_trimmer()()
     assert before - resident_bytes() > 300 * 100 * KIB
     c.free(blocks[-1])
 
@@ -70,5 +70,5 @@ def test_other_systems_have_nothing_to_trim(monkeypatch):
         return object()
 
     monkeypatch.setattr(ctypes, "CDLL", without)
-    assert trimmer()() is None
-    assert one_heap() is False
+    assert memory_trimmer()() is None
+    assert share_heap() is False

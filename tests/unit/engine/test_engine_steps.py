@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from inferplane.engine.params import SamplingParams
+from inferplane.engine.request.params import SamplingParams
 from inferplane.errors import CapacityError, UsageError
 from tests.unit.support.fake_model import V, alone, engine, right
 

@@ -13,8 +13,8 @@ from inferplane.cli import main
 from inferplane.cli.main import DONE, FAILED, WRONG_USAGE
 from inferplane.cli.verbs.estimate import format_bytes
 from inferplane.engine import ModelFiles, Runner, RunnerOptions
-from inferplane.engine.estimate import Estimate, estimate
-from inferplane.engine.scheduler import Limits, Scheduler
+from inferplane.engine.runner.estimate import Estimate, estimate
+from inferplane.engine.schedule.scheduler import Limits, Scheduler
 from inferplane.kvcache import BlockAllocator
 from inferplane.plugins import host
 from inferplane.units import size_of

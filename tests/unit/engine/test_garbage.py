@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from inferplane.engine.garbage import importing
+from inferplane.engine.clients.process.memory import importing
 
 
 @pytest.fixture(autouse=True)

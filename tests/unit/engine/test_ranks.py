@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferplane.engine.options import RunnerOptions
-from inferplane.engine.ranks import launched, numbers, queries, ranks_for
+from inferplane.engine.runner.options import RunnerOptions
+from inferplane.engine.runner.ranks import launched, num_ranks, numbers, queries
 from inferplane.errors import UsageError
 from inferplane.types.batch import Query, make_batch
 
@@ -35,12 +35,12 @@ def test_a_batch_is_made_again_from_its_numbers(sequences, data):
 def test_who_was_started(monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    assert launched() == (0, 1, 0) and ranks_for(None) == ranks_for(1) == 1
+    assert launched() == (0, 1, 0) and num_ranks(None) == num_ranks(1) == 1
     with pytest.raises(UsageError, match=r"tensor_parallel_size = 2, but 1 process.*nproc-per-node 2"):
-        ranks_for(2)
+        num_ranks(2)
     for name, value in zip(NAMES, ("3", "4", "1", "localhost")):
         monkeypatch.setenv(name, value)
-    assert launched() == (3, 4, 1) and ranks_for(None) == ranks_for(4) == 4 and ranks_for(1) == 1
+    assert launched() == (3, 4, 1) and num_ranks(None) == num_ranks(4) == 4 and num_ranks(1) == 1
     monkeypatch.setenv("RANK", "three")
     with pytest.raises(UsageError, match="RANK='three'"):
         launched()

@@ -3,7 +3,7 @@
 import pytest
 
 from inferplane import LLM, SamplingParams
-from inferplane.engine.room import Room
+from inferplane.engine.runner.kv_cache import Room
 from inferplane.errors import CapacityError, InferplaneWarning
 from inferplane.types import HOST
 from tests.unit.support.small import LLAMA

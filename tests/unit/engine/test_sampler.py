@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from inferplane.engine import rng
-from inferplane.engine.params import SamplingParams
-from inferplane.engine.rows import FULL, GREEDY, PLAIN, SHORT, History, SampleRow
-from inferplane.engine.sampler import Sampler, draw
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.sampling import rng
+from inferplane.engine.sampling.batch_rows import FULL, GREEDY, PLAIN, SHORT, BatchRow, History
+from inferplane.engine.sampling.sampler import Sampler, draw
 from inferplane.ops import SampleTokens
 from inferplane.types import HOST
 from tests.unit.support.small import bound
@@ -25,7 +25,7 @@ def sampler(vocab=V):
 def row(params, prompt=(), generated=(), drafts=(), seed=0, **options):
     history = History(prompt, generated) if params.penalizes else None
     position = len(generated) + len(drafts)
-    return SampleRow(params, seed, position, history, tuple(drafts), options.pop("ends", ENDS), **options)
+    return BatchRow(params, seed, position, history, tuple(drafts), options.pop("ends", ENDS), **options)
 
 
 def some_params(r, **fixed):
@@ -262,9 +262,9 @@ def test_tokens_come_as_often_as_probabilities_say(asked):
     n, ours, x = 20_000, sampler(), torch.randn(1, V) * 2
     p = SamplingParams(**asked)
     kept = History([1, 2, 3], [4, 4]) if p.penalizes else None
-    step = ours.prepare([SampleRow(p, i % 3, i // 3, kept) for i in range(n)])
+    step = ours.prepare([BatchRow(p, i % 3, i // 3, kept) for i in range(n)])
     counts = torch.bincount(ours.sample(x.expand(n, -1), step), minlength=V).double()
-    want = ours.probabilities(x, ours.prepare([SampleRow(p, 0, 0, kept)]))[0].double() * n
+    want = ours.probabilities(x, ours.prepare([BatchRow(p, 0, 0, kept)]))[0].double() * n
     assert not counts[want == 0].any()
     rare = want < 8  # counted together
     have = torch.cat((counts[~rare], counts[rare].sum()[None])) + 1e-9
@@ -295,7 +295,7 @@ def test_random_numbers_follow_the_place_in_the_text():
 
 @pytest.mark.parametrize("rows", [1, 2, 9])
 def test_rows_that_want_the_likeliest_alone_are_prepared_once(rows, monkeypatch):
-    monkeypatch.setattr("inferplane.engine.rows.DEVICE_ENTRIES", 4 * V)  # four rows are drawn at once
+    monkeypatch.setattr("inferplane.engine.sampling.batch_rows.DEVICE_ENTRIES", 4 * V)  # four rows are drawn at once
     ours, plain = sampler(), SamplingParams(temperature=0.0)
     x = torch.randn(rows, V, generator=torch.Generator().manual_seed(rows))
     step = ours.prepare([row(plain)] * rows)
@@ -320,7 +320,7 @@ def test_rows_that_want_the_likeliest_alone_are_prepared_once(rows, monkeypatch)
 def test_rows_that_ask_for_more_are_heard(asked):
     ours, plain = sampler(), row(SamplingParams(temperature=0.0))
     more = row(**asked)
-    assert plain.likeliest_alone and not more.likeliest_alone
+    assert plain.is_plain_greedy and not more.is_plain_greedy
     step = ours.prepare([plain, more])
     kept = (step.logprobs, step.banned, step.bias, step.penalties, step.masks)
     warm = any(group.uniform is not None for group in step.groups)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from inferplane.engine import rows
-from inferplane.engine.logprobs import score
-from inferplane.engine.params import SamplingParams
-from inferplane.engine.rows import SampleRow
-from inferplane.engine.sampler import Sampler
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.sampling import batch_rows as rows
+from inferplane.engine.sampling.batch_rows import BatchRow
+from inferplane.engine.sampling.logprobs import score
+from inferplane.engine.sampling.sampler import Sampler
 from inferplane.ops import SampleTokens
 from inferplane.ops.sampling import likeliest
 from tests.unit.support.small import bound
@@ -53,7 +53,7 @@ def test_prompts_in_pieces(monkeypatch):
     x, tokens = torch.randn(53, 200), torch.randint(0, 200, (53,))
     whole = score(x, tokens, 2)
     monkeypatch.setattr(rows, "HOST_ENTRIES", 1000)
-    assert rows.rows_at_once(200, x.device) == 5
+    assert rows.max_rows_at_once(200, x.device) == 5
     assert score(x, tokens, 2).lists() == whole.lists()
     assert len(score(x[:0], tokens[:0]).lists()) == 0
 
@@ -64,10 +64,10 @@ def test_they_are_the_models_own():
     p = SamplingParams(temperature=0.3, top_k=2, logit_bias={3: 50.0}, logprobs=2)
     step = sampler.prepare(
         [
-            SampleRow(SamplingParams(), 0, 0),
-            SampleRow(p, 0, 0),
-            SampleRow(SamplingParams(), 0, 0),
-            SampleRow(SamplingParams(logprobs=0), 0, 0),
+            BatchRow(SamplingParams(), 0, 0),
+            BatchRow(p, 0, 0),
+            BatchRow(SamplingParams(), 0, 0),
+            BatchRow(SamplingParams(logprobs=0), 0, 0),
         ]
     )
     tokens = sampler.sample(x, step)

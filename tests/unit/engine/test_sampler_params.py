@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from inferplane.engine.params import GREEDY, SamplingParams
+from inferplane.engine.request.params import GREEDY, SamplingParams
 from inferplane.errors import UsageError
 
 

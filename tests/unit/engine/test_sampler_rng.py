@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inferplane.engine import rng
+from inferplane.engine.sampling import rng
 
 N = 1 << 16
 SEEDS = [0, 1, 7, -1, 2**63 - 1, -(2**63), 123456789]

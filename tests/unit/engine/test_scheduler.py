@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferplane.engine.params import SamplingParams
-from inferplane.engine.request import Request
-from inferplane.engine.room import Room
-from inferplane.engine.scheduler import Limits, Scheduler
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.request.state import Request
+from inferplane.engine.runner.kv_cache import Room
+from inferplane.engine.schedule.scheduler import Limits, Scheduler
 from inferplane.errors import CapacityError
 from inferplane.kvcache import BlockAllocator, root_hash
 from inferplane.types import FEW_TOKENS
@@ -199,7 +199,7 @@ def test_what_there_is_room_for_is_admitted_and_runs(blocks, window, tokens, pro
         if chosen[0].last:
             r.generated.append(1)
         s.commit(chosen[0])
-        s.let_go(r)
+        s.release_out_of_window(r)
         if r.tokens == longest:
             break
     s.remove(r)
@@ -216,5 +216,5 @@ def test_a_window_cuts_chunks_only_where_the_cache_is_smaller_than_a_sequence(bl
         (chosen,) = s.schedule()
         counts.append(chosen.count)
         s.commit(chosen)
-        s.let_go(chosen.request)
+        s.release_out_of_window(chosen.request)
     assert len(counts) <= steps and max(counts) <= (16 if blocks * BLOCK >= longest else 8)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inferplane.engine import rng
-from inferplane.engine.params import SamplingParams
-from inferplane.engine.rows import FULL, GREEDY, PLAIN, SHORT, SampleRow, draws
-from inferplane.engine.sampler import Sampler
-from inferplane.engine.speculate import SpeculativeConfig, cycle, needs_probabilities, verify
-from inferplane.engine.speculate.chain import chain
-from inferplane.engine.speculate.cycle import Cycle, Form, Turn
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.sampling import rng
+from inferplane.engine.sampling.batch_rows import FULL, GREEDY, PLAIN, SHORT, BatchRow, draws
+from inferplane.engine.sampling.sampler import Sampler
+from inferplane.engine.speculate import SpeculativeConfig, needs_probabilities, verify
+from inferplane.engine.speculate import verify_and_draft as cycle
+from inferplane.engine.speculate.network import chain
+from inferplane.engine.speculate.verify_and_draft import Form, Turn, VerifyAndDraft
 from inferplane.ops import SampleTokens
 from inferplane.types import Batch
 from inferplane.types.batch import Query, make_batch
@@ -86,7 +87,7 @@ def alone(case, i, rows, config):
     blocks = case["blocks"][i].tolist()
     main, layer = (network(kv, head) for kv, head in zip(case["kv"], HEADS))
     logits, hidden = main(make_batch([Query(ids, before, blocks)], block_tokens=BLOCK, device="cpu"))
-    step = SAMPLER.prepare([SampleRow(params, seed, generated + k, None, ids[1 : 1 + k]) for k in range(rows)])
+    step = SAMPLER.prepare([BatchRow(params, seed, generated + k, None, ids[1 : 1 + k]) for k in range(rows)])
     p = uniforms = None
     if needs_probabilities(config) and params.temperature:
         p = SAMPLER.probabilities(logits, step)
@@ -105,7 +106,7 @@ def alone(case, i, rows, config):
 
 
 def inputs(case):
-    """As `Cycles` packs them: a sequence's rows stand last in its T."""
+    """As `CapturedSteps` packs them: a sequence's rows stand last in its T."""
     n, rows = case["before"], case["rows"]
     place = torch.arange(T) - (T - rows)[:, None]
     real, positions = place >= 0, (n[:, None] + place).clamp(min=0)
@@ -132,7 +133,7 @@ def cycle_over(config, form):
         (kv, *_), (batch, numbers) = tensors[::-1], (tensors[:6], tensors[6:-1])
         main, layer = (network(x, head) for x, head in zip(kv.unbind(0), HEADS))
         given = Batch(**dict(zip(NAMES, batch)), logit_rows=None, kind="decode", max_query_tokens=T, max_seq_tokens=36)
-        return Cycle(main, layer, SAMPLER, config, BLOCK)(Turn(given, *numbers), form), kv
+        return VerifyAndDraft(main, layer, SAMPLER, config, BLOCK)(Turn(given, *numbers), form), kv
 
     return run
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inferplane.engine.params import SamplingParams
+from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.speculate import AdaptiveLength, SpeculativeConfig
 from inferplane.errors import UsageError
 from tests.unit.engine.test_engine_steps import greedy, some

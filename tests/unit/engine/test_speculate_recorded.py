@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from inferplane.engine.speculate import SpeculativeConfig
-from inferplane.engine.speculate.chain import behind, chain
-from inferplane.engine.speculate.verify import Drafted, drafted, judge
+from inferplane.engine.speculate.network import behind, chain
+from inferplane.engine.speculate.verify import Drafted, drafted, verify_on_device
 from inferplane.types import Batch
 from inferplane.types.batch import HostLens, Query, make_batch
 
@@ -28,7 +28,7 @@ def recorded(function, *inputs):
 
 
 def case(seed):
-    """Inputs of `judge` for B sequences with D rows of drafts, of which they use some; drafts are often right."""
+    """Inputs of `verify_on_device` for B sequences with D rows of drafts, of which they use some; drafts are often right."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, D + 1, (B,), generator=g)
     rows = B * (1 + D)
@@ -47,7 +47,7 @@ def test_verification_can_be_recorded(strategy, policy):
     config = SpeculativeConfig("ngram", verify_strategy=strategy, accept_policy=policy)
 
     def step(drawn, tokens, lengths, starts, p, uniforms):
-        got = judge(drawn, Drafted(tokens, lengths, starts), config, p, uniforms)
+        got = verify_on_device(drawn, Drafted(tokens, lengths, starts), config, p, uniforms)
         return got.tokens, got.counts
 
     graph, outcomes = recorded(step, *case(0)), set()
@@ -65,7 +65,7 @@ def test_what_the_host_would_read_is_found():
     config = SpeculativeConfig("ngram", verify_strategy="target_match")
 
     def reads(drawn, tokens, lengths, starts, p, uniforms):
-        got = judge(drawn, Drafted(tokens, lengths, starts), config, p, uniforms)
+        got = verify_on_device(drawn, Drafted(tokens, lengths, starts), config, p, uniforms)
         return got.tokens[:, : int(got.counts.max())]
 
     with pytest.raises(GuardOnDataDependentSymNode):
@@ -73,10 +73,12 @@ def test_what_the_host_would_read_is_found():
     known = case(0)[2]
 
     def bakes(drawn, tokens, lengths, starts, p, uniforms):
-        return judge(drawn, Drafted(tokens, torch.tensor(known.tolist()), starts), config, p, uniforms).counts
+        return verify_on_device(
+            drawn, Drafted(tokens, torch.tensor(known.tolist()), starts), config, p, uniforms
+        ).counts
 
     def right(drawn, tokens, lengths, starts, p, uniforms):
-        return judge(drawn, Drafted(tokens, lengths, starts), config, p, uniforms).counts
+        return verify_on_device(drawn, Drafted(tokens, lengths, starts), config, p, uniforms).counts
 
     graph = recorded(bakes, *case(0))
     assert any(not torch.equal(graph(*case(seed)), right(*case(seed))) for seed in range(1, 30))

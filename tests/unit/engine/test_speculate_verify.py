@@ -6,9 +6,9 @@ from functools import lru_cache
 import pytest
 import torch
 
-from inferplane.engine import rng
-from inferplane.engine.params import SamplingParams
-from inferplane.engine.rows import SampleRow
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.sampling import rng
+from inferplane.engine.sampling.batch_rows import BatchRow
 from inferplane.engine.speculate import SpeculativeConfig, ngram_drafts, verify
 from tests.unit.support.chi_square import chi_square_p
 from tests.unit.support.fake_model import TABLE, V, sampler
@@ -26,7 +26,7 @@ def rows_of(params, drafts, first_seed):
     """Drawn tokens, distributions and random numbers of DRAWS sequences with these two drafts, each with its seed."""
     logits = LOGITS.repeat(DRAWS, 1)
     seeds = range(first_seed, first_seed + DRAWS)
-    rows = [SampleRow(params, rng.child_seed(77, s), i, None, drafts[:i]) for s in seeds for i in range(3)]
+    rows = [BatchRow(params, rng.child_seed(77, s), i, None, drafts[:i]) for s in seeds for i in range(3)]
     step = sampler().prepare(rows)
     uniforms = torch.stack([rng.uniform(step.seeds, step.positions, stream) for stream in (1, 2)], 1)
     return sampler().sample(logits, step), sampler().probabilities(logits, step), uniforms

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferplane.engine.text import Detokenizer, Tokenizer, end_ids
+from inferplane.engine.request.text import Detokenizer, Tokenizer, end_ids
 from inferplane.errors import CheckpointError, UsageError
 from tests.e2e.tiny_tokenizers import CHAT, byte_level, metaspace, save
 
@@ -271,7 +271,7 @@ def test_encoding(bytes_, tmp_path):
 TOLD = """
 import json, sys
 from pathlib import Path
-from inferplane.engine.text import Tokenizer
+from inferplane.engine.request.text import Tokenizer
 for folder, kind in json.loads(sys.argv[1]):
     t = Tokenizer(Path(folder), kind)
     ids = t.encode("Hello <eos> wörld")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferplane.engine.params import SamplingParams
+from inferplane.engine.request.params import SamplingParams
 from inferplane.kvcache.allocator import block_hashes, root_hash
 from tests.unit.engine.test_engine_steps import greedy, some
 from tests.unit.support.fake_model import V, engine, right

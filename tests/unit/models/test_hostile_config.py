@@ -10,8 +10,8 @@ import shutil
 import pytest
 
 from inferplane import LLM
-from inferplane.engine.sources import DEMO_FOLDER
-from inferplane.engine.text import Tokenizer, end_ids
+from inferplane.engine.request.text import Tokenizer, end_ids
+from inferplane.engine.runner.model_files import DEMO_FOLDER
 from inferplane.errors import InferplaneError, UnsupportedModelError
 from inferplane.models import Build, Config, build
 from inferplane.quant import format_of

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from inferplane.engine import ModelFiles, RunnerOptions
-from inferplane.engine.runner import Runner
+from inferplane.engine.runner.model_runner import Runner
 from inferplane.errors import DeviceError, PluginError, UsageError
 from tests.unit.support.fake_wheels import HEAD, backend, names, serving
 from tests.unit.support.small import LLAMA

@@ -9,10 +9,10 @@ import torch
 from tokenizers import Tokenizer
 
 import inferplane
-from inferplane.engine.constrain import Grammars
-from inferplane.engine.params import SamplingParams
-from inferplane.engine.rows import SampleRow
-from inferplane.engine.sampler import Sampler
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.sampling.batch_rows import BatchRow
+from inferplane.engine.sampling.grammars import Grammars
+from inferplane.engine.sampling.sampler import Sampler
 from inferplane.ops import SampleTokens
 from inferplane.types import HOST
 from tests.unit.support.small import bound
@@ -61,7 +61,7 @@ def write(constraints, steps, seed=0):
         if not live:
             break
         params = SamplingParams(temperature=1.0)
-        rows = [SampleRow(params, i, len(made[i]), allowed=constraints[i].masks()[0]) for i in live]
+        rows = [BatchRow(params, i, len(made[i]), allowed=constraints[i].masks()[0]) for i in live]
         logits = torch.randn(len(live), V, generator=g) * 1.5 + liked
         for i, token in zip(live, sampler.sample(logits, sampler.prepare(rows)).tolist()):
             constraints[i].accept([token])

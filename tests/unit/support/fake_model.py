@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import torch
 
-from inferplane.engine.engine import Engine
-from inferplane.engine.request import Request
-from inferplane.engine.rows import SampleRow
-from inferplane.engine.sampler import Sampler
+from inferplane.engine.loop.engine import Engine
+from inferplane.engine.request.state import Request
+from inferplane.engine.sampling.batch_rows import BatchRow
+from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.speculate import Proposer, SpeculativeConfig
 from inferplane.ops import SampleTokens
 from inferplane.types import HOST, KVCache
@@ -69,7 +69,7 @@ def alone(prompt, params, ends=ENDS, window=None):
         r = Request(0, list(prompt), params)
         if r.history is not None:
             r.history.extend(generated)
-        row = SampleRow(params, r.seed, len(generated), r.history, (), ends)
+        row = BatchRow(params, r.seed, len(generated), r.history, (), ends)
         token = int(sampler().sample(logits_after([state]), sampler().prepare([row])))
         generated.append(token)
         if token in ends:
@@ -161,10 +161,10 @@ class Watched(Engine):
         a.check()
         users = {}
         for r in s.running:
-            held = r.blocks[r.gone_blocks :]
+            held = r.blocks[r.released_blocks :]
             assert r.finish_reason is None and len({*held}) == len(held)
             w = self.runner.window
-            assert r.gone_blocks == (0 if w is None else max(0, r.computed + 1 - w) // self.cache.block_tokens)
+            assert r.released_blocks == (0 if w is None else max(0, r.computed + 1 - w) // self.cache.block_tokens)
             assert len(r.blocks) * self.cache.block_tokens >= r.computed and 0 <= r.computed < r.tokens
             for b in held:
                 users[b] = users.get(b, 0) + 1

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from inferplane import LLM, SamplingParams
-from inferplane.engine.runner import InferplaneWarning
+from inferplane.engine.runner.model_runner import InferplaneWarning
 from tests.vendors import profile
 from tests.vendors.configs import FAMILIES
 from tests.vendors.engine import OPTIONS, PROMPTS, serve

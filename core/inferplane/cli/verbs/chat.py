@@ -20,7 +20,7 @@ from inferplane.errors import InferplaneError, UsageError
 
 if TYPE_CHECKING:
     from inferplane.engine import LLM, Delta, SamplingParams, Timings
-    from inferplane.engine.text import Tokenizer
+    from inferplane.engine.request.text import Tokenizer
 
 MAX_TOKENS = 512
 COMMANDS = {"/help": "this list", "/reset": "forget the conversation", "/exit": "leave; so does Ctrl-D"}

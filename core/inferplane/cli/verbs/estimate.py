@@ -19,7 +19,7 @@ from inferplane.units import size_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from inferplane.engine.estimate import Estimate
+    from inferplane.engine.runner.estimate import Estimate
     from inferplane.plugins import PluginHost
 
 
@@ -40,8 +40,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     """Plan, add up, print."""
     from inferplane.cli.verbs.explain import check_arch, model_files
     from inferplane.engine import Runner
-    from inferplane.engine.arguments import whole
-    from inferplane.engine.estimate import estimate
+    from inferplane.engine.request.arguments import whole
+    from inferplane.engine.runner.estimate import estimate
     from inferplane.plugins import host
     from inferplane.quant import explain_no_savings
 

@@ -39,14 +39,14 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     """Plan and print."""
     from inferplane.binding import explain
     from inferplane.cli.verbs.plan_display import show
-    from inferplane.engine import Runner, recorded_steps
+    from inferplane.engine import Runner, captured_steps
     from inferplane.plugins import host
 
     options = binding_options(args, arch=args.arch)
     files = model_files(args.model)
     check_arch(host(), args.device, args.arch)
     runner = Runner.plan_only(files, host(), args.device, options)
-    steps = recorded_steps(runner)
+    steps = captured_steps(runner)
     if args.step is not None:
         runner.plan.choices = {args.step: runner.plan.choices[args.step]}
     entry = entry_of(host(), runner)

@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Measure, report, write."""
     from inferplane.cli.verbs.explain import model_files
-    from inferplane.engine.tuning import facts, lock, tuned
+    from inferplane.engine.runner.tuning import facts, lock, tuned
     from inferplane.plugins import host
 
     path = Path(args.out)

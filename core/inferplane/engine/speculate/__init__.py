@@ -1,10 +1,9 @@
 """Speculation: proposing drafts, and verifying them in one ragged step."""
 
 from inferplane.engine.speculate.adaptive import AdaptiveLength
-from inferplane.engine.speculate.config import METHODS, SpeculativeConfig
+from inferplane.engine.speculate.config import METHODS, SpeculativeConfig, with_drafter
+from inferplane.engine.speculate.draft_layer import HeadProposer
 from inferplane.engine.speculate.draft_model import DraftModelProposer
-from inferplane.engine.speculate.drafter import with_drafter
-from inferplane.engine.speculate.heads import HeadProposer
 from inferplane.engine.speculate.ngram import NgramProposer, ngram_drafts
 from inferplane.engine.speculate.proposer import Proposer, Ran
 from inferplane.engine.speculate.speculator import Speculator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inferplane.engine.request import Request
+from inferplane.engine.request.state import Request
 
 
 class AdaptiveLength:

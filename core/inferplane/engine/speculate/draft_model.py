@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from inferplane.engine.runner import Runner
-from inferplane.engine.speculate.forwards import First, ForwardProposer, Reserve
+from inferplane.engine.runner.model_runner import Runner
+from inferplane.engine.speculate.network import First, ForwardProposer, Reserve
 from inferplane.engine.speculate.proposer import Ran
 from inferplane.types import Batch
 from inferplane.types.batch import Query

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inferplane.engine.runner import Draft, RunnerOptions
-from inferplane.engine.sources import ModelFiles
+from inferplane.engine.runner.model_files import ModelFiles
+from inferplane.engine.runner.model_runner import Draft, RunnerOptions
 from inferplane.engine.speculate.config import SpeculativeConfig
 
 

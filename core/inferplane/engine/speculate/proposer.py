@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from inferplane.engine.request import Request
+from inferplane.engine.request.state import Request
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from inferplane.binding import view_of
-from inferplane.engine.capture import DecodeSteps, Step, why_not, why_not_together
-from inferplane.engine.request import Request
-from inferplane.engine.runner import Runner
-from inferplane.engine.sampler import Sampler
-from inferplane.engine.scheduler import Scheduled, Scheduler
+from inferplane.engine.request.state import Request
+from inferplane.engine.runner.capture import DecodeSteps, Step, why_not, why_not_together
+from inferplane.engine.runner.model_runner import Runner
+from inferplane.engine.sampling.sampler import Sampler
+from inferplane.engine.schedule.scheduler import Scheduled, Scheduler
 from inferplane.engine.speculate.adaptive import AdaptiveLength
+from inferplane.engine.speculate.captured_steps import Cycled, Cycles
 from inferplane.engine.speculate.config import SpeculativeConfig
-from inferplane.engine.speculate.cycle import Cycle
-from inferplane.engine.speculate.cycles import Cycled, Cycles
+from inferplane.engine.speculate.draft_layer import HeadProposer
 from inferplane.engine.speculate.draft_model import DraftModelProposer
-from inferplane.engine.speculate.heads import HeadProposer
 from inferplane.engine.speculate.ngram import NgramProposer
 from inferplane.engine.speculate.proposer import Proposer, Ran
+from inferplane.engine.speculate.verify_and_draft import Cycle
 from inferplane.errors import UsageError
 
 

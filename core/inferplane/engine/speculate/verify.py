@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from inferplane.engine.rows import send
-from inferplane.engine.sampler import draw
+from inferplane.engine.sampling.batch_rows import send
+from inferplane.engine.sampling.sampler import draw
 from inferplane.engine.speculate.config import SpeculativeConfig
 from inferplane.ops.sampling import WEIGHT_BITS
 

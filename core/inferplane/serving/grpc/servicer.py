@@ -100,7 +100,7 @@ class Servicer:
                 if field is config.input:
                     added.optional = True
         facts = {"device": info.device, "dtype": info.dtype, "max_model_len": info.max_model_len}
-        for key, value in {**facts, "max_batch": info.max_batch}.items():
+        for key, value in {**facts, "max_batch": info.max_num_seqs}.items():
             config.parameters[key].string_value = str(value)
         return response
 

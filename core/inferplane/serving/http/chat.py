@@ -25,7 +25,7 @@ from inferplane.serving.rendering import (
 )
 
 if TYPE_CHECKING:
-    from inferplane.engine.results import TokenLogprob
+    from inferplane.engine.request.results import TokenLogprob
     from inferplane.serving.model import ServedModel
 
 WORDS = {**constraints.WORDS, "prompt": "messages", "logprobs": "top_logprobs"}

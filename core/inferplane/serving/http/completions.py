@@ -20,7 +20,7 @@ from inferplane.serving.rendering import DONE, Frame, GeneratedChoice, Rendering
 from inferplane.serving.wire import MAX_TOKENS, Alternatives, JsonObject, TokenId, Usage
 
 if TYPE_CHECKING:
-    from inferplane.engine.results import TokenLogprob
+    from inferplane.engine.request.results import TokenLogprob
     from inferplane.serving.model import ServedModel
 
 DEFAULT_MAX_TOKENS = 16

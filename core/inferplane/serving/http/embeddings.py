@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from inferplane.engine.embedding import finished
+from inferplane.engine.request.embedding import finish_embedding
 from inferplane.errors import GenerationError
 from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import ApiError, invalid
@@ -106,7 +106,7 @@ class EmbeddingRendering(Rendering):
 
     def _entry(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
         try:
-            vector = finished(choice.embedding, self._request.dimensions)
+            vector = finish_embedding(choice.embedding, self._request.dimensions)
         except GenerationError as error:
             raise ApiError(500, error.what, code="generation_failed") from error
         if self._request.encoding_format == "base64":

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 from inferplane.engine import AsyncLLM
-from inferplane.engine.garbage import let_be
+from inferplane.engine.clients.process.memory import freeze_gc
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that end the server."""
@@ -26,5 +26,5 @@ def import_tokenizers() -> None:
 def open_engine(opener: Callable[[], AsyncLLM]) -> AsyncLLM:
     """Wait for an engine, then exclude all objects that exist by now from garbage collection: they stay to the end."""
     engine = opener()
-    let_be()
+    freeze_gc()
     return engine

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from inferplane.engine.garbage import let_be
+from inferplane.engine.clients.process.memory import freeze_gc
 from inferplane.serving import logs, tracing
 from inferplane.serving.counters import REJECTED, RequestCounters
 from inferplane.serving.http.app import add_gate, full_app, health_app, metrics_app
@@ -162,7 +162,7 @@ class ServerProcess:
 
     async def _load(self) -> None:
         await self._service.load(self._setup.open_engine)
-        let_be()  # tokenizer and routes, too
+        freeze_gc()  # tokenizer and routes, too
         if self._setup.workers is not None and self._service.engine is not None:
             self._setup.workers.start(self._service.engine.address)
         model = self._service.model

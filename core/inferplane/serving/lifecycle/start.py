@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inferplane.engine import AsyncLLM
-from inferplane.engine.garbage import importing
+from inferplane.engine.clients.process.memory import gc_paused
 from inferplane.errors import UsageError
 from inferplane.serving import logs
 from inferplane.serving.configure import PLUGIN_GROUP, ResolvedSettings
@@ -65,9 +65,9 @@ def run(resolved: ResolvedSettings, pins: Mapping[str, str]) -> int:
     started = time.monotonic()
     logs.set_up(settings.log_format, settings.log_level)
     if "WORLD_SIZE" in os.environ:
-        from inferplane.engine.ranks import launched
+        from inferplane.engine.runner.ranks import launcher_ranks
 
-        if launched()[0]:
+        if launcher_ranks()[0]:
             return _run_follower(settings, pins)
     if settings.otlp_endpoint is not None:
         from inferplane.serving.tracing import tracing_enabled
@@ -112,7 +112,7 @@ def _serve(settings: ServerSettings, pins: Mapping[str, str], keys: list[str], s
     options = {**engine_options(settings, pins), "progress": lambda done, total: reading_weights.set()}
     warned = lambda words: log.warning("%s", words)  # noqa: E731
     opening = _run_in_thread(lambda: AsyncLLM(settings.model, process=True, warned=warned, **options), "load")
-    with importing():
+    with gc_paused():
         from inferplane.serving.lifecycle.run import ProcessSetup, ServerProcess
         from inferplane.serving.lifecycle.workers import Workers
 

@@ -24,10 +24,10 @@ def main() -> None:
     Standard input: the settings as a line of JSON. Arguments: the descriptors of the socket and of the shared counters,
     the number of processes, this process's row in the counters, the engine's address.
     """
-    from inferplane.engine.garbage import importing
+    from inferplane.engine.clients.process.memory import gc_paused
 
     started = time.monotonic()
-    with importing():
+    with gc_paused():
         from inferplane.engine import AsyncLLM
         from inferplane.serving.lifecycle.prepare import import_tokenizers, open_engine
         from inferplane.serving.lifecycle.run import ProcessSetup, ServerProcess

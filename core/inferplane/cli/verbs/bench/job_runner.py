@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from inferplane.cli.verbs.bench.workload import BenchJob
 from inferplane.engine import SamplingParams
-from inferplane.engine.engine import Engine
-from inferplane.engine.request import Request
+from inferplane.engine.loop.engine import Engine
+from inferplane.engine.request.state import Request
 from inferplane.errors import GenerationError
 
 MAX_SLEEP_S = 0.01

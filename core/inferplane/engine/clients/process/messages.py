@@ -1,0 +1,180 @@
+"""What callers and an engine's process say to each other.
+
+A frame is four bytes of length, little-endian, and one message in MessagePack. Every message is decoded to its type or
+refused: nothing of it is ever executed.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+from inferplane import errors
+from inferplane.engine.clients.client import ModelInfo, Order, Question, RequestId
+from inferplane.engine.request.results import Delta
+from inferplane.errors import EngineError, InferplaneError
+
+MOST_FRAME_BYTES = 256 * 2**20
+_LENGTH = struct.Struct("<I")
+HEADER_BYTES = _LENGTH.size
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An error by the name of its class, with its three parts."""
+
+    kind: str
+    what: str
+    there_is: str = ""
+    remedy: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Fault:
+        """What to send for an error; those that are not our own become an EngineError."""
+        if isinstance(error, InferplaneError):
+            return cls(type(error).__name__, error.what, error.there_is, error.remedy)
+        return cls(EngineError.__name__, f"{type(error).__name__}: {error}")
+
+    def error(self) -> InferplaneError:
+        """The error again."""
+        found = getattr(errors, self.kind, None)
+        kind = found if isinstance(found, type) and issubclass(found, InferplaneError) else EngineError
+        return kind(self.what, there_is=self.there_is, remedy=self.remedy)
+
+
+# -- from callers
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Load a model; the first message of the process that started the engine, and of no other."""
+
+    model: Any
+    options: dict[str, Any]
+    address: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Queue a request; answered by `Accepted` or `Refused` with the same number."""
+
+    number: int
+    order: Order
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    """End a request."""
+
+    request_id: RequestId
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Answered by `Answer` or `Refused` with the same number."""
+
+    number: int
+    question: Question
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """Drain, and end the process; from others than who started it this means nothing."""
+
+    drain_s: float
+
+
+# -- from the engine
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of weights loaded, of all."""
+
+    done: int
+    total: int
+
+
+class Warned(msgspec.Struct, frozen=True, tag=True):
+    """A warning while the model was loaded."""
+
+    text: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded; also the first message to every later caller."""
+
+    info: ModelInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The model could not be loaded; the process ends."""
+
+    fault: Fault
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """A request is queued."""
+
+    number: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A request, or a question, was refused."""
+
+    number: int
+    fault: Fault
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """What was asked for."""
+
+    number: int
+    value: dict[str, Any]
+
+
+class Pieces(msgspec.Struct, frozen=True, tag=True):
+    """What a step brought for this caller."""
+
+    pieces: list[tuple[RequestId, Delta]]
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True):
+    """The last message of an engine that was told to close."""
+
+
+FromCaller = Load | Submit | Withdraw | Ask | Close
+FromEngine = Progress | Warned | Ready | Failed | Accepted | Refused | Answer | Pieces | Closed
+
+_encoder = msgspec.msgpack.Encoder()
+read_caller = msgspec.msgpack.Decoder(FromCaller).decode
+read_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def frame(message: FromCaller | FromEngine) -> bytes:
+    """A message as it travels.
+
+    Raises:
+        TypeError, OverflowError: it holds what MessagePack has no form for.
+        ValueError: it is too large.
+    """
+    body = _encoder.encode(message)
+    if len(body) > MOST_FRAME_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes; {MOST_FRAME_BYTES} are the most")
+    return _LENGTH.pack(len(body)) + body
+
+
+def number_of(body: bytes) -> int | None:
+    """The number of a message that is no `FromCaller` but has one, so that it can be answered with `Refused`."""
+    try:
+        number = msgspec.msgpack.decode(body).get("number")
+    except (ValueError, AttributeError):  # it may hold a string that is no UTF-8, too
+        return None
+    return number if type(number) is int else None
+
+
+def body_bytes(header: bytes) -> int:
+    """Length of the body that follows a header.
+
+    Raises:
+        ValueError: it is too large to be one.
+    """
+    (length,) = _LENGTH.unpack(header)
+    if length > MOST_FRAME_BYTES:
+        raise ValueError(f"a message of {length} bytes; {MOST_FRAME_BYTES} are the most")
+    return int(length)

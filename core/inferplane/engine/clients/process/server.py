@@ -1,0 +1,256 @@
+"""The process that an engine lives in: loads the model, then serves callers over Unix sockets.
+
+The caller that started it is connected by a socket pair; when that connection ends, so does the process. Others of the
+same user connect at a socket in a folder that is theirs alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from inferplane.engine.clients.client import RequestId
+from inferplane.engine.clients.llm import LLM
+from inferplane.engine.clients.local import LocalEngine
+from inferplane.engine.clients.process import messages
+from inferplane.engine.clients.process.memory import freeze_gc, importing, one_heap, trimmer
+from inferplane.engine.clients.process.messages import Fault, FromCaller, FromEngine
+from inferplane.engine.request.results import Delta
+from inferplane.errors import InferplaneWarning, UsageError
+
+MOST_UNREAD_BYTES = 64 * 2**20
+"""A caller that leaves so much unread is disconnected, and its requests are ended."""
+
+
+class Connection:
+    """One caller. A `Sink`: the engine's thread delivers, the loop's thread writes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.loop = asyncio.get_running_loop()
+
+    # -- from any thread
+
+    def deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
+        self.post(messages.Pieces(pieces))
+
+    def post(self, message: FromEngine) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self.send, message)
+
+    # -- in the loop
+
+    def send(self, message: FromEngine) -> None:
+        if self.writer.is_closing():
+            return
+        if self.writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+            self.writer.transport.abort()
+            return
+        try:
+            self.writer.write(messages.frame(message))
+        except Exception as error:  # who would wait for this message for ever learns that none comes
+            print(f"inferplane engine: a caller is disconnected: {error}", file=sys.stderr)
+            self.writer.transport.abort()
+
+    async def receive(self) -> FromCaller | None:
+        """The next message; None at the end, also of a caller that does not keep to the protocol.
+
+        One that asks for an answer and holds a value of a wrong type is refused, and costs nobody else anything.
+        """
+        while True:
+            try:
+                size = messages.body_bytes(await self.reader.readexactly(messages.HEADER_BYTES))
+                body = await self.reader.readexactly(size)
+                return messages.read_caller(body)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return None
+            except msgspec.ValidationError as error:
+                number = messages.number_of(body)
+                if number is None:
+                    return self._confused(error)
+                self.send(messages.Refused(number, Fault.of(UsageError(f"The engine cannot read a request: {error}."))))
+            except (ValueError, msgspec.DecodeError) as error:
+                return self._confused(error)
+
+    @staticmethod
+    def _confused(error: Exception) -> None:
+        print(f"inferplane engine: a caller is disconnected: {error}", file=sys.stderr)
+
+    async def serve(
+        self, engine: LocalEngine, on_close: Callable[[float], None], first: Awaitable[FromCaller | None] | None = None
+    ) -> None:
+        """Answer until the caller leaves; its requests end with it.
+
+        Args:
+            engine: does the work.
+            on_close: told the seconds for draining when the caller says `Close`; messages are answered on.
+            first: the first message, when it is being received already.
+        """
+        try:
+            message = await (first if first is not None else self.receive())
+            while message is not None and not isinstance(message, messages.Load):
+                if isinstance(message, messages.Submit):
+                    self._answer(engine.submit(message.order, self), message.number)
+                elif isinstance(message, messages.Withdraw):
+                    engine.abort(message.request_id, self)
+                elif isinstance(message, messages.Ask):
+                    self._answer(engine.ask(message.question), message.number)
+                else:
+                    on_close(message.drain_s)
+                message = await self.receive()
+        finally:
+            engine.abort_all(self)
+
+    def _answer(self, answer: Future[Any], number: int) -> None:
+        def done(answer: Future[Any]) -> None:
+            error = answer.exception()
+            if error is not None:
+                self.post(messages.Refused(number, Fault.of(error)))
+            elif answer.result() is None:
+                self.post(messages.Accepted(number))
+            else:
+                self.post(messages.Answer(number, answer.result()))
+
+        answer.add_done_callback(done)
+
+    async def leave(self) -> None:
+        """Write what is left, and close."""
+        with contextlib.suppress(ConnectionError, asyncio.TimeoutError):
+            await asyncio.wait_for(self.writer.drain(), 5.0)
+        self.writer.close()
+
+
+class _Telling(logging.Handler):
+    """Tells what Inferplane logs within its block; this process has no log of its own."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self._tell, self._logger = tell, logging.getLogger("inferplane")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(record.getMessage())
+
+    def __enter__(self) -> None:
+        self._logger.addHandler(self)
+
+    def __exit__(self, *unused: object) -> None:
+        self._logger.removeHandler(self)
+
+
+def _load(message: messages.Load, owner: Connection) -> LocalEngine:
+    """Load the model, telling how far it is and what there is to warn of."""
+
+    def progress(done: int, total: int) -> None:
+        owner.post(messages.Progress(done, total))
+
+    told: set[str] = set()
+
+    def showwarning(message: Warning | str, *unused: Any) -> None:
+        if str(message) not in told:  # a draft model's may be the very words
+            told.add(str(message))
+            owner.post(messages.Warned(str(message)))
+
+    with warnings.catch_warnings(), _Telling(showwarning):
+        warnings.showwarning = showwarning  # type: ignore[assignment]
+        warnings.simplefilter("always", InferplaneWarning)  # the owner's process has the filters
+        llm = LLM(message.model, progress=progress, **message.options)
+        with importing():
+            kind = llm.tokenizer.kind if llm.files.has_tokenizer else ""  # now, not at the first request
+    freeze_gc()
+    engine = LocalEngine(llm, rest=trimmer())
+    engine.info = replace(engine.info, tokenizer=kind)
+    return engine
+
+
+async def _run(sock: socket.socket) -> None:
+    owner = Connection(*await asyncio.open_unix_connection(sock=sock))
+    first = await owner.receive()
+    if not isinstance(first, messages.Load):
+        return
+    loading = asyncio.ensure_future(asyncio.to_thread(_load, first, owner))
+    second = asyncio.ensure_future(owner.receive())
+    await asyncio.wait({loading, second}, return_when=asyncio.FIRST_COMPLETED)
+    if second.done():  # the owner is gone, and nobody else waits for the model; loading cannot be interrupted otherwise
+        _remove(first.address)
+        os._exit(0)
+    try:
+        await _live(owner, first, loading, second)
+    finally:
+        _remove(first.address)
+
+
+async def _live(
+    owner: Connection,
+    first: messages.Load,
+    loading: asyncio.Future[LocalEngine],
+    second: asyncio.Future[FromCaller | None],
+) -> None:
+    """Serve from the end of the loading on until the engine is closed."""
+    try:
+        engine = loading.result()
+    except BaseException as error:
+        owner.send(messages.Failed(Fault.of(error)))
+        await owner.leave()
+        return
+    others = await _listen(engine, first.address)
+    owner.send(messages.Ready(engine.info))
+    closing: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def close(drain_s: float) -> None:
+        if not closing.done():
+            closing.set_result(drain_s)
+
+    serving = asyncio.ensure_future(owner.serve(engine, close, second))
+    serving.add_done_callback(lambda _: close(0.0))
+    await asyncio.to_thread(engine.close, await closing)
+    for caller in (*others, owner):  # behind what the engine's thread has posted for them
+        caller.send(messages.Closed())
+    await asyncio.gather(*(caller.leave() for caller in (*others, owner)))
+
+
+def _remove(address: str) -> None:
+    """Remove the socket and the folder that was made for it alone: whoever made it may be gone."""
+    with contextlib.suppress(OSError):
+        os.unlink(address)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(address))
+
+
+async def _listen(engine: LocalEngine, address: str) -> set[Connection]:
+    """Take further callers; the set holds those that are connected."""
+    callers: set[Connection] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        caller = Connection(reader, writer)
+        callers.add(caller)
+        try:
+            caller.send(messages.Ready(engine.info))
+            await caller.serve(engine, lambda _: None)
+        finally:
+            callers.discard(caller)
+            writer.close()
+
+    await asyncio.start_unix_server(serve, address)
+    return callers
+
+
+def main() -> None:
+    """Serve on the socket whose descriptor is the last argument."""
+    # What goes to all processes of a terminal, a service or a launcher is for the one that started this process: it may
+    # have requests to finish, and this one ends when it is gone.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    one_heap()
+    asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1]))))

@@ -1,5 +1,0 @@
-"""An engine in a process of its own: typed messages over a Unix socket, never pickle."""
-
-from inferplane.engine.process.remote import RemoteEngine
-
-__all__ = ["RemoteEngine"]

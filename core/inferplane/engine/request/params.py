@@ -1,0 +1,262 @@
+"""What a caller asks of generation."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from inferplane.engine.request.params import known_keywords
+from inferplane.errors import UsageError
+
+MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
+MOST_STOP_TOKEN_IDS = 1024
+MOST_BIASES = 1024
+MOST_SEQUENCES = 128
+MOST_LOGPROBS = 20
+POOLINGS = ("last", "mean")
+MOST_GRAMMAR_BYTES = {"json_schema": 64 * 1024, "regex": 4 * 1024, "grammar": 64 * 1024}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen, and when to stop. The names are those users know from other engines.
+
+    Logits are changed in this order, which is that of transformers: repetition_penalty, frequency_penalty and
+    presence_penalty, logit_bias, min_tokens, the constraint, temperature, top_k, top_p, min_p.
+
+    Args:
+        max_tokens: most tokens to generate, at least 1.
+        temperature: 0 takes the likeliest token each time; larger is more random.
+        top_p: keep the likeliest tokens that together reach this probability, in (0, 1].
+        top_k: keep this many likeliest tokens; 0 keeps all.
+        min_p: keep tokens with at least this share of the likeliest one's probability, in [0, 1].
+        seed: equal seeds give equal tokens whatever else is in the batch; None draws a fresh seed. Taken modulo
+            2^64.
+        stop: a string or strings that end the text; they are not part of it. At most 16 of at most 256 characters. Held
+            as a tuple.
+        stop_token_ids: token ids that end the text, beside the model's own. Held as a tuple.
+        ignore_eos: do not end at the model's end-of-text tokens.
+        min_tokens: end-of-text tokens cannot be chosen before this many tokens, unless a constraint allows nothing
+            else.
+        repetition_penalty: tokens of the prompt and of the text so far have a positive logit divided by this and a
+            negative one multiplied; above 1 discourages repetition, 1 changes nothing.
+        frequency_penalty: taken from a token's logit for each time it was generated, -2 to 2.
+        presence_penalty: taken from a token's logit when it was generated at all, -2 to 2.
+        logit_bias: token id -> what is added to its logit, -100 to 100; at most 1024 entries.
+        logprobs: also return the log-probability of each generated token and of this many likeliest ones, 0 to 20;
+            None returns none. They are the model's own, before anything above has changed its logits.
+        prompt_logprobs: the same for the tokens of the prompt.
+        pooling: also return the prompt's hidden states after the final norm, pooled to one vector: "last" takes the
+            last token's, "mean" the mean of all; None returns none.
+        n: sequences to generate for the prompt, 1 to 128; each draws its own random numbers.
+        json_schema: the text is JSON that this schema accepts: a schema as a mapping or as JSON text. Kept as JSON text
+            of at most 64 KiB.
+        regex: the whole text matches this regular expression (Rust's syntax), at most 4 KiB.
+        grammar: the text belongs to this context-free grammar (llguidance's dialect of Lark), at most 64 KiB.
+        timeout_s: seconds from arrival after which the request is ended; None waits for ever.
+
+    Raises:
+        UsageError: a value lies outside its range, or more than one of json_schema, regex and grammar is given.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: int | Sequence[int] | None = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    pooling: str | None = None
+    n: int = 1
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, convert in (("stop", _several), ("stop_token_ids", _several), ("logit_bias", _dict)):
+            self._set(name, convert, getattr(self, name))
+        for name in _FLOATS:
+            self._set(name, _plain, getattr(self, name))
+        if self.top_k == -1:  # another common spelling of "all"
+            object.__setattr__(self, "top_k", 0)
+        if self.json_schema is not None:
+            self._set("json_schema", _json_text, self.json_schema)
+        for name, holds, rule in _CHECKS:
+            try:
+                ok = holds(self)
+            except TypeError:  # a word where a number belongs, and the like
+                ok = False
+            if not ok:
+                raise UsageError(f"SamplingParams: {name} = {_short(getattr(self, name))}.", there_is=f"values {rule}")
+        given = [name for name in MOST_GRAMMAR_BYTES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError(f"SamplingParams: {' and '.join(given)} together.", remedy="pass one constraint")
+
+    def _set(self, name: str, convert: Callable[[Any], Any], value: Any) -> None:
+        try:
+            object.__setattr__(self, name, convert(value))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise UsageError(
+                f"SamplingParams: {name} = {_short(value)} ({error}).", remedy="see SamplingParams for its form"
+            ) from error
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on which tokens came before."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether top_k, top_p or min_p can remove a token."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """("json_schema", "regex" or "grammar", its text), or None."""
+        for name in MOST_GRAMMAR_BYTES:
+            text = getattr(self, name)
+            if text is not None:
+                return name, text
+        return None
+
+    def check_ids(self, vocab: int) -> None:
+        """Check the token ids that the fields name against a model.
+
+        Args:
+            vocab: token ids the model has.
+
+        Raises:
+            UsageError: an id of stop_token_ids or logit_bias is none of them.
+        """
+        for name, ids in (("stop_token_ids", _several(self.stop_token_ids)), ("logit_bias", self.logit_bias)):
+            bad = [i for i in ids if i >= vocab]
+            if bad:
+                raise UsageError(f"SamplingParams: {name} names token {bad[0]}.", there_is=f"ids 0 to {vocab - 1}")
+
+
+SamplingParams.__init__ = known_keywords(SamplingParams.__init__)  # type: ignore[method-assign]
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    """None, one, or several of something as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (str, int)) else tuple(value)
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    return {i: _plain(bias) for i, bias in dict(value or {}).items()}
+
+
+def _plain(value: Any) -> Any:
+    """A number of another library (NumPy's, a fraction) as a float, since it travels to the engine as one."""
+    return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
+
+
+def _json_text(value: Any) -> str:
+    """A schema as JSON text; the order of its keys is kept, for it decides the order in the output.
+
+    Raises:
+        ValueError, TypeError, RecursionError: it is not JSON, or not an object (true stands for one that allows all).
+    """
+    if isinstance(value, str) and len(value) > MOST_GRAMMAR_BYTES["json_schema"]:
+        raise ValueError(f"more than {MOST_GRAMMAR_BYTES['json_schema']} bytes")
+    parsed = json.loads(value) if isinstance(value, str) else value
+    if parsed is True:
+        return "{}"
+    if not isinstance(parsed, Mapping):
+        raise ValueError("a schema is an object, or true; nothing fits false")
+    return json.dumps(dict(parsed), ensure_ascii=False, allow_nan=False)
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."
+
+
+def _is_int(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or _is_int(value, 0, MOST_LOGPROBS)
+
+
+def _is_text(value: Any, most_bytes: int) -> bool:
+    return value is None or (isinstance(value, str) and 0 < len(value.encode(errors="replace")) <= most_bytes)
+
+
+def _are_biases(biases: Mapping[Any, Any]) -> bool:
+    return len(biases) <= MOST_BIASES and all(
+        _is_int(i, 0) and _is_number(b) and -100 <= b <= 100 for i, b in biases.items()
+    )
+
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "timeout_s")
+
+# A value of another type makes its check raise TypeError, which counts as out of range.
+_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("max_tokens", lambda p: _is_int(p.max_tokens, 1), "at least 1"),
+    ("temperature", lambda p: _is_number(p.temperature) and 0 <= p.temperature < math.inf, "0 or more"),
+    ("top_p", lambda p: _is_number(p.top_p) and 0 < p.top_p <= 1, "above 0 and at most 1"),
+    ("top_k", lambda p: _is_int(p.top_k, 0), "0 (all) or more"),
+    ("min_p", lambda p: _is_number(p.min_p) and 0 <= p.min_p <= 1, "from 0 to 1"),
+    ("ignore_eos", lambda p: isinstance(p.ignore_eos, bool), "True and False"),
+    ("min_tokens", lambda p: _is_int(p.min_tokens, 0, p.max_tokens), "from 0 to max_tokens"),
+    ("seed", lambda p: p.seed is None or _is_int(p.seed), "of whole numbers, or None"),
+    ("stop", lambda p: all(isinstance(s, str) and s for s in p.stop), "of non-empty strings"),
+    (
+        "stop",
+        lambda p: len(p.stop) <= MOST_STOPS and all(len(s) <= MOST_STOP_CHARACTERS for s in p.stop),
+        f"of at most {MOST_STOPS} strings of at most {MOST_STOP_CHARACTERS} characters",
+    ),
+    ("stop_token_ids", lambda p: all(_is_int(i, 0) for i in p.stop_token_ids), "of token ids"),
+    (
+        "stop_token_ids",
+        lambda p: len(p.stop_token_ids) <= MOST_STOP_TOKEN_IDS,
+        f"of at most {MOST_STOP_TOKEN_IDS} token ids",
+    ),
+    (
+        "repetition_penalty",
+        lambda p: _is_number(p.repetition_penalty) and 0 < p.repetition_penalty < math.inf,
+        "above 0 (1 changes nothing)",
+    ),
+    ("frequency_penalty", lambda p: _is_number(p.frequency_penalty) and -2 <= p.frequency_penalty <= 2, "from -2 to 2"),
+    ("presence_penalty", lambda p: _is_number(p.presence_penalty) and -2 <= p.presence_penalty <= 2, "from -2 to 2"),
+    ("logit_bias", lambda p: _are_biases(p.logit_bias), f"of at most {MOST_BIASES} entries, token id -> -100 to 100"),
+    ("logprobs", lambda p: _is_count(p.logprobs), f"None, or 0 to {MOST_LOGPROBS}"),
+    ("prompt_logprobs", lambda p: _is_count(p.prompt_logprobs), f"None, or 0 to {MOST_LOGPROBS}"),
+    ("pooling", lambda p: p.pooling in (None, *POOLINGS), f"of None, {', '.join(POOLINGS)}"),
+    ("n", lambda p: _is_int(p.n, 1, MOST_SEQUENCES), f"from 1 to {MOST_SEQUENCES}"),
+    *(
+        (name, lambda p, name=name, most=most: _is_text(getattr(p, name), most), f"of 1 to {most} bytes of text")
+        for name, most in MOST_GRAMMAR_BYTES.items()
+    ),
+    (
+        "timeout_s",
+        lambda p: p.timeout_s is None or (_is_number(p.timeout_s) and 0 < p.timeout_s < math.inf),
+        "None, or above 0 seconds",
+    ),
+)
+
+
+GREEDY = SamplingParams(temperature=0.0)

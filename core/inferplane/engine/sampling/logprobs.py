@@ -1,0 +1,77 @@
+"""Log-probabilities of tokens, and the likeliest alternatives.
+
+They are the model's own: taken from its logits before penalties, biases, constraints and temperature. (That is the
+default of other engines, too, and what evaluation harnesses need.) Sums are of integers, as in `ops/sampling.py`, so
+that they do not depend on the batch, to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inferplane.engine.request.results import TokenLogprob
+from inferplane.engine.sampling.batch_rows import rows_at_once
+from inferplane.ops.sampling import WEIGHT_BITS, likeliest, token_weights
+from inferplane.types import HOST
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of N tokens, on the device.
+
+    Args:
+        tokens: int64 `[N]`.
+        logprobs: float32 `[N]`.
+        ranks: int64 `[N]`.
+        top_ids: int64 `[N, K]`.
+        top: float32 `[N, K]`.
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    top_ids: torch.Tensor
+    top: torch.Tensor
+
+    def lists(self, alternatives: Sequence[int] | None = None) -> list[TokenLogprob]:
+        """The same on the host.
+
+        Args:
+            alternatives: how many each token has, of those that are there; None: all K.
+        """
+        columns = (self.tokens, self.logprobs, self.ranks, self.top_ids, self.top)
+        on_host = [c.to(HOST).tolist() for c in columns]
+        most = alternatives if alternatives is not None else [self.top.shape[1]] * len(on_host[0])
+        return [TokenLogprob(t, p, r, tuple(zip(ids[:n], top))) for t, p, r, ids, top, n in zip(*on_host, most)]
+
+
+def score(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int = 0) -> Logprobs:
+    """Log-probabilities of one token a row.
+
+    For a prompt, pass the logits after its tokens, and as `tokens` the tokens that follow: the first token of a prompt
+    has none.
+
+    Args:
+        logits: float32 `[N, V]`, the model's.
+        tokens: int64 `[N]`.
+        alternatives: K, how many of the likeliest tokens to return with each.
+    """
+    rows = rows_at_once(logits.shape[-1], logits.device)
+    if logits.shape[0] <= rows:
+        return _score(logits, tokens, alternatives)
+    parts = [_score(x, t, alternatives) for x, t in zip(logits.split(rows), tokens.split(rows))]
+    return Logprobs(*(torch.cat([getattr(p, name) for p in parts]) for name in Logprobs.__dataclass_fields__))
+
+
+def _score(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> Logprobs:
+    own = logits.gather(1, tokens[:, None])
+    # log(sum(exp(logits))): the weights are exp(logits - largest) as integers
+    total = token_weights(logits).sum(-1, keepdim=True).float().log() - WEIGHT_BITS * math.log(2.0)
+    largest = logits.amax(-1, keepdim=True)
+    ranks = (logits > own).sum(-1) + 1
+    top, ids = likeliest(logits, min(alternatives, logits.shape[-1]))
+    return Logprobs(tokens, (own - largest - total)[:, 0], ranks, ids, top - largest - total)

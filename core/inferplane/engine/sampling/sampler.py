@@ -1,0 +1,194 @@
+"""From a step's logits to tokens: what the rows ask for, in one batch on the device, paying only for what is asked.
+
+Everything here works row by row and adds integers where it adds along the vocabulary (`ops/sampling.py`), so that a
+row's token, distribution and log-probabilities do not depend on its batch mates, to the last bit.
+
+The order of processors is that of transformers: repetition penalty, frequency and presence penalties, logit bias, the
+ban on end-of-text tokens before min_tokens, the constraint; then temperature, top-k, top-p, min-p, and the bound
+`sample` op. One difference: among equal logits at its edge, top-k keeps the lowest ids, exactly k tokens in all, where
+transformers keeps all equals.
+
+Source: repetition penalty, arXiv 1909.05858, applied as in transformers to prompt and output alike; frequency and
+presence penalties, https://platform.openai.com/docs/api-reference: `logit -= count * frequency + (count > 0) *
+presence`, with counts of generated tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from inferplane.engine.sampling.batch_rows import (
+    GREEDY,
+    SHORT,
+    Group,
+    Prepared,
+    SampleRow,
+    prepare,
+    prepare_likeliest,
+    rows_at_once,
+)
+from inferplane.engine.sampling.logprobs import Logprobs, score
+from inferplane.ops.sampling import WEIGHT_BITS, invert, kept_weights, likeliest
+from inferplane.types import HOST
+
+NOT_FINITE = "the model's logits hold NaN or infinity"
+
+
+class Sampler:
+    """Chooses tokens. Its methods take a step's logits and what `prepare` made of the step's rows.
+
+    Args:
+        sample: the bound `sample` op.
+        vocab: V, columns of the logits.
+        device: where the logits are.
+        shorten: reduce rows with a small top_k to a short list before the op sees them; None: but on the host, whose
+            kernels do so themselves, row by row.
+    """
+
+    def __init__(
+        self, sample: Callable[..., torch.Tensor], vocab: int, device: Any, shorten: bool | None = None
+    ) -> None:
+        self._sample, self.vocab, self.device = sample, vocab, device
+        self._shorten = torch.device(device).type != HOST if shorten is None else shorten
+        self._never = torch.full((), -torch.inf, device=device)
+        self._bits = torch.arange(32, dtype=torch.int32, device=device)
+        self._likeliest: dict[int, Prepared] = {}
+
+    def prepare(self, rows: Sequence[SampleRow]) -> Prepared:
+        """Gather what the rows ask for and send it to the device; once a step, on the host."""
+        if not all(r.likeliest_alone for r in rows):
+            return prepare(rows, self.vocab, self.device)
+        return self._for_likeliest(len(rows))
+
+    def _for_likeliest(self, rows: int) -> Prepared:
+        found = self._likeliest.get(rows)
+        if found is None:
+            found = self._likeliest[rows] = prepare_likeliest(rows, self.vocab, self.device)
+        return found
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each row, int64 `[R]`: as `sample` for rows that ask for nothing else."""
+        return self.sample(logits, self._for_likeliest(logits.shape[0]))
+
+    def process(self, logits: torch.Tensor, step: Prepared) -> torch.Tensor:
+        """Logits after penalties, biases, bans and constraints: float32 `[R, V]`, the same tensor if there are none.
+
+        Args:
+            logits: float32 `[R, V]`, the model's; they are not changed.
+            step: of the same R rows.
+        """
+        if not (step.penalties or step.bias or step.banned or step.masks):
+            return logits
+        x = logits.clone()
+        if step.penalties is not None:
+            rows, ids, counts, repetition, frequency, presence = step.penalties
+            own, factor = x[rows, ids], repetition[rows]
+            own = torch.where(own < 0, own * factor, own / factor)
+            x[rows, ids] = own - (counts * frequency[rows] + (counts > 0) * presence[rows])
+        if step.bias is not None:
+            rows, ids, bias = step.bias
+            x[rows, ids] = x[rows, ids] + bias
+        if step.banned is not None:
+            x.index_put_(step.banned, self._never)
+        if step.masks is not None:
+            rows, words = step.masks
+            allowed = (words[:, :, None] >> self._bits) & 1
+            forbidden = allowed.view(len(rows), -1)[:, : self.vocab] == 0
+            x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
+        return x
+
+    def sample(self, logits: torch.Tensor, step: Prepared, argmax: torch.Tensor | None = None) -> torch.Tensor:
+        """One token a row: int64 `[R]`.
+
+        Args:
+            logits: float32 `[R, V]`, the model's; they are not changed.
+            step: of the same R rows.
+            argmax: int64 `[R]`, the token with the largest of these logits of each row, if the model found it.
+        """
+        found, logits = logits, self.process(logits, step)
+        if argmax is not None and logits is found and len(step.groups) == 1 and step.groups[0].kind == GREEDY:
+            return argmax
+        if len(step.groups) == 1:  # of all rows
+            return self._draw(logits, step.groups[0])
+        drawn = [self._draw(logits[group.rows], group) for group in step.groups]
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        for group, ids in zip(step.groups, drawn):
+            tokens[group.rows] = ids
+        return tokens
+
+    def _draw(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """Tokens of one group, int64 `[n]`, from its logits `[n, V]`."""
+        ids = None
+        if group.kind == SHORT and self._shorten:
+            x, ids = likeliest(x, group.candidates)
+        drawn = self._sample(x, group.temperature, group.top_k, group.top_p, group.min_p, group.uniform)
+        return drawn if ids is None else ids.gather(1, drawn[:, None])[:, 0]
+
+    def probabilities(self, logits: torch.Tensor, step: Prepared) -> torch.Tensor:
+        """The distributions that `sample` draws from: float32 `[R, V]`; one-hot for greedy rows.
+
+        Args:
+            logits: float32 `[R, V]`, the model's; they are not changed.
+            step: of the same R rows.
+        """
+        logits = self.process(logits, step)
+        result = torch.zeros_like(logits)
+        for group in step.groups:
+            x = logits[group.rows]
+            if group.kind == GREEDY:
+                result[group.rows] = torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
+                continue
+            most = rows_at_once(self.vocab, x.device)
+            parts = [_distribution(x[at], _part(group, at)) for at in _slices(x.shape[0], most)]
+            result[group.rows] = torch.cat(parts)
+        return result
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, step: Prepared) -> Logprobs | None:
+        """Log-probabilities of the rows `step.logprobs`, which want them; None when none does. Each has as many
+        alternatives as that row which wants the most.
+
+        Args:
+            logits: float32 `[R, V]`, the model's.
+            tokens: int64 `[R]`: the token that came to stand at each row, sampled or draft.
+            step: of the same R rows.
+        """
+        if step.logprobs is None:
+            return None
+        every = step.logprobs.shape[0] == logits.shape[0]
+        some = logits if every else logits.index_select(0, step.logprobs)
+        return score(some, tokens.index_select(0, step.logprobs), max(step.alternatives))
+
+
+def _slices(rows: int, most: int) -> list[slice]:
+    return [slice(i, i + most) for i in range(0, rows, most)]
+
+
+def _part(group: Group, at: slice) -> Group:
+    """Some rows of a group, numbered from 0."""
+    names = ("temperature", "top_k", "top_p", "min_p", "uniform")
+    asked: dict[str, Any] = {name: None if (x := getattr(group, name)) is None else x[at] for name in names}
+    return replace(group, rows=slice(None), **asked)
+
+
+def _distribution(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """What a group's rows draw from, float32 `[n, V]`, from their logits `[n, V]`."""
+    entries, listed = likeliest(x, group.candidates) if group.kind == SHORT else (x, None)
+    weights, ids = kept_weights(entries, group.temperature, group.top_k, group.top_p, group.min_p)
+    p = weights.float() / weights.sum(-1, keepdim=True).float()
+    if ids is None:
+        return p
+    return torch.zeros_like(x).scatter_(1, ids if listed is None else listed.gather(1, ids), p)
+
+
+def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """One token a row from any distribution, by inverting its cumulated sum in the order of ids: int64 `[R]`.
+
+    Args:
+        probabilities: float32 `[R, V]` with entries from 0 to 1, of any positive sum.
+        uniform: float32 `[R]` in [0, 1).
+    """
+    return invert((probabilities * 2.0**WEIGHT_BITS).to(torch.int64), uniform)
