@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from demo_data import is_held_out, stdlib_files
 
 METHODS = {
-    "ngram": {"speculate_method": "ngram", "speculate_max_ngram_size": 5},
-    "draft": {"speculate_method": "draft_model", "draft_model_name_or_path": "demo-draft"},
-    "mtp": {"speculate_method": "mtp"},
-    "eagle": {"speculate_method": "eagle", "draft_model_name_or_path": "demo-eagle"},
+    "ngram": {"method": "ngram", "prompt_lookup_max": 5},
+    "draft": {"method": "draft_model", "model": "demo-draft"},
+    "mtp": {"method": "mtp"},
+    "eagle": {"method": "eagle", "model": "demo-eagle"},
 }
 DRAFTS = {"ngram": 7, "draft": 3, "mtp": 2, "eagle": 3}
 """Most drafts of each method when speed is measured: more cost more than they bring, on this model and a processor."""
@@ -67,9 +67,9 @@ def opened(method, args, drafts=None, adaptive=True):
     """A model that drafts with a method; None: plain."""
     spec = None
     if method is not None:
-        spec = {**METHODS[method], "speculate_max_draft_token_num": drafts or DRAFTS[method], "adaptive": adaptive}
+        spec = {**METHODS[method], "num_speculative_tokens": drafts or DRAFTS[method], "adaptive": adaptive}
     return LLM(
-        "demo", device=args.device, dtype=args.dtype, speculative=spec, enable_prefix_caching=False, max_num_seqs=4
+        "demo", device=args.device, dtype=args.dtype, speculative_config=spec, enable_prefix_caching=False, max_num_seqs=4
     )
 
 

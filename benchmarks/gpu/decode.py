@@ -70,12 +70,12 @@ def cycles(config: dict[str, Any], sequences: int, drafts: int) -> Iterator[Row]
     from inferplane import LLM, SamplingParams
 
     settings = {
-        "speculate_method": "mtp", "speculate_max_draft_token_num": drafts, "accept_policy": "accept_all",
+        "method": "mtp", "num_speculative_tokens": drafts, "accept_policy": "accept_all",
     }  # fmt: skip
     llm = LLM(
         config, device=cases.DEVICE, dtype="bfloat16", load_format="dummy", max_model_len=2 * CONTEXT,
         max_num_seqs=sequences, kv_cache_bytes=cache_bytes(config, sequences) * 2, max_num_batched_tokens=8 * CONTEXT,
-        speculative=settings,
+        speculative_config=settings,
     )  # fmt: skip
     speculator = llm.engine.speculator
     assert speculator is not None and speculator.cycles is not None

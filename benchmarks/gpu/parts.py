@@ -235,15 +235,15 @@ LATENT: dict[str, Any] = {
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 LATENT.pop("head_dim")
-MTP = {"speculate_method": "mtp", "speculate_max_draft_token_num": 3}
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 GLUON = {"mla_absorbed": "gluon"}
 MODELS: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "demo": ("demo", {}, False),
     "dense": (LLAMA, {"load_format": "dummy"}, True),
     "latent": (LATENT, {"load_format": "dummy"}, True),
     "latent, Gluon": (LATENT, {"load_format": "dummy", "ops": GLUON}, True),
-    "latent, MTP": ({**LATENT, "num_nextn_predict_layers": 1}, {"load_format": "dummy", "speculative": MTP}, True),
-    "demo, MTP": ("demo", {"speculative": MTP}, False),
+    "latent, MTP": ({**LATENT, "num_nextn_predict_layers": 1}, {"load_format": "dummy", "speculative_config": MTP}, True),
+    "demo, MTP": ("demo", {"speculative_config": MTP}, False),
 }
 """By name: a model, options of `LLM`, and whether its decode steps must be recorded."""
 

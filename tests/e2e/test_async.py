@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
 }
-OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "max_batch": 4}
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "max_num_seqs": 4}
 PROMPTS = [[5, 9, 11], [7] * 20, [3, 1, 4, 1, 5, 9, 2, 6], [90], [8, 8], [42, 17, 23]]
 
 
@@ -146,7 +146,7 @@ def test_an_id_that_is_used_again_at_once_hears_nothing_of_the_request_before() 
 
 def test_refusals_leave_nothing_and_others_run_on() -> None:
     async def run() -> None:
-        async with AsyncLLM(CONFIG, max_waiting=1, **{**OPTIONS, "max_batch": 1}) as llm:
+        async with AsyncLLM(CONFIG, max_waiting=1, **{**OPTIONS, "max_num_seqs": 1}) as llm:
             running = asyncio.create_task(collect(llm.generate(PROMPTS[0], SamplingParams(max_tokens=100), "same")))
             while (await llm.stats())["num_requests_running"] < 1:
                 await asyncio.sleep(0.005)

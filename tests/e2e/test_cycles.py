@@ -33,7 +33,7 @@ def opened(monkeypatch):
     def make(way, model, speculative, **options):
         record = Backend.capture if way == "eager" else lambda self, step, bucket: Record(step, bucket)
         monkeypatch.setattr(CpuBackend, "capture", record)
-        llm = LLM(model, device="cpu", dtype="float32", speculative=speculative, **options)
+        llm = LLM(model, device="cpu", dtype="float32", speculative_config=speculative, **options)
         models.append(llm)
         if way == "apart":
             llm.engine.speculator.cycles.off = "apart"
@@ -56,8 +56,8 @@ def folders(tmp_path_factory):
 
 
 def spec(method, head, drafts=3, **more):
-    found = {"speculate_method": method, "speculate_max_draft_token_num": drafts, **more}
-    return found if method == "mtp" else {**found, "draft_model_name_or_path": head}
+    found = {"method": method, "num_speculative_tokens": drafts, **more}
+    return found if method == "mtp" else {**found, "model": head}
 
 
 def told(llm, results):

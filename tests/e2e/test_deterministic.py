@@ -42,11 +42,11 @@ def small(kind, **changes):
 
 
 STEPS = (
-    {"max_batch": 32},
-    {"max_batch": 3},
-    {"max_batch": 8, "max_step_tokens": 5},
-    {"max_batch": 5, "max_step_tokens": 17},
-    {"max_batch": 32, "max_step_tokens": 64, "prefix_cache": False},
+    {"max_num_seqs": 32},
+    {"max_num_seqs": 3},
+    {"max_num_seqs": 8, "max_num_batched_tokens": 5},
+    {"max_num_seqs": 5, "max_num_batched_tokens": 17},
+    {"max_num_seqs": 32, "max_num_batched_tokens": 64, "enable_prefix_caching": False},
 )
 
 

@@ -12,6 +12,7 @@ from transformers import MistralConfig
 
 from inferplane import LLM, SamplingParams
 from inferplane.binding import view_of
+from inferplane.engine.request import seeds as seed_math
 from inferplane.engine.sampling import rng
 from inferplane.engine.sampling.batch_rows import BatchRow
 from inferplane.engine.speculate import verify
@@ -40,9 +41,9 @@ def folders(tmp_path_factory):
 
 
 def spec(folders, method, model="mla_moe", drafts=3, **more):
-    found = {"speculate_method": method, "speculate_max_draft_token_num": drafts, **more}
+    found = {"method": method, "num_speculative_tokens": drafts, **more}
     if method in ("eagle", "draft_model"):
-        found["draft_model_name_or_path"] = folders / f"{model}-{method}"
+        found["model"] = folders / f"{model}-{method}"
     return found
 
 
@@ -83,7 +84,7 @@ def test_eagle_against_the_formula(bias, folders, tmp_path):
         folders / "gqa",
         device="cpu",
         dtype="float32",
-        speculative={"speculate_method": "eagle", "draft_model_name_or_path": tmp_path},
+        speculative_config={"method": "eagle", "model": tmp_path},
     ) as llm:
         model = random_model(llama_config(), seed=3)
         embed, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
@@ -113,11 +114,11 @@ def test_a_model_that_drafts_for_itself_is_always_right(model, folders):
     """Every draft stands, so its cache holds what it should: after some, none and all of a step's drafts."""
     for drafts in (1, 3, 7):
         config = {
-            "speculate_method": "draft",
-            "draft_model_name_or_path": folders / model,
-            "speculate_max_draft_token_num": drafts,
+            "method": "draft",
+            "model": folders / model,
+            "num_speculative_tokens": drafts,
         }
-        with LLM(folders / model, device="cpu", dtype="float32", speculative=config) as llm:
+        with LLM(folders / model, device="cpu", dtype="float32", speculative_config=config) as llm:
             got = llm.generate(prompts(160, (20, 5, 33)), SamplingParams(max_tokens=41, **GREEDY))
             stats = llm.engine.stats()
             assert all(len(r.token_ids) == 41 for r in got)
@@ -132,12 +133,12 @@ def test_a_model_that_drafts_for_itself_is_always_right(model, folders):
 def test_it_stays_right_in_little_room(blocks, folders):
     """Preempted, trimmed, found again: what is in its cache is what belongs there."""
     config = {
-        "speculate_method": "draft",
-        "draft_model_name_or_path": folders / "gqa",
-        "speculate_max_draft_token_num": 7,
+        "method": "draft",
+        "model": folders / "gqa",
+        "num_speculative_tokens": 7,
         "adaptive": False,
     }
-    options = {"device": "cpu", "dtype": "float32", "speculative": config}
+    options = {"device": "cpu", "dtype": "float32", "speculative_config": config}
     with LLM(folders / "gqa", max_model_len=64, **options) as llm:
         a_block = llm.runner.block_bytes() + llm.runner.draft.block_bytes()
     with LLM(folders / "gqa", kv_cache_bytes=blocks * a_block, max_num_batched_tokens=24, **options) as llm:
@@ -149,10 +150,10 @@ def test_it_stays_right_in_little_room(blocks, folders):
         assert drafted == accepted > 0
 
 
-@pytest.mark.parametrize("method", ["inference_with_reference", "draft_model", "mtp", "eagle"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp", "eagle"])
 def test_rows_are_one_and_the_drafts_of_each(method, folders):
     """Bar i, counted where the model runs: never the longest draft times the batch."""
-    with LLM(folders / "mla_moe", device="cpu", dtype="float32", speculative=spec(folders, method)) as llm:
+    with LLM(folders / "mla_moe", device="cpu", dtype="float32", speculative_config=spec(folders, method)) as llm:
         engine, told = llm.engine, []
         schedule, run = engine.scheduler.schedule, engine.runner.run
         engine.scheduler.schedule = lambda: told.append([]) or [told[-1].append(s) or s for s in schedule()]
@@ -167,12 +168,14 @@ def test_rows_are_one_and_the_drafts_of_each(method, folders):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-@pytest.mark.parametrize("method", ["inference_with_reference", "draft_model", "mtp", "eagle"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp", "eagle"])
 def test_rejection_keeps_the_distribution_of_what_each_method_drafts(method, temperature, folders):
     """Bar g: 20,000 draws with the drafts that the method makes at one place, and the model's own logits there."""
     draws = 20_000
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
-    with LLM(folders / "mla_moe", device="cpu", dtype="float32", speculative=spec(folders, method, drafts=2)) as llm:
+    with LLM(
+        folders / "mla_moe", device="cpu", dtype="float32", speculative_config=spec(folders, method, drafts=2)
+    ) as llm:
         prompt = [*prompts(160, (12,))[0], *range(160)]  # every token was said before, so n-grams find something
         request = llm.add(prompt, params)
         llm.engine.step()
@@ -180,7 +183,11 @@ def test_rejection_keeps_the_distribution_of_what_each_method_drafts(method, tem
         assert len(drafts) == 2
         logits = llm.logits([[*prompt, *request.generated, *drafts]])[0][-3:]
         sampler = llm.engine.sampler
-        rows = [BatchRow(params, rng.child_seed(7, s), i + 1, None, drafts[:i]) for s in range(draws) for i in range(3)]
+        rows = [
+            BatchRow(params, seed_math.child_seed(7, s), i + 1, None, drafts[:i])
+            for s in range(draws)
+            for i in range(3)
+        ]
         step, every = sampler.prepare(rows), logits.repeat(draws, 1)
         with torch.inference_mode():
             drawn, p = sampler.sample(every, step), sampler.probabilities(every, step)
@@ -219,7 +226,7 @@ def drafted_for(llm, prompt, n=14):
 @pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle"])
 def test_drafts_after_a_prefix_hit_are_those_without_one(method, folders):
     """Block ends are where it matters: in every block that is found, what follows was once another token."""
-    options = {"device": "cpu", "dtype": "float32", "speculative": spec(folders, method)}
+    options = {"device": "cpu", "dtype": "float32", "speculative_config": spec(folders, method)}
     with LLM(folders / "mla_moe", **options) as llm:
         n = llm.runner.cache.block_tokens
         assert n == 16
@@ -242,8 +249,8 @@ def test_drafts_after_a_prefix_hit_are_those_without_one(method, folders):
 
 def test_a_block_ends_where_the_next_token_differs(folders):
     """A drafting layer's blocks are known by one token more; other methods share all that is equal."""
-    for method, shared in (("mtp", 1), ("draft_model", 2), ("inference_with_reference", 2)):
-        with LLM(folders / "mla_moe", device="cpu", dtype="float32", speculative=spec(folders, method)) as llm:
+    for method, shared in (("mtp", 1), ("draft_model", 2), ("ngram", 2)):
+        with LLM(folders / "mla_moe", device="cpu", dtype="float32", speculative_config=spec(folders, method)) as llm:
             p = prompts(160, (40,))[0]
             llm.generate([p], SamplingParams(max_tokens=2, **GREEDY))
             same = llm.generate([[*p[:36], 1, 2]], SamplingParams(max_tokens=2, **GREEDY))[0]
@@ -255,8 +262,8 @@ def test_a_block_ends_where_the_next_token_differs(folders):
 
 
 def test_a_draft_model_is_loaded_apart(folders):
-    config = spec(folders, "draft_model", draft_model_dtype="bfloat16", draft_model_kv_dtype="int8")
-    with LLM(folders / "mla_moe", device="cpu", dtype="float32", speculative=config) as llm:
+    config = spec(folders, "draft_model", draft_dtype="bfloat16", draft_kv_cache_dtype="int8")
+    with LLM(folders / "mla_moe", device="cpu", dtype="float32", speculative_config=config) as llm:
         mine, draft = llm.runner, llm.runner.draft
         assert (mine.dtype, draft.dtype) == (torch.float32, torch.bfloat16)
         assert {x.kv_dtype for x in mine.plan.layouts.values()} == {"auto"}
@@ -270,7 +277,9 @@ def test_a_draft_model_is_loaded_apart(folders):
 def test_the_budget_holds_both_caches(method, folders):
     blocks = {}
     for name, config in (("plain", None), ("drafting", spec(folders, method))):
-        with LLM(folders / "mla_moe", device="cpu", dtype="float32", kv_cache_bytes=400_000, speculative=config) as llm:
+        with LLM(
+            folders / "mla_moe", device="cpu", dtype="float32", kv_cache_bytes=400_000, speculative_config=config
+        ) as llm:
             blocks[name] = llm.runner.cache.blocks
             runners = [r for r in (llm.runner, llm.runner.draft) if r is not None]
             stored = sum(t.nbytes for r in runners for layer in r.cache.layers for t in (*layer.entries, *layer.scales))
@@ -308,14 +317,14 @@ def test_unfit_drafters_are_refused(folders, tmp_path):
             "eagle:fc.weight",
         ),
     ):
-        config = {"speculate_method": method, "draft_model_name_or_path": name}
+        config = {"method": method, "model": name}
         with pytest.raises(error, match=match):
-            LLM(folders / "gqa", device="cpu", dtype="float32", speculative=config)
+            LLM(folders / "gqa", device="cpu", dtype="float32", speculative_config=config)
     with LLM(
         folders / "gqa",
         device="cpu",
         max_model_len=128,
-        speculative={"speculate_method": "draft_model", "draft_model_name_or_path": short},
+        speculative_config={"method": "draft_model", "model": short},
     ) as llm:
         assert llm.runner.draft.max_model_len == 128
 
@@ -326,21 +335,21 @@ def test_blocks_of_another_size_are_refused(folders, monkeypatch):
 
     monkeypatch.setattr(type(host().backend("cpu")), "kv_layouts", layouts)
     with pytest.raises(UsageError, match="KV blocks of 16 tokens"):
-        LLM(folders / "mla_moe", device="cpu", speculative=spec(folders, "draft_model", "gqa"))
+        LLM(folders / "mla_moe", device="cpu", speculative_config=spec(folders, "draft_model", "gqa"))
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"speculate_method": "eagle"},
-        {"speculate_method": "draft_model"},
-        {"speculate_method": "ngram", "draft_model_name_or_path": "demo-draft"},
-        {"speculate_method": "mtp", "draft_model_name_or_path": "demo-eagle"},
+        {"method": "eagle"},
+        {"method": "draft_model"},
+        {"method": "ngram", "model": "demo-draft"},
+        {"method": "mtp", "model": "demo-eagle"},
     ],
 )
 def test_who_needs_a_draft_says_so(wrong):
-    with pytest.raises(UsageError, match="draft_model_name_or_path"):
-        LLM("demo", device="cpu", speculative=wrong)
+    with pytest.raises(UsageError, match="model"):
+        LLM("demo", device="cpu", speculative_config=wrong)
 
 
 # ------------------------------------------------------------------ windows
@@ -358,8 +367,14 @@ def windowed(tmp_path_factory):
 
 def beside(folder, others, **more):
     """Tokens, accepted drafts and steps of a short request, into whose run `others` come."""
-    words = {"speculate_method": "draft_model", "draft_model_name_or_path": folder, "speculate_max_draft_token_num": 3}
-    options = {"device": "cpu", "dtype": "float32", "max_batch": 4, "max_step_tokens": 300, "speculative": words}
+    words = {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 300,
+        "speculative_config": words,
+    }
     with LLM(folder, **options) as llm:
         short = llm.add(prompts(160, (12,))[0], SamplingParams(max_tokens=40, ignore_eos=True, seed=7, **more), 0)
         llm.engine.step()

@@ -102,11 +102,11 @@ def test_beside_a_drafter(tmp_path):
     model = make("llama", "gqa", tmp_path / "model")
     noisy_copy(tmp_path / "model", tmp_path / "draft")
     config = {
-        "speculate_method": "draft_model",
-        "speculate_max_draft_token_num": 3,
-        "draft_model_name_or_path": str(tmp_path / "draft"),
+        "method": "draft_model",
+        "num_speculative_tokens": 3,
+        "model": str(tmp_path / "draft"),
     }
-    with LLM(tmp_path / "model", speculative=config, max_num_batched_tokens=32, **OPTIONS) as llm:
+    with LLM(tmp_path / "model", speculative_config=config, max_num_batched_tokens=32, **OPTIONS) as llm:
         many = prompts(llm.engine.vocab, (40, 3, 17))
         plain = SamplingParams(max_tokens=12, temperature=0)
         before = [r.token_ids for r in llm.generate(many, plain)]

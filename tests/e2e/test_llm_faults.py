@@ -165,7 +165,7 @@ def test_close_frees_memory(folder, dtype):
         gc.enable()
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_step_tokens", 0), ("max_model_len", 0)])
+@pytest.mark.parametrize(("name", "value"), [("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("max_model_len", 0)])
 def test_limits_that_are_none(folder, name, value):
     with pytest.raises(UsageError, match=f"{name} = 0"):
         opened(folder, **{name: value})

@@ -66,14 +66,19 @@ def test_greedy_tokens(pair):
     assert llm.engine.allocator.used == 0
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_a_window_takes_the_blocks_of_a_window(enable_prefix_caching, tmp_path):
     """300 tokens and 64 more in a cache of 96; blocks before the window are used again and again."""
     model = make("mistral", "window", tmp_path)
     ids, other = prompts(model.config.vocab_size, (300, 130), seed=4)
     asked = torch.tensor([ids])
     want = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=64, do_sample=False)
-    settings = {"device": "cpu", "dtype": "float32", "max_step_tokens": 48, "prefix_cache": enable_prefix_caching}
+    settings = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_batched_tokens": 48,
+        "enable_prefix_caching": enable_prefix_caching,
+    }
     with LLM(tmp_path, kv_cache_bytes=10**6, **settings) as llm:
         block = llm.runner.block_bytes()
         tokens = llm.runner.cache.block_tokens

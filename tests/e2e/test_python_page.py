@@ -52,11 +52,13 @@ def test_examples_run(i, capsys):
 
 def test_there_are_examples_of_each_kind():
     assert len(BLOCKS) == 4
-    assert all(any(word in b for b in BLOCKS) for word in ("LLM(", "AsyncLLM(", "speculative=", "InferplaneError"))
+    assert all(
+        any(word in b for b in BLOCKS) for word in ("LLM(", "AsyncLLM(", "speculative_config=", "InferplaneError")
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "some"), [(LLM, "max_batch"), (SamplingParams, "top_k"), (SpeculativeConfig, "adaptive")]
+    ("kind", "some"), [(LLM, "max_num_seqs"), (SamplingParams, "top_k"), (SpeculativeConfig, "adaptive")]
 )
 def test_arguments_stand_with_their_defaults(kind, some):
     assert {name: cells[0] for name, cells in table_with(some).items()} == defaults(kind)

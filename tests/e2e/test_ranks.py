@@ -92,15 +92,15 @@ def test_a_draft_model_of_rank_0_alone(tmp_path):
     """The same tokens as without drafts, in fewer steps; the other rank has no bytes of the draft model."""
     make("llama", "gqa", tmp_path / "model")
     noisy_copy(tmp_path / "model", tmp_path / "draft", noise=0.02)
-    plain = {"device": "cpu", "dtype": "float32", "max_batch": 3, "max_step_tokens": 48}
+    plain = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 48}
     with LLM(tmp_path / "model", **plain) as llm:
         want = answers(llm)
     drafting = {
-        "speculate_method": "draft_model",
-        "speculate_max_draft_token_num": 2,
-        "draft_model_name_or_path": str(tmp_path / "draft"),
+        "method": "draft_model",
+        "num_speculative_tokens": 2,
+        "model": str(tmp_path / "draft"),
     }
-    words = (tmp_path / "model", tmp_path / "out", json.dumps({"speculative": drafting}))
+    words = (tmp_path / "model", tmp_path / "out", json.dumps({"speculative_config": drafting}))
     done(torchrun("tests/e2e/sharing.py", *words))
     got = torch.load(tmp_path / "out")
     same(got, want)

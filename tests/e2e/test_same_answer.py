@@ -11,10 +11,10 @@ from tests.e2e.drafters import eagle_head, noisy_copy, with_mtp
 from tests.e2e.tiny_models import config_of, deepseek_config, llama_config, prompts, random_model
 
 LENGTHS = (40, 7, 23, 1, 33, 12, 40, 18)
-NGRAM = {"speculate_method": "ngram", "speculate_max_draft_token_num": 4}
-MTP = {"speculate_method": "mtp", "speculate_max_draft_token_num": 3}
-EAGLE = {"speculate_method": "eagle", "speculate_max_draft_token_num": 3}
-DRAFT = {"speculate_method": "draft_model", "speculate_max_draft_token_num": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+EAGLE = {"method": "eagle", "num_speculative_tokens": 3}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 4}
 MODELS = ("gqa", "gqa_moe", "mla_moe")
 
 
@@ -55,18 +55,22 @@ def alone(folders):
 
 
 CASES = {
-    "batches of 3": {"max_batch": 3},
-    "chunks of 5": {"max_step_tokens": 5},
-    "chunks of 17": {"max_step_tokens": 17, "max_batch": 5},
+    "batches of 3": {"max_num_seqs": 3},
+    "chunks of 5": {"max_num_batched_tokens": 5},
+    "chunks of 17": {"max_num_batched_tokens": 17, "max_num_seqs": 5},
     "little room": {"room": 2.5},
-    "n-gram drafts": {"speculative": NGRAM},
-    "n-gram drafts, little room, chunks of 9": {"speculative": NGRAM, "room": 1.5, "max_step_tokens": 9},
-    "mtp drafts": {"speculative": MTP},
-    "mtp drafts, little room, chunks of 9": {"speculative": MTP, "room": 1.5, "max_step_tokens": 9},
-    "eagle drafts": {"speculative": EAGLE},
-    "eagle drafts, little room, chunks of 9": {"speculative": EAGLE, "room": 1.5, "max_step_tokens": 9},
-    "drafts of a model": {"speculative": DRAFT},
-    "drafts of a model, little room, chunks of 9": {"speculative": DRAFT, "room": 1.5, "max_step_tokens": 9},
+    "n-gram drafts": {"speculative_config": NGRAM},
+    "n-gram drafts, little room, chunks of 9": {"speculative_config": NGRAM, "room": 1.5, "max_num_batched_tokens": 9},
+    "mtp drafts": {"speculative_config": MTP},
+    "mtp drafts, little room, chunks of 9": {"speculative_config": MTP, "room": 1.5, "max_num_batched_tokens": 9},
+    "eagle drafts": {"speculative_config": EAGLE},
+    "eagle drafts, little room, chunks of 9": {"speculative_config": EAGLE, "room": 1.5, "max_num_batched_tokens": 9},
+    "drafts of a model": {"speculative_config": DRAFT},
+    "drafts of a model, little room, chunks of 9": {
+        "speculative_config": DRAFT,
+        "room": 1.5,
+        "max_num_batched_tokens": 9,
+    },
 }
 
 
@@ -77,7 +81,7 @@ def test_same_answer(model, case, folders, alone):
     if options.get("speculative") is MTP and model != "mla_moe":
         pytest.skip("not run: the model has no MTP layer")
     if (spec := options.get("speculative")) in (EAGLE, DRAFT):
-        options["speculative"] = spec | {"draft_model_name_or_path": folders[model, spec["speculate_method"]]}
+        options["speculative"] = spec | {"model": folders[model, spec["method"]]}
     room = options.pop("room", None)
     if room:
         options["kv_cache_bytes"] = bytes_for(folders[model], room, options.get("speculative"))
@@ -100,7 +104,9 @@ def test_same_answer(model, case, folders, alone):
 
 def bytes_for(folder, sequences, speculative):
     """Cache bytes for this many sequences of the longest kind."""
-    with LLM(folder, device="cpu", dtype="float32", max_model_len=64, max_num_seqs=8, speculative=speculative) as llm:
+    with LLM(
+        folder, device="cpu", dtype="float32", max_model_len=64, max_num_seqs=8, speculative_config=speculative
+    ) as llm:
         a_block = sum(a_block_of(runner) for runner in (llm.runner, llm.runner.draft) if runner is not None)
         return int(sequences * math.ceil(64 / llm.runner.cache.block_tokens)) * a_block
 

@@ -22,7 +22,7 @@ def write(folder: Path, tokenizer: Callable[[], Any] | None = byte_level, **opti
 
 
 def opened(folder: Path, **options: Any) -> LLM:
-    return LLM(folder, device="cpu", **{"dtype": "float32", "max_batch": 4, "max_step_tokens": 32, **options})
+    return LLM(folder, device="cpu", **{"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32, **options})
 
 
 def one(llm: LLM, prompt: Any = "Hello", **options: Any) -> Result:

@@ -77,8 +77,8 @@ FEATURES = {
     "logprobs": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
 }
 SPECULATION = {
-    "ngram": {"speculate_method": "ngram", "speculate_max_draft_token_num": 3},
-    "mtp": {"speculate_method": "mtp", "speculate_max_draft_token_num": 2},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
 
 
@@ -93,7 +93,7 @@ def test_what_the_engine_adds_reads_nothing_either(feature, mock):
     found = []
     for device in ("cpu", "mock:block"):
         options = {"load_format": "dummy", "kv_cache_bytes": 1 << 22, "dtype": "float32"}
-        with LLM(config, device=device, speculative=SPECULATION.get(feature), **options) as llm:
+        with LLM(config, device=device, speculative_config=SPECULATION.get(feature), **options) as llm:
             results = llm.generate(many, params)
         assert all(result.finish_reason in ("length", "stop") for result in results), results
         found.append([(result.token_ids, [sample.token_ids for sample in result.samples]) for result in results])

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 
 from inferplane.engine.clients import async_llm, local
+from inferplane.engine.clients.inputs import InputProcessor
 from inferplane.engine.clients.llm import LLM
 from inferplane.engine.clients.process import messages, remote
 from inferplane.engine.clients.process import server as process
 from inferplane.engine.loop import engine
 from inferplane.engine.loop.metrics import Metrics
+from inferplane.engine.request.constraint import Constraint
 from inferplane.engine.request.state import Request
 from inferplane.engine.request.text import Detokenizer
 from inferplane.engine.runner.model_runner import Runner
-from inferplane.engine.sampling.grammars import Constraint
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.schedule.scheduler import Scheduler
 from inferplane.kvcache import BlockAllocator
@@ -54,7 +55,7 @@ SEAMS: dict[str, tuple[Any, str]] = {
     "sampler's rows": (Sampler, "prepare"),
     "sampler": (Sampler, "sample"),
     "log-probabilities": (Sampler, "logprobs"),
-    "detokenizer's start": (LLM, "_detokenizer"),
+    "detokenizer's start": (InputProcessor, "detokenizer"),
     "detokenizer": (Detokenizer, "push"),
     "text": (Detokenizer, "take"),
     "step": (engine.Engine, "step"),

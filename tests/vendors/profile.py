@@ -22,7 +22,7 @@ from tests.vendors.checks import LIFTED
 from tests.vendors.configs import FAMILIES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DRAFTS = {"speculate_method": "ngram", "speculate_max_draft_token_num": 3}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 ROWS = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
 """A tensor as `calls.encode` writes it, for wrong calls."""
 narrow = pytest.mark.skipif(LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")

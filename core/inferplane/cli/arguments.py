@@ -175,7 +175,7 @@ def binding_options(args: argparse.Namespace, **more: Any) -> RunnerOptions:
 
     return RunnerOptions(
         dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
+        kv_cache_dtype=args.kv_dtype,
         quantization=args.quantization,
         max_model_len=args.max_model_len,
         strict=args.strict,
@@ -213,7 +213,7 @@ def add_running(parser: Parser) -> None:
 
 
 def speculation(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What `LLM` takes as `speculative`, from the words of `add_running`.
+    """What `LLM` takes as `speculative_config`, from the words of `add_running`.
 
     Raises:
         UsageError: drafts without a method.
@@ -224,8 +224,8 @@ def speculation(args: argparse.Namespace) -> dict[str, Any] | None:
             raise UsageError(f"{word} without --speculate.", remedy="name the method, as in --speculate mtp")
         return None
     drafts = DRAFTS if args.drafts is None else args.drafts
-    found = {"speculate_method": args.speculate, "speculate_max_draft_token_num": drafts}
-    return found if args.draft_model is None else {**found, "draft_model_name_or_path": args.draft_model}
+    found = {"method": args.speculate, "num_speculative_tokens": drafts}
+    return found if args.draft_model is None else {**found, "model": args.draft_model}
 
 
 def add_sampling(parser: Parser, *, max_tokens: int) -> None:

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 
 from inferplane.cli.arguments import Parser
+from inferplane.engine.clients.options import OLD_NAMES
 from inferplane.errors import InferplaneError
 
 _VALUE = (
@@ -37,6 +38,9 @@ class ErrorWording:
             for name in action.option_strings:
                 if name.startswith("--"):
                     self.options[name[2:].replace("-", "_")] = self.options[action.dest] = action
+        for old, new in {**OLD_NAMES, "speculate": "method", "drafts": "num_speculative_tokens"}.items():
+            if old in self.options:
+                self.options[new] = self.options[old]
 
     def reword(self, error: InferplaneError) -> None:
         """Make an error name the options as the user typed them, and other options by their flags."""

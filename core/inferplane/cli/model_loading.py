@@ -24,7 +24,6 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
         "device",
         "index",
         "dtype",
-        "kv_dtype",
         "quantization",
         "max_model_len",
         "strict",
@@ -32,7 +31,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
         "load_format",
     ]
     chosen = {name: getattr(args, name) for name in names}
-    return {**chosen, "ops": pins(args.ops), "speculative": speculation(args)}
+    return {**chosen, "kv_cache_dtype": args.kv_dtype, "ops": pins(args.ops), "speculative_config": speculation(args)}
 
 
 def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingParams]:

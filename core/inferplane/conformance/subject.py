@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from inferplane.binding import Bench
-from inferplane.engine.runner.model_runner import DEFAULT_BLOCK_TOKENS, DTYPES
+from inferplane.engine.runner.kv_cache import DEFAULT_BLOCK_TOKENS
+from inferplane.engine.runner.options import DTYPES
 from inferplane.errors import UsageError
 from inferplane.kvcache import paged_layout
 from inferplane.plugins import DeviceEntry, PluginHost

@@ -17,7 +17,7 @@ from inferplane.binding.resolver import check_declaration, check_parameters
 from inferplane.conformance import stepping
 from inferplane.conformance.configs import TINY, model
 from inferplane.conformance.plugin import STALE, SUBJECT
-from inferplane.engine.runner.model_runner import DTYPES
+from inferplane.engine.runner.options import DTYPES
 from inferplane.ops import OPS, Draw, Sample
 from inferplane.types import Kernel, Packing, QTensor, Weight
 

@@ -16,7 +16,7 @@ from inferplane.binding import explain
 from inferplane.conformance import stepping
 from inferplane.conformance.configs import SLICES, TINY, model
 from inferplane.conformance.plugin import SUBJECT
-from inferplane.engine.runner.model_runner import DTYPES
+from inferplane.engine.runner.options import DTYPES
 from inferplane.ops import CausalLM
 
 LENGTHS = (70, 19, 33)

@@ -16,7 +16,7 @@ import torch
 from inferplane.binding import Outcome, run_case
 from inferplane.conformance.plugin import SUBJECT
 from inferplane.conformance.subject import Subject
-from inferplane.engine.runner.model_runner import DTYPES
+from inferplane.engine.runner.options import DTYPES
 from inferplane.ops import OPS, Op, Sample
 from inferplane.types import Context, Features, Kernel
 

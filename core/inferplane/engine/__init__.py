@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from inferplane.engine.request.params import SamplingParams
     from inferplane.engine.request.results import Delta, Result, Timings
     from inferplane.engine.runner.model_files import ModelFiles
-    from inferplane.engine.runner.model_runner import Runner, RunnerOptions, captured_steps
+    from inferplane.engine.runner.model_runner import Runner
+    from inferplane.engine.runner.options import RunnerOptions
+    from inferplane.engine.runner.planned_model import captured_steps
     from inferplane.engine.speculate import SpeculativeConfig
     from inferplane.errors import InferplaneWarning
 
@@ -41,11 +43,11 @@ _WHERE = {
     "ModelFiles": "inferplane.engine.runner.model_files",
     "Result": "inferplane.engine.request.results",
     "Runner": "inferplane.engine.runner.model_runner",
-    "RunnerOptions": "inferplane.engine.runner.model_runner",
+    "RunnerOptions": "inferplane.engine.runner.options",
     "SamplingParams": "inferplane.engine.request.params",
     "SpeculativeConfig": "inferplane.engine.speculate",
     "Timings": "inferplane.engine.request.results",
-    "recorded_steps": "inferplane.engine.runner.model_runner",
+    "captured_steps": "inferplane.engine.runner.planned_model",
 }
 
 

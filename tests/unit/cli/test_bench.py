@@ -407,8 +407,8 @@ def test_what_is_left_out_depends_on_the_kind():
     assert measurements.engine_options(
         parsed("latency", "m", "--speculate-method", "ngram", "--speculate-max-draft-token-num", "3")
     )["speculative"] == {
-        "speculate_method": "ngram",
-        "speculate_max_draft_token_num": 3,
+        "method": "ngram",
+        "num_speculative_tokens": 3,
     }
     given = measurements.engine_options(parsed("latency", "--quantization", "weight_only_int8", "--index", "2"))
     assert (given["quantization"], given["index"]) == ("weight_only_int8", 2)

@@ -108,7 +108,7 @@ def test_a_model_of_full_size_needs_a_second_and_no_weights(cli, config):
 
 
 def test_options_reach_the_plan(cli, in_tree):
-    options = RunnerOptions(dtype="float32", kv_dtype="int8", arch="310p", ops={"layers.*.mlp": "decomposition"})
+    options = RunnerOptions(dtype="float32", kv_cache_dtype="int8", arch="310p", ops={"layers.*.mlp": "decomposition"})
     runner = Runner.plan_only(ModelFiles("demo"), in_tree, "npu", options)
     words = "--device npu --dtype float32 --kv-dtype int8 --arch 310p --op layers.*.mlp=decomposition --json"
     data = json.loads(cli(*words.split())[1])

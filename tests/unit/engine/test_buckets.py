@@ -8,7 +8,7 @@ import torch
 from benchmarks.shapes import REAL
 from inferplane.binding import captured_text
 from inferplane.engine import ModelFiles, Runner, RunnerOptions, captured_steps
-from inferplane.engine.runner.buckets import PADDING, Buckets, Size, bucket_sizes, choose, step_cost
+from inferplane.engine.runner.buckets import PADDING, Buckets, Size, bucket_sizes, choose_sizes, step_cost
 from inferplane.plugins import host
 
 
@@ -28,43 +28,43 @@ def ten_a_row(size: Size) -> int:
 @pytest.mark.parametrize("most", [1, 2, 7, 256])
 @pytest.mark.parametrize("tokens", [(1,), (1, 3)])
 def test_padding_costs_no_more_than_it_may(cost, most, tokens):
-    sizes = choose(cost, ten_a_row, None, most, tokens)
+    sizes = choose_sizes(cost, ten_a_row, None, most, tokens)
     assert sizes.sequences[-1] == most and list(sizes.sequences) == sorted(set(sizes.sequences))
     for n in range(1, most + 1):
-        size = sizes.holding(n, tokens[-1])
+        size = sizes.smallest_for(n, tokens[-1])
         assert size.sequences >= n
         assert cost(size.sequences * size.tokens) <= (1 + PADDING) * cost(n * size.tokens)
     assert sizes.nbytes == sum(10 * n * t for n in sizes.sequences for t in tokens)
 
 
 def test_a_flat_cost_needs_few_sizes_and_a_steep_one_many():
-    assert len(choose(flat, ten_a_row, None, 100).sequences) == 1
-    assert choose(steep, ten_a_row, None, 20).sequences == (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 18, 20)
+    assert len(choose_sizes(flat, ten_a_row, None, 100).sequences) == 1
+    assert choose_sizes(steep, ten_a_row, None, 20).sequences == (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 18, 20)
 
 
 def test_memory_makes_sizes_fewer_and_padding_dearer():
-    free = choose(steep, ten_a_row, None, 64)
-    tight = choose(steep, ten_a_row, free.nbytes // 3, 64)
+    free = choose_sizes(steep, ten_a_row, None, 64)
+    tight = choose_sizes(steep, ten_a_row, free.nbytes // 3, 64)
     assert tight.nbytes <= free.nbytes // 3 and tight.padding > free.padding == PADDING
     assert tight.sequences[-1] == 64 and set(tight.sequences) < set(range(1, 65))
-    assert choose(steep, ten_a_row, 0, 64).sequences == (64,), "one size at least"
+    assert choose_sizes(steep, ten_a_row, 0, 64).sequences == (64,), "one size at least"
 
 
 def test_what_no_size_holds():
     sizes = Buckets((1, 4), (1, 3))
-    assert sizes.holding(2, 2) == Size(4, 3) and sizes.holding(1, 1) == Size(1, 1)
-    assert sizes.holding(5, 1) is None and sizes.holding(1, 4) is None
+    assert sizes.smallest_for(2, 2) == Size(4, 3) and sizes.smallest_for(1, 1) == Size(1, 1)
+    assert sizes.smallest_for(5, 1) is None and sizes.smallest_for(1, 4) is None
 
 
 def test_models_of_the_bars():
     """Weights outweigh everything in a dense model, so few sizes do; experts make each further token dearer."""
     counts = {}
     for name, config in REAL.items():
-        runner = Runner.plan_only(ModelFiles(config), host(), "cpu", RunnerOptions(dtype="bfloat16", max_batch=64))
+        runner = Runner.plan_only(ModelFiles(config), host(), "cpu", RunnerOptions(dtype="bfloat16", max_num_seqs=64))
         sizes = bucket_sizes(runner.plan, runner.options, 4096)
         cost = step_cost(runner.model, torch.bfloat16)
         for n in (1, 3, 17, 64):
-            assert cost(sizes.holding(n, 1).sequences) <= (1 + PADDING) * cost(n)
+            assert cost(sizes.smallest_for(n, 1).sequences) <= (1 + PADDING) * cost(n)
         counts[name] = len(sizes.sequences)
         few = bucket_sizes(runner.plan, runner.options, 4096, free_bytes=int(20 * 0.8 * sizes.nbytes))
         assert (few.sequences[-1] == 64 and few.nbytes <= 0.8 * sizes.nbytes) or few.sequences == (64,)
@@ -80,7 +80,7 @@ def test_steps_of_latent_attention_are_recorded():
 
 
 def test_explain_tells():
-    runner = Runner.plan_only(ModelFiles("demo"), host(), "cuda", RunnerOptions(dtype="bfloat16", drafts=2))
+    runner = Runner.plan_only(ModelFiles("demo"), host(), "cuda", RunnerOptions(dtype="bfloat16", num_drafts=2))
     told = captured_steps(runner)
     assert told["off"] == "" and told["tokens"] == [1, 3] and told["sequences"][-1] == 32
     assert "1 or 3 tokens each" in captured_text(told) and "MiB" in captured_text(told)

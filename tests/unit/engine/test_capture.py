@@ -12,9 +12,9 @@ from inferplane import LLM, SamplingParams
 from inferplane.engine.runner.buckets import Buckets, Size
 from inferplane.engine.runner.capture import (
     DecodeSteps,
-    blank,
-    fill,
-    places,
+    bucket_rows,
+    copy_into,
+    padding_batch,
     why_not_captured,
     why_not_captured_together,
 )
@@ -117,9 +117,9 @@ def test_results_outlive_the_next_replay(made):
 
 
 def test_padding_replaces_what_a_larger_step_left(made):
-    bucket = blank(Size(4, 2), 8, BLOCK, HOST)
-    fill(bucket, batch_of([2, 2, 2, 2], 5))
-    fill(bucket, batch_of([2], 3))
+    bucket = padding_batch(Size(4, 2), 8, BLOCK, HOST)
+    copy_into(bucket, batch_of([2, 2, 2, 2], 5))
+    copy_into(bucket, batch_of([2], 3))
     assert bucket.slots[2:].tolist() == [-1] * 6
     assert bucket.seq_lens.tolist() == [5, 0, 0, 0]
     assert bucket.ids[2:].tolist() == bucket.positions[2:].tolist() == [0] * 6
@@ -144,15 +144,15 @@ def test_rows_of_uneven_sequences_that_want_logits(made):
 
 def test_rows_stand_last_in_their_sequence(made):
     batch = batch_of([3, 1, 2], 5)
-    at = places(batch, 3)
+    at = bucket_rows(batch, 3)
     assert at.tolist() == [0, 1, 2, 5, 7, 8]
-    bucket = blank(Size(4, 3), 8, BLOCK, HOST)
-    fill(bucket, batch_of([3, 3, 3, 3], 5))
-    fill(bucket, batch, at)
+    bucket = padding_batch(Size(4, 3), 8, BLOCK, HOST)
+    copy_into(bucket, batch_of([3, 3, 3, 3], 5))
+    copy_into(bucket, batch, at)
     assert bucket.query_start.tolist() == [0, 3, 6, 9, 12], "every sequence has as many rows"
     assert bucket.slots[[3, 4, 6, 9, 10, 11]].tolist() == [-1] * 6
     assert bucket.slots[at].tolist() == batch.slots.tolist() and bucket.positions[at].tolist() == [5, 6, 7, 6, 7, 8]
-    assert places(batch_of([2, 2]), 2) is None
+    assert bucket_rows(batch_of([2, 2]), 2) is None
 
 
 def test_further_rows_are_copied_with_the_batch(made):
@@ -223,7 +223,7 @@ def test_generation_is_the_same_replayed_and_eager(monkeypatch):
     texts = {}
     for record in (Backend.capture, lambda self, step, bucket: Record(step, bucket)):
         monkeypatch.setattr(CpuBackend, "capture", record)
-        llm = LLM("demo", device="cpu", dtype="float32", max_batch=4, max_model_len=128)
+        llm = LLM("demo", device="cpu", dtype="float32", max_num_seqs=4, max_model_len=128)
         texts[record] = [r.token_ids for r in llm.generate(prompts, params)]
         decode = llm.runner.decode
         llm.close()
@@ -233,7 +233,7 @@ def test_generation_is_the_same_replayed_and_eager(monkeypatch):
     assert len({size.sequences for size in decode.buckets}) > 1
 
 
-SPECULATIVE = {"speculate_max_draft_token_num": 2, "verify_strategy": "target_match"}
+SPECULATIVE = {"num_speculative_tokens": 2, "verify_strategy": "target_match"}
 
 
 @pytest.mark.parametrize("method", ["mtp", "eagle", "draft_model", "ngram"])
@@ -242,12 +242,12 @@ def test_drafts_and_their_verification_are_the_same_replayed_and_eager(monkeypat
     safe = [replace(kernel, capture_safe=True) for kernel in CpuBackend().kernels()]
     monkeypatch.setattr(CpuBackend, "kernels", lambda self: safe)
     drafter = {"eagle": "demo-eagle", "draft_model": "demo-draft"}.get(method)
-    given = {**SPECULATIVE, "speculate_method": method, "draft_model_name_or_path": drafter}
+    given = {**SPECULATIVE, "method": method, "model": drafter}
     params = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((20, 0.0), (6, 0.8), (24, 0.0))]
     texts, steps = {}, {}
     for record in (Backend.capture, lambda self, step, bucket: Record(step, bucket)):
         monkeypatch.setattr(CpuBackend, "capture", record)
-        llm = LLM("demo", device="cpu", dtype="float32", max_batch=3, max_model_len=96, speculative=given)
+        llm = LLM("demo", device="cpu", dtype="float32", max_num_seqs=3, max_model_len=96, speculative_config=given)
         if (cycles := llm.engine.speculator.cycles) is not None:
             cycles.off = "apart"  # as where a step and its drafts are two records
         texts[record] = [r.token_ids for r in llm.generate(["def f(", "class Stack:", "import "], params)]
@@ -266,7 +266,7 @@ def test_drafts_and_their_verification_are_the_same_replayed_and_eager(monkeypat
 
 
 def test_a_kernel_that_cannot_be_recorded_is_named():
-    llm = LLM("demo", device="cpu", dtype="float32", max_batch=2, max_model_len=64)
+    llm = LLM("demo", device="cpu", dtype="float32", max_num_seqs=2, max_model_len=64)
     assert "cannot be recorded" in llm.runner.decode.off
     llm.close()
 

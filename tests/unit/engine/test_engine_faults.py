@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferplane.engine.loop.choose_tokens import decide
+from inferplane.engine.loop.choose_tokens import choose_tokens
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.state import Request
 from inferplane.engine.schedule.scheduler import ScheduledChunk
@@ -95,7 +95,7 @@ def test_its_forward_fails(script, at):
 
 
 def test_it_fails_in_the_middle_of_its_prompt():
-    e = engine(64, max_step_tokens=8)
+    e = engine(64, max_num_batched_tokens=8)
     a, b = (e.add(p, PLAIN) for p in some(2, 30))
 
     def fail(request):
@@ -204,7 +204,7 @@ def test_timeouts(monkeypatch):
 
     now = [50.0]
     monkeypatch.setattr(module, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
-    e = engine(64, max_batch=1)
+    e = engine(64, max_num_seqs=1)
     patient = e.add([1, 2], greedy(20), arrived=now[0])
     hasty = [e.add([3], greedy(20, timeout_s=t), arrived=now[0]) for t in (5.0, 50.0)]
     for _ in range(4):
@@ -223,7 +223,7 @@ def test_timeouts(monkeypatch):
 
 def test_abort_at_every_moment():
     for when in range(14):
-        e = engine(64, script="right", max_step_tokens=8)
+        e = engine(64, script="right", max_num_batched_tokens=8)
         a, b = (e.add(p, PLAIN) for p in some(2, 20))
         for _ in range(when):
             if e.busy:
@@ -265,16 +265,16 @@ def test_what_a_broken_sampler_draws_fails_the_step(drawn, value):
     logits = torch.zeros(64, 16).index_fill(1, torch.tensor([3]), value)[:1]  # memory goes on behind the row
 
     class Broken:
-        def likeliest(self, logits):
+        def argmax(self, logits):
             return torch.tensor(drawn, dtype=torch.int64)
 
     def decided():
-        return decide([ScheduledChunk(request, 1)], [Query([6], 1, [0], 1)], logits, Broken(), None)
+        return choose_tokens([ScheduledChunk(request, 1)], [Query([6], 1, [0], 1)], logits, Broken(), None)
 
     with pytest.raises(FloatingPointError, match="NaN or infinity"):
         decided()
     drawn[:] = [4]
-    assert decided().tokens == [[4]]
+    assert [chosen.tokens for chosen in decided()] == [[4]]
 
 
 @pytest.mark.parametrize("lost", ["ranks", "device"])
@@ -294,7 +294,7 @@ def test_an_engine_that_can_serve_nobody_any_more_says_so(lost, monkeypatch):
         monkeypatch.setattr(e.runner, "ranks", SimpleNamespace(broken="a step failed on rank 0"), raising=False)
     else:
         monkeypatch.setattr(e, "_probe", SimpleNamespace(zero_=lose))
-    with pytest.raises(EngineError, match="at odds" if lost == "ranks" else "illegal memory access") as ended:
+    with pytest.raises(EngineError, match="out of step" if lost == "ranks" else "illegal memory access") as ended:
         e.finish()
     assert ended.value.remedy == "start the model anew"
     assert [r.finish_reason for r in each] == ["error", None]

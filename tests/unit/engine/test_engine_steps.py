@@ -26,10 +26,10 @@ def tokens(requests):
 
 
 @pytest.mark.parametrize("script", [None, "right", "wrong", "alternate"])
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_pool_of_two_and_a_half_sequences_serves_sixteen(script, prefix_cache):
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_a_pool_of_two_and_a_half_sequences_serves_sixteen(script, enable_prefix_caching):
     """40 tokens each, 10 blocks; the pool has 25."""
-    e = engine(25, script=script, max_batch=16, prefix_cache=prefix_cache)
+    e = engine(25, script=script, max_num_seqs=16, enable_prefix_caching=enable_prefix_caching)
     each = [e.add(p, greedy(20)) for p in some(16, 21)]
     e.finish()
     assert all(r.finish_reason == "length" and right(r) for r in each)
@@ -50,7 +50,7 @@ def test_a_request_larger_than_the_pool_is_refused():
 
 
 def test_whoever_is_served_last_makes_room():
-    e = engine(11, max_batch=4, prefix_cache=False)
+    e = engine(11, max_num_seqs=4, enable_prefix_caching=False)
     first, second, urgent = (e.add(p, greedy(16), priority=n) for p, n in zip(some(3, 5), (1, 1, 0)))
     e.finish()
     assert (urgent.preemptions, first.preemptions) == (0, 0) and second.preemptions > 0
@@ -77,7 +77,7 @@ def test_what_a_preempted_sequence_wrote_is_found_again():
 
 @pytest.mark.parametrize("script", [None, "right"])
 def test_streams_go_on_while_a_long_prompt_is_prefilled(script):
-    e = engine(1900, script=script, max_step_tokens=64, max_batch=8)
+    e = engine(1900, script=script, max_num_batched_tokens=64, max_num_seqs=8)
     streams = [e.add(p, greedy(480)) for p in some(6, 3)]
     e.step()
     e.step()
@@ -96,7 +96,7 @@ def test_streams_go_on_while_a_long_prompt_is_prefilled(script):
 
 
 def test_without_chunking_they_wait_for_the_whole_prefill():
-    e = engine(1200, max_step_tokens=5000)
+    e = engine(1200, max_num_batched_tokens=5000)
     stream = e.add([1, 2, 3], greedy(50))
     e.step()
     late = e.add(some(1, 4000)[0], greedy(4))
@@ -119,7 +119,7 @@ def test_a_step_of_both_kinds_puts_the_short_ones_first():
 
 
 def test_insertion_is_limited():
-    e = engine(64, max_new_sequences=2, max_batch=5)
+    e = engine(64, max_new_sequences=2, max_num_seqs=5)
     for p in some(9, 3):
         e.add(p, greedy(30))
     counts = []
@@ -131,7 +131,7 @@ def test_insertion_is_limited():
 
 
 def test_the_queue_is_limited():
-    e = engine(64, max_waiting=3, max_batch=1)
+    e = engine(64, max_waiting=3, max_num_seqs=1)
     for p in some(3, 3):
         e.add(p, greedy(2))
     with pytest.raises(CapacityError, match="3 requests are waiting"):
@@ -143,7 +143,7 @@ def test_the_queue_is_limited():
 
 
 def test_priorities_and_then_arrival():
-    e = engine(64, max_batch=1)
+    e = engine(64, max_num_seqs=1)
     order = []
     each = [e.add([n + 1], greedy(1), priority=n % 3) for n in range(6)]
     while e.busy:
@@ -153,7 +153,7 @@ def test_priorities_and_then_arrival():
 
 def test_tenants_take_turns():
     """One that queues twenty requests does not keep out one that queues two."""
-    e = engine(64, max_batch=4, max_new_sequences=1)
+    e = engine(64, max_num_seqs=4, max_new_sequences=1)
     many = [e.add(p, greedy(12), tenant="many") for p in some(20, 2)]
     few = [e.add(p, greedy(12), tenant="few") for p in some(2, 2)]
     for _ in range(4):
@@ -165,7 +165,7 @@ def test_tenants_take_turns():
 
 def test_more_sequences_than_tokens_in_a_step():
     """The first ones go on; the others wait for them, and nobody is lost."""
-    e = engine(64, max_step_tokens=3, max_batch=8)
+    e = engine(64, max_num_batched_tokens=3, max_num_seqs=8)
     each = [e.add(p, greedy(5)) for p in some(8, 2)]
     e.finish()
     assert all(map(right, each))
@@ -203,7 +203,9 @@ def test_same_tokens_whatever_the_batch(budget, script):
     each = [*each, *([sampled] * 3)]
     for batch in (1, 2, 5):
         for order in (1, -1):
-            e = engine(40, script=script, spec={"verify_strategy": "target_match"} if script else None, max_batch=batch)
+            e = engine(
+                40, script=script, spec={"verify_strategy": "target_match"} if script else None, max_num_seqs=batch
+            )
             e.scheduler.limits = type(e.scheduler.limits)(batch, budget, 1000)
             requests = [e.add(p, q) for p, q in list(zip(prompts, each))[::order]]
             e.finish()

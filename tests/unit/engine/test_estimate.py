@@ -22,14 +22,18 @@ from tests.e2e.test_async import CONFIG, OPTIONS
 from tests.house.rules import REPOSITORY
 
 SMALL = Estimate(
-    weights=1000, copies=0, workspace=100, block=64, block_tokens=16, memory=4000, max_batch=2, model_positions=100
+    weights=1000, copies=0, workspace=100, block=64, block_tokens=16, memory=4000, max_num_seqs=2, model_positions=100
 )
 
 
 def test_what_fits():
     assert SMALL.left == 2900
     assert SMALL.blocks(2900) == 45
-    assert SMALL.longest(2900) == 100 and SMALL.longest(130) == 32 and SMALL.longest(63) == 0
+    assert (
+        SMALL.max_sequence_tokens(2900) == 100
+        and SMALL.max_sequence_tokens(130) == 32
+        and SMALL.max_sequence_tokens(63) == 0
+    )
     assert SMALL.sequences(17, 2900) == 22  # two blocks each
     assert SMALL.default_kv_bytes == min(int(3000 * 0.3), 2 * 7 * 64)
 
@@ -39,7 +43,11 @@ def test_what_fits_with_windows():
     windowed = replace(SMALL, window=20, step_tokens=12)
     assert [windowed.sequences(n, 2900) for n in (16, 17, 33, 100)] == [45, 22, 15, 15]
     assert [replace(windowed, step_tokens=99).sequences(100, n * 64) for n in (3, 4, 7, 45)] == [1, 1, 1, 6]
-    assert windowed.longest(3 * 64) == 48 and windowed.longest(4 * 64) == 100 and windowed.longest(63) == 0
+    assert (
+        windowed.max_sequence_tokens(3 * 64) == 48
+        and windowed.max_sequence_tokens(4 * 64) == 100
+        and windowed.max_sequence_tokens(63) == 0
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 15, 16, 17, 33])
@@ -48,10 +56,10 @@ def test_where_one_fits_at_least_one_is_counted(window, step):
     """As far as the scheduler admits it: what is told to fit is neither refused nor counted as none."""
     estimated = replace(SMALL, window=window, step_tokens=step)
     for blocks in range(1, 12):
-        longest = estimated.longest(blocks * SMALL.block)
-        limits = Limits(max_batch=2, max_step_tokens=step, max_model_len=longest)
+        max_sequence_tokens = estimated.max_sequence_tokens(blocks * SMALL.block)
+        limits = Limits(max_num_seqs=2, max_num_batched_tokens=step, max_model_len=max_sequence_tokens)
         scheduler = Scheduler(BlockAllocator(blocks), SMALL.block_tokens, limits, window=window)
-        for tokens in range(2, longest + 1):
+        for tokens in range(2, max_sequence_tokens + 1):
             scheduler.check(1, tokens - 1)
             scheduler.check(tokens - 1, 1)
             assert estimated.sequences(tokens, blocks * SMALL.block) >= 1, (blocks, tokens)
@@ -91,7 +99,7 @@ def test_windows_are_told_as_they_are_kept(full, window, share, said, tmp_path, 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_equals_what_is_loaded(kv_dtype):
-    options = RunnerOptions(dtype="float32", kv_dtype=kv_dtype, max_batch=4)
+    options = RunnerOptions(dtype="float32", kv_cache_dtype=kv_dtype, max_num_seqs=4)
     found = estimate(Runner.plan_only(ModelFiles(CONFIG), host(), "cpu", options), None, 2048)
     with LLM(CONFIG, **{**OPTIONS, "kv_dtype": kv_dtype}, kv_cache_bytes=10 * found.block) as llm:
         packed = {t.data_ptr(): t for t in _tensors(llm.runner.loaded.packed)}

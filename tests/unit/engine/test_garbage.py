@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from inferplane.engine.clients.process.memory import importing
+from inferplane.engine.clients.process.memory import gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _as_it_was():
 def test_nobody_looks_for_garbage_while_importing_nor_among_it_later(monkeypatch):
     gc.enable()
     before = gc.get_freeze_count()
-    with importing():
+    with gc_paused():
         assert not gc.isenabled()
         made = [[] for _ in range(1000)]
         monkeypatch.setitem(sys.modules, "imported_now", made)
@@ -30,17 +30,17 @@ def test_nobody_looks_for_garbage_while_importing_nor_among_it_later(monkeypatch
 
 def test_what_was_there_can_be_collected_when_nothing_was_imported():
     before = gc.get_freeze_count()
-    with importing():
+    with gc_paused():
         pass
     assert gc.get_freeze_count() == before
 
 
 def test_the_collector_is_left_as_it_was():
     gc.enable()
-    with pytest.raises(ImportError), importing():
+    with pytest.raises(ImportError), gc_paused():
         raise ImportError
     assert gc.isenabled()
     gc.disable()
-    with importing():
+    with gc_paused():
         pass
     assert not gc.isenabled()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferplane.engine.runner.options import RunnerOptions
-from inferplane.engine.runner.ranks import launched, num_ranks, numbers, queries
+from inferplane.engine.runner.ranks import decode_queries, encode_batch, launcher_ranks, num_ranks
 from inferplane.errors import UsageError
 from inferplane.types.batch import Query, make_batch
 
@@ -25,7 +25,7 @@ def test_a_batch_is_made_again_from_its_numbers(sequences, data):
         made.append(Query(ids, before, list(range(used, used + count)), logits))
         used += count
     batch = make_batch(made, block_tokens=16, device="cpu")
-    again = make_batch(queries(numbers(batch, 16)), block_tokens=16, device="cpu")
+    again = make_batch(decode_queries(encode_batch(batch, 16)), block_tokens=16, device="cpu")
     for name in ("ids", "positions", "slots", "query_start", "seq_lens", "block_tables", "logit_rows"):
         want, got = getattr(batch, name), getattr(again, name)
         assert (want is None and got is None) or torch.equal(want, got), name
@@ -35,20 +35,20 @@ def test_a_batch_is_made_again_from_its_numbers(sequences, data):
 def test_who_was_started(monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    assert launched() == (0, 1, 0) and num_ranks(None) == num_ranks(1) == 1
+    assert launcher_ranks() == (0, 1, 0) and num_ranks(None) == num_ranks(1) == 1
     with pytest.raises(UsageError, match=r"tensor_parallel_size = 2, but 1 process.*nproc-per-node 2"):
         num_ranks(2)
     for name, value in zip(NAMES, ("3", "4", "1", "localhost")):
         monkeypatch.setenv(name, value)
-    assert launched() == (3, 4, 1) and num_ranks(None) == num_ranks(4) == 4 and num_ranks(1) == 1
+    assert launcher_ranks() == (3, 4, 1) and num_ranks(None) == num_ranks(4) == 4 and num_ranks(1) == 1
     monkeypatch.setenv("RANK", "three")
     with pytest.raises(UsageError, match="RANK='three'"):
-        launched()
+        launcher_ranks()
     for rank, size in (("0", "0"), ("0", "-3"), ("-1", "2"), ("5", "2")):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", size)
         with pytest.raises(UsageError, match=f"rank {rank} of {size}"):
-            launched()
+            launcher_ranks()
 
 
 def test_what_several_ranks_cannot_do_yet():

@@ -3,7 +3,7 @@
 import pytest
 
 from inferplane import LLM, SamplingParams
-from inferplane.engine.runner.kv_cache import Room
+from inferplane.engine.runner.kv_cache import CacheMemory
 from inferplane.errors import CapacityError, InferplaneWarning
 from inferplane.types import HOST
 from tests.unit.support.small import LLAMA
@@ -14,31 +14,31 @@ from tests.unit.support.small import LLAMA
     [(10, None, 100), (6, None, 96), (1, None, 16), (6, 30, 100), (4, 30, 100), (3, 30, 48), (1, 500, 16)],
 )
 def test_what_the_cache_allows(blocks, window, want):
-    room = Room(blocks, 16, 1000, 9999, window)
-    assert room.longest(100, asked=False) == want
+    room = CacheMemory(blocks, 16, 1000, 9999, window)
+    assert room.max_sequence_tokens(100, explicit_length=False) == want
     if want == 100:
-        assert room.longest(100, asked=True) == 100
+        assert room.max_sequence_tokens(100, explicit_length=True) == 100
     else:
         with pytest.raises(
             CapacityError, match=r"max_model_len = 100 needs \d+ KV blocks of 1000 bytes.*9999 bytes for"
         ):
-            room.longest(100, asked=True)
+            room.max_sequence_tokens(100, explicit_length=True)
 
 
 def test_no_block_at_all():
     with pytest.raises(CapacityError, match="One KV block takes 1000 bytes; the cache may take 999"):
-        Room(0, 16, 1000, 999, None).longest(100, asked=False)
+        CacheMemory(0, 16, 1000, 999, None).max_sequence_tokens(100, explicit_length=False)
 
 
-OPTIONS = {"device": HOST, "load_format": "dummy", "dtype": "float32", "max_batch": 4}
+OPTIONS = {"device": HOST, "load_format": "dummy", "dtype": "float32", "max_num_seqs": 4}
 
 
 def test_a_cache_that_makes_sequences_shorter_is_told_and_is_what_to_raise():
     with pytest.warns(
         InferplaneWarning, match=r"kv_cache_bytes = 130000 holds .* of the model's 256 tokens.*raise"
-    ) as told:
+    ) as explicit_budget:
         llm = LLM(LLAMA, **OPTIONS, kv_cache_bytes=130_000)
-    assert told[0].filename == __file__  # the user's line, not one of ours
+    assert explicit_budget[0].filename == __file__  # the user's line, not one of ours
     with llm:
         most = llm.runner.max_model_len
         assert most < 256

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from inferplane.engine.request.history import History
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.sampling import rng
-from inferplane.engine.sampling.batch_rows import FULL, GREEDY, PLAIN, SHORT, BatchRow, History
+from inferplane.engine.sampling.batch_rows import FULL, GREEDY, PLAIN, SHORT, BatchRow
 from inferplane.engine.sampling.sampler import Sampler, draw
 from inferplane.ops import SampleTokens
 from inferplane.types import HOST

@@ -85,8 +85,8 @@ def test_ids_are_checked_against_a_model():
 
 
 def test_what_a_row_needs():
-    assert not GREEDY.penalizes and not GREEDY.cuts
+    assert not GREEDY.penalizes and not GREEDY.filters
     for one in ({"repetition_penalty": 1.1}, {"frequency_penalty": 0.1}, {"presence_penalty": -0.1}):
         assert SamplingParams(**one).penalizes
     for one in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}):
-        assert SamplingParams(**one).cuts
+        assert SamplingParams(**one).filters

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.state import Request
-from inferplane.engine.runner.kv_cache import Room
+from inferplane.engine.runner.kv_cache import CacheMemory
 from inferplane.engine.schedule.scheduler import Limits, Scheduler
 from inferplane.errors import CapacityError
 from inferplane.kvcache import BlockAllocator, root_hash
@@ -32,7 +32,7 @@ def check(s):
     assert a.free + a.cached + a.used == a.total
     held = {b for r in s.running for b in r.blocks}
     assert len(held) == a.used and not any(r.blocks for r in s.waiting)
-    assert len(s.running) <= s.limits.max_batch
+    assert len(s.running) <= s.limits.max_num_seqs
 
 
 def step(s):
@@ -40,7 +40,7 @@ def step(s):
     chosen = s.schedule()
     check(s)
     assert bool(chosen) == bool(s.running or s.waiting)
-    assert sum(c.rows for c in chosen) <= s.limits.max_step_tokens
+    assert sum(c.rows for c in chosen) <= s.limits.max_num_batched_tokens
     assert len({c.request.request_id for c in chosen}) == len(chosen)
     if chosen:  # few rows first, blocks enough: the batch builder checks both
         queries = s.queries(chosen)
@@ -48,11 +48,11 @@ def step(s):
         assert len(set(batch.slots.tolist())) == batch.tokens  # nobody writes where another one does
         for c, q in zip(chosen, queries):
             assert q.ids == [*c.request.prompt, *c.request.generated][q.before : q.before + c.count]
-            assert (q.logits == 1) == c.last == (q.before + c.count == c.request.tokens)
+            assert (q.logits == 1) == c.samples_next == (q.before + c.count == c.request.tokens)
         assert [c.rows > FEW_TOKENS for c in chosen] == sorted(c.rows > FEW_TOKENS for c in chosen)
     ended = []
     for c in chosen:
-        if c.last:
+        if c.samples_next:
             c.request.generated.append(c.request.tokens % 7)
         s.commit(c)
         if len(c.request.generated) == c.request.params.max_tokens:
@@ -71,7 +71,7 @@ REQUESTS = st.lists(
 
 
 @given(
-    asked=REQUESTS,
+    explicit_length=REQUESTS,
     blocks=st.integers(10, 24),
     batch=st.integers(1, 5),
     tokens=st.integers(1, 24),
@@ -147,7 +147,7 @@ def test_blocks_for_several_sequences_or_for_none():
     assert room == 2 and not s.extend_all([(a, most), (b, (held[1] + 1) * BLOCK)])
     assert (len(a.blocks), len(b.blocks)) == held and s.allocator.available == room
     assert s.extend_all([(a, most - BLOCK), (b, (held[1] + 1) * BLOCK)]) and s.allocator.available == 0
-    assert s.shorten(a, held[0] * BLOCK) == 1 and s.shorten(b, (held[1] - 1) * BLOCK + 1) == 1
+    assert s.release_beyond(a, held[0] * BLOCK) == 1 and s.release_beyond(b, (held[1] - 1) * BLOCK + 1) == 1
     assert (len(a.blocks), len(b.blocks)) == held and s.allocator.available == room
     check(s)
 
@@ -186,8 +186,8 @@ def test_drafts_whose_blocks_were_taken_are_gone(blocks, left):
     prompt=st.integers(1, 79),
 )
 def test_what_there_is_room_for_is_admitted_and_runs(blocks, window, tokens, prompt):
-    """The longest sequence that `Room` promises, alone in the cache, whatever a step may hold."""
-    longest = Room(blocks, BLOCK, 1, blocks, window).longest(80, asked=False)
+    """The longest sequence that `CacheMemory` promises, alone in the cache, whatever a step may hold."""
+    longest = CacheMemory(blocks, BLOCK, 1, blocks, window).max_sequence_tokens(80, explicit_length=False)
     s = Scheduler(BlockAllocator(blocks), BLOCK, Limits(2, tokens, longest), window=window)
     prompt = min(prompt, longest - 1)
     r = request(0, [1] * prompt, longest - prompt)
@@ -196,7 +196,7 @@ def test_what_there_is_room_for_is_admitted_and_runs(blocks, window, tokens, pro
         chosen = s.schedule()
         assert len(chosen) == 1 and chosen[0].count <= tokens and not s.preemptions
         make_batch(s.queries(chosen), block_tokens=BLOCK, device="cpu")
-        if chosen[0].last:
+        if chosen[0].samples_next:
             r.generated.append(1)
         s.commit(chosen[0])
         s.release_out_of_window(r)

@@ -8,12 +8,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.sampling import rng
-from inferplane.engine.sampling.batch_rows import FULL, GREEDY, PLAIN, SHORT, BatchRow, draws
+from inferplane.engine.sampling.batch_rows import FULL, GREEDY, PLAIN, SHORT, BatchRow, sampling_kind
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.speculate import SpeculativeConfig, needs_probabilities, verify
 from inferplane.engine.speculate import verify_and_draft as cycle
-from inferplane.engine.speculate.network import chain
-from inferplane.engine.speculate.verify_and_draft import Form, Turn, VerifyAndDraft
+from inferplane.engine.speculate.network import draft_tokens
+from inferplane.engine.speculate.verify_and_draft import CaptureForm, StepTensors, VerifyAndDraft
 from inferplane.ops import SampleTokens
 from inferplane.types import Batch
 from inferplane.types.batch import Query, make_batch
@@ -57,7 +57,7 @@ def situation(seed, kinds):
     def ints(low, high, *shape):
         return torch.randint(low, high, shape or (B,), generator=g)
 
-    asked = [p for p in ASKED if draws(p, V) in kinds]
+    asked = [p for p in ASKED if sampling_kind(p, V) in kinds]
     before, rows = ints(T, WIDTH * BLOCK - T - MOST), ints(1, T + 1)
     rows[int(ints(0, B, 1))] = 0
     there = (rows > 0).long()
@@ -101,7 +101,7 @@ def alone(case, i, rows, config):
     if wanted < 1:
         return tokens, [], wanted
     last = make_batch([Query(tokens[-1:], before + stood - 1, blocks)], block_tokens=BLOCK, device="cpu")
-    found = chain(layer, logits.argmax(-1), states[-1:], last, torch.tensor([wanted]), wanted, BLOCK)
+    found = draft_tokens(layer, logits.argmax(-1), states[-1:], last, torch.tensor([wanted]), wanted, BLOCK)
     return tokens, found[0].tolist(), wanted
 
 
@@ -121,7 +121,7 @@ def inputs(case):
     )
     p = case["params"]
     numbers = (
-        rows, case["after_all"], case["after_some"], case["room"], torch.tensor([draws(x, V) for x in p]), case["seed"],
+        rows, case["after_all"], case["after_some"], case["room"], torch.tensor([sampling_kind(x, V) for x in p]), case["seed"],
         case["generated"], torch.tensor([x.top_k for x in p]), torch.tensor([x.temperature or 1.0 for x in p]),
         torch.tensor([x.top_p for x in p]), torch.tensor([x.min_p for x in p]),
     )  # fmt: skip
@@ -133,7 +133,7 @@ def cycle_over(config, form):
         (kv, *_), (batch, numbers) = tensors[::-1], (tensors[:6], tensors[6:-1])
         main, layer = (network(x, head) for x, head in zip(kv.unbind(0), HEADS))
         given = Batch(**dict(zip(NAMES, batch)), logit_rows=None, kind="decode", max_query_tokens=T, max_seq_tokens=36)
-        return VerifyAndDraft(main, layer, SAMPLER, config, BLOCK)(Turn(given, *numbers), form), kv
+        return VerifyAndDraft(main, layer, SAMPLER, config, BLOCK)(StepTensors(given, *numbers), form), kv
 
     return run
 
@@ -143,7 +143,7 @@ def cycle_over(config, form):
 def test_a_recorded_cycle_gives_each_sequence_what_it_gets_alone(strategy, kinds):
     """New tokens, drafts, and the entries of both networks; its inputs alone tell a replay what is new."""
     config = SpeculativeConfig("mtp", verify_strategy=strategy)
-    run, graph, counts = cycle_over(config, Form(MOST, kinds)), None, set()
+    run, graph, counts = cycle_over(config, CaptureForm(MOST, kinds)), None, set()
     for seed in range(6):
         case = situation(seed, kinds)
         guess(case, config)
@@ -168,7 +168,7 @@ def test_a_recorded_cycle_gives_each_sequence_what_it_gets_alone(strategy, kinds
 
 @pytest.mark.parametrize("kinds", [(GREEDY,), (PLAIN,), (GREEDY, PLAIN, SHORT, FULL)])
 def test_no_more_rows_are_drawn_at_once_than_a_device_takes(kinds, monkeypatch):
-    case, config, form = situation(2, kinds), SpeculativeConfig("mtp"), Form(MOST, kinds)
+    case, config, form = situation(2, kinds), SpeculativeConfig("mtp"), CaptureForm(MOST, kinds)
     want, _ = cycle_over(config, form)(*inputs({**case, "kv": case["kv"].clone()}))
     monkeypatch.setattr(cycle, "DEVICE_ENTRIES", 5 * V)
     sizes, plain = [], Sampler._draw
@@ -184,5 +184,5 @@ def test_rows_that_are_not_finite_are_told():
     broken = (padded + 1) % B
     case["kv"][0, case["blocks"][broken, 0] * BLOCK] = torch.nan
     case["kv"][0, case["blocks"][padded, 0] * BLOCK] = torch.nan
-    table, _ = cycle_over(config, Form(1, (GREEDY,)))(*inputs(case))
+    table, _ = cycle_over(config, CaptureForm(1, (GREEDY,)))(*inputs(case))
     assert table[:, 1].tolist() == [int(i != broken) for i in range(B)], "padding shows nothing"

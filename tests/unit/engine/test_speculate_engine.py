@@ -12,7 +12,9 @@ KINDS = ["right", "wrong", "alternate", "junk", "none"]
 
 
 def run(script, prompts, params, **options):
-    e = engine(options.pop("blocks", 400), script=script, **{"max_batch": 16, "max_step_tokens": 256, **options})
+    e = engine(
+        options.pop("blocks", 400), script=script, **{"max_num_seqs": 16, "max_num_batched_tokens": 256, **options}
+    )
     each = [e.add(p, q) for p, q in zip(prompts, params)]
     e.finish()
     return e, each
@@ -102,7 +104,7 @@ def test_steps_and_rows(script, per_step):
 
 def test_rows_of_a_ragged_batch():
     """One sequence with seven drafts beside fifteen with none: 23 rows, not 16 times 8."""
-    e = engine(400, script="right", drafts=7, max_batch=16, spec={"adaptive": False})
+    e = engine(400, script="right", drafts=7, max_num_seqs=16, spec={"adaptive": False})
     each = [e.add(p, greedy(30)) for p in some(16, 4)]
     inner = e.speculator.proposer.propose
     e.speculator.proposer.propose = lambda ran, wants, hidden: [
@@ -145,9 +147,9 @@ def test_drafts_push_nobody_out(blocks):
 
 def test_drafts_take_no_tokens_from_others():
     """A budget of one token a sequence: everybody decodes, and drafts have to wait."""
-    e, each = run("right", some(6, 1), [greedy(9)] * 6, max_step_tokens=6)
+    e, each = run("right", some(6, 1), [greedy(9)] * 6, max_num_batched_tokens=6)
     assert all(map(right, each)) and e.stats()["steps_total"] == 9
-    e, each = run("right", some(6, 1), [greedy(9)] * 6, max_step_tokens=8)
+    e, each = run("right", some(6, 1), [greedy(9)] * 6, max_num_batched_tokens=8)
     assert all(map(right, each)) and e.stats()["steps_total"] < 9
 
 
@@ -176,7 +178,7 @@ def test_a_refused_draft_is_overwritten():
 
 def test_ngram_through_the_engine():
     prompts = [[1, 2, 3, 4, 5] * 4, [7] * 12, some(1, 12)[0]]
-    config = {"speculate_max_draft_token_num": 4, "speculate_max_ngram_size": 3}
+    config = {"num_speculative_tokens": 4, "prompt_lookup_max": 3}
     params = [greedy(60, logit_bias={t: 20.0 for t in (1, 2, 3)})] * 3  # little to choose from: it repeats itself
     e = engine(400, spec=config)
     each = [e.add(p, q) for p, q in zip(prompts, params)]
@@ -208,22 +210,22 @@ def test_nothing_is_remembered_of_ended_requests(script):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"speculate_method": "magic"},
-        {"speculate_max_draft_token_num": 0},
-        {"speculate_max_draft_token_num": 8},
-        {"speculate_max_ngram_size": 0},
+        {"method": "magic"},
+        {"num_speculative_tokens": 0},
+        {"num_speculative_tokens": 8},
+        {"prompt_lookup_max": 0},
         {"verify_strategy": "hope"},
         {"accept_policy": "some"},
-        {"speculate_verify_window": -1},
-        {"speculate_max_candidate_len": 0},
+        {"verify_window": -1},
+        {"max_candidates": 0},
     ],
 )
 def test_config_says_what_it_takes(wrong):
     (name,) = wrong
     with pytest.raises(UsageError, match=name):
-        SpeculativeConfig(**{"speculate_method": "ngram", **wrong})
+        SpeculativeConfig(**{"method": "ngram", **wrong})
 
 
 def test_a_model_without_mtp():
     with pytest.raises(UsageError, match="no multi-token-prediction"):
-        engine(8, spec={"speculate_method": "mtp"})
+        engine(8, spec={"method": "mtp"})

@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from inferplane.engine.speculate import SpeculativeConfig
-from inferplane.engine.speculate.network import behind, chain
-from inferplane.engine.speculate.verify import Drafted, drafted, verify_on_device
+from inferplane.engine.speculate.network import draft_tokens, next_token_batch
+from inferplane.engine.speculate.verify import DraftTable, draft_table, verify_on_device
 from inferplane.types import Batch
 from inferplane.types.batch import HostLens, Query, make_batch
 
@@ -47,7 +47,7 @@ def test_verification_can_be_recorded(strategy, policy):
     config = SpeculativeConfig("ngram", verify_strategy=strategy, accept_policy=policy)
 
     def step(drawn, tokens, lengths, starts, p, uniforms):
-        got = verify_on_device(drawn, Drafted(tokens, lengths, starts), config, p, uniforms)
+        got = verify_on_device(drawn, DraftTable(tokens, lengths, starts), config, p, uniforms)
         return got.tokens, got.counts
 
     graph, outcomes = recorded(step, *case(0)), set()
@@ -65,7 +65,7 @@ def test_what_the_host_would_read_is_found():
     config = SpeculativeConfig("ngram", verify_strategy="target_match")
 
     def reads(drawn, tokens, lengths, starts, p, uniforms):
-        got = verify_on_device(drawn, Drafted(tokens, lengths, starts), config, p, uniforms)
+        got = verify_on_device(drawn, DraftTable(tokens, lengths, starts), config, p, uniforms)
         return got.tokens[:, : int(got.counts.max())]
 
     with pytest.raises(GuardOnDataDependentSymNode):
@@ -74,21 +74,21 @@ def test_what_the_host_would_read_is_found():
 
     def bakes(drawn, tokens, lengths, starts, p, uniforms):
         return verify_on_device(
-            drawn, Drafted(tokens, torch.tensor(known.tolist()), starts), config, p, uniforms
+            drawn, DraftTable(tokens, torch.tensor(known.tolist()), starts), config, p, uniforms
         ).counts
 
     def right(drawn, tokens, lengths, starts, p, uniforms):
-        return verify_on_device(drawn, Drafted(tokens, lengths, starts), config, p, uniforms).counts
+        return verify_on_device(drawn, DraftTable(tokens, lengths, starts), config, p, uniforms).counts
 
     graph = recorded(bakes, *case(0))
     assert any(not torch.equal(graph(*case(seed)), right(*case(seed))) for seed in range(1, 30))
 
 
 def test_lists_of_drafts_lie_as_rows_do():
-    got = drafted([[4, 5, 6], [], [8]], torch.device("cpu"))
+    got = draft_table([[4, 5, 6], [], [8]], torch.device("cpu"))
     assert got.tokens[0].tolist() == [4, 5, 6] and got.tokens[2, 0] == 8
     assert got.lengths.tolist() == [3, 0, 1] and got.starts.tolist() == [0, 4, 5]
-    assert drafted([[], []], torch.device("cpu")).tokens.shape == (2, 0)
+    assert draft_table([[], []], torch.device("cpu")).tokens.shape == (2, 0)
 
 
 # ------------------------------------------------------------------ chains of drafts
@@ -148,7 +148,7 @@ def run_chain(tokens, hidden, lengths, kv, *tensors):
     batch = Batch(
         **dict(zip(NAMES, tensors)), logit_rows=None, kind="decode", max_query_tokens=1, max_seq_tokens=WIDTH * BLOCK
     )
-    return chain(forward_over(kv), tokens, hidden, batch, lengths, D + 1, BLOCK), kv
+    return draft_tokens(forward_over(kv), tokens, hidden, batch, lengths, D + 1, BLOCK), kv
 
 
 def chain_inputs(seed):
@@ -172,7 +172,7 @@ def test_a_chain_can_be_recorded():
 def test_the_batch_behind_is_the_one_that_the_host_would_make():
     ends, blocks, *_, tokens, _, _ = situation(5)
     live = torch.tensor([True] * (B - 1) + [False])
-    got = behind(batch_of(ends, blocks), tokens, live, BLOCK)
+    got = next_token_batch(batch_of(ends, blocks), tokens, live, BLOCK)
     want = batch_of(ends + 1, blocks, tokens)
     for name in NAMES:
         mine, theirs = getattr(got, name), getattr(want, name)
@@ -196,5 +196,5 @@ def test_a_chain_tells_the_lengths_that_the_host_knows():
 
     starts = tuple(range(B + 1))
     lens = [HostLens(starts, tuple((ends + done).tolist())) for done in range(1, D + 1)]
-    chain(forward, tokens, hidden, batch_of(ends, blocks), torch.full((B,), D + 1), D + 1, BLOCK, lens)
+    draft_tokens(forward, tokens, hidden, batch_of(ends, blocks), torch.full((B,), D + 1), D + 1, BLOCK, lens)
     assert told == lens

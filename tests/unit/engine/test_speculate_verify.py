@@ -6,6 +6,7 @@ from functools import lru_cache
 import pytest
 import torch
 
+from inferplane.engine.request import seeds as seed_math
 from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.sampling import rng
 from inferplane.engine.sampling.batch_rows import BatchRow
@@ -18,7 +19,7 @@ LOGITS = TABLE[[5, 6, 7]] / 2
 
 
 def config(strategy="rejection", **more):
-    return SpeculativeConfig("ngram", verify_strategy=strategy, speculate_max_draft_token_num=3, **more)
+    return SpeculativeConfig("ngram", verify_strategy=strategy, num_speculative_tokens=3, **more)
 
 
 @lru_cache(maxsize=8)
@@ -26,7 +27,7 @@ def rows_of(params, drafts, first_seed):
     """Drawn tokens, distributions and random numbers of DRAWS sequences with these two drafts, each with its seed."""
     logits = LOGITS.repeat(DRAWS, 1)
     seeds = range(first_seed, first_seed + DRAWS)
-    rows = [BatchRow(params, rng.child_seed(77, s), i, None, drafts[:i]) for s in seeds for i in range(3)]
+    rows = [BatchRow(params, seed_math.child_seed(77, s), i, None, drafts[:i]) for s in seeds for i in range(3)]
     step = sampler().prepare(rows)
     uniforms = torch.stack([rng.uniform(step.seeds, step.positions, stream) for stream in (1, 2)], 1)
     return sampler().sample(logits, step), sampler().probabilities(logits, step), uniforms
@@ -167,19 +168,17 @@ def test_topp_by_hand():
         )
 
     assert accepted([3, 2, 1]) == 3 and accepted([3, 4, 1]) == 1, "any that kept a probability"
-    assert accepted([2, 0, 0], speculate_max_candidate_len=2) == 0, "among the first candidates"
+    assert accepted([2, 0, 0], max_candidates=2) == 0, "among the first candidates"
     # outside them the second-best one stands when the next ones are the likeliest
-    assert accepted([1, 0, 0], speculate_max_candidate_len=1) == 3
-    assert (
-        accepted([1, 0], speculate_max_candidate_len=1) == 0 and accepted([1, 0, 1], speculate_max_candidate_len=1) == 0
-    )
-    assert accepted([2, 0, 0], speculate_max_candidate_len=1) == 0
+    assert accepted([1, 0, 0], max_candidates=1) == 3
+    assert accepted([1, 0], max_candidates=1) == 0 and accepted([1, 0, 1], max_candidates=1) == 0
+    assert accepted([2, 0, 0], max_candidates=1) == 0
 
 
 def test_topp_looks_at_a_sequence_s_own_drafts():
     """Behind its last draft nothing follows, whoever stands in the next rows: here one whose likeliest token is 0."""
     p, drawn = torch.tensor([[0.4, 0.3, 0.2, 0.1, 0.0]] * 8), torch.tensor([0, 1, 2, 3] * 2)
-    lossy = config("topp", speculate_max_candidate_len=1)
+    lossy = config("topp", max_candidates=1)
     uniforms = torch.full((8, 2), 0.5)
     alone = verify(drawn[:3], [[1, 0]], lossy, p[:3], uniforms[:3])
     beside = verify(drawn[:7], [[1, 0], [0, 0, 0]], lossy, p[:7], uniforms[:7])

@@ -17,7 +17,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 @pytest.fixture
 def llm():
     """A small model whose blocks are all back in the end."""
-    with LLM(LLAMA, device=HOST, load_format="dummy", dtype="float32", kv_cache_bytes=1 << 20, max_batch=4) as llm:
+    with LLM(LLAMA, device=HOST, load_format="dummy", dtype="float32", kv_cache_bytes=1 << 20, max_num_seqs=4) as llm:
         yield llm
         assert llm.engine.allocator.used == 0 and not llm.engine.busy
 
@@ -89,10 +89,11 @@ def test_a_stream_dropped_in_the_middle_of_a_step_of_its_own_thread_ends_after_i
     assert during[0] == 0 and llm.engine.metrics.finished["abort"] == 1
 
 
-@pytest.mark.parametrize("call", ["add", "end", "logits"])
+@pytest.mark.parametrize("call", ["add", "end", "run"])
 def test_a_stream_dropped_in_the_middle_of_any_call_of_its_own_thread_ends_after_it(llm, monkeypatch, call):
     long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
-    streams, original, inside, nested = [llm.stream(PROMPTS[0], long)], getattr(llm.engine, call), [], []
+    owner = llm.runner if call == "run" else llm.engine
+    streams, original, inside, nested = [llm.stream(PROMPTS[0], long)], getattr(owner, call), [], []
     next(streams[0])
     end = llm.engine.end
 
@@ -111,14 +112,14 @@ def test_a_stream_dropped_in_the_middle_of_any_call_of_its_own_thread_ends_after
     monkeypatch.setattr(llm.engine, "end", ending)
     if call == "end":
         original = ending
-    monkeypatch.setattr(llm.engine, call, dropping)
-    (scored if call == "logits" else generated)(llm, PROMPTS[1])
+    monkeypatch.setattr(owner, call, dropping)
+    (scored if call == "run" else generated)(llm, PROMPTS[1])
     assert llm.engine.metrics.finished["abort"] == 1
     assert all(len(names) <= (call == "end") for names in nested), nested
 
 
 def test_closing_waits_for_the_call_of_another_thread(monkeypatch):
-    llm = LLM(LLAMA, device=HOST, load_format="dummy", dtype="float32", kv_cache_bytes=1 << 20, max_batch=4)
+    llm = LLM(LLAMA, device=HOST, load_format="dummy", dtype="float32", kv_cache_bytes=1 << 20, max_num_seqs=4)
     inside, step, results = Event(), llm.engine.step, []
 
     def first():

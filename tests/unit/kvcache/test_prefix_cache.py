@@ -70,7 +70,7 @@ def test_other_tenants_and_facts_share_nothing():
 
 
 def test_switched_off():
-    e = engine(400, block_tokens=16, prefix_cache=False)
+    e = engine(400, block_tokens=16, enable_prefix_caching=False)
     assert rows_of(e, LONG)[1] == rows_of(e, LONG)[1] == 1000 and e.allocator.cached == 0
 
 

@@ -153,26 +153,26 @@ def test_what_is_no_model(model):
     [
         *(
             ({name: value}, f"{name} = {re.escape(repr(value))}.*integers of")
-            for name in ("max_batch", "max_step_tokens", "max_model_len", "kv_cache_bytes", "max_waiting")
+            for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_bytes", "max_waiting")
             for value in ("12", 2.5, 1e6, float("nan"), True, [3])
         ),
         ({"kv_cache_bytes": 1e6}, "kv_cache_bytes=1000000"),
-        ({"max_batch": None}, "max_batch = None"),
-        ({"max_batch": 0}, "max_batch = 0"),
+        ({"max_num_seqs": None}, "max_num_seqs = None"),
+        ({"max_num_seqs": 0}, "max_num_seqs = 0"),
         ({"max_model_len": -1}, "max_model_len = -1"),
         ({"kv_cache_bytes": -1}, "kv_cache_bytes = -1"),
-        ({"speculative": {"foo": 1}}, "names 'foo'.*speculate_method"),
-        ({"speculative": {}}, "speculate_method = None"),
-        ({"speculative": {"speculate_method": ["mtp"]}}, "speculate_method"),
-        ({"speculative": {"speculate_method": "nothing"}}, "speculate_method"),
+        ({"speculative_config": {"foo": 1}}, "names 'foo'.*method"),
+        ({"speculative_config": {}}, "method = None"),
+        ({"speculative_config": {"method": ["mtp"]}}, "method"),
+        ({"speculative_config": {"method": "nothing"}}, "method"),
         *(
-            ({"speculative": {"speculate_method": "ngram", "speculate_max_draft_token_num": n}}, "draft_token_num")
+            ({"speculative_config": {"method": "ngram", "num_speculative_tokens": n}}, "num_speculative_tokens")
             for n in ("2", 2.5, None, 8)
         ),
-        ({"speculative": "mtp"}, "speculative = 'mtp'"),
-        ({"speculative": ["mtp"]}, "speculative"),
-        ({"speculative": 3}, "speculative = 3"),
-        ({"speculative": False}, "speculative = False"),
+        ({"speculative_config": "mtp"}, "speculative_config = 'mtp'"),
+        ({"speculative_config": ["mtp"]}, "speculative"),
+        ({"speculative_config": 3}, "speculative_config = 3"),
+        ({"speculative_config": False}, "speculative_config = False"),
         ({"ops": ["linear=reference"]}, "ops = .*mapping"),
         ({"ops": []}, "ops"),
         ({"ops": "linear=reference"}, "ops"),
@@ -181,7 +181,7 @@ def test_what_is_no_model(model):
         ({"device": 0}, "device = 0"),
         ({"device": None}, "device = None"),
         ({"dtype": ["float32"]}, "dtype"),
-        ({"kv_dtype": None}, "kv_dtype"),
+        ({"kv_cache_dtype": None}, "kv_cache_dtype"),
         ({"lock": 5}, "lock = 5"),
         ({"progress": True}, "progress"),
         ({"load_format": 5}, "load_format"),
@@ -195,7 +195,7 @@ def test_arguments_that_cannot_be_meant(options, says):
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(LLAMA, device=HOST, load_format="dummy", dtype="float32", kv_cache_bytes=1 << 20, max_batch=4) as llm:
+    with LLM(LLAMA, device=HOST, load_format="dummy", dtype="float32", kv_cache_bytes=1 << 20, max_num_seqs=4) as llm:
         yield llm
 
 
@@ -244,7 +244,7 @@ class Echo:
 
 @pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}, None, 5, [[{"role": "user"}]]])
 def test_conversations_that_are_none(llm, monkeypatch, messages):
-    monkeypatch.setattr(llm, "_tokenizer", Echo())
+    monkeypatch.setattr(llm._inputs, "_tokenizer", Echo())
     for ask in (llm.chat, llm.stream_chat):
         with pytest.raises(UsageError, match="messages") as caught:
             ask(messages)
@@ -274,7 +274,7 @@ def test_calls_that_can(llm):
     ],
 )
 def test_messages_that_lack_something(llm, monkeypatch, messages, says):
-    monkeypatch.setattr(llm, "_tokenizer", Echo())
+    monkeypatch.setattr(llm._inputs, "_tokenizer", Echo())
     for ask in (llm.chat, llm.stream_chat):
         with pytest.raises(UsageError, match=says) as caught:
             ask(messages)
@@ -283,8 +283,8 @@ def test_messages_that_lack_something(llm, monkeypatch, messages, says):
 
 
 def test_a_message_that_calls_tools_needs_no_content(llm, monkeypatch):
-    monkeypatch.setattr(llm, "_tokenizer", Echo())
-    monkeypatch.setattr(llm, "_detokenizer", lambda *asked: None)
+    monkeypatch.setattr(llm._inputs, "_tokenizer", Echo())
+    monkeypatch.setattr(llm._inputs, "needs_detokenizer", lambda params: False)
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": []}]
     assert llm.chat(said, SamplingParams(max_tokens=2, ignore_eos=True)).finish_reason == "length"
 
@@ -314,7 +314,7 @@ def test_keywords_that_nobody_takes(llm, ask, says):
 
 
 def test_an_engine_in_a_thread_has_no_address_and_says_so_without_raising():
-    llm = AsyncLLM(LLAMA, device=HOST, load_format="dummy", dtype="float32", kv_cache_bytes=1 << 20, max_batch=4)
+    llm = AsyncLLM(LLAMA, device=HOST, load_format="dummy", dtype="float32", kv_cache_bytes=1 << 20, max_num_seqs=4)
     try:
         assert getattr(llm, "address", None) == ""
         with pytest.raises(UsageError, match="generate takes no max_tokens"):

@@ -11,7 +11,7 @@ import torch
 from inferplane import LLM
 from inferplane.binding import DictSource, PlanSettings, view_of
 from inferplane.cli import main
-from inferplane.engine.runner.options import InferplaneWarning
+from inferplane.engine import InferplaneWarning
 from inferplane.errors import CheckpointError, UsageError
 from inferplane.ops import FORMATS, encode
 from inferplane.plugin import When

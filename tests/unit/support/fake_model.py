@@ -83,11 +83,14 @@ class FakeRunner:
     """See the module. `before` is called with each batch first; `batches` and `rows` count."""
 
     def __init__(self, blocks=64, block_tokens=4, max_model_len=100_000, window=None):
-        self.window, self.cut, self.ranks = window, False, None
+        self.window, self.limited_by_cache, self.ranks = window, False, None
         self.cache = KVCache((self,), blocks, block_tokens)
         self.backend = SimpleNamespace(torch_device_indexed=HOST, name="fake")
         self.model = SimpleNamespace(vocab=V, layers=(), mtp=())
-        self.files, self.options = SimpleNamespace(name="fake"), SimpleNamespace(kv_dtype="auto", quantization=None)
+        self.files, self.options = (
+            SimpleNamespace(name="fake"),
+            SimpleNamespace(kv_cache_dtype="auto", quantization=None),
+        )
         self.dtype, self.steps, self.max_model_len = torch.float32, {}, max_model_len
         self.sample = sampler()._sample
         self.entries = [None] * (blocks * block_tokens)
@@ -171,7 +174,7 @@ class Watched(Engine):
         assert users == a._users, "users are the tables'"
         assert all(r.finish_reason is None and not r.blocks and not r.computed for r in s.waiting)
         live = {id(r) for r in (*s.running, *s.waiting)}
-        assert len(live) == len(s.running) + len(s.waiting) and len(s.running) <= s.limits.max_batch
+        assert len(live) == len(s.running) + len(s.waiting) and len(s.running) <= s.limits.max_num_seqs
         for r in self.accepted:
             assert (id(r) in live) == (r.finish_reason is None), "it lives, or it has ended"
             assert self.told.setdefault(id(r), r.finish_reason) in (None, r.finish_reason), "it ends once"
@@ -205,9 +208,9 @@ class Script(Proposer):
     def __init__(self, kind, most, tell):
         self.kind, self.most, self.tell, self.turn = kind, most, tell, 0
 
-    def propose(self, ran, wants, hidden):
+    def propose(self, chunks, max_drafts, hidden):
         out = []
-        for r, n in zip(ran, wants):
+        for r, n in zip(chunks, max_drafts):
             done = len(r.request.generated)
             assert n == 0 or r.request.remaining == 1
             right = self.tell(r.request)[done : done + min(n, self.most)]
@@ -232,10 +235,10 @@ def tell_alone(request):
 def engine(blocks=64, block_tokens=4, *, script=None, drafts=3, spec=None, **options):
     """A watched engine; `script` names a scripted proposer, `spec` holds fields of SpeculativeConfig."""
     runner = FakeRunner(blocks, block_tokens, options.pop("max_model_len", 100_000), options.pop("window", None))
-    settings = {"max_batch": 8, "max_step_tokens": 64, **options}
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
     if script is not None or spec is not None:
-        fields = {"speculate_method": "ngram", "speculate_max_draft_token_num": drafts, **(spec or {})}
-        settings["speculative"] = SpeculativeConfig(**fields)
+        fields = {"method": "ngram", "num_speculative_tokens": drafts, **(spec or {})}
+        settings["speculative_config"] = SpeculativeConfig(**fields)
     made = Watched(runner, **settings)
     if script is not None:
         made.speculator.proposer = Script(script, drafts, tell_alone)

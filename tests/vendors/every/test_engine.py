@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from inferplane import LLM, SamplingParams
-from inferplane.engine.runner.model_runner import InferplaneWarning
+from inferplane.engine import InferplaneWarning
 from tests.vendors import profile
 from tests.vendors.configs import FAMILIES
 from tests.vendors.engine import OPTIONS, PROMPTS, serve
@@ -25,7 +25,7 @@ def test_serves(family, speculative):
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", InferplaneWarning)
-        plan = serve(VENDOR.device, VENDOR.dtype, family, strict=True, speculative=speculative)
+        plan = serve(VENDOR.device, VENDOR.dtype, family, strict=True, speculative_config=speculative)
     assert {layout["layout"] for layout in plan["kv_layouts"]} == VENDOR.layouts(family)
     VENDOR.check_kernels(family, [(s["op"], s["chosen"]["kernel"]) for s in plan["sites"] if s["chosen"]["rank"]])
 
@@ -38,6 +38,6 @@ def test_tokens_are_those_of_cpu(family, speculative):
     params = SamplingParams(max_tokens=24, temperature=0.8, top_k=40, seed=11)
     found = {}
     for device in ("cpu", VENDOR.device):
-        with LLM(FAMILIES[family], device=device, dtype="float32", speculative=speculative, **OPTIONS) as llm:
+        with LLM(FAMILIES[family], device=device, dtype="float32", speculative_config=speculative, **OPTIONS) as llm:
             found[device] = [[r.token_ids for r in llm.generate(PROMPTS, params)] for _ in range(2)]
     assert found[VENDOR.device] == found["cpu"]

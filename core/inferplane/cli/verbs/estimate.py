@@ -40,19 +40,19 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     """Plan, add up, print."""
     from inferplane.cli.verbs.explain import check_arch, model_files
     from inferplane.engine import Runner
-    from inferplane.engine.request.arguments import whole
+    from inferplane.engine.request.arguments import as_integer
     from inferplane.engine.runner.estimate import estimate
     from inferplane.plugins import host
     from inferplane.quant import explain_no_savings
 
-    options = binding_options(args, arch=args.arch, max_batch=whole("max_batch", args.max_batch, 1))
+    options = binding_options(args, arch=args.arch, max_num_seqs=as_integer("max_batch", args.max_batch, 1))
     memory = _memory(args.memory) if args.memory is not None else None
     files = model_files(args.model)
     check_arch(host(), args.device, args.arch)
     runner = Runner.plan_only(files, host(), args.device, options)
     if memory is None:
         memory = _free(host(), runner.backend.name)
-    found = estimate(runner, memory, whole("max_step_tokens", args.max_step_tokens, 1))
+    found = estimate(runner, memory, as_integer("max_step_tokens", args.max_step_tokens, 1))
     for what in explain_no_savings(runner.plan, options.quantization):
         screen.warning(what)
     if args.json:
@@ -107,8 +107,8 @@ def _bytes_table(found: Estimate, model: str, device: str) -> Table:
     table.add_row("KV cache, a token", format_bytes(found.kv_token), words)
     if found.window is not None:
         table.add_row("window", f"{found.window} tokens", "what lies before it is given back as a sequence grows")
-    if found.whole_windows:
-        share = found.whole_windows / found.block
+    if found.unreleased_window:
+        share = found.unreleased_window / found.block
         table.add_row("of it windows", f"{share:.0%}", "layers that keep all tokens, as others of the model do")
     if found.memory is not None:
         table.add_row("memory", format_bytes(found.memory))
@@ -129,5 +129,5 @@ def _fits_table(found: Estimate) -> Table:
         table.add_column(f"x {length}", justify="right")
     for name, kv_bytes in caches.items():
         cells = [str(found.sequences(length, kv_bytes)) for length in found.lengths()]
-        table.add_row(name, str(kv_bytes), str(found.longest(kv_bytes)), *cells)
+        table.add_row(name, str(kv_bytes), str(found.max_sequence_tokens(kv_bytes)), *cells)
     return table

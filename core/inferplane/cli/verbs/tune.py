@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Measure, report, write."""
     from inferplane.cli.verbs.explain import model_files
-    from inferplane.engine.runner.tuning import facts, lock, tuned
+    from inferplane.engine.runner.tuning import outcome_data, tune_model, write_tuning_lock
     from inferplane.plugins import host
 
     path = Path(args.out)
@@ -40,15 +40,15 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         raise UsageError(f"--out {path} cannot be written.", remedy="name a file in a folder that exists")
     options = binding_options(args)
     on_outcome = (lambda outcome: None) if args.json else (lambda outcome: screen.print_remark(outcome_line(outcome)))
-    runner, outcomes = tuned(model_files(args.model), host(), args.device, options, on_outcome, index=args.index)
+    runner, outcomes = tune_model(model_files(args.model), host(), args.device, options, on_outcome, index=args.index)
     if not outcomes:
         raise UsageError(
             f"Nothing to tune: no op of this model has several kernels on {runner.backend.name!r}.",
             remedy="see `inferplane explain --verbose` for the kernels there are",
         )
-    lock(path, runner, outcomes)
+    write_tuning_lock(path, runner, outcomes)
     if args.json:
-        screen.facts({"schema": 1, "lock": str(path), "sites": {o.key: facts(o) for o in outcomes}})
+        screen.facts({"schema": 1, "lock": str(path), "sites": {o.key: outcome_data(o) for o in outcomes}})
     else:
         changed = sum(o.chosen != o.before for o in outcomes)
         screen.print_remark(

@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inferplane.engine.clients.client import EngineClient, Health, ModelInfo, Order, Question, RequestId
+from inferplane.engine.clients.client import EngineClient, Health, ModelInfo, Question, RequestId, Submission
 from inferplane.engine.request import arguments
 from inferplane.engine.request.arguments import Prompt
-from inferplane.engine.request.embedding import check_dimensions, embedding_params, finished
+from inferplane.engine.request.embedding import check_dimensions, embedding_params, finish_embedding
 from inferplane.engine.request.params import SamplingParams, known_keywords
 from inferplane.engine.request.results import Delta, Timings
 from inferplane.engine.request.text import Tokenizer
@@ -23,27 +23,98 @@ from inferplane.errors import InferplaneError, UsageError
 if TYPE_CHECKING:
     from inferplane.engine.clients.llm import LLM
 
-Take = Callable[[Delta], None]
+OnPiece = Callable[[Delta], None]
 LONG_PROMPT = 4096
-"""Characters from which a prompt is encoded in a thread, so that other streams of the caller's loop go on."""
+"""Characters of a prompt from which it is encoded in a thread, so that other streams of the loop go on."""
 
 
 class _Mailbox:
-    """Streams of one asyncio loop. Pieces of a step come over to it together."""
+    """The streams of one asyncio loop. It receives the pieces of a step together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.streams: dict[RequestId, Take] = {}
+        self.streams: dict[RequestId, OnPiece] = {}
 
     def deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the pieces
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the pieces are not needed
             self.loop.call_soon_threadsafe(self._put, pieces)
 
     def _put(self, pieces: list[tuple[RequestId, Delta]]) -> None:
         for request_id, piece in pieces:
-            take = self.streams.get(request_id)
-            if take is not None:
-                take(piece)
+            on_piece = self.streams.get(request_id)
+            if on_piece is not None:
+                on_piece(piece)
+
+
+class _Streams:
+    """The live streams of an engine's callers, by their own ids and by asyncio loop."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._live: dict[RequestId, tuple[RequestId, _Mailbox]] = {}  # a caller's id -> the engine's
+        self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}  # of loops with live streams
+
+    @contextlib.contextmanager
+    def open(self, request_id: RequestId | None, submission: Submission, on_piece: OnPiece) -> Iterator[_OpenStream]:
+        """A stream to submit a request with; one that is left before its end is aborted, even if not queued yet.
+
+        Raises:
+            UsageError: a live request has the caller's id.
+        """
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if request_id in self._live:
+                raise UsageError(f"Request {request_id!r} is alive already.", remedy="use another request_id")
+            box = self._mailboxes.setdefault(loop, _Mailbox(loop))
+            if request_id is not None:
+                self._live[request_id] = submission.request_id, box
+            box.streams[submission.request_id] = on_piece
+        stream = _OpenStream(self._client, submission, box)
+        try:
+            yield stream
+        finally:
+            with self._lock:
+                if request_id is not None:
+                    del self._live[request_id]
+                del box.streams[submission.request_id]
+                if not box.streams:
+                    self._mailboxes.pop(box.loop, None)
+            if not stream.ended:
+                self._client.abort(submission.request_id, box)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request by its caller's id."""
+        with self._lock:
+            found = self._live.get(request_id)
+        if found is not None:
+            self._client.abort(*found)
+
+
+class _OpenStream:
+    """A request and its mailbox. `ended` is set by its user after the last piece."""
+
+    def __init__(self, client: EngineClient, submission: Submission, box: _Mailbox) -> None:
+        self._client, self._submission, self._box, self.ended = client, submission, box, False
+
+    async def submit(self) -> Delta | None:
+        """Wait until the request is queued; returns its last piece if it times out before: compiling constraints takes
+        time.
+        """
+        arrived, limit = time.monotonic(), self._submission.params.timeout_s
+        answer = asyncio.wrap_future(self._client.submit(self._submission, self._box))
+        if self._submission.params.constraint is None or limit is None:
+            await answer
+            return None
+        try:  # not by `wait_for`, which before Python 3.12 can swallow a cancellation that comes with the answer
+            await asyncio.wait({answer}, timeout=limit)
+            if answer.done():
+                answer.result()  # raises the error that rejected it
+                return None
+        finally:
+            answer.cancel()  # without effect if it is done
+        waited = time.monotonic() - arrived
+        return Delta("", [], "timeout", Timings(waited, waited, waited, len(self._submission.prompt), 0))
 
 
 class AsyncLLM:
@@ -56,16 +127,16 @@ class AsyncLLM:
 
     Args:
         model: see `LLM`.
-        process: run the engine in a process of its own, which neither waits for this one's Python code nor dies with
-            it unnoticed. That process finds plugins as this one did at its start: by installed distributions and by the
-            environment, not by what was registered by hand. Otherwise it runs in a thread.
-        max_waiting: requests that may wait; more are refused with a CapacityError. None: any number.
-        warned: with `process`, told what there is to warn of while the model is loaded. None: that goes through
-            `warnings`, whose filters every thread changes for all: one that imports a library can make it unheard.
+        process: run the engine in a process of its own, which does not wait for this one's Python code, and whose
+            failure is reported. That process finds plugins by installed distributions and by the environment, not by
+            what was registered by hand. Otherwise it runs in a thread.
+        max_waiting: maximum number of waiting requests; more are rejected with a CapacityError. None: unlimited.
+        on_warning: with `process`, called with each warning while the model is loaded. None: they go through
+            `warnings`, whose filters are shared by all threads: one that imports a library can suppress them.
         options: every other argument of `LLM`.
 
     Raises:
-        As `LLM`. UsageError: `warned` without `process`. EngineError: the process ended while it was starting.
+        As `LLM`. UsageError: `on_warning` without `process`. EngineError: the process ended while it was starting.
     """
 
     def __init__(
@@ -74,17 +145,18 @@ class AsyncLLM:
         *,
         process: bool = False,
         max_waiting: int | None = None,
-        warned: Callable[[str], None] | None = None,
+        on_warning: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
         options["max_waiting"] = max_waiting
+        on_warning = options.pop("warned", on_warning)  # its name until 0.2
         client: EngineClient
         if process:
-            from inferplane.engine.clients.process import RemoteEngine
+            from inferplane.engine.clients.process.remote import RemoteEngine
 
-            client = RemoteEngine.start(model, options, warned)
-        elif warned is not None:
-            raise UsageError("warned without process=True.", remedy="leave it out: warnings are raised here")
+            client = RemoteEngine.start(model, options, on_warning)
+        elif on_warning is not None:
+            raise UsageError("on_warning without process=True.", remedy="leave it out: warnings are raised here")
         else:
             from inferplane.engine.clients.llm import LLM
             from inferplane.engine.clients.local import LocalEngine
@@ -102,7 +174,7 @@ class AsyncLLM:
         Raises:
             EngineError: nothing answers there.
         """
-        from inferplane.engine.clients.process import RemoteEngine
+        from inferplane.engine.clients.process.remote import RemoteEngine
 
         llm = cls.__new__(cls)
         llm._begin(RemoteEngine.connect(address))
@@ -111,9 +183,8 @@ class AsyncLLM:
     def _begin(self, client: EngineClient) -> None:
         self._client = client
         self._ids = count()
-        self._lock = threading.Lock()
-        self._owners: dict[RequestId, tuple[RequestId, _Mailbox]] = {}  # a caller's id -> the engine's
-        self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}  # of loops with live streams
+        self._streams = _Streams(client)
+        self._loading = threading.Lock()  # guards the tokenizer
         self._tokenizer: Tokenizer | None = None
 
     # -- the model
@@ -130,7 +201,7 @@ class AsyncLLM:
         Raises:
             UsageError: the model has no folder. CheckpointError: the folder has no usable tokenizer.
         """
-        with self._lock:
+        with self._loading:
             if self._tokenizer is None:
                 if self.info.folder is None:
                     raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
@@ -151,8 +222,10 @@ class AsyncLLM:
 
     @property
     def address(self) -> str:
-        """Where other processes of the same user reach the engine (`AsyncLLM.connect`); "": nowhere, for it runs in a
-        thread of this one."""
+        """The address at which other processes of the same user reach the engine (`AsyncLLM.connect`).
+
+        It is "" if the engine runs in a thread of this process.
+        """
         return str(getattr(self._client, "address", ""))
 
     # -- requests
@@ -176,30 +249,26 @@ class AsyncLLM:
             prompt: a string or a list of token ids.
             params: how to sample. `timeout_s` ends the request with "timeout".
             request_id: for `abort`; unique among live requests. None: one of its own.
-            index: which of several sequences for this prompt: each draws other random numbers from the same seed. For
+            index: which of several sequences for this prompt: each has other random numbers from the same seed. For
                 `params.n` sequences start n streams.
             priority: lower runs first.
             tenant: cached prefixes are shared within one only.
 
         Raises:
-            UsageError, CapacityError: the request was refused; nothing of it remains.
+            UsageError, CapacityError: the request was rejected; nothing of it remains.
             EngineError: the engine has ended.
         """
         pieces: asyncio.Queue[Delta] = asyncio.Queue()
-        order = await self._order(prompt, params, index, priority, tenant)
-        box = self._register(request_id, order, pieces.put_nowait)
-        ended = False
-        try:
-            late = await self._queued(order, box)
+        submission = await self._submission(prompt, params, index, priority, tenant)
+        with self._streams.open(request_id, submission, pieces.put_nowait) as stream:
+            late = await stream.submit()
             if late is not None:
                 yield late
                 return
-            while not ended:
+            while not stream.ended:
                 piece = await pieces.get()
-                ended = piece.finish_reason is not None
+                stream.ended = piece.finish_reason is not None
                 yield piece
-        finally:
-            self._leave(request_id, order, box, ended)
 
     @known_keywords
     async def embed(
@@ -223,11 +292,11 @@ class AsyncLLM:
         vector, error = None, ""
         async for piece in self.generate(prompt, embedding_params(pooling), request_id, **more):
             vector, error = piece.embedding, piece.error
-        return finished(vector, dimensions, normalize=normalize, error=error)
+        return finish_embedding(vector, dimensions, normalize=normalize, error=error)
 
     async def feed(
         self,
-        take: Take,
+        on_piece: OnPiece,
         prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: RequestId | None = None,
@@ -235,116 +304,74 @@ class AsyncLLM:
         index: int = 0,
         priority: int = 0,
         tenant: str = "",
-        alone: str = "",
+        exclusive_id: str = "",
     ) -> None:
-        """As `generate`, for whoever serves many streams: every piece is passed to a function, in the caller's loop,
-        and costs no switch of tasks. Returns after the last one; cancelling it ends the request.
+        """As `generate`, for servers with many streams: every piece is passed to a function, in the caller's loop,
+        without a switch of tasks. Returns after the last one; cancelling it ends the request.
 
         Args:
-            take: gets the pieces. It must not raise; if it does, so does this method, and the request is ended.
-            alone: an id that no other live request of the tenant may have, also none of another process over the same
-                engine; "": any number may live.
+            on_piece: called with each piece. It must not raise; if it does, so does this method, and the request ends.
+            exclusive_id: rejected while another live request of this tenant has the same id, also one of another
+                process over the same engine; "" disables the check.
 
         Raises:
             As `generate`.
         """
-        order = await self._order(prompt, params, index, priority, tenant, alone)
+        submission = await self._submission(prompt, params, index, priority, tenant, exclusive_id)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def hand_over(piece: Delta) -> None:
+        def receive(piece: Delta) -> None:
             if done.done():
                 return
             try:
-                take(piece)
+                on_piece(piece)
             except Exception as error:
                 done.set_exception(error)
             else:
                 if piece.finish_reason is not None:
                     done.set_result(None)
 
-        box = self._register(request_id, order, hand_over)
-        ended = False
-        try:
-            late = await self._queued(order, box)
-            if late is not None:
-                hand_over(late)
-            await done
-            ended = late is None
-        finally:
-            done.cancel()
-            self._leave(request_id, order, box, ended)
+        with self._streams.open(request_id, submission, receive) as stream:
+            try:
+                late = await stream.submit()
+                if late is not None:
+                    receive(late)
+                await done
+                stream.ended = late is None
+            finally:
+                done.cancel()
 
-    async def _order(
+    async def _submission(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
         index: int,
         priority: int,
         tenant: str,
-        alone: str = "",
-    ) -> Order:
-        params, where = arguments.sampling(params), arguments.place(index, priority, tenant, alone)
+        exclusive_id: str = "",
+    ) -> Submission:
+        params = arguments.as_sampling_params(params)
+        for name, value in (("tenant", tenant), ("exclusive_id", exclusive_id)):
+            if not isinstance(value, str):
+                raise UsageError(f"{name} = {value!r:.80}.", there_is="strings")
+        index = arguments.as_integer("index", index, 0)
+        priority = arguments.as_integer("priority", priority, arguments.MIN_PRIORITY)
         if params.n > 1:
             raise UsageError(
                 f"generate with n = {params.n}.", remedy="start n streams with n = 1 and index = 0 to n - 1"
             )
         ids = await self._encode(prompt)
         arguments.check_ids(ids, self.info.vocab)
-        # The engine knows each by a number of its own: a caller may use an id again while a request that was given up
-        # under it still ends.
-        return Order(next(self._ids), ids, params, *where)
-
-    async def _queued(self, order: Order, box: _Mailbox) -> Delta | None:
-        """Wait until a request is queued; its last piece, if it is late before that: others' constraints take time."""
-        arrived, limit = time.monotonic(), order.params.timeout_s
-        answer = asyncio.wrap_future(self._client.submit(order, box))
-        if order.params.constraint is None or limit is None:
-            await answer
-            return None
-        try:  # not by `wait_for`, which before Python 3.12 can swallow a cancellation that comes with the answer
-            await asyncio.wait({answer}, timeout=limit)
-            if answer.done():
-                answer.result()  # raises what refused it
-                return None
-        finally:
-            answer.cancel()  # nothing, if it is done
-        waited = time.monotonic() - arrived
-        return Delta("", [], "timeout", Timings(waited, waited, waited, len(order.prompt), 0))
-
-    def _leave(self, request_id: RequestId | None, order: Order, box: _Mailbox, ended: bool) -> None:
-        """Let go of a request; one that has not ended is aborted, also when it is only about to be queued."""
-        self._unregister(request_id, order, box)
-        if not ended:
-            self._client.abort(order.request_id, box)
+        # The engine's id is another than the caller's, who may use an id again while an abandoned request still ends.
+        names = "".join(tenant), "".join(exclusive_id)  # plain strings, also from an enumeration
+        return Submission(next(self._ids), ids, params, index, priority, *names)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request; its stream gets a last piece with "abort". Unknown and ended ids are ignored."""
-        with self._lock:
-            found = self._owners.get(request_id)
-        if found is not None:
-            self._client.abort(*found)
-
-    def _register(self, request_id: RequestId | None, order: Order, take: Take) -> _Mailbox:
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if request_id in self._owners:
-                raise UsageError(f"Request {request_id!r} is alive already.", remedy="use another request_id")
-            box = self._mailboxes.setdefault(loop, _Mailbox(loop))
-            if request_id is not None:
-                self._owners[request_id] = order.request_id, box
-            box.streams[order.request_id] = take
-            return box
-
-    def _unregister(self, request_id: RequestId | None, order: Order, box: _Mailbox) -> None:
-        with self._lock:
-            if request_id is not None:
-                del self._owners[request_id]
-            del box.streams[order.request_id]
-            if not box.streams:
-                self._mailboxes.pop(box.loop, None)
+        self._streams.abort(request_id)
 
     async def _encode(self, prompt: Prompt) -> list[int]:
-        prompt = arguments.one_prompt(prompt)
+        prompt = arguments.as_prompt(prompt)
         if not isinstance(prompt, str):
             return [i.item() if hasattr(i, "item") else i for i in prompt]
         if self._tokenizer is not None and len(prompt) < LONG_PROMPT:
@@ -355,28 +382,28 @@ class AsyncLLM:
 
     async def stats(self) -> dict[str, Any]:
         """Counters, gauges and histograms of the engine (`inferplane.engine.loop.metrics`)."""
-        return await self._ask("stats")
+        return await self._inspect("stats")
 
     async def explain(self) -> dict[str, Any]:
         """The plan as data: see `LLM.explain`."""
-        return await self._ask("explain")
+        return await self._inspect("explain")
 
     async def health(self, timeout_s: float = 2.0) -> Health:
-        """Whether the engine does its work; one that does not answer in time is not alive."""
+        """Whether the engine makes progress; one that does not answer in time is not alive."""
         try:
-            return Health(**await asyncio.wait_for(self._ask("health"), timeout_s))
+            return Health(**await asyncio.wait_for(self._inspect("health"), timeout_s))
         except asyncio.TimeoutError:
             return Health(alive=False, failure=f"no answer within {timeout_s:g} s")
         except InferplaneError as error:
-            return Health(alive=False, failure=error.what.rstrip("."))  # what to do about it, whoever asks knows
+            return Health(alive=False, failure=error.what.rstrip("."))  # callers know what to do
         except Exception as error:
             return Health(alive=False, failure=str(error))
 
-    async def _ask(self, question: Question) -> dict[str, Any]:
-        return await asyncio.wrap_future(self._client.ask(question))
+    async def _inspect(self, question: Question) -> dict[str, Any]:
+        return await asyncio.wrap_future(self._client.inspect(question))
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Refuse new requests, let those that live run for up to `drain_s` seconds, abort the rest, free the model."""
+        """Reject new requests, let live ones run for up to `drain_s` seconds, abort the rest, free the model."""
         await asyncio.to_thread(self._client.close, drain_s)
 
     async def __aenter__(self) -> AsyncLLM:

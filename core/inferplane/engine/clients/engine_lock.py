@@ -1,65 +1,63 @@
-"""Callers of one model in several threads: one after the other."""
+"""`EngineLock`: several threads use one engine, one after the other."""
 
 from __future__ import annotations
 
 from collections import deque
 from threading import RLock
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from inferplane.engine.loop.engine import Engine
-    from inferplane.engine.request.state import Request
+from inferplane.engine.loop.engine import Engine
+from inferplane.engine.request.state import Request
 
 
-class Turns:
-    """Whoever enters has the engine to himself; within his turn a thread may enter again.
+class EngineLock:
+    """Re-entrant exclusive access to the engine.
 
-    A stream is left where its iterator is dropped: in any thread, also while another has its turn. Who leaves does not
-    wait for that, since the collector of garbage may make him leave anywhere, holding any lock, or in the middle of any
-    call of the engine: the request is ended by whoever has the turn, before his next step or when he is done.
+    `abandon` never blocks, because a generator's finalizer may run it anywhere: in any thread, with any lock held, or
+    in the middle of any call of the engine. The thread that holds the lock ends the request, before its next step or
+    when it releases the lock.
 
     Args:
-        engine: what they call.
+        engine: what is locked.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._turn = RLock()
-        self._left: deque[Request] = deque()
-        self._inside = 0  # how often who has the turn has entered
+        self._lock = RLock()
+        self._abandoned: deque[Request] = deque()
+        self._depth = 0  # how often the thread that holds the lock has acquired it
 
     def __enter__(self) -> None:
-        self._turn.acquire()
-        self._inside += 1
+        self._lock.acquire()
+        self._depth += 1
 
     def __exit__(self, *unused: object) -> None:
-        self._inside -= 1
-        self._turn.release()
-        self._end_left()
+        self._depth -= 1
+        self._lock.release()
+        self._end_abandoned()
 
     def step(self) -> None:
-        """One step of the engine, by who has the turn."""
+        """Run one step of the engine; the caller holds the lock."""
         self._end_all()
         self._engine.step()
 
-    def leave(self, request: Request) -> None:
-        """End a request whose caller is gone, now or by who has the turn."""
-        self._left.append(request)
-        self._end_left()
+    def abandon(self, request: Request) -> None:
+        """End a request whose caller has left: now, or by the thread that holds the lock."""
+        self._abandoned.append(request)
+        self._end_abandoned()
 
-    def _end_left(self) -> None:
-        while self._left and self._turn.acquire(blocking=False):
+    def _end_abandoned(self) -> None:
+        while self._abandoned and self._lock.acquire(blocking=False):
             try:
-                if self._inside:  # it is this very thread that was made to leave: its call goes on first
+                if self._depth:  # this thread holds the lock already: its call goes on first
                     return
                 self._end_all()
             finally:
-                self._turn.release()
+                self._lock.release()
 
     def _end_all(self) -> None:
-        self._inside += 1
+        self._depth += 1
         try:
-            while self._left:
-                self._engine.end(self._left.popleft(), "abort")
+            while self._abandoned:
+                self._engine.end(self._abandoned.popleft(), "abort")
         finally:
-            self._inside -= 1
+            self._depth -= 1

@@ -1,4 +1,4 @@
-"""From a step's logits to its sequences' new tokens: sampled, or verified where drafts stand behind the last one."""
+"""From a step's logits to its sequences' new tokens: sampled, or verified where a sequence has drafts."""
 
 from __future__ import annotations
 
@@ -11,140 +11,174 @@ import torch
 
 from inferplane.engine.request.results import TokenLogprob
 from inferplane.engine.sampling import rng
-from inferplane.engine.sampling.batch_rows import SampleRow
+from inferplane.engine.sampling.batch_rows import BatchRow
 from inferplane.engine.sampling.logprobs import score
 from inferplane.engine.sampling.sampler import NOT_FINITE, Sampler
-from inferplane.engine.schedule.scheduler import Scheduled
+from inferplane.engine.schedule.scheduler import ScheduledChunk
 from inferplane.engine.speculate import SpeculativeConfig, needs_probabilities, verify
 from inferplane.types import HOST
 from inferplane.types.batch import Query
 
 
-class Decided(NamedTuple):
-    """What a step gave its sequences: a list for each.
+class ChosenTokens(NamedTuple):
+    """The new tokens of one sequence of a step.
 
     Args:
-        tokens: new tokens, none while its prompt is read.
-        scores: their log-probabilities, where they were asked for.
-        prompts: log-probabilities of the prompt tokens that the step's rows predict, where they were asked for.
+        tokens: new tokens; none while its prompt is read.
+        logprobs: log-probabilities of the new tokens, if requested.
+        prompt_logprobs: log-probabilities of the prompt tokens that the step's rows predict, if requested.
+        pooled: the hidden states of its prompt, pooled so far: float32 `[D]` on the host, if requested.
     """
 
-    tokens: list[list[int]]
-    scores: list[list[TokenLogprob]]
-    prompts: list[list[TokenLogprob | None]]
+    tokens: list[int]
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()
+    pooled: torch.Tensor | None = None
 
 
-def decide(
-    chosen: Sequence[Scheduled],
+def choose_tokens(
+    chunks: Sequence[ScheduledChunk],
     queries: Sequence[Query],
     logits: torch.Tensor,
     sampler: Sampler,
     config: SpeculativeConfig | None,
     argmax: torch.Tensor | None = None,
-) -> Decided:
-    """Sample or verify.
+) -> list[ChosenTokens]:
+    """Sample or verify; the result has one entry per sequence.
 
     Args:
-        chosen: the step's sequences.
-        queries: what each brought to the step.
-        logits: float32 `[R, V]` of the rows that want them.
+        chunks: the step's sequences.
+        queries: of the same sequences.
+        logits: float32 `[R, V]` of the rows that need them.
         sampler: of the model.
-        config: how drafts are verified; None where there are none.
+        config: how drafts are verified; None without speculation.
         argmax: int64 `[R]`, the token with the largest logit of each row, if the model found it (`ModelOutput`).
 
     Raises:
-        FloatingPointError: the logits of a row that decides hold NaN or infinity.
+        FloatingPointError: the logits of a chosen token hold NaN or infinity.
     """
-    if all(s.last and not s.drafts and s.request.likeliest_next for s in chosen):  # most steps, so in few lines
-        drawn = sampler.likeliest(logits) if argmax is None else argmax
-        if not _finite(logits, drawn):
+    if all(c.samples_next and not c.drafts and c.request.next_is_argmax for c in chunks):  # most steps: keep it short
+        drawn = sampler.argmax(logits) if argmax is None else argmax
+        if not _is_finite(logits, drawn):
             raise FloatingPointError(NOT_FINITE)
-        return Decided([[token] for token in _listed(drawn)], [[] for _ in chosen], [[] for _ in chosen])
-    rows: list[SampleRow] = []
+        return [ChosenTokens([token]) for token in _to_list(drawn)]
+    rows: list[BatchRow] = []
     at: list[int] = []
-    prompts: list[list[TokenLogprob | None]] = []
-    first = 0
-    for s, q in zip(chosen, queries):
-        wanted = len(q.ids) if q.logits is None else min(q.logits, len(q.ids))
-        prompts.append(_score_prompt(s, logits[first : first + wanted]) if q.logits is None else [])
-        first += wanted
-        if s.last:
-            rows += _rows(s)
-            at += range(first - 1 - len(s.drafts), first)
+    prompts: list[Sequence[TokenLogprob | None]] = []
+    stop = 0
+    for c, q in zip(chunks, queries):
+        start, stop = stop, stop + (len(q.ids) if q.logits is None else min(q.logits, len(q.ids)))
+        prompts.append(_score_prompt(c, logits[start:stop]) if q.logits is None else ())
+        if c.samples_next:
+            rows += _batch_rows(c)
+            at += range(stop - 1 - len(c.drafts), stop)
     if not rows:
-        return Decided([[] for _ in chosen], [[] for _ in chosen], prompts)
+        return [ChosenTokens([], (), prompt) for prompt in prompts]
     some = logits if len(at) == logits.shape[0] else logits[torch.tensor(at, device=logits.device)]
-    step = sampler.prepare(rows)
-    drawn = sampler.sample(some, step, argmax if some is logits else None)
-    # A broken kernel's usual sign, shown by the op `sample`. Raised for the step, it then ends the requests it is
-    # in, found one by one.
-    if not _finite(some, drawn):
+    inputs = sampler.prepare(rows)
+    drawn = sampler.sample(some, inputs, argmax if some is logits else None)
+    # Non-finite logits are the usual sign of a broken kernel; the op `sample` passes them on. Raised for the step, the
+    # error then ends only the requests that fail when they run alone.
+    if not _is_finite(some, drawn):
         raise FloatingPointError(NOT_FINITE)
-    deciding = [s for s in chosen if s.last]
-    drafts = [s.drafts for s in deciding]
+    sampled = [c for c in chunks if c.samples_next]
+    drafts = [c.drafts for c in sampled]
     if any(drafts):
         assert config is not None
         p = uniforms = None
-        if needs_probabilities(config) and any(g.uniform is not None for g in step.groups):
-            p = sampler.probabilities(some, step)
-            assert step.seeds is not None and step.positions is not None, "they draw"
-            uniforms = torch.stack([rng.uniform(step.seeds, step.positions, stream) for stream in (1, 2)], 1)
+        if needs_probabilities(config) and any(g.uniform is not None for g in inputs.groups):
+            p = sampler.probabilities(some, inputs)
+            assert inputs.seeds is not None and inputs.positions is not None, "rows are sampled"
+            uniforms = torch.stack([rng.uniform(inputs.seeds, inputs.positions, stream) for stream in (1, 2)], 1)
         verified = verify(drawn, drafts, config, p, uniforms)
         table = torch.cat((verified.counts[:, None], verified.tokens), 1).to(HOST).tolist()
-        kept = [t[:n] for n, *t in table]
+        tokens = [row[:count] for count, *row in table]
     else:
-        kept = [[token] for token in _listed(drawn)]
+        tokens = [[token] for token in _to_list(drawn)]
     found = None
-    if step.logprobs is not None:
-        stood = [t for new, d in zip(kept, drafts) for t in (*new, *([0] * (1 + len(d) - len(new))))]
-        found = sampler.logprobs(some, torch.tensor(stood, device=some.device), step)
-    listed = iter(found.lists(step.alternatives)) if found is not None else iter(())
-    tokens: list[list[int]] = []
-    scores: list[list[TokenLogprob]] = []
-    by_request = dict(zip((id(s) for s in deciding), kept))
-    for s in chosen:
-        new = by_request.get(id(s), [])
-        tokens.append(new)
-        wants = s.last and s.request.params.logprobs is not None
-        mine = [next(listed) for _ in range(1 + len(s.drafts))] if wants else []
-        scores.append(mine[: len(new)])
-    return Decided(tokens, scores, prompts)
+    if inputs.logprobs is not None:
+        padded = [t for new, d in zip(tokens, drafts) for t in (*new, *([0] * (1 + len(d) - len(new))))]
+        found = sampler.logprobs(some, torch.tensor(padded, device=some.device), inputs)
+    scores = iter(found.to_host(inputs.alternatives)) if found is not None else iter(())
+    new_tokens, chosen = iter(tokens), []
+    for c, prompt in zip(chunks, prompts):
+        new = next(new_tokens) if c.samples_next else []
+        has_logprobs = c.samples_next and c.request.params.logprobs is not None
+        logprobs = [next(scores) for _ in range(1 + len(c.drafts))] if has_logprobs else []
+        chosen.append(ChosenTokens(new, logprobs[: len(new)], prompt))
+    return chosen
 
 
-def _finite(logits: torch.Tensor, drawn: torch.Tensor) -> bool:
-    """Whether the logits of the drawn tokens are numbers, and there is one for each row."""
+def _is_finite(logits: torch.Tensor, drawn: torch.Tensor) -> bool:
+    """Whether there is a drawn token for each row, and its logit is a finite number."""
     if logits.device.type != HOST or logits.dtype is not torch.float32:
         return all(map(math.isfinite, logits.gather(1, drawn.unsqueeze(1)).squeeze(1).to(HOST).tolist()))
-    # Without operators of torch or NumPy, whose code no step has left in the caches.
-    (rows, width), (to_row, to_column), first = logits.shape, logits.stride(), logits.data_ptr()
-    tokens = _listed(drawn)
+    # Avoid torch and NumPy here: after a step their code is no longer in the CPU caches.
+    (rows, width), (row_stride, column_stride), first = logits.shape, logits.stride(), logits.data_ptr()
+    tokens = _to_list(drawn)
     if len(tokens) != rows or not all(0 <= token < width for token in tokens):
         return False
-    places = (first + 4 * (i * to_row + token * to_column) for i, token in enumerate(tokens))
-    return all(math.isfinite(c_float.from_address(at).value) for at in places)
+    addresses = (first + 4 * (i * row_stride + token * column_stride) for i, token in enumerate(tokens))
+    return all(math.isfinite(c_float.from_address(at).value) for at in addresses)
 
 
-def _listed(tokens: torch.Tensor) -> list[int]:
-    """Tokens as integers, copied only from another device: to the host itself that is an operator, too."""
+def _to_list(tokens: torch.Tensor) -> list[int]:
+    """Tokens as integers, copied only from another device: a copy from the host to itself is an operator, too."""
     found: list[int] = (tokens if tokens.device.type == HOST else tokens.to(HOST)).tolist()
     return found
 
 
-def _rows(s: Scheduled) -> list[SampleRow]:
-    r = s.request
-    masks = [None] * (1 + len(s.drafts)) if r.constraint is None else r.constraint.masks(s.drafts)
+def _batch_rows(chunk: ScheduledChunk) -> list[BatchRow]:
+    """The rows of a sequence whose next tokens are to be chosen: after its last known token, and after each draft."""
+    r, drafts = chunk.request, chunk.drafts
+    masks = [None] * (1 + len(drafts)) if r.constraint is None else r.constraint.masks(drafts)
     assert r.seed is not None
     return [
-        SampleRow(r.params, r.seed, len(r.generated) + i, r.history, s.drafts[:i], r.end_ids, mask)
+        BatchRow(r.params, r.seed, len(r.generated) + i, r.history, drafts[:i], r.end_ids, mask)
         for i, mask in enumerate(masks)
     ]
 
 
-def _score_prompt(s: Scheduled, logits: torch.Tensor) -> list[TokenLogprob | None]:
+def _score_prompt(chunk: ScheduledChunk, logits: torch.Tensor) -> list[TokenLogprob | None]:
     """Log-probabilities of the prompt tokens that this step's rows predict."""
-    r = s.request
-    following = r.prompt[r.computed + 1 : r.computed + s.count + 1]
+    r = chunk.request
+    following = r.prompt[r.computed + 1 : r.computed + chunk.count + 1]
     if not following:
         return []
     ids = torch.tensor(following, device=logits.device)
-    return list(score(logits[: len(following)], ids, r.params.prompt_logprobs or 0).lists())
+    return list(score(logits[: len(following)], ids, r.params.prompt_logprobs or 0).to_host())
+
+
+def with_pooled(
+    chunks: Sequence[ScheduledChunk], chosen: list[ChosenTokens], hidden: torch.Tensor
+) -> list[ChosenTokens]:
+    """Add the pooled hidden states of the prompts of sequences that have `pooling`.
+
+    Args:
+        chunks: the step's sequences.
+        chosen: of the same sequences.
+        hidden: `[T, D]` of the step's rows.
+
+    Raises:
+        FloatingPointError: a pooled vector holds NaN or infinity.
+    """
+    row = 0
+    for i, c in enumerate(chunks):
+        if c.request.params.pooling is not None and not c.request.generated:
+            chosen[i] = chosen[i]._replace(pooled=_pooled(c, hidden[row : row + c.count]))
+        row += c.rows
+    return chosen
+
+
+def _pooled(chunk: ScheduledChunk, rows: torch.Tensor) -> torch.Tensor:
+    """A request's `pooled` after a step, from the hidden states of its rows in the step."""
+    r = chunk.request
+    if r.params.pooling == "last":
+        found = rows[-1].float().to(HOST)
+    else:
+        found = rows.float().sum(0).to(HOST)
+        found = found + r.pooled if r.computed and r.pooled is not None else found
+        found = found / len(r.prompt) if chunk.samples_next else found
+    if not bool(found.isfinite().all()):
+        raise FloatingPointError("the model's hidden states hold NaN or infinity")
+    return found

@@ -1,32 +1,29 @@
-"""The loop: schedule, run, sample or verify, commit, propose."""
+"""`Engine`: the loop of steps. Each step schedules, runs, chooses tokens, commits and proposes drafts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 
-from inferplane.engine.loop.choose_tokens import Decided, decide, parts
+from inferplane.engine.loop.choose_tokens import ChosenTokens, choose_tokens, with_pooled
 from inferplane.engine.loop.metrics import Metrics
 from inferplane.engine.request.arguments import check_ids
 from inferplane.engine.request.params import SamplingParams
-from inferplane.engine.request.results import FinishReason, TokenLogprob
+from inferplane.engine.request.results import FinishReason
 from inferplane.engine.request.state import Request
 from inferplane.engine.request.text import Detokenizer
 from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.sampling.sampler import Sampler
-from inferplane.engine.schedule.scheduler import Limits, Scheduled, Scheduler
-from inferplane.engine.speculate import Ran, SpeculativeConfig, Speculator
+from inferplane.engine.schedule.scheduler import Limits, ScheduledChunk, Scheduler
+from inferplane.engine.speculate import SpeculativeConfig, Speculator, VerifiedChunk
 from inferplane.errors import CapacityError, EngineError, UsageError, warn
 from inferplane.kvcache import BlockAllocator, root_hash
-from inferplane.types import HOST, KVCache, ModelOutput
-from inferplane.types.batch import Query, make_batch
-
-DEFAULT_STEP_TOKENS = 2048
+from inferplane.types import KVCache, ModelOutput
+from inferplane.types.batch import make_batch
 
 
 class Engine:
@@ -37,40 +34,50 @@ class Engine:
 
     Args:
         runner: the bound model and its cache.
-        max_batch: sequences in a step.
-        max_step_tokens: tokens in a step; longer prompts are cut into chunks.
-        max_new_sequences: sequences that may join in one step.
-        max_waiting: requests that may wait; None: any number.
-        prefix_cache: reuse blocks of equal prefixes.
-        speculative: draft and verify several tokens a step; None: one token a step.
+        max_num_seqs: maximum number of sequences in a step.
+        max_num_batched_tokens: maximum number of tokens in a step; longer prompts are split into chunks.
+        max_new_sequences: maximum number of sequences that join in one step.
+        max_waiting: maximum number of waiting requests; None: unlimited.
+        enable_prefix_caching: reuse blocks of equal prefixes.
+        speculative_config: draft and verify several tokens per step; None: one token per step.
     """
 
     def __init__(
         self,
         runner: Runner,
         *,
-        max_batch: int,
-        max_step_tokens: int = DEFAULT_STEP_TOKENS,
+        max_num_seqs: int,
+        max_num_batched_tokens: int = 2048,
         max_new_sequences: int = 64,
         max_waiting: int | None = None,
-        prefix_cache: bool = True,
-        speculative: SpeculativeConfig | None = None,
+        enable_prefix_caching: bool = True,
+        speculative_config: SpeculativeConfig | None = None,
     ) -> None:
         assert runner.cache is not None, "the runner was not opened"
         self.runner, self.cache = runner, runner.cache
         self.device = runner.backend.torch_device_indexed
         self.vocab = runner.model.vocab
         self.allocator = BlockAllocator(self.cache.blocks)
-        limits = Limits(max_batch, max_step_tokens, runner.max_model_len, max_new_sequences, max_waiting, runner.cut)
-        facts = (runner.files.name, str(runner.dtype), runner.options.kv_dtype, str(runner.options.quantization))
-        root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if prefix_cache else None
-        lookahead = 1 if speculative is not None and speculative.keys_next_token else 0
+        limits = Limits(
+            max_num_seqs,
+            max_num_batched_tokens,
+            runner.max_model_len,
+            max_new_sequences,
+            max_waiting,
+            runner.limited_by_cache,
+        )
+        facts = (runner.files.name, str(runner.dtype), runner.options.kv_cache_dtype, str(runner.options.quantization))
+        caching = enable_prefix_caching
+        root: Callable[[str], bytes] | None = (lambda tenant: root_hash(*facts, tenant)) if caching else None
+        config = speculative_config
+        lookahead = 1 if config is not None and config.hash_covers_next_token else 0
         self.scheduler = Scheduler(self.allocator, self.cache.block_tokens, limits, root, lookahead, runner.window)
         self.sampler = Sampler(runner.sample, self.vocab, self.device)
-        self.speculator = Speculator(speculative, runner, self.scheduler) if speculative is not None else None
+        self.speculator = Speculator(config, runner, self.scheduler) if config is not None else None
         self.metrics = Metrics()
         self.closed = False
-        self._probe = torch.zeros(1, device=self.device)  # now: a device that is full is not a lost one
+        # Allocated now, so that an out-of-memory device is not mistaken for a dead one.
+        self._probe = torch.zeros(1, device=self.device)
         self._ids = count()
         self._commit_s = 0.0
 
@@ -90,7 +97,7 @@ class Engine:
             prompt: token ids.
             params: how to sample, and when to stop.
             end_ids: tokens that end the text.
-            text: told every generated token that is part of the text; it knows the stop strings.
+            text: decodes the generated tokens that are part of the text; it knows the stop strings.
             more: other fields of `Request`: request_id, constraint, seed, priority, tenant.
 
         Raises:
@@ -119,7 +126,7 @@ class Engine:
         check_ids(prompt, self.vocab)
 
     def end(self, request: Request, reason: FinishReason, error: str = "") -> None:
-        """End a request and take back its blocks; a request that has ended stays as it is."""
+        """End a request and release its blocks; a request that has ended does not change."""
         if request.finish_reason is not None:
             return
         request.finish_reason, request.error = reason, error
@@ -131,11 +138,11 @@ class Engine:
         self.metrics.observe("e2e_request_latency_seconds", request.ended - request.arrived)
 
     def close(self) -> None:
-        """End all requests and let go of the cache; nothing can be added any more."""
+        """End all requests and release the cache; nothing can be added any more."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.end(request, "abort")
         self.closed = True
-        self.speculator = None  # it holds the prediction layer and its cache
+        self.speculator = None  # it holds the draft layer and its cache
         self.cache = KVCache((), self.cache.blocks, self.cache.block_tokens)
 
     @property
@@ -146,24 +153,24 @@ class Engine:
     # -- one step
 
     def step(self) -> list[Request]:
-        """One step; returns the requests that got tokens or ended in it.
+        """Run one step; returns the requests that got tokens or ended in it.
 
-        What an interrupt leaves half done is done again by the next step: until its token is accepted a sequence stands
-        where it stood, and writing the same cache entries twice changes nothing. Only the sequence whose tokens were
-        just being accepted cannot go on; it ends with "abort".
+        The next step repeats what an interrupt leaves unfinished: a sequence does not change until its token is
+        accepted, and writing the same cache entries twice has no effect. Only the sequence whose tokens are being
+        accepted at that moment cannot go on; it ends with "abort".
         """
         begun, self._commit_s = time.monotonic(), 0.0
         touched = self._expire(begun)
-        chosen = self.scheduler.schedule()
-        if not chosen:
+        chunks = self.scheduler.schedule()
+        if not chunks:
             assert not self.busy, "nothing runs, and what waits does not fit: blocks were lost"
             return touched
-        for s in chosen:
-            if s.request.started is None:
-                s.request.started = begun
-                self.metrics.observe("request_queue_time_seconds", begun - s.request.arrived)
+        for c in chunks:
+            if c.request.started is None:
+                c.request.started = begun
+                self.metrics.observe("request_queue_time_seconds", begun - c.request.arrived)
         scheduled = time.monotonic()
-        touched += self._step(chosen)
+        touched += self._step(chunks)
         ended = time.monotonic()
         self.metrics.observe("schedule_commit_time_seconds", scheduled - begun + self._commit_s)
         self.metrics.observe("step_time_seconds", ended - begun)
@@ -177,109 +184,108 @@ class Engine:
             self.end(request, "timeout")
         return late
 
-    def _step(self, chosen: list[Scheduled]) -> list[Request]:
+    def _step(self, chunks: list[ScheduledChunk]) -> list[Request]:
         try:
-            return self._run(chosen)
+            return self._run(chunks)
         except Exception as error:
-            if len(chosen) == 1:
-                self.end(chosen[0].request, "error", f"{type(error).__name__}: {error}")
+            if len(chunks) == 1:
+                self.end(chunks[0].request, "error", f"{type(error).__name__}: {error}")
                 self._check_alive()
-                return [chosen[0].request]
+                return [chunks[0].request]
         finally:
-            for s in chosen:
-                self.scheduler.let_go(s.request)
-        # One of them is to blame: each runs alone, and only those that fail again end. Sequences stand where they
-        # stood, since a step changes them only after everything that can fail.
+            for c in chunks:
+                self.scheduler.release_out_of_window(c.request)
+        # One sequence caused the failure: each runs alone, and only those that fail again end. None has changed yet,
+        # since a step changes them only after everything that can fail.
         touched = []
-        for s in chosen:
-            if s.request.finish_reason is None and s.request in self.scheduler.running:
-                touched += self._step([s])
+        for c in chunks:
+            if c.request.finish_reason is None and c.request in self.scheduler.running:
+                touched += self._step([c])
         return touched
 
     def _check_alive(self) -> None:
-        """After a step failed: raise EngineError if every other one would fail too, whatever it is asked for."""
+        """After a step failed, raise EngineError if every other step would fail too."""
         ranks = self.runner.ranks
         if ranks is not None and ranks.broken:
-            raise EngineError(f"The ranks are at odds: {ranks.broken}.", remedy="start the model anew")
+            raise EngineError(f"The ranks are out of step: {ranks.broken}.", remedy="start the model anew")
         try:
             self._probe.zero_().item()
-        except Exception as error:  # a device that was lost, or whose context holds an error for good
+        except Exception as error:  # the device was lost, or its context holds an error for good
             raise EngineError(
                 f"The device does not answer any more: {type(error).__name__}: {error}.", remedy="start the model anew"
             ) from error
 
-    def _run(self, chosen: list[Scheduled]) -> list[Request]:
-        self.metrics.counters["forward_rows_total"] += sum(s.rows for s in chosen)
-        cycled = self.speculator.run(chosen) if self.speculator is not None else None
-        if cycled is None:
-            queries = self.scheduler.queries(chosen)
+    def _run(self, chunks: list[ScheduledChunk]) -> list[Request]:
+        self.metrics.counters["forward_rows_total"] += sum(c.rows for c in chunks)
+        drafted = self.speculator.run(chunks) if self.speculator is not None else None
+        if drafted is None:
+            queries = self.scheduler.queries(chunks)
             batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=self.device)
             with torch.inference_mode():
                 output = self.runner.run(batch)
+                config = self.speculator.config if self.speculator is not None else None
+                argmax = output.argmax if isinstance(output, ModelOutput) else None
                 hidden = output[1]
-                tokens, scores, prompts = self._decide(chosen, queries, output)
-                pooled = parts(chosen, hidden)
-        else:  # of sequences that ask for tokens alone
-            nothing: list[list[Any]] = [[] for _ in chosen]
-            tokens, scores, prompts, pooled = cycled.tokens, nothing, nothing, [s.request.pooled for s in chosen]
+                chosen = choose_tokens(chunks, queries, output[0], self.sampler, config, argmax)
+                chosen = with_pooled(chunks, chosen, hidden)
+        else:  # of sequences that need nothing but tokens
+            chosen = [ChosenTokens(tokens) for tokens in drafted.tokens]
         decided = time.monotonic()
-        ran, touched, row = [], [], 0
-        for s, new, scored, prompt_scores, vector in zip(chosen, tokens, scores, prompts, pooled):
-            r, first, stood = s.request, s.request.computed, max(0, len(new) - 1)
-            blocks = r.blocks
-            if prompt_scores and r.prompt_logprobs is not None:
-                r.prompt_logprobs[first + 1 : first + 1 + len(prompt_scores)] = prompt_scores
-            r.pooled, before, accepted = vector, len(r.generated), 0
-            try:
-                reason = self._accept(s, new, scored)
-                accepted = max(0, len(r.generated) - before - 1)
-                self.scheduler.commit(s, accepted)
-                if reason is not None:
-                    self.end(r, reason)
-            except Exception as error:  # its text or its constraint: nobody else's business
-                self.end(r, "error", f"{type(error).__name__}: {error}")
-            except BaseException:  # half of its tokens are accepted, or its text lacks one
-                self.end(r, "abort", "interrupted")
-                raise
-            if s.drafts:
-                self.metrics.drafted(len(s.drafts), stood)
-            ran.append(Ran(r, first, row, s.count + accepted, len(s.drafts), stood, blocks))
-            row += s.rows
-            if new:
-                touched.append(r)
+        verified: list[VerifiedChunk] = []
+        row = 0
+        for chunk, new in zip(chunks, chosen):
+            verified.append(self._commit(chunk, new, row))
+            row += chunk.rows
         self._commit_s += time.monotonic() - decided
-        if cycled is None:
-            self._propose(ran, hidden)
+        if drafted is None:
+            self._propose(verified, hidden)
         elif self.speculator is not None:
-            self.speculator.take(ran, cycled.drafts)
-        return touched
+            self.speculator.set_drafts(verified, drafted.drafts)
+        return [c.request for c, new in zip(chunks, chosen) if new.tokens]
 
-    def _propose(self, ran: list[Ran], hidden: torch.Tensor) -> None:
-        """Drafts for the next step. The tokens are accepted already, so a failure costs the drafts and nothing else."""
+    def _commit(self, chunk: ScheduledChunk, chosen: ChosenTokens, row: int) -> VerifiedChunk:
+        """Accept a sequence's new tokens, and end it if they end it; `row` is its first row in the step."""
+        r, first, blocks = chunk.request, chunk.request.computed, chunk.request.blocks
+        num_drafts, verified = len(chunk.drafts), max(0, len(chosen.tokens) - 1)
+        if chosen.prompt_logprobs and r.prompt_logprobs is not None:
+            r.prompt_logprobs[first + 1 : first + 1 + len(chosen.prompt_logprobs)] = chosen.prompt_logprobs
+        if chosen.pooled is not None:
+            r.pooled = chosen.pooled
+        before, accepted = len(r.generated), 0
+        try:
+            reason = self._accept(r, chosen)
+            accepted = max(0, len(r.generated) - before - 1)
+            self.scheduler.commit(chunk, accepted)
+            if reason is not None:
+                self.end(r, reason)
+        except Exception as error:  # its text or its constraint failed, which concerns no other sequence
+            self.end(r, "error", f"{type(error).__name__}: {error}")
+        except BaseException:  # some of its tokens are accepted and others not, or its text lacks one
+            self.end(r, "abort", "interrupted")
+            raise
+        if num_drafts:
+            self.metrics.count_drafts(num_drafts, verified)
+        return VerifiedChunk(r, first, row, chunk.count + accepted, num_drafts, verified, blocks)
+
+    def _propose(self, verified: list[VerifiedChunk], hidden: torch.Tensor) -> None:
+        """Draft for the next step. The tokens are accepted already, so a failure loses nothing but the drafts."""
         if self.speculator is None:
             return
         try:
-            self.speculator.propose(ran, hidden)
+            self.speculator.propose(verified, hidden)
         except Exception as error:
             if not self.metrics.counters["spec_decode_failures_total"]:
                 warn(f"Drafting failed ({type(error).__name__}: {error}); going on without.")
             self.metrics.counters["spec_decode_failures_total"] += 1
 
-    def _decide(
-        self, chosen: list[Scheduled], queries: list[Query], output: tuple[torch.Tensor, torch.Tensor]
-    ) -> Decided:
-        config = self.speculator.config if self.speculator is not None else None
-        argmax = output.argmax if isinstance(output, ModelOutput) else None
-        return decide(chosen, queries, output[0], self.sampler, config, argmax)
-
-    def _accept(self, s: Scheduled, new: list[int], scored: list[TokenLogprob]) -> FinishReason | None:
-        """Append a sequence's new tokens up to its end; why it ends, None while it goes on."""
-        request, now = s.request, time.monotonic()
-        for i, token in enumerate(new):
+    def _accept(self, request: Request, chosen: ChosenTokens) -> FinishReason | None:
+        """Append a sequence's new tokens up to its end; returns why it ends, None while it goes on."""
+        now = time.monotonic()
+        for i, token in enumerate(chosen.tokens):
             request.generated.append(token)
             self.metrics.counters["generation_tokens_total"] += 1
             if request.logprobs is not None:
-                request.logprobs.append(scored[i])
+                request.logprobs.append(chosen.logprobs[i])
             if request.history is not None:
                 request.history.extend([token])
             if request.constraint is not None:
@@ -316,42 +322,3 @@ class Engine:
             prefix_cache_queries_total=s.prefix_queries_tokens,
             prefix_cache_hits_total=s.prefix_hits_tokens,
         )
-
-    # -- without sampling
-
-    @contextmanager
-    def _blocks(self, tokens: int) -> Iterator[list[int]]:
-        blocks = self.allocator.allocate(self.scheduler.blocks_for(tokens))
-        try:
-            yield blocks
-        finally:
-            self.allocator.release(blocks)
-
-    def logits(self, prompt: Sequence[int], chunk_tokens: int | None = None) -> torch.Tensor:
-        """Logits after every token of a prompt: float32 `[tokens, vocab]` on the host.
-
-        Args:
-            prompt: token ids.
-            chunk_tokens: tokens a step; None takes the engine's.
-
-        Raises:
-            UsageError, CapacityError: as for `add`.
-        """
-        self.check(prompt)
-        if chunk_tokens is not None and chunk_tokens < 1:
-            raise UsageError(f"chunk_tokens = {chunk_tokens}.", there_is="values of 1 and more")
-        if len(prompt) > self.scheduler.limits.max_model_len:
-            raise CapacityError(
-                f"A prompt of {len(prompt)} tokens exceeds the {'cache' if self.scheduler.limits.cut else 'model'}'s "
-                f"{self.scheduler.limits.max_model_len}.",
-                remedy=f"shorten it, or {self.scheduler.limits.longer}",
-            )
-        step = chunk_tokens or self.scheduler.limits.max_step_tokens
-        out = []
-        with self._blocks(len(prompt)) as blocks:
-            for start in range(0, len(prompt), step):
-                ids = list(prompt[start : start + step])
-                have = blocks[: self.scheduler.blocks_for(start + len(ids))]
-                batch = make_batch([Query(ids, start, have)], block_tokens=self.cache.block_tokens, device=self.device)
-                out.append(self.runner.run(batch)[0].to(HOST))
-        return torch.cat(out)

@@ -51,7 +51,7 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """Take in one value."""
+        """Add one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
         self.count += 1
@@ -63,7 +63,7 @@ class Histogram:
 
 
 class Metrics:
-    """What an engine counts. Intervals come from one monotonic clock.
+    """The numbers of one engine. Intervals come from one monotonic clock.
 
     Attributes: counters and histograms by name; `accepted_per_position[i]` counts steps in which draft i was accepted.
     """
@@ -73,7 +73,7 @@ class Metrics:
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         self.accepted_per_position: Counter[int] = Counter()
-        self.drafted_per_position: Counter[int] = Counter()
+        self.drafts_per_position: Counter[int] = Counter()
         self.histograms = {
             name: Histogram()
             for name in (
@@ -87,17 +87,17 @@ class Metrics:
         }
 
     def observe(self, name: str, value: float) -> None:
-        """Take in one interval in seconds."""
+        """Add one interval in seconds."""
         self.histograms[name].observe(value)
 
-    def drafted(self, drafts: int, accepted: int) -> None:
-        """One sequence's verification: how many drafts it brought and how many stood."""
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count one sequence's verification: its drafts, and how many were accepted."""
         self.counters["spec_decode_num_drafts_total"] += 1
-        self.counters["spec_decode_num_draft_tokens_total"] += drafts
-        self.counters["spec_decode_num_accepted_tokens_total"] += accepted
-        for i in range(drafts):
-            self.drafted_per_position[i] += 1
-        for i in range(accepted):
+        self.counters["spec_decode_num_draft_tokens_total"] += num_drafts
+        self.counters["spec_decode_num_accepted_tokens_total"] += num_accepted
+        for i in range(num_drafts):
+            self.drafts_per_position[i] += 1
+        for i in range(num_accepted):
             self.accepted_per_position[i] += 1
 
     def snapshot(self, **gauges: float) -> dict[str, Any]:
@@ -108,10 +108,10 @@ class Metrics:
             "request_success_total": dict(self.finished),
             "requests_rejected_total": dict(self.rejected),
             "spec_decode_num_accepted_tokens_per_pos": [
-                self.accepted_per_position[i] for i in range(max(self.drafted_per_position, default=-1) + 1)
+                self.accepted_per_position[i] for i in range(max(self.drafts_per_position, default=-1) + 1)
             ],
             "spec_decode_num_draft_tokens_per_pos": [
-                self.drafted_per_position[i] for i in range(max(self.drafted_per_position, default=-1) + 1)
+                self.drafts_per_position[i] for i in range(max(self.drafts_per_position, default=-1) + 1)
             ],
             **{
                 name: {"bounds": list(h.bounds), "counts": list(h.counts), "sum": h.total, "count": h.count}

@@ -1,7 +1,7 @@
-"""Embeddings on the caller's side: what to ask for, and what to make of the vector that comes. Without torch.
+"""Embeddings on the caller's side: the parameters of the request, and the vector that it returns. Without torch.
 
-An embedding is a request like any other, of one token that nobody reads: it is scheduled, cut into chunks, preempted,
-cancelled and limited as they are. `pooling.py` gathers what its rows bring.
+An embedding is a request like any other, of one token that is not used: it is scheduled, split into chunks, preempted,
+cancelled and limited as they are. `loop/choose_tokens.py` pools the hidden states of its prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from inferplane.errors import GenerationError, UsageError
 
 
 def embedding_params(pooling: str, timeout_s: float | None = None) -> SamplingParams:
-    """What a request asks for whose embedding alone is wanted.
+    """The parameters of a request of which only the embedding is used.
 
     Raises:
         UsageError: there is no such pooling.
@@ -22,15 +22,15 @@ def embedding_params(pooling: str, timeout_s: float | None = None) -> SamplingPa
     return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=pooling, timeout_s=timeout_s)
 
 
-def finished(
+def finish_embedding(
     vector: Sequence[float] | None, dimensions: int | None = None, *, normalize: bool = True, error: str = ""
 ) -> list[float]:
-    """A pooled vector as callers get it.
+    """Shorten and normalize a pooled vector for the caller.
 
     Args:
-        vector: as it was pooled; None when the request did not come to its end.
-        dimensions: keep so many of its first entries; None: all.
-        normalize: divide by its length, after that.
+        vector: the pooled vector; None when the request did not finish.
+        dimensions: how many of its first entries to keep; None: all.
+        normalize: then divide by its length.
         error: why there is no vector.
 
     Raises:
@@ -39,9 +39,9 @@ def finished(
     if vector is None:
         raise GenerationError(f"The embedding was not made: {error or 'the request was ended'}.")
     check_dimensions(dimensions, len(vector))
-    kept = list(vector[:dimensions])
-    length = math.sqrt(math.fsum(x * x for x in kept))
-    return [x / length for x in kept] if normalize and length > 0 else kept
+    shortened = list(vector[:dimensions])
+    length = math.sqrt(math.fsum(x * x for x in shortened))
+    return [x / length for x in shortened] if normalize and length > 0 else shortened
 
 
 def check_dimensions(dimensions: int | None, width: int) -> None:

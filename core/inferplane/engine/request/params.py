@@ -1,25 +1,67 @@
-"""What a caller asks of generation."""
+"""`SamplingParams`: how the tokens of a request are chosen, and when it stops. Without torch."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from inferplane.engine.request.params import known_keywords
 from inferplane.errors import UsageError
 
-MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
-MOST_STOP_TOKEN_IDS = 1024
-MOST_BIASES = 1024
-MOST_SEQUENCES = 128
-MOST_LOGPROBS = 20
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+MAX_GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this count as 0: the most likely token is chosen."""
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASES = 1024
+MAX_SEQUENCES = 128
+MAX_LOGPROBS = 20
 POOLINGS = ("last", "mean")
-MOST_GRAMMAR_BYTES = {"json_schema": 64 * 1024, "regex": 4 * 1024, "grammar": 64 * 1024}
+MAX_GRAMMAR_BYTES = {"json_schema": 64 * 1024, "regex": 4 * 1024, "grammar": 64 * 1024}
+
+
+def known_keywords(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function or method: unknown keyword arguments raise a UsageError in place of a TypeError.
+
+    The error names the argument that was probably meant; for a field of `SamplingParams`, how to pass it.
+    """
+    known = {
+        name: p for name, p in inspect.signature(call).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+    names = [name for name, p in known.items() if name != "self" and p.kind is not inspect.Parameter.POSITIONAL_ONLY]
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **more: P.kwargs) -> R:
+        for name in more:
+            if name not in known:
+                raise unknown_keyword(call.__qualname__.removesuffix(".__init__"), name, more[name], names)
+        return call(*args, **more)
+
+    return checked
+
+
+def unknown_keyword(call: str, name: str, value: Any, known: Sequence[str]) -> UsageError:
+    """The error for a keyword argument that a call does not take.
+
+    Args:
+        call: the call's name. name: the keyword. value: what was passed. known: the keywords that the call takes.
+    """
+    close = get_close_matches(name, known, n=1)
+    if call != SamplingParams.__name__ and name in {f.name for f in fields(SamplingParams)}:
+        where = "" if "params" in known else " of generate, stream or chat"
+        remedy = f"pass params{where}: params=SamplingParams({name}={value!r})"
+    else:
+        remedy = f"perhaps {close[0]} was meant" if close else ""
+    return UsageError(f"{call} takes no {name}.", there_is=", ".join(known), remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -30,11 +72,11 @@ class SamplingParams:
     presence_penalty, logit_bias, min_tokens, the constraint, temperature, top_k, top_p, min_p.
 
     Args:
-        max_tokens: most tokens to generate, at least 1.
-        temperature: 0 takes the likeliest token each time; larger is more random.
-        top_p: keep the likeliest tokens that together reach this probability, in (0, 1].
-        top_k: keep this many likeliest tokens; 0 keeps all.
-        min_p: keep tokens with at least this share of the likeliest one's probability, in [0, 1].
+        max_tokens: maximum number of tokens to generate, at least 1.
+        temperature: 0 takes the most likely token each time; larger is more random.
+        top_p: keep the most likely tokens that together reach this probability, in (0, 1].
+        top_k: keep this many of the most likely tokens; 0 keeps all.
+        min_p: keep tokens with at least this share of the most likely token's probability, in [0, 1].
         seed: equal seeds give equal tokens whatever else is in the batch; None draws a fresh seed. Taken modulo
             2^64.
         stop: a string or strings that end the text; they are not part of it. At most 16 of at most 256 characters. Held
@@ -48,7 +90,7 @@ class SamplingParams:
         frequency_penalty: taken from a token's logit for each time it was generated, -2 to 2.
         presence_penalty: taken from a token's logit when it was generated at all, -2 to 2.
         logit_bias: token id -> what is added to its logit, -100 to 100; at most 1024 entries.
-        logprobs: also return the log-probability of each generated token and of this many likeliest ones, 0 to 20;
+        logprobs: also return the log-probability of each generated token and of this many most likely ones, 0 to 20;
             None returns none. They are the model's own, before anything above has changed its logits.
         prompt_logprobs: the same for the tokens of the prompt.
         pooling: also return the prompt's hidden states after the final norm, pooled to one vector: "last" takes the
@@ -103,7 +145,7 @@ class SamplingParams:
                 ok = False
             if not ok:
                 raise UsageError(f"SamplingParams: {name} = {_short(getattr(self, name))}.", there_is=f"values {rule}")
-        given = [name for name in MOST_GRAMMAR_BYTES if getattr(self, name) is not None]
+        given = [name for name in MAX_GRAMMAR_BYTES if getattr(self, name) is not None]
         if len(given) > 1:
             raise UsageError(f"SamplingParams: {' and '.join(given)} together.", remedy="pass one constraint")
 
@@ -121,14 +163,22 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @property
-    def cuts(self) -> bool:
+    def filters(self) -> bool:
         """Whether top_k, top_p or min_p can remove a token."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
+    def is_plain_greedy(self) -> bool:
+        """Whether a token is the argmax of the model's own logits and nothing else is returned; a constraint and
+        `min_tokens` aside.
+        """
+        is_greedy = self.temperature < MAX_GREEDY_TEMPERATURE
+        return is_greedy and self.logprobs is None and not self.logit_bias and not self.penalizes
+
+    @property
     def constraint(self) -> tuple[str, str] | None:
         """("json_schema", "regex" or "grammar", its text), or None."""
-        for name in MOST_GRAMMAR_BYTES:
+        for name in MAX_GRAMMAR_BYTES:
             text = getattr(self, name)
             if text is not None:
                 return name, text
@@ -138,10 +188,10 @@ class SamplingParams:
         """Check the token ids that the fields name against a model.
 
         Args:
-            vocab: token ids the model has.
+            vocab: number of token ids of the model.
 
         Raises:
-            UsageError: an id of stop_token_ids or logit_bias is none of them.
+            UsageError: an id in stop_token_ids or logit_bias is not below it.
         """
         for name, ids in (("stop_token_ids", _several(self.stop_token_ids)), ("logit_bias", self.logit_bias)):
             bad = [i for i in ids if i >= vocab]
@@ -153,7 +203,7 @@ SamplingParams.__init__ = known_keywords(SamplingParams.__init__)  # type: ignor
 
 
 def _several(value: Any) -> tuple[Any, ...]:
-    """None, one, or several of something as a tuple."""
+    """A tuple of None (empty), one or several values."""
     if value is None:
         return ()
     return (value,) if isinstance(value, (str, int)) else tuple(value)
@@ -164,7 +214,7 @@ def _dict(value: Any) -> dict[Any, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A number of another library (NumPy's, a fraction) as a float, since it travels to the engine as one."""
+    """A number of another library (NumPy's, a fraction) as a float, since it is sent to the engine as one."""
     return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
 
 
@@ -174,8 +224,8 @@ def _json_text(value: Any) -> str:
     Raises:
         ValueError, TypeError, RecursionError: it is not JSON, or not an object (true stands for one that allows all).
     """
-    if isinstance(value, str) and len(value) > MOST_GRAMMAR_BYTES["json_schema"]:
-        raise ValueError(f"more than {MOST_GRAMMAR_BYTES['json_schema']} bytes")
+    if isinstance(value, str) and len(value) > MAX_GRAMMAR_BYTES["json_schema"]:
+        raise ValueError(f"more than {MAX_GRAMMAR_BYTES['json_schema']} bytes")
     parsed = json.loads(value) if isinstance(value, str) else value
     if parsed is True:
         return "{}"
@@ -198,15 +248,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return value is None or _is_int(value, 0, MOST_LOGPROBS)
+    return value is None or _is_int(value, 0, MAX_LOGPROBS)
 
 
-def _is_text(value: Any, most_bytes: int) -> bool:
-    return value is None or (isinstance(value, str) and 0 < len(value.encode(errors="replace")) <= most_bytes)
+def _is_text(value: Any, max_bytes: int) -> bool:
+    return value is None or (isinstance(value, str) and 0 < len(value.encode(errors="replace")) <= max_bytes)
 
 
 def _are_biases(biases: Mapping[Any, Any]) -> bool:
-    return len(biases) <= MOST_BIASES and all(
+    return len(biases) <= MAX_BIASES and all(
         _is_int(i, 0) and _is_number(b) and -100 <= b <= 100 for i, b in biases.items()
     )
 
@@ -226,14 +276,14 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("stop", lambda p: all(isinstance(s, str) and s for s in p.stop), "of non-empty strings"),
     (
         "stop",
-        lambda p: len(p.stop) <= MOST_STOPS and all(len(s) <= MOST_STOP_CHARACTERS for s in p.stop),
-        f"of at most {MOST_STOPS} strings of at most {MOST_STOP_CHARACTERS} characters",
+        lambda p: len(p.stop) <= MAX_STOPS and all(len(s) <= MAX_STOP_CHARACTERS for s in p.stop),
+        f"of at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} characters",
     ),
     ("stop_token_ids", lambda p: all(_is_int(i, 0) for i in p.stop_token_ids), "of token ids"),
     (
         "stop_token_ids",
-        lambda p: len(p.stop_token_ids) <= MOST_STOP_TOKEN_IDS,
-        f"of at most {MOST_STOP_TOKEN_IDS} token ids",
+        lambda p: len(p.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+        f"of at most {MAX_STOP_TOKEN_IDS} token ids",
     ),
     (
         "repetition_penalty",
@@ -242,14 +292,14 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("frequency_penalty", lambda p: _is_number(p.frequency_penalty) and -2 <= p.frequency_penalty <= 2, "from -2 to 2"),
     ("presence_penalty", lambda p: _is_number(p.presence_penalty) and -2 <= p.presence_penalty <= 2, "from -2 to 2"),
-    ("logit_bias", lambda p: _are_biases(p.logit_bias), f"of at most {MOST_BIASES} entries, token id -> -100 to 100"),
-    ("logprobs", lambda p: _is_count(p.logprobs), f"None, or 0 to {MOST_LOGPROBS}"),
-    ("prompt_logprobs", lambda p: _is_count(p.prompt_logprobs), f"None, or 0 to {MOST_LOGPROBS}"),
+    ("logit_bias", lambda p: _are_biases(p.logit_bias), f"of at most {MAX_BIASES} entries, token id -> -100 to 100"),
+    ("logprobs", lambda p: _is_count(p.logprobs), f"None, or 0 to {MAX_LOGPROBS}"),
+    ("prompt_logprobs", lambda p: _is_count(p.prompt_logprobs), f"None, or 0 to {MAX_LOGPROBS}"),
     ("pooling", lambda p: p.pooling in (None, *POOLINGS), f"of None, {', '.join(POOLINGS)}"),
-    ("n", lambda p: _is_int(p.n, 1, MOST_SEQUENCES), f"from 1 to {MOST_SEQUENCES}"),
+    ("n", lambda p: _is_int(p.n, 1, MAX_SEQUENCES), f"from 1 to {MAX_SEQUENCES}"),
     *(
         (name, lambda p, name=name, most=most: _is_text(getattr(p, name), most), f"of 1 to {most} bytes of text")
-        for name, most in MOST_GRAMMAR_BYTES.items()
+        for name, most in MAX_GRAMMAR_BYTES.items()
     ),
     (
         "timeout_s",

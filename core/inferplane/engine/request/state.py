@@ -1,21 +1,24 @@
-"""A request while it lives, and what it leaves behind."""
+"""`Request`: one sequence while it lives in the engine, and the result that it leaves."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from inferplane.engine.request.constraint import Constraint
+from inferplane.engine.request.history import History
 from inferplane.engine.request.params import SamplingParams
-from inferplane.engine.request.results import FinishReason, Timings, TokenLogprob
+from inferplane.engine.request.results import FinishReason, Result, Timings, TokenLogprob
+from inferplane.engine.request.seeds import as_int64, fresh_seed
 from inferplane.engine.request.text import Detokenizer
-from inferplane.engine.sampling import rng
-from inferplane.engine.sampling.batch_rows import History, takes_likeliest
-from inferplane.engine.sampling.grammars import Constraint
+from inferplane.errors import GenerationError, warn
 
 if TYPE_CHECKING:
     import torch
+
+SEE_EXPLAIN = "see explain for the kernels in use, and pin another provider"
 
 
 @dataclass(eq=False)
@@ -26,20 +29,22 @@ class Request:
         request_id: unique among live requests.
         prompt: token ids.
         params: how to sample.
-        end_ids: tokens that end it.
-        text: takes in the generated tokens, except those that end the text; None when nobody wants text.
-        constraint: what its text must obey (`inferplane.engine.sampling.grammars`); None: nothing.
+        end_ids: tokens that end the sequence.
+        text: decodes the generated tokens, except those that end the text; None when no text is needed.
+        constraint: the state of its JSON schema, regular expression or grammar; None: unconstrained.
         seed: of its random numbers; the i-th token's depends on the seed and i alone. None: a fresh one.
         priority: lower runs first.
-        tenant: cached entries are shared within a tenant only, and tenants of equal priority take turns.
+        tenant: cached entries are shared within a tenant only; the tenant that runs least comes first at equal
+            priority.
         deadline: monotonic time in seconds at which it ends with "timeout"; None: never.
         generated: tokens so far.
         blocks: its KV blocks.
-        gone_blocks: how many of its first blocks were given back, since no layer looks there again; they stand as 0.
+        released_blocks: how many of its first blocks were released because every layer's window has passed them; they
+            stand as 0 in `blocks`.
         computed: tokens whose KV entries are in the cache.
-        hashes: of its full blocks, as far as they were needed.
+        hashes: hashes of its full blocks, as far as they were needed.
         drafts: tokens to verify in the next step.
-        pooled: what `pooling` has gathered of its prompt so far, float32 `[D]` on the host.
+        pooled: the hidden states of its prompt, pooled so far: float32 `[D]` on the host.
         finish_reason: None while it lives.
     """
 
@@ -55,7 +60,7 @@ class Request:
     deadline: float | None = None
     generated: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    gone_blocks: int = 0
+    released_blocks: int = 0
     computed: int = 0
     hashes: list[bytes] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
@@ -75,27 +80,27 @@ class Request:
     def __post_init__(self) -> None:
         if self.seed is None:
             own = self.params.seed
-            self.seed = rng.fresh_seed() if own is None else rng.as_int64(own)
+            self.seed = fresh_seed() if own is None else as_int64(own)
         if self.params.timeout_s is not None and self.deadline is None:
             self.deadline = self.arrived + self.params.timeout_s
-        self.likeliest = takes_likeliest(self.params) and self.params.prompt_logprobs is None
+        self._is_plain_greedy = self.params.is_plain_greedy and self.params.prompt_logprobs is None
         self.history = History(self.prompt) if self.params.penalizes else None
         self.logprobs: list[TokenLogprob] | None = None if self.params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if self.params.prompt_logprobs is None else [None]
 
     @property
-    def likeliest_next(self) -> bool:
-        """Whether its next token is the likeliest of the logits as they are, and nothing else is asked for."""
-        return self.likeliest and self.constraint is None and len(self.generated) >= self.params.min_tokens
+    def next_is_argmax(self) -> bool:
+        """Whether its next token is the argmax of the model's own logits, and nothing else is returned with it."""
+        return self._is_plain_greedy and self.constraint is None and len(self.generated) >= self.params.min_tokens
 
     @property
     def needs_every_row(self) -> bool:
-        """Whether every row of its prompt has to be computed for it: none may be taken from the prefix cache."""
+        """Whether every token of its prompt has to be computed, so that none may be taken from the prefix cache."""
         return self.params.prompt_logprobs is not None or self.params.pooling == "mean"
 
     @property
     def embedding(self) -> list[float] | None:
-        """Its prompt's pooled hidden state; None where none was asked for, or until it has ended well."""
+        """Its prompt's pooled hidden state; None without `params.pooling`, and until it has ended with success."""
         if self.pooled is None or self.finish_reason not in ("stop", "length"):
             return None
         return list(self.pooled.tolist())
@@ -107,12 +112,12 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Known tokens that are not in the cache yet; 1 while it decodes."""
+        """Known tokens whose entries are not in the cache yet; 1 while it decodes."""
         return self.tokens - self.computed
 
     @property
-    def most_tokens(self) -> int:
-        """Tokens it can ever have in the cache; the last generated one is never written."""
+    def max_cached_tokens(self) -> int:
+        """The maximum number of its tokens in the cache; the last generated token is never written."""
         return len(self.prompt) + self.params.max_tokens - 1
 
     def slice(self, start: int, stop: int) -> Sequence[int]:
@@ -132,3 +137,36 @@ class Request:
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
         )
+
+    def result(self) -> Result:
+        """What `LLM.generate` returns for it; the rest of its text is decoded."""
+        if self.text is not None:
+            self.text.take(end=True)
+        return Result(
+            self.text.text if self.text is not None else "",
+            self.generated,
+            self.finish_reason or "abort",
+            self.timings(),
+            self.prompt,
+            self.error,
+            self.logprobs,
+            self.prompt_logprobs,
+            embedding=self.embedding,
+        )
+
+
+def report_failures(requests: list[Request]) -> None:
+    """Raise GenerationError if every request failed, warn if some did: their results carry the reason."""
+    failed = [r for r in requests if r.finish_reason == "error"]
+    if not failed:
+        return
+    what = f"{len(failed)} of {len(requests)} requests failed while they ran: {failed[0].error}."
+    if len(failed) == len(requests):
+        raise GenerationError(what, remedy=SEE_EXPLAIN)
+    warn(what)
+
+
+def result_of(samples: list[Request]) -> Result:
+    """The result of a prompt's first sequence, with those of all its sequences when there are several."""
+    results = tuple(request.result() for request in samples)
+    return results[0] if len(results) == 1 else replace(results[0], samples=results)

@@ -1,10 +1,10 @@
-"""Which sizes of decode steps are recorded: few enough for memory, close enough that padding costs little time.
+"""Which sizes of decode steps are captured: few enough for memory, close enough that padding costs little time.
 
-A step of n sequences runs in the smallest recorded size that holds it, and pays for the larger one. What that costs
-is told by the ops' own costs: bytes to move, and operations at so many a byte (`BALANCE`). From 1 upwards, the next
-size is the largest that costs at most `padding` more than a step with one sequence more than the size before. A record
-keeps its inputs and results; where all of them together need more than the memory set aside (`MEMORY_SHARE`), `padding`
-is doubled until they do not.
+A step of n sequences runs in the smallest captured size that holds it, at the cost of the larger size. The ops' own
+costs say how much that is: bytes to move, and operations that count as bytes (`BALANCE`). From 1 upwards, the next size
+is the largest that costs at most `padding` more than a step with one sequence more than the size before. A capture
+keeps its inputs and results; while all captures together need more than their memory (`MEMORY_SHARE`), `padding` is
+doubled.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from inferplane.engine.runner.options import RunnerOptions
 from inferplane.ops import CausalLM, Workload
 
 PADDING = 1 / 8
-"""Share of a step's time that padding may add, where memory allows."""
+"""Maximum share of a step's time that padding adds, where memory allows."""
 BALANCE = 200.0
-"""Operations that count as much as moving a byte: where accelerators are balanced between the two in 16-bit formats, by
-their data sheets some 150 to 300."""
+"""Operations that take as long as moving a byte: by their data sheets some 150 to 300 on accelerators in 16-bit
+formats."""
 MEMORY_SHARE = 0.05
-"""Share of the memory that the cache leaves free that records may take."""
-LOOSEST = 64.0
-"""Padding beyond which one size serves every step."""
+"""Maximum share of the memory beside the cache that captures take."""
+MAX_PADDING = 64.0
+"""Padding beyond which one size is used for every step."""
 
 
 class Size(NamedTuple):
-    """Of a bucket: sequences, and query tokens that each of them may bring."""
+    """Of a bucket: sequences, and the maximum number of query tokens of each."""
 
     sequences: int
     tokens: int
@@ -40,13 +40,13 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Buckets:
-    """The sizes of steps to record.
+    """The sizes of steps to capture.
 
     Args:
-        sequences: numbers of sequences, rising; the last is the most that a step has.
+        sequences: numbers of sequences, rising; the last is the maximum of a step.
         tokens: query tokens of each sequence, rising.
-        padding: share of a step's time that padding adds at most.
-        nbytes: inputs and results of all of them.
+        padding: maximum share of a step's time that padding adds.
+        nbytes: inputs and results of all captures.
     """
 
     sequences: tuple[int, ...]
@@ -54,8 +54,8 @@ class Buckets:
     padding: float = PADDING
     nbytes: int = 0
 
-    def holding(self, sequences: int, tokens: int) -> Size | None:
-        """The smallest that holds so many sequences with up to so many tokens each; None: none does."""
+    def smallest_for(self, sequences: int, tokens: int) -> Size | None:
+        """The smallest size for this many sequences with up to `tokens` tokens each; None: there is none."""
         count = next((n for n in self.sequences if n >= sequences), None)
         width = next((n for n in self.tokens if n >= tokens), None)
         return None if count is None or width is None else Size(count, width)
@@ -70,12 +70,12 @@ class Buckets:
         }
 
 
-def sizes_for(plan: Plan, options: RunnerOptions, max_model_len: int, free_bytes: int | None = None) -> Buckets:
-    """The sizes for a plan.
+def bucket_sizes(plan: Plan, options: RunnerOptions, max_model_len: int, free_bytes: int | None = None) -> Buckets:
+    """The sizes to capture for a plan.
 
     Args:
-        plan: its model's ops tell what a step costs.
-        options: the most sequences of a step, and drafts of a sequence.
+        plan: its model's ops say what a step costs.
+        options: with the maximum numbers of sequences per step, and of drafts per sequence.
         max_model_len: tokens of the longest sequence.
         free_bytes: memory beside weights and cache; None: not known.
     """
@@ -83,12 +83,14 @@ def sizes_for(plan: Plan, options: RunnerOptions, max_model_len: int, free_bytes
     assert isinstance(model, CausalLM)
     width = math.ceil(max_model_len / next(iter(plan.layouts.values())).block_tokens)
     budget_bytes = None if free_bytes is None else int(free_bytes * MEMORY_SHARE)
-    tokens = sorted({1, 1 + options.drafts})
-    return choose(step_cost(model, dtype), record_bytes(model, dtype, width), budget_bytes, options.max_batch, tokens)
+    tokens = sorted({1, 1 + options.num_drafts})
+    return choose_sizes(
+        step_cost(model, dtype), capture_bytes(model, dtype, width), budget_bytes, options.max_num_seqs, tokens
+    )
 
 
 def step_cost(model: CausalLM, dtype: torch.dtype) -> Callable[[int], float]:
-    """What a decode step with so many rows costs, in bytes moved; caches left out, of which padding reads nothing."""
+    """A function: the cost of a decode step with n rows, in bytes moved without the cache."""
 
     def cost(rows: int) -> float:
         found = model.cost(Workload(rows, dtype=dtype))
@@ -97,46 +99,46 @@ def step_cost(model: CausalLM, dtype: torch.dtype) -> Callable[[int], float]:
     return cost
 
 
-def record_bytes(model: CausalLM, dtype: torch.dtype, width: int) -> Callable[[Size], int]:
-    """Bytes that a record of a size keeps: ids, positions, slots, block tables of `width`, logits and hidden states."""
+def capture_bytes(model: CausalLM, dtype: torch.dtype, width: int) -> Callable[[Size], int]:
+    """A function: bytes that a capture keeps: ids, positions, slots, tables of `width`, logits, hidden states."""
     row = 3 * 8 + 4 * model.vocab + dtype.itemsize * model.embed.weight.shape[1]
     return lambda size: size.sequences * (size.tokens * row + 4 * (width + 2))
 
 
-def choose(
+def choose_sizes(
     cost: Callable[[int], float],
     nbytes: Callable[[Size], int],
     budget_bytes: int | None,
-    max_batch: int,
+    max_num_seqs: int,
     tokens: Sequence[int] = (1,),
 ) -> Buckets:
-    """The sizes for steps of up to `max_batch` sequences, as the module tells.
+    """Choose the sizes for steps of up to `max_num_seqs` sequences, as described in the module.
 
     Args:
-        cost: of a step with so many rows, in any unit.
-        nbytes: that a record of a size keeps.
-        budget_bytes: for all records; None: not known, so it binds nothing.
-        max_batch: most sequences.
-        tokens: query tokens a sequence that are recorded, rising.
+        cost: of a step with n rows, in any unit.
+        nbytes: of a capture of a size.
+        budget_bytes: for all captures; None: unlimited.
+        max_num_seqs: maximum number of sequences.
+        tokens: numbers of query tokens per sequence to capture, rising.
     """
     padding = PADDING
     while True:
-        sizes = _within(cost, padding, max_batch, tokens[-1])
+        sizes = _sizes_within(cost, padding, max_num_seqs, tokens[-1])
         total = sum(nbytes(Size(n, t)) for n in sizes for t in tokens)
         if budget_bytes is None or total <= budget_bytes or len(sizes) == 1:
             return Buckets(tuple(sizes), tuple(tokens), padding, total)
-        padding = padding * 2 if padding < LOOSEST else float("inf")
+        padding = padding * 2 if padding < MAX_PADDING else float("inf")
 
 
-def _within(cost: Callable[[int], float], padding: float, max_batch: int, tokens: int) -> list[int]:
-    """Sizes of which each costs at most `padding` more than the least that it serves."""
+def _sizes_within(cost: Callable[[int], float], padding: float, max_num_seqs: int, tokens: int) -> list[int]:
+    """Sizes that each cost at most `padding` more than the smallest step that they are used for."""
     sizes: list[int] = []
-    while not sizes or sizes[-1] < max_batch:
+    while not sizes or sizes[-1] < max_num_seqs:
         least = sizes[-1] + 1 if sizes else 1
-        most = (1 + padding) * cost(least * tokens)
-        low, high = least, max_batch
+        max_cost = (1 + padding) * cost(least * tokens)
+        low, high = least, max_num_seqs
         while low < high:  # costs rise with the number of rows
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if cost(middle * tokens) <= most else (low, middle - 1)
+            low, high = (middle, high) if cost(middle * tokens) <= max_cost else (low, middle - 1)
         sizes.append(low)
     return sizes

@@ -1,10 +1,10 @@
-"""Decode steps recorded once and replayed: batches are padded to a bucket's size and copied into its tensors.
+"""Decode steps captured once and replayed: batches are padded to a bucket's size and copied into its tensors.
 
-A device that records steps (`Backend.capture`) launches a whole step at the cost of one call. What is recorded reads
-lengths, slots and block tables from device tensors, not from Python: one record serves every batch that fits.
-Sequences that are missing bring padded rows (slot -1, length 0), which all kernels ignore; sequences that bring fewer
-tokens than others, as drafts do that are verified, have padded rows before their own. Layers that draft are recorded in
-the same way. Steps with prompts run as they are.
+A device that captures steps (`Backend.capture`) launches a complete step at the cost of one call. A captured step reads
+lengths, slots and block tables from device tensors, not from Python, so one capture serves every batch that fits.
+Missing sequences become padded rows (slot -1, length 0), which all kernels ignore; a sequence with fewer tokens than
+others, as when drafts are verified, has padded rows before its own. Draft layers are captured in the same way. Steps
+with prompts run eagerly.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from inferplane.engine.runner.options import RunnerOptions
 from inferplane.types import Backend, Batch, KVCache
 
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""`(batch, *rows) -> (logits, hidden)` of the bound model, or of a layer that drafts, over its cache."""
+"""`(batch, *rows) -> (logits, hidden)` of the bound model, or of a draft layer, over its cache."""
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Tensors that a recorded step reads, and what replays it.
+class CapturedStep:
+    """The tensors that a captured step reads, and the graph that replays it.
 
     Args:
         batch: the tensors, as a batch of the bucket's size.
-        rows: what else it reads, a row for each of the batch's.
-        recorded: what `Backend.capture` returned.
+        rows: further inputs, with a row per row of the batch.
+        graph: what `Backend.capture` returned.
     """
 
     batch: Batch
     rows: tuple[torch.Tensor, ...]
-    recorded: Any
+    graph: Any
 
     def run(
         self, batch: Batch, rows: tuple[torch.Tensor, ...], at: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results for the rows of `batch`, which the next replay does not overwrite; `at` are their places."""
-        fill(self.batch, batch, at, list(zip(self.rows, rows)))
-        logits, hidden = self.recorded.replay()
+        """Copies of the results for the rows of `batch`; `at` are their rows in the bucket."""
+        copy_into(self.batch, batch, at, list(zip(self.rows, rows)))
+        logits, hidden = self.graph.replay()
         if at is not None:
-            wanted = at if batch.logit_rows is None else at.index_select(0, batch.logit_rows)
-            return logits.index_select(0, wanted), hidden.index_select(0, at)
+            logit_rows = at if batch.logit_rows is None else at.index_select(0, batch.logit_rows)
+            return logits.index_select(0, logit_rows), hidden.index_select(0, at)
         first = slice(0, batch.tokens)
         if batch.logit_rows is None:
             return logits[first].clone(), hidden[first].clone()
         return logits.index_select(0, batch.logit_rows), hidden[first].clone()
 
 
-def blank(size: Size, width: int, block_tokens: int, device: str) -> Batch:
-    """A batch of nothing but padding.
+def padding_batch(size: Size, width: int, block_tokens: int, device: str) -> Batch:
+    """A batch that holds padding only.
 
     Args:
         size: of the bucket.
         width: blocks of the longest sequence.
-        block_tokens: tokens a block.
+        block_tokens: tokens per block.
         device: where the tensors live.
     """
     rows = size.sequences * size.tokens
@@ -83,19 +83,19 @@ def blank(size: Size, width: int, block_tokens: int, device: str) -> Batch:
     )
 
 
-def fill(
+def copy_into(
     bucket: Batch,
     batch: Batch,
     at: torch.Tensor | None = None,
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> None:
-    """Copy a batch into a bucket's tensors; what it does not fill becomes padding. Nothing waits for the device.
+    """Copy a batch into a bucket's tensors and pad the rest. Nothing waits for the device.
 
     Args:
         bucket: the tensors.
-        batch: what they are to hold.
-        at: int64 `[T]`, places of the batch's rows among the bucket's; None: the first ones.
-        rows: further tensors, each with what it is to hold of the batch's rows.
+        batch: copied into them.
+        at: int64 `[T]`, the row of the bucket for each row of the batch; None: the first ones.
+        rows: pairs of a further tensor and its new rows.
     """
     sequences = batch.seq_lens.shape[0]
     of_batch = [(getattr(bucket, name), getattr(batch, name), empty) for name, empty in EMPTY.items()]
@@ -111,55 +111,61 @@ def fill(
 
 
 EMPTY = {"ids": 0, "positions": 0, "slots": -1}
-"""What a padded row holds of each tensor."""
+"""The value of a padded row in each tensor."""
 
 
-def places(batch: Batch, tokens: int) -> torch.Tensor | None:
-    """Where a batch's rows stand in a bucket whose sequences bring `tokens` each: the last of their sequence, since a
-    row's place in its sequence is counted from the end. int64 `[T]`; None where that is one after another.
+def bucket_rows(batch: Batch, tokens: int) -> torch.Tensor | None:
+    """The rows of a batch in a bucket with `tokens` rows per sequence: each sequence's last ones, because kernels count
+    a row's position from the end of its sequence. int64 `[T]`; None if they are consecutive.
     """
     if batch.tokens == batch.seq_lens.shape[0] * tokens:
         return None
     starts = batch.lens().query_start
-    ends = [((i + 1) * tokens, starts[i + 1] - starts[i]) for i in range(len(starts) - 1)]
-    rows = [row for end, count in ends for row in range(end - count, end)]
+    spans = [((i + 1) * tokens, starts[i + 1] - starts[i]) for i in range(len(starts) - 1)]
+    rows = [row for end, count in spans for row in range(end - count, end)]
     return torch.tensor(rows, dtype=torch.int64).to(batch.ids.device, non_blocking=True)
 
 
 class DecodeSteps:
-    """Runs decode steps, by replaying a record where there is one or one can be made.
+    """Runs decode steps, by replaying a capture where there is one or one can be made.
 
     Args:
-        backend: records steps, or does not.
+        backend: captures steps, or does not.
         step: the bound model.
         cache: its cache.
         max_model_len: tokens of the longest sequence.
-        sizes: what is recorded.
-        off: why nothing is to be recorded, in words; empty to record.
+        sizes: the sizes to capture.
+        disabled_reason: why nothing is captured, in words; empty to capture.
 
-    Attributes: `off`; `replayed` and `eager`, how many steps ran in which way.
+    Attributes: `disabled_reason`; `replayed` and `eager`, the numbers of steps that ran in each way.
     """
 
     def __init__(
-        self, backend: Backend, step: Step, cache: KVCache, max_model_len: int, sizes: Buckets, off: str = ""
+        self,
+        backend: Backend,
+        step: Step,
+        cache: KVCache,
+        max_model_len: int,
+        sizes: Buckets,
+        disabled_reason: str = "",
     ) -> None:
         self.backend, self.step, self.sizes = backend, step, sizes
         self.block_tokens = cache.block_tokens
         self.width = math.ceil(max_model_len / cache.block_tokens)
-        self.buckets: dict[Size, Bucket] = {}
-        self.off = off
+        self.buckets: dict[Size, CapturedStep] = {}
+        self.disabled_reason = disabled_reason
         self.replayed = self.eager = 0
 
     def __call__(self, batch: Batch, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the rows that want them, and hidden states `[T, D]`.
+        """Run a step: logits of the rows that need them, and hidden states `[T, D]`.
 
         Args:
             batch: the step.
-            rows: what else the step takes, a row for each of the batch's.
+            rows: further inputs of the step, with a row per row of the batch.
         """
         size = self.size_for(batch)
-        at = None if size is None or self.off else places(batch, size.tokens)
-        bucket = None if size is None or self.off else self.bucket(size, batch, rows, at)
+        at = None if size is None or self.disabled_reason else bucket_rows(batch, size.tokens)
+        bucket = None if size is None or self.disabled_reason else self.bucket(size, batch, rows, at)
         if bucket is None:
             self.eager += 1
             return self.step(batch, *rows)
@@ -168,44 +174,44 @@ class DecodeSteps:
 
     def bucket(
         self, size: Size, batch: Batch, rows: tuple[torch.Tensor, ...], at: torch.Tensor | None
-    ) -> Bucket | None:
-        """The bucket of a size, recorded if it is new; None when that cannot be done."""
+    ) -> CapturedStep | None:
+        """The captured step of a size, captured now if it is new; None when that fails."""
         found = self.buckets.get(size)
         if found is None:
-            static = blank(size, self.width, self.block_tokens, self.backend.torch_device_indexed)
+            static = padding_batch(size, self.width, self.block_tokens, self.backend.torch_device_indexed)
             more = tuple(r.new_zeros(size.sequences * size.tokens, *r.shape[1:]) for r in rows)
-            # The recorder may run the step first: on what it is for, where that does no harm.
-            fill(static, batch, at, list(zip(more, rows)))
+            # Capturing may run the step first: then on the real batch, where that does no harm.
+            copy_into(static, batch, at, list(zip(more, rows)))
             try:
-                recorded = self.backend.capture(lambda b: self.step(b, *more), static)
+                graph = self.backend.capture(lambda b: self.step(b, *more), static)
             except Exception as error:
-                recorded = None
-                self.off = f"recording a step of {size.sequences} sequences failed: {type(error).__name__}: {error}"
-            if recorded is None:
-                self.off = self.off or "the device records no steps"
+                graph = None
+                self.disabled_reason = f"capturing {size.sequences} sequences failed: {type(error).__name__}: {error}"
+            if graph is None:
+                self.disabled_reason = self.disabled_reason or "the device captures no steps"
                 return None
-            found = self.buckets[size] = Bucket(static, more, recorded)
+            found = self.buckets[size] = CapturedStep(static, more, graph)
         return found
 
     def size_for(self, batch: Batch) -> Size | None:
-        """The bucket's size for a batch; None when there is none, or not all of its sequences are as long as a bucket's
-        query tokens, where these are padded.
+        """The bucket's size for a batch; None when there is none, or when rows are padded and a sequence is shorter
+        than the bucket's query tokens.
         """
         if batch.kind != "decode" or batch.block_tables.shape[1] > self.width:
             return None
-        size = self.sizes.holding(batch.seq_lens.shape[0], batch.max_query_tokens)
+        size = self.sizes.smallest_for(batch.seq_lens.shape[0], batch.max_query_tokens)
         if size is None or batch.tokens == batch.seq_lens.shape[0] * size.tokens:
             return size
         lens = batch.host_lens
         return size if lens is not None and min(lens.seq_lens) >= size.tokens else None
 
 
-def why_not(plan: Plan, options: RunnerOptions, part: str = "") -> str:
-    """In words, why a plan's decode steps, or those of a part ("mtp"), are not recorded; empty when they can be."""
+def why_not_captured(plan: Plan, options: RunnerOptions, part: str = "") -> str:
+    """In words, why a plan's decode steps, or those of a part ("mtp"), are not captured; empty when they can be."""
     if not options.capture:
         return "capture=False"
     if options.ranks > 1:
-        return "several ranks share the model: they would have to record each step together"
+        return "several ranks share the model: they would have to capture each step together"
     variants = {site: choice.variant for site, _, choice in plan.sites("decode")}
     for _kind, site, op, choice in plan.distinct():
         head, (above, _, name) = site.partition(".")[0], site.rpartition(".")
@@ -216,10 +222,10 @@ def why_not(plan: Plan, options: RunnerOptions, part: str = "") -> str:
         if choice.kernel is None and not choice.children and not op.body_capture_safe:
             return f"{op.name} at {site} runs on its reference"
         if choice.kernel is not None and not choice.kernel.capture_safe:
-            return f"{choice.kernel.name} at {site} cannot be recorded"
+            return f"{choice.kernel.name} at {site} cannot be captured"
     return ""
 
 
-def why_not_together(plan: Plan, options: RunnerOptions) -> str:
-    """In words, why a step and the drafts of the layer behind the model are not one record; empty when they can be."""
-    return next(filter(None, (why_not(plan, options, part) for part in ("", "mtp", "sample"))), "")
+def why_not_captured_together(plan: Plan, options: RunnerOptions) -> str:
+    """In words, why a step and the drafts of the draft layer are not one capture; empty when they can be."""
+    return next(filter(None, (why_not_captured(plan, options, part) for part in ("", "mtp", "sample"))), "")

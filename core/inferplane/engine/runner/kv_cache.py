@@ -1,20 +1,66 @@
-"""How long a sequence may be in a cache of so many blocks."""
+"""The KV cache of a model: the layouts it can have, and how long a sequence may be in the memory that it takes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inferplane.errors import CapacityError, warn
+import torch
+
+from inferplane.engine.runner.options import RunnerOptions
+from inferplane.errors import CapacityError, UsageError, warn
+from inferplane.kvcache import paged_layout
+from inferplane.types import Backend, KVLayout, KVRequest
+
+DEFAULT_BLOCK_TOKENS = 64
+KV_SHARE = 0.3
+"""Share of the free device memory that the cache may take by default."""
+
+
+def kv_layouts_for(
+    backend: Backend, request: KVRequest, dtype: torch.dtype, options: RunnerOptions, name: str
+) -> Sequence[KVLayout]:
+    """Layouts for one kind of layer that have the KV dtype and the block size of the options.
+
+    Args:
+        backend: of the device; core's paged layouts if it has none of its own.
+        request: the entries that a layer stores.
+        dtype: of the plan.
+        options: of the runner.
+        name: of the model, for the error.
+
+    Raises:
+        UsageError: no layout has the KV dtype, or the block size of the model that this one drafts for.
+    """
+    known = list(backend.kv_layouts(request, dtype)) or [
+        paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "fp8", "int8")
+    ]
+    fitting = [x for x in known if x.kv_dtype == options.kv_cache_dtype]
+    block_tokens = options.block_tokens
+    if fitting and block_tokens is not None:
+        fitting = [x for x in fitting if x.block_tokens == block_tokens]
+        if not fitting:
+            raise UsageError(
+                f"{name} drafts for a model with KV blocks of {block_tokens} tokens.",
+                there_is=f"blocks of {', '.join(sorted({str(x.block_tokens) for x in known}))} for it",
+                remedy="use a draft model whose cache has blocks of that size, or another method",
+            )
+    if not fitting:
+        raise UsageError(
+            f"kv_cache_dtype = {options.kv_cache_dtype!r} on device {backend.name!r}.",
+            there_is=", ".join(sorted({x.kv_dtype for x in known})),
+        )
+    return fitting
 
 
 @dataclass(frozen=True)
-class Room:
-    """A cache: how many blocks of what size, what they cost, and what the cache may take.
+class CacheMemory:
+    """The number and size of a cache's blocks, and its memory budget.
 
     Args:
-        blocks: how many. block_tokens: tokens a block. block_bytes: bytes a block, all layers together.
-        budget_bytes: what the cache may take.
-        window: the most last tokens that any layer attends to; None: all.
+        blocks: number of blocks. block_tokens: tokens per block. block_bytes: bytes per block, all layers together.
+        budget_bytes: maximum size of the cache.
+        window: the widest attention window of the layers, in tokens; None: a layer attends to all tokens.
     """
 
     blocks: int
@@ -23,37 +69,37 @@ class Room:
     budget_bytes: int
     window: int | None
 
-    def longest(self, most_tokens: int, *, asked: bool, told: bool = False) -> int:
-        """The most tokens of a sequence, of `most_tokens` that the model allows or somebody asked for.
+    def max_sequence_tokens(self, limit: int, *, explicit_length: bool, explicit_budget: bool = False) -> int:
+        """The maximum number of tokens of a sequence, at most `limit`.
 
         Args:
-            most_tokens: see above. asked: somebody did; less will not do.
-            told: somebody said what the cache may take; he hears of it when that makes sequences shorter.
+            limit: the number of tokens that the model allows, or `max_model_len`.
+            explicit_length: max_model_len was set by the user; a shorter maximum is an error.
+            explicit_budget: kv_cache_bytes was set by the user; warn if it shortens sequences.
 
         Raises:
-            CapacityError: there is no room for one block, or not for what was asked for.
+            CapacityError: the budget holds no block, or not the explicit length.
         """
         if self.blocks < 1:
             raise CapacityError(
                 f"One KV block takes {self.block_bytes} bytes; the cache may take {self.budget_bytes}.",
                 remedy=f"raise kv_cache_bytes: {self.block_tokens} tokens take {self.block_bytes}",
             )
-        held = most_tokens  # at once: with a window, blocks before it are given back
+        held = limit  # at a time: with a window, blocks before it are released
         if self.window is not None:
             held = min(held, self.window + 2 * self.block_tokens)
         if self.blocks * self.block_tokens >= held:
-            return most_tokens
-        if asked:
+            return limit
+        if explicit_length:
             raise CapacityError(
-                f"max_model_len = {most_tokens} needs {-(-held // self.block_tokens)} KV blocks of {self.block_bytes} "
-                "bytes.",
+                f"max_model_len = {limit} needs {-(-held // self.block_tokens)} KV blocks of {self.block_bytes} bytes.",
                 there_is=f"{self.budget_bytes} bytes for {self.blocks}",
                 remedy="lower max_model_len, or raise kv_cache_bytes",
             )
-        if told:
+        if explicit_budget:
             warn(
                 f"kv_cache_bytes = {self.budget_bytes} holds {self.blocks} KV blocks of {self.block_bytes} bytes: "
-                f"sequences have at most {self.blocks * self.block_tokens} of the model's {most_tokens} tokens. To do: "
+                f"sequences have at most {self.blocks * self.block_tokens} of the model's {limit} tokens. To do: "
                 "raise kv_cache_bytes."
             )
         return self.blocks * self.block_tokens

@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder, a config, or the demo model that ships with Inferplane."""
+"""The files of a model: a folder, a config, or the demo model that ships with Inferplane."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inferplane.errors import CheckpointError, UsageError
 from inferplane.models import Config, SafetensorsFolder, as_config
 
 DEMO = "demo"
-DEMO_FOLDER = Path(__file__).resolve().parent.parent / "models" / "demo"
+DEMO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "demo"
 SHIPPED = {DEMO: DEMO_FOLDER, "demo-draft": DEMO_FOLDER / "draft", "demo-eagle": DEMO_FOLDER / "eagle"}
 """Folders by short name: the demo model, and a draft model and an EAGLE head for it."""
 
@@ -80,7 +80,7 @@ class ModelFiles:
         return self._source
 
     def complaints(self) -> tuple[str, ...]:
-        """What is odd about the tensors' files, a sentence each, once they were opened."""
+        """Warnings about the tensors' files, a sentence each, after they were opened."""
         return () if self._source is None else self._source.complaints
 
     def names(self) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""How a model is bound and loaded, and the warning that says that something could be better."""
+"""How a model is bound and loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 
 from inferplane.engine.runner.model_files import ModelFiles
-from inferplane.errors import InferplaneWarning as InferplaneWarning
 from inferplane.errors import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -16,13 +15,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """How to bind and load. See `LLM` for the meaning of each."""
+    """How to bind and load one model. `EngineOptions` says what each field means that users set.
+
+    Args, of the others:
+        max_repacked_fraction: maximum share of the weights' bytes that may be stored in a second packing; None: any.
+        arch: the device architecture to plan for, without the device; None: the device's own.
+        block_tokens: required tokens per KV block, for a draft model, which shares block tables; None: any.
+        eagle: files of an EAGLE head to load behind the model.
+        draft: a draft model.
+        num_drafts: maximum number of drafts of a sequence per step.
+        has_draft_layer: whether a layer of the model drafts (MTP, EAGLE).
+        ranks: number of processes that share the model.
+    """
 
     dtype: str | torch.dtype = "auto"
-    kv_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     quantization: str | None = None
     max_model_len: int | None = None
-    max_batch: int = 32
+    max_num_seqs: int = 32
     kv_cache_bytes: int | None = None
     strict: bool = False
     deterministic: bool = False
@@ -30,44 +40,42 @@ class RunnerOptions:
     lock: str | None = None
     load_format: str = "auto"
     mtp: bool = False
-    copies: float | None = 0.05
+    max_repacked_fraction: float | None = 0.05
     arch: str | None = None
     block_tokens: int | None = None
     eagle: ModelFiles | None = None
     draft: Draft | None = None
     capture: bool = True
-    drafts: int = 0
-    drafting_layer: bool = False
+    num_drafts: int = 0
+    has_draft_layer: bool = False
     ranks: int = 1
 
     def check(self) -> None:
-        """Raise UsageError for what several ranks cannot do together yet."""
+        """Raise UsageError for combinations that several ranks do not support yet."""
         if self.ranks > 1 and (self.mtp or self.eagle is not None):
             raise UsageError(
                 f"Drafting with MTP layers or an EAGLE head on {self.ranks} ranks is not implemented.",
-                there_is="drafting by n-grams ('inference_with_reference') and by a draft model ('draft_model')",
-                remedy="choose one of these, leave speculative and mtp out, or share the model with no other process",
+                there_is="drafting by n-grams ('ngram') and by a draft model ('draft_model')",
+                remedy="choose one of these, leave speculative_config and mtp out, or do not share the model",
             )
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A smaller model that drafts: its files, and how it is bound and loaded, apart from the model it drafts for."""
+    """A draft model's files and its own options."""
 
     files: ModelFiles
     options: RunnerOptions
 
 
-def pick_dtype(asked: str | torch.dtype, files: ModelFiles) -> torch.dtype:
-    """The dtype to compute in: what was asked for, or the checkpoint's own.
+def resolve_dtype(requested: str | torch.dtype, files: ModelFiles) -> torch.dtype:
+    """The dtype to compute in: the requested one, or the checkpoint's for "auto".
 
     Raises:
         UsageError: an unknown name.
     """
-    if isinstance(asked, torch.dtype):
-        asked = str(asked).removeprefix("torch.")
-    name = asked
-    if asked == "auto":
+    name = str(requested).removeprefix("torch.")
+    if name == "auto":
         name = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
         raise UsageError(f"dtype = {name!r}.", there_is=f"auto, {', '.join(DTYPES)}")

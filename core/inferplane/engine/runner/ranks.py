@@ -1,6 +1,6 @@
 """Processes that share a model. torchrun starts them; rank 0 schedules and samples, the others follow.
 
-Before each step rank 0 tells the others what its sequences bring, as int64 numbers over a gloo group of its own. All
+Before each step rank 0 broadcasts the queries of its sequences, as int64 numbers over a gloo group of its own. All
 ranks then make the same batch and run the same step, in which the layers' collectives join their parts. No object is
 pickled.
 """
@@ -25,14 +25,14 @@ from inferplane.types import HOST, Batch, Placement
 from inferplane.types.batch import Query
 
 FIRST = 1024
-"""Numbers in a step's first message; steps with more send the rest in a second one."""
+"""Numbers in a step's first message; a longer step sends the rest in a second one."""
 STOP = -1
-IDLE = timedelta(days=365)
+MAX_IDLE = timedelta(days=365)
 """How long a rank waits for the next step. It notices at once when rank 0's process ends."""
 
 
-def launched() -> tuple[int, int, int]:
-    """This process's rank, how many there are, and its rank on this machine, as torchrun tells; else 0, 1, 0.
+def launcher_ranks() -> tuple[int, int, int]:
+    """This process's rank, the number of ranks, and the rank on this machine, as set by torchrun; else 0, 1, 0.
 
     Raises:
         UsageError: the launcher's variables are no numbers, or no rank of that many.
@@ -50,19 +50,19 @@ def launched() -> tuple[int, int, int]:
     return rank, size, local
 
 
-def ranks_for(asked: int | None) -> int:
-    """How many processes share the model: what was asked for, or all that were started.
+def num_ranks(requested: int | None) -> int:
+    """The number of processes that share the model: the requested one, or all that were started.
 
     Raises:
         UsageError: another number was started.
     """
-    _, size, _ = launched()
-    if asked is None or asked == 1 or asked == size:
-        return size if asked is None else asked
+    _, size, _ = launcher_ranks()
+    if requested is None or requested in (1, size):
+        return size if requested is None else requested
     raise UsageError(
-        f"tensor_parallel_size = {asked}, but {size} process(es) were started.",
+        f"tensor_parallel_size = {requested}, but {size} process(es) were started.",
         there_is="1, for each process by itself, and the number of processes",
-        remedy=f"start with torchrun --nproc-per-node {asked}",
+        remedy=f"start with torchrun --nproc-per-node {requested}",
     )
 
 
@@ -75,21 +75,21 @@ class Ranks:
     Attributes: `rank`, `size`, `placement`; `weight_bytes`, bytes of weights on each rank, known after `agree`.
     """
 
-    _ended = False
+    _ended = False  # also for later models of this process: the process group is gone
 
     def __init__(self, backend: str) -> None:
         if Ranks._ended:
             raise UsageError(
                 "The ranks that shared the first model have ended with it.", remedy="start one model a launch"
             )
-        self.rank, self.size, self.local_rank = launched()
+        self.rank, self.size, self.local_rank = launcher_ranks()
         self.placement = Placement.shared(self.rank, self.size)
         self.weight_bytes: tuple[int, ...] = ()
         self.broken = ""
         try:
             if not dist.is_initialized():
                 dist.init_process_group(backend, rank=self.rank, world_size=self.size)
-            self._control = dist.new_group(backend="gloo", timeout=IDLE)
+            self._control = dist.new_group(backend="gloo", timeout=MAX_IDLE)
         except Exception as error:
             raise DeviceError(
                 f"The {self.size} ranks cannot reach each other over {backend!r} ({type(error).__name__}: {error}).",
@@ -97,10 +97,10 @@ class Ranks:
             ) from error
 
     def agree(self, blocks: int, facts: tuple[object, ...], weight_bytes: int) -> int:
-        """Compare what the ranks run; returns the smallest number of blocks that one of them can hold.
+        """Check that all ranks run the same model; returns the smallest number of blocks that fits on each.
 
         Args:
-            blocks: how many this rank can hold.
+            blocks: the number that fits on this rank.
             facts: what must be equal everywhere; the version of torch is added.
             weight_bytes: of this rank's weights.
 
@@ -122,7 +122,7 @@ class Ranks:
         return min(row[1] for row in rows)
 
     def fail(self) -> None:
-        """Tell the others, who wait in `agree`, that this rank cannot go on."""
+        """Tell the other ranks, which wait in `agree`, that this one failed."""
         with contextlib.suppress(Exception):
             self._gather([1, 0, 0, 0])
 
@@ -138,27 +138,27 @@ class Ranks:
 
     @contextlib.contextmanager
     def step(self, batch: Batch, block_tokens: int) -> Iterator[None]:
-        """Rank 0: tell the others of a step, and run it inside. What fails in it leaves the ranks at odds, for good."""
+        """On rank 0: broadcast a step, and run it inside. A failure in it leaves the ranks out of step for good."""
         if self.broken:
-            raise GenerationError(f"The ranks are at odds: {self.broken}.", remedy="start the model anew")
+            raise GenerationError(f"The ranks are out of step: {self.broken}.", remedy="start the model anew")
         try:
-            self._send(numbers(batch, block_tokens))
+            self._send(encode_batch(batch, block_tokens))
             yield
         except BaseException as error:
             self.broken = f"a step failed on rank 0 with {type(error).__name__}: {error}"
             raise
 
     def steps(self) -> Iterator[list[Query]]:
-        """The others: what the sequences of each step bring, until rank 0 closes the model.
+        """On the other ranks: the queries of each step, until rank 0 closes the model.
 
-        Ctrl-C and SIGTERM, which a launcher sends to all, are rank 0's affair meanwhile: it may have requests to
-        finish. When it is gone without a word, this process ends with exit code 1.
+        Ctrl-C and SIGTERM, which a launcher sends to all ranks, are ignored meanwhile: rank 0 may have requests to
+        finish. If rank 0 ends without closing the model, this process ends with exit code 1.
         """
         main = threading.current_thread() is threading.main_thread()
-        usual = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM) if main}
-        usual = {n: how for n, how in usual.items() if how is not None}  # None: not Python's, and never to be put back
+        handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM) if main}
+        handlers = {n: how for n, how in handlers.items() if how is not None}  # None: not Python's, cannot be restored
         try:
-            for number in usual:
+            for number in handlers:
                 signal.signal(number, signal.SIG_IGN)
             while (step := self._receive()) is not None:
                 yield step
@@ -166,7 +166,7 @@ class Ranks:
             sys.stderr.write(f"Rank {self.rank} ends: rank 0 is gone ({str(error).splitlines()[0]}).\n")
             raise SystemExit(1) from error
         finally:
-            for number, how in usual.items():
+            for number, how in handlers.items():
                 signal.signal(number, how)
 
     def _receive(self) -> list[Query] | None:
@@ -178,7 +178,7 @@ class Ranks:
         rest = torch.empty(max(0, length - (FIRST - 1)), dtype=torch.int64)
         if rest.numel():
             dist.broadcast(rest, 0, group=self._control)
-        return queries([*first[1 : length + 1].tolist(), *rest.tolist()])
+        return decode_queries([*first[1 : length + 1].tolist(), *rest.tolist()])
 
     def _send(self, message: Sequence[int]) -> None:
         first = torch.zeros(FIRST, dtype=torch.int64)
@@ -190,7 +190,7 @@ class Ranks:
             dist.broadcast(torch.tensor(message[FIRST - 1 :], dtype=torch.int64), 0, group=self._control)
 
     def close(self) -> None:
-        """Let the others go. A second call does nothing."""
+        """Let the other ranks end. A second call does nothing."""
         if Ranks._ended:
             return
         Ranks._ended = True
@@ -203,28 +203,29 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def numbers(batch: Batch, block_tokens: int) -> list[int]:
-    """A batch as integers, from which `queries` makes what it was made from.
+def encode_batch(batch: Batch, block_tokens: int) -> list[int]:
+    """A batch as integers; `decode_queries` returns the queries that it was made from.
 
-    Layout: sequences; then for each its new tokens, tokens before, blocks, rows that want logits (-1: all); then the
+    Layout: number of sequences; for each its new tokens, tokens before, blocks, logit rows (-1: all); then the
     token ids, then the blocks.
     """
     lens = batch.lens()
     ids = batch.ids.to(HOST).tolist()
     tables = batch.block_tables.to(HOST).tolist()
-    wanted = None if batch.logit_rows is None else batch.logit_rows.to(HOST).tolist()
+    logit_rows = None if batch.logit_rows is None else batch.logit_rows.to(HOST).tolist()
     heads: list[int] = []
     blocks: list[int] = []
     for i, total in enumerate(lens.seq_lens):
-        a, b = lens.query_start[i], lens.query_start[i + 1]
+        start, stop = lens.query_start[i], lens.query_start[i + 1]
         mine = tables[i][: -(-total // block_tokens)]
-        heads += (b - a, total - (b - a), len(mine), -1 if wanted is None else sum(a <= row < b for row in wanted))
+        num_logits = -1 if logit_rows is None else sum(start <= row < stop for row in logit_rows)
+        heads += (stop - start, total - (stop - start), len(mine), num_logits)
         blocks += mine
     return [len(lens.seq_lens), *heads, *ids, *blocks]
 
 
-def queries(message: Sequence[int]) -> list[Query]:
-    """The inverse of `numbers`."""
+def decode_queries(message: Sequence[int]) -> list[Query]:
+    """The inverse of `encode_batch`."""
     heads = [message[1 + 4 * i : 5 + 4 * i] for i in range(message[0])]
     ids_at = [*accumulate((h[0] for h in heads), initial=1 + 4 * message[0])]
     blocks_at = [*accumulate((h[2] for h in heads), initial=ids_at[-1])]

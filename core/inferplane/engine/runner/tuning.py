@@ -1,4 +1,4 @@
-"""Tuning a model's kernels on an opened device, without its weights: what `inferplane tune` does."""
+"""Tunes a model's kernels on an opened device, without its weights: for `inferplane tune`."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from typing import Any
 
 from inferplane.binding import Bench, Tuned, tune, write_lock
 from inferplane.engine.runner.model_files import ModelFiles
-from inferplane.engine.runner.model_runner import Runner, RunnerOptions
+from inferplane.engine.runner.model_runner import Runner
+from inferplane.engine.runner.options import RunnerOptions
 from inferplane.plugins import PluginHost
 from inferplane.types.batch import Query, make_batch
 
 
-def tuned(
+def tune_model(
     files: ModelFiles,
     host: PluginHost,
     device: str,
     options: RunnerOptions,
-    told: Callable[[Tuned], None] = lambda outcome: None,
+    on_outcome: Callable[[Tuned], None] = lambda outcome: None,
     *,
     index: int = 0,
 ) -> tuple[Runner, list[Tuned]]:
-    """Open the device, bind the model, and measure every site where the plan could take several kernels.
+    """Open the device, bind the model, and measure every site where several kernels could be chosen.
 
     Args:
         files: the model; only its config is read.
         host: the plugin host.
-        device: the user's word.
-        options: as for running the model; a lock file in them is where tuning begins.
-        told: is given each outcome as it comes.
+        device: its name.
+        options: as for running the model; tuning begins with the choices of their lock file.
+        on_outcome: called with each outcome when it is known.
         index: which of several such devices.
 
     Raises:
@@ -38,30 +39,30 @@ def tuned(
     runner = Runner(files, host, host.backend(device, index=index), options)
     backend = runner.backend
     runner.state = host.open(backend)
-    runner._prepare()
+    runner.bind_and_check()
     settings = runner.plan.settings
-    bench = Bench(settings.device, backend.torch_device_indexed, settings.dtype, settings.features, runner.offer)
+    bench = Bench(settings.device, backend.torch_device_indexed, settings.dtype, settings.features, runner.kv_layouts)
 
-    def record(work: Callable[[], Any]) -> Callable[[], Any]:
+    def capture(work: Callable[[], Any]) -> Callable[[], Any]:
         bucket = make_batch([Query([0], 0, [0])], block_tokens=1, device=backend.torch_device_indexed)
-        recorded = backend.capture(lambda batch: work(), bucket)
-        replay: Callable[[], Any] = work if recorded is None else recorded.replay
+        graph = backend.capture(lambda batch: work(), bucket)
+        replay: Callable[[], Any] = work if graph is None else graph.replay
         return replay
 
-    return runner, tune(runner.plan, bench, backend.timer(), record, told)
+    return runner, tune(runner.plan, bench, backend.timer(), capture, on_outcome)
 
 
-def lock(path: str | Path, runner: Runner, outcomes: list[Tuned]) -> None:
-    """Write what was found as a lock file, with what led to it.
+def write_tuning_lock(path: str | Path, runner: Runner, outcomes: list[Tuned]) -> None:
+    """Write the tuned choices as a lock file, with the measurements.
 
     Raises:
         UsageError: it cannot be written.
     """
     choices = {o.key: o.chosen for o in outcomes}
-    write_lock(path, runner.fingerprint(), choices, {o.key: facts(o) for o in outcomes})
+    write_lock(path, runner.fingerprint(), choices, {o.key: outcome_data(o) for o in outcomes})
 
 
-def facts(outcome: Tuned) -> dict[str, Any]:
+def outcome_data(outcome: Tuned) -> dict[str, Any]:
     """An outcome as JSON: times are medians in microseconds, by rows of the step."""
     kernels: dict[str, Any] = {}
     for trial in outcome.timings:

@@ -1,97 +1,52 @@
-"""What the rows of a step ask of the sampler, gathered on the host and sent to the device at once.
+"""The rows of logits of a step, and their sampling parameters as tensors, copied to the device at once.
 
-A row is one place in one sequence whose next token is wanted. A sequence brings one row a step, or several when drafts
-are verified; the row then knows which drafts stand before it.
+A row is a position of a sequence whose next token is to be chosen. A sequence has one row per step, or several when
+drafts are verified; each row then knows the drafts before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.request.history import History
+from inferplane.engine.request.params import MAX_GREEDY_TEMPERATURE, SamplingParams
 from inferplane.engine.sampling import rng
 from inferplane.types import HOST
 
-COLDEST = 1e-5
-"""Temperatures below this take the likeliest token, as if they were 0."""
 SHORTLIST_TOKENS = 1024
-"""Rows with a top_k up to this are reduced to their likeliest tokens before anything is sorted."""
+"""Rows with a top_k up to this are reduced to their most likely tokens before anything is sorted."""
 HOST_ENTRIES, DEVICE_ENTRIES = 2**18, 2**24
-"""Logits that torch works on at once: on the host what stays in a core's cache; elsewhere what fills any device."""
+"""Logits that torch processes at once: on the host what fits a core's cache, elsewhere what fills any device."""
 
 GREEDY, PLAIN, SHORT, FULL = range(4)
-"""How a row is drawn: the likeliest token; from all; from a short list; from all, sorted."""
+"""How a row is sampled: the argmax; from all tokens; from a short list; from all tokens, sorted."""
 
 
-def rows_at_once(vocab: int, device: Any) -> int:
-    """Rows of `vocab` logits that are best worked on together."""
+def max_rows_at_once(vocab: int, device: Any) -> int:
+    """How many rows of `vocab` logits torch should process at once."""
     entries = HOST_ENTRIES if torch.device(device).type == HOST else DEVICE_ENTRIES
     return max(1, entries // vocab)
 
 
-class History:
-    """The distinct tokens of a sequence, and how often each was generated; for sequences with penalties.
-
-    Args:
-        prompt: token ids.
-        generated: token ids generated so far.
-    """
-
-    def __init__(self, prompt: Sequence[int], generated: Iterable[int] = ()) -> None:
-        self._place = {token: i for i, token in enumerate(dict.fromkeys(prompt))}
-        self._ids = np.fromiter(self._place, np.int64, len(self._place))
-        self._counts = np.zeros(len(self._ids), np.float32)
-        self.extend(generated)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Take in generated tokens."""
-        for token in tokens:
-            place = self._place.setdefault(token, len(self._place))
-            if place == len(self._ids):  # double the room
-                self._ids = np.concatenate((self._ids, np.zeros(place + 16, np.int64)))
-                self._counts = np.concatenate((self._counts, np.zeros(place + 16, np.float32)))
-            self._ids[place] = token
-            self._counts[place] += 1
-
-    def counts(self, drafts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct ids, int64 `[N]`, and how often each was generated, float32 `[N]`, as if `drafts` had been, too."""
-        n = len(self._place)
-        if not drafts:
-            return self._ids[:n], self._counts[:n]
-        place = {token: n + i for i, token in enumerate(t for t in dict.fromkeys(drafts) if t not in self._place)}
-        ids = np.concatenate((self._ids[:n], np.fromiter(place, np.int64, len(place))))
-        counts = np.concatenate((self._counts[:n], np.zeros(len(place), np.float32)))
-        for token in drafts:
-            counts[place[token] if token in place else self._place[token]] += 1
-        return ids, counts
-
-
-def takes_likeliest(p: SamplingParams) -> bool:
-    """Whether rows of a request take the likeliest token of the logits as they are, and ask for nothing else; a
-    constraint and `min_tokens` aside.
-    """
-    return p.temperature < COLDEST and p.logprobs is None and not p.logit_bias and not p.penalizes
-
-
 @dataclass(frozen=True)
-class SampleRow:
-    """A place whose next token is wanted.
+class BatchRow:
+    """A position of a sequence whose next token is to be chosen.
 
     Args:
         params: of its request.
-        seed: of its sequence, a signed 64-bit integer (`rng.as_int64`, `rng.child_seed`).
-        position: tokens generated before it, drafts of this step included. It is also which of the seed's random
-            numbers the row takes.
+        seed: of its sequence, a signed 64-bit integer (`request/seeds.py`).
+        position: tokens generated before it, drafts of this step included. It is also the index of the seed's random
+            number that the row uses.
         history: of its sequence, without drafts of this step. Needed when `params.penalizes`.
-        drafts: drafts of this step that stand before the row.
+        drafts: drafts of this step before the row.
         end_ids: tokens that end the sequence, banned before `params.min_tokens`.
-        allowed: what the constraint allows, as `Constraint.masks` gives it: int32 `[ceil(V / 32)]`, a bit a token, the
-            lowest bit first; None allows all.
+        allowed: tokens that the constraint allows, as `Constraint.masks` returns them: int32 `[ceil(V / 32)]`, a bit
+            per token, the lowest bit first; None allows all.
     """
 
     params: SamplingParams
@@ -103,24 +58,24 @@ class SampleRow:
     allowed: np.ndarray | None = None
 
     @property
-    def likeliest_alone(self) -> bool:
-        """Whether it takes the likeliest token of the logits as they are, and asks for nothing else."""
-        return takes_likeliest(self.params) and self.allowed is None and self.position >= self.params.min_tokens
+    def is_plain_greedy(self) -> bool:
+        """Whether its token is the argmax of the model's own logits, and nothing else is returned with it."""
+        return self.params.is_plain_greedy and self.allowed is None and self.position >= self.params.min_tokens
 
 
 @dataclass(frozen=True)
-class Group:
-    """Rows that are drawn together, and in the same way.
+class RowGroup:
+    """Rows that are sampled together, and in the same way.
 
     Args:
         kind: GREEDY, PLAIN, SHORT or FULL.
-        rows: which they are: a slice, or int64 `[n]`.
+        rows: their indices: a slice, or int64 `[n]`.
         temperature: float32 `[n]`, 0 for greedy rows.
         top_k: int64 `[n]`, for SHORT and FULL.
         top_p: float32 `[n]`, for SHORT and FULL.
         min_p: float32 `[n]`, for SHORT and FULL.
         uniform: float32 `[n]`; None for greedy rows.
-        candidates: tokens of the short list.
+        candidates: length of the short list.
     """
 
     kind: int
@@ -134,26 +89,26 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What a step's rows ask for, on the device. What no row asks for is None.
+class SamplerInputs:
+    """The sampling parameters of a step's rows, on the device. A field that no row uses is None.
 
     Args:
         seeds: int64 `[R]`, for further random numbers: `rng.uniform(seeds, positions, stream)`, streams from 1 on;
-            None where `positions` is.
-        positions: int64 `[R]`; None may stand where all rows take the likeliest token.
-        groups: rows by how they are drawn, and no more in a group than are best drawn at once.
+            None together with `positions`.
+        positions: int64 `[R]`; may be None if all rows are greedy.
+        groups: rows by how they are sampled; a group has at most as many as a kernel should process at once.
         penalties: row, token int64 and times generated float32, `[N]` each; then repetition, frequency and presence
             penalty, float32 `[R]` each.
-        bias: row, token int64, what to add float32, `[N]` each.
+        bias: row, token int64, value to add float32, `[N]` each.
         banned: row, token int64, `[N]` each.
         masks: rows int64 `[C]`, allowed tokens int32 `[C, ceil(V / 32)]`.
-        logprobs: rows that want log-probabilities, int64 `[L]`.
-        alternatives: how many each of these rows wants, on the host.
+        logprobs: rows that return log-probabilities, int64 `[L]`.
+        alternatives: how many alternatives each of these rows returns, on the host.
     """
 
     seeds: torch.Tensor | None
     positions: torch.Tensor | None
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     penalties: tuple[torch.Tensor, ...] | None
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     banned: tuple[torch.Tensor, torch.Tensor] | None
@@ -162,17 +117,17 @@ class Prepared:
     alternatives: tuple[int, ...]
 
 
-def prepare(rows: Sequence[SampleRow], vocab: int, device: Any) -> Prepared:
-    """Gather what the rows ask for and send it to the device, in one copy for each dtype.
+def sampler_inputs(rows: Sequence[BatchRow], vocab: int, device: Any) -> SamplerInputs:
+    """Gather the parameters of the rows and copy them to the device, in one copy per dtype.
 
     Args:
-        rows: one for each row of the logits, in their order; at least one.
+        rows: one per row of the logits, in the same order; at least one.
         vocab: V, columns of the logits.
         device: where the logits are.
     """
     seeds = np.array([r.seed for r in rows], np.int64)
     positions = np.array([r.position for r in rows], np.int64)
-    wanting = [i for i, r in enumerate(rows) if r.params.logprobs is not None]
+    with_logprobs = [i for i, r in enumerate(rows) if r.params.logprobs is not None]
     masks, stuck = _masks(rows)
     gathered = (
         seeds,
@@ -182,59 +137,59 @@ def prepare(rows: Sequence[SampleRow], vocab: int, device: Any) -> Prepared:
         _bias(rows),
         _banned(rows, vocab, stuck),
         masks,
-        np.array(wanting, np.int64) if wanting else None,
+        np.array(with_logprobs, np.int64) if with_logprobs else None,
     )
-    first, second, groups, *rest = send(gathered, device)
-    alternatives = tuple(rows[i].params.logprobs or 0 for i in wanting)
-    prepared: Any = (first, second, tuple(Group(*g) for g in groups), *rest, alternatives)
-    return Prepared(*prepared)
+    first, second, groups, *rest = to_device(gathered, device)
+    alternatives = tuple(rows[i].params.logprobs or 0 for i in with_logprobs)
+    made: Any = (first, second, tuple(RowGroup(*g) for g in groups), *rest, alternatives)
+    return SamplerInputs(*made)
 
 
-def prepare_likeliest(rows: int, vocab: int, device: Any) -> Prepared:
-    """What `rows` rows ask for that ask for nothing but their likeliest tokens: the same in every step."""
-    most = max(1, DEVICE_ENTRIES // vocab)
-    slices = [slice(i, min(i + most, rows)) for i in range(0, rows, most)]
+def greedy_inputs(rows: int, vocab: int, device: Any) -> SamplerInputs:
+    """The inputs for `rows` plain greedy rows: the same in every step."""
+    max_rows = max(1, DEVICE_ENTRIES // vocab)
+    slices = [slice(i, min(i + max_rows, rows)) for i in range(0, rows, max_rows)]
     zeros = torch.zeros(rows, dtype=torch.float32, device=device)
-    groups = tuple(Group(GREEDY, at, zeros[at], None, None, None, None, 0) for at in slices)
-    return Prepared(None, None, groups, None, None, None, None, None, ())
+    groups = tuple(RowGroup(GREEDY, at, zeros[at], None, None, None, None, 0) for at in slices)
+    return SamplerInputs(None, None, groups, None, None, None, None, None, ())
 
 
-def draws(p: SamplingParams, vocab: int) -> int:
-    """How rows of a request are drawn: GREEDY, PLAIN, SHORT or FULL; `vocab` is V."""
-    if p.temperature < COLDEST:
+def sampling_kind(params: SamplingParams, vocab: int) -> int:
+    """How rows of a request are sampled: GREEDY, PLAIN, SHORT or FULL; `vocab` is V."""
+    if params.temperature < MAX_GREEDY_TEMPERATURE:
         return GREEDY
-    if not p.cuts:
+    if not params.filters:
         return PLAIN
-    return SHORT if 0 < p.top_k <= SHORTLIST_TOKENS and 4 * p.top_k <= vocab else FULL
+    return SHORT if 0 < params.top_k <= SHORTLIST_TOKENS and 4 * params.top_k <= vocab else FULL
 
 
-def _groups(rows: Sequence[SampleRow], vocab: int, seeds: np.ndarray, positions: np.ndarray) -> Any:
-    """Fields of groups, no larger than a device's kernel takes at once; the host's take row by row."""
-    kinds, most = [draws(r.params, vocab) for r in rows], max(1, DEVICE_ENTRIES // vocab)
+def _groups(rows: Sequence[BatchRow], vocab: int, seeds: np.ndarray, positions: np.ndarray) -> Any:
+    """Fields of groups, each of as many rows as a device's kernel should process at once; the host's go row by row."""
+    kinds, max_rows = [sampling_kind(r.params, vocab) for r in rows], max(1, DEVICE_ENTRIES // vocab)
     uniform = None
     if any(k != GREEDY for k in kinds):
         uniform = rng.uniform(torch.from_numpy(seeds), torch.from_numpy(positions)).numpy()
     groups = []
     for kind in sorted(set(kinds)):
         alike = [i for i, k in enumerate(kinds) if k == kind]
-        for start in range(0, len(alike), most):
-            at = alike[start : start + most]
+        for start in range(0, len(alike), max_rows):
+            at = alike[start : start + max_rows]
             some = [rows[i].params for i in at]
-            together = at[-1] - at[0] == len(at) - 1
-            index = slice(at[0], at[-1] + 1) if together else np.array(at, np.int64)
+            is_slice = at[-1] - at[0] == len(at) - 1
+            index = slice(at[0], at[-1] + 1) if is_slice else np.array(at, np.int64)
             temperature = np.array([0.0 if kind == GREEDY else p.temperature for p in some], np.float32)
-            cuts: tuple[Any, ...] = (None, None, None)
+            filters: tuple[Any, ...] = (None, None, None)
             if kind in (SHORT, FULL):
                 top_k = np.array([p.top_k for p in some], np.int64)
-                cuts = top_k, *np.array([(p.top_p, p.min_p) for p in some], np.float32).T
+                filters = top_k, *np.array([(p.top_p, p.min_p) for p in some], np.float32).T
             # A power of two, so that there are few different shapes.
             candidates = 1 << (max(p.top_k for p in some) - 1).bit_length() if kind == SHORT else 0
             drawn = uniform[at] if uniform is not None and kind != GREEDY else None
-            groups.append((kind, index, temperature, *cuts, drawn, min(candidates, vocab)))
+            groups.append((kind, index, temperature, *filters, drawn, min(candidates, vocab)))
     return tuple(groups)
 
 
-def _penalties(rows: Sequence[SampleRow]) -> tuple[np.ndarray, ...] | None:
+def _penalties(rows: Sequence[BatchRow]) -> tuple[np.ndarray, ...] | None:
     at, ids, counts = [], [], []
     for i, r in enumerate(rows):
         if r.params.penalizes:
@@ -249,7 +204,7 @@ def _penalties(rows: Sequence[SampleRow]) -> tuple[np.ndarray, ...] | None:
     return (*(np.concatenate(x) for x in (at, ids, counts)), *np.array(columns, np.float32).T)
 
 
-def _bias(rows: Sequence[SampleRow]) -> tuple[np.ndarray, ...] | None:
+def _bias(rows: Sequence[BatchRow]) -> tuple[np.ndarray, ...] | None:
     entries = [(i, token, b) for i, r in enumerate(rows) for token, b in r.params.logit_bias.items()]
     if not entries:
         return None
@@ -257,8 +212,8 @@ def _bias(rows: Sequence[SampleRow]) -> tuple[np.ndarray, ...] | None:
     return np.array(at, np.int64), np.array(ids, np.int64), np.array(bias, np.float32)
 
 
-def _masks(rows: Sequence[SampleRow]) -> tuple[tuple[np.ndarray, np.ndarray] | None, set[int]]:
-    """Rows with a constraint and what they allow; and the rows that allow nothing but the end."""
+def _masks(rows: Sequence[BatchRow]) -> tuple[tuple[np.ndarray, np.ndarray] | None, set[int]]:
+    """Rows with a constraint and their masks; and the rows whose constraint allows end tokens only."""
     masked = {i: r.allowed for i, r in enumerate(rows) if r.allowed is not None}
     if not masked:
         return None, set()
@@ -274,7 +229,7 @@ def _masks(rows: Sequence[SampleRow]) -> tuple[tuple[np.ndarray, np.ndarray] | N
     return (np.array(list(masked), np.int64), np.stack(list(masked.values()))), stuck
 
 
-def _banned(rows: Sequence[SampleRow], vocab: int, stuck: set[int]) -> tuple[np.ndarray, np.ndarray] | None:
+def _banned(rows: Sequence[BatchRow], vocab: int, stuck: set[int]) -> tuple[np.ndarray, np.ndarray] | None:
     early = [i for i, r in enumerate(rows) if r.position < r.params.min_tokens and i not in stuck]
     pairs = [(i, token) for i in early for token in rows[i].end_ids if token < vocab]
     if not pairs:
@@ -283,18 +238,16 @@ def _banned(rows: Sequence[SampleRow], vocab: int, stuck: set[int]) -> tuple[np.
     return np.array(at, np.int64), np.array(ids, np.int64)
 
 
-def send(tree: Any, device: Any) -> Any:
-    """The same tree of tuples with its arrays as tensors on the device: sent in one copy for each dtype, or to the host
-    not at all.
-    """
+def to_device(tree: Any, device: Any) -> Any:
+    """The same tree of tuples with its arrays as tensors on the device: one copy per dtype, no copy for the host."""
     arrays = list(_arrays(tree))
     if torch.device(device).type == HOST:
         return _rebuilt(tree, iter([torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]))
     sent: dict[int, torch.Tensor] = {}
     for dtype in {a.dtype for a in arrays}:
         some = [(i, a) for i, a in enumerate(arrays) if a.dtype == dtype]
-        whole = torch.from_numpy(np.concatenate([a.reshape(-1) for _, a in some])).to(device, non_blocking=True)
-        parts = whole.split([a.size for _, a in some])
+        joined = torch.from_numpy(np.concatenate([a.reshape(-1) for _, a in some])).to(device, non_blocking=True)
+        parts = joined.split([a.size for _, a in some])
         sent.update((i, part.view(a.shape)) for (i, a), part in zip(some, parts))
     return _rebuilt(tree, iter([sent[i] for i in range(len(arrays))]))
 

@@ -1,8 +1,8 @@
-"""Tries grammars out in a process of its own, which may hang or crash without harm. `constrain.py` starts it.
+"""Compiles grammars in a process of its own, which may hang or crash without harm. `GrammarSandbox` starts it.
 
 llguidance bounds most of its work, but not all: some schemas of a kilobyte keep it busy for minutes, some overflow the
-stack and end the process. So a grammar is compiled here first, on a small stack and with little memory, and only what
-comes through in time is compiled where the requests live.
+stack and end the process. So a grammar is compiled here first, on a small stack and with little memory; only if that
+succeeds in time, the engine's process compiles it, too.
 
 Runs as a script, in isolation; imports nothing of Inferplane. Standard input: a line with the tokenizer, then a line
 for each grammar; standard output: a line for each, the error or "". All lines are JSON.

@@ -1,4 +1,4 @@
-"""A process of its own in which grammars are tried out before they are compiled here; see `grammar_check.py`."""
+"""A separate process that compiles grammars first, so that a bad one cannot harm the engine (`grammar_check.py`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from inferplane.errors import UsageError
 
 START_S = 60.0
-"""Seconds that the process may need to start."""
+"""Maximum seconds for the process to start."""
 
 
-class Trial:
+class GrammarSandbox:
     """A running `grammar_check.py`."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -32,7 +32,7 @@ class Trial:
         if self.error(setup, START_S):
             self.close()
             raise UsageError(
-                "Constraints cannot be tried out: the process for that does not start.",
+                "Constraints cannot be compiled: the process for that does not start.",
                 remedy=f"run {sys.executable} -c 'import llguidance'",
             )
 
@@ -41,10 +41,10 @@ class Trial:
         return self._process.poll() is None
 
     def error(self, message: Any, seconds: float) -> str:
-        """What it says to a message, "" for nothing wrong; it is ended when it takes longer."""
+        """Send `message` and return the error it reports, or "". Kills the process after `seconds`."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: there will be no answer
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, and will not answer
             stdin.write(json.dumps(message) + "\n")
             stdin.flush()
         with selectors.DefaultSelector() as ready:
@@ -63,7 +63,7 @@ class Trial:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # what was not sent any more
+                with contextlib.suppress(BrokenPipeError):  # the rest of a message could not be sent
                     pipe.close()
 
     def __del__(self) -> None:

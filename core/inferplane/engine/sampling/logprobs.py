@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens, and the likeliest alternatives.
+"""Log-probabilities of tokens, and of the most likely alternatives.
 
-They are the model's own: taken from its logits before penalties, biases, constraints and temperature. (That is the
-default of other engines, too, and what evaluation harnesses need.) Sums are of integers, as in `ops/sampling.py`, so
+They are the model's own: computed from its logits before penalties, biases, constraints and temperature. (Other engines
+do so by default, too, and evaluation harnesses need it.) Sums are of integers, as in `ops/sampling.py`, so
 that they do not depend on the batch, to the last bit.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from inferplane.engine.request.results import TokenLogprob
-from inferplane.engine.sampling.batch_rows import rows_at_once
+from inferplane.engine.sampling.batch_rows import max_rows_at_once
 from inferplane.ops.sampling import WEIGHT_BITS, likeliest, token_weights
 from inferplane.types import HOST
 
@@ -37,16 +37,16 @@ class Logprobs:
     top_ids: torch.Tensor
     top: torch.Tensor
 
-    def lists(self, alternatives: Sequence[int] | None = None) -> list[TokenLogprob]:
-        """The same on the host.
+    def to_host(self, alternatives: Sequence[int] | None = None) -> list[TokenLogprob]:
+        """The same as records on the host.
 
         Args:
-            alternatives: how many each token has, of those that are there; None: all K.
+            alternatives: how many of its K alternatives each token keeps; None: all.
         """
         columns = (self.tokens, self.logprobs, self.ranks, self.top_ids, self.top)
         on_host = [c.to(HOST).tolist() for c in columns]
-        most = alternatives if alternatives is not None else [self.top.shape[1]] * len(on_host[0])
-        return [TokenLogprob(t, p, r, tuple(zip(ids[:n], top))) for t, p, r, ids, top, n in zip(*on_host, most)]
+        counts = alternatives if alternatives is not None else [self.top.shape[1]] * len(on_host[0])
+        return [TokenLogprob(t, p, r, tuple(zip(ids[:n], top))) for t, p, r, ids, top, n in zip(*on_host, counts)]
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int = 0) -> Logprobs:
@@ -58,9 +58,9 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int = 0) -> 
     Args:
         logits: float32 `[N, V]`, the model's.
         tokens: int64 `[N]`.
-        alternatives: K, how many of the likeliest tokens to return with each.
+        alternatives: K, how many of the most likely tokens to return with each.
     """
-    rows = rows_at_once(logits.shape[-1], logits.device)
+    rows = max_rows_at_once(logits.shape[-1], logits.device)
     if logits.shape[0] <= rows:
         return _score(logits, tokens, alternatives)
     parts = [_score(x, t, alternatives) for x, t in zip(logits.split(rows), tokens.split(rows))]

@@ -1,6 +1,6 @@
 """Random numbers without state: the i-th number of a seed is a function of the two, and of nothing else.
 
-The generator is SplitMix64 read at any place: a sequence's state after i steps is its start plus i times a constant, so
+The generator is SplitMix64, read anywhere: a sequence's state after i steps is its start plus i times a constant, so
 that no step needs the one before it. That makes a request's numbers independent of its batch mates, of preemption, and
 of how many were drawn for drafts that were rejected; and all rows of a step draw in one pass on the device.
 
@@ -13,39 +13,12 @@ its mixing function is variant 13 of Stafford's search, it passes BigCrush.
 
 from __future__ import annotations
 
-import secrets
-
 import torch
 
-from inferplane.engine.request.seeds import MASK
-from inferplane.engine.request.seeds import as_int64 as as_int64
+from inferplane.engine.request.seeds import GAMMA, LAST_SHIFT, MASK, MIX, as_int64, mix
 
-GAMMA = 0x9E3779B97F4A7C15
-"""Distance of two successive states: 2^64 divided by the golden ratio, odd."""
-MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-LAST_SHIFT = 31
 BITS = {torch.float32: 24, torch.float64: 53}
 """Random bits of a number: as many as the dtype holds exactly, so that none is rounded up to 1."""
-
-
-def fresh_seed() -> int:
-    """A seed nobody chose, a signed 64-bit integer, from the operating system."""
-    return as_int64(secrets.randbits(64))
-
-
-def child_seed(seed: int, index: int) -> int:
-    """The seed of a request's index-th sequence, a signed 64-bit integer; the first one keeps the request's `seed`."""
-    return as_int64(seed if index == 0 else _mix(_mix(seed & MASK) - index * GAMMA))
-
-
-# -- one number at a time, in Python
-
-
-def _mix(z: int) -> int:
-    z &= MASK
-    for shift, factor in MIX:
-        z = ((z ^ (z >> shift)) * factor) & MASK
-    return z ^ (z >> LAST_SHIFT)
 
 
 def uniform_scalar(seed: int, counter: int, stream: int = 0, dtype: torch.dtype = torch.float32) -> float:
@@ -57,17 +30,14 @@ def uniform_scalar(seed: int, counter: int, stream: int = 0, dtype: torch.dtype 
         stream: as for `uniform`.
         dtype: as for `uniform`.
     """
-    start = _mix(_mix(seed) + stream * GAMMA)
+    start = mix(mix(seed) + stream * GAMMA)
     bits = BITS[dtype]
-    return float((_mix(start + (counter + 1) * GAMMA) >> (64 - bits)) * 2.0**-bits)
+    return float((mix(start + (counter + 1) * GAMMA) >> (64 - bits)) * 2.0**-bits)
 
 
-# -- many at once, in torch
-
-
-def _shift(z: torch.Tensor, places: int) -> torch.Tensor:
-    """Shift right, zeros coming in; torch's own brings in copies of the sign."""
-    return (z >> places) & (MASK >> places)
+def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift right and fill with zeros; torch's own shift fills with the sign."""
+    return (z >> bits) & (MASK >> bits)
 
 
 def _mix_tensor(z: torch.Tensor) -> torch.Tensor:

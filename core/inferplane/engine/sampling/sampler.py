@@ -1,4 +1,4 @@
-"""From a step's logits to tokens: what the rows ask for, in one batch on the device, paying only for what is asked.
+"""From a step's logits to tokens: all rows in one batch on the device, at the cost of what their parameters need.
 
 Everything here works row by row and adds integers where it adds along the vocabulary (`ops/sampling.py`), so that a
 row's token, distribution and log-probabilities do not depend on its batch mates, to the last bit.
@@ -24,12 +24,12 @@ import torch
 from inferplane.engine.sampling.batch_rows import (
     GREEDY,
     SHORT,
-    Group,
-    Prepared,
-    SampleRow,
-    prepare,
-    prepare_likeliest,
-    rows_at_once,
+    BatchRow,
+    RowGroup,
+    SamplerInputs,
+    greedy_inputs,
+    max_rows_at_once,
+    sampler_inputs,
 )
 from inferplane.engine.sampling.logprobs import Logprobs, score
 from inferplane.ops.sampling import WEIGHT_BITS, invert, kept_weights, likeliest
@@ -39,14 +39,14 @@ NOT_FINITE = "the model's logits hold NaN or infinity"
 
 
 class Sampler:
-    """Chooses tokens. Its methods take a step's logits and what `prepare` made of the step's rows.
+    """Chooses tokens. Its methods take a step's logits and the `SamplerInputs` that `prepare` made of its rows.
 
     Args:
         sample: the bound `sample` op.
         vocab: V, columns of the logits.
         device: where the logits are.
-        shorten: reduce rows with a small top_k to a short list before the op sees them; None: but on the host, whose
-            kernels do so themselves, row by row.
+        shorten: reduce rows with a small top_k to a short list before calling the op; None: on every device but the
+            host, whose kernels do so themselves, row by row.
     """
 
     def __init__(
@@ -56,25 +56,25 @@ class Sampler:
         self._shorten = torch.device(device).type != HOST if shorten is None else shorten
         self._never = torch.full((), -torch.inf, device=device)
         self._bits = torch.arange(32, dtype=torch.int32, device=device)
-        self._likeliest: dict[int, Prepared] = {}
+        self._greedy_inputs: dict[int, SamplerInputs] = {}
 
-    def prepare(self, rows: Sequence[SampleRow]) -> Prepared:
-        """Gather what the rows ask for and send it to the device; once a step, on the host."""
-        if not all(r.likeliest_alone for r in rows):
-            return prepare(rows, self.vocab, self.device)
-        return self._for_likeliest(len(rows))
+    def prepare(self, rows: Sequence[BatchRow]) -> SamplerInputs:
+        """Gather the parameters of the rows and copy them to the device; once per step, on the host."""
+        if not all(r.is_plain_greedy for r in rows):
+            return sampler_inputs(rows, self.vocab, self.device)
+        return self._inputs_for_greedy(len(rows))
 
-    def _for_likeliest(self, rows: int) -> Prepared:
-        found = self._likeliest.get(rows)
+    def _inputs_for_greedy(self, rows: int) -> SamplerInputs:
+        found = self._greedy_inputs.get(rows)
         if found is None:
-            found = self._likeliest[rows] = prepare_likeliest(rows, self.vocab, self.device)
+            found = self._greedy_inputs[rows] = greedy_inputs(rows, self.vocab, self.device)
         return found
 
-    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        """The likeliest token of each row, int64 `[R]`: as `sample` for rows that ask for nothing else."""
-        return self.sample(logits, self._for_likeliest(logits.shape[0]))
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """The most likely token of each row, int64 `[R]`: as `sample` for plain greedy rows."""
+        return self.sample(logits, self._inputs_for_greedy(logits.shape[0]))
 
-    def process(self, logits: torch.Tensor, step: Prepared) -> torch.Tensor:
+    def process(self, logits: torch.Tensor, step: SamplerInputs) -> torch.Tensor:
         """Logits after penalties, biases, bans and constraints: float32 `[R, V]`, the same tensor if there are none.
 
         Args:
@@ -101,7 +101,7 @@ class Sampler:
             x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
         return x
 
-    def sample(self, logits: torch.Tensor, step: Prepared, argmax: torch.Tensor | None = None) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, step: SamplerInputs, argmax: torch.Tensor | None = None) -> torch.Tensor:
         """One token a row: int64 `[R]`.
 
         Args:
@@ -120,7 +120,7 @@ class Sampler:
             tokens[group.rows] = ids
         return tokens
 
-    def _draw(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def _draw(self, x: torch.Tensor, group: RowGroup) -> torch.Tensor:
         """Tokens of one group, int64 `[n]`, from its logits `[n, V]`."""
         ids = None
         if group.kind == SHORT and self._shorten:
@@ -128,7 +128,7 @@ class Sampler:
         drawn = self._sample(x, group.temperature, group.top_k, group.top_p, group.min_p, group.uniform)
         return drawn if ids is None else ids.gather(1, drawn[:, None])[:, 0]
 
-    def probabilities(self, logits: torch.Tensor, step: Prepared) -> torch.Tensor:
+    def probabilities(self, logits: torch.Tensor, step: SamplerInputs) -> torch.Tensor:
         """The distributions that `sample` draws from: float32 `[R, V]`; one-hot for greedy rows.
 
         Args:
@@ -142,18 +142,18 @@ class Sampler:
             if group.kind == GREEDY:
                 result[group.rows] = torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
                 continue
-            most = rows_at_once(self.vocab, x.device)
-            parts = [_distribution(x[at], _part(group, at)) for at in _slices(x.shape[0], most)]
+            max_rows = max_rows_at_once(self.vocab, x.device)
+            parts = [_distribution(x[at], _part(group, at)) for at in _slices(x.shape[0], max_rows)]
             result[group.rows] = torch.cat(parts)
         return result
 
-    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, step: Prepared) -> Logprobs | None:
-        """Log-probabilities of the rows `step.logprobs`, which want them; None when none does. Each has as many
-        alternatives as that row which wants the most.
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, step: SamplerInputs) -> Logprobs | None:
+        """Log-probabilities of the rows `step.logprobs`; None when there are none. Each has as many alternatives as
+        the row with the most.
 
         Args:
             logits: float32 `[R, V]`, the model's.
-            tokens: int64 `[R]`: the token that came to stand at each row, sampled or draft.
+            tokens: int64 `[R]`: the token chosen at each row, sampled or an accepted draft.
             step: of the same R rows.
         """
         if step.logprobs is None:
@@ -163,19 +163,19 @@ class Sampler:
         return score(some, tokens.index_select(0, step.logprobs), max(step.alternatives))
 
 
-def _slices(rows: int, most: int) -> list[slice]:
-    return [slice(i, i + most) for i in range(0, rows, most)]
+def _slices(rows: int, max_rows: int) -> list[slice]:
+    return [slice(i, i + max_rows) for i in range(0, rows, max_rows)]
 
 
-def _part(group: Group, at: slice) -> Group:
+def _part(group: RowGroup, at: slice) -> RowGroup:
     """Some rows of a group, numbered from 0."""
     names = ("temperature", "top_k", "top_p", "min_p", "uniform")
-    asked: dict[str, Any] = {name: None if (x := getattr(group, name)) is None else x[at] for name in names}
-    return replace(group, rows=slice(None), **asked)
+    values: dict[str, Any] = {name: None if (x := getattr(group, name)) is None else x[at] for name in names}
+    return replace(group, rows=slice(None), **values)
 
 
-def _distribution(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """What a group's rows draw from, float32 `[n, V]`, from their logits `[n, V]`."""
+def _distribution(x: torch.Tensor, group: RowGroup) -> torch.Tensor:
+    """The distribution of each row of a group, float32 `[n, V]`, from their logits `[n, V]`."""
     entries, listed = likeliest(x, group.candidates) if group.kind == SHORT else (x, None)
     weights, ids = kept_weights(entries, group.temperature, group.top_k, group.top_p, group.min_p)
     p = weights.float() / weights.sum(-1, keepdim=True).float()

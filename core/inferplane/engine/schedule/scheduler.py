@@ -1,10 +1,10 @@
-"""Who runs in the next step. It deals in integers only: tokens, blocks, sequences.
+"""Which sequences run in the next step. It deals in integers only: tokens, blocks, sequences.
 
-The rules: sequences that decode come first, so a long prompt never stalls them; prompts share what is left of the
-token budget, chunk by chunk; new sequences join while there is room, in order of priority, then of the tenant that runs
-least, then of arrival. When blocks run out, the sequence that would be served last gives all of its blocks back and is
-computed again later; what it wrote stays in the prefix cache for as long as nobody needs the room. Where every layer
-attends to a window, blocks before all windows are given back as a sequence grows.
+The rules: sequences that decode come first, so that a long prompt never stalls them; prompts share the rest of the
+token budget, chunk by chunk; new sequences join while the limits and the free blocks allow, in order of priority, then
+of the tenant that runs least, then of arrival. When blocks run out, the sequence that is last in this order releases
+all its blocks and is computed again later; its entries stay in the prefix cache until their blocks are needed. If every
+layer attends to a window, blocks before all windows are released as a sequence grows.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from inferplane.types.batch import Query
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step may hold.
+    """Limits of a step and of the queue.
 
     Args:
-        max_batch: sequences in a step.
-        max_step_tokens: tokens in a step; longer prompts are cut into chunks.
-        max_model_len: tokens of a sequence.
-        max_new_sequences: sequences that may join in one step.
-        max_waiting: requests that may wait; None: any number.
-        cut: `max_model_len` is what the cache holds, less than what the model allows.
+        max_num_seqs: maximum number of sequences in a step.
+        max_num_batched_tokens: maximum number of tokens in a step; longer prompts are split into chunks.
+        max_model_len: maximum number of tokens of a sequence.
+        max_new_sequences: maximum number of sequences that join in one step.
+        max_waiting: maximum number of waiting requests; None: unlimited.
+        limited_by_cache: True if the KV cache, not the model, caps the sequence length.
     """
 
-    max_batch: int
-    max_step_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     max_model_len: int
     max_new_sequences: int = 64
     max_waiting: int | None = None
-    cut: bool = False
+    limited_by_cache: bool = False
 
     @property
-    def longer(self) -> str:
-        """What to do for longer sequences."""
-        return "raise kv_cache_bytes" if self.cut else "raise max_model_len"
+    def length_remedy(self) -> str:
+        """The advice in errors about sequences that are too long."""
+        return "raise kv_cache_bytes" if self.limited_by_cache else "raise max_model_len"
 
 
 @dataclass(frozen=True)
-class Scheduled:
-    """One sequence's share of a step: its next `count` known tokens, then `drafts`."""
+class ScheduledChunk:
+    """The tokens of one sequence in a step: its next `count` known tokens, then `drafts`."""
 
     request: Request
     count: int
     drafts: tuple[int, ...] = ()
 
     @property
-    def last(self) -> bool:
-        """Whether the step's logits decide this sequence's next token."""
+    def samples_next(self) -> bool:
+        """Whether the step's logits give this sequence's next token: the chunk ends with its last known token."""
         return self.request.computed + self.count == self.request.tokens
 
     @property
     def rows(self) -> int:
-        """Token rows it brings to the step."""
+        """Its token rows in the step."""
         return self.count + len(self.drafts)
 
 
@@ -70,11 +70,11 @@ class Scheduler:
 
     Args:
         allocator: the blocks.
-        block_tokens: tokens a block.
-        limits: what a step may hold.
-        root: `tenant -> bytes`, what the first block's hash builds on; None: prefixes are not reused.
-        lookahead: tokens behind a block that its hash covers too: its entries depend on them.
-        window: the most last tokens that any layer attends to; None: all.
+        block_tokens: tokens per block.
+        limits: of a step and of the queue.
+        root: `tenant -> bytes`, the parent of the first block's hash; None: prefixes are not reused.
+        lookahead: tokens after a block that its hash covers too, because its entries depend on them.
+        window: the widest attention window of the layers, in tokens; None: a layer attends to all tokens.
     """
 
     def __init__(
@@ -88,10 +88,11 @@ class Scheduler:
     ) -> None:
         self.allocator, self.block_tokens, self.limits, self.root = allocator, block_tokens, limits, root
         self.lookahead, self.window = lookahead, window
-        self.most_at_once = limits.max_step_tokens
+        self.max_chunk_tokens = limits.max_num_batched_tokens
         if window is not None and limits.max_model_len > allocator.total * block_tokens:
-            # The cache is smaller than a sequence: what fits beside a window and a block that both cut.
-            self.most_at_once = max(1, min(self.most_at_once, (allocator.total - 1) * block_tokens - window))
+            # If the cache cannot hold a full sequence, cap a chunk at the space left beside the attention window, minus
+            # one partially used block.
+            self.max_chunk_tokens = max(1, min(self.max_chunk_tokens, (allocator.total - 1) * block_tokens - window))
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
@@ -101,24 +102,24 @@ class Scheduler:
         self._alive: set[int | str] = set()
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens need."""
+        """The number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_tokens)
 
     def check(self, prompt_tokens: int, max_tokens: int) -> None:
-        """The one place where lengths are judged, before a request is queued.
+        """Check the length of a request before it is queued; no other code does.
 
         Raises:
-            CapacityError: it could never run: too long for the model or for the whole cache, or the queue is full.
+            CapacityError: it could never run, being too long for the model or the cache; or the queue is full.
         """
         if prompt_tokens + max_tokens > self.limits.max_model_len:
             raise CapacityError(
                 f"A prompt of {prompt_tokens} tokens and max_tokens={max_tokens} exceed the "
-                f"{'cache' if self.limits.cut else 'model'}'s {self.limits.max_model_len} tokens.",
-                remedy=f"shorten the prompt, lower max_tokens, or {self.limits.longer}",
+                f"{'cache' if self.limits.limited_by_cache else 'model'}'s {self.limits.max_model_len} tokens.",
+                remedy=f"shorten the prompt, lower max_tokens, or {self.limits.length_remedy}",
             )
         need = self.blocks_for(prompt_tokens + max_tokens - 1)
-        if self.window is not None:  # as many as it holds at once: a window, a step's tokens, and a block cut by each
-            need = min(need, self.blocks_for(self.window + self.most_at_once) + 1)
+        if self.window is not None:  # blocks held at a time: a window, a step's tokens, and one partially used block
+            need = min(need, self.blocks_for(self.window + self.max_chunk_tokens) + 1)
         if need > self.allocator.total:
             raise CapacityError(
                 f"A request of up to {prompt_tokens + max_tokens - 1} tokens needs {need} KV blocks.",
@@ -147,50 +148,50 @@ class Scheduler:
 
     # -- the next step
 
-    def schedule(self) -> list[Scheduled]:
-        """The next step; sequences with few rows stand first. Empty when nothing can run."""
-        budget, before = self.limits.max_step_tokens, self.preemptions
-        chosen: dict[int, Scheduled] = {}
+    def schedule(self) -> list[ScheduledChunk]:
+        """The chunks of the next step, those with few rows first. Empty when nothing can run."""
+        budget, before = self.limits.max_num_batched_tokens, self.preemptions
+        chosen: dict[int, ScheduledChunk] = {}
         order = sorted(self.running, key=lambda r: (r.remaining > 1, r.priority, r.arrival))
         for request in order:
             if not budget or (self.preemptions != before and request not in self.running):
-                continue  # it must wait for the next step, or made room for another one
+                continue  # it waits for the next step, or was preempted for another sequence
             if request.remaining > 1:
-                budget -= self._add_drafts(chosen, budget)  # before prompts, whose chunks take all that is left
-            count = min(request.remaining, budget, self.most_at_once)
+                budget -= self._add_drafts(chosen, budget)  # before prompts, whose chunks use up the budget
+            count = min(request.remaining, budget, self.max_chunk_tokens)
             if count and self._reserve(request, request.computed + count, chosen):
-                chosen[id(request)] = Scheduled(request, count)
+                chosen[id(request)] = ScheduledChunk(request, count)
                 budget -= count
         budget -= self._add_drafts(chosen, budget)
-        joined = 0 if self.preemptions == before else self.limits.max_new_sequences  # who made room waits a step
-        while budget and joined < self.limits.max_new_sequences and len(self.running) < self.limits.max_batch:
+        joined = 0 if self.preemptions == before else self.limits.max_new_sequences  # a preempted sequence waits a step
+        while budget and joined < self.limits.max_new_sequences and len(self.running) < self.limits.max_num_seqs:
             candidate = self._next_waiting()
-            most = min(budget, self.most_at_once)
-            if candidate is None or not self._join(candidate, most):
+            max_tokens = min(budget, self.max_chunk_tokens)
+            if candidate is None or not self._join(candidate, max_tokens):
                 break
             joined += 1
-            count = min(candidate.remaining, most)
-            chosen[id(candidate)] = Scheduled(candidate, count)
+            count = min(candidate.remaining, max_tokens)
+            chosen[id(candidate)] = ScheduledChunk(candidate, count)
             budget -= count
         return sorted(chosen.values(), key=lambda s: s.rows > FEW_TOKENS)
 
-    def _add_drafts(self, chosen: dict[int, Scheduled], budget: int) -> int:
-        """Give chosen sequences their drafts, as far as tokens and blocks are left; returns the tokens that takes.
+    def _add_drafts(self, chosen: dict[int, ScheduledChunk], budget: int) -> int:
+        """Add drafts to chosen chunks while the budget and the free blocks last; returns the number of tokens used.
 
-        It comes after every decode token has its place: drafts never push anybody out.
+        Called after every decode token has its blocks: drafts never preempt a sequence.
         """
         before = budget
         for key, s in chosen.items():
             request = s.request
             if not budget:
                 break
-            if not request.drafts or s.drafts or not s.last:
+            if not request.drafts or s.drafts or not s.samples_next:
                 continue
-            # Past its end they would be thrown away.
-            drafts = request.drafts[: min(budget, max(0, request.most_tokens - request.tokens))]
+            # Drafts past the end of the sequence would be discarded.
+            drafts = request.drafts[: min(budget, max(0, request.max_cached_tokens - request.tokens))]
             while drafts and not self.extend(request, request.tokens + len(drafts)):
                 drafts = drafts[:-1]
-            chosen[key] = Scheduled(request, s.count, tuple(drafts))
+            chosen[key] = ScheduledChunk(request, s.count, tuple(drafts))
             budget -= len(drafts)
         return before - budget
 
@@ -200,10 +201,10 @@ class Scheduler:
         runs = Counter(r.tenant for r in self.running)
         return min(self.waiting, key=lambda r: (r.priority, r.preemptions == 0, runs[r.tenant], r.arrival))
 
-    def _join(self, request: Request, most: int) -> bool:
+    def _join(self, request: Request, max_tokens: int) -> bool:
         """Give a waiting sequence its blocks: cached ones for its known prefix, new ones for the rest.
 
-        With a window, new ones for the first step alone: blocks before it come back in time for the next.
+        With a window, new blocks for the first step only: blocks that leave the window are free for the next step.
         """
         found: list[int] = []
         if self.root is not None and not request.needs_every_row:
@@ -212,15 +213,15 @@ class Scheduler:
             usable = request.hashes[: (request.tokens - 1) // self.block_tokens]
             found = self.allocator.acquire_prefix(usable)
         known = len(found) * self.block_tokens
-        gone = self._gone(known)  # found, and not needed again: they must not take the room of what is
-        self.allocator.release(found[:gone])
-        tokens = request.tokens if self.window is None else min(request.tokens, known + most)
+        unused = self._num_out_of_window(known)  # found but not needed: they must not occupy blocks that are
+        self.allocator.release(found[:unused])
+        tokens = request.tokens if self.window is None else min(request.tokens, known + max_tokens)
         need = self.blocks_for(tokens) - len(found)
         if need > self.allocator.available:
-            self.allocator.release(found[gone:])
+            self.allocator.release(found[unused:])
             return False
-        request.blocks = [0] * gone + found[gone:] + self.allocator.allocate(need)
-        request.computed, request.gone_blocks = known, gone
+        request.blocks = [0] * unused + found[unused:] + self.allocator.allocate(need)
+        request.computed, request.released_blocks = known, unused
         if request.preemptions == 0:
             request.cached_tokens = request.computed
             self.prefix_queries_tokens += request.tokens
@@ -230,7 +231,7 @@ class Scheduler:
         return True
 
     def _hash(self, request: Request, tokens: int) -> None:
-        """Hash the full blocks among its first `tokens` tokens that have no hash yet, if what follows them is known."""
+        """Hash the full blocks among its first `tokens` tokens that have no hash yet, if the lookahead is known."""
         done = len(request.hashes) * self.block_tokens
         if tokens - done >= self.block_tokens:
             assert self.root is not None
@@ -238,17 +239,17 @@ class Scheduler:
             known = request.slice(done, tokens + self.lookahead)
             request.hashes += block_hashes(parent, known, self.block_tokens, lookahead=self.lookahead)
 
-    def _gone(self, computed: int) -> int:
-        """Leading blocks that no layer will look into again, once so many tokens are computed."""
+    def _num_out_of_window(self, computed: int) -> int:
+        """How many leading blocks no layer will read again once `computed` tokens are computed."""
         return 0 if self.window is None else max(0, computed + 1 - self.window) // self.block_tokens
 
-    def _give_back(self, request: Request) -> None:
-        """All of its blocks."""
-        self.allocator.release(request.blocks[request.gone_blocks :])
-        request.blocks, request.gone_blocks = [], 0
+    def _release_all(self, request: Request) -> None:
+        """Release all blocks of a sequence."""
+        self.allocator.release(request.blocks[request.released_blocks :])
+        request.blocks, request.released_blocks = [], 0
 
     def extend(self, request: Request, tokens: int) -> bool:
-        """Give a running sequence blocks for `tokens` tokens, if there are enough; False, and nothing taken, if not."""
+        """Give a running sequence blocks for `tokens` tokens; False, and nothing is taken, if there are too few."""
         need = self.blocks_for(tokens) - len(request.blocks)
         if need > self.allocator.available:
             return False
@@ -256,22 +257,22 @@ class Scheduler:
             request.blocks += self.allocator.allocate(need)
         return True
 
-    def extend_all(self, wanted: Sequence[tuple[Request, int]]) -> bool:
-        """As `extend`, for several sequences or for none of them."""
-        if sum(max(0, self.blocks_for(tokens) - len(r.blocks)) for r, tokens in wanted) > self.allocator.available:
+    def extend_all(self, lengths: Sequence[tuple[Request, int]]) -> bool:
+        """As `extend`, for all of several sequences or for none of them."""
+        if sum(max(0, self.blocks_for(tokens) - len(r.blocks)) for r, tokens in lengths) > self.allocator.available:
             return False
-        return all(self.extend(r, tokens) for r, tokens in wanted)
+        return all(self.extend(r, tokens) for r, tokens in lengths)
 
-    def shorten(self, request: Request, tokens: int) -> int:
-        """Take back blocks that lie behind a sequence's first `tokens` tokens; how many they were."""
+    def release_beyond(self, request: Request, tokens: int) -> int:
+        """Release the blocks after a sequence's first `tokens` tokens; returns their number."""
         surplus = request.blocks[self.blocks_for(tokens) :]
         if surplus:
             del request.blocks[-len(surplus) :]
             self.allocator.release(surplus)
         return len(surplus)
 
-    def _reserve(self, request: Request, tokens: int, chosen: dict[int, Scheduled]) -> bool:
-        """Blocks for `tokens` tokens, others making room if they must; False when it has to make room itself."""
+    def _reserve(self, request: Request, tokens: int, chosen: dict[int, ScheduledChunk]) -> bool:
+        """Give a sequence blocks for `tokens` tokens, preempting others if needed; False if it was preempted itself."""
         while not self.extend(request, tokens):
             if self._trim(chosen):
                 continue
@@ -282,73 +283,73 @@ class Scheduler:
                 return False
         return True
 
-    def _trim(self, chosen: dict[int, Scheduled]) -> int:
-        """Take back blocks that only drafts had asked for, of this step's drafts excepted; how many they were."""
+    def _trim(self, chosen: dict[int, ScheduledChunk]) -> int:
+        """Release blocks that were reserved for drafts, except for this step's drafts; returns their number."""
         freed = 0
         for r in self.running:
             drafts = len(chosen[id(r)].drafts) if id(r) in chosen else 0
-            if surplus := self.shorten(r, r.tokens + drafts):
+            if surplus := self.release_beyond(r, r.tokens + drafts):
                 freed += surplus
-                # Who drafted may have written entries there, and would take them to be in the blocks that come instead.
+                # The draft model may have written their entries there, and would expect them in new blocks.
                 del r.drafts[len(r.blocks) * self.block_tokens - r.tokens :]
         return freed
 
     def preempt(self, request: Request) -> None:
-        """Take all blocks from a running sequence; it waits, and is computed again from its tokens."""
+        """Release all blocks of a running sequence; it waits, and is computed again from its tokens."""
         self.running.remove(request)
-        self._give_back(request)
+        self._release_all(request)
         request.computed, request.drafts = 0, []
         request.preemptions += 1
         self.preemptions += 1
         self.waiting.append(request)
 
-    def queries(self, chosen: list[Scheduled]) -> list[Query]:
-        """The step as the batch builder wants it; only sequences that reach their end want logits."""
+    def queries(self, chosen: list[ScheduledChunk]) -> list[Query]:
+        """The step as queries for `make_batch`; only sequences that reach their last known token need logits."""
         out = []
         for s in chosen:
             r = s.request
             ids = [*r.slice(r.computed, r.computed + s.count), *s.drafts]
             blocks = r.blocks[: self.blocks_for(r.computed + s.rows)]
-            wanted: int | None = 1 + len(s.drafts) if s.last else 0
+            num_logits: int | None = 1 + len(s.drafts) if s.samples_next else 0
             if r.params.prompt_logprobs is not None and r.computed < len(r.prompt) and not r.generated:
-                wanted = None
-            out.append(Query(ids, r.computed, blocks, wanted))
+                num_logits = None
+            out.append(Query(ids, r.computed, blocks, num_logits))
         return out
 
     # -- after a step
 
-    def commit(self, scheduled: Scheduled, accepted: int = 0) -> None:
-        """Account for a step that ran: its known tokens and the `accepted` first drafts are in the cache for good.
+    def commit(self, chunk: ScheduledChunk, accepted: int = 0) -> None:
+        """Record a step that ran: a chunk's known tokens and its first `accepted` drafts are in the cache now.
 
         Call it after the sequence's new tokens were appended to `generated`, and before `remove`.
         """
-        request = scheduled.request
-        request.computed += scheduled.count + accepted
-        request.drafts = []  # they continued the tokens before these
+        request = chunk.request
+        request.computed += chunk.count + accepted
+        request.drafts = []  # they were guesses for positions that are decided now
         if self.root is not None:
             full = request.computed // self.block_tokens
             self._hash(request, request.computed)
-            first = (request.computed - scheduled.count - accepted) // self.block_tokens
+            first = (request.computed - chunk.count - accepted) // self.block_tokens
             for i in range(first, full):
                 self.allocator.publish(request.blocks[i], request.hashes[i])
 
-    def let_go(self, request: Request) -> None:
-        """Give back the blocks that no layer will look into again; their places in the table stay.
+    def release_out_of_window(self, request: Request) -> None:
+        """Release the blocks that no layer will read again; they stand as 0 in the block table.
 
-        Call it when the step is over, and not before: who drafts runs over the rows of a whole chunk, the first of
-        which look into blocks that the last no longer need.
+        Call it only after the step: the draft model still reads the chunk's early rows, which need blocks the last row
+        no longer does.
         """
-        gone = self._gone(request.computed)
-        if request in self.running and gone > request.gone_blocks:
-            self.allocator.release(request.blocks[request.gone_blocks : gone])
-            request.blocks[request.gone_blocks : gone] = [0] * (gone - request.gone_blocks)
-            request.gone_blocks = gone
+        count = self._num_out_of_window(request.computed)
+        if request in self.running and count > request.released_blocks:
+            self.allocator.release(request.blocks[request.released_blocks : count])
+            request.blocks[request.released_blocks : count] = [0] * (count - request.released_blocks)
+            request.released_blocks = count
 
     def remove(self, request: Request) -> None:
-        """Forget a request that ended, and take back its blocks."""
+        """Remove a request that ended, and release its blocks."""
         if request in self.running:
             self.running.remove(request)
-            self._give_back(request)
+            self._release_all(request)
             request.drafts = []
         elif request in self.waiting:
             self.waiting.remove(request)

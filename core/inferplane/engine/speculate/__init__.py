@@ -1,27 +1,27 @@
-"""Speculation: proposing drafts, and verifying them in one ragged step."""
+"""Speculative decoding: a proposer drafts tokens, the next step verifies them for all sequences together."""
 
 from inferplane.engine.speculate.adaptive import AdaptiveLength
-from inferplane.engine.speculate.config import METHODS, SpeculativeConfig, with_drafter
-from inferplane.engine.speculate.draft_layer import HeadProposer
+from inferplane.engine.speculate.config import METHODS, SpeculativeConfig, with_draft
+from inferplane.engine.speculate.draft_layer import DraftLayerProposer
 from inferplane.engine.speculate.draft_model import DraftModelProposer
 from inferplane.engine.speculate.ngram import NgramProposer, ngram_drafts
-from inferplane.engine.speculate.proposer import Proposer, Ran
+from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
 from inferplane.engine.speculate.speculator import Speculator
 from inferplane.engine.speculate.verify import Verified, needs_probabilities, verify
 
 __all__ = [
     "METHODS",
     "AdaptiveLength",
+    "DraftLayerProposer",
     "DraftModelProposer",
-    "HeadProposer",
     "NgramProposer",
     "Proposer",
-    "Ran",
     "SpeculativeConfig",
     "Speculator",
     "Verified",
+    "VerifiedChunk",
     "needs_probabilities",
     "ngram_drafts",
     "verify",
-    "with_drafter",
+    "with_draft",
 ]

@@ -1,4 +1,4 @@
-"""How many drafts a sequence is asked for, by what became of those before."""
+"""How many drafts to request for a sequence, by how many of its last drafts were accepted."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from inferplane.engine.request.state import Request
 
 
 class AdaptiveLength:
-    """How many drafts to ask for: two more after all were accepted, one fewer after a rejection, at least one."""
+    """The number of drafts to request: two more after all were accepted, one fewer after a rejection, at least one."""
 
-    def __init__(self, most: int, adaptive: bool) -> None:
-        self.most, self.adaptive = most, adaptive
+    def __init__(self, maximum: int, adaptive: bool) -> None:
+        self.maximum, self.adaptive = maximum, adaptive
         self._length: dict[int | str, int] = {}
 
     def length(self, request: Request) -> int:
-        """Drafts to ask for now."""
-        return self._length.get(request.request_id, self.most)
+        """The number of drafts to request now."""
+        return self._length.get(request.request_id, self.maximum)
 
-    def tell(self, request: Request, drafted: int, accepted: int) -> None:
-        """Take in the outcome of a verification."""
-        if self.adaptive and drafted:
-            self._length[request.request_id] = self.after(request, drafted, accepted)
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Adapt to the result of a verification."""
+        if self.adaptive and num_drafts:
+            self._length[request.request_id] = self.length_after(request, num_drafts, num_accepted)
 
-    def after(self, request: Request, drafted: int, accepted: int) -> int:
-        """What `length` would be behind a verification."""
+    def length_after(self, request: Request, num_drafts: int, num_accepted: int) -> int:
+        """The value of `length` after a verification with this result."""
         now = self.length(request)
-        if not self.adaptive or not drafted:
+        if not self.adaptive or not num_drafts:
             return now
-        return min(self.most, now + 2) if accepted == drafted else max(1, now - 1)
+        return min(self.maximum, now + 2) if num_accepted == num_drafts else max(1, now - 1)
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Remove a request that has ended."""
         self._length.pop(request.request_id, None)

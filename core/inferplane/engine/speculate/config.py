@@ -1,88 +1,196 @@
-"""How to speculate. The names are those of the system whose documents this project follows."""
+"""How to speculate, and what the runner has to load for it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, ParamSpec, get_args
 
+from inferplane.engine.request.arguments import as_integer
+from inferplane.engine.runner.model_files import ModelFiles
+from inferplane.engine.runner.options import Draft, RunnerOptions
 from inferplane.errors import UsageError
 
-Method = Literal["inference_with_reference", "draft_model", "mtp", "eagle"]
+Method = Literal["ngram", "draft_model", "mtp", "eagle"]
 VerifyStrategy = Literal["rejection", "target_match", "greedy", "topp"]
 AcceptPolicy = Literal["normal", "accept_all", "reject_all"]
+P = ParamSpec("P")
 
-MOST_DRAFT_TOKENS = 7
+MAX_SPECULATIVE_TOKENS = 7
 """A sequence with a decode token and this many drafts still counts as one with few query tokens."""
 
-ALIASES = {"ngram": "inference_with_reference", "draft": "draft_model"}
 METHODS: tuple[Method, ...] = get_args(Method)
+METHOD_ALIASES = {"inference_with_reference": "ngram", "draft": "draft_model"}
+OLD_NAMES = {
+    "speculate_method": "method",
+    "speculate_max_draft_token_num": "num_speculative_tokens",
+    "speculate_max_ngram_size": "prompt_lookup_max",
+    "speculate_max_candidate_len": "max_candidates",
+    "speculate_verify_window": "verify_window",
+    "draft_model_name_or_path": "model",
+    "draft_model_dtype": "draft_dtype",
+    "draft_model_kv_dtype": "draft_kv_cache_dtype",
+}
+"""Names of the fields until 0.2, which are the source system's (`serving/source_names.py`); they go with 0.3."""
+
+
+def current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `SpeculativeConfig` by their current names; an old name is a DeprecationWarning.
+
+    Raises:
+        UsageError: a field is given by both names.
+    """
+    named: dict[str, Any] = {}
+    for name, value in values.items():
+        new = OLD_NAMES.get(name, name)
+        if new != name:
+            warnings.warn(f"{name} is now {new}; the old name goes with 0.3.", DeprecationWarning, stacklevel=4)
+        if new in named:
+            raise UsageError(f"{name} and {new} are the same setting.", remedy=f"pass {new} alone")
+        named[new] = value
+    return named
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Drafting and verifying several tokens a step.
+    """Drafting and verifying several tokens per step.
 
     Args:
-        speculate_method: "inference_with_reference" (or "ngram": drafts copied from the prompt and the text so far),
-            "draft_model" (or "draft": a smaller model of the same vocabulary), "mtp" (the model's own
-            multi-token-prediction layer), or "eagle" (a head that was trained on the model's hidden states).
-        speculate_max_draft_token_num: most drafts a sequence and step, 1 to 7.
-        speculate_max_ngram_size: longest key that n-gram drafting looks for.
+        method: "ngram" (drafts are copied from the prompt and the text so far), "draft_model" (a smaller model of the
+            same vocabulary drafts), "mtp" (the model's own multi-token-prediction layer), or "eagle" (a head that was
+            trained on the model's hidden states).
+        num_speculative_tokens: maximum number of drafts per sequence and step, 1 to 7.
+        prompt_lookup_max: longest key, in tokens, that n-gram drafting searches for.
         verify_strategy: "rejection" and "target_match" keep the model's distribution; "greedy" keeps it at temperature
             0 only; "topp" accepts any draft inside the nucleus and changes the distribution.
         accept_policy: "accept_all" and "reject_all" are for debugging.
         adaptive: draft fewer tokens after rejections and more after acceptances.
-        speculate_max_candidate_len: most nucleus members that "topp" accepts.
-        draft_model_name_or_path: the draft model or the EAGLE head: a folder, or "demo-draft" and "demo-eagle", which
-            draft for the demo model.
-        draft_model_dtype: as `dtype`, for the draft model; an EAGLE head runs in the model's.
-        draft_model_kv_dtype: as `kv_dtype`, for the draft model.
-        speculate_verify_window: under "topp", how many following drafts must be the likeliest for a second-best one.
+        max_candidates: maximum number of nucleus members that "topp" accepts.
+        model: the draft model or the EAGLE head: a folder, or "demo-draft" and "demo-eagle", which draft for the demo
+            model.
+        draft_dtype: as `dtype`, for the draft model; an EAGLE head runs in the model's.
+        draft_kv_cache_dtype: as `kv_cache_dtype`, for the draft model.
+        verify_window: under "topp", how many following drafts must be the most likely tokens to accept a second-best
+            one.
 
     Raises:
         UsageError: a value is unknown or out of range.
     """
 
-    speculate_method: str
-    speculate_max_draft_token_num: int = 1
-    speculate_max_ngram_size: int = 3
+    method: str
+    num_speculative_tokens: int = 1
+    prompt_lookup_max: int = 3
     verify_strategy: VerifyStrategy = "rejection"
     accept_policy: AcceptPolicy = "normal"
     adaptive: bool = True
-    speculate_max_candidate_len: int = 5
-    speculate_verify_window: int = 2
-    draft_model_name_or_path: Any = None
-    draft_model_dtype: str = "auto"
-    draft_model_kv_dtype: str = "auto"
+    max_candidates: int = 5
+    verify_window: int = 2
+    model: Any = None
+    draft_dtype: str = "auto"
+    draft_kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "speculate_method", ALIASES.get(self.speculate_method, self.speculate_method))
+        object.__setattr__(self, "method", METHOD_ALIASES.get(self.method, self.method))
         choices = (
-            ("speculate_method", (*METHODS, *ALIASES)),
-            ("verify_strategy", ("rejection", "target_match", "greedy", "topp")),
-            ("accept_policy", ("normal", "accept_all", "reject_all")),
+            ("method", METHODS),
+            ("verify_strategy", get_args(VerifyStrategy)),
+            ("accept_policy", get_args(AcceptPolicy)),
         )
         for name, known in choices:
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} = {getattr(self, name)!r}.", there_is=", ".join(known))
         ranges = (
-            ("speculate_max_draft_token_num", 1, MOST_DRAFT_TOKENS),
-            ("speculate_max_ngram_size", 1, 16),
-            ("speculate_max_candidate_len", 1, 64),
-            ("speculate_verify_window", 0, MOST_DRAFT_TOKENS),
+            ("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS),
+            ("prompt_lookup_max", 1, 16),
+            ("max_candidates", 1, 64),
+            ("verify_window", 0, MAX_SPECULATIVE_TOKENS),
         )
         for name, low, high in ranges:
             if not low <= getattr(self, name) <= high:
                 raise UsageError(f"{name} = {getattr(self, name)!r}.", there_is=f"{low} to {high}")
-        if (self.draft_model_name_or_path is not None) != (self.speculate_method in ("draft_model", "eagle")):
+        if (self.model is not None) != (self.method in ("draft_model", "eagle")):
             raise UsageError(
-                f"speculate_method = {self.speculate_method!r} with draft_model_name_or_path = "
-                f"{self.draft_model_name_or_path!r}.",
-                there_is="a draft for 'draft_model' and 'eagle', none for the other methods",
+                f"method = {self.method!r} with model = {self.model!r}.",
+                there_is="a model for 'draft_model' and 'eagle', none for the other methods",
                 remedy="name its folder, or 'demo-draft' or 'demo-eagle' for the demo model",
             )
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in OLD_NAMES:
+            raise AttributeError(f"SpeculativeConfig has no field {name!r}")
+        return getattr(self, OLD_NAMES[name])
+
+    @classmethod
+    def of(cls, value: Any) -> SpeculativeConfig | None:
+        """The config itself, or made from a mapping with its fields; None stays None.
+
+        Raises:
+            UsageError: it is neither, or a value is unknown or out of range.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise UsageError(
+                f"speculative_config = {value!r}.", there_is="SpeculativeConfig, and mappings with its fields"
+            )
+        named = current_names(value)
+        known = {f.name: f.default for f in fields(cls)}
+        if odd := [name for name in named if name not in known]:
+            raise UsageError(f"speculative_config names {odd[0]!r}.", there_is=", ".join(known))
+        if not isinstance(named.get("method"), str):
+            raise UsageError(f"speculative_config has method = {named.get('method')!r}.", there_is=", ".join(METHODS))
+        for name, number in named.items():
+            if type(known[name]) is int:
+                as_integer(name, number, 0)
+        return cls(**named)
+
     @property
-    def keys_next_token(self) -> bool:
-        """Whether cached blocks hold entries that depend on the token behind the block, as drafting layers' do."""
-        return self.speculate_method in ("mtp", "eagle")
+    def hash_covers_next_token(self) -> bool:
+        """Whether cached blocks hold entries that depend on the token after the block, as those of draft layers do."""
+        return self.method in ("mtp", "eagle")
+
+
+def _taking_old_names(init: Callable[P, None]) -> Callable[P, None]:
+    @functools.wraps(init)
+    def checked(*args: P.args, **more: P.kwargs) -> None:
+        init(*args, **current_names(more))
+
+    return checked
+
+
+SpeculativeConfig.__init__ = _taking_old_names(SpeculativeConfig.__init__)  # type: ignore[method-assign]
+
+
+def with_draft(options: RunnerOptions, config: SpeculativeConfig | None) -> RunnerOptions:
+    """The runner's options with what the method needs: prediction layers, an EAGLE head, a draft model.
+
+    A draft model is bound and loaded by itself: its own dtype, KV dtype and weight formats, no pins and no lock file,
+    which name the model's sites, and on rank 0 alone where several ranks share the model. An EAGLE head runs in the
+    model's dtype, on its hidden states.
+
+    Raises:
+        UsageError: no such folder. CheckpointError: it lacks a readable config.
+    """
+    if config is None:
+        return options
+    options = replace(options, num_drafts=config.num_speculative_tokens)
+    if config.method == "ngram":
+        return options
+    if config.method == "mtp":
+        return replace(options, mtp=True, has_draft_layer=True)
+    files = ModelFiles(config.model)
+    if config.method == "eagle":
+        return replace(options, eagle=files, has_draft_layer=True)
+    own = replace(
+        options,
+        dtype=config.draft_dtype,
+        kv_cache_dtype=config.draft_kv_cache_dtype,
+        ops={},
+        lock=None,
+        mtp=False,
+        num_drafts=1,  # it runs on the newest token, and on an accepted draft of which it has no entry yet
+        ranks=1,
+    )
+    return replace(options, draft=Draft(files, own))

@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 
 from inferplane.engine.runner.model_runner import Runner
-from inferplane.engine.speculate.network import First, ForwardProposer, Reserve
-from inferplane.engine.speculate.proposer import Ran
+from inferplane.engine.speculate.network import ForwardInput, NetworkProposer, Reserve
+from inferplane.engine.speculate.proposer import VerifiedChunk
 from inferplane.types import Batch
 from inferplane.types.batch import Query
 
 
-class DraftModelProposer(ForwardProposer):
+class DraftModelProposer(NetworkProposer):
     """A draft model with a plan, weights and a cache of its own.
 
-    Its cache has as many blocks of the same size as the target's, and a sequence's block table serves both. So a block
+    Its cache has as many blocks of the same size as the target's, and both use a sequence's block table. So a block
     that is found again by its content holds the draft model's entries too, and preemption frees them with the others.
 
-    Each step it runs on the tokens whose entries are not there yet: those that stand, except accepted drafts that it
-    ran on when it made them, and the newest token.
+    Each step it runs on the tokens that have no entries yet: the newest token, and the tokens of the last step except
+    for accepted drafts, on which it ran when it made them.
 
     Args:
         runner: the draft model, bound and loaded.
@@ -33,16 +33,16 @@ class DraftModelProposer(ForwardProposer):
         super().__init__(runner.cache.block_tokens, runner.backend.torch_device_indexed, reserve)
         self.runner = runner
 
-    def first(self, index: int, ran: Ran, want: int) -> First | None:
-        """Known tokens without entries, and with `want` the newest one."""
-        stop = ran.first + ran.rows + (1 if want else 0)
-        # It ran on the token before the drafts and on all drafts but the last; those that stood are right.
-        start = ran.first + (1 + min(ran.accepted, ran.drafted - 1) if ran.drafted else 0)
+    def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput | None:
+        """The known tokens without entries, and the newest one if there are to be drafts."""
+        stop = chunk.first + chunk.rows + (1 if max_drafts else 0)
+        # It ran on the token before the drafts and on all drafts but the last; the accepted ones have right entries.
+        start = chunk.first + (1 + min(chunk.num_accepted, chunk.num_drafts - 1) if chunk.num_drafts else 0)
         if start >= stop:
             return None
-        query = Query(ran.request.slice(start, stop), start, self.blocks(ran.blocks, stop), 1 if want else 0)
-        return First(index, query, ran.row)
+        query = Query(chunk.request.slice(start, stop), start, self.blocks(chunk.blocks, stop), 1 if max_drafts else 0)
+        return ForwardInput(index, query, chunk.row)
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ForwardProposer.forward`; the target's hidden states are of no use to it."""
+        """See `NetworkProposer.forward`; the target's hidden states are not used."""
         return self.runner.run(batch)

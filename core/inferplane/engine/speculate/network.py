@@ -1,7 +1,8 @@
-"""What drafting with a network has in common: one forward over the rows that stand, then one for each further draft.
+"""Drafting with a network: one forward over the accepted rows, then one for each further draft.
 
-How many drafts each sequence gets, and their blocks, are settled before the first forward; behind it the forwards form
-a chain on the device (`chain`), each sequence with one row. The host reads the drafted tokens once, at the end.
+How many drafts each sequence gets, and their blocks, are decided before the first forward. The further forwards follow
+each other on the device (`draft_tokens`), with one row per sequence. The host reads the drafted tokens once, at the
+end.
 """
 
 from __future__ import annotations
@@ -13,94 +14,101 @@ from itertools import accumulate
 import torch
 
 from inferplane.engine.request.state import Request
-from inferplane.engine.speculate.network import chain
-from inferplane.engine.speculate.proposer import Proposer, Ran
+from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
 from inferplane.types import FEW_TOKENS, HOST, Batch
 from inferplane.types.batch import HostLens, Query, make_batch
 
 Reserve = Callable[[Request, int], bool]
-"""`(request, tokens) -> bool`: makes sure that a sequence has blocks for so many tokens."""
+"""`(request, tokens) -> bool`: gives a sequence blocks for `tokens` tokens, if there are enough."""
+Forward = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""`(batch, hidden) -> (logits, hidden)` of the network that drafts."""
 
 
 @dataclass(frozen=True)
-class First:
-    """What one sequence brings to the first forward: a query, and the first row of the hidden states to go with it."""
+class ForwardInput:
+    """The input of one sequence to the first forward: a query, and the first row of the hidden states for it."""
 
     index: int
     query: Query
     row: int
 
 
-class ForwardProposer(Proposer):
+class NetworkProposer(Proposer):
     """A proposer with a network and a cache in the sequences' own blocks.
 
-    Entries for drafts are written past the end, and overwritten once the real tokens are known.
+    Entries for drafts are written past the end, and overwritten when the real tokens are known.
 
     Args:
-        block_tokens: tokens a block.
+        block_tokens: tokens per block.
         device: torch device of batches.
         reserve: see `Reserve`.
     """
 
     uses_hidden = True
-    """Whether `forward` reads hidden states; otherwise it is handed what there is."""
+    """Whether `forward` reads hidden states; otherwise they may be those of other rows."""
     own_tokens = 0
     """Tokens past a sequence's computed ones that the first forward writes entries for."""
 
     def __init__(self, block_tokens: int, device: str, reserve: Reserve) -> None:
         self.block_tokens, self.device, self.reserve = block_tokens, device, reserve
 
-    def first(self, index: int, ran: Ran, want: int) -> First | None:
-        """What a sequence brings to the first forward, asking for logits of its last row if it wants drafts."""
+    def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput | None:
+        """A sequence's input to the first forward, with logits of its last row if it gets drafts; None: no input."""
         raise NotImplementedError
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits `[R, V]` and hidden states `[T, D]` of a batch whose rows have hidden states `[T, D]`."""
         raise NotImplementedError
 
-    def complete(self, ended: Sequence[Ran], hidden: torch.Tensor) -> None:
-        """See `Proposer.complete`. Only blocks that filled up in this step lack entries that anybody could read."""
+    def complete(self, ended: Sequence[VerifiedChunk], hidden: torch.Tensor) -> None:
+        """See `Proposer.complete`. Only blocks that became full in this step lack entries that could be read."""
         n = self.block_tokens
-        filled = [r for r in ended if (r.first + r.rows) // n > r.first // n]
-        self._start([f for i, r in enumerate(filled) if (f := self.first(i, r, 0)) is not None], hidden)
+        filled = [c for c in ended if (c.first + c.rows) // n > c.first // n]
+        self._first_forward([f for i, c in enumerate(filled) if (f := self.first_input(i, c, 0)) is not None], hidden)
 
-    def propose(self, ran: Sequence[Ran], wants: Sequence[int], hidden: torch.Tensor) -> list[list[int]]:
+    def propose(
+        self, chunks: Sequence[VerifiedChunk], max_drafts: Sequence[int], hidden: torch.Tensor
+    ) -> list[list[int]]:
         """See `Proposer.propose`."""
-        room = [
-            n if n and self.reserve(r.request, r.request.computed + self.own_tokens) else 0 for r, n in zip(ran, wants)
+        limits = [
+            n if n and self.reserve(c.request, c.request.computed + self.own_tokens) else 0
+            for c, n in zip(chunks, max_drafts)
         ]
-        brought = [f for i, r in enumerate(ran) if (f := self.first(i, r, room[i])) is not None]
-        started = self._start(brought, hidden)
-        if started is None:
-            return [[] for _ in ran]
-        logits, after, ends = started
-        going = [i for i in ends if room[i]]
-        lengths = self._lengths([ran[i].request for i in going], [room[i] for i in going])
-        drafts: list[list[int]] = [[] for _ in ran]
-        if going:
-            rows = [ends[i] for i in going]
-            found = self._chain([ran[i].request for i in going], lengths, rows, logits.argmax(-1), after)
-            for i, length, made in zip(going, lengths, found.to(HOST).tolist()):
-                drafts[i] = made[:length]
+        inputs = [f for i, c in enumerate(chunks) if (f := self.first_input(i, c, limits[i])) is not None]
+        first = self._first_forward(inputs, hidden)
+        if first is None:
+            return [[] for _ in chunks]
+        logits, hidden, last_rows = first
+        drafting = [i for i in last_rows if limits[i]]
+        requests = [chunks[i].request for i in drafting]
+        lengths = self._reserve_drafts(requests, [limits[i] for i in drafting])
+        drafts: list[list[int]] = [[] for _ in chunks]
+        if drafting:
+            rows = [last_rows[i] for i in drafting]
+            found = self._draft(requests, lengths, rows, logits.argmax(-1), hidden)
+            for i, length, tokens in zip(drafting, lengths, found.to(HOST).tolist()):
+                drafts[i] = tokens[:length]
         return drafts
 
-    def _lengths(self, requests: list[Request], wants: list[int]) -> list[int]:
-        """How many drafts each gets, blocks for all of them reserved: turn by turn, for as long as there are blocks."""
+    def _reserve_drafts(self, requests: list[Request], limits: list[int]) -> list[int]:
+        """Reserve blocks for drafts, one more draft per sequence and round, while there are blocks; returns how many
+        drafts each sequence gets.
+        """
         lengths = [1] * len(requests)
-        for done in range(1, max(wants, default=0)):
-            for k, (r, want) in enumerate(zip(requests, wants)):
-                if lengths[k] == done < want and self.reserve(r, r.computed + self.own_tokens + done):
+        for done in range(1, max(limits, default=0)):
+            for k, (r, limit) in enumerate(zip(requests, limits)):
+                if lengths[k] == done < limit and self.reserve(r, r.computed + self.own_tokens + done):
                     lengths[k] += 1
         return lengths
 
-    def _chain(
+    def _draft(
         self, requests: list[Request], lengths: list[int], rows: list[int], tokens: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """All drafts `[sequences, longest]`, from the first ones and the hidden states, whose rows are given."""
-        most, ends = max(lengths), [r.computed + self.own_tokens for r in requests]
-        if most == 1:
+        """All drafts `[sequences, longest]`, from the first drafts and the given rows of the hidden states."""
+        longest, ends = max(lengths), [r.computed + self.own_tokens for r in requests]
+        if longest == 1:
             return tokens[:, None]
-        # The rows that the first drafts follow; each forward is the one behind the one before.
+        # Rows preceding each first draft; every later forward advances them by one token.
         queries = [
             Query([0], end - 1, self.blocks(r.blocks, end + n - 1)) for r, end, n in zip(requests, ends, lengths)
         ]
@@ -109,34 +117,89 @@ class ForwardProposer(Proposer):
         starts = tuple(range(len(requests) + 1))
         lens = [
             HostLens(starts, tuple(end + done if done < n else 0 for end, n in zip(ends, lengths)))
-            for done in range(1, most)
+            for done in range(1, longest)
         ]
         if self.uses_hidden:
             hidden = hidden[torch.tensor(rows, device=hidden.device)]
-        wanted = torch.tensor(lengths, device=tokens.device)
+        counts = torch.tensor(lengths, device=tokens.device)
         with torch.inference_mode():
-            return chain(self.forward, tokens, hidden, batch, wanted, most, self.block_tokens, lens)
+            return draft_tokens(self.forward, tokens, hidden, batch, counts, longest, self.block_tokens, lens)
 
-    def _start(
-        self, brought: list[First], hidden: torch.Tensor
+    def _first_forward(
+        self, inputs: list[ForwardInput], hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[int, int]] | None:
-        """The first forward; also the last row of each sequence, by its index."""
-        if not brought:
+        """Run the first forward; returns also the last row of each sequence, by its index."""
+        if not inputs:
             return None
-        order = sorted(brought, key=lambda f: len(f.query.ids) > FEW_TOKENS)
+        order = sorted(inputs, key=lambda f: len(f.query.ids) > FEW_TOKENS)
         batch = make_batch([f.query for f in order], block_tokens=self.block_tokens, device=self.device)
         if self.uses_hidden:
             rows = [f.row + k for f in order for k in range(len(f.query.ids))]
             if rows != list(range(hidden.shape[0])):
                 hidden = hidden[torch.tensor(rows, device=hidden.device)]
-        logits, after = self._run(batch, hidden)
-        ends = accumulate(len(f.query.ids) for f in order)
-        return logits, after, {f.index: end - 1 for f, end in zip(order, ends)}
+        with torch.inference_mode():
+            logits, hidden = self.forward(batch, hidden)
+        stops = accumulate(len(f.query.ids) for f in order)
+        return logits, hidden, {f.index: stop - 1 for f, stop in zip(order, stops)}
 
     def blocks(self, blocks: list[int], tokens: int) -> list[int]:
-        """Those of a sequence's blocks that `tokens` tokens need."""
+        """The first blocks of a sequence, as many as `tokens` tokens need."""
         return blocks[: -(-tokens // self.block_tokens)]
 
-    def _run(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.inference_mode():
-            return self.forward(batch, hidden)
+
+def next_token_batch(batch: Batch, tokens: torch.Tensor, live: torch.Tensor, block_tokens: int) -> Batch:
+    """The batch that continues each sequence by one token; positions, slots and lengths are computed on the device.
+
+    Args:
+        batch: one row per sequence, n in all; its block tables reach one token further.
+        tokens: int64 `[n]`, the tokens after its rows.
+        live: bool `[n]`; the other sequences become padding.
+        block_tokens: tokens per block.
+    """
+    positions = batch.positions + 1
+    index = (positions // block_tokens).clamp(max=batch.block_tables.shape[1] - 1)
+    blocks = batch.block_tables.gather(1, index[:, None])[:, 0].long()
+    return replace(
+        batch,
+        ids=tokens,
+        positions=positions,
+        slots=torch.where(live, blocks * block_tokens + positions % block_tokens, -1),
+        seq_lens=torch.where(live, positions + 1, 0).to(batch.seq_lens.dtype),
+        host_lens=None,
+    )
+
+
+def draft_tokens(
+    forward: Forward,
+    tokens: torch.Tensor,
+    hidden: torch.Tensor,
+    batch: Batch,
+    lengths: torch.Tensor,
+    longest: int,
+    block_tokens: int,
+    lens: Sequence[HostLens] = (),
+) -> torch.Tensor:
+    """Draft `longest - 1` further tokens, each the argmax after the one before: int64 `[n, longest]`.
+
+    It runs on the device alone: no shape and no branch depends on the values of a tensor, so it can be captured.
+    Sequences with fewer drafts than others stay as padding, which all kernels ignore; their further entries are
+    undefined.
+
+    Args:
+        forward: the network that drafts.
+        tokens: int64 `[n]`, the first drafts.
+        hidden: hidden states `[n, D]` of the rows before them.
+        batch: these rows, with block tables for all drafts but the last.
+        lengths: int64 `[n]`, drafts of each sequence, at most `longest`.
+        longest: the largest number of drafts.
+        block_tokens: tokens per block.
+        lens: lengths in each of the forwards, if the host knows them; otherwise kernels that need them read them back.
+    """
+    drafts = [tokens]
+    for done in range(1, longest):
+        batch = next_token_batch(batch, tokens, lengths > done, block_tokens)
+        known = replace(batch, host_lens=lens[done - 1]) if lens else batch
+        logits, hidden = forward(known, hidden)
+        tokens = logits.argmax(-1)
+        drafts.append(tokens)
+    return torch.stack(drafts, 1)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inferplane.engine import AsyncLLM
+from inferplane.engine.clients.options import OLD_NAMES, OPTIONS
 from inferplane.engine.clients.process.memory import gc_paused
 from inferplane.errors import UsageError
 from inferplane.serving import logs
@@ -35,11 +36,8 @@ from inferplane.serving.settings import FIELDS, ServerSettings
 T = TypeVar("T")
 Sockets = Mapping[str, socket.socket]
 BACKLOG = 2048
-ENGINE_OPTIONS = (
-    *("device", "index", "dtype", "kv_dtype", "quantization", "load_format", "lock", "strict", "deterministic"),
-    *("max_model_len", "max_batch", "max_step_tokens", "kv_cache_bytes", "prefix_cache"),
-)
-"""Settings that are arguments of `AsyncLLM`, under the same names."""
+ENGINE_OPTIONS = {OLD_NAMES.get(name, name): name for name in FIELDS if OLD_NAMES.get(name, name) in OPTIONS}
+"""Option of `AsyncLLM` -> the setting for it; the settings keep the names that options had until 0.2."""
 PACKAGES = ("fastapi", "pydantic", "uvicorn", "h11", "prometheus_client")
 """Packages that only the server needs."""
 GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
@@ -111,7 +109,7 @@ def _serve(settings: ServerSettings, pins: Mapping[str, str], keys: list[str], s
     reading_weights = threading.Event()
     options = {**engine_options(settings, pins), "progress": lambda done, total: reading_weights.set()}
     warned = lambda words: log.warning("%s", words)  # noqa: E731
-    opening = _run_in_thread(lambda: AsyncLLM(settings.model, process=True, warned=warned, **options), "load")
+    opening = _run_in_thread(lambda: AsyncLLM(settings.model, process=True, on_warning=warned, **options), "load")
     with gc_paused():
         from inferplane.serving.lifecycle.run import ProcessSetup, ServerProcess
         from inferplane.serving.lifecycle.workers import Workers
@@ -244,8 +242,10 @@ def engine_options(settings: ServerSettings, pins: Mapping[str, str]) -> dict[st
 
     `max_waiting` is so large that the engine's queue never refuses: the service does, without asking the engine.
     """
-    options = {name: getattr(settings, name) for name in ENGINE_OPTIONS}
+    options = {option: getattr(settings, name) for option, name in ENGINE_OPTIONS.items()}
     if settings.speculate_method is not None:
-        names = ("speculate_method", "speculate_max_draft_token_num", "draft_model_name_or_path")
-        options["speculative"] = {name: value for name in names if (value := getattr(settings, name)) is not None}
+        options["speculative_config"] = {"method": settings.speculate_method}
+        options["speculative_config"]["num_speculative_tokens"] = settings.speculate_max_draft_token_num
+        if settings.draft_model_name_or_path is not None:
+            options["speculative_config"]["model"] = settings.draft_model_name_or_path
     return {**options, "ops": dict(pins), "max_waiting": settings.max_batch + settings.max_waiting}

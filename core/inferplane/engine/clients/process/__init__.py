@@ -1,5 +1,1 @@
-"""An engine in a process of its own: typed messages over a Unix socket, never pickle."""
-
-from inferplane.engine.clients.process.remote import RemoteEngine
-
-__all__ = ["RemoteEngine"]
+"""An engine in a process of its own: typed messages over a Unix socket, never pickle. `remote` is the caller's side."""

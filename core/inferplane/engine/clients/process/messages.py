@@ -1,4 +1,4 @@
-"""What callers and an engine's process say to each other.
+"""The messages between callers and an engine's process.
 
 A frame is four bytes of length, little-endian, and one message in MessagePack. Every message is decoded to its type or
 refused: nothing of it is ever executed.
@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from inferplane import errors
-from inferplane.engine.clients.client import ModelInfo, Order, Question, RequestId
+from inferplane.engine.clients.client import ModelInfo, Question, RequestId, Submission
 from inferplane.engine.request.results import Delta
 from inferplane.errors import EngineError, InferplaneError
 
-MOST_FRAME_BYTES = 256 * 2**20
+MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH = struct.Struct("<I")
 HEADER_BYTES = _LENGTH.size
 
@@ -31,7 +31,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Fault:
-        """What to send for an error; those that are not our own become an EngineError."""
+        """The message for an error; one that is not Inferplane's own becomes an EngineError."""
         if isinstance(error, InferplaneError):
             return cls(type(error).__name__, error.what, error.there_is, error.remedy)
         return cls(EngineError.__name__, f"{type(error).__name__}: {error}")
@@ -46,7 +46,7 @@ class Fault(msgspec.Struct, frozen=True):
 # -- from callers
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadModel(msgspec.Struct, frozen=True, tag=True):
     """Load a model; the first message of the process that started the engine, and of no other."""
 
     model: Any
@@ -58,24 +58,24 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Queue a request; answered by `Accepted` or `Refused` with the same number."""
 
     number: int
-    order: Order
+    submission: Submission
 
 
-class Withdraw(msgspec.Struct, frozen=True, tag=True):
+class Abort(msgspec.Struct, frozen=True, tag=True):
     """End a request."""
 
     request_id: RequestId
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Answered by `Answer` or `Refused` with the same number."""
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Request the counters, the health or the plan; answered by `InspectReply` or `Refused` with the same number."""
 
     number: int
     question: Question
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """Drain, and end the process; from others than who started it this means nothing."""
+    """Drain, and end the process; ignored from callers that did not start it."""
 
     drain_s: float
 
@@ -115,31 +115,31 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request, or a question, was refused."""
+    """A request, or an inspection, was refused."""
 
     number: int
     fault: Fault
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    """What was asked for."""
+class InspectReply(msgspec.Struct, frozen=True, tag=True):
+    """The requested counters, health or plan."""
 
     number: int
     value: dict[str, Any]
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
-    """What a step brought for this caller."""
+    """The pieces of one step for this caller."""
 
     pieces: list[tuple[RequestId, Delta]]
 
 
 class Closed(msgspec.Struct, frozen=True, tag=True):
-    """The last message of an engine that was told to close."""
+    """The last message of an engine that closes."""
 
 
-FromCaller = Load | Submit | Withdraw | Ask | Close
-FromEngine = Progress | Warned | Ready | Failed | Accepted | Refused | Answer | Pieces | Closed
+FromCaller = LoadModel | Submit | Abort | Inspect | Close
+FromEngine = Progress | Warned | Ready | Failed | Accepted | Refused | InspectReply | Pieces | Closed
 
 _encoder = msgspec.msgpack.Encoder()
 read_caller = msgspec.msgpack.Decoder(FromCaller).decode
@@ -147,23 +147,23 @@ read_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def frame(message: FromCaller | FromEngine) -> bytes:
-    """A message as it travels.
+    """A message as bytes.
 
     Raises:
-        TypeError, OverflowError: it holds what MessagePack has no form for.
+        TypeError, OverflowError: it holds a value that MessagePack cannot represent.
         ValueError: it is too large.
     """
     body = _encoder.encode(message)
-    if len(body) > MOST_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes; {MOST_FRAME_BYTES} are the most")
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes; {MAX_FRAME_BYTES} are the most")
     return _LENGTH.pack(len(body)) + body
 
 
 def number_of(body: bytes) -> int | None:
-    """The number of a message that is no `FromCaller` but has one, so that it can be answered with `Refused`."""
+    """The number of a message that is no valid `FromCaller`, so that `Refused` can answer it; None if it has none."""
     try:
         number = msgspec.msgpack.decode(body).get("number")
-    except (ValueError, AttributeError):  # it may hold a string that is no UTF-8, too
+    except (ValueError, AttributeError):  # also for a string that is no UTF-8
         return None
     return number if type(number) is int else None
 
@@ -175,6 +175,6 @@ def body_bytes(header: bytes) -> int:
         ValueError: it is too large to be one.
     """
     (length,) = _LENGTH.unpack(header)
-    if length > MOST_FRAME_BYTES:
-        raise ValueError(f"a message of {length} bytes; {MOST_FRAME_BYTES} are the most")
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {length} bytes; {MAX_FRAME_BYTES} are the most")
     return int(length)

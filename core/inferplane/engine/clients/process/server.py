@@ -25,13 +25,13 @@ from inferplane.engine.clients.client import RequestId
 from inferplane.engine.clients.llm import LLM
 from inferplane.engine.clients.local import LocalEngine
 from inferplane.engine.clients.process import messages
-from inferplane.engine.clients.process.memory import freeze_gc, importing, one_heap, trimmer
+from inferplane.engine.clients.process.memory import freeze_gc, gc_paused, memory_trimmer, share_heap
 from inferplane.engine.clients.process.messages import Fault, FromCaller, FromEngine
 from inferplane.engine.request.results import Delta
 from inferplane.errors import InferplaneWarning, UsageError
 
-MOST_UNREAD_BYTES = 64 * 2**20
-"""A caller that leaves so much unread is disconnected, and its requests are ended."""
+MAX_UNREAD_BYTES = 64 * 2**20
+"""A caller with more unread bytes is disconnected, and its requests end."""
 
 
 class Connection:
@@ -55,19 +55,19 @@ class Connection:
     def send(self, message: FromEngine) -> None:
         if self.writer.is_closing():
             return
-        if self.writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+        if self.writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self.writer.transport.abort()
             return
         try:
             self.writer.write(messages.frame(message))
-        except Exception as error:  # who would wait for this message for ever learns that none comes
+        except Exception as error:  # otherwise the caller would wait for this message for ever
             print(f"inferplane engine: a caller is disconnected: {error}", file=sys.stderr)
             self.writer.transport.abort()
 
     async def receive(self) -> FromCaller | None:
-        """The next message; None at the end, also of a caller that does not keep to the protocol.
+        """The next message; None at the end, and for a caller that violates the protocol.
 
-        One that asks for an answer and holds a value of a wrong type is refused, and costs nobody else anything.
+        A message with a number and a value of a wrong type is refused alone.
         """
         while True:
             try:
@@ -79,13 +79,13 @@ class Connection:
             except msgspec.ValidationError as error:
                 number = messages.number_of(body)
                 if number is None:
-                    return self._confused(error)
+                    return self._report(error)
                 self.send(messages.Refused(number, Fault.of(UsageError(f"The engine cannot read a request: {error}."))))
             except (ValueError, msgspec.DecodeError) as error:
-                return self._confused(error)
+                return self._report(error)
 
     @staticmethod
-    def _confused(error: Exception) -> None:
+    def _report(error: Exception) -> None:
         print(f"inferplane engine: a caller is disconnected: {error}", file=sys.stderr)
 
     async def serve(
@@ -94,19 +94,19 @@ class Connection:
         """Answer until the caller leaves; its requests end with it.
 
         Args:
-            engine: does the work.
-            on_close: told the seconds for draining when the caller says `Close`; messages are answered on.
-            first: the first message, when it is being received already.
+            engine: answers.
+            on_close: called with the seconds for draining at `Close`; further messages are still answered.
+            first: the first message, if it is being received already.
         """
         try:
             message = await (first if first is not None else self.receive())
-            while message is not None and not isinstance(message, messages.Load):
+            while message is not None and not isinstance(message, messages.LoadModel):
                 if isinstance(message, messages.Submit):
-                    self._answer(engine.submit(message.order, self), message.number)
-                elif isinstance(message, messages.Withdraw):
+                    self._answer(engine.submit(message.submission, self), message.number)
+                elif isinstance(message, messages.Abort):
                     engine.abort(message.request_id, self)
-                elif isinstance(message, messages.Ask):
-                    self._answer(engine.ask(message.question), message.number)
+                elif isinstance(message, messages.Inspect):
+                    self._answer(engine.inspect(message.question), message.number)
                 else:
                     on_close(message.drain_s)
                 message = await self.receive()
@@ -121,26 +121,26 @@ class Connection:
             elif answer.result() is None:
                 self.post(messages.Accepted(number))
             else:
-                self.post(messages.Answer(number, answer.result()))
+                self.post(messages.InspectReply(number, answer.result()))
 
         answer.add_done_callback(done)
 
     async def leave(self) -> None:
-        """Write what is left, and close."""
+        """Write the rest, and close."""
         with contextlib.suppress(ConnectionError, asyncio.TimeoutError):
             await asyncio.wait_for(self.writer.drain(), 5.0)
         self.writer.close()
 
 
-class _Telling(logging.Handler):
-    """Tells what Inferplane logs within its block; this process has no log of its own."""
+class _Forwarding(logging.Handler):
+    """Forwards Inferplane's log messages within its block; this process has no log of its own."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, forward: Callable[[str], None]) -> None:
         super().__init__()
-        self._tell, self._logger = tell, logging.getLogger("inferplane")
+        self._forward, self._logger = forward, logging.getLogger("inferplane")
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._tell(record.getMessage())
+        self._forward(record.getMessage())
 
     def __enter__(self) -> None:
         self._logger.addHandler(self)
@@ -149,27 +149,27 @@ class _Telling(logging.Handler):
         self._logger.removeHandler(self)
 
 
-def _load(message: messages.Load, owner: Connection) -> LocalEngine:
-    """Load the model, telling how far it is and what there is to warn of."""
+def _load(message: messages.LoadModel, owner: Connection) -> LocalEngine:
+    """Load the model; progress and warnings go to the owner."""
 
     def progress(done: int, total: int) -> None:
         owner.post(messages.Progress(done, total))
 
-    told: set[str] = set()
+    sent: set[str] = set()
 
     def showwarning(message: Warning | str, *unused: Any) -> None:
-        if str(message) not in told:  # a draft model's may be the very words
-            told.add(str(message))
+        if str(message) not in sent:  # a draft model may give the same warning
+            sent.add(str(message))
             owner.post(messages.Warned(str(message)))
 
-    with warnings.catch_warnings(), _Telling(showwarning):
+    with warnings.catch_warnings(), _Forwarding(showwarning):
         warnings.showwarning = showwarning  # type: ignore[assignment]
         warnings.simplefilter("always", InferplaneWarning)  # the owner's process has the filters
         llm = LLM(message.model, progress=progress, **message.options)
-        with importing():
+        with gc_paused():
             kind = llm.tokenizer.kind if llm.files.has_tokenizer else ""  # now, not at the first request
     freeze_gc()
-    engine = LocalEngine(llm, rest=trimmer())
+    engine = LocalEngine(llm, on_idle=memory_trimmer())
     engine.info = replace(engine.info, tokenizer=kind)
     return engine
 
@@ -177,12 +177,12 @@ def _load(message: messages.Load, owner: Connection) -> LocalEngine:
 async def _run(sock: socket.socket) -> None:
     owner = Connection(*await asyncio.open_unix_connection(sock=sock))
     first = await owner.receive()
-    if not isinstance(first, messages.Load):
+    if not isinstance(first, messages.LoadModel):
         return
     loading = asyncio.ensure_future(asyncio.to_thread(_load, first, owner))
     second = asyncio.ensure_future(owner.receive())
     await asyncio.wait({loading, second}, return_when=asyncio.FIRST_COMPLETED)
-    if second.done():  # the owner is gone, and nobody else waits for the model; loading cannot be interrupted otherwise
+    if second.done():  # the owner has left before there are other callers; loading cannot be interrupted otherwise
         _remove(first.address)
         os._exit(0)
     try:
@@ -193,11 +193,11 @@ async def _run(sock: socket.socket) -> None:
 
 async def _live(
     owner: Connection,
-    first: messages.Load,
+    first: messages.LoadModel,
     loading: asyncio.Future[LocalEngine],
     second: asyncio.Future[FromCaller | None],
 ) -> None:
-    """Serve from the end of the loading on until the engine is closed."""
+    """Serve after loading until the engine is closed."""
     try:
         engine = loading.result()
     except BaseException as error:
@@ -215,13 +215,13 @@ async def _live(
     serving = asyncio.ensure_future(owner.serve(engine, close, second))
     serving.add_done_callback(lambda _: close(0.0))
     await asyncio.to_thread(engine.close, await closing)
-    for caller in (*others, owner):  # behind what the engine's thread has posted for them
+    for caller in (*others, owner):  # after the messages that the engine's thread has posted
         caller.send(messages.Closed())
     await asyncio.gather(*(caller.leave() for caller in (*others, owner)))
 
 
 def _remove(address: str) -> None:
-    """Remove the socket and the folder that was made for it alone: whoever made it may be gone."""
+    """Remove the socket and its own folder: the process that made it may have ended."""
     with contextlib.suppress(OSError):
         os.unlink(address)
     with contextlib.suppress(OSError):
@@ -229,7 +229,7 @@ def _remove(address: str) -> None:
 
 
 async def _listen(engine: LocalEngine, address: str) -> set[Connection]:
-    """Take further callers; the set holds those that are connected."""
+    """Accept further callers; the set holds those that are connected."""
     callers: set[Connection] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -248,9 +248,9 @@ async def _listen(engine: LocalEngine, address: str) -> set[Connection]:
 
 def main() -> None:
     """Serve on the socket whose descriptor is the last argument."""
-    # What goes to all processes of a terminal, a service or a launcher is for the one that started this process: it may
-    # have requests to finish, and this one ends when it is gone.
+    # Signals to all processes of a terminal, a service or a launcher are for the process that started this one: it may
+    # have requests to finish, and this process ends when it ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    one_heap()
+    share_heap()
     asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1]))))

@@ -1,0 +1,90 @@
+"""`InputProcessor`: from a prompt and its parameters to what the engine takes: token ids, detokenizer, constraint."""
+
+from __future__ import annotations
+
+from threading import RLock
+from typing import Any
+
+from inferplane.engine.request.arguments import Prompt
+from inferplane.engine.request.constraint import Constraint
+from inferplane.engine.request.params import SamplingParams
+from inferplane.engine.request.text import Detokenizer, Tokenizer, end_ids
+from inferplane.engine.runner.model_files import ModelFiles
+from inferplane.engine.sampling.grammars import Grammars
+from inferplane.errors import UsageError
+
+
+class InputProcessor:
+    """A model's tokenizer and grammars, each loaded at first use. Its methods may be called from any thread.
+
+    Args:
+        files: the model's.
+    """
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._files = files
+        self._end_ids = _end_ids(files)  # once: the folder may be gone, or another's, while the model serves
+        self._tokenizer: Tokenizer | None = None
+        self._grammars: Grammars | None = None
+        self._loading = RLock()  # guards the tokenizer and the grammars
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer.
+
+        Raises:
+            UsageError: the model has no folder. CheckpointError: the folder has no usable tokenizer.
+        """
+        with self._loading:
+            if self._tokenizer is None:
+                if self._files.folder is None:
+                    raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
+                self._tokenizer = Tokenizer(self._files.folder)
+            return self._tokenizer
+
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        if self._tokenizer is None or self._files.folder is None:
+            return self._end_ids
+        return self._end_ids | self._tokenizer.own_end_ids
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        ids: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        return [i.item() if hasattr(i, "item") else i for i in ids]
+
+    def needs_detokenizer(self, params: SamplingParams) -> bool:
+        """Whether generated tokens become text; not for a model without a tokenizer, unless stop strings need it."""
+        return self._tokenizer is not None or self._files.has_tokenizer or bool(params.stop)
+
+    def detokenizer(self, prompt: list[int], params: SamplingParams) -> Detokenizer:
+        """Decodes the tokens that follow a prompt."""
+        return Detokenizer(self.tokenizer, params.stop or (), prompt)
+
+    def constraint(self, params: SamplingParams, vocab: int) -> Constraint | None:
+        """The compiled constraint of the parameters at its initial state; None when they have none.
+
+        Raises:
+            UsageError: it is not valid, not supported, or too complex.
+        """
+        if params.constraint is None:
+            return None
+        with self._loading:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer.fast, vocab, self.end_ids())
+        return self._grammars.start(params)
+
+    def close(self) -> None:
+        """End the process that compiles grammars."""
+        if self._grammars is not None:
+            self._grammars.close()
+
+
+def _end_ids(files: ModelFiles) -> frozenset[int]:
+    """Tokens that end a text according to a model's files or config."""
+    if files.folder is not None:
+        return end_ids(files.folder)
+    value = files.config.get("eos_token_id")
+    return frozenset([value] if isinstance(value, int) else value or ())

@@ -1,0 +1,47 @@
+"""Logits after every token of a prompt, without sampling: for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from inferplane.engine.loop.engine import Engine
+from inferplane.errors import CapacityError, UsageError
+from inferplane.types import HOST
+from inferplane.types.batch import Query, make_batch
+
+
+def prompt_logits(engine: Engine, prompt: Sequence[int], chunk_tokens: int | None = None) -> torch.Tensor:
+    """Logits after every token of a prompt: float32 `[tokens, vocab]` on the host.
+
+    Args:
+        engine: its model runs, in blocks that no request holds.
+        prompt: token ids.
+        chunk_tokens: tokens per step; None takes the engine's.
+
+    Raises:
+        UsageError, CapacityError: as for `Engine.add`.
+    """
+    engine.check(prompt)
+    scheduler, limits = engine.scheduler, engine.scheduler.limits
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise UsageError(f"chunk_tokens = {chunk_tokens}.", there_is="values of 1 and more")
+    if len(prompt) > limits.max_model_len:
+        raise CapacityError(
+            f"A prompt of {len(prompt)} tokens exceeds the {'cache' if limits.limited_by_cache else 'model'}'s "
+            f"{limits.max_model_len}.",
+            remedy=f"shorten it, or {limits.length_remedy}",
+        )
+    step = chunk_tokens or limits.max_num_batched_tokens
+    out = []
+    blocks = engine.allocator.allocate(scheduler.blocks_for(len(prompt)))
+    try:
+        for start in range(0, len(prompt), step):
+            ids = list(prompt[start : start + step])
+            query = Query(ids, start, blocks[: scheduler.blocks_for(start + len(ids))])
+            batch = make_batch([query], block_tokens=engine.cache.block_tokens, device=engine.device)
+            out.append(engine.runner.run(batch)[0].to(HOST))
+    finally:
+        engine.allocator.release(blocks)
+    return torch.cat(out)

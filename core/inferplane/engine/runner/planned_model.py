@@ -1,0 +1,230 @@
+"""A model bound to a device's kernels, before its weights are read: what `explain`, `estimate` and `tune` need."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from inferplane.binding import Options, Plan, PlanSettings, Verdict, bind, explain, explain_text, read_lock, run_canary
+from inferplane.engine.runner.buckets import bucket_sizes
+from inferplane.engine.runner.capture import DecodeSteps, why_not_captured, why_not_captured_together
+from inferplane.engine.runner.kv_cache import kv_layouts_for
+from inferplane.engine.runner.model_files import ModelFiles
+from inferplane.engine.runner.options import RunnerOptions, resolve_dtype
+from inferplane.engine.runner.ranks import Ranks
+from inferplane.errors import UsageError, warn
+from inferplane.models import Build, build
+from inferplane.models.families.eagle import with_eagle
+from inferplane.ops import CausalLM
+from inferplane.plugins import Event, PluginHost
+from inferplane.quant import READERS, formats_read_by_row, latent_formats, latent_request, online, stored
+from inferplane.types import Backend, DeviceState, Kernel, KVLayout, KVRequest, Placement
+
+
+class CapturedSpeculation(Protocol):
+    """Runs steps together with a draft layer, by replaying a capture; `disabled_reason`, in words, if it does not."""
+
+    disabled_reason: str
+
+
+class PlannedModel:
+    """A model bound to the kernels of one device.
+
+    Attributes: `backend`; `state`, None if the device was not opened; `plan`; `max_model_len`; `verdicts` of the
+    canary; `ranks`, the processes that share the model, None for one; `decode`, which runs decode steps, and
+    `captured_speculation`, which runs them together with a draft layer: both None before the model is loaded.
+    """
+
+    def __init__(self, files: ModelFiles, host: PluginHost, backend: Backend, options: RunnerOptions) -> None:
+        self.files, self.host, self.backend, self.options = files, host, backend, options
+        self.dtype = resolve_dtype(options.dtype, files)
+        self.state: DeviceState | None = None
+        self.ranks: Ranks | None = None
+        self.decode: DecodeSteps | None = None
+        self.captured_speculation: CapturedSpeculation | None = None
+        self.verdicts: list[Verdict] = []
+        self.spent_s: dict[str, float] = {}
+        self.demoted: dict[Kernel, str] = {}
+        limit = files.config.positions
+        if options.max_model_len is not None:
+            if options.max_model_len < 1 or (limit and options.max_model_len > limit):
+                raise UsageError(
+                    f"max_model_len = {options.max_model_len}.", there_is=f"1 to {limit}, the model's own positions"
+                )
+            limit = options.max_model_len
+        self.max_model_len: int = limit or 4096
+        self.kernels = host.kernels(backend)
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Measure the seconds of a phase into `spent_s`."""
+        begun = time.perf_counter()
+        yield
+        self.spent_s[phase] = time.perf_counter() - begun
+
+    # -- binding
+
+    def bind_and_check(self) -> None:
+        """Bind, and check the chosen kernels on the opened device; nothing is read."""
+        with self.timed("bind"):
+            self.bind(assumed=False)
+        with self.timed("canary"):
+            self._run_canary()
+        if left := self.plan.hot_references():
+            ops = sorted({op for _, _, op in left})
+            warn(
+                f"On device {self.backend.name!r} {len(left)} hot op(s) run on their slow reference: {', '.join(ops)}. "
+                "See explain for the reasons; strict=True refuses such a plan."
+            )
+        self.host.emit(Event("plan.bound", {"device": self.backend.name, "model": self.files.name}))
+
+    def bind(self, *, assumed: bool) -> None:
+        """Build the model's tree of ops and choose a kernel for each; `assumed`: for a device that is not here."""
+        names = None if self.options.load_format == "dummy" or not self.files.has_weights else set(self.files.names())
+        scheme, config = self.options.quantization, self.files.config
+        settings = self._settings(assumed)
+        if scheme is None:
+            found = stored(config.get("quantization_config"), names)
+        else:
+            request = latent_request(config)
+            layouts = [x.name for x in self.kv_layouts(request)] if request is not None else []
+            found = online(scheme, config, latent_formats(self.kernels, settings, layouts, self.options.ops))
+        self.readers, self.view = {**READERS, **found.readers}, found.view
+        placement = Placement() if self.ranks is None else self.ranks.placement
+        rows = formats_read_by_row(self.kernels, settings) if self.ranks is None else frozenset()
+        unread, length = list(found.unread), self.max_model_len
+        plans = Build(
+            config, placement, found.format_of, length, self.options.mtp, unread, found.activation_quants, rows
+        )
+        self.model: CausalLM = build(plans, self.host.models())
+        self.ignored = plans.ignored
+        if (head := self.options.eagle) is not None:
+            names = set(head.names()) if head.has_weights else None
+            self.model, more = with_eagle(self.model, head.config, names, self.max_model_len)
+            self.ignored = [*self.ignored, *more]
+        if self.options.mtp and not self.model.mtp:
+            raise UsageError(
+                f"mtp (of mtp=True or method='mtp'): {self.files.name} has no multi-token-prediction layers.",
+                remedy="leave it out, or load a checkpoint whose config has num_nextn_predict_layers",
+            )
+        self._choose_kernels(assumed=assumed)
+
+    def _settings(self, assumed: bool) -> PlanSettings:
+        arch = self.options.arch or next(iter(self.backend.architectures), "")
+        features = self.backend.features(self.options.arch)
+        if self.state is not None and self.options.arch is None:
+            arch, features = self.state.arch, self.state.features
+        deterministic, fraction = self.options.deterministic, self.options.max_repacked_fraction
+        return PlanSettings(self.backend.name, self.dtype, arch, features, deterministic, fraction, assumed)
+
+    def _choose_kernels(self, *, assumed: bool) -> None:
+        choices = read_lock(self.options.lock, self.fingerprint()) if self.options.lock else {}
+        self.plan: Plan = bind(
+            self.model,
+            self.kernels,
+            self._settings(assumed),
+            self.kv_layouts,
+            options=Options(self.options.ops, choices, self.demoted),
+            strict=self.options.strict,
+        )
+
+    def fingerprint(self) -> dict[str, str]:
+        """The device, architecture and torch version that a lock file has to match."""
+        return {
+            "device": self.backend.name,
+            "arch": self.state.arch if self.state else "",
+            "name": self.state.name if self.state else "",
+            "torch": torch.__version__,
+        }
+
+    def _run_canary(self) -> None:
+        """Check the chosen kernels; demote those that are wrong and choose again, until all chosen ones are right."""
+        checked: set[int] = set()
+        while True:
+            verdicts = [*run_canary(self.plan, self.backend.torch_device_indexed, self.kv_layouts, checked)]
+            self.verdicts += verdicts
+            checked |= {id(v.kernel) for v in verdicts}
+            for v in verdicts:
+                if v.outcome is None:
+                    warn(f"{self._describe(v.kernel)} could not be checked: it serves none of its op's samples.")
+            failed = [v for v in verdicts if v.failed]
+            if not failed:
+                return
+            for v in failed:
+                self.demoted[v.kernel] = v.reason
+                warn(f"{self._describe(v.kernel)} gives wrong results and is not used: {v.reason}.")
+                self.host.emit(
+                    Event("canary.demoted", {"kernel": v.kernel.name, "op": v.kernel.op, "reason": v.reason})
+                )
+            self._choose_kernels(assumed=False)
+
+    def _describe(self, kernel: Kernel) -> str:
+        """A kernel, its op, its device and its origin, for a warning."""
+        origin = self.host.origin(kernel, self.backend)
+        return f"Kernel {kernel.name} for op {kernel.op!r} on device {self.backend.name!r} (from {origin})"
+
+    # -- the cache that it needs
+
+    def kv_layouts(self, request: KVRequest) -> Sequence[KVLayout]:
+        """Layouts for one kind of layer, in the KV dtype of the options."""
+        return kv_layouts_for(self.backend, request, self.dtype, self.options, self.files.name)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per KV block."""
+        return next(iter(self.plan.layouts.values())).block_tokens
+
+    def kv_requests(self) -> list[KVRequest]:
+        """The entries that each layer stores: the model's own layers, then its draft layers."""
+        return [layer.kv_requests()[0] for layer in (*self.model.layers, *self.model.mtp)]
+
+    @property
+    def window(self) -> int | None:
+        """The widest attention window of all layers, in tokens; None: a layer attends to all tokens."""
+        return widest_window(self.kv_requests())
+
+    def block_bytes(self, *, windowed: bool = False) -> int:
+        """Bytes per KV block, for all layers together, or only for those with a window."""
+        requests = [r for r in self.kv_requests() if r.window is not None or not windowed]
+        return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in requests)
+
+    # -- explaining
+
+    def explain(self) -> dict[str, Any]:
+        """The plan and the captured decode steps as data (docs/schemas/explain.json)."""
+        return {**explain(self.plan, self.files.name), "decode_steps": captured_steps(self)}
+
+    def explain_text(self, *, verbose: bool = False) -> str:
+        """The same as text, in the words of `inferplane explain`; captures are left out where there are none."""
+        steps = captured_steps(self)
+        return explain_text(self.plan, self.files.name, verbose=verbose, decode_steps=steps)
+
+
+def widest_window(requests: Sequence[KVRequest]) -> int | None:
+    """The widest attention window of some layers, in tokens; None: one of them attends to all tokens."""
+    windows = [r.window for r in requests]
+    return None if None in windows else max((w for w in windows if w is not None), default=0)
+
+
+def captured_steps(planned: PlannedModel) -> dict[str, Any]:
+    """For `explain`: the sizes of captured decode steps; `off`, the reason why none are captured, in words.
+
+    Where a layer of the model drafts, `drafting_layer` is the reason why its drafts are not captured together with the
+    step; empty where they are.
+    """
+    sizes = bucket_sizes(planned.plan, planned.options, planned.max_model_len)
+    off = why_not_captured(planned.plan, planned.options)
+    if planned.decode is not None:
+        sizes, off = planned.decode.sizes, planned.decode.disabled_reason
+    if not off and type(planned.backend).capture is Backend.capture:
+        off = "the device captures no steps"
+    data = {**sizes.data(), "off": off}
+    if not planned.options.has_draft_layer:
+        return data
+    together = planned.captured_speculation
+    apart = why_not_captured_together(planned.plan, planned.options) if together is None else together.disabled_reason
+    return {**data, "drafting_layer": off or apart}

@@ -1,0 +1,1 @@
+"""From logits to tokens: sampling parameters as tensors, random numbers, log-probabilities, compiled grammars."""
