@@ -69,7 +69,12 @@ def opened(method, args, drafts=None, adaptive=True):
     if method is not None:
         spec = {**METHODS[method], "num_speculative_tokens": drafts or DRAFTS[method], "adaptive": adaptive}
     return LLM(
-        "demo", device=args.device, dtype=args.dtype, speculative_config=spec, enable_prefix_caching=False, max_num_seqs=4
+        "demo",
+        device=args.device,
+        dtype=args.dtype,
+        speculative_config=spec,
+        enable_prefix_caching=False,
+        max_num_seqs=4,
     )
 
 

@@ -242,7 +242,11 @@ MODELS: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "dense": (LLAMA, {"load_format": "dummy"}, True),
     "latent": (LATENT, {"load_format": "dummy"}, True),
     "latent, Gluon": (LATENT, {"load_format": "dummy", "ops": GLUON}, True),
-    "latent, MTP": ({**LATENT, "num_nextn_predict_layers": 1}, {"load_format": "dummy", "speculative_config": MTP}, True),
+    "latent, MTP": (
+        {**LATENT, "num_nextn_predict_layers": 1},
+        {"load_format": "dummy", "speculative_config": MTP},
+        True,
+    ),
     "demo, MTP": ("demo", {"speculative_config": MTP}, False),
 }
 """By name: a model, options of `LLM`, and whether its decode steps must be recorded."""

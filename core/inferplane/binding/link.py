@@ -51,15 +51,6 @@ def view_of(bound: Callable[..., Any]) -> View:
     return view
 
 
-def view_of(bound: Callable[..., Any]) -> View:
-    """The view of a bound op, as `link` made it.
-
-    Of a body the children are bound ops themselves: `view_of(step).sample(logits, ...)`.
-    """
-    view: View = bound.__self__  # type: ignore[attr-defined]
-    return view
-
-
 def link(plan: Plan, packed: Packed) -> dict[StepKind, Callable[..., Any]]:
     """The bound root for each step kind.
 

@@ -121,7 +121,8 @@ def inputs(case):
     )
     p = case["params"]
     numbers = (
-        rows, case["after_all"], case["after_some"], case["room"], torch.tensor([sampling_kind(x, V) for x in p]), case["seed"],
+        rows, case["after_all"], case["after_some"], case["room"],
+        torch.tensor([sampling_kind(x, V) for x in p]), case["seed"],
         case["generated"], torch.tensor([x.top_k for x in p]), torch.tensor([x.temperature or 1.0 for x in p]),
         torch.tensor([x.top_p for x in p]), torch.tensor([x.min_p for x in p]),
     )  # fmt: skip

@@ -28,7 +28,7 @@ def recorded(function, *inputs):
 
 
 def case(seed):
-    """Inputs of `verify_on_device` for B sequences with D rows of drafts, of which they use some; drafts are often right."""
+    """Inputs of `verify_on_device` for B sequences with D rows of drafts, some of them used; drafts are often right."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, D + 1, (B,), generator=g)
     rows = B * (1 + D)

@@ -1,4 +1,4 @@
-"""Mutations that hypothesis finds and shrinks; `python -m tests.unit.support.fuzz_checkpoint` runs many more of its own.
+"""Mutations that hypothesis finds and shrinks; `python -m tests.unit.support.fuzz_checkpoint` runs many more.
 
 pytest tests/unit/models/test_fuzz_checkpoint.py --hypothesis-profile=thorough      # 2,000 of each instead of 200
 """

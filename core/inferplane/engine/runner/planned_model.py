@@ -21,7 +21,14 @@ from inferplane.models import Build, build
 from inferplane.models.families.eagle import with_eagle
 from inferplane.ops import CausalLM
 from inferplane.plugins import Event, PluginHost
-from inferplane.quant import READERS, formats_read_by_row, latent_formats, latent_request, online, stored
+from inferplane.quant import (
+    READERS,
+    formats_read_by_row,
+    latent_formats,
+    latent_request,
+    quantize_on_load,
+    read_quant_config,
+)
 from inferplane.types import Backend, DeviceState, Kernel, KVLayout, KVRequest, Placement
 
 
@@ -88,11 +95,11 @@ class PlannedModel:
         scheme, config = self.options.quantization, self.files.config
         settings = self._settings(assumed)
         if scheme is None:
-            found = stored(config.get("quantization_config"), names)
+            found = read_quant_config(config.get("quantization_config"), names)
         else:
             request = latent_request(config)
             layouts = [x.name for x in self.kv_layouts(request)] if request is not None else []
-            found = online(scheme, config, latent_formats(self.kernels, settings, layouts, self.options.ops))
+            found = quantize_on_load(scheme, config, latent_formats(self.kernels, settings, layouts, self.options.ops))
         self.readers, self.view = {**READERS, **found.readers}, found.view
         placement = Placement() if self.ranks is None else self.ranks.placement
         rows = formats_read_by_row(self.kernels, settings) if self.ranks is None else frozenset()

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from inferplane.binding import view_of
 from inferplane.engine.request.state import Request
 from inferplane.engine.runner.capture import DecodeSteps, Step, why_not_captured, why_not_captured_together
 from inferplane.engine.runner.model_runner import Runner

@@ -240,9 +240,7 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     """
     norm, quant, ahead = view.norm, view.output_quant, is_dependent(view)
     format, group = ("", 0) if quant is None else (quant.format, quant.group)
-    y, *quantized = rms_norm_quantize(
-        x, norm.weight, norm.eps, residual, format, group, keep=True, ahead=ahead
-    )
+    y, *quantized = rms_norm_quantize(x, norm.weight, norm.eps, residual, format, group, keep=True, ahead=ahead)
     total = x if residual is None else quantized.pop()
     if format:
         keep_quantized(y, QuantizedActivation(format, group, *quantized))
