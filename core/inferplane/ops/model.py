@@ -277,5 +277,12 @@ class CausalLM(Op, name="causal_lm"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """None: whole models are judged end to end, by the model cases of the conformance suite."""
-        return []
+        """Small models around the stacks that `DecoderStack.samples` gives for decode steps."""
+        vocab = placeholder(97, 64)
+
+        def model(stack: Sample) -> Sample:
+            norm = AddRMSNorm(RMSNorm(placeholder(64), 1e-6))
+            op = CausalLM(Embedding(vocab), stack.op, norm, LMHead(vocab))  # type: ignore[arg-type]
+            return Sample(stack.label, op, lambda d: stack.inputs(d)[2:], stack.step_kind)
+
+        return [model(stack) for stack in DecoderStack.samples() if stack.label in ("decode", "latents", "int8")]
