@@ -213,7 +213,7 @@ def abuse(server, clients):
 def measure(args, model, options):
     found = {"model": args.model, "http_workers": args.http_workers, "cores": os.cpu_count()}
     more = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    sizes = ("--max-batch", str(STREAMS), "--max-waiting", str(QUEUE - STREAMS))
+    sizes = ("--max-num-seqs", str(STREAMS), "--max-waiting", str(QUEUE - STREAMS))
     flags = (*sizes, "--http-workers", str(args.http_workers), *more)
     if "start" in args.only:
         starts = []

@@ -1,8 +1,8 @@
-"""One tree of errors. Each class says who is at fault and who can mend it; each message says what was asked, what
-there is, and what to do.
+"""The exceptions of Inferplane. Each class states what is at fault and what fixes it. Each message states what is
+wrong, what there is, and what to do.
 
-`InferplaneError` carries the three parts separately so that front ends (command line, HTTP) can show them as they
-like; `str()` joins them into one sentence each, on lines of their own where the first part has several.
+`InferplaneError` has these three parts as attributes, so that front ends (command line, HTTP) can format them. `str()`
+joins them, one sentence each, or one line each if the first part has several lines.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import warnings
 from collections.abc import Sequence
 
 
-def first_of(names: Sequence[str], most: int = 5) -> str:
-    """Names for a message: the first few, and how many more there are."""
-    left = len(names) - most
-    return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
+def first_of(names: Sequence[str], max_names: int = 5) -> str:
+    """Format names for a message: the first few, and the number of the others."""
+    left = len(names) - max_names
+    return ", ".join(names[:max_names]) + (f" and {left} more" if left > 0 else "")
 
 
 class InferplaneError(Exception):
-    """Root of every error raised on purpose by Inferplane.
+    """Base class of all errors that Inferplane raises on purpose.
 
     Args:
-        what: what was asked for and why it cannot be done.
+        what: what was requested and why it is impossible.
         there_is: what is available instead (may be empty).
-        remedy: what the reader can do about it (may be empty).
+        remedy: what the user can do (may be empty).
     """
 
     def __init__(self, what: str, *, there_is: str = "", remedy: str = "") -> None:
@@ -50,85 +50,85 @@ def _rebuild(cls: type[InferplaneError], what: str, there_is: str, remedy: str) 
 
 
 class UsageError(InferplaneError, ValueError):
-    """The caller passed something that cannot be meant: a wrong name, an empty prompt, a negative size.
+    """An argument is invalid: a wrong name, an empty prompt, a negative size.
 
-    At fault: the calling code. Mended by: changing the argument that the message names.
+    At fault: the calling code. Fix: change the argument that the message names.
     """
 
 
 class DeviceError(InferplaneError, RuntimeError):
-    """The device that was asked for cannot be used. Another device is never taken silently.
+    """The requested device cannot be used. No other device is ever used silently.
 
-    At fault: the installation (a runtime is missing) or the hardware. Mended by: the install hint in the message, or
-    another `device=`.
+    At fault: the installation (a runtime is missing) or the hardware. Fix: follow the install hint in the message, or
+    choose another `device=`.
     """
 
 
 class PluginError(InferplaneError, RuntimeError):
-    """A plugin broke its promise: it raised, failed validation, or speaks another API major.
+    """A plugin raised an exception, failed validation, or uses another major version of the API.
 
-    At fault: the plugin named in the message (with distribution and version). Mended by: its author, or by excluding
-    it with `INFERPLANE_PLUGINS=-name`.
+    At fault: the plugin that the message names (with distribution and version). Fix: correct the plugin, or exclude it
+    with `INFERPLANE_PLUGINS=-name`.
     """
 
 
 class KernelError(InferplaneError, RuntimeError):
-    """A kernel is declared wrongly, cannot be imported, or returned something its op does not promise.
+    """A kernel's declaration is invalid, it cannot be imported, or its result does not fit its op.
 
-    At fault: the kernel's provider. Mended by: its author, or by pinning another provider for that op.
+    At fault: the kernel's provider. Fix: correct the kernel, or pin another provider for that op.
     """
 
 
 class BindError(InferplaneError, RuntimeError):
-    """No plan satisfies what was asked: a pin that no kernel meets, or `strict=True` with ops left on the reference.
+    """No plan satisfies the options: a pin that no kernel meets, or `strict=True` with ops on the reference.
 
-    At fault: usually the combination of model, device and options. Mended by: dropping the pin or `strict`, or a
-    kernel for the ops that the message names.
+    At fault: usually the combination of model, device and options. Fix: remove the pin or `strict`, or add a kernel for
+    the ops that the message names.
     """
 
 
 class UnsupportedModelError(InferplaneError, ValueError):
     """The checkpoint's architecture, or a setting in its config, is not implemented.
 
-    At fault: nobody. Mended by: adding the family (docs/adding-a-model.md) or loading another model.
+    At fault: none. Fix: add the family (docs/adding-a-model.md) or load another model.
     """
 
 
 class CheckpointError(InferplaneError, RuntimeError):
-    """A checkpoint is incomplete, damaged or contradicts its config. Names the file and the tensor.
+    """A checkpoint is incomplete, damaged or contradicts its config. The message names the file and the tensor.
 
-    At fault: the files. Mended by: downloading or exporting them again.
+    At fault: the files. Fix: download or export them again.
     """
 
 
 class CapacityError(InferplaneError, RuntimeError):
-    """Memory or KV blocks do not suffice for what was asked; nothing was lost.
+    """Memory or KV blocks do not suffice for the request; nothing was lost.
 
-    At fault: the sizes asked for. Mended by: the smaller sizes that the message names.
+    At fault: the requested sizes. Fix: use the smaller sizes that the message names.
     """
 
 
 class GenerationError(InferplaneError, RuntimeError):
-    """Every request of a call failed while it ran. (A single one that fails ends alone, with the reason in its result.)
+    """All requests of a call failed while they ran. (If only some fail, their results have the reason.)
 
-    At fault: a kernel or the device, named in the message. Mended by: another provider for the op, or the device.
+    At fault: a kernel or the device, named in the message. Fix: pin another provider for the op, or repair the device.
     """
 
 
 class EngineError(InferplaneError, RuntimeError):
-    """The engine has ended, or cannot be reached; every stream that it ran was told so.
+    """The engine has ended or cannot be reached; all its streams ended with this error.
 
-    At fault: what the message names: a device, a lack of memory, somebody who ended the process. Mended by: a new
+    At fault: the cause in the message: a device, a lack of memory, a signal that ended the process. Fix: start a new
     engine.
     """
 
 
 class InferplaneWarning(UserWarning):
-    """Something works, but worse than it could: a demoted kernel, a hot op on its reference."""
+    """Something works, but slower than it could: a demoted kernel, a hot op on its reference."""
 
 
 def warn(what: str) -> None:
-    """Warn with an `InferplaneWarning` at the nearest caller whose module's name does not begin with `inferplane`."""
+    """Issue an `InferplaneWarning` at the nearest caller outside of `inferplane`."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("inferplane"):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""Files: what a checkpoint's must be, and files that are there whole or not at all, whatever ends the process."""
+"""Checks of checkpoint files, and atomic writes: a file is complete or absent, however the process ends."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 from inferplane.errors import CheckpointError, UsageError
 
 _OPENED = ("/dev/fd/", "/dev/stdout", "/dev/stderr", "/proc/")
-"""Names of what a process has opened; a file behind them may have other writers."""
+"""Names of files that a process has opened; they may have other writers."""
 AGAIN = "fetch the file again"
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a regular file, which a link may lead to.
+    """Return the size of a regular file in bytes; links are followed.
 
     Raises:
-        CheckpointError: there is none, or it is a directory, a pipe, a device, a link that leads nowhere.
+        CheckpointError: the file does not exist, or it is a directory, a pipe, a device or a broken link.
     """
     try:
         found = path.stat()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}.", remedy=AGAIN) from error
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is no regular file.", remedy=AGAIN)
+        raise CheckpointError(f"{path} is not a regular file.", remedy=AGAIN)
     return found.st_size
 
 
 def check_writable(path: Path) -> None:
-    """Raise UsageError when `write_whole` could not write this file: tried, and nothing stays of it."""
+    """Raise UsageError if `write_atomically` cannot write this file. It tries, and removes what it wrote."""
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
@@ -44,10 +44,10 @@ def check_writable(path: Path) -> None:
         raise _unwritable(path, error) from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole, UTF-8, or leave what was there. A link is followed; a file keeps its mode.
+def write_atomically(path: Path, text: str) -> None:
+    """Write a UTF-8 file atomically: after a failure the old file is unchanged. Links are followed; the mode stays.
 
-    What is no regular file, as a pipe or a device, is written to as it is.
+    Pipes, devices and other irregular files are written directly.
 
     Raises:
         UsageError: it cannot be written.
@@ -72,7 +72,7 @@ def _may_be_replaced(path: Path, mode: int) -> bool:
 
 
 def _unwritable(path: Path, error: Exception | str) -> UsageError:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else error  # it would name the partial file
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error  # str() names the partial file
     return UsageError(f"{str(path)!r} cannot be written: {why}.", remedy="name a file in a folder of yours")
 
 
@@ -81,7 +81,7 @@ def _partial(path: Path) -> Path:
 
 
 def _replace(path: Path, data: bytes, mode: int | None) -> None:
-    """Put a file in the place of another, or of none."""
+    """Create or replace a file."""
     partial = _partial(path)
     try:
         with open(partial, "xb") as file:

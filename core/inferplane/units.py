@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Parses memory sizes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 
 
 def size_of(text: str) -> int:
-    """Bytes that a size such as "80GiB", "24G", "512 MiB" or "7" names; units are powers of 1024.
+    """Return the bytes of a size such as "80GiB", "24G", "512 MiB" or "7"; units are powers of 1024.
 
     Raises:
-        ValueError: it is no size, or a part of a byte.
+        ValueError: the text is not a size, or has a fraction of a byte.
     """
     found = _SIZE.fullmatch(text)
     if found is None or ("." in found[1] and not found[2]):
-        raise ValueError(f"{text!r} is no size")
+        raise ValueError(f"{text!r} is not a size")
     return int(Fraction(found[1]) * 1024 ** " kmgt".index(found[2].lower() or " "))

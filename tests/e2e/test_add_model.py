@@ -19,6 +19,7 @@ from tests.house.rules import REPOSITORY
 
 CORE = REPOSITORY / "core" / "inferplane"
 MODELS = CORE / "models"
+FAMILIES = MODELS / "families"
 MOST_LINES = 100
 LENGTHS = (70, 9, 1)
 
@@ -35,7 +36,7 @@ with LLM(folder, device="cpu", dtype="float32") as llm:
 
 def families():
     """The file of each architecture."""
-    return {name: MODELS / f"{make.__module__.rpartition('.')[2]}.py" for name, make in ARCHITECTURES.items()}
+    return {name: FAMILIES / f"{make.__module__.rpartition('.')[2]}.py" for name, make in ARCHITECTURES.items()}
 
 
 def test_families_are_short_files_that_nobody_names():
@@ -43,7 +44,8 @@ def test_families_are_short_files_that_nobody_names():
     for name, path in families().items():
         assert len(path.read_text().splitlines()) <= MOST_LINES, path
         named = {p for p in CORE.rglob("*.py") if name in p.read_text() and "conformance" not in p.parts}
-        assert named - {MODELS / "config.py"} == {path}, named  # whose remedy for a config without one gives an example
+        example = MODELS / "reading" / "config.py"  # whose remedy for a config without one gives an example
+        assert named - {example} == {path}, named
 
 
 @pytest.mark.parametrize("family", sorted(families().values(), key=lambda path: path.name), ids=lambda path: path.stem)
@@ -52,7 +54,7 @@ def test_families_say_nothing_of_hardware(family):
     assert imported <= {
         *("collections.abc", "dataclasses", "typing", "math", "torch"),
         *(f"inferplane.{name}" for name in ("errors", "ops", "types")),
-        *(f"inferplane.models.{path.stem}" for path in MODELS.glob("*.py")),
+        *(".".join(path.relative_to(CORE.parent).with_suffix("").parts) for path in MODELS.rglob("*.py")),
     }, imported
 
 
@@ -61,7 +63,7 @@ def test_the_page_is_enough(tmp_path):
     page = (REPOSITORY / "docs" / "adding-a-model.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     core = shutil.copytree(CORE, tmp_path / "core" / "inferplane", ignore=shutil.ignore_patterns("demo", "__pycache__"))
-    (core / "models" / "family.py").write_text(code)
+    (core / "models" / "families" / "family.py").write_text(code)
     folder, out = tmp_path / "model", tmp_path / "logits"
     model = make("qwen2", "tied", folder)  # layers with biases on q, k and v
     config = json.loads((folder / "config.json").read_text())

@@ -215,7 +215,7 @@ def order(name: str, **params: Any) -> Submission:
 
 def turn(engine: LocalEngine) -> None:
     """Wait until the engine's thread has done all that it was asked for before."""
-    engine.ask("stats").result(10)
+    engine.inspect("stats").result(10)
 
 
 def test_a_request_in_the_queue_ends_with_its_caller() -> None:
@@ -285,9 +285,9 @@ def test_constraints_that_nobody_waits_for_are_not_compiled(monkeypatch: pytest.
 
 
 def test_an_engine_comes_to_rest_once_after_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "REST_S", 0.01)
+    monkeypatch.setattr(local, "IDLE_S", 0.01)
     rests: queue.SimpleQueue[int] = queue.SimpleQueue()
-    engine = LocalEngine(LLM(CONFIG, **OPTIONS), rest=lambda: rests.put(1))
+    engine = LocalEngine(LLM(CONFIG, **OPTIONS), on_idle=lambda: rests.put(1))
     try:
         for name in ("a", "b"):
             engine.submit(order(name, max_tokens=3), Told()).result(10)

@@ -10,6 +10,7 @@ import pytest
 
 from inferplane.cli import main
 from inferplane.plugins import discover
+from inferplane.serving.settings import FIELDS
 from tests.house.rules import IN_TREE
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -21,6 +22,29 @@ def samples(page: str) -> dict[str, str]:
     """Command -> what is shown of its output."""
     blocks = re.findall(r"```console\n\$ (.*?)\n(.*?)```", page, re.DOTALL)
     return {command: shown for command, shown in blocks if not MACHINES.search(f"{command} ")}
+
+
+def settings_tables() -> str:
+    """The tables of the server's settings, as the page has them."""
+    lines, section = [], ""
+    for name, f in FIELDS.items():
+        if name == "model":
+            continue
+        if f.metadata["section"] != section:
+            section = f.metadata["section"]
+            heading = f"**{section[0].upper()}{section[1:]}**"
+            lines += ["", heading, "", "| option | default | is |", "|---|---|---|"]
+        flag, value = f"--{name.replace('_', '-')}", f.default
+        flag = f"{flag} {f.metadata['metavar']}" if f.metadata.get("metavar") else flag
+        option = f"`{flag}`, `--no-{flag[2:]}`" if value is True else f"`{flag}`"
+        default = ("on" if value else "off") if isinstance(value, bool) else "" if value in (None, ()) else value
+        words = f.metadata["words"].replace("%%", "%").replace("'layers.*.mlp'", "`layers.*.mlp`")
+        lines.append(f"| {option} | {default} | {words} |")
+    return "\n".join(lines)
+
+
+def test_the_tables_are_the_settings():
+    assert settings_tables() in PAGE.read_text(), f"renew docs/cli.md:\n{settings_tables()}"
 
 
 def missing(shown: str, said: str) -> str | None:

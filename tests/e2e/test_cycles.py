@@ -1,5 +1,5 @@
-"""Steps whose verification and drafts are one record: the same tokens as apart and eager, and the same cache behind
-them, on a device that records by remembering the call.
+"""Steps captured with verification and drafts in one graph: the same tokens and the same cache as captured separately
+and as eager steps, on a device that captures by remembering the call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAYS = ("eager", "apart", "together")
 
 @pytest.fixture
 def opened(monkeypatch):
-    """Opens a model on a host whose kernels can all be recorded, in one of three ways."""
+    """Opens a model on a host whose kernels are all safe to capture, in one of three ways."""
     safe = [replace(kernel, capture_safe=True) for kernel in CpuBackend().kernels()]
     monkeypatch.setattr(CpuBackend, "kernels", lambda self: safe)
     models = []
@@ -36,7 +36,7 @@ def opened(monkeypatch):
         llm = LLM(model, device="cpu", dtype="float32", speculative_config=speculative, **options)
         models.append(llm)
         if way == "apart":
-            llm.engine.speculator.cycles.off = "apart"
+            llm.engine.speculator.captured_steps.disabled_reason = "apart"
         return llm
 
     yield make
@@ -96,14 +96,15 @@ def test_the_same_tokens_as_apart_and_eager(opened, method, strategy):
             way, "demo", spec(method, "demo-eagle", verify_strategy=strategy), max_num_seqs=4, max_model_len=96
         )
         found[way] = told(llm, llm.generate(texts, params))
-        cycles, accepted = llm.engine.speculator.cycles, found[way][1]["spec_decode_num_accepted_tokens_total"]
-        assert (cycles.replayed > 8) == (way == "together"), (cycles.off, cycles.fallbacks)
+        accepted = found[way][1]["spec_decode_num_accepted_tokens_total"]
+        captured = llm.engine.speculator.captured_steps
+        assert (captured.replayed > 8) == (way == "together"), (captured.disabled_reason, captured.fallbacks)
     assert found["together"] == found["apart"] == found["eager"] and accepted > 5
-    assert cycles.off == "" and set(cycles.fallbacks) <= {
+    assert captured.disabled_reason == "" and set(captured.fallbacks) <= {
         "a prompt is read",
         "a sequence is shorter than what is padded",
     }
-    assert len({form.kinds for bucket in cycles.buckets.values() for form in bucket.records}) > 1
+    assert len({form.kinds for bucket in captured.buckets.values() for form in bucket.graphs}) > 1
 
 
 @pytest.mark.parametrize("policy", ["normal", "accept_all"])
@@ -120,7 +121,7 @@ def test_the_same_cache_behind_it(opened, folders, method, policy):
         results += llm.generate(longer, SamplingParams(max_tokens=18, **GREEDY))
         found[way], entries[way] = told(llm, results), drafting_entries(llm)
     assert found["together"] == found["apart"] == found["eager"]
-    assert found["eager"][1]["prefix_cache_hits_total"] > 0 and llm.engine.speculator.cycles.replayed > 8
+    assert found["eager"][1]["prefix_cache_hits_total"] > 0 and llm.engine.speculator.captured_steps.replayed > 8
     mine, theirs = entries["together"], entries["eager"]
     assert mine.keys() == theirs.keys() and len(mine) > 3
     assert all(torch.allclose(a, b, atol=1e-5) for h in mine for a, b in zip(mine[h], theirs[h]))
@@ -140,9 +141,9 @@ def test_little_room(opened, folders):
         assert llm.runner.cache.blocks == 11
         params = [SamplingParams(max_tokens=n, temperature=t, seed=n, ignore_eos=True) for n, t in ((60, 0), (70, 0.9))]
         found[way] = told(llm, llm.generate(prompts(160, (30, 31, 32, 33)), params * 2))
-        cycles = llm.engine.speculator.cycles
+        captured = llm.engine.speculator.captured_steps
     assert found["together"] == found["apart"] == found["eager"] and found["eager"][1]["num_preemptions_total"] > 0
-    assert cycles.replayed > 8 and cycles.fallbacks["too few blocks are free for all drafts"] > 0
+    assert captured.replayed > 8 and captured.fallbacks["too few blocks are free for all drafts"] > 0
     assert llm.engine.allocator.used == 0
 
 
@@ -164,8 +165,8 @@ def test_drafts_are_written_to_blocks_of_their_own_sequence(opened, folders, pol
     """Whatever stands: also the last of the most drafts has a place that nobody else has."""
     given = spec("mtp", None, 7, adaptive=False, accept_policy=policy)
     llm = opened("together", folders / "mtp", given, max_num_seqs=3, max_model_len=160)
-    cycles, n, own, seen = llm.engine.speculator.cycles, llm.runner.cache.block_tokens, [], []
-    fill, layer = cycles._fill, cycles.cycle.layer
+    captured, n, own, seen = llm.engine.speculator.captured_steps, llm.runner.cache.block_tokens, [], []
+    fill, layer = captured._fill, captured.function.layer
 
     def filled(bucket, size, chosen):
         own[:] = [list(s.request.blocks) for s in chosen]
@@ -178,31 +179,31 @@ def test_drafts_are_written_to_blocks_of_their_own_sequence(opened, folders, pol
                 assert own[row // batch.max_query_tokens][position // n] == slot // n
         return layer(batch, hidden)
 
-    cycles._fill, cycles.cycle = filled, replace(cycles.cycle, layer=written)
+    captured._fill, captured.function = filled, replace(captured.function, layer=written)
     ends = [SamplingParams(max_tokens=tokens, **GREEDY) for tokens in (38, 34, 34)]  # with the last token of a block
     asked = [llm.engine.add(p, end, frozenset()) for p, end in zip(prompts(160, (11, 15, 31)), ends)]
     while llm.engine.busy:
         llm.engine.step()
         assert all(len(r.blocks) <= -(-(r.computed + 7) // n) for r in asked), "what was too much comes back"
     assert all(r.finish_reason == "length" for r in asked), [r.error for r in asked]
-    assert cycles.replayed > 3 and cycles.off == "" and seen
+    assert captured.replayed > 3 and captured.disabled_reason == "" and seen
 
 
 def test_a_sequence_shorter_than_the_padding_runs_apart(opened, folders):
     llm = opened("together", folders / "mtp", spec("mtp", None, 7), max_num_seqs=2, max_model_len=160)
     llm.generate(prompts(160, (1,)), SamplingParams(max_tokens=30, **GREEDY))
-    cycles = llm.engine.speculator.cycles
-    assert cycles.fallbacks["a sequence is shorter than what is padded"] > 0 and cycles.replayed > 4
+    captured = llm.engine.speculator.captured_steps
+    assert captured.fallbacks["a sequence is shorter than what is padded"] > 0 and captured.replayed > 4
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_closing_lets_go_of_the_drafting_layer(opened, folders, way):
-    """Its cache, and what the records read."""
+    """Its cache, and what the graphs read."""
     llm = opened(way, folders / "mtp", spec("mtp", None), max_num_seqs=2, max_model_len=160)
     llm.generate(prompts(160, (12, 15)), SamplingParams(max_tokens=9, **GREEDY))
     refs = [weakref.ref(llm.runner.cache.layers[-1].entries[0])]
-    refs += [weakref.ref(bucket.numbers) for bucket in llm.engine.speculator.cycles.buckets.values()]
-    assert (len(refs) > 1) == (way == "together"), "nothing is held where nothing is recorded"
+    refs += [weakref.ref(bucket.numbers) for bucket in llm.engine.speculator.captured_steps.buckets.values()]
+    assert (len(refs) > 1) == (way == "together"), "nothing is held where nothing is captured"
     llm.close()
     gc.collect()
     assert [r() for r in refs] == [None] * len(refs)
@@ -225,20 +226,20 @@ def test_what_asks_for_the_host_runs_apart(opened, folders, reason):
         llm = opened(way, folders / "mtp", spec("mtp", None), max_num_seqs=2, max_model_len=160)
         results = llm.generate(prompts(160, (12, 15)), params)
         found[way] = told(llm, results), [r.logprobs for r in results]
-    cycles = llm.engine.speculator.cycles
+    captured = llm.engine.speculator.captured_steps
     assert found["together"][0] == found["eager"][0]
     assert found["together"] == found["apart"], "log-probabilities too, to the last bit"
-    assert cycles.fallbacks[reason] > 8 and cycles.replayed > 8
+    assert captured.fallbacks[reason] > 8 and captured.replayed > 8
 
 
 def test_a_constraint_runs_apart(opened):
     llm = opened("together", "demo", spec("mtp", None), max_num_seqs=2, max_model_len=96)
     llm.generate(["def f("], SamplingParams(max_tokens=12, temperature=0, regex="[a-z]+"))
-    cycles = llm.engine.speculator.cycles
-    assert cycles.fallbacks["a constraint"] > 0 and cycles.replayed == 0
+    captured = llm.engine.speculator.captured_steps
+    assert captured.fallbacks["a constraint"] > 0 and captured.replayed == 0
 
 
-def test_recording_that_fails_costs_the_record_and_nothing_else(opened, folders, monkeypatch):
+def test_a_failed_capture_costs_the_graph_and_nothing_else(opened, folders, monkeypatch):
     want = opened("eager", folders / "mtp", spec("mtp", None), max_num_seqs=2, max_model_len=160)
     params = SamplingParams(max_tokens=20, **GREEDY)
     tokens = [r.token_ids for r in want.generate(prompts(160, (12, 15)), params)]
@@ -252,7 +253,7 @@ def test_recording_that_fails_costs_the_record_and_nothing_else(opened, folders,
     plain = CapturedSteps._fill
     monkeypatch.setattr(CapturedSteps, "_fill", fill)
     assert [r.token_ids for r in llm.generate(prompts(160, (12, 15)), params)] == tokens
-    assert "recording a cycle of 2 sequences failed: IndexError" in llm.engine.speculator.cycles.off
+    assert "capturing 2 sequences failed: IndexError" in llm.engine.speculator.captured_steps.disabled_reason
 
 
 def test_a_broken_step_ends_the_request_it_is_in(opened, folders):
@@ -261,8 +262,8 @@ def test_a_broken_step_ends_the_request_it_is_in(opened, folders):
     asked = prompts(160, (12, 15, 9))
     params = SamplingParams(max_tokens=30, **GREEDY)
     want = [r.token_ids for r in llm.generate(asked, params)]
-    cycles = llm.engine.speculator.cycles
-    plain, poisoned = cycles._fill, []
+    captured = llm.engine.speculator.captured_steps
+    plain, poisoned = captured._fill, []
 
     def fill(bucket, size, chosen):
         for s in chosen:
@@ -273,7 +274,7 @@ def test_a_broken_step_ends_the_request_it_is_in(opened, folders):
                     entries[block] = torch.nan
         return plain(bucket, size, chosen)
 
-    cycles._fill = fill
+    captured._fill = fill
     llm.engine.allocator.clear()
     got = [llm.engine.add(p, params, frozenset()) for p in asked]
     while llm.engine.busy:
@@ -283,12 +284,12 @@ def test_a_broken_step_ends_the_request_it_is_in(opened, folders):
 
 
 def test_explain_tells(opened, folders):
-    """In one record, or why not."""
+    """In the same graph, or why not."""
     llm = opened("together", folders / "mtp", spec("mtp", None), max_num_seqs=2, max_model_len=160)
     assert llm.explain()["decode_steps"]["drafting_layer"] == ""
-    assert "drafts are in one record with them" in llm.explain_text()
-    llm.engine.speculator.cycles.off = "a reason"
+    assert "drafts are captured in the same graph" in llm.explain_text()
+    llm.engine.speculator.captured_steps.disabled_reason = "a reason"
     assert llm.explain()["decode_steps"]["drafting_layer"] == "a reason"
-    assert "drafts are recorded apart from them: a reason" in llm.explain_text()
+    assert "drafts are captured separately: a reason" in llm.explain_text()
     llm = opened("eager", folders / "mtp", None, max_num_seqs=2, max_model_len=160)
     assert "drafting_layer" not in llm.explain()["decode_steps"]

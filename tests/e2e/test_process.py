@@ -180,12 +180,12 @@ def test_warnings_go_where_they_are_asked_for() -> None:
     few = {"process": True, **OPTIONS, "kv_cache_bytes": 1 << 17}
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("ignore")
-        asyncio.run(AsyncLLM(model, warned=told.append, **few).shutdown())
+        asyncio.run(AsyncLLM(model, on_warning=told.append, **few).shutdown())
         assert len(told) == 1 and "kv_cache_bytes = 131072 holds" in told[0]
         warnings.simplefilter("always")
         asyncio.run(AsyncLLM(model, **few).shutdown())
     assert [str(w.message) for w in raised] == told
-    with pytest.raises(UsageError, match="warned without process"):
+    with pytest.raises(UsageError, match="on_warning without process"):
         AsyncLLM(model, warned=told.append, **OPTIONS)
 
 

@@ -15,6 +15,7 @@ from tests.house.rules import REPOSITORY, plant
 FILES = ("pyproject.toml", "setup.py", "constraints.txt", "Makefile", "README.md", "LICENSE")
 FOLDERS = ("core", "backends", "tests/house", "tools")
 BACKEND = '''
+"""The new chip's backend."""
 from inferplane.kernels.composed import composed_kernels
 from inferplane.plugin import HOST, Backend, DeviceState, Features, Presence, Probe
 
@@ -35,6 +36,7 @@ class NewchipBackend(Backend):
         return composed_kernels()
 '''
 PLUGIN = """
+'''Registers the new chip.'''
 from inferplane.plugin import hookimpl
 
 INFERPLANE_API = (1, 0)
@@ -47,7 +49,7 @@ def inferplane_register_backends(register):
 FOLDER = {
     "README.md": "# New chip",
     "backend.json": '{"devices": [{"device": "newchip", "runner": ["newchip"]}], "vendor_packages": ["nc"]}',
-    "inferplane_newchip/__init__.py": "",
+    "inferplane_newchip/__init__.py": '"""The backend of a new chip."""\n',
     "inferplane_newchip/plugin.py": PLUGIN,
     "inferplane_newchip/backend.py": BACKEND,
 }

@@ -23,7 +23,7 @@ import pytest
 
 import inferplane
 from inferplane.engine import AsyncLLM
-from inferplane.engine.clients import llm
+from inferplane.engine.clients import inputs
 from inferplane.engine.clients.process import messages, remote
 from inferplane.engine.clients.process import server as process
 from inferplane.engine.sampling.grammars import Grammars
@@ -118,10 +118,9 @@ def over_a_socket(model: str, options: dict[str, Any], folder: Path) -> AsyncLLM
     ours, theirs = socket.socketpair()
     served = threading.Thread(target=lambda: asyncio.run(process._run(theirs)), daemon=True)
     served.start()
-    client = remote.RemoteEngine(ours)
-    client._folder = tempfile.mkdtemp(dir=folder)
-    ours.sendall(messages.frame(messages.Load(model, options, f"{client._folder}/engine")))
-    client._await_ready(None)
+    client = remote.RemoteEngine(ours, f"{tempfile.mkdtemp(dir=folder)}/engine")
+    ours.sendall(messages.frame(messages.LoadModel(model, options, client.address)))
+    client._await_ready()
     engine = AsyncLLM.__new__(AsyncLLM)
     engine._begin(client)
     return engine
@@ -157,7 +156,7 @@ async def kept_helpers() -> AsyncIterator[None]:
 
     from_tokenizer: Any = _Template.from_tokenizer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm, "Grammars", one_grammars)
+        patch.setattr(inputs, "Grammars", one_grammars)
         patch.setattr(model, "ChatTemplate", SimpleNamespace(from_tokenizer=one_template))
         try:
             yield
@@ -190,8 +189,8 @@ class Small:
         self.lines.setFormatter(logs.JsonLines())
 
     def _engine(self) -> AsyncLLM:
-        options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "max_batch": 4}
-        options.update(max_step_tokens=32, kv_cache_bytes=2**18)
+        options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "max_num_seqs": 4}
+        options.update(max_num_batched_tokens=32, kv_cache_bytes=2**18)
         if self.by_messages:
             return over_a_socket(str(self.folder), options, self.folder)
         return AsyncLLM(str(self.folder), **options)
@@ -202,7 +201,7 @@ class Small:
             return
         if self.service is not None:
             await self.service.drain(0)
-        self.service = Service(ServerSettings(max_batch=4, max_waiting=4))
+        self.service = Service(ServerSettings(max_num_seqs=4, max_waiting=4))
         await self.service.load(self._engine)
         self.app, self.gate = add_gate(full_app(self.service), self.service, Keys(()))
         if not self.answers:
@@ -251,7 +250,7 @@ class Small:
         assert ends == wanted, (asked, text)
         return ends, "".join(spoken(text))
 
-    def verify_on_device(self, found: list[tuple[int, str, bool]]) -> list[str]:
+    def outcomes(self, found: list[tuple[int, str, bool]]) -> list[str]:
         """Return what became of each of `ASKED`; fail if one of them did not end exactly once."""
         fates = []
         for asked, right, (status, text, complete) in zip(ASKED, self.answers, found):
@@ -295,12 +294,14 @@ class Small:
         assert stats["kv_blocks_free"] + stats["kv_blocks_cached"] == stats["kv_blocks_total"], "blocks were lost"
         assert stats["requests_accepted_total"] == sum(stats["request_success_total"].values())
         client: Any = engine._client
-        assert not client._streams and not client._of and not engine._owners
-        if not self.by_messages:
-            assert not client._compiling
+        assert not client._streams and not engine._streams._live and not engine._streams._mailboxes
+        if self.by_messages:
+            assert not client._number_of
+        else:
+            assert not client._by_request and not client._compiling
             engine.llm.engine.allocator.check()
         again = await self.ask()
-        assert self.verify_on_device(again) == ["whole"] * len(ASKED), again
+        assert self.outcomes(again) == ["whole"] * len(ASKED), again
         return True
 
     async def _stats(self, engine: AsyncLLM) -> dict[str, Any] | None:

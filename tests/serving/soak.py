@@ -32,8 +32,8 @@ AT_ONCE = 24
 WARM_UP = 200
 """Requests before the first look: libraries are loaded and caches made at the first of each kind."""
 ARGS = (
-    *("--max-batch", "16", "--max-waiting", "64", "--max-step-tokens", "256", "--kv-cache-bytes", str(24 * 2**20)),
-    *("--grpc-port", "0"),
+    *("--max-num-seqs", "16", "--max-waiting", "64", "--max-num-batched-tokens", "256"),
+    *("--kv-cache-bytes", str(24 * 2**20), "--grpc-port", "0"),
 )
 """Cache and steps are small, so that both are soon met whole: memory that is touched first counts as growth."""
 MOST_GROWTH_BYTES = 2**20
@@ -261,7 +261,7 @@ def at_rest(server: Live) -> dict[str, Held]:
         if flat == last or time.monotonic() > limit:
             return now
         last = flat
-        time.sleep(0.5)  # longer than REST_S, after which an engine returns what it freed
+        time.sleep(0.5)  # longer than IDLE_S, after which an engine returns what it freed
 
 
 def growth(points: list[tuple[int, int]]) -> float:

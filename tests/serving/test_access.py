@@ -57,7 +57,7 @@ def spellings(path: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def locked():
-    with Live("--api-key", KEY, "--max-batch", "4") as server:
+    with Live("--api-key", KEY, "--max-num-seqs", "4") as server:
         yield server
         assert server.stop() == 0
         assert "s3cret" not in server.text
@@ -144,7 +144,7 @@ class Port:
 @pytest.fixture(scope="module")
 def apart():
     ports = ("--health-port", "0", "--metrics-port", "0", "--http-workers", "2")
-    with Live(*ports, "--api-key", KEY, "--max-batch", "4") as server:
+    with Live(*ports, "--api-key", KEY, "--max-num-seqs", "4") as server:
         all_ready(server, 2)
         yield server
         assert server.stop() == 0

@@ -19,9 +19,16 @@ import httpx
 import pytest
 
 import inferplane.serving
-from inferplane.serving.counters import COUNTER_LABELS, NUM_CELLS, OTHER, REASONS, REJECTED, RequestCounters
-from inferplane.serving.shared_counters import SharedCounters
-from inferplane.serving.slots import SLOTS_CELL
+from inferplane.serving.shared_state.counters import (
+    COUNTER_LABELS,
+    NUM_CELLS,
+    OTHER,
+    REASONS,
+    REJECTED,
+    RequestCounters,
+)
+from inferplane.serving.shared_state.shared_counters import SharedCounters
+from inferplane.serving.shared_state.slots import SLOTS_CELL
 from tests.serving.live import Live
 from tests.serving.test_grpc import address, call, raw, string
 from tests.serving.test_workers import all_ready

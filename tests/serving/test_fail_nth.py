@@ -45,7 +45,7 @@ SEAMS: dict[str, tuple[Any, str]] = {
     "grammar's mask": (Constraint, "masks"),
     "grammar's step": (Constraint, "accept"),
     "request": (LLM, "add"),
-    "blocks": (BlockAllocator, "take"),
+    "blocks": (BlockAllocator, "allocate"),
     "schedule": (Scheduler, "schedule"),
     "queue": (Scheduler, "add"),
     "queries": (Scheduler, "queries"),
@@ -82,7 +82,7 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "the engine reads": (process.Connection, "receive"),
     "the engine writes": (asyncio.StreamWriter, "write"),
     "the server reads": (remote.RemoteEngine, "_receive"),
-    "the server hears": (remote.RemoteEngine, "_hear"),
+    "the server handles": (remote.RemoteEngine, "_handle"),
     "delivery beyond": (process.Connection, "deliver"),
     "delivery here": (async_llm._Mailbox, "deliver"),
     "an answer": (remote.RemoteEngine, "_settle"),
@@ -98,7 +98,7 @@ def fail_each(folder: Path, owner: Any, method: str, error: Exception, *, by_mes
             await server.start()
             with failing(owner, method, n, error) as fault:
                 found = await server.ask()
-            fates, alive = server.verify_on_device(found), await server.at_rest()
+            fates, alive = server.outcomes(found), await server.at_rest()
             if fault.calls < n:
                 assert fates == ["whole"] * len(fates) and alive
                 break

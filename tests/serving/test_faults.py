@@ -54,7 +54,7 @@ def ended(numbers: dict[str, float]) -> float:
 
 def test_sequences_are_preempted_when_the_cache_is_too_small():
     """Room for not quite three of eight sequences: all end, with the tokens they have alone."""
-    sizes = ("--max-model-len", "176", "--kv-cache-bytes", str(13 * 2**17), "--max-batch", "8")
+    sizes = ("--max-model-len", "176", "--kv-cache-bytes", str(13 * 2**17), "--max-num-seqs", "8")
     with Live(*sizes, "--deterministic") as server:
         most = server.metrics()["inferplane:kv_blocks_total"]
         assert 11 <= most < 12
@@ -77,7 +77,7 @@ def test_sequences_are_preempted_when_the_cache_is_too_small():
 @pytest.mark.parametrize("drain_s", [120, 0])
 def test_sigterm_under_load_loses_no_request(drain_s):
     """Streams run and wait; each gets a terminal event."""
-    with Live("--max-batch", "16", "--max-waiting", "64", "--drain-s", str(drain_s)) as server:
+    with Live("--max-num-seqs", "16", "--max-waiting", "64", "--drain-s", str(drain_s)) as server:
         with ThreadPoolExecutor(STREAMS) as pool:
             ends = [pool.submit(stream, server, max_tokens=24 if drain_s else 1200) for _ in range(STREAMS)]
             limit = time.monotonic() + 60
@@ -173,7 +173,7 @@ def test_too_few_descriptors_keep_later_clients_waiting_and_nothing_more():
 
 
 def test_the_second_signal_under_load_leaves_nothing_behind():
-    with Live("--max-batch", "16", "--drain-s", "600") as server, ThreadPoolExecutor(16) as pool:
+    with Live("--max-num-seqs", "16", "--drain-s", "600") as server, ThreadPoolExecutor(16) as pool:
         for _ in range(16):
             pool.submit(stream, server)
         running(server, 16)

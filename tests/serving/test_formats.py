@@ -18,7 +18,7 @@ from inferplane.serving.http.embeddings import EmbeddingRequest
 from inferplane.serving.http.tools import ToolPlan, ToolReader, parse_calls
 from inferplane.serving.model import ServedModel
 from inferplane.serving.native import NativeRequest, is_native
-from inferplane.serving.rendering import Frame, encode_event
+from inferplane.serving.rendering import Frames, encode_event
 from inferplane.serving.settings import ServerSettings
 from inferplane.serving.wire import CONSTRAINTS, parse, unknown_fields, validate
 
@@ -215,12 +215,14 @@ def test_a_frame_equals_the_whole_piece_with_another_text(text):
     def make(text):
         return encode_event({"id": "a", "choices": [{"index": 0, "text": text, "finish_reason": None}], "usage": None})
 
-    assert Frame(make)(text) == make(text)
-    assert json.loads(Frame(make)(text).removeprefix(b"data: "))["choices"][0]["text"] == text
+    frames = Frames()
+    for _ in range(2):
+        assert frames.encode(0, text, make) == make(text)
+    assert json.loads(frames.encode(0, text, make).removeprefix(b"data: "))["choices"][0]["text"] == text
 
 
 def test_names_that_are_given_replace_the_model_s_own():
-    info = SimpleNamespace(name="/models/qwen", folder=None, dtype="bfloat16", kv_dtype="auto", device="cpu")
+    info = SimpleNamespace(name="/models/qwen", folder=None, dtype="bfloat16", kv_cache_dtype="auto", device="cpu")
     engine: Any = SimpleNamespace(info=info, tokenizer=None)
     own = ServedModel(engine, ServerSettings())
     assert own.names == ("qwen",)

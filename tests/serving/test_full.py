@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from inferplane.serving.errors import ApiError
-from inferplane.serving.shared_counters import SharedCounters
-from inferplane.serving.slots import SLOTS_CELL, SequenceSlots, SlotReservation
+from inferplane.serving.shared_state.shared_counters import SharedCounters
+from inferplane.serving.shared_state.slots import SLOTS_CELL, SequenceSlots, SlotReservation
 from tests.serving.live import Live
 
 LONG: dict[str, Any] = {"prompt": "x = [", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -39,7 +39,7 @@ def filled(live: Live, streams: int):
 
 @pytest.fixture(scope="module")
 def small():
-    with Live("--max-batch", "2", "--max-waiting", "0") as live:
+    with Live("--max-num-seqs", "2", "--max-waiting", "0") as live:
         yield live
         live.at_rest()
         assert live.stop() == 0
@@ -85,7 +85,7 @@ def test_half_bodies_hold_no_place(small):
 
 
 def test_processes_share_the_slots():
-    with Live("--max-batch", "2", "--max-waiting", "2", "--http-workers", "3") as live:
+    with Live("--max-num-seqs", "2", "--max-waiting", "2", "--http-workers", "3") as live:
         limit = time.monotonic() + 90
         while sum(e["event"] == "ready" for e in live.log) < 3:
             assert time.monotonic() < limit, live.text[-3000:]

@@ -30,7 +30,7 @@ Code = grpc.StatusCode
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with Live("--max-batch", "16", "--grpc-port", "0") as live:
+    with Live("--max-num-seqs", "16", "--grpc-port", "0") as live:
         yield live
         assert live.process.poll() is None, live.text[-3000:]
         live.at_rest()

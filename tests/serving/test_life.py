@@ -96,7 +96,7 @@ def test_loading_and_a_signal_meanwhile(tmp_path):
 @pytest.mark.parametrize("drain_s", [60, 0])
 def test_sigterm_drains_then_aborts_each_stream_with_a_last_word(drain_s):
     tokens = 60 if drain_s else 1200
-    with Live("--max-batch", "6", "--drain-s", str(drain_s)) as server, ThreadPoolExecutor(8) as pool:
+    with Live("--max-num-seqs", "6", "--drain-s", str(drain_s)) as server, ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(stream, server, max_tokens=tokens) for _ in range(6)]
         running(server, 6)
         pids = engine_pids(server)
@@ -167,7 +167,7 @@ def until(so: Callable[[], bool]) -> None:
 
 
 def test_an_engine_that_is_killed_fails_its_requests_and_ends_the_server():
-    with Live("--max-batch", "4") as server, ThreadPoolExecutor(4) as pool:
+    with Live("--max-num-seqs", "4") as server, ThreadPoolExecutor(4) as pool:
         streams = [pool.submit(stream, server) for _ in range(3)]
         running(server, 3)
         for pid in engine_pids(server):
@@ -213,7 +213,7 @@ def test_an_engine_that_is_stopped_is_not_ready_until_it_goes_on():
 
 @pytest.fixture(scope="module")
 def small():
-    with Live("--max-batch", "2", "--max-waiting", "4") as server:
+    with Live("--max-num-seqs", "2", "--max-waiting", "4") as server:
         yield server
         server.at_rest()
         assert server.stop() == 0

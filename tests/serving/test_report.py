@@ -15,7 +15,7 @@ MARK, SECOND = (0x24, 0x63, 0xB8), (0xC2, 0x57, 0x1A)
 def test_in_a_browser(tmp_path):
     path = tmp_path / "bench.html"
     command = [sys.executable, "-m", "inferplane", "bench", "latency", "--device", "cpu", "--warmup", "0"]
-    command += ["--max-model-len", "128", "--input-len", "12", "--output-len", "6", "--max-batch", "2"]
+    command += ["--max-model-len", "128", "--input-len", "12", "--output-len", "6", "--max-num-seqs", "2"]
     done = subprocess.run(
         [*command, "--repeats", "2", "--html", str(path)], capture_output=True, text=True, check=False
     )

@@ -24,7 +24,7 @@ CHECKS = (
 
 
 def test_every_operation_keeps_to_its_description(tmp_path):
-    with Live("--max-output-tokens", "4", "--max-batch", "16", "--api-key", "k") as server:
+    with Live("--max-output-tokens", "4", "--max-num-seqs", "16", "--api-key", "k") as server:
         engine = engine_pids(server)
         command = [str(Path(sys.executable).with_name("st")), "run", f"{server.url}/openapi.json"]
         command += ["--header", "Authorization: Bearer k", "--checks", ",".join(CHECKS), "--mode", "all"]

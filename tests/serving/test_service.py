@@ -34,12 +34,12 @@ LONG = GenerateCall(prompts=[[5, 9, 11]], sampling={"temperature": 0}, max_token
 
 
 def open_engine() -> AsyncLLM:
-    return AsyncLLM(CONFIG, device="cpu", dtype="float32", load_format="dummy", max_batch=4)
+    return AsyncLLM(CONFIG, device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4)
 
 
 @contextlib.asynccontextmanager
 async def running(**settings: Any):
-    service = Service(ServerSettings(max_batch=4, max_waiting=4, **settings))
+    service = Service(ServerSettings(max_num_seqs=4, max_waiting=4, **settings))
     await service.load(open_engine)
     try:
         yield service
@@ -252,7 +252,7 @@ def test_leaving_at_any_moment_gives_everything_back(after):
 
 def test_draining_lets_live_requests_end_and_refuses_new_ones():
     async def work() -> None:
-        service = Service(ServerSettings(max_batch=4, max_waiting=4))
+        service = Service(ServerSettings(max_num_seqs=4, max_waiting=4))
         with pytest.raises(ApiError) as refused:
             await served(service, LONG)
         assert (refused.value.status, refused.value.code) == (503, "loading")
@@ -275,7 +275,7 @@ def test_draining_lets_live_requests_end_and_refuses_new_ones():
 
 def test_a_drain_that_takes_too_long_aborts_with_an_error():
     async def work() -> None:
-        service = Service(ServerSettings(max_batch=4, max_waiting=4))
+        service = Service(ServerSettings(max_num_seqs=4, max_waiting=4))
         await service.load(open_engine)
         streams = [asyncio.create_task(served(service, LONG)) for _ in range(6)]
         while service.slots.in_use < 6:
@@ -309,7 +309,7 @@ def test_a_model_that_cannot_be_loaded_is_reported():
 
 def test_an_engine_that_dies_fails_its_requests_and_the_service():
     async def work() -> None:
-        service = Service(ServerSettings(max_batch=4, max_waiting=4))
+        service = Service(ServerSettings(max_num_seqs=4, max_waiting=4))
         await service.load(open_engine)
         engine = service.engine
         assert engine is not None
@@ -335,7 +335,7 @@ def test_an_engine_that_dies_fails_its_requests_and_the_service():
 
 def test_an_engine_that_stalls_is_not_ready_until_it_moves():
     async def work() -> None:
-        service = Service(ServerSettings(max_batch=4, max_waiting=4, stall_s=0.3))
+        service = Service(ServerSettings(max_num_seqs=4, max_waiting=4, stall_s=0.3))
         await service.load(open_engine)
         engine = service.engine
         assert engine is not None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from inferplane.cli.main import verb_parser
 from inferplane.errors import UsageError
 from inferplane.serving import source_names
 from inferplane.serving.configure import resolve
-from inferplane.serving.settings import FIELDS, ServerSettings
+from inferplane.serving.settings import ALIASES, FIELDS, ServerSettings
 
 
 def test_defaults_are_within_their_own_ranges():
@@ -26,7 +28,7 @@ def test_the_first_that_names_a_setting_decides(tmp_path):
     environment = {"INFERPLANE_PORT": "2", "SERVICE_HTTP_PORT": "9965", "BATCH_SIZE": "5", "MAX_SEQ_LEN": "77"}
     found = resolve({"port": "8080"}, environment, str(path))
     assert found.settings.port == 8080 and found.origins["port"] == "flag --port"
-    assert found.settings.max_batch == 5 and found.origins["max_batch"] == "variable BATCH_SIZE"
+    assert found.settings.max_num_seqs == 5 and found.origins["max_num_seqs"] == "variable BATCH_SIZE"
     assert found.settings.max_waiting == 4 and found.origins["max_waiting"] == f"file {path}"
     assert found.settings.max_prompt_tokens == 77
     assert resolve({}, environment, str(path)).settings.port == 2
@@ -45,8 +47,8 @@ def test_every_name_of_the_source_system_means_a_setting():
     assert set(published) <= understood
     found = resolve({}, published).settings
     assert (found.port, found.health_port, found.metrics_port) == (9965, 8110, 8722)
-    assert (found.max_prompt_tokens, found.max_output_tokens, found.max_batch) == (8192, 1024, 48)
-    assert (found.max_waiting, found.disable_streaming, found.kv_dtype) == (128, True, "int8")
+    assert (found.max_prompt_tokens, found.max_output_tokens, found.max_num_seqs) == (8192, 1024, 48)
+    assert (found.max_waiting, found.disable_streaming, found.kv_cache_dtype) == (128, True, "int8")
     assert (found.model, found.native_text) == ("/models", "raw")
     notes = " ".join(resolve({}, published).notes)
     assert all(name in notes for name in ("BLOCK_BS", "BLOCK_RATIO", "INTER_PROC_PORT"))
@@ -73,16 +75,19 @@ def test_switches_of_the_source_system_are_read_as_those_of_our_own(variable):
 @pytest.mark.parametrize(
     ("flags", "environment", "text", "said"),
     [
-        ({"max_batch": "0"}, {}, "", "max_batch = '0' (flag --max-batch)"),
-        ({"max_batch": "many"}, {}, "", "whole numbers"),
+        ({"max_num_seqs": "0"}, {}, "", "max_num_seqs = '0' (flag --max-num-seqs)"),
+        ({"max_num_seqs": "many"}, {}, "", "whole numbers"),
         ({}, {"INFERPLANE_PORT": "70000"}, "", "variable INFERPLANE_PORT"),
         ({}, {"MAX_SEQ_LEN": "x"}, "", "variable MAX_SEQ_LEN"),
-        ({}, {}, "max_batch: 1.5", "max_batch = 1.5"),
-        ({}, {}, "max_batch: true", "max_batch = True"),
+        ({}, {}, "max_batch: 1.5", "max_num_seqs = 1.5"),
+        ({}, {}, "max_num_seqs: true", "max_num_seqs = True"),
         ({}, {}, "strict: perhaps", "true, false"),
         ({}, {}, "log_format: xml", "auto, json, text"),
         ({}, {}, "drain_s: .nan", "drain_s = nan"),
         ({}, {}, "max_bach: 8", "perhaps max_batch was meant"),
+        ({}, {}, "max_num_seq: 8", "perhaps max_num_seqs was meant"),
+        ({}, {}, "max_batch: 8\nmax_num_seqs: 8", "are the same setting"),
+        ({}, {"INFERPLANE_KV_DTYPE": "fp8", "INFERPLANE_KV_CACHE_DTYPE": "fp8"}, "", "the same setting"),
         ({}, {}, "- 1", "is no list of settings"),
         ({}, {}, "a: [", "cannot be read"),
         ({}, {}, "!!python/object/apply:os.getcwd []", "cannot be read"),
@@ -121,15 +126,45 @@ def test_sizes_have_units(tmp_path, text, count):
 
 
 def test_the_origin_of_a_switch_is_the_flag_that_was_typed():
-    assert resolve({"prefix_cache": False}, {}).origins["prefix_cache"] == "flag --no-prefix-cache"
-    assert resolve({"prefix_cache": True}, {}).origins["prefix_cache"] == "flag --prefix-cache"
+    name = "enable_prefix_caching"
+    assert resolve({name: False}, {}).origins[name] == "flag --no-enable-prefix-caching"
+    assert resolve({name: True}, {}).origins[name] == "flag --enable-prefix-caching"
+
+
+VALUES = {
+    "kv_cache_dtype": "fp8",
+    "enable_prefix_caching": False,
+    "speculative_method": "mtp",
+    "speculative_model": "x",
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_setting_has_other_names(alias, tmp_path):
+    name = ALIASES[alias]
+    value = VALUES.get(name, 3)
+    path = tmp_path / "serving.yaml"
+    path.write_text(f"{alias}: {json.dumps(value)}\n")
+    found = resolve({}, {}, str(path))
+    assert getattr(found.settings, name) == value and found.origins[name] == f"file {path}"
+    variable = f"INFERPLANE_{alias.upper()}"
+    found = resolve({}, {variable: str(value)})
+    assert getattr(found.settings, name) == value and found.origins[name] == f"variable {variable}"
+    words = [f"--no-{alias.replace('_', '-')}"] if value is False else [f"--{alias.replace('_', '-')}", str(value)]
+    assert str(getattr(verb_parser("serve")[0].parse_all(words), name)) == str(value)
+
+
+def test_help_shows_one_name_of_an_option():
+    for verb in ("serve", "bench", "generate", "estimate"):
+        text = verb_parser(verb)[0].format_help()
+        assert not [alias for alias in ALIASES if f"--{alias.replace('_', '-')} " in text]
 
 
 def test_drafting_has_the_flags_of_other_commands():
     parser = verb_parser("config")[0]
     for flags in ("--speculate mtp --drafts 2", "--speculate-method mtp --speculate-max-draft-token-num 2"):
         args = parser.parse_all(["show", *flags.split(), "--draft-model", "demo-draft"])
-        found = (args.speculate_method, args.speculate_max_draft_token_num, args.draft_model_name_or_path)
+        found = (args.speculative_method, args.num_speculative_tokens, args.speculative_model)
         assert found == ("mtp", "2", "demo-draft")
         assert not hasattr(args, "model")
 

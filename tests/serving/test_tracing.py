@@ -25,7 +25,7 @@ from inferplane.errors import UsageError
 from inferplane.serving import logs, tracing
 from inferplane.serving.grpc import schema
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.slots import SlotReservation
+from inferplane.serving.shared_state.slots import SlotReservation
 from tests.serving.faults import CHAT, COMPLETIONS, Small, run
 from tests.serving.live import Live
 from tests.serving.test_grpc import address, call, raw, string

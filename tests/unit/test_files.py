@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from inferplane.errors import UsageError
-from inferplane.files import check_writable, write_whole
+from inferplane.files import check_writable, write_atomically
 
 
 @pytest.mark.parametrize("path", ["/", "a\0b", ".", "none/a.json", "x" * 300])
 def test_what_cannot_be_written(path, tmp_path):
     with pytest.raises(UsageError, match="cannot be written"):
-        write_whole(tmp_path / path, "x")
+        write_atomically(tmp_path / path, "x")
     assert not list(tmp_path.iterdir())
 
 
@@ -25,17 +25,17 @@ def test_what_stands_at_a_path_stays_what_it_is(tmp_path):
     path.write_text("before")
     path.chmod(0o600)
     link.symlink_to("a.json")
-    write_whole(link, "after")
+    write_atomically(link, "after")
     assert link.is_symlink() and path.read_text() == "after" and path.stat().st_mode & 0o777 == 0o600
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        write_whole(pipe, "told")
+        write_atomically(pipe, "told")
         assert pipe.is_fifo() and os.read(reader, 100) == b"told"
     finally:
         os.close(reader)
-    command = "import sys; from pathlib import Path; from inferplane.files import check_writable, write_whole; " + (
-        "print('first', flush=True); write_whole(Path('/dev/stdout'), 'whole')"
+    command = "from pathlib import Path; from inferplane.files import write_atomically; " + (
+        "print('first', flush=True); write_atomically(Path('/dev/stdout'), 'whole')"
     )
     with open(path, "wb") as out:
         subprocess.run([sys.executable, "-c", command], stdout=out, check=True)

@@ -47,7 +47,7 @@ class Calls:
         self.noted: dict[str, Call] = {}
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """A listener for `Emulator.heard_by`."""
+        """A listener for `Emulator.listen`."""
         call = Call(name, [encode(a) for a in args], {k: encode(v) for k, v in kwargs.items()}, results(result))
         self.noted.setdefault(json.dumps(call.fields()), call)
 
@@ -98,7 +98,7 @@ class Open(torch.Tensor):
     """A result that an emulator leaves open: it is never read, and its shape means nothing."""
 
 
-def left_open() -> torch.Tensor:
+def make_open() -> torch.Tensor:
     """A result that is left open."""
     return torch.empty(0).as_subclass(Open)
 

@@ -52,7 +52,7 @@ class Report:
 
 
 @contextmanager
-def defined(restated: Restated) -> Iterator[None]:
+def define_operators(restated: Restated) -> Iterator[None]:
     """Within it the dispatcher has operators with a vendor's schemas; torch's own are there anyway."""
     vendor = {name: schema for name, schema in restated.schemas.items() if not name.startswith(f"{TORCH}::")}
     libraries = {ns: torch.library.Library(ns, "DEF") for ns in {name.partition("::")[0] for name in vendor}}
@@ -158,7 +158,7 @@ def repeat(calls: Iterable[Call], device: str) -> Report:
     return report
 
 
-def written(*sources: Path) -> set[str]:
+def called_operators(*sources: Path) -> set[str]:
     """`namespace::name` of every operator that the sources, files or folders, call.
 
     Looked for are attributes of names that are `torch.ops.<namespace>`, as `npu` in `npu = torch.ops.npu`, of names

@@ -22,7 +22,7 @@ from inferplane.plugin import HOST, Backend, DeviceState, Kernel, Memory, Presen
 from tests.vendors import schemas
 from tests.vendors.calls import note_until_exit
 from tests.vendors.checks import LIFTED
-from tests.vendors.emulator import Emulator, lifted
+from tests.vendors.emulator import Emulator, allow_float32
 
 
 def emulator(folder: Path, *parts: ModuleType) -> Emulator:
@@ -80,7 +80,7 @@ class Emulated(Backend):
 
     def lift(self, kernel: Kernel) -> Kernel:
         """The kernel as it is declared where the check of dtypes is lifted."""
-        return lifted(kernel)
+        return allow_float32(kernel)
 
     def memory(self) -> Memory:
         return host_memory()

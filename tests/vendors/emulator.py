@@ -65,12 +65,12 @@ class Emulator:
                 raise ValueError(f"torch {torch.__version__}: {'; '.join(changed)}")
             tensors = any("Tensor" in str(a.type) for a in schema.arguments)
             key = "CPU" if tensors else "CompositeExplicitAutograd"
-            heard = self._heard(name, schema, implementations[name])
+            heard = self._notify_listeners(name, schema, implementations[name])
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Warning only once for all operators")  # that one is overridden
                 library.impl(name.partition("::")[2], heard, key, allow_override=not own)
 
-    def _heard(self, name: str, schema: Any, function: Implementation) -> Implementation:
+    def _notify_listeners(self, name: str, schema: Any, function: Implementation) -> Implementation:
         by_keyword = {a.name for a in schema.arguments if a.kwarg_only}
         places = [a.name for a in schema.arguments if not a.kwarg_only]
         defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
@@ -86,7 +86,7 @@ class Emulator:
         return call
 
     @contextmanager
-    def heard_by(self, listener: Listener) -> Iterator[None]:
+    def listen(self, listener: Listener) -> Iterator[None]:
         """Within it `listener(name, args, kwargs, result)` is called for every call that was carried out."""
         self.listeners.append(listener)
         try:
@@ -107,7 +107,7 @@ class Implementations(dict[str, Implementation]):
         return note
 
 
-def lifted(kernel: Kernel) -> Kernel:
+def allow_float32(kernel: Kernel) -> Kernel:
     """The kernel, also taking float32."""
     dtypes = kernel.when.dtypes
     if not dtypes or torch.float32 in dtypes:
@@ -132,4 +132,4 @@ class Meddled:
         return real if change is None else lambda *args, **kwargs: change(real, *args, **kwargs)
 
 
-__all__ = ["Emulator", "Implementations", "Meddled", "Violation", "full_name", "lifted", "require"]
+__all__ = ["Emulator", "Implementations", "Meddled", "Violation", "allow_float32", "full_name", "require"]

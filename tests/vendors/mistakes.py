@@ -46,7 +46,7 @@ class Mistake:
     caught: str
     dtype: torch.dtype | None = None
 
-    def made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make it from now on."""
         meant = getattr(*self.where)
         monkeypatch.setattr(*self.where, self.change if self.what is None else Meddled(meant, {self.what: self.change}))
@@ -72,7 +72,7 @@ def by(**changes: Callable[[Any], Any]) -> Change:
     return lambda real, *args, **given: real(*args, **{**given, **{k: f(given.get(k)) for k, f in changes.items()}})
 
 
-def swapped(i: int, j: int) -> Change:
+def swap(i: int, j: int) -> Change:
     """The call with two positional arguments exchanged."""
 
     def change(real, *args, **kwargs):
@@ -83,7 +83,7 @@ def swapped(i: int, j: int) -> Change:
     return change
 
 
-def judged(device: str, dtype: torch.dtype, kernel_name: str, label: str) -> str:
+def find_fault(device: str, dtype: torch.dtype, kernel_name: str, label: str) -> str:
     """What is said of a kernel on a sample, padded and not; empty when nothing is wrong."""
     subject = Subject.of(host(), device, str(dtype).removeprefix("torch."))
     subject.open()

@@ -39,24 +39,26 @@ class Routes:
         self.at = 0
         body = MoERoute.__call__
 
-        def recording(op, logits):
+        def record(op, logits):
             weights, ids = body(op, logits)
             self.chosen.append(ids)
             return weights, ids
 
-        monkeypatch.setattr(MoERoute, "__call__", recording)
+        monkeypatch.setattr(MoERoute, "__call__", record)
 
     def kernel(self):
         """A kernel that outranks all others and takes the recorded experts."""
 
-        def replayed(p, logits):
+        def replay(view, logits):
             ids = self.chosen[self.at]
             self.at += 1
-            scores = logits.float().sigmoid() if p.score == "sigmoid" else logits.float().softmax(-1)
+            scores = logits.float().sigmoid() if view.score == "sigmoid" else logits.float().softmax(-1)
             weights = scores.gather(1, ids)
-            return (weights / (weights.sum(-1, keepdim=True) + 1e-20) if p.renormalize else weights) * p.factor, ids
+            if view.renormalize:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            return weights * view.factor, ids
 
-        return Kernel("moe_route", "test", replayed, rank=99)
+        return Kernel("moe_route", "test", replay, rank=99)
 
 
 def prompts(vocab: int) -> list[list[int]]:
@@ -99,7 +101,7 @@ def errors_beside_cpu(
 
 
 def greedy(bound: stepping.Bound, prompt: list[int], chunk: int) -> list[int]:
-    """The prompt in chunks, then token by token, always the likeliest."""
+    """The prompt in chunks, then token by token, always the most probable."""
     blocks = list(range(bound.cache.blocks))[::-1]
     done, ids, new = 0, list(prompt), []
     with torch.inference_mode():

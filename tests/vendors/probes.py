@@ -155,7 +155,7 @@ class RecognitionTests:
     def test_opening_an_index_that_is_too_high(self, done, monkeypatch, value):
         if value:
             monkeypatch.setenv(self.variables[0], value)
-        with pytest.raises(DeviceError, match=f"{self.called} was asked for") as caught:
+        with pytest.raises(DeviceError, match=f"{self.called} was requested") as caught:
             self.backend(2).open()
         assert f"{self.variables[0]}={value or 'not set'}" in caught.value.there_is
 
@@ -239,11 +239,11 @@ class OutsideDeviceTests(PackageTests):
 
     def test_opening_beside_another_package_of_the_kind(self, done, monkeypatch):
         monkeypatch.setitem(sys.modules, self.rival, ModuleType(self.rival))
-        with pytest.raises(DeviceError, match=f"'{self.rival}' has taken it") as caught:
+        with pytest.raises(DeviceError, match=f"'{self.rival}' occupies it in this process") as caught:
             self.backend().open()
         assert "another process" in caught.value.remedy and not done
 
     def test_opening_beside_an_unknown_package_of_the_kind(self, done, monkeypatch):
         monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "openreg")
-        with pytest.raises(DeviceError, match="'openreg' has taken it"):
+        with pytest.raises(DeviceError, match="'openreg' occupies it in this process"):
             self.backend().open()

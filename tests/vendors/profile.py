@@ -25,8 +25,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 ROWS = {"tensor": [3, 64], "strides": [64, 1], "dtype": "bfloat16"}
 """A tensor as `calls.encode` writes it, for wrong calls."""
-narrow = pytest.mark.skipif(LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")
-wide = pytest.mark.skipif(not LIFTED, reason="at float32: with INFERPLANE_EMULATED_FLOAT32=1")
+in_vendor_dtypes = pytest.mark.skipif(LIFTED, reason="in the vendor's dtypes: without INFERPLANE_EMULATED_FLOAT32")
+in_float32 = pytest.mark.skipif(not LIFTED, reason="at float32: with INFERPLANE_EMULATED_FLOAT32=1")
 
 
 class Profile:
@@ -50,13 +50,13 @@ class Profile:
     """Of models that are tried in the vendor's dtypes."""
     formats: tuple[str, ...] = ("int8_row", "int4_group")
     """Weight formats that models are tried in."""
-    served: Collection[str] = tuple(FAMILIES)
+    engine_families: Collection[str] = tuple(FAMILIES)
     """Families that the engine serves."""
     speculative: dict[str, dict[str, Any] | None] = {"drafts": DRAFTS}
     """How it serves them."""
     providers: Collection[str] = ()
     """Of the kernels that may serve them: none that loops over sequences is among these."""
-    mistaken = narrow
+    mistakes_run = in_vendor_dtypes
     """Where mistakes are made."""
 
     def __init__(self, name: str) -> None:
@@ -72,9 +72,9 @@ class Profile:
         """A module of the vendor's folder."""
         return import_module(f"tests.vendors.{self.name}.{part}")
 
-    def written(self) -> set[str]:
+    def called_operators(self) -> set[str]:
         """`namespace::name` of everything that the sources call of the vendor's."""
-        return contract.written(*(REPOSITORY / path for path in (self.sources, *self.shared_sources)))
+        return contract.called_operators(*(REPOSITORY / path for path in (self.sources, *self.shared_sources)))
 
     def models(self) -> Iterator[tuple[str, str, str]]:
         """Family, weight format and schedule of each model in the vendor's dtypes."""

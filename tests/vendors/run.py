@@ -59,8 +59,8 @@ class Suite:
 
     def run(self) -> int:
         contract = self.suite.get("contract", {})
-        held = [self.folder / name for name in contract.get("tests", ())]
-        ignored = [f"--ignore={path}" for path in (*held, PUBLISHED)]
+        contract_tests = [self.folder / name for name in contract.get("tests", ())]
+        ignored = [f"--ignore={path}" for path in (*contract_tests, PUBLISHED)]
         shutil.rmtree(self.build / "calls", ignore_errors=True)
         for variables in self.suite["emulated"]:
             label = " ".join(f"{key}={value}" for key, value in variables.items())
@@ -71,12 +71,12 @@ class Suite:
                 more += ["--evidence", str(self.evidence_file("l2", run["label"]))]
             self.step(f"conformance on the emulator, {run['label']}", self.pytest(*more), run["variables"])
         if contract:
-            self.hold(contract, held)
+            self.check_contract(contract, contract_tests)
         outcome = f"FAILED: {', '.join(self.failed)}" if self.failed else "all passed"
         print(f"\n== {self.name}: {outcome} ({self.seconds()} s)")
         return 1 if self.failed else 0
 
-    def hold(self, contract: dict[str, Any], files: list[Path]) -> None:
+    def check_contract(self, contract: dict[str, Any], files: list[Path]) -> None:
         """Hold the noted calls against the vendor's library, or against what it publishes."""
         own = contract.get("environment")
         python = str(REPOSITORY / own / "bin" / "python") if own else sys.executable
@@ -101,12 +101,12 @@ class Suite:
         if emulated:
             environment["INFERPLANE_PLUGINS"] = f"only,inferplane_cpu.plugin,{self.suite['plugin']}"
             environment["INFERPLANE_EMULATED_CALLS"] = str(self.build / "calls")
-        environment.update({key: self.filled(value) for key, value in variables.items()})
-        command = [self.filled(word) for word in command]
+        environment.update({key: self.fill(value) for key, value in variables.items()})
+        command = [self.fill(word) for word in command]
         if subprocess.run(command, cwd=REPOSITORY, env=environment, check=False).returncode:
             self.failed.append(label)
 
-    def filled(self, words: str) -> str:
+    def fill(self, words: str) -> str:
         return words.replace("{build}", str(self.build))
 
     def evidence_file(self, level: str, label: str) -> Path:

@@ -88,12 +88,12 @@ def differences(restated: Any, found: Any | None) -> list[str]:
     old = {a.name: (i, a) for i, a in enumerate(restated.arguments)}
     new = {a.name: (i, a) for i, a in enumerate(found.arguments)}
     out = [f"{name}: argument {a!r} is gone" for a in old if a not in new]
-    out += [f"{name}: argument {_told(new[a][1])} is new, at place {new[a][0]}" for a in new if a not in old]
+    out += [f"{name}: argument {_describe(new[a][1])} is new, at place {new[a][0]}" for a in new if a not in old]
     # Places are compared among the arguments that both have: a new one moves those behind it, and is reported once.
-    kept_old, kept_new = [a for a in old if a in new], [a for a in new if a in old]
-    for argument in kept_old:
+    common_old, common_new = [a for a in old if a in new], [a for a in new if a in old]
+    for argument in common_old:
         (_, was), (_, now) = old[argument], new[argument]
-        if kept_old.index(argument) != kept_new.index(argument):
+        if common_old.index(argument) != common_new.index(argument):
             out.append(f"{name}: argument {argument!r} has moved from place {old[argument][0]} to {new[argument][0]}")
         if was.kwarg_only != now.kwarg_only:
             out.append(f"{name}: argument {argument!r} is {'' if now.kwarg_only else 'no longer '}a keyword only")
@@ -116,6 +116,6 @@ def _default(argument: Any) -> str:
     return repr(argument.default_value) if argument.has_default_value() else NO_DEFAULT
 
 
-def _told(argument: Any) -> str:
+def _describe(argument: Any) -> str:
     default = _default(argument)
     return f"{_type(argument)} {argument.name}" + ("" if default == NO_DEFAULT else f"={default}")

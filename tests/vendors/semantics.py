@@ -16,17 +16,17 @@ from tests.vendors import checks
 from tests.vendors.emulator import require
 
 
-def normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def normalize(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMS norm over the last dimension, float32 inside, in the dtype of `x`."""
     h = x.float()
     return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + epsilon) * weight.float()).to(x.dtype)
 
 
-def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+def add_normalize(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
     """residual <- residual + x; x <- norm(residual) weight, of the sum before it is rounded."""
     total = residual.float() + x.float()
     residual.copy_(total.to(residual.dtype))
-    x.copy_(normed(total, weight, epsilon).to(x.dtype))
+    x.copy_(normalize(total, weight, epsilon).to(x.dtype))
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
@@ -36,14 +36,16 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(a) * b
 
 
-def turned(t: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int, neox: bool) -> torch.Tensor:
+def rotate(
+    heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int, neox: bool
+) -> torch.Tensor:
     """Heads `[T, heads * head_size]` rotated; the table is cosines, then sines, `[positions, head_size]`."""
     cos, sin = (part.float()[:, None] for part in table[positions].chunk(2, -1))
-    h = t.float().view(t.shape[0], -1, head_size)
+    h = heads.float().view(heads.shape[0], -1, head_size)
     a, b = h.chunk(2, -1) if neox else (h[..., 0::2], h[..., 1::2])
     both = (a * cos - b * sin, b * cos + a * sin)
     out = torch.cat(both, -1) if neox else torch.stack(both, -1).flatten(-2)
-    return out.view(t.shape).to(t.dtype)
+    return out.view(heads.shape).to(heads.dtype)
 
 
 def check_heads(positions: torch.Tensor, table: torch.Tensor, head_size: int, heads: dict[str, torch.Tensor]) -> None:
@@ -71,19 +73,19 @@ def latent_tokens(q, cache, block_table, lengths, width, scale):
     out = torch.zeros(*q.shape[:3], width, dtype=q.dtype)
     for b, n in enumerate(lengths.tolist()):
         if n:
-            keys = paged(cache, block_table[b], 0, n)
+            keys = read_paged(cache, block_table[b], 0, n)
             out[b] = softmax_v(q[b], keys, keys[..., :width], None, scale).to(out.dtype)
     return out
 
 
-def hidden_from(count: int, first: int, length: int, left: int) -> torch.Tensor:
+def hidden_keys(count: int, first: int, length: int, left: int) -> torch.Tensor:
     """Which keys first to length the last `count` tokens must not see: causal, and `left` tokens back where >= 0."""
     i = torch.arange(count)[:, None] + length - count
     j = torch.arange(first, length)[None]
     return (j > i) if left < 0 else (j > i) | (j < i - left)
 
 
-def running(name: str, sums: torch.Tensor, last: int) -> list[int]:
+def check_running_sums(name: str, sums: torch.Tensor, last: int) -> list[int]:
     """Running sums of lengths as a list, checked."""
     checks.dtype(checks.INT32, **{name: sums})
     values = sums.tolist()
@@ -92,7 +94,7 @@ def running(name: str, sums: torch.Tensor, last: int) -> list[int]:
     return values
 
 
-def paged(cache: torch.Tensor, table: torch.Tensor, first: int, last: int) -> torch.Tensor:
+def read_paged(cache: torch.Tensor, table: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """Tokens first to last of a sequence of a cache `[blocks, tokens, ...]`; blocks before them are not looked at."""
     tokens = cache.shape[1]
     blocks = table[first // tokens : -(-last // tokens)].long()
@@ -101,7 +103,7 @@ def paged(cache: torch.Tensor, table: torch.Tensor, first: int, last: int) -> to
     return cache[blocks].flatten(0, 1)[first - start : last - start]
 
 
-def written(slot_mapping: torch.Tensor, rows: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+def written_slots(slot_mapping: torch.Tensor, rows: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that a cache write writes, and where; a negative slot is padding and skipped."""
     checks.dtype(torch.int64, slot_mapping=slot_mapping)
     checks.shape("slot_mapping", slot_mapping, rows)
@@ -115,7 +117,7 @@ def written(slot_mapping: torch.Tensor, rows: int, slots: int) -> tuple[torch.Te
 def write_blocks(key, value, key_cache, value_cache, slot_mapping) -> None:
     """Rows `[T, heads, D]` into caches `[blocks, tokens, heads, D]`."""
     tokens = key_cache.shape[1]
-    real, places = written(slot_mapping, key.shape[0], key_cache.shape[0] * tokens)
+    real, places = written_slots(slot_mapping, key.shape[0], key_cache.shape[0] * tokens)
     key_cache[places // tokens, places % tokens] = key[real]
     value_cache[places // tokens, places % tokens] = value[real]
 
@@ -125,7 +127,7 @@ def write_latents(kv_c, k_pe, kv_cache, slot_mapping) -> None:
     checks.shape("k_pe", k_pe, kv_c.shape[0], None)
     checks.shape("kv_cache", kv_cache, None, None, kv_c.shape[1] + k_pe.shape[1])
     tokens = kv_cache.shape[1]
-    real, places = written(slot_mapping, kv_c.shape[0], kv_cache.shape[0] * tokens)
+    real, places = written_slots(slot_mapping, kv_c.shape[0], kv_cache.shape[0] * tokens)
     kv_cache[places // tokens, places % tokens] = torch.cat((kv_c, k_pe), -1)[real]
 
 
@@ -133,9 +135,9 @@ def gather(src_cache, dst, block_table, cu_seq_lens, batch_size) -> None:
     """Each sequence's entries of a cache `[blocks, tokens, D]`, one behind the other."""
     checks.dtype(checks.INT32, block_table=block_table)
     checks.shape("cu_seq_lens", cu_seq_lens, batch_size + 1)
-    ends = running("cu_seq_lens", cu_seq_lens, dst.shape[0])
+    ends = check_running_sums("cu_seq_lens", cu_seq_lens, dst.shape[0])
     for table, a, b in zip(block_table, ends, ends[1:]):
-        dst[a:b] = paged(src_cache, table, 0, b - a)
+        dst[a:b] = read_paged(src_cache, table, 0, b - a)
 
 
 def plain_cache(kv_cache_dtype: str, **scales: torch.Tensor) -> None:

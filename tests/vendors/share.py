@@ -29,7 +29,7 @@ KINDS = pytest.mark.parametrize("kind", ["decode", "mixed"])
 ATTENTION_OR_CACHE = ("attention", "kv_write", "mla_absorbed", "mla_expanded", "mla_kv_write", "mla_block")
 
 
-def bound(
+def count_providers(
     backend: Backend, config: dict[str, Any], arch: str, kind: StepKind, dtype: torch.dtype = torch.bfloat16
 ) -> Counter[tuple[str, str]]:
     """How often each `(op, provider)` is bound in a step of a kind; "" is an op's own body."""
@@ -55,7 +55,7 @@ def _sites(
             assert site == "" or "." in site
 
 
-def served(found: Counter[tuple[str, str]], *providers: str) -> int:
+def count_sites(found: Counter[tuple[str, str]], *providers: str) -> int:
     """Sites bound to one of these providers."""
     return sum(n for (_, provider), n in found.items() if provider in providers)
 
@@ -65,16 +65,17 @@ def check(
     vendor: tuple[str, ...],
     record: Callable[[str, object], None],
     *,
-    least: float = 0.7,
+    min_share: float = 0.7,
     portable: tuple[str, ...] = (),
 ) -> None:
     """At least this share of the sites is the vendor's, portable, or torch's own on the device; and whatever attends or
     reads and writes the cache is the vendor's or portable.
     """
-    total, own, ours, torchs = found.total(), served(found, *vendor), served(found, *portable), served(found, "torch")
+    total = found.total()
+    own, ours, torchs = (count_sites(found, *names) for names in (vendor, portable, ("torch",)))
     shares = {"sites": total, "vendor": own, "portable": ours, "torch on the device": torchs}
     record("share", shares)
     print("\n" + ", ".join(f"{n} {what}" for what, n in shares.items()))
-    assert own + ours + torchs >= least * total, found
+    assert own + ours + torchs >= min_share * total, found
     for (op, provider), n in found.items():
         assert op not in ATTENTION_OR_CACHE or provider in (*vendor, *portable), (op, provider, n)

@@ -68,7 +68,7 @@ def runtime(monkeypatch):
 @pytest.fixture(params=RECORDING, ids=lambda backend: backend.name)
 def kind(request, runtime) -> tuple[Accelerator, str]:
     """A backend, and the class of graphs that it records; its runtime has that class."""
-    name = request.param.graph
+    name = request.param.graph_class
     setattr(runtime, name, lambda: runtime.make(name))
     return request.param(), name
 

@@ -105,7 +105,7 @@ def test_an_emulator_is_called_through_its_schema(restated, tmp_path):
     ops = torch.ops.inferplane_test_vendor
     noted = calls.Calls()
     x = torch.ones(3, 2)
-    with emulator.heard_by(noted.note):
+    with emulator.listen(noted.note):
         assert ops.scale(x).equal(torch.full((3, 2), 2.0, dtype=torch.float64)), "defaults are the schema's"
         assert ops.scale(x, 3.0, dtype=torch.float16).dtype == torch.float16
         assert ops.scale(x).dtype == torch.float64
@@ -134,7 +134,7 @@ def test_dictionaries_and_operators_without_tensors(tmp_path):
     path.write_text(FILE.splitlines()[1] + "\n# version: 1\nvendor_of_dicts::f(int n) -> (Dict(str, int), bool)\n")
     emulator = Emulator(schemas.read(path), {"vendor_of_dicts::f": lambda n: ({"BLOCK": n}, n > 1)})
     noted = calls.Calls()
-    with emulator.heard_by(noted.note):
+    with emulator.listen(noted.note):
         assert torch.ops.vendor_of_dicts.f(3) == ({"BLOCK": 3}, True)
     assert next(iter(noted.noted.values())).results == ["dict", "bool"]
     assert calls.decode(calls.encode({"BLOCK": 3, "dtype": torch.int8}), torch.empty) == {
@@ -143,6 +143,6 @@ def test_dictionaries_and_operators_without_tensors(tmp_path):
     }
 
 
-def test_results_are_told():
-    assert calls.results((True, torch.zeros(2, dtype=torch.int8), calls.left_open())) == ["bool", [[2], "int8"], None]
+def test_results_are_described():
+    assert calls.results((True, torch.zeros(2, dtype=torch.int8), calls.make_open())) == ["bool", [[2], "int8"], None]
     assert calls.results(None) == []

@@ -152,8 +152,8 @@ def _collapses() -> bool:
     return release is not None and (int(release[1]), int(release[2])) >= (6, 1)
 
 
-def _address(room: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(room))
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 @cache

@@ -231,7 +231,7 @@ def test_conformance_sees_a_wrong_step(wrong):
     subject.kernels = [replace(k, target=broken) if k.op == "causal_lm" else k for k in subject.kernels]
     case = test_models.Case(TINY["llama"], "bfloat16", "", "llama")
     with pytest.raises((AssertionError, pytest.fail.Exception), match=r"instead of|are wrong by"):
-        test_models.test_what_a_step_gives(case, subject, lambda **figures: None)
+        test_models.test_results_of_a_step(case, subject, lambda **figures: None)
 
 
 MANY_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}

@@ -31,7 +31,7 @@ def launch(request, monkeypatch):
         monkeypatch.setattr(module.mla_fp8, "raise_fp8_exponent", raised)
         monkeypatch.setattr(module.mla_fp8_mma, "exponent_of", lambda x: (x.view(torch.int32) >> 23) - 127)
         monkeypatch.setattr(
-            module.mla_fp8_mma, "power", lambda n: ((n + 127) << 23).to(torch.int32).view(torch.float32)
+            module.mla_fp8_mma, "power_of_two", lambda n: ((n + 127) << 23).to(torch.int32).view(torch.float32)
         )
         yield module
 
@@ -121,14 +121,14 @@ def test_fp8_products_stay_near(launch, change, record_property):
 
 
 def test_parts_put_together_wrongly_are_found(launch, monkeypatch):
-    spaces = launch.mla.settle.function.__globals__
-    join = spaces["join"].function
+    spaces = launch.mla.work.combine_units.function.__globals__
+    combine = spaces["combine_parts"].function
 
     def unweighted(parts, masses, *others):
         masses.tensor.zero_()
-        join(parts, masses, *others)
+        combine(parts, masses, *others)
 
-    monkeypatch.setattr(spaces["join"], "function", unweighted)
+    monkeypatch.setattr(spaces["combine_parts"], "function", unweighted)
     with pytest.raises(AssertionError):
         judge(launch, "mla_absorbed", sample(*STEPS["uneven"]), "paged_64")
 
@@ -140,14 +140,14 @@ def test_counters_are_left_at_zero(launch):
 
 
 def test_what_others_left_in_the_cache_would_come_through(launch, monkeypatch):
-    monkeypatch.setitem(launch.mla.compute.function.__globals__, "wipe", lambda *args: None)
+    monkeypatch.setitem(launch.mla.compute_units.function.__globals__, "zero_rows_from", lambda *args: None)
     with pytest.raises(AssertionError):
         judge(launch, "mla_absorbed", sample(*STEPS["one"]), "paged_64")
 
 
 def test_a_product_read_before_it_is_waited_for_is_found(launch, monkeypatch):
     early = lambda outstanding=0, deps=(): gluon_emulator.number(deps[0].acc)  # noqa: E731
-    monkeypatch.setitem(launch.mla.compute.function.__globals__, "warpgroup_mma_wait", early)
+    monkeypatch.setitem(launch.mla.compute_units.function.__globals__, "warpgroup_mma_wait", early)
     with pytest.raises(AssertionError):
         judge(launch, "mla_absorbed", sample(*STEPS["one"]), "paged_64")
 

@@ -102,7 +102,7 @@ def test_coded_activations(act, group, served):
     found, refused = answers(op)
     assert (found[:1] == ["triton:linear"]) == served
     if not served:
-        assert refused["triton:linear"] == ["needs activations coded by whole rows or by 128 columns"]
+        assert refused["triton:linear"] == ["needs activations quantized by whole rows or by 128 columns"]
 
 
 def test_routing_and_experts_of_plain_weights_may_be_recorded():

@@ -190,7 +190,7 @@ def test_open_without_a_driver_gives_the_probes_reason(machine):
 
 def test_open_of_an_index_too_far(gpus, monkeypatch):
     monkeypatch.setenv(backend.VISIBLE_DEVICES, "0,1")
-    with pytest.raises(DeviceError, match="cuda:2 was asked for") as caught:
+    with pytest.raises(DeviceError, match="cuda:2 was requested") as caught:
         CudaBackend(2).open()
     assert "CUDA_VISIBLE_DEVICES=0,1" in caught.value.there_is
     assert "below 2" in caught.value.remedy

@@ -58,7 +58,7 @@ def test_lmslim_serves_before_its_functions_moved(installed):
     assert quantize.__module__ == "lmslim.layers.gemm.int8_utils"
 
 
-def test_what_is_nowhere_is_told(installed):
+def test_a_missing_library_is_reported(installed):
     installed("lightop.op", "another")
     with pytest.raises(KernelError, match="silu_and_mul_opt of Hygon's lightop is not here") as caught:
         vendor.find_once(vendor.SILU_MUL, vendor.RMS_NORM)(None, None)
@@ -114,7 +114,7 @@ def test_only_hygons_triton_counts(monkeypatch, packages, present):
     assert present or "which alone knows gfx936" in feature.reason
 
 
-def test_operators_that_do_not_load_are_told(tmp_path, monkeypatch):
+def test_operators_that_do_not_load_are_reported(tmp_path, monkeypatch):
     (tmp_path / "vllm_hcu").mkdir()
     (tmp_path / "vllm_hcu/__init__.py").write_text("raise SystemExit('vLLM was imported')")
     (tmp_path / "vllm_hcu/hcu_ops.so").write_bytes(b"no library")

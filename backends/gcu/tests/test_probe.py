@@ -88,7 +88,7 @@ def test_versions_of_one_minor_fit(gcus, monkeypatch, version, torch_version):
 
 
 @pytest.mark.parametrize("version", [None, "of today"])
-def test_a_version_that_nobody_can_read_is_broken(gcus, monkeypatch, version):
+def test_an_unreadable_version_is_broken(gcus, monkeypatch, version):
     monkeypatch.setattr(probes, "version_of", lambda distribution: version)
     probe = GcuBackend.probe()
     assert probe.presence is Presence.BROKEN

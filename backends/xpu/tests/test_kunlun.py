@@ -35,7 +35,7 @@ class TestKunlun(PackageTests):
         monkeypatch.setattr(kunlun, "import_module", import_module)
 
 
-def test_kunlun_with_somebody_elses_torch_is_broken(kunlun_cards, monkeypatch):
+def test_kunlun_with_a_foreign_torch_is_broken(kunlun_cards, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     probe = KunlunBackend.probe()
     assert probe.presence is Presence.BROKEN

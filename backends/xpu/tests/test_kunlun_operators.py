@@ -56,7 +56,7 @@ def test_without_libraries_the_card_runs_on_torch(kunlun_cards, machine):
     assert features["bf16"].present
 
 
-def test_a_library_that_cannot_be_imported_is_told(kunlun_cards, machine):
+def test_a_library_that_cannot_be_imported_is_reported(kunlun_cards, machine):
     install(machine, "kunlun_ops", "0.1.58", "raise OSError('libxpuapi.so: cannot open\\n shared object file')")
     reason = KunlunBackend().open().features["kunlun-ops"].reason
     assert reason == "kunlun_ops cannot be imported: OSError: libxpuapi.so: cannot open shared object file"

@@ -122,13 +122,13 @@ def run_case(
             kernel must ignore, and hide the lengths from the host unless the kernel declares `needs_host_lens`.
         poisoned: fill the slots that belong to no sequence with NaN instead of finite numbers.
     """
-    found = _settle(kernel, sample, bench)
+    found = _prepare_case(kernel, sample, bench)
     if isinstance(found, str):
         return Outcome(False, detail=found)
     layouts, kind, tolerance, running = found
     op = sample.op
     writes = any(o.writes_cache for _, o in op.sites())
-    if writes:  # a block's K and V differ by roundings, which may take an entry to the next step of the storage
+    if writes:  # rounding of a block's K and V may move an entry to the next value of the stored format
         steps = 1 if op.writes_cache else 2
         tolerance += steps * max((_stored_error(x, bench.dtype) for x in layouts.values()), default=0.0)
 
@@ -140,7 +140,7 @@ def run_case(
         for cache in caches_in(args):
             caches.poison(cache, step)
     ideal_args = oracle_arguments(args)
-    for twin in caches_in(ideal_args):  # a block attends to its own K and V as the storage rounds them
+    for twin in caches_in(ideal_args):  # a block attends to its own K and V after they were rounded for storage
         if isinstance(twin, OracleKV) and layouts[twin.request].tolerance and not op.writes_cache:
             twin.through = partial(caches.round_trip, twin.request)
     expected, ideal = _bodies(sample, bench, weights, _host_arguments(args, ideal_args), ideal_args)
@@ -168,9 +168,9 @@ def run_case(
         return wrong(misshapen)
     if not op.may_change_inputs and (change := untouched.changed()):
         return wrong(change)
-    named = {s for s in to_host(batch.slots).tolist() if s >= 0} if batch is not None and writes else set()
-    for kv, held in zip(caches_in(given), before, strict=True):
-        if stray := stray_write(held, caches.read_all(kv), named, kv.block_tokens):
+    written = {s for s in to_host(batch.slots).tolist() if s >= 0} if batch is not None and writes else set()
+    for kv, stored in zip(caches_in(given), before, strict=True):
+        if stray := stray_write(stored, caches.read_all(kv), written, kv.block_tokens):
             return wrong(stray)
     try:
         compared = op.compare(got, ideal) if ideal is not None else None
@@ -183,7 +183,7 @@ def run_case(
     return Outcome(True, error, tolerance, detail, described)
 
 
-def _settle(
+def _prepare_case(
     kernel: Kernel | None, sample: Sample, bench: Bench
 ) -> tuple[dict[KVRequest, KVLayout], StepKind, float, list[Kernel]] | str:
     """The case's layouts, step kind and tolerance; a reason in words if the kernel refuses the sample."""
@@ -247,12 +247,12 @@ def _stored_error(layout: KVLayout, dtype: torch.dtype) -> float:
 def _choose_layouts(kernel: Kernel | None, op: Op, bench: Bench) -> dict[KVRequest, KVLayout] | str:
     chosen = {}
     for request in op.kv_requests():
-        offers = [x for x in bench.layouts(request) if bench.layout in (None, x.name)]
+        available = [x for x in bench.layouts(request) if bench.layout in (None, x.name)]
         if kernel is not None and kernel.when.kv_layouts:
-            offers = [x for x in offers if x.name in kernel.when.kv_layouts]
-        if not offers:
-            return f"no KV layout on offer for {request.kind} that the kernel takes"
-        chosen[request] = offers[0]
+            available = [x for x in available if x.name in kernel.when.kv_layouts]
+        if not available:
+            return f"no available KV layout for {request.kind} that the kernel accepts"
+        chosen[request] = available[0]
     return chosen
 
 
@@ -267,16 +267,14 @@ def _packed(
     oracle: bool = False,
 ) -> dict[tuple[int, str], Any]:
     """Canonical weights in the packings that one kernel (None: bodies on all levels) requests."""
-    packed = {}
-    for i, names in _forced_plan(op, kernel, bench, kind).packings.items():
-        full = weights[i]
+
+    def value_of(i: int) -> Any:
+        value = weights[i]
         if oracle:
-            full = full.dequantize() if isinstance(full, QTensor) else full.float()
-        if device != HOST:
-            full = full.to(device)
-        for name, packing in names.items():
-            packed[i, name] = packing.fn(full)
-    return packed
+            value = value.dequantize() if isinstance(value, QTensor) else value.float()
+        return value if device == HOST else value.to(device)
+
+    return _forced_plan(op, kernel, bench, kind).pack(value_of)
 
 
 def _bound(
@@ -354,19 +352,19 @@ def _copied(kv: Any) -> OracleKV:
 
 
 def _cache_error(args: tuple[Any, ...], ideal: tuple[Any, ...]) -> float:
-    """Largest error over everything that may be read from the caches afterwards."""
+    """Largest error of the entries that later steps may read from the caches."""
     worst = 0.0
-    batch = next((a for a in args if isinstance(a, Batch)), None)
+    batch = batch_in(args)
     for kv, twin in zip(caches_in(args), caches_in(ideal), strict=True):
         assert batch is not None, "a cache without a batch"
         host = next(a for a in ideal if isinstance(a, Batch))
-        for i, (first, last, n, table) in enumerate(host.rows()):  # padded sequences stand last
+        for i, (first, last, n, table) in enumerate(host.rows()):  # padded sequences come last
             skipped = kv.request.blocks_before_window(last - first, n, kv.block_tokens)
             n -= skipped * kv.block_tokens
-            held = to_host(kv.read(batch.block_tables[i, skipped:], n), widen=True)
-            want = twin.read(table[skipped:], n)
-            for h, w in zip(held, want, strict=True):
-                if h.shape != w.shape or not torch.isfinite(h).all():
+            stored = to_host(kv.read(batch.block_tables[i, skipped:], n), widen=True)
+            expected = twin.read(table[skipped:], n)
+            for s, e in zip(stored, expected, strict=True):
+                if s.shape != e.shape or not torch.isfinite(s).all():
                     return float("inf")
-                worst = max(worst, ((h - w).abs().max() / w.abs().max().clamp_min(1e-30)).item())
+                worst = max(worst, ((s - e).abs().max() / e.abs().max().clamp_min(1e-30)).item())
     return worst

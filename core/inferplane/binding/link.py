@@ -1,7 +1,7 @@
-"""From decisions and packed weights to the callables that the hot path holds.
+"""Turns a plan and packed weights into the callables of the hot path.
 
-A bound op is `types.MethodType(kernel, view)`: calling it costs one bound-method call, and nothing is captured in
-closures. A view is a plain object with the op's field names: weights in the kernel's packing, child views or bound
+A bound op is `types.MethodType(kernel, view)`: calling it costs one bound-method call, without closures. A view
+is a plain object with the op's field names: weights in the kernel's packing, child views or bound
 children, and the static fields.
 """
 
@@ -20,13 +20,13 @@ from inferplane.types import CANONICAL, Kernel, StepKind, Weight
 from inferplane.types.scratch import Scratch
 
 Packed = Mapping[tuple[int, str], Any]
-"""`(id of a weight, packing name)` -> what the kernel reads."""
+"""`(id of a weight, packing name)` -> the packed weight."""
 
 
 class View(Scratch):
-    """What a kernel or a body sees as its first argument: the op's fields by name, and `once(key, make)`.
+    """The first argument of a kernel or a body: the op's fields by name, and `once(key, make)`.
 
-    Attributes: `kernel`, which it was made for, None for a body; `prepared`, what the kernel's `prepare` returned;
+    Attributes: `kernel`, the kernel it was made for, None for a body; `prepared`, what the kernel's `prepare` returned;
     `body`, of a kernel that inlines its children: the op's body over the same bound children.
     """
 
@@ -43,19 +43,19 @@ class View(Scratch):
 
 
 def view_of(bound: Callable[..., Any]) -> View:
-    """The view of a bound op, as `link` made it.
+    """Return the view of a bound op of `link`.
 
-    Of a body the children are bound ops themselves: `view_of(step).sample(logits, ...)`.
+    In the view of a body, children are bound ops: `view_of(step).sample(logits, ...)`.
     """
     view: View = bound.__self__  # type: ignore[attr-defined]
     return view
 
 
 def link(plan: Plan, packed: Packed) -> dict[StepKind, Callable[..., Any]]:
-    """The bound root for each step kind.
+    """Bind the root op for each step kind.
 
     Args:
-        plan: the decisions.
+        plan: the kernels chosen for all sites.
         packed: every weight in every packing that the plan needs.
 
     Raises:
@@ -76,14 +76,14 @@ class _Linker:
             return self.method(kernel, self.view(op, choice, kernel, ""), op, choice)
         view, inlining = View(), View()
         for path, value in op.items():
-            seen = None
+            child_view = None
             if isinstance(value, Weight):
                 value = self.packed[id(value), self.plan.packing(op, value, CANONICAL, self.kind, "unserved").name]
             elif isinstance(value, Op):
                 value = self.bind(value, choice.children[path])
-                seen = view_of(value) if kernel is not None and kernel.inlined(path) else None
-            _put(view, op, path, value)
-            _put(inlining, op, path, value if seen is None else seen)
+                child_view = view_of(value) if kernel is not None and kernel.inlined(path) else None
+            _set_field(view, op, path, value)
+            _set_field(inlining, op, path, value if child_view is None else child_view)
         body = op.variants[choice.variant] if choice.variant else type(op).__call__
         if kernel is None:
             return types.MethodType(body, view)
@@ -103,7 +103,7 @@ class _Linker:
                 value = self.packed[id(value), stored.name]
             elif isinstance(value, Op):
                 value = self.view(value, choice, kernel, f"{prefix}{path}.")
-            _put(view, op, path, value)
+            _set_field(view, op, path, value)
         return view
 
     def function(self, kernel: Kernel) -> Callable[..., Any]:
@@ -129,10 +129,10 @@ class _Linker:
         return self.prepared[id(choice)]
 
 
-def _put(view: View, op: Op, path: str, value: Any) -> None:
+def _set_field(view: View, op: Op, path: str, value: Any) -> None:
     name, dot, _ = path.partition(".")
     if path.isdigit():
         name, dot = op.numbered, "."
-    if dot:  # an entry of a tuple of ops
+    if dot:  # one item of a tuple of ops
         value = (*getattr(view, name, ()), value)
     setattr(view, name, value)

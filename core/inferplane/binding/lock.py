@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inferplane.errors import UsageError
-from inferplane.files import write_whole
+from inferplane.files import write_atomically
 from inferplane.ops import Op
 
 SCHEMA = 1
@@ -79,4 +79,4 @@ def write_lock(
     }
     if measured is not None:
         content["measured"] = dict(sorted(measured.items()))
-    write_whole(Path(path), json.dumps(content, indent=1) + "\n")
+    write_atomically(Path(path), json.dumps(content, indent=1) + "\n")

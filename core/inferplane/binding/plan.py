@@ -140,6 +140,18 @@ class Plan:
             weight = replace(weight, format=PLAIN)
         return weight.nbytes(self.settings.dtype)
 
+    def pack(self, value_of: Callable[[int], Any]) -> dict[tuple[int, str], Any]:
+        """Every weight in every packing, by `(id of the weight, packing name)`, as `link` takes them.
+
+        Args:
+            value_of: id of a weight -> its canonical value.
+        """
+        packed = {}
+        for i, names in self.packings.items():
+            value = value_of(i)
+            packed.update({(i, name): packing.fn(value) for name, packing in names.items()})
+        return packed
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights in all their packings."""

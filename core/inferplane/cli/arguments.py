@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
 import os
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from inferplane.engine.clients.options import ALL_OPTIONS, SpeculativeOptions, flags, help_text
 from inferplane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +36,11 @@ class _Layout(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.split("\n\n")
         return "\n\n".join(p if "\n  " in p else super(_Layout, self)._fill_text(p, width, indent) for p in paragraphs)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [x for x in action.option_strings if x not in getattr(action, "aliases", ())]
+        return super()._format_action_invocation(shown)
 
 
 class Parser(argparse.ArgumentParser):
@@ -120,7 +127,36 @@ def check_device(device: str | None, *, indexed: bool, name: str = "--device") -
 
 def add_index(group: argparse._ArgumentGroup) -> None:
     """`--index`, for verbs that open the device."""
-    group.add_argument("--index", metavar="I", type=int, default=0, help="which of several such devices (0)")
+    add_option(group, "index")
+
+
+def add_option(group: argparse._ActionsContainer, name: str, **more: Any) -> None:
+    """Add the flags of an option of the engine as its record describes it; help shows the first of them alone.
+
+    Args:
+        group: of the parser.
+        name: of the option.
+        more: arguments of `add_argument` that differ from the record's.
+    """
+    option = ALL_OPTIONS[name]
+    kind, words, default = str(option.type), help_text(name), option.default
+    given: dict[str, Any] = {"dest": name, "default": default, "help": words}
+    if kind == "bool":
+        given["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
+    else:
+        given["metavar"] = option.metadata["metavar"]
+        if kind.startswith("int"):
+            given["type"] = int
+        if default not in (None, AUTO):
+            given["help"] = f"{words} ({default})"
+    add_flags(group, flags(name), **{**given, **more})
+
+
+def add_flags(group: argparse._ActionsContainer, names: Sequence[str], **given: Any) -> None:
+    """Add an option that has several flags, of which help shows the first one alone; `given` as for `add_argument`."""
+    action = group.add_argument(*names, **given)
+    hidden = [flag for flag in action.option_strings if flag.replace("--no-", "--") in names[1:]]
+    action.aliases = hidden  # type: ignore[attr-defined]
 
 
 def add_examples(parser: Parser, *examples: str) -> None:
@@ -139,33 +175,12 @@ def add_binding(parser: Parser) -> argparse._ArgumentGroup:
     """What decides which kernels are bound: device, dtypes, pins."""
     group = parser.add_argument_group("where and how it runs")
     add_device(group)
+    for name in ("dtype", "kv_cache_dtype", "quantization", "max_model_len"):
+        add_option(group, name)
     group.add_argument(
-        "--dtype", metavar="D", default=AUTO, help="float32, bfloat16, float16; left out: the checkpoint's"
+        "--op", metavar="WHAT=PROVIDER", action="append", default=[], dest="ops", help=f"{help_text('ops')}; repeatable"
     )
-    group.add_argument(
-        "--kv-dtype",
-        metavar="D",
-        default=AUTO,
-        help="how the KV cache stores: fp8, int8 where offered; left out: as --dtype",
-    )
-    group.add_argument(
-        "--quantization",
-        metavar="Q",
-        help="quantize linear weights while reading them: weight_only_int8, weight_only_int4, a8w8, "
-        "a8w8_fp8_wint4; left out: as stored",
-    )
-    group.add_argument(
-        "--max-model-len", metavar="N", type=int, help="most tokens of a sequence; left out: the model's own"
-    )
-    group.add_argument(
-        "--op",
-        metavar="WHAT=PROVIDER",
-        action="append",
-        default=[],
-        dest="ops",
-        help="pin an op, or a site such as 'layers.*.mlp', to a provider, to reference or to decomposition; repeatable",
-    )
-    group.add_argument("--strict", action="store_true", help="refuse to leave a hot op on its slow reference")
+    add_option(group, "strict")
     return group
 
 
@@ -173,43 +188,21 @@ def binding_options(args: argparse.Namespace, **more: Any) -> RunnerOptions:
     """The words of `add_binding` for a plan without weights; `more` are further fields."""
     from inferplane.engine import RunnerOptions
 
-    return RunnerOptions(
-        dtype=args.dtype,
-        kv_cache_dtype=args.kv_dtype,
-        quantization=args.quantization,
-        max_model_len=args.max_model_len,
-        strict=args.strict,
-        ops=pins(args.ops),
-        **more,
-    )
+    names = ("dtype", "kv_cache_dtype", "quantization", "max_model_len", "strict")
+    return RunnerOptions(**{name: getattr(args, name) for name in names}, ops=pins(args.ops), **more)
 
 
 def add_running(parser: Parser) -> None:
     """As `add_binding`, and how weights are read."""
     group = add_binding(parser)
     add_index(group)
-    group.add_argument("--lock", metavar="FILE", help="take kernel choices from a lock file, measured on this machine")
-    group.add_argument("--load-format", metavar="F", default=AUTO, help="dummy: random weights of the config's shapes")
+    add_option(group, "lock")
+    add_option(group, "load_format")
     group = parser.add_argument_group("drafting several tokens a step (left out: none; the text stays as it is)")
-    group.add_argument(
-        "--speculate",
-        "--speculate-method",
-        metavar="METHOD",
-        help="ngram (copies from the text), draft_model, mtp (the model's own layer), eagle",
-    )
-    group.add_argument(
-        "--drafts",
-        "--speculate-max-draft-token-num",
-        metavar="N",
-        type=int,
-        help=f"most drafts a step, 1 to 7; left out: {DRAFTS} with --speculate",
-    )
-    group.add_argument(
-        "--draft-model",
-        "--draft-model-name-or-path",
-        metavar="X",
-        help="folder of the draft model or EAGLE head; demo-draft, demo-eagle: for the demo model",
-    )
+    add_option(group, "speculative_method")
+    drafts = f"{help_text('num_speculative_tokens')}; left out: {DRAFTS} with a method"
+    add_option(group, "num_speculative_tokens", default=None, help=drafts)
+    add_option(group, "speculative_model")
 
 
 def speculation(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -218,14 +211,13 @@ def speculation(args: argparse.Namespace) -> dict[str, Any] | None:
     Raises:
         UsageError: drafts without a method.
     """
-    if args.speculate is None:
-        if args.drafts is not None or args.draft_model is not None:
-            word = "--drafts" if args.drafts is not None else "--draft-model"
-            raise UsageError(f"{word} without --speculate.", remedy="name the method, as in --speculate mtp")
-        return None
-    drafts = DRAFTS if args.drafts is None else args.drafts
-    found = {"method": args.speculate, "num_speculative_tokens": drafts}
-    return found if args.draft_model is None else {**found, "model": args.draft_model}
+    drafts, model = args.num_speculative_tokens, args.speculative_model
+    if args.speculative_method is None and (drafts is not None or model is not None):
+        name = "num_speculative_tokens" if drafts is not None else "speculative_model"
+        raise UsageError(
+            f"{name} without --speculative-method.", remedy="name the method, as in --speculative-method mtp"
+        )
+    return SpeculativeOptions(args.speculative_method, DRAFTS if drafts is None else drafts, model).config()
 
 
 def add_sampling(parser: Parser, *, max_tokens: int) -> None:

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Sequence
 
 from inferplane.cli.arguments import Parser
-from inferplane.engine.clients.options import OLD_NAMES
 from inferplane.errors import InferplaneError
 
 _VALUE = (
@@ -38,9 +37,9 @@ class ErrorWording:
             for name in action.option_strings:
                 if name.startswith("--"):
                     self.options[name[2:].replace("-", "_")] = self.options[action.dest] = action
-        for old, new in {**OLD_NAMES, "speculate": "method", "drafts": "num_speculative_tokens"}.items():
-            if old in self.options:
-                self.options[new] = self.options[old]
+        for field in ("method", "model"):  # of `speculative_config`
+            if f"speculative_{field}" in self.options:
+                self.options[field] = self.options[f"speculative_{field}"]
 
     def reword(self, error: InferplaneError) -> None:
         """Make an error name the options as the user typed them, and other options by their flags."""

@@ -24,6 +24,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
         "device",
         "index",
         "dtype",
+        "kv_cache_dtype",
         "quantization",
         "max_model_len",
         "strict",
@@ -31,7 +32,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
         "load_format",
     ]
     chosen = {name: getattr(args, name) for name in names}
-    return {**chosen, "kv_cache_dtype": args.kv_dtype, "ops": pins(args.ops), "speculative_config": speculation(args)}
+    return {**chosen, "ops": pins(args.ops), "speculative_config": speculation(args)}
 
 
 def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingParams]:
@@ -53,7 +54,7 @@ def open_model(args: argparse.Namespace, screen: Screen) -> tuple[LLM, SamplingP
             raise CheckpointError(
                 f"{args.model} has no tokenizer: {files.folder} holds none of its files.",
                 remedy="add its tokenizer.json (`inferplane bench` needs none); "
-                "a draft model is named by --draft-model, beside its model",
+                "a draft model is named by --speculative-model, beside its model",
             )
         params = sampling_params(args, files.folder)
         loading.phase(f"loading {args.model}")

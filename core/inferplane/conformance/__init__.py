@@ -1,13 +1,13 @@
-"""The suite that a device's authors run, in this repository or in any other:
+"""The suite with which authors of a backend test it, in this repository or in their own:
 
     pytest --pyargs inferplane.conformance --device X
 
-It holds every kernel that plugins declare for X against the meaning of its op, every KV layout against a plain
-dictionary, whole small models against the same models made of reference bodies, and the declarations against what they
-promise. Its one question is what a kernel does wrong; nothing need be known of the rest of Inferplane to read its
-answer. Options: `--dtype float32,bfloat16`, `--xfails FILE` (expected failures, strict), `--slow` (two layers at true
-sizes; always on for accelerators), `--evidence FILE` (what ran and how it ended, as JSON).
+It compares each kernel that plugins declare for X with its op's body, each KV layout with a plain dictionary, and small
+models with the same models built from reference bodies. It checks declarations too. A failure states what the kernel
+does wrong, in words that need no knowledge of the rest of Inferplane. Options: `--dtype float32,bfloat16`,
+`--xfails FILE` (expected failures, strict), `--slow` (two layers at true sizes; always on for accelerators),
+`--evidence FILE` (cases and their results, as JSON).
 
-The exit status is 0 when everything that was asked for ran and passed, 1 when something failed, 4 on wrong usage, and
-5 when the device is not here: what has not run is never shown as passed.
+The exit status is 0 if all requested cases ran and passed, 1 if a case failed, 4 on wrong usage, and 5 if the device is
+not available: a case that did not run never counts as passed.
 """

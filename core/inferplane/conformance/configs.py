@@ -1,4 +1,4 @@
-"""The models of the suite: tiny ones with awkward sizes, and two layers at the true sizes of published models."""
+"""The models of the suite: tiny ones with odd sizes, and two layers at the true sizes of published models."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TINY: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_v3": _DEEPSEEK,
-    # V3's own head sizes, so that kernels made for them are chosen, with few heads.
+    # V3's head sizes with few heads, so that kernels for these sizes are chosen.
     "deepseek_v3_heads": {
         **_DEEPSEEK,
         **_V3_HEADS,
@@ -73,7 +73,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 
-# The vocabulary is cut: it sizes only the embedding and the head, whose ops have samples of their own.
+# The vocabulary is small: only the embedding and the head depend on it, and their ops have samples of their own.
 SLICES: dict[str, dict[str, Any]] = {
     "llama_8b_two_layers": {
         **_LLAMA,
@@ -104,5 +104,5 @@ SLICES: dict[str, dict[str, Any]] = {
 
 
 def model(config: dict[str, Any]) -> CausalLM:
-    """The tree of ops; nothing is allocated."""
+    """Build the tree of ops; nothing is allocated."""
     return build(Build(Config(config), positions=POSITIONS))

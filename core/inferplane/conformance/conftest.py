@@ -1,4 +1,4 @@
-"""Fixtures of the suite. A test that takes `device` runs only once the device could be opened."""
+"""Fixtures of the suite. A test that takes `device` runs only if the device can be opened."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from inferplane.conformance.plugin import MEASURED, SUBJECT
 
 @pytest.fixture(scope="session")
 def subject(request):
-    """What is under test; not opened."""
+    """The device under test, not opened."""
     return request.config.stash[SUBJECT]
 
 
 @pytest.fixture(scope="session")
 def device(request, subject):
-    """What is under test, opened. When that fails nothing else can be said of it, and the run ends."""
+    """The device under test, opened. If it cannot be opened, the run ends."""
     try:
         subject.open()
     except Exception as error:
-        words = f"{subject.name} says that it is available ({subject.entry.probe.reason}), but open() raised:\n{error}"
-        request.session.shouldfail = words
-        pytest.fail(words, pytrace=False)
+        message = f"{subject.name} claims to be available ({subject.entry.probe.reason}), but open() raised:\n{error}"
+        request.session.shouldfail = message
+        pytest.fail(message, pytrace=False)
     return subject
 
 
 @pytest.fixture
 def measured(record_property):
-    """Notes what a case found, for the evidence: `measured(op=..., error=..., tolerance=...)`."""
+    """Records facts about a case for the evidence: `measured(op=..., error=..., tolerance=...)`."""
     return lambda **facts: record_property(MEASURED, facts)

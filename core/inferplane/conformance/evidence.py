@@ -1,4 +1,4 @@
-"""What really ran, as a dated file: the support matrix is made of nothing else. Schema: docs/schemas/evidence.json."""
+"""Results of a run as a dated file, from which the support matrix is generated. Schema: docs/schemas/evidence.json."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import torch
 
 import inferplane
 from inferplane.conformance.subject import Subject
-from inferplane.files import write_whole
+from inferplane.files import write_atomically
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class Result:
-    """How one case ended.
+    """The result of one case.
 
     Args:
         group: "ops", "kvcache", "models" or "hygiene".
-        case: its id, as failures and xfails name it.
-        status: "passed", "failed", "xfailed", "refused" (the kernel says that it does not serve it), "not run".
-        op: the op it is about; empty for features.
-        error: the worst error found; None where nothing is measured, or where it is infinite.
-        tolerance: the largest accepted.
-        detail: why, when it did not pass.
+        case: its id in failures and xfails.
+        status: "passed", "failed", "xfailed", "refused" (the kernel does not accept it), "not run".
+        op: the op under test; empty for features.
+        error: the largest error; None if nothing is measured or it is infinite.
+        tolerance: the largest accepted error.
+        detail: the reason if it did not pass.
     """
 
     group: str
@@ -42,7 +42,7 @@ class Result:
     detail: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """An entry of the file's `results`: `op` or `feature` first."""
+        """An entry of `results` in the file; its first key is `op` or `feature`."""
         about = {"op": self.op} if self.op else {"feature": self.group}
         detail = {"detail": self.detail} if self.detail else {}
         return {
@@ -56,30 +56,30 @@ class Result:
 
 
 def level(results: Iterable[Result], *, complete: bool, emulated: bool = False) -> str:
-    """The highest level that these results prove, "L0", "L2", "L3", "L4", or "none".
+    """Return the highest level that these results prove: "L0", "L2", "L3", "L4", or "none".
 
-    L0: the declarations hold. L3: every op and KV case passed as well, L4: every model case too; on an emulator, both
-    are L2. Expected failures count as such: they are listed, and do not lower the level.
+    L0: the declarations are right. L3: all op and KV cases pass too. L4: all model cases pass too. On an emulator, L3
+    and L4 are L2. Expected failures are listed and do not lower the level.
 
     Args:
-        results: everything that ran.
-        complete: whether nothing was left out of the run by a user's choice.
-        emulated: whether something else stood for the hardware.
+        results: of all cases.
+        complete: True if the user did not select a part of the suite.
+        emulated: True if an emulator replaced the hardware.
     """
     by_group: dict[str, set[str]] = {}
     for r in results:
         by_group.setdefault(r.group, set()).add(r.status)
 
-    def sound(group: str) -> bool:
+    def all_passed(group: str) -> bool:
         return "passed" in by_group.get(group, ()) and not by_group[group] & {"failed", "not run"}
 
-    if not (complete and sound("hygiene")):
+    if not (complete and all_passed("hygiene")):
         return "none"
-    if not (sound("ops") and sound("kvcache")):
+    if not (all_passed("ops") and all_passed("kvcache")):
         return "L0"
     if emulated:
         return "L2"
-    return "L4" if sound("models") else "L3"
+    return "L4" if all_passed("models") else "L3"
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Run:
     """How the suite was run.
 
     Args:
-        hardware: name and architecture of what was opened, or "none".
-        command: how it was started.
-        complete: whether nothing was left out by a user's choice.
-        emulated: what stood for the hardware, in words; empty when it was there.
+        hardware: name and architecture of the opened device, or "none".
+        command: the command line.
+        complete: True if the user did not select a part of the suite.
+        emulated: in words, what emulated the hardware; empty on real hardware.
     """
 
     hardware: str
@@ -100,10 +100,10 @@ class Run:
 
 
 def write(where: str, subject: Subject, results: list[Result], run: Run) -> Path:
-    """Write the file, whole or not at all, with the day's date and the source tree's commit; where it lies.
+    """Write the file atomically, with the date and the commit of the source tree, and return its path.
 
-    In a folder, one that is there or a path that ends in "/", it is named as in l3-2026-11-23.json, with a device's
-    variant at the end.
+    If `where` is an existing folder or ends with "/", the file's name has the form l3-2026-11-23.json, with the variant
+    of the device at the end.
     """
     entry, path = subject.entry, Path(where)
     content: dict[str, Any] = {
@@ -121,7 +121,7 @@ def write(where: str, subject: Subject, results: list[Result], run: Run) -> Path
         variant = subject.name.partition(":")[2]
         path /= "-".join(filter(None, (content["level"].lower(), content["date"], variant))) + ".json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     return path
 
 
@@ -130,7 +130,7 @@ def _versions(probed: Mapping[str, str], distribution: str, version: str) -> dic
 
 
 def _commit() -> str:
-    """The commit of the source tree this runs from, with "+" behind it when files differ from it; else empty."""
+    """The commit of the source tree, with "+" after it if tracked files differ; empty for an installed package."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:
@@ -139,7 +139,7 @@ def _commit() -> str:
 
     try:
         top = Path(git("rev-parse", "--show-toplevel"))
-        if not here.is_relative_to(top / "core"):  # an installed copy that lies inside somebody else's repository
+        if not here.is_relative_to(top / "core"):  # an installed copy inside another repository
             return ""
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):

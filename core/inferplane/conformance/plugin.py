@@ -1,7 +1,7 @@
 """The pytest plugin: options, expected failures, exit status, evidence.
 
-Every pytest run in an environment that has Inferplane imports this module, so it imports nothing heavy, and it adds its
-options (`--device` is a likely name elsewhere too) only to a run that asks for this suite.
+Every pytest run in an environment with Inferplane imports this module, so its imports are light. It adds its options
+only to runs of this suite, because other plugins may define an option such as `--device` too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +33,18 @@ NOT_RUN_STATUS = 5
 
 SUBJECT: pytest.StashKey[Subject] = pytest.StashKey()
 EXPECTED: pytest.StashKey[list[Expected]] = pytest.StashKey()
-HELD_BACK: pytest.StashKey[bool] = pytest.StashKey()
+SIGINT_BLOCKED: pytest.StashKey[bool] = pytest.StashKey()
 STALE: pytest.StashKey[list[Expected]] = pytest.StashKey()
 
 
-def _asks_for_suite(args: list[str]) -> bool:
+def _runs_suite(args: list[str]) -> bool:
     named = [arg.replace(os.sep, ".") for arg in map(str, args)]
-    return any(SUITE in arg and not arg.endswith(f"{SUITE}.plugin") for arg in named)  # -p names this module only
+    return any(SUITE in arg and not arg.endswith(f"{SUITE}.plugin") for arg in named)  # -p names only this module
 
 
 def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> None:
-    """Add the options, early enough for the command line to be parsed with them."""
-    if not _asks_for_suite(args):
+    """Add the options before pytest parses the command line."""
+    if not _runs_suite(args):
         return
     group = parser.getgroup("inferplane", "Inferplane's conformance suite")
     group.addoption("--device", dest="inferplane_device", metavar="NAME", help="the device to test, as in LLM(device=)")
@@ -58,7 +59,7 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Non
         "--xfails",
         dest="inferplane_xfails",
         metavar="FILE",
-        help="expected failures, strict (default: xfails.txt in the backend's folder, if it is there)",
+        help="expected failures, strict (default: xfails.txt in the backend's folder, if it exists)",
     )
     group.addoption(
         "--slow",
@@ -66,14 +67,13 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Non
         action="store_true",
         help="two layers at true sizes also in host memory (5 GB); accelerators always run them",
     )
-    told = "write what ran, as JSON; in a folder under a name of its own"
-    group.addoption("--evidence", dest="inferplane_evidence", metavar="FILE", help=told)
+    words = "write the results as JSON; in a folder, choose the name of the file"
+    group.addoption("--evidence", dest="inferplane_evidence", metavar="FILE", help=words)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long, or much memory")
-    device = getattr(config.option, "inferplane_device", _NOT_ASKED)
-    if device is _NOT_ASKED or config.option.help:
+    if not hasattr(config.option, "inferplane_device") or config.option.help:
         return
     if importlib.util.find_spec("hypothesis") is None:
         raise pytest.UsageError("The conformance suite needs hypothesis. To do: pip install 'inferplane[test]'.")
@@ -83,41 +83,39 @@ def pytest_configure(config: pytest.Config) -> None:
     from inferplane.plugins import host
 
     try:
+        device = config.option.inferplane_device
         if device is None:
             names = ", ".join(entry.name for entry in host().devices()) or "no device"
-            raise pytest.UsageError(f"Say which device to test, --device NAME. There is: {names}.")
+            raise pytest.UsageError(f"State the device to test, --device NAME. There is: {names}.")
         subject = config.stash[SUBJECT] = Subject.of(host(), str(device), config.option.inferplane_dtype)
         given = config.option.inferplane_xfails
         path = Path(given) if given else _own_xfails(subject)
         config.stash[EXPECTED] = xfails.read(path) if path else []
     except InferplaneError as error:
         raise pytest.UsageError(str(error)) from error
-    config.pluginmanager.register(_Record(config, subject, path), "inferplane-conformance-record")
+    config.pluginmanager.register(_Recorder(config, subject, path), "inferplane-conformance-recorder")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """From here pytest answers Ctrl-C in its own words; `inferplane conform` held it back while pytest was imported."""
-    if getattr(session.config.option, "inferplane_device", _NOT_ASKED) is not _NOT_ASKED:
+    """Unblock Ctrl-C, which `inferplane conform` blocks while it imports pytest; from here on pytest handles it."""
+    if hasattr(session.config.option, "inferplane_device"):
         from inferplane.cli.signals import raise_for_signal
 
-        held_back = session.config.stash[HELD_BACK] = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        if held_back:
+        blocked = session.config.stash[SIGINT_BLOCKED] = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        if blocked:
             signal.signal(signal.SIGINT, raise_for_signal)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """All has run, and reports are written: it is too late for Ctrl-C."""
-    if session.config.stash.get(HELD_BACK, False):
+    """Block Ctrl-C again: all cases have run, and the reports are written."""
+    if session.config.stash.get(SIGINT_BLOCKED, False):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
-_NOT_ASKED = object()
-
-
 def _own_xfails(subject: Subject) -> Path | None:
-    """`xfails.txt` in the backend's folder, beside its package, or inside the package where that was installed."""
+    """`xfails.txt` inside the backend's package or, in a source tree, beside it."""
     module = importlib.import_module(type(subject.backend).__module__.partition(".")[0])
     package = Path(module.__file__ or "").resolve().parent
     candidates = [package / "xfails.txt", package.parent / "xfails.txt"]
@@ -125,7 +123,7 @@ def _own_xfails(subject: Subject) -> Path | None:
 
 
 def _case_id(item: pytest.Item) -> str:
-    """What failures, xfails and evidence call a case: "ops/rms_norm/toy:rms_norm/t3_d64/float32"."""
+    """The id of a case in failures, xfails and evidence: "ops/rms_norm/toy:rms_norm/t3_d64/float32"."""
     group = item.path.stem.removeprefix("test_")
     callspec = getattr(item, "callspec", None)
     return f"{group}/{callspec.id if callspec else item.name.removeprefix('test_')}"
@@ -153,9 +151,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _complete(config: pytest.Config) -> bool:
-    """Whether the whole suite was asked for, no file or test of it and no selection."""
-    whole = all(str(arg) == SUITE or Path(arg).resolve() == FOLDER for arg in config.args)
-    return whole and not config.option.keyword and not config.option.markexpr
+    """True if the user requested the whole suite, not a part of it."""
+    all_files = all(str(arg) == SUITE or Path(arg).resolve() == FOLDER for arg in config.args)
+    return all_files and not config.option.keyword and not config.option.markexpr
 
 
 @pytest.hookimpl(wrapper=True)
@@ -164,13 +162,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     case = dict(report.user_properties).get(CASE)
     if report.failed and case:
         report.sections.append(
-            ("case", f"{case}\nIf this is to be expected, list it in an xfails file under a reason.")
+            ("case", f"{case}\nIf this failure is expected, list it in an xfails file with a reason.")
         )
     return report
 
 
-class _Record:
-    """Gathers how each case ended and says it at the end; in a run with workers, only where they report to."""
+class _Recorder:
+    """Collects the result of each case and reports all at the end, in a run with workers only on their controller."""
 
     def __init__(self, config: pytest.Config, subject: Subject, xfails: Path | None) -> None:
         self.config, self.subject, self.xfails = config, subject, xfails
@@ -207,9 +205,9 @@ class _Record:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """A worker of pytest-xdist has ended; it opened the device, this process did not."""
-        told = getattr(node, "workeroutput", {})
-        self.hardware, self.emulated = told.get(HARDWARE) or self.hardware, told.get(EMULATED) or self.emulated
+        """Take the hardware from a worker of pytest-xdist that ended: it opened the device, this process did not."""
+        output = getattr(node, "workeroutput", {})
+        self.hardware, self.emulated = output.get(HARDWARE) or self.hardware, output.get(EMULATED) or self.emulated
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if self.subject.state is not None:
@@ -229,20 +227,18 @@ class _Record:
         from inferplane.conformance import evidence
 
         results, complete = list(self.results.values()), _complete(self.config)
-        counts: dict[str, int] = {}
-        for r in results:
-            counts[r.status] = counts.get(r.status, 0) + 1
-        told = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()))
+        counts = Counter(r.status for r in results)
+        totals = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()))
         name = self.subject.name
         terminalreporter.section("conformance")
         served = f"{name}, served by {self.subject.entry.distribution} {self.subject.entry.version}"
         proved = evidence.level(results, complete=complete, emulated=bool(self.emulated))
-        terminalreporter.line(f"{served}: {told}; level proved: {proved}")
+        terminalreporter.line(f"{served}: {totals}; level proved: {proved}")
         if self.emulated:
             terminalreporter.line(f"NOT RUN on hardware: {self.emulated}", yellow=True)
         if self.subject.absent:
             terminalreporter.line(f"NOT RUN on {name}: it is {self.subject.absent}", red=True)
-            terminalreporter.line("Only what needs no device was checked.", red=True)
+            terminalreporter.line("Only cases that need no device ran.", red=True)
         path = self.config.option.inferplane_evidence
         if path:
             args = self.config.invocation_params.args
@@ -253,7 +249,7 @@ class _Record:
 
 
 def _status(report: pytest.TestReport) -> tuple[str, str]:
-    """How a case ended, and why when it did not pass."""
+    """The status of a case, and the reason if it did not pass."""
     if hasattr(report, "wasxfail") and report.skipped:
         return "xfailed", str(report.wasxfail).removeprefix("reason: ")
     if report.passed:

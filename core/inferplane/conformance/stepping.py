@@ -1,4 +1,4 @@
-"""Running a bound model step after step, in every way in which prompts can be cut into steps."""
+"""Runs a bound model step by step, with several ways of dividing prompts into steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEDULES: Mapping[str, Schedule] = {
     "whole_prompt": lambda sequence, done, total: total,
     "chunks_of_7": lambda sequence, done, total: 7,
     "token_by_token": lambda sequence, done, total: 1,
-    # One sequence goes by single tokens while others bring drafts or long chunks, and they change places on the way.
+    # Each sequence alternates between single tokens, drafts and long chunks, each at another time.
     "ragged": lambda sequence, done, total: (1, 11, 4, 25)[(sequence + done // 12) % 4],
 }
 
@@ -35,9 +35,9 @@ class Bound:
     """A model bound somewhere, with its cache.
 
     Args:
-        plan: its decisions.
+        plan: its plan.
         steps: step kind -> bound model.
-        cache: enough blocks for what is run.
+        cache: its KV cache, large enough for the prompts.
         device: torch device of its batches.
     """
 
@@ -50,31 +50,31 @@ class Bound:
 def draw_weights(
     model: CausalLM, dtype: torch.dtype, seed: int = 0, *, steady_routes: bool = False
 ) -> dict[int, torch.Tensor | QTensor]:
-    """Random canonical weights on the host for every weight of a model, by the weight's id.
+    """Draw a random canonical value on the host for each weight of a model, by the weight's id.
 
     Args:
         model: the tree.
         dtype: of plain weights.
         seed: any integer.
-        steady_routes: spread the routers' correction biases so far that rounding cannot change which experts a token
-            goes to. Otherwise a near tie, decided otherwise in a narrow dtype, makes a few rows' logits incomparable.
+        steady_routes: spread the routers' correction biases, so that rounding cannot change the experts of a token.
+            Otherwise a near tie, which a narrow dtype may decide differently, makes a few rows of logits incomparable.
     """
     draw = Draw(seed, dtype)
     weights = {id(w): draw.weight(w) for w in {id(w): w for _, w in model.weights()}.values()}
     for _, op in model.sites():
         if steady_routes and isinstance(op, MoERoute) and op.bias is not None:
-            # Powers of two: neither two experts nor two pairs of them, which rank groups, lie less than 3 apart, and
-            # scores (of one or two experts, each below 1) cannot make that up.
+            # Powers of two: the biases of two experts, and the sums of two pairs, which rank groups, differ by at least
+            # 3. The scores of one or two experts, each below 1, cannot compensate that.
             weights[id(op.bias)] = 3.0 * 2.0 ** torch.tensor(draw.permutation(op.bias.shape[0]))
     return weights
 
 
 def plan_for(subject: Subject, model: CausalLM, dtype: torch.dtype, kv_dtype: str = "auto") -> Plan:
-    """The device's own plan for a model, as a user would get it who asks for `kv_dtype`."""
+    """The plan for a model on the device, as a user gets it with this `kv_dtype`."""
     state = subject.state
     settings = PlanSettings(subject.name, dtype, state.arch if state else "", subject.features, assumed=state is None)
-    offers = lambda r: [x for x in subject.layouts(r, dtype) if x.kv_dtype == kv_dtype]  # noqa: E731
-    return bind(model, subject.kernels, settings, offers)
+    layouts = lambda r: [x for x in subject.layouts(r, dtype) if x.kv_dtype == kv_dtype]  # noqa: E731
+    return bind(model, subject.kernels, settings, layouts)
 
 
 def on_device(
@@ -85,41 +85,37 @@ def on_device(
     tokens: int,
     kv_dtype: str = "auto",
 ) -> Bound:
-    """The model bound to the device's kernels, with a cache for `tokens` tokens of each of a few sequences."""
+    """Bind the model to the device's kernels, with a cache for `SEQUENCES` sequences of `tokens` tokens."""
     subject.open()
     plan = plan_for(subject, model, dtype, kv_dtype)
     device = subject.backend.torch_device_indexed
     requests = _requests(model)
     blocks = _blocks(tokens, plan.layouts[requests[0]])
-    packed = {}
-    for i, names in plan.packings.items():
-        full = weights[i].to(device)
-        for name, packing in names.items():
-            packed[i, name] = packing.fn(full)
+    packed = plan.pack(lambda i: weights[i].to(device))
     cache = subject.backend.build_kv_cache(requests, plan.layouts, blocks, dtype)
     return Bound(plan, link(plan, packed), cache, device)
 
 
 def on_references(model: CausalLM, weights: Mapping[int, torch.Tensor | QTensor], tokens: int) -> Bound:
-    """The same tree on the host, in float32, every op's own body: what the device is compared with.
+    """Bind the same tree to reference bodies in float32 on the host: the expected result for the device.
 
-    Bodies widen weights as they use them, so those stay as they are, but for the embedding's, whose rows are the first
-    activations.
+    Bodies widen weights when they use them, so weights keep their dtype; only the embedding's weight is widened here,
+    because its rows are the first activations.
     """
     layout = paged_layout(CANONICAL_BLOCK_TOKENS)
     settings = PlanSettings("references", torch.float32, features=Features(), max_repacked_fraction=None)
     plan = bind(model, [], settings, lambda request: [layout], options=Options())
     wide = {id(op.weight) for _, op in model.sites() if isinstance(op, Embedding)}
-    packed = {}
-    for i, names in plan.packings.items():
-        full = weights[i]
-        if i in wide and isinstance(full, torch.Tensor):
-            full = full.float()
-        for name, packing in names.items():
-            packed[i, name] = packing.fn(full)
+
+    def widened(i: int) -> torch.Tensor | QTensor:
+        value = weights[i]
+        return value.float() if i in wide and isinstance(value, torch.Tensor) else value
+
     device = torch.device(HOST)
-    layers = tuple(layout.build(r, _blocks(tokens, layout), torch.float32, device) for r in _requests(model))
-    return Bound(plan, link(plan, packed), KVCache(layers, _blocks(tokens, layout), layout.block_tokens), HOST)
+    blocks = _blocks(tokens, layout)
+    layers = tuple(layout.build(r, blocks, torch.float32, device) for r in _requests(model))
+    cache = KVCache(layers, blocks, layout.block_tokens)
+    return Bound(plan, link(plan, plan.pack(widened)), cache, HOST)
 
 
 def _requests(model: CausalLM) -> list[KVRequest]:
@@ -134,12 +130,12 @@ def _blocks(tokens: int, layout: KVLayout) -> int:
 
 
 def run(bound: Bound, prompts: Sequence[Sequence[int]], schedule: Schedule) -> list[torch.Tensor]:
-    """Logits after every token of each prompt.
+    """Return the logits after every token of each prompt.
 
     Args:
         bound: the model.
-        prompts: at most three, each within the cache's size.
-        schedule: how prompts are cut into steps; all sequences share each step.
+        prompts: at most `SEQUENCES`, each within the cache's size.
+        schedule: divides prompts into steps; all sequences share each step.
 
     Returns:
         float32 `[tokens, vocab]` on the host for each prompt.
@@ -171,22 +167,22 @@ def run(bound: Bound, prompts: Sequence[Sequence[int]], schedule: Schedule) -> l
 
 
 def last_step(
-    bound: Bound, prompts: Sequence[Sequence[int]], counts: Sequence[int], wanted: Sequence[int | None]
+    bound: Bound, prompts: Sequence[Sequence[int]], counts: Sequence[int], logit_rows: Sequence[int | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and hidden states of a step over the last tokens of prompts whose others are cached; `run` came first.
+    """Return logits and hidden states of a step over the last tokens of prompts. Call `run` before: it fills the cache.
 
     Args:
         bound: the model.
-        prompts: those that `run` ran.
-        counts: tokens of each that the step takes.
-        wanted: of these, how many of the last want logits; None: all.
+        prompts: the prompts of that `run`.
+        counts: number of tokens of each prompt in the step.
+        logit_rows: number of last tokens of each prompt that get logits; None: all.
 
     Returns:
-        float32 `[rows that want them, vocab]` and `[tokens, width]` on the host.
+        float32 `[rows with logits, vocab]` and `[tokens, width]` on the host.
     """
     queries = [
-        Query(prompt[-count:], len(prompt) - count, table, some)
-        for prompt, count, table, some in zip(prompts, counts, _tables(bound, prompts), wanted, strict=True)
+        Query(prompt[-count:], len(prompt) - count, table, rows)
+        for prompt, count, table, rows in zip(prompts, counts, _tables(bound, prompts), logit_rows, strict=True)
     ]
     batch = make_batch(queries, block_tokens=bound.cache.block_tokens, device=bound.device)
     with torch.inference_mode():
@@ -195,12 +191,12 @@ def last_step(
 
 
 def _tables(bound: Bound, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Each prompt's blocks: handed out from the end, round the sequences, so that no table is a run of numbers."""
+    """Block tables: block numbers descend, and sequences take one each in rotation, so no table is consecutive."""
     size = bound.cache.block_tokens
     free = list(range(bound.cache.blocks))
     tables: list[list[int]] = [[] for _ in prompts]
-    for place in range(max(math.ceil(len(p) / size) for p in prompts)):
+    for block in range(max(math.ceil(len(p) / size) for p in prompts)):
         for table, prompt in zip(tables, prompts, strict=True):
-            if place * size < len(prompt):
+            if block * size < len(prompt):
                 table.append(free.pop())
     return tables

@@ -1,9 +1,10 @@
-"""The device under test: what its plugin declares, and, once it is opened, what it is."""
+"""The device under test: the declarations of its plugin and, after opening, its state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,33 +19,33 @@ from inferplane.types import HOST, Backend, DeviceState, Features, Kernel, KVLay
 
 @dataclass
 class Subject:
-    """One device, as the suite sees it.
+    """One device under test.
 
     Args:
-        backend: its backend; opened by `open`.
-        entry: who serves it, and its probe.
-        kernels: every kernel declared for it, by the backend and by other plugins.
-        dtypes: activations' dtypes to test, by name.
-        state: what `open` found; None before.
+        backend: its backend; `open` opens it.
+        entry: the distribution that serves it, and its probe.
+        kernels: all kernels declared for it, by the backend and by other plugins.
+        dtypes: activation dtypes to test, by name.
+        state: the result of `open`; None before.
     """
 
     backend: Backend
     entry: DeviceEntry
     kernels: list[Kernel]
     dtypes: dict[str, torch.dtype]
-    state: DeviceState | None = field(default=None)
+    state: DeviceState | None = None
 
     @classmethod
     def of(cls, host: PluginHost, device: str, dtypes: str) -> Subject:
-        """The device that the user named, present or not.
+        """The device that the user named, whether or not it is available.
 
         Args:
-            host: knows the plugins.
-            device: the user's word.
-            dtypes: a comma list of dtype names.
+            host: the plugin host.
+            device: the value of `--device`.
+            dtypes: dtype names, separated by commas.
 
         Raises:
-            DeviceError, PluginError: nobody serves it, or who does is quarantined; the message says why.
+            DeviceError, PluginError: no plugin serves it, or its plugin is quarantined; the message has the reason.
             UsageError: an unknown dtype.
         """
         names = [name.strip() for name in dtypes.split(",") if name.strip()]
@@ -57,12 +58,12 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The device's name, also for a family's variant: "toy:b"."""
+        """The device's name; for a variant of a family, such as "toy:b"."""
         return self.backend.name
 
     @property
     def absent(self) -> str:
-        """Why nothing can be run on it, with the remedy; empty when it is available."""
+        """Why the device is not available, with the remedy; empty if it is available."""
         probe = self.entry.probe
         if probe.available:
             return ""
@@ -72,14 +73,14 @@ class Subject:
 
     @property
     def accelerator(self) -> bool:
-        """Whether its tensors live elsewhere than in host memory."""
+        """True if its tensors are not in host memory."""
         return self.backend.torch_device != HOST
 
     def open(self) -> DeviceState:
         """Open the device, once.
 
         Raises:
-            DeviceError: the probe promised too much.
+            DeviceError: the device cannot be opened, although its probe found it available.
         """
         if self.state is None:
             self.state = self.backend.open()
@@ -87,16 +88,15 @@ class Subject:
 
     @property
     def features(self) -> Features:
-        """What it can do: as found when it was opened, else as assumed of its default architecture."""
+        """Its features: detected if it is open, else those assumed for its default architecture."""
         return self.state.features if self.state is not None else self.backend.features()
 
     def layouts(self, request: KVRequest, dtype: torch.dtype) -> Sequence[KVLayout]:
-        """Layouts on offer for one kind of layer: the backend's, or core's own storage when it offers none."""
-        offers = list(self.backend.kv_layouts(request, dtype))
-        return offers or [paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "fp8", "int8")]
+        """Layouts available for a cache request: the backend's, or core's own if the backend has none."""
+        available = list(self.backend.kv_layouts(request, dtype))
+        return available or [paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "fp8", "int8")]
 
     def bench(self, dtype: torch.dtype, layout: str | None = None) -> Bench:
-        """Where cases run on this device."""
+        """The settings with which cases run on this device."""
         device = self.backend.torch_device_indexed
-        offers = lambda request: self.layouts(request, dtype)  # noqa: E731
-        return Bench(self.name, device, dtype, self.features, offers, layout, self.kernels)
+        return Bench(self.name, device, dtype, self.features, partial(self.layouts, dtype=dtype), layout, self.kernels)

@@ -1,4 +1,4 @@
-"""What a plugin declares, held against what it promises: kernels, packings, plans, the probe. Needs no device."""
+"""Checks the declarations of a plugin: kernels, packings, plans, the probe. Needs no device."""
 
 from __future__ import annotations
 
@@ -50,25 +50,23 @@ def samples_of(kernel: Kernel) -> list[Sample]:
 
 
 def test_kernel_is_declared_soundly(kernel, subject):
-    """Op, parameters, rank, packings' paths, layouts' names and predicates mean something."""
+    """Op, parameters, rank, packing paths, layout names and predicates are valid."""
     check_declaration(kernel)
-    assert 0 < kernel.rank <= 100, (
-        f"rank {kernel.rank}: bands lie between 1 and 100 (90 tuned, 50 portable, 10 composed)"
-    )
+    assert 0 < kernel.rank <= 100, f"rank {kernel.rank}: ranks are 1 to 100 (90 tuned, 50 portable, 10 composed)"
     samples = samples_of(kernel)
     paths = {path for sample in samples for path, _ in sample.op.weights()}
     unknown = sorted(set(kernel.packs) - paths) if samples else []
     assert not unknown, f"it packs {unknown}, which no sample of {kernel.op} has; there are {sorted(paths)}"
-    offered = {
+    available = {
         layout.name
         for sample in samples
         for request in sample.op.kv_requests()
         for dtype in DTYPES.values()
         for layout in subject.layouts(request, dtype)
     }
-    strange = sorted(set(kernel.when.kv_layouts) - offered) if samples else []
+    strange = sorted(set(kernel.when.kv_layouts) - available) if samples else []
     assert not strange, (
-        f"it wants KV layouts {strange}, which nobody offers for {kernel.op}; there are {sorted(offered)}"
+        f"it requires KV layouts {strange}, which do not exist for {kernel.op}; there are {sorted(available)}"
     )
     for words, predicate in kernel.when.needs:
         assert words and not words.endswith("."), f"{words!r} must complete the sentence 'needs ...'"
@@ -82,7 +80,7 @@ def test_kernel_is_declared_soundly(kernel, subject):
 
 
 def test_kernel_can_be_imported(kernel, subject):
-    """A dotted target leads to a function with the op's parameters."""
+    """A dotted target names a function with the op's parameters."""
     if not isinstance(kernel.target, str):
         return
     if subject.absent:
@@ -91,30 +89,30 @@ def test_kernel_can_be_imported(kernel, subject):
 
 
 def test_kernel_names_are_unique(subject):
-    """Pins, lock files and xfails speak of a kernel by op and name."""
+    """Pins, lock files and xfails identify a kernel by op and name."""
     twice = [f"{op}/{name}" for (op, name), n in Counter((k.op, k.name) for k in subject.kernels).items() if n > 1]
     assert not twice, f"declared twice: {', '.join(twice)}"
 
 
 def test_packings_with_equal_names_are_equal(subject):
-    """Whoever asks for a packing by name gets one shared copy, so equal names must mean equal layouts."""
-    wanted: dict[str, list[tuple[str, Packing]]] = {}
+    """All kernels that request a packing by name share one copy, so equal names must mean equal results."""
+    users_of: dict[str, list[tuple[str, Packing]]] = {}
     weights: dict[str, list[Weight]] = {}
     for kernel in subject.kernels:
         for path, packing in kernel.packs.items():
-            wanted.setdefault(packing.name, []).append((f"{kernel.op}/{kernel.name} at {path}", packing))
+            users_of.setdefault(packing.name, []).append((f"{kernel.op}/{kernel.name} at {path}", packing))
             for sample in samples_of(kernel):
                 weights.setdefault(packing.name, []).extend(w for p, w in sample.op.weights() if p == path)
-    assert "canonical" not in wanted, (
-        f"'canonical' is the weight as it was read; {wanted['canonical'][0][0]} renames it"
+    assert "canonical" not in users_of, (
+        f"'canonical' is the weight as it was read; {users_of['canonical'][0][0]} must use another name"
     )
-    for name, users in wanted.items():
+    for name, users in users_of.items():
         values = [Draw(0, torch.float32).weight(w) for w in weights.get(name, ())]
         for value in [v for v in values if isinstance(v, torch.Tensor)][:8]:
             before = value.clone()
             packed = [(words, _packed(packing, value)) for words, packing in users]
             packed.append((f"{users[0][0]}, packed again", _packed(users[0][1], value)))
-            assert torch.equal(value, before), f"packing {name!r} of {users[0][0]} changes the weight it is given"
+            assert torch.equal(value, before), f"packing {name!r} of {users[0][0]} changes its input"
             for words, other in packed[1:]:
                 same = _equal(packed[0][1], other)
                 assert same, f"packing {name!r} of {words} differs from that of {packed[0][0]} on {list(value.shape)}"
@@ -123,7 +121,7 @@ def test_packings_with_equal_names_are_equal(subject):
 def _packed(packing: Packing, value: torch.Tensor) -> Any:
     try:
         return packing.fn(value)
-    except Exception as error:  # a kernel may refuse this sample's weights; what matters is that equal names agree
+    except Exception as error:  # a packing may refuse this sample's weights; packings of one name must then agree
         return type(error).__name__
 
 
@@ -142,18 +140,18 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def test_plan_is_not_ambiguous(plan):
-    """Of two kernels with one rank nothing but their order could decide, and that decides nothing here."""
+    """Between two kernels of equal rank only their order could decide, and order does not count."""
     tied = {f"{op.name}: {choice.why}" for _, _, op, choice in plan.distinct() if choice.ambiguous}
     assert not tied, "; ".join(sorted(tied))
 
 
 def test_plan_explains_itself(plan):
-    """Explain's data is JSON of the documented form, and every loser has a reason."""
+    """The data of explain is JSON that matches its schema, and each rejected kernel has a reason."""
     data = json.loads(json.dumps(explain(plan, "tiny")))
     silent = [(s["site"], r["kernel"]) for s in data["sites"] for r in s["rejected"] if not r["reason"]]
     assert not silent, f"rejected without a reason: {silent}"
     if not SCHEMAS.is_dir():
-        return  # an installed copy: the schemas are pages of the documentation, and core's own tests hold them
+        return  # an installed package: the schemas are part of the documentation, and core's tests check them
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((SCHEMAS / "explain.json").read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(schema).validate(data)
@@ -173,23 +171,23 @@ def state():
 name = sys.argv[1]
 h = host()
 modules, before, start = set(sys.modules), state(), time.perf_counter()
-backend = h.backend_for_explain(name)  # imports its module, probes it, makes it; asks no other device
+backend = h.backend_for_explain(name)  # imports its module, probes it, makes it; no other device is probed
 taken = time.perf_counter() - start
 first, second, after = backend.probe(), backend.probe(), state()
 backend.kernels()
 tops = {m.partition(".")[0] for m in set(sys.modules) - modules}
-usual = set(sys.stdlib_module_names) | {type(backend).__module__.partition(".")[0], "inferplane", "torch"}
+expected = set(sys.stdlib_module_names) | {type(backend).__module__.partition(".")[0], "inferplane", "torch"}
 print("REPORT " + json.dumps({
     "seconds": taken,
     "same": first == second,
     "changed": [key for key in before if before[key] != after[key]],
-    "imported": sorted(top for top in tops - usual if not top.startswith("_")),
+    "imported": sorted(top for top in tops - expected if not top.startswith("_")),
 }))
 """
 
 
 def test_probe_is_cheap_and_harmless(subject):
-    """By metadata alone: quick, repeatable, and it leaves no variable, thread or vendor's package behind."""
+    """The probe reads metadata only: it is fast, repeatable, and leaves no variable, thread or vendor package."""
     command = [sys.executable, "-c", _PROBE, subject.name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     reports = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
@@ -205,6 +203,6 @@ def test_probe_is_cheap_and_harmless(subject):
 
 
 def test_xfails_name_cases(request):
-    """A line that speaks of no case is left over from something that was renamed or removed."""
+    """A line that matches no case is left from a case that was renamed or removed."""
     stale = request.config.stash[STALE]
     assert not stale, "these lines match no case: " + "; ".join(f"line {x.line}: {x.pattern}" for x in stale)

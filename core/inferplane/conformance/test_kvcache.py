@@ -1,12 +1,13 @@
-"""Every KV layout on offer against a plain dictionary, through random sequences of write, read, copy, export and load.
+"""Checks each available KV layout against a plain dictionary, by random sequences of write, read, copy, export, load.
 
-A slot is `block * block_tokens + offset`. What a layer remembers of a slot is whatever was last written there: no other
-slot may change, a row with slot -1 goes nowhere, blocks keep their contents when copied or exported and loaded. Values
-come back as they were written, but for what the layout says of its own precision (`KVLayout.tolerance`).
+A slot is `block * block_tokens + offset`. A slot holds what was last written to it: a write changes no other slot, a
+row with slot -1 is ignored, and copying or exporting and loading preserves blocks. Values are read as they were
+written, within the precision that the layout declares (`KVLayout.tolerance`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -34,6 +35,8 @@ REQUESTS = {
     "mla": KVRequest("mla", 1, 512 + 64),
 }
 BLOCKS = 5
+SEEDS = st.integers(0, 2**31)
+ORDERS = st.permutations(range(BLOCKS))
 SETTINGS = settings(
     max_examples=15,
     stateful_step_count=15,
@@ -67,136 +70,144 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("case", cases(metafunc.config.stash[SUBJECT]), ids=ids)
 
 
-def parts(request: KVRequest) -> list[tuple[int, ...]]:
-    """Shape of each canonical tensor's row."""
-    if request.kind == "mla":
-        return [(request.dim,)]
-    return [(request.heads, request.dim), (request.heads, request.v_dim)]
+class KVMachine(RuleBasedStateMachine):
+    """Random operations on one layer's cache; hypothesis chooses them and shortens a sequence that fails.
+
+    `model` holds the values of each slot as they were read after the last write to it, one `[slots, ...]` per tensor of
+    `KVRequest.entry_shapes`. `machine` makes a subclass with the case and the device.
+    """
+
+    case: Case
+    device: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = self.case.layout.build(self.case.request, BLOCKS, self.case.dtype, torch.device(self.device))
+        self.block_tokens = self.case.layout.block_tokens
+        self.num_slots = BLOCKS * self.block_tokens
+        self.shapes = self.case.request.entry_shapes
+        self.model: list[torch.Tensor] = []
+        self.exported: tuple[list[int], tuple[torch.Tensor, ...], list[torch.Tensor]] | None = None
+
+    # -- helpers
+
+    def on_device(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=dtype).to(self.device)
+
+    def slots_of(self, blocks: list[int]) -> torch.Tensor:
+        """Every slot of these blocks, in order."""
+        return (torch.tensor(blocks)[:, None] * self.block_tokens + torch.arange(self.block_tokens)).flatten()
+
+    def write_random(self, slots: list[int], seed: int, strided: bool) -> None:
+        """Write random rows; they must be read as written, within the layout's precision. Slot -1 is padding."""
+        generator = torch.Generator().manual_seed(seed)
+        rows = []
+        for shape in self.shapes:
+            wide = torch.randn(len(slots), *shape[:-1], shape[-1] + 7 * strided, generator=generator) * 3
+            rows.append(wide.to(self.case.dtype)[..., : shape[-1]])
+        self.kv.write(self.on_device(slots), *(values.to(self.device) for values in rows))
+        written = [row for row, slot in enumerate(slots) if slot >= 0]
+        at = torch.tensor(slots, dtype=torch.int64)[written]
+        for model, values, stored in zip(self.model, rows, self.read_all(), strict=True):
+            for slot, row in zip(at.tolist(), written, strict=True):
+                self.check_rounding(slot, values[row].float(), stored[slot])
+            model[at] = stored[at]
+
+    def check_rounding(self, slot: int, written: torch.Tensor, stored: torch.Tensor) -> None:
+        layout = self.case.layout
+        share = layout.tolerance + torch.finfo(self.case.dtype).eps / 2 if layout.tolerance else 0.0
+        assert torch.isfinite(stored).all(), f"slot {slot} holds NaN or infinity after it was written"
+        error, allowed = (written - stored).abs().max().item(), share * written.abs().max().item()
+        assert error <= allowed, f"slot {slot}: written and read differ by {error:.3g}, allowed {allowed:.3g}"
+
+    def read_blocks(self, table: list[int], tokens: int, padding: int = 0) -> tuple[torch.Tensor, ...]:
+        """Read through a block table that ends with `padding` entries of 0, which belong to no sequence."""
+        found = tuple(self.kv.read(self.on_device([*table, *([0] * padding)], torch.int32), tokens))
+        expected, shapes = [(tokens, *shape) for shape in self.shapes], [tuple(t.shape) for t in found]
+        assert shapes == expected, f"read gives shapes {shapes} instead of {expected}"
+        out: tuple[torch.Tensor, ...] = to_host(found, widen=True)
+        return out
+
+    def read_all(self) -> tuple[torch.Tensor, ...]:
+        return self.read_blocks(list(range(BLOCKS)), self.num_slots)
+
+    def check_same(self, found: torch.Tensor, model: torch.Tensor, what: str, words: str) -> None:
+        if not torch.equal(found, model):
+            rows = torch.where((found != model).flatten(1).any(1))[0].tolist()
+            raise AssertionError(f"{what} {rows[0]} of {len(model)} (blocks of {self.block_tokens}): {words}")
+
+    # -- operations
+
+    @initialize(seed=SEEDS)
+    def fill(self, seed: int) -> None:
+        self.model = [torch.zeros(self.num_slots, *shape) for shape in self.shapes]
+        self.write_random(list(range(self.num_slots)), seed, False)
+
+    @rule(data=st.data(), padding=st.integers(0, 3), seed=SEEDS, strided=st.booleans())
+    def write(self, data: st.DataObject, padding: int, seed: int, strided: bool) -> None:
+        """Scattered slots, with rows of padding among them."""
+        one_slot = st.integers(0, self.num_slots - 1)
+        slots = data.draw(st.lists(one_slot, min_size=1, max_size=9, unique=True))
+        self.write_random([*slots[:1], *([-1] * padding), *slots[1:]], seed, strided)
+
+    @rule(padding=st.integers(1, 5), seed=SEEDS)
+    def write_padding(self, padding: int, seed: int) -> None:
+        self.write_random([-1] * padding, seed, False)
+
+    @rule(data=st.data(), order=ORDERS, padding=st.integers(0, 3))
+    def read(self, data: st.DataObject, order: list[int], padding: int) -> None:
+        tokens = data.draw(st.integers(1, self.num_slots))
+        table = order[: -(-tokens // self.block_tokens)]
+        for found, model in zip(self.read_blocks(table, tokens, padding), self.model, strict=True):
+            self.check_same(found, model[self.slots_of(table)[:tokens]], "token", "read through a block table")
+
+    @rule(order=ORDERS, count=st.integers(1, BLOCKS // 2))
+    def copy_blocks(self, order: list[int], count: int) -> None:
+        source, target = order[:count], order[count : 2 * count]
+        self.kv.copy_blocks(self.on_device(source), self.on_device(target))
+        for model in self.model:
+            model[self.slots_of(target)] = model[self.slots_of(source)]
+
+    @rule(order=ORDERS, count=st.integers(1, BLOCKS))
+    def export(self, order: list[int], count: int) -> None:
+        blocks = order[:count]
+        stored = tuple(self.kv.export(self.on_device(blocks)))
+        assert all(t.device.type == HOST for t in stored), "export gives tensors that are not on the host"
+        self.exported = blocks, tuple(t.clone() for t in stored), [m[self.slots_of(blocks)] for m in self.model]
+
+    @precondition(lambda self: self.exported is not None)
+    @rule(order=ORDERS)
+    def load(self, order: list[int]) -> None:
+        """Load the last export, which may be old, into other blocks."""
+        assert self.exported is not None
+        blocks, stored, values = self.exported
+        target = order[: len(blocks)]
+        self.kv.load(self.on_device(target), stored)
+        for model, exported in zip(self.model, values, strict=True):
+            model[self.slots_of(target)] = exported
+
+    @rule(order=ORDERS, load_order=ORDERS, count=st.integers(2, BLOCKS))
+    def export_and_load(self, order: list[int], load_order: list[int], count: int) -> None:
+        self.export(order, count)
+        self.load(load_order)
+
+    @precondition(lambda self: self.exported is not None)
+    @rule()
+    def load_refuses_other_shapes(self) -> None:
+        assert self.exported is not None
+        blocks, stored, _ = self.exported
+        with pytest.raises(Exception):  # noqa: B017 - a UsageError by preference, and torch's own will do
+            self.kv.load(self.on_device(blocks), tuple(t[..., :-1] for t in stored))
+
+    @invariant()
+    def nothing_else_changed(self) -> None:
+        for found, model in zip(self.read_all() if self.model else (), self.model, strict=True):
+            self.check_same(found, model, "slot", "changed without a write to it")
 
 
-def machine(case: Case, where: str) -> type[RuleBasedStateMachine]:
-    """A class of machines for one layout; hypothesis drives its rules and shortens what fails."""
-    size, slots = case.layout.block_tokens, BLOCKS * case.layout.block_tokens
-    numbers = st.integers(0, 2**31)
-    orders = st.permutations(range(BLOCKS))
-
-    def slots_of(numbers: list[int]) -> torch.Tensor:
-        return (torch.tensor(numbers)[:, None] * size + torch.arange(size)).flatten()
-
-    class Machine(RuleBasedStateMachine):
-        """`model` holds each slot's values as they were read after they were last written, `[slots, ...]` a part."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.kv = case.layout.build(case.request, BLOCKS, case.dtype, torch.device(where))
-            self.model: list[torch.Tensor] = []
-            self.exported: tuple[list[int], tuple[torch.Tensor, ...], list[torch.Tensor]] | None = None
-
-        def put(self, wanted: list[int], seed: int, strided: bool) -> None:
-            """Write random rows; they must come back as written, within the layout's precision."""
-            generator = torch.Generator().manual_seed(seed)
-            fresh = []
-            for shape in parts(case.request):
-                wide = torch.randn(len(wanted), *shape[:-1], shape[-1] + 7 * strided, generator=generator) * 3
-                fresh.append(wide.to(case.dtype)[..., : shape[-1]])
-            self.kv.write(torch.tensor(wanted, dtype=torch.int64).to(where), *(f.to(where) for f in fresh))
-            rows = [row for row, slot in enumerate(wanted) if slot >= 0]
-            real = torch.tensor([wanted[row] for row in rows], dtype=torch.int64)
-            share = case.layout.tolerance + torch.finfo(case.dtype).eps / 2 if case.layout.tolerance else 0.0
-            for model, f, held in zip(self.model, fresh, self.everything(), strict=True):
-                for row, slot in zip(rows, real.tolist(), strict=True):
-                    w, h = f[row].float(), held[slot]
-                    assert torch.isfinite(h).all(), f"slot {slot} holds NaN or infinity after it was written"
-                    error, allowed = (w - h).abs().max().item(), share * w.abs().max().item()
-                    assert error <= allowed, (
-                        f"slot {slot}: written and read differ by {error:.3g}, allowed {allowed:.3g}"
-                    )
-                model[real] = held[real]
-
-        def look(self, table: list[int], tokens: int, behind: int = 0) -> tuple[torch.Tensor, ...]:
-            """Read through a block table with `behind` entries of 0 behind the sequence's blocks."""
-            found = tuple(self.kv.read(torch.tensor([*table, *([0] * behind)], dtype=torch.int32).to(where), tokens))
-            want, have = [(tokens, *s) for s in parts(case.request)], [tuple(t.shape) for t in found]
-            assert have == want, f"read gives shapes {have} instead of {want}"
-            out: tuple[torch.Tensor, ...] = to_host(found, widen=True)
-            return out
-
-        def everything(self) -> tuple[torch.Tensor, ...]:
-            return self.look(list(range(BLOCKS)), slots)
-
-        @initialize(seed=numbers)
-        def fill(self, seed: int) -> None:
-            self.model = [torch.zeros(slots, *shape) for shape in parts(case.request)]
-            self.put(list(range(slots)), seed, False)
-
-        @rule(
-            wanted=st.lists(st.integers(0, slots - 1), min_size=1, max_size=9, unique=True),
-            padding=st.integers(0, 3),
-            seed=numbers,
-            strided=st.booleans(),
-        )
-        def write(self, wanted: list[int], padding: int, seed: int, strided: bool) -> None:
-            """Scattered slots, with rows of padding among them."""
-            self.put([*wanted[:1], *([-1] * padding), *wanted[1:]], seed, strided)
-
-        @rule(padding=st.integers(1, 5), seed=numbers)
-        def write_nothing(self, padding: int, seed: int) -> None:
-            self.put([-1] * padding, seed, False)
-
-        @rule(order=orders, tokens=st.integers(1, slots), behind=st.integers(0, 3))
-        def read(self, order: list[int], tokens: int, behind: int) -> None:
-            table = order[: -(-tokens // size)]
-            for held, model in zip(self.look(table, tokens, behind), self.model, strict=True):
-                same(held, model[slots_of(table)[:tokens]], "token", "read through a block table")
-
-        @rule(order=orders, count=st.integers(1, BLOCKS // 2))
-        def copy_blocks(self, order: list[int], count: int) -> None:
-            source, target = order[:count], order[count : 2 * count]
-            self.kv.copy_blocks(torch.tensor(source).to(where), torch.tensor(target).to(where))
-            for model in self.model:
-                model[slots_of(target)] = model[slots_of(source)]
-
-        @rule(order=orders, count=st.integers(1, BLOCKS))
-        def export(self, order: list[int], count: int) -> None:
-            chosen = order[:count]
-            stored = tuple(self.kv.export(torch.tensor(chosen).to(where)))
-            assert all(t.device.type == HOST for t in stored), "export gives tensors that are not on the host"
-            self.exported = chosen, tuple(t.clone() for t in stored), [m[slots_of(chosen)] for m in self.model]
-
-        @precondition(lambda self: self.exported is not None)
-        @rule(into=orders)
-        def load(self, into: list[int]) -> None:
-            """What was exported, perhaps long ago, into other blocks."""
-            assert self.exported is not None
-            chosen, stored, kept = self.exported
-            self.kv.load(torch.tensor(into[: len(chosen)]).to(where), stored)
-            for model, values in zip(self.model, kept, strict=True):
-                model[slots_of(into[: len(chosen)])] = values
-
-        @rule(order=orders, into=orders, count=st.integers(2, BLOCKS))
-        def export_and_load(self, order: list[int], into: list[int], count: int) -> None:
-            self.export(order, count)
-            self.load(into)
-
-        @precondition(lambda self: self.exported is not None)
-        @rule()
-        def load_refuses_other_shapes(self) -> None:
-            assert self.exported is not None
-            chosen, stored, _ = self.exported
-            with pytest.raises(Exception):  # noqa: B017 - a UsageError by preference, and torch's own will do
-                self.kv.load(torch.tensor(chosen).to(where), tuple(t[..., :-1] for t in stored))
-
-        @invariant()
-        def nothing_else_changed(self) -> None:
-            for held, model in zip(self.everything() if self.model else (), self.model, strict=True):
-                same(held, model, "slot", "changed although nobody wrote there")
-
-    def same(held: torch.Tensor, model: torch.Tensor, what: str, words: str) -> None:
-        if not torch.equal(held, model):
-            rows = torch.where((held != model).flatten(1).any(1))[0].tolist()
-            raise AssertionError(f"{what} {rows[0]} of {len(model)} (blocks of {size}): {words}")
-
-    return Machine
+def machine(case: Case, device: str) -> type[KVMachine]:
+    """The machine of one layout on a torch device, as a class that hypothesis makes instances of."""
+    return type("Machine", (KVMachine,), {"case": case, "device": device})
 
 
 def test_behaves_like_a_dictionary(case, device):
@@ -214,9 +225,9 @@ def test_is_what_it_declares(case, device):
     assert one <= declared, f"a block is exported as {one} bytes, but bytes_per_block declares {declared}"
     assert two == 2 * one, f"one block is exported as {one} bytes, two as {two}"
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(vars(kv))}
-    held = sum(storages.values())
-    assert held <= (BLOCKS + 1) * declared, (
-        f"{BLOCKS} blocks take {held} bytes, but each is declared to take {declared}"
+    taken = sum(storages.values())
+    assert taken <= (BLOCKS + 1) * declared, (
+        f"{BLOCKS} blocks take {taken} bytes, but each is declared to take {declared}"
     )
 
 

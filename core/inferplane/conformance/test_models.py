@@ -1,12 +1,14 @@
-"""Whole models, bound as a user's would be, against the same tree made of reference bodies in float32.
+"""Compares whole models, bound as for a user, with the same tree of ops on reference bodies in float32.
 
-What single kernels cannot show: that they agree on what lies between them (a KV layout, a residual, an order of rows),
-and that it does not matter how a prompt was cut into steps. Weights are random; logits after every token are compared.
+This shows what tests of single kernels cannot: that kernels agree on the data between them (a KV layout, a residual, an
+order of rows), and that the result does not depend on how a prompt is divided into steps. Weights are random; logits
+after every token are compared.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from inferplane.ops import CausalLM
 
 LENGTHS = (70, 19, 33)
 SLICE_LENGTHS = (21, 5, 9)
-LAST_COUNTS, LAST_WANTED = (3, 1, 3), (1, 1, 2)
+LAST_COUNTS, LAST_LOGITS = (3, 1, 3), (1, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def test_tiny_model(case, device, measured):
     compare(case, bound, got, want, measured)
 
 
-def test_what_a_step_gives(case, device, measured):
-    """Hidden states of all rows, and logits of those that want them, in a step of few tokens."""
+def test_results_of_a_step(case, device, measured):
+    """A step of few tokens returns the hidden states of all rows, and logits of the requested rows."""
     tree = model(case.config)
     weights = stepping.draw_weights(tree, DTYPES[case.dtype], steady_routes=True)
     prompts = draw_prompts(SLICE_LENGTHS, case.config["vocab_size"])
@@ -66,15 +68,15 @@ def test_what_a_step_gives(case, device, measured):
     for one in (reference, bound):
         stepping.run(one, prompts, stepping.SCHEDULES["whole_prompt"])
     logits, hidden = stepping.last_step(reference, prompts, LAST_COUNTS, (None, None, None))
-    some, states = stepping.last_step(bound, prompts, LAST_COUNTS, LAST_WANTED)
-    ends = [sum(LAST_COUNTS[: i + 1]) for i in range(len(LAST_COUNTS))]
-    rows = [row for end, wanted in zip(ends, LAST_WANTED, strict=True) for row in range(end - wanted, end)]
+    some, states = stepping.last_step(bound, prompts, LAST_COUNTS, LAST_LOGITS)
+    ends = accumulate(LAST_COUNTS)
+    rows = [row for end, count in zip(ends, LAST_LOGITS, strict=True) for row in range(end - count, end)]
     compare(case, bound, [some, states], [logits[rows], hidden], measured)
 
 
 @pytest.mark.slow
 def test_two_layers_at_true_sizes(case, device, measured):
-    """The widths that real models have, where tiles are full and workspaces large: a prompt, then single tokens."""
+    """Widths of real models, with full tiles and large workspaces: a prompt, then single tokens."""
     tree = model(case.config)
     weights = stepping.draw_weights(tree, DTYPES[case.dtype], steady_routes=True)
     prompts = draw_prompts(SLICE_LENGTHS, case.config["vocab_size"])
@@ -109,6 +111,6 @@ def compare(case: Case, bound: stepping.Bound, got: list[torch.Tensor], want: li
             f"logits are wrong by {worst:.3g} of the largest ({where}); tolerance {tolerance:.3g}, {case.dtype}\n"
             f"  KV layouts {', '.join(sorted({x.name for x in bound.plan.layouts.values()}))}\n  bound\n    "
             + "\n    ".join(kernels)
-            + "\n  If the kernels' own cases pass, look at what lies between them.",
+            + "\n  If the cases of these kernels pass, check the data between them.",
             pytrace=False,
         )

@@ -1,4 +1,4 @@
-"""Expected failures: groups of case ids under a comment that says why, with a link. Strict: what passes must go."""
+"""Expected failures: groups of case ids below a comment with the reason and a link. A case that passes is an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Expected:
     """One line of the file.
 
     Args:
-        pattern: a case id as failures print it; `*` and `?` stand for other characters.
+        pattern: a case id as failures print it; `*` and `?` are wildcards.
         reason: the comment above its group, on one line.
         line: its number in the file.
     """
@@ -27,15 +27,15 @@ class Expected:
     line: int
 
     def matches(self, case: str) -> bool:
-        """Whether it speaks of this case."""
+        """True if the line applies to this case."""
         return fnmatchcase(case, self.pattern)
 
 
 def read(path: Path) -> list[Expected]:
-    """The lines of a file; a blank line ends a group, a comment that follows a case begins one.
+    """Read a file. A blank line ends a group, and a comment after a case begins one.
 
     Raises:
-        UsageError: the file cannot be read, or a group lacks a comment with a link; names the line.
+        UsageError: the file cannot be read, or a group has no comment with a link; the message names the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -54,7 +54,7 @@ def read(path: Path) -> list[Expected]:
             if not _LINK.search(reason):
                 raise UsageError(
                     f"{path}:{number}: {text} is expected to fail without a reason and a link.",
-                    remedy="put a comment above it that says why and links to an issue",
+                    remedy="write a comment above it with the reason and a link to an issue",
                 )
             found.append(Expected(text, reason, number))
     return found

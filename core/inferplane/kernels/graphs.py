@@ -1,4 +1,4 @@
-"""Promised to backends: decode steps as graphs, where torch offers the runtime's streams and graphs as it does CUDA's.
+"""Promised to backends: decode steps as graphs, on runtimes whose streams and graphs work like those of torch's own.
 
 A backend derives from `CapturingAccelerator` and names its runtime's class of graphs; core then captures decode steps
 and replays them. Kernels of a captured step must read every length from tensors, since a replay changes nothing else.

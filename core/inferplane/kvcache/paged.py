@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -45,14 +44,6 @@ LATENT_GROUP = 64
 """Entries of a latent that share a scale. DeepSeek V3's 512 latent and 64 rotated entries are both multiples of it."""
 
 
-@dataclass(frozen=True)
-class _EntryShape:
-    """Entries per token of one tensor (K, V or latent): `heads` groups of `dim`, each with a scale if quantized."""
-
-    heads: int
-    dim: int
-
-
 Zeros = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
 """Makes a tensor of zeros: shape, dtype, device."""
 
@@ -64,11 +55,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def _entry_shapes(request: KVRequest) -> tuple[_EntryShape, ...]:
-    if request.kind == "mla":
-        group = LATENT_GROUP if request.dim % LATENT_GROUP == 0 else request.dim
-        return (_EntryShape(request.dim // group, group),)
-    return _EntryShape(request.heads, request.dim), _EntryShape(request.heads, request.v_dim)
+def _grouped_shapes(request: KVRequest) -> list[tuple[int, int]]:
+    """`(groups, size)` of a token's row in each tensor; a group has one scale if the cache is quantized."""
+    shapes = []
+    for *heads, dim in request.entry_shapes:
+        size = LATENT_GROUP if not heads and dim % LATENT_GROUP == 0 else dim
+        shapes.append((math.prod(heads) * (dim // size), size))
+    return shapes
 
 
 class PagedKV(BlockedKV):
@@ -104,10 +97,10 @@ class PagedKV(BlockedKV):
         self.request, self.blocks, self.block_tokens, self.layout = request, blocks, block_tokens, layout
         self.dtype, self.spec = dtype, KV_DTYPES[kv_dtype]
         slots = blocks * block_tokens + 1
-        shapes, stored_dtype = _entry_shapes(request), self.spec.dtype or dtype
-        self.entries = [zeros((slots, shape.heads, shape.dim), stored_dtype, device) for shape in shapes]
+        shapes, stored_dtype = _grouped_shapes(request), self.spec.dtype or dtype
+        self.entries = [zeros((slots, *shape), stored_dtype, device) for shape in shapes]
         scaled = shapes if self.spec.limit else ()
-        self.scales = [zeros((slots, shape.heads), torch.float32, device) for shape in scaled]
+        self.scales = [zeros((slots, groups), torch.float32, device) for groups, _ in scaled]
 
     def blocked(self) -> tuple[torch.Tensor, ...]:
         """Views `[blocks, block_tokens, heads, dim]` of the entries, for kernels that know this layout."""
@@ -124,9 +117,7 @@ class PagedKV(BlockedKV):
             scale = amax / self.spec.limit
             if self.power_of_two:
                 scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-            scale = torch.where(
-                scale == 0, torch.ones_like(scale), scale
-            )  # all zeros, or an amax too small to divide by
+            scale = torch.where(scale == 0, 1.0, scale)  # all zeros, or an amax too small to divide by
             scaled = v.float() / scale[..., None]
             entry[slots] = (scaled.round() if entry.dtype == torch.int8 else scaled).to(entry.dtype)
             self.scales[i][slots] = scale
@@ -142,9 +133,7 @@ class PagedKV(BlockedKV):
                 scale = self.scales[i][:-1].unflatten(0, (self.blocks, self.block_tokens))[blocks]
                 v = (v.float() * scale.flatten(0, 1)[:tokens, :, None]).to(self.dtype)
             out.append(v)
-        if self.request.kind == "mla":
-            return (out[0].flatten(1),)
-        return tuple(out)
+        return tuple(v.view(len(v), *shape) for v, shape in zip(out, self.request.entry_shapes, strict=True))
 
     def stored(self) -> tuple[torch.Tensor, ...]:
         """See `BlockedKV.stored`; entries first, then scales, each `[blocks, block_tokens, ...]`."""
@@ -186,7 +175,7 @@ def paged_layout(
     def bytes_per_block(request: KVRequest, dtype: torch.dtype) -> int:
         spec = KV_DTYPES[kv_dtype]
         size = (spec.dtype or dtype).itemsize
-        scales = sum(4 * shape.heads for shape in _entry_shapes(request)) if spec.limit else 0
+        scales = sum(4 * groups for groups, _ in _grouped_shapes(request)) if spec.limit else 0
         return block_tokens * (request.entries * size + scales)
 
     error = KV_DTYPES[kv_dtype].error * (2 if power_of_two else 1)

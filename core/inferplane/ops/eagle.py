@@ -1,4 +1,4 @@
-"""The head of EAGLE: a drafting layer from a checkpoint of its own, with the target's embedding and output head."""
+"""The EAGLE draft layer. Its checkpoint is its own; it shares the target's embedding and output head."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from inferplane.types import Batch, LayerKV
 class EagleLayer(Op, name="eagle_layer"):
     """EAGLE-1: from the hidden state at i and token i+1, the hidden state at i+1, which predicts token i+2.
 
-    `x = fc([embed(ids) | hidden]); x = x + attn(x); x = x + mlp(mlp_norm(x)); logits = head(x)`. Row i carries the id
-    of token i+1, the target's hidden state of token i after its final norm, and position i. There is no norm before the
-    attention and none before the head: what comes out stands for the target's state after its own final norm.
+    `x = fc([embed(ids) | hidden]); x = x + attn(x); x = x + mlp(mlp_norm(x)); logits = head(x)`. Row i has the id
+    of token i+1, the target's hidden state of token i after its final norm, and position i. No norm precedes the
+    attention or the head: the result approximates the target's hidden state after the target's final norm.
 
     Args of the call:
-        hidden: `[T, D]`, the target's hidden states, or what this layer gave for an earlier draft.
+        hidden: `[T, D]`, the target's hidden states, or this layer's results of the previous draft.
         batch: the step; `ids` are shifted by one. kv: this layer's own cache, changed.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The outer shells: a decoder layer, a causal language model, a multi-token-prediction layer."""
+"""Whole models and their layers: decoder layer, decoder stack, multi-token-prediction layer, causal language model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DecoderLayer(Op, name="decoder_layer"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Each pairing of attention and MLP that the families use, built from the blocks' own samples."""
+        """Each pair of attention and MLP that the model families use, built from the samples of these blocks."""
 
         def layer(attn: Op, mlp: Op) -> DecoderLayer:
             norm = lambda: AddRMSNorm(RMSNorm(placeholder(64), 1e-6))  # noqa: E731
@@ -59,7 +59,7 @@ class DecoderLayer(Op, name="decoder_layer"):
 
         out = []
         mlp, moe = GatedMLP.samples()[0].op, MoE.samples()[0].op
-        # The bias alone chooses: a rounding must not send a token to another expert, which no tolerance could cover.
+        # The bias alone selects experts: if rounding changed an expert, no tolerance could cover the difference.
         decided = Weight((), (8,), torch.float32, make=lambda: torch.arange(8.0) * 10)
         assert isinstance(moe, MoE)
         moe = replace(moe, route=replace(moe.route, bias=decided))
@@ -90,7 +90,7 @@ class DecoderLayer(Op, name="decoder_layer"):
 
 
 def _quantized(layer: Any, format: str) -> DecoderLayer:
-    """A layer of a sample with all its linear layers in another format; what latent attention shares stays shared."""
+    """A sample's layer with its linear layers in another format; both forms of latent attention still share kv_b."""
 
     def linears(op: Any, *names: str) -> Any:
         found = {name: getattr(op, name) for name in names}
@@ -109,11 +109,11 @@ def _quantized(layer: Any, format: str) -> DecoderLayer:
 
 
 class DecoderStack(Op, name="decoder_stack"):
-    """Decoder layers, one after the other. At site `layers` of a model its layers are `layers.0`, `layers.1`, ...
+    """Decoder layers in order. At site `layers` of a model, their sites are `layers.0`, `layers.1`, ...
 
     Args of the call:
         x: `[T, D]`. residual: `[T, D]`, or None before the first layer. batch: the step.
-        cache: layer i's cache is `cache.layers[i]`, changed; further ones are not used.
+        cache: layer i's cache is `cache.layers[i]`, changed; further caches are not used.
 
     Returns:
         x and residual, each `[T, D]`.
@@ -144,7 +144,7 @@ class DecoderStack(Op, name="decoder_stack"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Two layers and three of those that families mix: dense ones, experts, latents, 8 bits."""
+        """Stacks of two and three layers: dense, mixture of experts, latent attention, 8-bit weights."""
         by_label = {sample.label: sample for sample in DecoderLayer.samples()}
 
         def stack(label: str, *names: str) -> Sample:
@@ -171,11 +171,11 @@ class DecoderStack(Op, name="decoder_stack"):
 class MTPLayer(Op, name="mtp_layer"):
     """Multi-token prediction: from the hidden state at i and token i+1, the hidden state that predicts token i+2.
 
-    `x = eh_proj([enorm(embed(ids)) | hnorm(hidden)]); x = layer(x); h = norm(x); logits = head(h)`. Row i carries the
+    `x = eh_proj([enorm(embed(ids)) | hnorm(hidden)]); x = layer(x); h = norm(x); logits = head(h)`. Row i has the
     id of token i+1, the main model's hidden state of token i, and position i.
 
-    The hidden state is the main model's *after* its final norm: published checkpoints were trained so (their own
-    modeling file passes `self.norm(hidden_states)` on), and recycling a state from before the norm costs acceptance.
+    The hidden state is the main model's *after* its final norm: published checkpoints were trained with it (their
+    modeling file passes `self.norm(hidden_states)`), and a state from before the norm lowers the acceptance rate.
 
     Args of the call:
         hidden: `[T, D]`, the main model's (or the previous MTP step's) normed hidden states.
@@ -233,10 +233,10 @@ class CausalLM(Op, name="causal_lm"):
         batch: the step. cache: layer i's cache is `cache.layers[i]`; changed.
 
     Returns:
-        logits float32 `[R, V]` of the rows that want them, and the hidden states after the final norm `[T, D]`.
+        logits float32 `[R, V]` of the requested rows, and the hidden states after the final norm `[T, D]`.
 
-    Fields: `layers` may be given as a tuple; `mtp` drafting layers (not called by the body: the engine calls them;
-    their caches follow the layers'); `sample` turns logits into tokens; `gather` joins the ranks' columns of the
+    Fields: `layers` may be given as a tuple; `mtp` has the draft layers, which the engine calls, not the body (their
+    caches follow those of the layers); `sample` turns logits into tokens; `gather` joins the ranks' columns of the
     logits under vocabulary sharding.
 
     Source: Llama, arXiv 2302.13971; DeepSeek-V3, arXiv 2412.19437.
@@ -269,7 +269,7 @@ class CausalLM(Op, name="causal_lm"):
         return logits if self.gather is None else self.gather(logits), x
 
     def cost(self, load: Workload) -> Cost:
-        """The sum over what a call runs: prediction layers are called, and counted, by the engine."""
+        """The sum over the ops that a call runs; the engine calls and counts the draft layers."""
         total = Cost()
         for path, child in self.children():
             total = total if path.startswith("mtp.") else total + child.cost(load)
@@ -277,7 +277,7 @@ class CausalLM(Op, name="causal_lm"):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """Small models around the stacks that `DecoderStack.samples` gives for decode steps."""
+        """Small models around the decode stacks of `DecoderStack.samples`."""
         vocab = placeholder(97, 64)
 
         def model(stack: Sample) -> Sample:

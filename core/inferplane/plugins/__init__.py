@@ -1,4 +1,4 @@
-"""Finds plugins and answers for them: which devices there are, who serves them, and why the others do not work."""
+"""Finds plugins and reports which devices exist, which plugin serves each, and why other plugins do not work."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ log = logging.getLogger("inferplane")
 
 @functools.cache
 def host() -> PluginHost:
-    """The process's plugin host, built at the first call from installed entry points and `INFERPLANE_PLUGINS`; what of
-    that variable has no effect is logged.
+    """Return the process's plugin host. The first call builds it from installed entry points and `INFERPLANE_PLUGINS`,
+    and logs each item of that variable that has no effect.
 
     Raises:
         UsageError: `INFERPLANE_PLUGINS` cannot be read.
     """
     spec = os.environ.get(VARIABLE)
     found, listed = discover(spec), parse(spec).modules
-    # What somebody typed and nothing came of is told once, whatever he does next; the doctor tells it again.
+    # Report an item without effect once per process; `inferplane doctor` reports it too.
     for record in found.quarantined():
         if record.entry_point in listed:
-            log.warning("%s names a plugin that is left out: %s. To do: %s.", VARIABLE, record, record.remedy)
+            log.warning("%s names a plugin that is quarantined: %s. To do: %s.", VARIABLE, record, record.remedy)
     for note in found.notes():
         if VARIABLE in note:
             log.warning("%s", note)
@@ -50,11 +50,11 @@ def host() -> PluginHost:
 
 
 def discover(spec: str | None, entry_points: Iterable[EntryPoint] | None = None) -> PluginHost:
-    """A new host.
+    """Build a new host.
 
     Args:
-        spec: what `INFERPLANE_PLUGINS` would hold.
-        entry_points: looked at instead of the installed ones.
+        spec: a value of `INFERPLANE_PLUGINS`.
+        entry_points: used instead of the installed ones.
 
     Raises:
         UsageError: `spec` cannot be read.

@@ -1,4 +1,4 @@
-"""Who serves a name that several plugins registered. The order of registration plays no part."""
+"""Decides which plugin serves a name that several registered. The order of registration does not count."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from inferplane.plugins.selection import VARIABLE, PluginSelection
 
 @dataclass
 class Settlement:
-    """The outcome for one kind of names.
+    """The result for one kind of names.
 
     Args:
-        winners: name -> the claim that has it.
-        vacant: name -> why nobody has it, as a sentence without its full stop.
-        losers: one record for each claim that did not get its name.
+        winners: name -> the claim that gets it.
+        vacant: name -> why no claim gets it, as a sentence without full stop.
+        losers: a record for each claim that does not get its name.
     """
 
     winners: dict[str, Claim] = field(default_factory=dict)
@@ -26,14 +26,14 @@ class Settlement:
 
 
 def settle(claims: Sequence[Claim], choice: PluginSelection, *, devices: bool) -> Settlement:
-    """Give each name to one distribution: the one the user chose, else the in-tree one, else the only one, else none.
+    """Give each name to one distribution: the user's choice, else the in-tree one, else the only one, else none.
 
-    A distribution that serves a variant of a family has a claim on the family's bare name as well: otherwise
-    installing a wheel could change what a user's word means.
+    A distribution that serves a variant of a family claims the name of the family too. Otherwise installing a wheel
+    could change the meaning of a device name.
 
     Args:
         claims: of one kind (devices, architectures, ...).
-        choice: the user's.
+        choice: the user's choice.
         devices: the names are devices, which have families.
     """
     outcome = Settlement()
@@ -54,26 +54,26 @@ def _settle_one(
     name: str, parties: dict[str, list[Claim]], chosen: str | None, devices: bool, outcome: Settlement
 ) -> None:
     if chosen is not None:
-        takes = chosen
+        winner = chosen
     elif OURS in parties:
-        takes = OURS
+        winner = OURS
     else:
-        takes = next(iter(parties)) if len(parties) == 1 else ""
-    everybody = [claim for party in parties.values() for claim in party]
-    held = parties.get(takes, [])
-    exact = [claim for claim in held if claim.name == name]
+        winner = next(iter(parties)) if len(parties) == 1 else ""
+    claims = [claim for party in parties.values() for claim in party]
+    own = parties.get(winner, [])
+    exact = [claim for claim in own if claim.name == name]
     if len(exact) == 1:
         outcome.winners[name] = exact[0]
         why = f"{name!r} is served by {exact[0].origin}, " + (f"chosen in {VARIABLE}" if chosen else "in-tree")
-    elif held and not exact:
-        why = f"{name!r} is a family of {held[0].origin}"
+    elif own and not exact:
+        why = f"{name!r} is a family of {own[0].origin}"
     else:
-        who = sorted({f"{claim.origin} ({claim.origin.entry_point})" for claim in everybody})
-        why = f"{name!r} is claimed by {', '.join(who)}; "
-        why += f"{VARIABLE} gives it to {chosen}" if chosen else "nobody has it until one is chosen"
+        origins = sorted({f"{claim.origin} ({claim.origin.entry_point})" for claim in claims})
+        why = f"{name!r} is claimed by {', '.join(origins)}; "
+        why += f"{VARIABLE} gives it to {chosen}" if chosen else "none serves it until one is chosen"
         outcome.vacant[name] = why
-    for claim in everybody:
+    for claim in claims:
         if claim.name == name and claim is not outcome.winners.get(name):
             remedy = f"choose this one by {VARIABLE}={name}@{claim.origin.distribution}"
-            served = (name,) if devices else ()
-            outcome.losers.append(quarantine(claim.origin, "claim", why, devices=served, remedy=remedy))
+            losing = quarantine(claim.origin, "claim", why, devices=(name,) if devices else (), remedy=remedy)
+            outcome.losers.append(losing)

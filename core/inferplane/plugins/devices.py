@@ -1,4 +1,4 @@
-"""From the user's word to a backend: loading, probing, families, `auto`. Nothing is taken that was not asked for."""
+"""From a device name to a backend: loading, probing, families, `auto`. No other device is ever chosen instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from inferplane.plugins.records import (
     Stage,
     family,
     guarded,
-    imported,
     in_words,
     quarantine,
     same_distribution,
@@ -24,6 +23,7 @@ from inferplane.plugins.records import (
 from inferplane.plugins.registration import AUTO, unfit
 from inferplane.plugins.selection import VARIABLE, PluginSelection
 from inferplane.types import HOST, Backend, Presence, Probe
+from inferplane.types.kernel import import_target
 
 log = logging.getLogger("inferplane")
 
@@ -34,10 +34,10 @@ class Devices:
     """Every device that a plugin serves.
 
     Args:
-        claims: device name -> who serves it.
-        vacant: device name -> why nobody has it.
-        choice: the user's.
-        kept_out: the host's quarantine; failures found here are added to it.
+        claims: device name -> the claim of the plugin that serves it.
+        vacant: device name -> why no plugin serves it.
+        choice: the user's choice.
+        quarantined: the host's list, to which this object adds failures.
     """
 
     def __init__(
@@ -45,16 +45,17 @@ class Devices:
         claims: Mapping[str, Claim],
         vacant: Mapping[str, str],
         choice: PluginSelection,
-        kept_out: list[Quarantined],
+        quarantined: list[Quarantined],
     ) -> None:
-        self._claims, self._vacant, self._choice, self._kept_out = dict(claims), dict(vacant), choice, kept_out
+        self._claims, self._vacant, self._choice = dict(claims), dict(vacant), choice
+        self._quarantined = quarantined
         self._classes: dict[str, type[Backend]] = {}
         self._entries: dict[str, DeviceEntry] = {}
         self._failed: dict[str, Quarantined] = {}
 
     @property
     def names(self) -> list[str]:
-        """Served devices, sorted; some of them may turn out not to load."""
+        """Served devices, sorted; some may fail to load later."""
         return sorted(self._claims.keys() - self._failed.keys())
 
     def entries(self) -> list[DeviceEntry]:
@@ -64,11 +65,11 @@ class Devices:
             try:
                 found.append(self._entry(name))
             except PluginError:
-                continue  # it is in quarantine now
+                continue  # it is quarantined now
         return found
 
     def choose(self, device: str) -> DeviceEntry:
-        """The AVAILABLE device that `device` means.
+        """Return the available device that `device` names.
 
         Raises:
             DeviceError, PluginError, UsageError: see `PluginHost.backend`.
@@ -83,14 +84,14 @@ class Devices:
         return entry
 
     def choose_for_explain(self, device: str) -> DeviceEntry:
-        """The device that `device` means, whether or not it is here. A family none of whose variants is available gives
-        the in-tree variant with the highest rank, and says so."""
+        """Return the device that `device` names, available or not. If no variant of a family is available, return the
+        in-tree variant with the highest rank and log a warning."""
         if device == AUTO:
             return self._choose_auto()
         return self._named(device) or self._variant(device, explain=True)
 
     def instance(self, entry: DeviceEntry, index: int = 0) -> Backend:
-        """A backend for the device number `index` of this kind.
+        """Make a backend for the device with this index.
 
         Raises:
             UsageError: `index` is no device number.
@@ -108,15 +109,15 @@ class Devices:
         return made
 
     def fail(self, name: str, stage: Stage, error: BaseException | str) -> PluginError:
-        """Quarantine a device that turned out not to work; the error for who asked for it."""
+        """Quarantine a device that failed, and return the error for the caller."""
         claim = self._claims.get(name)
-        if claim is None:  # a backend that no plugin registered, handed in by a caller
+        if claim is None:  # the caller passed a backend that no plugin registered
             words = error if isinstance(error, str) else in_words(error)
             return PluginError(f"Device {name!r} failed at {stage}: {words}.")
         record = quarantine(claim.origin, stage, error, devices=(name,))
         if name not in self._failed:
             self._failed[name] = record
-            self._kept_out.append(record)
+            self._quarantined.append(record)
         return record.error(f"device {name!r}")
 
     # -- one device
@@ -141,7 +142,7 @@ class Devices:
     def _load(self, name: str) -> type[Backend]:
         if name not in self._classes:
             target = self._claims[name].target
-            found, error = guarded(partial(imported, target)) if isinstance(target, str) else (target, None)
+            found, error = guarded(partial(import_target, target)) if isinstance(target, str) else (target, None)
             if error is not None:
                 raise self.fail(name, "load", error) from error
             if problem := unfit(name, found):
@@ -155,33 +156,33 @@ class Devices:
             return found
         reason = "its probe " + (f"returned {found!r}, not a Probe" if error is None else f"raised {in_words(error)}")
         record = quarantine(self._claims[name].origin, "probe", error or reason, devices=(name,))
-        self._kept_out.append(record)
+        self._quarantined.append(record)
         return Probe(Presence.BROKEN, reason, remedy=record.remedy)
 
-    # -- what a word means
+    # -- names
 
     def _named(self, device: Any) -> DeviceEntry | None:
-        """The device of exactly this name; None when it names a family."""
+        """The device of exactly this name; None if it is the name of a family."""
         if not isinstance(device, str) or not device:
             raise UsageError(f"device={device!r} is not a device's name.", there_is=", ".join(self.names))
         if (item := self._choice.excludes(device)) is not None:
             raise DeviceError(f"Device {device!r} is left out.", remedy=f"take -{item} off {VARIABLE}")
         if device in self._vacant:
             raise DeviceError(
-                f"Device {device!r} is nobody's: {self._vacant[device]}.",
+                f"No plugin serves device {device!r}: {self._vacant[device]}.",
                 remedy=f"name one of them, {VARIABLE}={device}@distribution",
             )
         if device in self._claims:
             return self._entry(device)
         if self._variants(device):
             return None
-        for record in self._kept_out:
+        for record in self._quarantined:
             if device in record.devices or device in map(family, record.devices):
                 raise record.error(f"device {device!r}")
         raise self._unknown(device)
 
     def _variants(self, device: str) -> list[str]:
-        """Served variants of a family, those that failed to load included."""
+        """Served variants of a family, including those that failed to load."""
         names = [name for name in sorted(self._claims) if family(name) == device]
         chosen = self._choice.claims.get(device)
         if chosen is None:
@@ -194,7 +195,7 @@ class Devices:
             try:
                 entries.append(self._entry(name))
             except PluginError:
-                continue  # it is in quarantine now
+                continue  # it is quarantined now
         available = [entry for entry in entries if entry.probe.available]
         if len(available) == 1:
             return available[0]
@@ -209,15 +210,15 @@ class Devices:
             others = ", ".join(entry.name for entry in entries if entry is not first) or "none"
             log.warning("device %r has no available variant; explaining %r (others: %s)", device, first.name, others)
             return first
-        records = [r for r in self._kept_out if r.stage != "probe" and device in map(family, r.devices)]
-        told = _told([*map(_state, entries), *map(str, records)])
-        raise DeviceError(f"Device {device!r} has no available variant.{told}", there_is=self._available())
+        records = [r for r in self._quarantined if r.stage != "probe" and device in map(family, r.devices)]
+        states = _as_list([*map(_state, entries), *map(str, records)])
+        raise DeviceError(f"Device {device!r} has no available variant.{states}", there_is=self._available())
 
     def _choose_auto(self) -> DeviceEntry:
         available = [entry for entry in self.entries() if entry.probe.available]
         if not available:
-            told = _told(map(_state, self.entries())) or " No plugin serves one."
-            raise DeviceError(f"No device is available.{told}", remedy="run `inferplane doctor`")
+            states = _as_list(map(_state, self.entries())) or " No plugin serves one."
+            raise DeviceError(f"No device is available.{states}", remedy="run `inferplane doctor`")
         best = max((entry.auto_rank, entry.in_tree) for entry in available)
         first = [entry for entry in available if (entry.auto_rank, entry.in_tree) == best]
         if len(first) > 1:
@@ -227,7 +228,7 @@ class Devices:
                 remedy="name one of them",
             )
         taken = first[0]
-        # A warning only so that it is seen where no logging was set up: this was decided for the user.
+        # A warning, so that users without logging configured see this choice, which they did not make.
         log.warning("device=%s takes %s: %s", AUTO, taken.name, taken.probe.reason)
         return taken
 
@@ -253,23 +254,23 @@ class Devices:
                 remedy=f"pass device={head!r} and index={int(tail)}",
             )
         there_is = ", ".join(known) or "no device"
-        if self._kept_out:
-            there_is += f" (quarantined: {'; '.join(map(str, self._kept_out))})"
+        if self._quarantined:
+            there_is += f" (quarantined: {'; '.join(map(str, self._quarantined))})"
         close = difflib.get_close_matches(device.lower(), known, n=1)
         remedy = f"install the plugin that serves it, or name its module in {VARIABLE}"
         remedy = f"perhaps {close[0]!r} was meant; otherwise {remedy}" if close else remedy
-        if device.lower() in _ANY_ACCELERATOR:  # its letters resemble some of them, which says nothing
+        if device.lower() in _ANY_ACCELERATOR:  # a similar spelling means nothing here
             kinds = sorted((e for e in self.entries() if e.torch_device != HOST), key=lambda e: -e.auto_rank)
             if kinds:
-                remedy = f"name the kind: {', '.join(e.name for e in kinds)}; `inferplane devices` tells which is here"
+                remedy = f"name the kind: {', '.join(e.name for e in kinds)}; `inferplane devices` shows which is here"
         return DeviceError(f"Unknown device {device!r}.", there_is=there_is, remedy=remedy)
 
 
 def _state(entry: DeviceEntry) -> str:
-    told = f"{entry.name} is {entry.probe.presence.value}: {entry.probe.reason.rstrip('.')}."
-    return f"{told}\n  To do: {entry.probe.remedy}." if entry.probe.remedy else told
+    state = f"{entry.name} is {entry.probe.presence.value}: {entry.probe.reason.rstrip('.')}."
+    return f"{state}\n  To do: {entry.probe.remedy}." if entry.probe.remedy else state
 
 
-def _told(states: Iterable[str]) -> str:
-    """A line for each, behind what they explain."""
+def _as_list(states: Iterable[str]) -> str:
+    """One line per state, to follow a message."""
     return "".join(f"\n- {state}" for state in states)

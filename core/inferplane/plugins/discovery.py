@@ -57,14 +57,14 @@ def find(
 
     Args:
         choice: what the user chose.
-        entry_points: looked at instead of the installed ones (for tests).
+        entry_points: used instead of the installed ones (for tests).
     """
     candidates: list[Candidate] = []
-    kept_out: list[Quarantined] = []
+    quarantined: list[Quarantined] = []
     used: set[str] = set()
     sources: list[tuple[Origin, Callable[[], Any]]] = []
     if not choice.only:
-        for point in _installed(kept_out) if entry_points is None else entry_points:
+        for point in _installed(quarantined) if entry_points is None else entry_points:
             if (item := choice.excludes(point.name)) is not None:
                 used.add(item)
             else:
@@ -76,30 +76,30 @@ def find(
     for origin, load in sources:
         plugin, error = guarded(load)
         if error is not None:
-            kept_out.append(quarantine(origin, "import", error))
+            quarantined.append(quarantine(origin, "import", error))
             continue
         distribution = normalized(origin.distribution)
-        if any(plugin is other and (origin.listed or distribution == whose) for other, whose in seen):
-            continue  # installed and listed as well, or under two entry points: one plugin
+        if any(plugin is other and (origin.listed or distribution == first) for other, first in seen):
+            continue  # both installed and listed, or under two entry points: it is one plugin
         seen.append((plugin, distribution))
         candidate, error = guarded(partial(_examine, plugin, origin))
         if error is None:
             candidates.append(candidate)
         else:
-            kept_out.append(quarantine(origin, "validate", error))
-    return candidates, kept_out, used
+            quarantined.append(quarantine(origin, "validate", error))
+    return candidates, quarantined, used
 
 
 def installed(group: str) -> Iterator[tuple[metadata.Distribution, list[metadata.EntryPoint], BaseException | None]]:
-    """Distribution by distribution, its entry points of a group, or what reading them raised: `metadata.entry_points`
-    fails as a whole where one distribution's file is malformed."""
+    """Each distribution with its entry points of a group, or the exception from reading them. `metadata.entry_points`
+    fails entirely if the file of one distribution is malformed."""
     seen: set[str] = set()
     for distribution in metadata.distributions():
         text, _ = guarded(partial(distribution.read_text, "entry_points.txt"))
         if not text or group not in text:
             continue
-        name = _told(distribution, "Name")
-        if normalized(name) in seen and name != _UNKNOWN:  # a second copy further down sys.path
+        name = _header(distribution, "Name")
+        if normalized(name) in seen and name != _UNKNOWN:  # a second copy later in sys.path
             continue
         seen.add(normalized(name))
         points, error = guarded(partial(_points_of, distribution, group))
@@ -110,17 +110,17 @@ def _points_of(distribution: metadata.Distribution, group: str) -> list[metadata
     return [point for point in distribution.entry_points if point.group == group]
 
 
-def _installed(kept_out: list[Quarantined]) -> Iterator[metadata.EntryPoint]:
+def _installed(quarantined: list[Quarantined]) -> Iterator[metadata.EntryPoint]:
     for distribution, points, error in installed(GROUP):
         if error is not None:
-            name = _told(distribution, "Name")
-            origin = Origin(name, _told(distribution, "Version"), "entry_points.txt", "")
+            name = _header(distribution, "Name")
+            origin = Origin(name, _header(distribution, "Version"), "entry_points.txt", "")
             reason = f"its entry_points.txt cannot be read ({type(error).__name__})"
-            kept_out.append(quarantine(origin, "metadata", reason, devices=(), remedy=f"install {name} again"))
+            quarantined.append(quarantine(origin, "metadata", reason, devices=(), remedy=f"install {name} again"))
         yield from points
 
 
-def _told(distribution: metadata.Distribution, header: str) -> str:
+def _header(distribution: metadata.Distribution, header: str) -> str:
     value, _ = guarded(lambda: distribution.metadata[header])
     return str(value) if value else _UNKNOWN
 
@@ -129,8 +129,8 @@ def _origin_of(point: metadata.EntryPoint) -> Origin:
     module = point.value.partition(":")[0].strip()
     if point.dist is None:
         return Origin(module.partition(".")[0], "(not installed)", point.name, module)
-    name = _told(point.dist, "Name")
-    return Origin(name, _told(point.dist, "Version"), point.name, module, in_tree=same_distribution(name, OURS))
+    name = _header(point.dist, "Name")
+    return Origin(name, _header(point.dist, "Version"), point.name, module, in_tree=same_distribution(name, OURS))
 
 
 def _origin_of_module(item: str) -> Origin:
@@ -163,7 +163,7 @@ def _load_module(item: str) -> Any:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not error.name or not f"{module}.".startswith(f"{error.name}."):
-            raise  # something that it imports itself
+            raise  # the module exists, and one of its imports fails
         remedy = (
             f"install it, put the folder that holds {error.name.partition('.')[0]} on PYTHONPATH, or take {item} off"
         )
@@ -195,13 +195,13 @@ def _check_version(api: Any) -> None:
     if not (isinstance(api, tuple) and len(api) == 2 and all(type(number) is int for number in api)):
         has = "has no INFERPLANE_API" if api is None else f"has INFERPLANE_API = {api!r}, not two integers"
         raise Rejected("validate", f"it {has}", f"state what it was written for: INFERPLANE_API = {API_VERSION}")
-    asked, ours = f"{api[0]}.{api[1]}", f"{API_VERSION[0]}.{API_VERSION[1]}"
+    theirs, ours = f"{api[0]}.{api[1]}", f"{API_VERSION[0]}.{API_VERSION[1]}"
     if api[0] != API_VERSION[0]:
         newer = "upgrade inferplane" if api[0] > API_VERSION[0] else "upgrade the plugin"
-        reason = f"it is written for plugin API {asked}, this Inferplane speaks {ours}; majors must be equal"
+        reason = f"it is written for plugin API {theirs}, this Inferplane speaks {ours}; majors must be equal"
         raise Rejected("api-version", reason, newer)
     if api[1] > API_VERSION[1]:
-        reason = f"it is written for plugin API {asked}, this Inferplane speaks {ours}, which may lack what it uses"
+        reason = f"it is written for plugin API {theirs}, this Inferplane speaks {ours}, which may lack what it uses"
         raise Rejected("api-version", reason, "upgrade inferplane")
 
 

@@ -59,13 +59,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """What `doctor` found, in the order of a screen."""
+    """The findings of `doctor`, in the order in which they are shown."""
 
     lines: tuple[Line, ...]
 
     @property
     def status(self) -> Status:
-        """The worst status of a line."""
+        """The worst status of all lines."""
         found = {line.status for line in self.lines}
         return "fail" if "fail" in found else "warn" if "warn" in found else "ok"
 
@@ -75,14 +75,14 @@ class Report:
 
 
 def doctor(host: PluginHost, *, open_devices: bool = False) -> Report:
-    """Examine this process's surroundings; never raises for what a plugin does.
+    """Examine the environment of this process. A faulty plugin never makes it raise.
 
     Args:
         host: the plugin host. Its devices are loaded and probed.
-        open_devices: also open each available device, which imports its runtime and touches it: tells its name,
-            architecture and memory, and whether it works at all.
+        open_devices: also open each available device, which imports its runtime and allocates on it. This shows its
+            name, architecture and memory, and whether it works.
     """
-    devices = list(_devices(host, open_devices))  # first: loading devices may send plugins into quarantine
+    devices = list(_devices(host, open_devices))  # first, because loading devices may quarantine plugins
     return Report((*_python(), *_extras(), *_plugins(host), *devices, *_host()))
 
 
@@ -108,13 +108,14 @@ def _python() -> Iterator[Line]:
 
 
 def _extras() -> Iterator[Line]:
-    """Of the wheel's extras, which are complete here; none is told of where there is no wheel's metadata."""
-    wanted, error = guarded(lambda: [Requirement(line) for line in metadata.requires(OURS) or ()])
+    """Which extras of the wheel are complete; nothing if the wheel has no metadata here."""
+    requirements, error = guarded(lambda: [Requirement(line) for line in metadata.requires(OURS) or ()])
     for extra, use in EXTRAS.items() if error is None else ():
-        packages = {r.name: r.specifier for r in wanted if r.marker is not None and r.marker.evaluate({"extra": extra})}
+        chosen = [r for r in requirements if r.marker is not None and r.marker.evaluate({"extra": extra})]
+        packages = {r.name: r.specifier for r in chosen}
         lacking = [name for name, versions in packages.items() if not _has(name, versions)]
         if lacking:
-            remedy = f"pip install '{OURS}[{extra}]' where it is wanted"
+            remedy = f"pip install '{OURS}[{extra}]' if you need it"
             yield Line(f"extra {extra}", "warn", f"for {use}: lacks {first_of(lacking)}", remedy)
         elif packages:
             yield Line(f"extra {extra}", "ok", f"for {use}")
@@ -135,7 +136,7 @@ def _plugins(host: PluginHost) -> Iterator[Line]:
         yield Line(f"plugin {plugin.origin.entry_point}", "ok", f"{plugin.origin}, API {api}: {what}")
     for record in host.quarantined():
         if record.stage == "probe":
-            continue  # the device's line tells it
+            continue  # the line of the device has it
         status: Status = "warn" if record.stage == "claim" else "fail"
         detail = f"{record.distribution} {record.version} is in quarantine ({record.stage}): {record.reason}"
         yield Line(f"plugin {record.entry_point}", status, detail, record.remedy)
@@ -171,8 +172,9 @@ def _host() -> Iterator[Line]:
     if error is None:
         yield Line("host memory", "ok", _in_gib(memory))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.sysconf("SC_NPROCESSORS_ONLN")
-    threads, wanted = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
-    detail = f"torch uses {threads} of {cores} cores; OMP_NUM_THREADS {f'= {wanted}' if wanted else 'is not set'}"
+    threads, explicit = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    setting = f"= {explicit}" if explicit else "is not set"
+    detail = f"torch uses {threads} of {cores} cores; OMP_NUM_THREADS {setting}"
     if threads > cores:
         yield Line("host threads", "warn", f"{detail}: they wait for each other", f"set OMP_NUM_THREADS={cores}")
     elif cores <= _SMALL_HOST_CORES and threads > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":

@@ -1,7 +1,7 @@
-"""What a plugin may implement. Each hook is handed a callback, so that a mistake fails at the plugin's own line.
+"""The hooks that a plugin may implement. Each gets a callback, so a mistake raises at the plugin's own line.
 
-A hook's later parameters may be left out by an implementation, so parameters can be added within a major; none has a
-default, because pluggy does not pass parameters that have one.
+An implementation may omit all parameters but the first, so a minor version can add parameters. None has a default,
+because pluggy does not pass parameters with defaults.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from inferplane.types import Backend, Kernel
 
 PROJECT = "inferplane"
 API_VERSION = (1, 0)
-"""(major, minor). A plugin states what it was written for: `INFERPLANE_API = (1, 0)`. Another major is refused; a newer
-minor than this is refused too, because the plugin may use what is not here yet; an older minor works."""
+"""(major, minor). A plugin states the version it was written for: `INFERPLANE_API = (1, 0)`. Another major is refused.
+A newer minor is refused too, because the plugin may use names that do not exist yet. An older minor works."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -27,11 +27,11 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, for observers.
+    """An event for observers.
 
     Args:
-        name: what happened, dotted ("device.opened", "canary.demoted").
-        facts: what is known about it; plain values.
+        name: the event's name, dotted ("device.opened", "canary.demoted").
+        facts: details as plain values.
     """
 
     name: str
@@ -46,8 +46,8 @@ class RegisterBackend(Protocol):
 
 
 class RegisterKernels(Protocol):
-    """`register(device, kernels)`: more kernels for a device that somebody else serves; a list, or the dotted name
-    "module:function" of a function without parameters that returns one, called when that device is chosen."""
+    """`register(device, kernels)`: more kernels for a device that another plugin serves: a list, or the dotted name
+    "module:function" of a function without parameters that returns one. It is called when that device is chosen."""
 
     def __call__(self, device: str, kernels: Sequence[Kernel] | str) -> None: ...
 
@@ -86,7 +86,7 @@ def inferplane_register_models(register: RegisterModel) -> None:
 
 @hookspec
 def inferplane_on_event(event: Event) -> None:
-    """Observe. Called on the thread where it happened, so be quick; never called while a token is computed."""
+    """Observe an event. Called on the thread of the event, so return fast. Never called while a token is computed."""
 
 
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -99,4 +99,4 @@ HOOKS: dict[str, tuple[str, ...]] = {
         inferplane_on_event,
     )
 }
-"""Every hook and its parameters. An implementation must take the first, without which it could do nothing."""
+"""Every hook and its parameters. An implementation must take the first."""

@@ -1,4 +1,4 @@
-"""The plugin host: every plugin that works, every one that does not, and what they serve."""
+"""The plugin host: all plugins, working and quarantined, and what they serve."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from inferplane.plugins.records import (
     Quarantined,
     Stage,
     guarded,
-    imported,
     quarantine,
     same_distribution,
 )
 from inferplane.plugins.registration import REGISTER_HOOKS, Registrations, checked_kernels
 from inferplane.plugins.selection import VARIABLE, PluginSelection
 from inferplane.types import Backend, DeviceState, Kernel
+from inferplane.types.kernel import import_target
 
 log = logging.getLogger("inferplane")
 
 
 class _Carrier:
-    """What pluggy is given in place of a plugin: its checked hook functions and nothing else."""
+    """The object that pluggy gets in place of a plugin: it has the checked hook functions and nothing else."""
 
     def __init__(self, plugin: LoadedPlugin, functions: dict[str, Callable[..., Any]]) -> None:
         self.__dict__.update(functions)
@@ -42,16 +42,16 @@ class _Carrier:
 
 
 class PluginHost:
-    """Built once for a process by `inferplane.plugins.host()`. Building imports plugins, but no backend and no vendor
-    package; it probes nothing. A plugin that fails is quarantined and the others work on.
+    """Built once per process by `inferplane.plugins.host()`. Building imports plugins, but no backend and no vendor
+    package, and probes nothing. A plugin that fails is quarantined; the others continue to work.
 
     Args:
         choice: the user's choice, parsed.
-        entry_points: looked at instead of the installed ones (for tests).
+        entry_points: used instead of the installed ones (for tests).
     """
 
     def __init__(self, choice: PluginSelection, entry_points: Iterable[EntryPoint] | None = None) -> None:
-        candidates, self._kept_out, used = discovery.find(choice, entry_points)
+        candidates, self._quarantined, used = discovery.find(choice, entry_points)
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._plugins: list[LoadedPlugin] = []
@@ -66,16 +66,16 @@ class PluginHost:
         models = settle([claim for r in registered for claim in r.models], choice, devices=False)
         quantization = settle([claim for r in registered for claim in r.quantization], choice, devices=False)
         for outcome in (devices, models, quantization):
-            self._kept_out += outcome.losers
+            self._quarantined += outcome.losers
         claimed = {claim.name for r in registered for claim in (*r.devices, *r.models, *r.quantization)}
         claimed |= {claim.name.partition(":")[0] for claim in claims}
         for name in sorted((choice.claims.keys() - claimed) | (choice.claims.keys() & devices.vacant.keys())):
             devices.vacant[name] = self._unserved(name, choice.claims[name])
-        self._devices = Devices(devices.winners, devices.vacant, choice, self._kept_out)
+        self._devices = Devices(devices.winners, devices.vacant, choice, self._quarantined)
         self._models = {name: claim.target for name, claim in models.winners.items()}
         self._quantization = {name: claim.target for name, claim in quantization.winners.items()}
         self._extra_kernels: list[Claim] = [claim for r in registered for claim in r.kernels]
-        self._notes = [f"{VARIABLE}: -{item} leaves nothing out" for item in sorted(choice.excluded - used)]
+        self._notes = [f"{VARIABLE}: -{item} excludes nothing" for item in sorted(choice.excluded - used)]
         served = {*devices.winners, *devices.vacant}
         for claim in self._extra_kernels:
             if claim.name not in served:
@@ -84,38 +84,38 @@ class PluginHost:
     # -- devices
 
     def devices(self) -> list[DeviceEntry]:
-        """Every served device that loads, with its probe, sorted by name. Each is probed once for the host's life."""
+        """Every served device that loads, with its probe, sorted by name. Each is probed once per host."""
         return self._devices.entries()
 
     def choose(self, device: str) -> DeviceEntry:
-        """The available device that `device` means, without making a backend; raises what `backend` raises."""
+        """Return the available device that `device` names, without making a backend. Raises what `backend` raises."""
         return self._devices.choose(device)
 
     def backend(self, device: str, *, index: int = 0) -> Backend:
-        """A backend for the device that `device` means; not opened.
+        """Return a backend for the device that `device` names; it is not opened.
 
         Args:
-            device: a device's exact name; a family, which takes its one variant that is available; or "auto", which
-                takes the available one with the highest `auto_rank` (the in-tree one of equals) and logs one line.
+            device: a device's exact name; a family, which stands for its one available variant; or "auto", which
+                chooses the available device with the highest `auto_rank` (in-tree first) and logs one line.
             index: which one of several devices of that kind, from 0.
 
         Raises:
-            DeviceError: it is unknown, absent, broken, left out, claimed by several plugins or ambiguous; another
-                device is never taken instead.
-            PluginError: the plugin that serves it is quarantined; the reason is given.
-            UsageError: `device` or `index` cannot be meant.
+            DeviceError: it is unknown, absent, broken, excluded, claimed by several plugins or ambiguous; no other
+                device is ever chosen instead.
+            PluginError: the plugin that serves it is quarantined; the message has the reason.
+            UsageError: `device` or `index` is invalid.
         """
         return self._devices.instance(self._devices.choose(device), index)
 
     def backend_for_explain(self, device: str) -> Backend:
-        """As `backend`, but also for a device whose probe says it is not here: for questions that need no hardware."""
+        """Like `backend`, but also for a device that is not available: for commands that need no hardware."""
         return self._devices.instance(self._devices.choose_for_explain(device))
 
     def open(self, backend: Backend) -> DeviceState:
         """Open a backend's device.
 
         Raises:
-            DeviceError: as the backend says it. PluginError: it raised something else, or returned no state.
+            DeviceError: the backend raised it. PluginError: it raised another exception, or returned no state.
         """
         state, error = guarded(backend.open)
         if isinstance(error, InferplaneError):
@@ -136,8 +136,8 @@ class PluginHost:
             device: as for `backend_for_explain`, or a backend.
 
         Raises:
-            PluginError: the backend's own list raised or holds something else. Another plugin's list that does is
-                quarantined and left out.
+            PluginError: the backend's own list raises or has other objects. Such a list of another plugin is
+                quarantined and skipped.
         """
         backend = self.backend_for_explain(device) if isinstance(device, str) else device
         own, error = guarded(lambda: checked_kernels(backend.kernels(), f"{type(backend).__name__}.kernels()"))
@@ -152,8 +152,8 @@ class PluginHost:
                 out += more
             else:
                 self._extra_kernels.remove(claim)
-                self._kept_out.append(quarantine(claim.origin, "kernels", error, devices=()))
-                log.warning("kernels for %r are left out: %s", claim.name, self._kept_out[-1])
+                self._quarantined.append(quarantine(claim.origin, "kernels", error, devices=()))
+                log.warning("kernels for %r are skipped: %s", claim.name, self._quarantined[-1])
         return out
 
     def origin(self, kernel: Kernel, backend: Backend) -> str:
@@ -174,33 +174,33 @@ class PluginHost:
         return dict(self._quantization)
 
     def emit(self, event: Event) -> None:
-        """Tell every observer. One that raises is quarantined and not called again; its devices work on."""
+        """Call every observer. One that raises is quarantined and not called again; its devices continue to work."""
         for hook in self._manager.hook.inferplane_on_event.get_hookimpls():
             _, error = guarded(partial(hook.function, event))
             if error is not None:
                 carrier = cast(_Carrier, hook.plugin)
                 self._manager.unregister(carrier)
-                self._kept_out.append(quarantine(carrier.loaded_plugin.origin, "event", error, devices=()))
-                log.warning("an observer is no longer told of events: %s", self._kept_out[-1])
+                self._quarantined.append(quarantine(carrier.loaded_plugin.origin, "event", error, devices=()))
+                log.warning("an observer gets no more events: %s", self._quarantined[-1])
 
     # -- facts
 
     def plugins(self) -> list[LoadedPlugin]:
-        """Plugins that work, in order of distribution and entry point."""
+        """Working plugins, in order of distribution and entry point."""
         return list(self._plugins)
 
     def quarantined(self) -> list[Quarantined]:
-        """What is kept out, in the order in which it was found; grows as devices are loaded and probed."""
-        return list(self._kept_out)
+        """Quarantined items in order of discovery; the list grows when devices are loaded and probed."""
+        return list(self._quarantined)
 
     def notes(self) -> list[str]:
-        """Oddities that harm nothing: exclusions that match nothing, kernels for devices that nobody serves."""
+        """Harmless oddities: exclusions that match nothing, kernels for devices that no plugin serves."""
         return list(self._notes)
 
     # -- building
 
     def _register(self, candidate: discovery.Candidate) -> Registrations | None:
-        """Run one plugin's register hooks; all it registers counts, or nothing."""
+        """Run the register hooks of one plugin; if one fails, none of its registrations count."""
         plugin = candidate.plugin
         registrations = Registrations(plugin.origin)
         carrier = _Carrier(plugin, candidate.functions)
@@ -217,7 +217,7 @@ class PluginHost:
         devices = tuple(claim.name for claim in registrations.devices) or None
         if isinstance(error, PluginError):
             stage = "validate"
-        self._kept_out.append(quarantine(plugin.origin, stage, error, devices=devices))
+        self._quarantined.append(quarantine(plugin.origin, stage, error, devices=devices))
         return None
 
     def _run(self, carrier: _Carrier, registrations: Registrations) -> None:
@@ -227,12 +227,12 @@ class PluginHost:
                     hook.function(registrations.callback(name))
 
     def _unserved(self, name: str, distribution: str) -> str:
-        """Why the user's choice of a distribution for a name cannot be met."""
-        records = [str(r) for r in self._kept_out if same_distribution(r.distribution, distribution)]
+        """Why the distribution that the user chose for a name does not serve it."""
+        records = [str(r) for r in self._quarantined if same_distribution(r.distribution, distribution)]
         state = f"is quarantined: {'; '.join(records)}" if records else "is not installed or does not serve it"
         return f"{VARIABLE} gives it to {distribution}, which {state}"
 
 
 def _extra(claim: Claim) -> list[Kernel]:
-    kernels = imported(claim.target)() if isinstance(claim.target, str) else claim.target
+    kernels = import_target(claim.target)() if isinstance(claim.target, str) else claim.target
     return checked_kernels(kernels, f"{claim.origin}: kernels for {claim.name!r}")

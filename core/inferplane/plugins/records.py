@@ -1,8 +1,7 @@
-"""What the host knows of plugins and devices, as data."""
+"""Records of plugins and devices."""
 
 from __future__ import annotations
 
-import importlib
 import re
 import traceback
 from collections.abc import Callable
@@ -18,8 +17,8 @@ OURS = "inferplane"
 Stage = Literal[
     "metadata", "import", "validate", "api-version", "register", "claim", "load", "probe", "open", "kernels", "event"
 ]
-"""Where a plugin failed: reading its entry points; importing it; its form; its API version; its register hooks; a name
-that another plugin serves; importing what it registered; its probe; opening its device; its list of kernels; its
+"""Where a plugin failed: reading its entry points; importing it; checking its hooks; its API version; its register
+hooks; a name that another plugin serves; importing its backend; its probe; opening its device; its list of kernels; its
 observer."""
 
 
@@ -29,11 +28,11 @@ class Origin:
 
     Args:
         distribution: the wheel's name; the top-level module's when it is not installed.
-        version: the wheel's version, or words in its place.
+        version: the wheel's version, or a phrase such as "(not installed)".
         entry_point: the entry point's name, or the module that `INFERPLANE_PLUGINS` names.
-        module: the module it is loaded from.
-        in_tree: it belongs to this repository.
-        listed: it was named in `INFERPLANE_PLUGINS`, not found by an entry point.
+        module: the module that is imported.
+        in_tree: True if it is part of this repository.
+        listed: True if `INFERPLANE_PLUGINS` names it, False if an entry point does.
     """
 
     distribution: str
@@ -47,7 +46,7 @@ class Origin:
         return f"{self.distribution} {self.version}"
 
     def likely_devices(self) -> tuple[str, ...]:
-        """Names under which a person would ask for what a plugin serves that could not even be imported."""
+        """Names that users would probably pass for the devices of a plugin that cannot be imported."""
         if not self.listed:
             return (self.entry_point,)
         package = self.module.partition(".")[0]
@@ -56,15 +55,15 @@ class Origin:
 
 @dataclass(frozen=True)
 class Quarantined:
-    """A plugin, or one thing it registered, that is kept out, and why.
+    """A plugin, or one of its registrations, that is excluded after a failure, with the reason.
 
     Args:
         stage: where it failed.
         distribution: see `Origin`, as `version` and `entry_point`.
-        devices: devices it serves or, where that was not learned, would probably have served.
+        devices: devices that it serves or, if unknown, probably serves.
         reason: one sentence.
         remedy: what to do.
-        traceback: Python's, when something was raised.
+        traceback: Python's, if an exception was raised.
     """
 
     stage: Stage
@@ -80,13 +79,13 @@ class Quarantined:
         return f"{self.distribution} {self.version} ({self.entry_point}), {self.stage}: {self.reason}"
 
     def error(self, what: str) -> PluginError:
-        """The error for a caller who asked for `what` ("device 'toy'")."""
+        """The error for a caller that requested `what` ("device 'toy'")."""
         return PluginError(f"{what[0].upper()}{what[1:]} is served by a quarantined plugin: {self}", remedy=self.remedy)
 
 
 @dataclass(frozen=True)
 class LoadedPlugin:
-    """A plugin that works.
+    """A working plugin.
 
     Args:
         origin: where it comes from.
@@ -101,16 +100,16 @@ class LoadedPlugin:
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """A device that some plugin serves, whether or not it is here.
+    """A device that a plugin serves, available or not.
 
     Args:
-        name: the user's word.
-        distribution: who serves it, with `version`.
+        name: the value of `device=`.
+        distribution: the wheel that serves it; `version` is the wheel's.
         variant_of: the family, for a "family:variant".
-        probe: whether it can be used here.
-        torch_device: what torch calls it.
-        auto_rank: its place in the order of `device="auto"`; highest first.
-        in_tree: it belongs to this repository.
+        probe: the result of its probe.
+        torch_device: torch's name for it.
+        auto_rank: `device="auto"` prefers the highest.
+        in_tree: True if it is part of this repository.
     """
 
     name: str
@@ -125,7 +124,7 @@ class DeviceEntry:
 
 @dataclass(frozen=True)
 class Claim:
-    """One name that one plugin registered, with what stands behind it."""
+    """A name that a plugin registered, with the registered object."""
 
     name: str
     target: Any
@@ -133,7 +132,7 @@ class Claim:
 
 
 class Rejected(Exception):
-    """Inside this package: a plugin does not get past a stage."""
+    """Raised and caught inside this package: a plugin fails at a stage."""
 
     def __init__(self, stage: Stage, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
@@ -148,7 +147,7 @@ def quarantine(
     devices: tuple[str, ...] | None = None,
     remedy: str = "",
 ) -> Quarantined:
-    """A record of `origin` failing at `stage`; `devices` None means that it is not known what it serves."""
+    """Make the record of a failure at `stage`. `devices` is None if the devices of the plugin are unknown."""
     trace = ""
     if isinstance(error, str):
         reason = error
@@ -156,53 +155,44 @@ def quarantine(
         stage, reason, remedy = error.stage, error.reason, error.remedy
     else:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        if isinstance(error, PluginError):  # what a `register` callback found wrong
+        if isinstance(error, PluginError):  # raised by a `register` callback
             reason, remedy = error.what.rstrip("."), error.remedy
         else:
             reason = in_words(error)
     leave_out = f"take {origin.entry_point} off" if origin.listed else f"leave it out by -{origin.entry_point} in"
-    remedy = remedy or f"tell the author of {origin.distribution}, or {leave_out} INFERPLANE_PLUGINS"
+    remedy = remedy or f"report it to the author of {origin.distribution}, or {leave_out} INFERPLANE_PLUGINS"
     devices = origin.likely_devices() if devices is None else devices
     return Quarantined(stage, origin.distribution, origin.version, origin.entry_point, devices, reason, remedy, trace)
 
 
 def in_words(error: BaseException) -> str:
-    """An exception's type and words, on one line."""
+    """The type and message of an exception on one line."""
     try:
         words = " ".join(str(error).split())
-    except Exception:  # an exception's __str__ is the plugin's code as well
+    except Exception:  # __str__ of the exception may be code of the plugin
         words = ""
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def guarded(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """What `call` returns, or what it raised. A plugin that ends the process by `sys.exit` is caught, Ctrl-C is not."""
+    """Return the result of `call` and None, or None and its exception. Catches `sys.exit` too, but not Ctrl-C."""
     try:
         return call(), None
     except (Exception, SystemExit) as error:
         return None, error
 
 
-def imported(target: str) -> Any:
-    """What a dotted name "module:attribute" means; raises whatever importing it raises."""
-    module, _, attribute = target.partition(":")
-    found = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def family(name: str) -> str | None:
-    """The family of a "family:variant"; None for a plain device."""
+    """The family of a "family:variant"; None if the name has no variant."""
     head, colon, _ = name.partition(":")
     return head if colon else None
 
 
 def same_distribution(one: str, other: str) -> bool:
-    """Whether two names mean one distribution: case, `-`, `_` and `.` do not count."""
+    """True if two names mean the same distribution: case and `-`, `_`, `.` do not matter."""
     return normalized(one) == normalized(other)
 
 
 def normalized(distribution: str) -> str:
-    """A distribution's name as package indexes compare it."""
+    """The name of a distribution in the form that package indexes compare."""
     return re.sub(r"[-_.]+", "-", distribution).lower()

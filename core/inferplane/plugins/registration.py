@@ -1,4 +1,4 @@
-"""The `register` callbacks: what a plugin hands over, checked on the spot so that a mistake raises at its own line."""
+"""The `register` callbacks. They check at once what a plugin passes, so that a mistake raises at the plugin's line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inferplane.plugins.records import Claim, Origin
 from inferplane.types import Backend, Kernel
 
 AUTO = "auto"
-"""The `device=` that means "the preferred one that is available"; no plugin may serve it."""
+"""The value of `device=` for "the preferred available device"; no plugin may register this name."""
 
 REGISTER_HOOKS = tuple(hook for hook in HOOKS if hook.startswith("inferplane_register_"))
 
@@ -22,7 +22,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*
 
 
 class Registrations:
-    """What one plugin registers. Taken over by the host only when all its hooks have returned.
+    """The registrations of one plugin. The host uses them only after all hooks of the plugin returned.
 
     Args:
         origin: the plugin.
@@ -37,7 +37,7 @@ class Registrations:
         self._open = True
 
     def callback(self, hook: str) -> Callable[[str, Any], None]:
-        """The function to hand to this hook."""
+        """The callback to pass to this hook."""
         return {
             "inferplane_register_backends": self._backend,
             "inferplane_register_kernels": self._kernels,
@@ -46,7 +46,7 @@ class Registrations:
         }[hook]
 
     def close(self) -> None:
-        """Refuse later calls: a plugin may have kept a callback."""
+        """Refuse later calls, because a plugin may store a callback."""
         self._open = False
 
     def _backend(self, name: str, target: Any) -> None:
@@ -92,7 +92,7 @@ class Registrations:
 
 
 def checked_kernels(kernels: Any, what: str) -> list[Kernel]:
-    """`kernels` as a list.
+    """Return `kernels` as a list.
 
     Raises:
         PluginError: it is not a sequence of `Kernel`.
@@ -106,7 +106,7 @@ def checked_kernels(kernels: Any, what: str) -> list[Kernel]:
 
 
 def unfit(name: str, target: Any) -> str:
-    """Why `target` cannot serve the device `name`; empty when it can."""
+    """The reason why `target` cannot serve the device `name`; empty if it can."""
     if not (isinstance(target, type) and issubclass(target, Backend)):
         return f"{target!r} is not a Backend subclass"
     if missing := sorted(getattr(target, "__abstractmethods__", ())):

@@ -1,4 +1,4 @@
-"""`INFERPLANE_PLUGINS`: what the user chose about plugins."""
+"""`INFERPLANE_PLUGINS`: the user's choice of plugins."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _CLAIM = re.compile(r"(\w[\w.:-]*)@([A-Za-z0-9][\w.-]*)")
 
 @dataclass(frozen=True)
 class PluginSelection:
-    """The parsed list.
+    """The parsed value of `INFERPLANE_PLUGINS`.
 
     Args:
         modules: plugins to load by module, "module" or "module:object".
-        excluded: entry points, devices or families to leave out.
-        claims: name -> distribution (normalized) that shall serve it.
-        only: entry points are not looked at.
+        excluded: entry points, devices or families to exclude.
+        claims: name -> distribution (normalized) that serves it.
+        only: True if entry points are ignored.
     """
 
     modules: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class PluginSelection:
     only: bool = False
 
     def excludes(self, name: str) -> str | None:
-        """The item that leaves out this entry point or device, if one does; a family's name covers its variants."""
+        """The item that excludes this entry point or device, or None. The name of a family covers its variants."""
         for candidate in (name, family(name)):
             if candidate in self.excluded:
                 return candidate
@@ -42,11 +42,11 @@ class PluginSelection:
 
 
 def parse(spec: str | None) -> PluginSelection:
-    """Read a comma list: `module` loads it (installed or not), `-name` leaves out an entry point or a device,
-    `device@distribution` settles who serves a device, a leading `only` turns entry points off.
+    """Parse a comma-separated list: `module` loads a module (installed or not), `-name` excludes an entry point or a
+    device, `device@distribution` chooses the distribution that serves a device, a leading `only` ignores entry points.
 
     Raises:
-        UsageError: items that are none of these; one error names them all.
+        UsageError: an item has none of these forms; one error names all such items.
     """
     items = [item for item in (part.strip() for part in (spec or "").split(",")) if item]
     modules: list[str] = []
@@ -55,7 +55,7 @@ def parse(spec: str | None) -> PluginSelection:
     wrong: list[str] = []
     only = bool(items) and items[0] == "only"
     if items and not only and _like_only(items[0]):
-        wrong.append(f"{items[0]!r} (no such module; perhaps 'only' was meant)")  # else everything would be loaded
+        wrong.append(f"{items[0]!r} (no such module; perhaps 'only' was meant)")  # otherwise all would be loaded
     for item in items[1:] if only else items:
         if item == "only":
             wrong.append("'only' (it must come first)")
@@ -80,6 +80,6 @@ def parse(spec: str | None) -> PluginSelection:
 
 
 def _like_only(item: str) -> bool:
-    """Whether it is a slip of the word, and no module's name."""
+    """True if the item is a misspelling of "only" and not the name of a module."""
     close = item.isidentifier() and get_close_matches(item.lower(), ["only"], cutoff=0.7)
     return bool(close) and find_spec(item) is None

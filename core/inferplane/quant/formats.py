@@ -37,7 +37,7 @@ def read_fp8_block(source: TensorSource, name: str, shard: Shard) -> QTensor:
     dtype, bits, block = FORMATS["fp8_block"]
     have, want = source.shape(scales), scale_shape(shape, block)
     _check(source, name, scales, have == want, f"in blocks of {block}", f"floating-point scales {want}")
-    q = QTensor(_read_whole(source, name, shape, dtype), _read_whole(source, scales, want), block=block, bits=bits)
+    q = QTensor(_read_fully(source, name, shape, dtype), _read_fully(source, scales, want), block=block, bits=bits)
     if shard.size == 1:
         return q
     mine = q.shard(shard.axis, *shard.bounds(shape[shard.axis]))
@@ -66,9 +66,9 @@ def read_fp8_row(source: TensorSource, name: str, shard: Shard) -> QTensor:
     one, each = ((), (1,), (1, 1)), ((rows,), (rows, 1))
     want = f"one floating-point scale, or {rows}"
     _check(source, name, scales, have in (*one, *each), "with a scale per row or a single one", want)
-    scale = _read_whole(source, scales, have or ())
+    scale = _read_fully(source, scales, have or ())
     scale = scale.reshape(-1, 1).expand(rows, 1).contiguous()
-    q = QTensor(_read_whole(source, name, shape, dtype), scale, block=(1, shape[1]), bits=bits)
+    q = QTensor(_read_fully(source, name, shape, dtype), scale, block=(1, shape[1]), bits=bits)
     return q if shard.size == 1 else q.shard(shard.axis, *shard.bounds(shape[shard.axis]))
 
 
@@ -95,7 +95,7 @@ def read_fp8_static(source: TensorSource, name: str, shard: Shard) -> QTensor:
         )
     shape, kind = source.shape(there[0]) or (), source.dtype(there[0])
     one = shape in ((), (1,), (1, 1)) and (kind is None or kind.is_floating_point)
-    scale = _read_whole(source, there[0], shape) if one else None
+    scale = _read_fully(source, there[0], shape) if one else None
     if scale is None or not (scale.isfinite().all() and scale.item() > 0):
         what = f"{shape} {kind}" if scale is None else f"{scale.item():g}"
         raise CheckpointError(f"{there[0]} is {what}, not one positive floating-point number.", remedy=remedy)
@@ -127,7 +127,7 @@ def read_integers(source: TensorSource, name: str, shard: Shard, *, format: str)
             there_is=f"a reader for {dtype} with floating-point scales {want}",
             remedy="fetch or export the checkpoint again",
         )
-    data, scale = _read_whole(source, name, shape, dtype), _read_whole(source, scales, have or ())
+    data, scale = _read_fully(source, name, shape, dtype), _read_fully(source, scales, have or ())
     low, high = (int(x) for x in data.aminmax()) if data.numel() else (0, 0)
     if max(-low - 1, high) > limit(dtype, bits):
         raise CheckpointError(
@@ -184,7 +184,7 @@ def _check(source: TensorSource, name: str, scales: str, fits: bool, what: str, 
         )
 
 
-def _read_whole(
+def _read_fully(
     source: TensorSource, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     out = torch.empty(shape, dtype=dtype)

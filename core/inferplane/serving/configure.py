@@ -15,7 +15,7 @@ from typing import Any
 
 from inferplane.errors import UsageError
 from inferplane.serving import source_names
-from inferplane.serving.settings import FIELDS, ServerSettings
+from inferplane.serving.settings import ALIASES, FIELDS, ServerSettings
 from inferplane.units import size_of
 
 PREFIX = "INFERPLANE_"
@@ -65,7 +65,12 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | No
     origins: dict[str, str] = {}
     sources, notes = _sources(flags, environ, path)
     for given in sources:
-        for name, (origin, value) in given.items():
+        named: dict[str, str] = {}  # setting -> origin, of this source
+        for given_name, (origin, value) in given.items():
+            name = ALIASES.get(given_name, given_name)
+            if name in named:
+                raise UsageError(f"{given_name} and {name} are the same setting ({named[name]}, {origin}).")
+            named[name] = origin
             if name not in values:
                 values[name], origins[name] = _convert(FIELDS[name], value, origin), origin
     settings = ServerSettings(**values)
@@ -87,12 +92,10 @@ def _sources(flags: Mapping[str, Any], environ: Mapping[str, str], path: str | N
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or variable in NOT_SETTINGS or not text:
             continue
-        if name not in FIELDS and variable.startswith(plugins):
-            continue
-        if name in FIELDS:
+        if name in FIELDS or name in ALIASES:
             by_variable[name] = (f"variable {variable}", text)
-        else:
-            near = difflib.get_close_matches(name, FIELDS, n=1)
+        elif not variable.startswith(plugins):
+            near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1)
             hint = f"; perhaps {PREFIX}{near[0].upper()} was meant" if near else ""
             notes.append(f"the variable {variable} names no setting of the server{hint}")
     by_source, more = source_names.read(environ)
@@ -116,12 +119,12 @@ def _read_file(path: str) -> _Given:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise UsageError(f"{path} is no list of settings.", there_is="lines as `max_batch: 32`")
+        raise UsageError(f"{path} is no list of settings.", there_is="lines as `max_num_seqs: 32`")
     found: _Given = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
-        if name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, n=1)
+        if name not in FIELDS and name not in ALIASES:
+            near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1)
             remedy = f"perhaps {near[0]} was meant" if near else "see `inferplane config show`"
             raise UsageError(f"{path} names {str(key)!r}, which is no setting.", remedy=remedy)
         if value is not None:

@@ -98,7 +98,7 @@ def _source(service: Service, stats: Mapping[str, Any]) -> Iterator[Metric]:
     free = stats.get("kv_blocks_free", 0) + stats.get("kv_blocks_cached", 0)
     values = {
         "batch_size": stats.get("num_requests_running", 0),
-        "max_batch_size": service.settings.max_batch,
+        "max_batch_size": service.settings.max_num_seqs,
         "block_num": free,
         "max_block_num": total,
         "available_resource": free / total if total else 0.0,

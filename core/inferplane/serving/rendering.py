@@ -108,20 +108,20 @@ async def gather_choices(generation: Generation) -> list[GeneratedChoice]:
     return choices
 
 
-class Frame:
-    """Encodes pieces of a stream that differ only in one text: the rest is encoded once.
+class Frames:
+    """Encodes pieces of a stream that, per choice, differ only in one text: the rest is encoded once."""
 
-    Args:
-        encode: encodes the whole piece with a text.
-    """
+    def __init__(self) -> None:
+        self._parts: dict[int, tuple[bytes, bytes]] = {}
 
-    def __init__(self, encode: Callable[[str], bytes]) -> None:
-        self._before, mark, self._after = encode("\0").partition(_encode("\0"))
-        assert mark
-
-    def __call__(self, text: str) -> bytes:
-        """Return the piece with this text."""
-        return self._before + _encode(text) + self._after
+    def encode(self, choice: int, text: str, encode_piece: Callable[[str], bytes]) -> bytes:
+        """Return what `encode_piece` returns for a text; it is called once per choice."""
+        found = self._parts.get(choice)
+        if found is None:
+            before, mark, after = encode_piece("\0").partition(_encode("\0"))
+            assert mark
+            found = self._parts[choice] = before, after
+        return found[0] + _encode(text) + found[1]
 
 
 def count_usage(generation: Generation) -> dict[str, Any]:

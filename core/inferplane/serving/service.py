@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -18,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from inferplane.errors import UsageError
 from inferplane.serving.admission import GenerateCall, build_sampling_params, check_num_sequences
-from inferplane.serving.counters import ABORTED, REJECTED, RequestCounters
 from inferplane.serving.errors import ApiError, invalid
 from inferplane.serving.generation import Generation
 from inferplane.serving.model import ServedModel
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.slots import SequenceSlots, SlotReservation
+from inferplane.serving.shared_state.counters import ABORTED, REJECTED, RequestCounters
+from inferplane.serving.shared_state.slots import SequenceSlots, SlotReservation
+from inferplane.serving.threads import run_in_daemon_thread
 
 if TYPE_CHECKING:
     from inferplane.engine import AsyncLLM
@@ -75,7 +75,7 @@ class Service:
         self.state: State = "loading"
         self.model: ServedModel | None = None
         self.engine: AsyncLLM | None = None
-        self.slots = slots or SequenceSlots(settings.max_batch + settings.max_waiting)
+        self.slots = slots or SequenceSlots(settings.max_num_seqs + settings.max_waiting)
         self.counters = counters or RequestCounters()
         self.failure = ""
         self.failed, self.serving = asyncio.Event(), asyncio.Event()
@@ -94,7 +94,7 @@ class Service:
     async def load(self, open_engine: Callable[[], AsyncLLM]) -> None:
         """Open the engine in a thread, then serve. If that raises, the state is "failed"."""
         try:
-            engine = await _run_in_daemon_thread(open_engine)
+            engine = await asyncio.wrap_future(run_in_daemon_thread(open_engine, "load"))
         except BaseException as error:
             self._fail(f"{type(error).__name__}: {error}")
             raise
@@ -276,17 +276,3 @@ class Service:
         except Exception as error:
             log.warning("no numbers from the engine", extra={"facts": {"why": type(error).__name__}})
             return {}
-
-
-async def _run_in_daemon_thread(work: Callable[[], AsyncLLM]) -> AsyncLLM:
-    """Run a function in a thread that does not keep the process from ending: a model may take minutes to load."""
-    answer: Future[AsyncLLM] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(work())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="inferplane-load", daemon=True).start()
-    return await asyncio.wrap_future(answer)

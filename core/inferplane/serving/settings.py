@@ -1,7 +1,8 @@
 """All settings of the server: name, type, default, range, help text.
 
-Flags (`--max-batch`), variables (`INFERPLANE_MAX_BATCH`), YAML keys (`max_batch`) and `inferplane config show` are all
-generated from this table. Nothing heavy is imported here.
+Flags (`--max-num-seqs`), variables (`INFERPLANE_MAX_NUM_SEQS`), YAML keys (`max_num_seqs`) and `inferplane config show`
+are all generated from this table. The options of the engine are described in `EngineOptions`, which this table reads.
+Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
+from inferplane.engine.clients.options import ALIASES as OPTION_ALIASES
+from inferplane.engine.clients.options import ALL_OPTIONS, QUANTIZATIONS, help_text
+
 MIB = 2**20
 
 
@@ -17,8 +21,19 @@ def _setting(default: Any, words: str, section: str, **more: Any) -> Any:
     return field(default=default, metadata={"words": words, "section": section, **more})
 
 
+def _option(name: str, section: str, **more: Any) -> Any:
+    """A setting with the default, the help, the range and the choices of the engine's option of that name."""
+    option = ALL_OPTIONS[name]
+    of = {key: option.metadata.get(key) for key in ("metavar", "choices")}
+    if "minimum" in option.metadata:
+        of["range"] = (option.metadata["minimum"], None)
+    given = {"default": option.default, "words": help_text(name), "section": section, **of, **more}
+    return _setting(**given)
+
+
 _model = partial(_setting, section="the model, and where it runs")
-_engine = partial(_setting, section="the engine")
+_model_option = partial(_option, section="the model, and where it runs")
+_engine_option = partial(_option, section="the engine")
 _network = partial(_setting, section="ports and access")
 _limit = partial(_setting, section="limits")
 _operation = partial(_setting, section="operation")
@@ -31,51 +46,33 @@ class ServerSettings:
     """The settings of the server.
 
     `metadata` of a field: `words` (help text), `section`, and if they apply `range`, `choices`, `metavar`, `secret`,
-    `bytes` (the value may have a unit), `short` (another flag, the same as in other commands).
+    `bytes` (the value may have a unit).
     """
 
     model: str = _model("demo", "a folder in the Hugging Face layout, or demo", metavar="MODEL")
     served_model_name: tuple[str, ...] = _model(
         (), "names that clients may use instead of the folder's; answers contain the first", metavar="NAME"
     )
-    device: str = _model("auto", "a device; auto: the best one here", metavar="X")
-    index: int = _model(0, "which of several devices of that kind", range=(0, None), metavar="I")
-    dtype: str = _model("auto", "float32, bfloat16, float16; auto: the checkpoint's", metavar="D")
-    kv_dtype: str = _model("auto", "format of the KV cache: fp8 or int8, if the device supports it", metavar="D")
-    quantization: str | None = _model(
-        None,
-        "quantize linear weights while reading them",
-        choices=("weight_only_int8", "weight_only_int4", "a8w8", "a8w8_fp8_wint4"),
-        metavar="Q",
-    )
-    load_format: str = _model("auto", "dummy: random weights", choices=("auto", "dummy"), metavar="F")
+    device: str = _model_option("device")
+    index: int = _model_option("index", range=(0, None))
+    dtype: str = _model_option("dtype")
+    kv_cache_dtype: str = _model_option("kv_cache_dtype")
+    quantization: str | None = _model_option("quantization", choices=QUANTIZATIONS)
+    load_format: str = _model_option("load_format")
     pooling: str = _model("last", "how a prompt's tokens become one embedding", choices=("last", "mean"), metavar="P")
-    op: tuple[str, ...] = _model((), "pin an op or a site to a provider; repeatable", metavar="WHAT=PROVIDER")
-    lock: str | None = _model(None, "take kernel choices from a lock file", metavar="FILE")
-    strict: bool = _model(False, "refuse to run a hot op on its slow reference")
-    deterministic: bool = _model(False, "bind only kernels whose results do not depend on the batch")
+    op: tuple[str, ...] = _model_option("ops", default=(), words=f"{help_text('ops')}; repeatable")
+    lock: str | None = _model_option("lock")
+    strict: bool = _model_option("strict")
+    deterministic: bool = _model_option("deterministic")
 
-    max_model_len: int | None = _engine(None, "most tokens per sequence", range=(1, None), metavar="N")
-    max_batch: int = _engine(32, "most sequences per step", range=(1, None), metavar="N")
-    max_step_tokens: int = _engine(2048, "most tokens per step; longer prompts are split", range=(1, None), metavar="N")
-    kv_cache_bytes: int | None = _engine(
-        None, "memory for the KV cache; left out: 30 %% of what is free", range=(1, None), metavar="SIZE", bytes=True
-    )
-    prefix_cache: bool = _engine(True, "reuse cached blocks for equal beginnings of prompts")
-    speculate_method: str | None = _engine(
-        None,
-        "draft several tokens per step",
-        choices=("ngram", "inference_with_reference", "draft_model", "mtp", "eagle"),
-        metavar="M",
-        short="--speculate",
-    )
-    speculate_max_draft_token_num: int = _engine(1, "drafts per step", range=(1, None), metavar="N", short="--drafts")
-    draft_model_name_or_path: str | None = _engine(
-        None,
-        "folder of the draft model or EAGLE head; demo-draft, demo-eagle: for the demo model",
-        metavar="X",
-        short="--draft-model",
-    )
+    max_model_len: int | None = _engine_option("max_model_len")
+    max_num_seqs: int = _engine_option("max_num_seqs")
+    max_num_batched_tokens: int = _engine_option("max_num_batched_tokens")
+    kv_cache_bytes: int | None = _engine_option("kv_cache_bytes", range=(1, None), bytes=True)
+    enable_prefix_caching: bool = _engine_option("enable_prefix_caching")
+    speculative_method: str | None = _engine_option("speculative_method")
+    num_speculative_tokens: int = _engine_option("num_speculative_tokens")
+    speculative_model: str | None = _engine_option("speculative_model")
 
     host: str = _network("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of this machine", metavar="A")
     port: int = _network(8000, "port of all HTTP routes; 0: any free port", range=PORT, metavar="P")
@@ -126,3 +123,5 @@ class ServerSettings:
 
 FIELDS = {f.name: f for f in fields(ServerSettings)}
 """Every setting by its name."""
+ALIASES = {alias: name for alias, name in OPTION_ALIASES.items() if name in FIELDS}
+"""Other name of a setting -> its name."""

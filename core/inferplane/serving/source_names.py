@@ -8,10 +8,10 @@ aliases here. New code and new settings use Inferplane's names:
 | environment variables, such as `MAX_SEQ_LEN` | a setting: `NAMES` below | `inferplane serve`, `inferplane config` |
 | fields of a request, such as `max_dec_len`, `penalty_score` | `native.WORDS` | the native dialect |
 | gauges, such as `available_resource` | `metrics.py` | /metrics |
-| `speculate_method` | `method` | settings; speculation options in Python |
-| `speculate_max_draft_token_num` | `num_speculative_tokens` | settings; speculation options in Python |
-| `draft_model_name_or_path` | `model` | settings; speculation options in Python |
-| the method `inference_with_reference` | the method `ngram` | settings; speculation options in Python |
+| `speculate_method` | `speculative_method`, in Python `method` | flags and settings; `speculative_config` |
+| `speculate_max_draft_token_num` | `num_speculative_tokens` | flags and settings; `speculative_config` |
+| `draft_model_name_or_path` | `speculative_model`, in Python `model` | flags and settings; `speculative_config` |
+| the method `inference_with_reference` | the method `ngram` | flags and settings; `speculative_config` |
 
 Source: https://paddlenlp.readthedocs.io, "llm/server", tables of service and model parameters.
 """
@@ -60,15 +60,15 @@ NAMES: dict[str, Meaning] = {
     "GRPC_PORT": Meaning("grpc_port"),
     "MAX_SEQ_LEN": Meaning("max_prompt_tokens"),
     "MAX_DEC_LEN": Meaning("max_output_tokens"),
-    "BATCH_SIZE": Meaning("max_batch"),
+    "BATCH_SIZE": Meaning("max_num_seqs"),
     "MAX_CACHED_TASK_NUM": Meaning("max_waiting"),
     "CHECK_HEALTH_INTERVAL": Meaning("stall_s"),
     "DISABLE_STREAMING": Meaning("disable_streaming", _if_true(True)),
-    "USE_CACHE_KV_INT8": Meaning("kv_dtype", _if_true("int8")),
+    "USE_CACHE_KV_INT8": Meaning("kv_cache_dtype", _if_true("int8")),
     "USE_HF_TOKENIZER": Meaning("native_text", _if_true("raw")),
-    "SPECULATE_METHOD": Meaning("speculate_method", _none_if_named_so),
-    "SPECULATE_MAX_DRAFT_TOKEN_NUM": Meaning("speculate_max_draft_token_num"),
-    "SPECULATE_MODEL_PATH": Meaning("draft_model_name_or_path"),
+    "SPECULATE_METHOD": Meaning("speculative_method", _none_if_named_so),
+    "SPECULATE_MAX_DRAFT_TOKEN_NUM": Meaning("num_speculative_tokens"),
+    "SPECULATE_MODEL_PATH": Meaning("speculative_model"),
 }
 """Variable -> setting. The first of two variables for one setting wins."""
 

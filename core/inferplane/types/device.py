@@ -71,10 +71,10 @@ class Features(Mapping[str, Feature]):
     def __len__(self) -> int:
         return len(self._known)
 
-    def lacking(self, wanted: Iterable[str]) -> list[str]:
-        """One sentence for each of the wanted features that is absent or unknown."""
+    def lacking(self, required: Iterable[str]) -> list[str]:
+        """One sentence for each required feature that is absent or unknown."""
         out = []
-        for name in wanted:
+        for name in required:
             feature = self._known.get(name)
             if feature is None:
                 out.append(f"feature {name!r} is unknown on this device")

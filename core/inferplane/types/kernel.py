@@ -6,6 +6,7 @@ import fnmatch
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -156,11 +157,8 @@ class Kernel:
         """
         if not isinstance(self.target, str):
             return self.target
-        module, _, attribute = self.target.partition(":")
         try:
-            found = importlib.import_module(module)
-            for part in attribute.split("."):
-                found = getattr(found, part)
+            found = import_target(self.target)
             if not callable(found):
                 raise TypeError(f"{type(found).__name__} is not callable")
         except Exception as error:
@@ -193,6 +191,12 @@ class Kernel:
         if self.needs_host_lens and not ctx.host_lens:
             out.append("needs sequence lengths on the host, which does not know them")
         return out
+
+
+def import_target(target: str) -> Any:
+    """Import the object that a dotted name "module:attribute" names. Raises what the import raises."""
+    module, _, attribute = target.partition(":")
+    return attrgetter(attribute)(importlib.import_module(module))
 
 
 class Kernels(list[Kernel]):

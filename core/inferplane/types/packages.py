@@ -1,4 +1,4 @@
-"""Which packages are here, told by specs and metadata: nothing of theirs is imported."""
+"""Finds installed packages by their specs and metadata, without importing them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inferplane.types.device import Feature
 
 
 def installed(module: str) -> bool:
-    """Whether a top-level module could be imported; it is not."""
+    """True if a top-level module can be imported; it is not imported."""
     try:
         return find_spec(module) is not None
     except ValueError:  # imported by hand, without a spec
@@ -22,7 +22,7 @@ def installed(module: str) -> bool:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version by its metadata; None where there is none, or nobody knows."""
+    """The installed version by its metadata; None if it is not installed or has no metadata."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -30,7 +30,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def minor_of(version: str) -> str:
-    """Major and minor of a version: "2.13" of "2.13.0+cpu" and of "2.13rc1"; what is no version, as it is."""
+    """Major and minor of a version: "2.13" of "2.13.0+cpu" and "2.13rc1". Other text is returned as is."""
     try:
         parsed = Version(version)
     except InvalidVersion:
@@ -39,14 +39,14 @@ def minor_of(version: str) -> str:
 
 
 def libraries_of(package: str, pattern: str) -> list[str]:
-    """Paths of an installed package's files that a shell pattern names, sorted; the package is not imported."""
+    """Paths of the files of an installed package that match a shell pattern, sorted; the package is not imported."""
     spec = find_spec(package) if installed(package) else None
     folders = list(spec.submodule_search_locations or ()) if spec else []
     return sorted(path for folder in folders for path in glob(os.path.join(folder, pattern)))
 
 
 def load_library(path: str) -> Feature | None:
-    """Load a shared library, which registers its operators with torch. None when that worked, else what is wrong."""
+    """Load a shared library, which registers its operators with torch. Return None, or the reason for a failure."""
     try:
         torch.ops.load_library(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Where a process stands among the others that hold parts of the same model."""
+"""A process's part of a model that several processes share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Placement:
     """Tensor-parallel and expert-parallel rank and size of this process; `Placement()` is one process alone.
 
     Args:
-        tp_rank: this process among those that share each layer, 0 <= tp_rank < tp_size.
+        tp_rank: number of this process among those that share each layer, 0 <= tp_rank < tp_size.
         tp_size: number of processes that share each layer.
-        ep_rank: this process among those that share the experts, 0 <= ep_rank < ep_size.
+        ep_rank: number of this process among those that share the experts, 0 <= ep_rank < ep_size.
         ep_size: number of processes that share the experts.
 
     Raises:
-        UsageError: a rank lies outside its size.
+        UsageError: a rank is not below its size.
     """
 
     tp_rank: int = 0
@@ -61,7 +61,7 @@ class Placement:
         return size // self.tp_size
 
     def heads(self, name: str, count: int) -> tuple[int, Shard]:
-        """This rank's KV heads: a share of them, or one whole head when there are more ranks than heads.
+        """This rank's KV heads: an equal share, or one head if there are more ranks than heads.
 
         Args:
             name: the dimension's name, for the error.

@@ -12,18 +12,18 @@ from inferplane.errors import UsageError
 
 @dataclass(frozen=True)
 class QTensor:
-    """Integers or FP8 numbers with scales (and zero points) a block: `value = (data - zero) * scale`.
+    """Integers or FP8 numbers with scales (and zero points) per block: `value = (data - zero) * scale`.
 
-    Rows are outputs, as in `torch.nn.functional.linear`. A leading dimension of experts may stand before them.
+    Rows are outputs, as in `torch.nn.functional.linear`. A dimension of experts may precede them.
 
     Args:
-        data: `[..., N, K]`, int8 (int4 values are kept one a byte, -8..7) or float8_e4m3fn.
+        data: `[..., N, K]`, int8 (int4 values take one byte each, -8..7) or float8_e4m3fn.
         scale: float32 `[..., ceil(N / block[0]), ceil(K / block[1])]`.
         zero: zero points, shaped as `scale`, or None for symmetric formats.
         block: rows and columns that share a scale: `(1, K)` per row, `(1, 128)` per group, `(128, 128)` FP8 blocks.
-        bits: significant bits of an entry of `data` (8 or 4).
-        act_scale: float32 `[1]`, the scale of activations that meet the weight, found by calibration; None: none was.
-            It is no part of the values: a kernel that codes activations may use it.
+        bits: significant bits per entry of `data` (8 or 4).
+        act_scale: float32 `[1]`, the calibrated scale of the activations that are multiplied by the weight; None: not
+            calibrated. It does not change the values; a kernel that quantizes activations may use it.
 
     Raises:
         UsageError: the shape of `scale` does not fit `data` and `block`, or a block is empty.
@@ -39,15 +39,15 @@ class QTensor:
     def __post_init__(self) -> None:
         if min(self.block) < 1:
             raise UsageError(
-                f"QTensor: blocks of {self.block}.", remedy="state at least one row and one column a block"
+                f"QTensor: blocks of {self.block}.", remedy="state at least one row and one column per block"
             )
         want = scale_shape(tuple(self.data.shape), self.block)
         for name, t in (("scale", self.scale), ("zero", self.zero)):
             if t is not None and tuple(t.shape) != want:
                 raise UsageError(
                     f"QTensor: {name} has shape {tuple(t.shape)}, data {tuple(self.data.shape)} with blocks of "
-                    f"{self.block} wants {want}.",
-                    remedy="pass one scale a block, the last blocks of a row or column may be partial",
+                    f"{self.block} needs {want}.",
+                    remedy="pass one scale per block; the last blocks of a row or column may be partial",
                 )
 
     @property
@@ -57,17 +57,17 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data, scales and zero points as kept here (int4 entries count a byte each)."""
+        """Bytes of data, scales and zero points in this form (one byte per int4 entry)."""
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero) if t is not None)
 
     def expanded_scale(self) -> torch.Tensor:
-        """Scales repeated to one an entry, float32 `[..., N, K]`."""
+        """One scale per entry, float32 `[..., N, K]`."""
         return _expand(self.scale, self.block, self.shape)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The plain tensor `[..., N, K]` in `dtype`; computed in float32 and rounded once.
 
-        A stack of experts is expanded one by one: in float32 all at once they would take four times their result.
+        Experts are expanded one by one: in float32, all at once would take four times the memory of the result.
         """
         if self.data.ndim > 2:
             out = torch.empty(self.shape, dtype=dtype, device=self.data.device)
@@ -81,7 +81,7 @@ class QTensor:
         return (value * self.expanded_scale()).to(dtype)
 
     def refine(self, rows: int) -> QTensor:
-        """The same values with scales for blocks of `rows` rows, where `rows` divides the present block's rows."""
+        """The same values with scales for blocks of `rows` rows; `rows` must divide the current rows per block."""
         have = self.block[0]
         if rows == have:
             return self
@@ -103,8 +103,8 @@ class QTensor:
     def cat(parts: list[QTensor]) -> QTensor:
         """Stack along rows (dim -2), e.g. q, k and v of one projection.
 
-        Parts whose rows do not fill whole blocks are first refined, so that no block crosses two parts. Of their scales
-        of activations the largest holds for all: they meet the same ones, and nothing is cut off.
+        Parts whose rows do not fill whole blocks are refined first, so that no block crosses two parts. The largest of
+        their activation scales applies to all: they share their activations, and the largest scale avoids saturation.
 
         Raises:
             UsageError: there are no parts, or they differ in dtype, columns, column blocks, bits or
@@ -139,27 +139,27 @@ class QTensor:
         if axis == 0:
             fine = self.refine(math.gcd(self.block[0], start)) if start else self
             b = fine.block[0]
-            cut = slice(start // b, math.ceil(stop / b))
+            blocks = slice(start // b, math.ceil(stop / b))
             return replace(
                 fine,
                 data=_own(fine.data[..., start:stop, :]),
-                scale=_own(fine.scale[..., cut, :]),
-                zero=None if fine.zero is None else _own(fine.zero[..., cut, :]),
+                scale=_own(fine.scale[..., blocks, :]),
+                zero=None if fine.zero is None else _own(fine.zero[..., blocks, :]),
             )
         b = self.block[1]
-        whole = b >= self.shape[-1]
-        if not whole and (start % b or (stop % b and stop != self.shape[-1])):
+        one_block = b >= self.shape[-1]
+        if not one_block and (start % b or (stop % b and stop != self.shape[-1])):
             raise UsageError(
-                f"QTensor.shard: columns {start}:{stop} cut a block of {b} columns.",
+                f"QTensor.shard: columns {start}:{stop} divide a block of {b} columns.",
                 remedy=f"choose a tensor-parallel size whose share is a multiple of {b} columns",
             )
-        cut = slice(0, None) if whole else slice(start // b, math.ceil(stop / b))
+        blocks = slice(0, None) if one_block else slice(start // b, math.ceil(stop / b))
         return replace(
             self,
             data=_own(self.data[..., start:stop]),
-            scale=_own(self.scale[..., cut]),
-            zero=None if self.zero is None else _own(self.zero[..., cut]),
-            block=(self.block[0], stop - start) if whole else self.block,
+            scale=_own(self.scale[..., blocks]),
+            zero=None if self.zero is None else _own(self.zero[..., blocks]),
+            block=(self.block[0], stop - start) if one_block else self.block,
         )
 
     def to(self, device: torch.device | str) -> QTensor:
@@ -170,9 +170,9 @@ class QTensor:
 
 
 def largest(scales: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """One scale of activations `[1]` for weights that are fused or stacked: the largest; None where one has none."""
-    there = [s for s in scales if s is not None]
-    return torch.stack(there).amax(0) if len(there) == len(scales) else None
+    """The activation scale `[1]` of fused or stacked weights: the largest of theirs; None if one weight has none."""
+    known = [s for s in scales if s is not None]
+    return torch.stack(known).amax(0) if len(known) == len(scales) else None
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ..
 
 
 def _own(part: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own: a view would keep the whole tensor alive."""
+    """A copy with its own memory; a view would keep the memory of the entire tensor."""
     return part.clone(memory_format=torch.contiguous_format)
 
 

@@ -227,7 +227,7 @@ def test_a_refused_sample_is_not_served():
     o = run_case(kernel("attention", when=When(step_kinds=("mixed",))), decode, bench())
     assert not o.served and "step kind decode" in o.detail
     o = run_case(kernel("attention", when=When(kv_layouts=("other",))), Attention.samples()[0], bench())
-    assert not o.served and "no KV layout on offer for gqa" in o.detail
+    assert not o.served and "no available KV layout for gqa" in o.detail
 
 
 @pytest.mark.parametrize("kind", ["decode", "mixed"])

@@ -19,7 +19,7 @@ from inferplane.cli.verbs.bench.job_runner import JobTiming, StepTiming, Trace, 
 from inferplane.cli.verbs.bench.length_distribution import Lengths, parse_lengths
 from inferplane.engine import SamplingParams
 from inferplane.errors import CapacityError, DeviceError, GenerationError, UsageError
-from inferplane.files import write_whole
+from inferplane.files import write_atomically
 from tests.unit.support import fake_model
 from tests.unit.types.test_schemas import check as check_schema
 
@@ -136,7 +136,7 @@ def test_a_dataset_that_is_not_there(tmp_path):
 
 
 def engine_of(**options):
-    return fake_model.engine(prefix_cache=False, **options)
+    return fake_model.engine(enable_prefix_caching=False, **options)
 
 
 def jobs_of(*outputs, due=0.0):
@@ -144,7 +144,7 @@ def jobs_of(*outputs, due=0.0):
 
 
 def test_both_ways_give_every_job_its_tokens():
-    engine, ended = engine_of(max_batch=3), []
+    engine, ended = engine_of(max_num_seqs=3), []
     jobs = jobs_of(4, 30, 2, 9, 1, 17, 5)
     joined = run_continuous(engine, jobs, GREEDY, lambda: ended.append(1))
     batches = run_static(engine, jobs, GREEDY, lambda: ended.append(1), batch=3)
@@ -357,12 +357,12 @@ def test_long_lines_are_thinned_to_means():
 
 def test_files_are_whole_or_as_before(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    write_whole(path, "before")
+    write_atomically(path, "before")
     with pytest.raises(UsageError, match=r"cannot be written.*surrogates"):
-        write_whole(path, "half \ud800")
+        write_atomically(path, "half \ud800")
     assert path.read_text() == "before" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
     with pytest.raises(UsageError, match="cannot be written"):
-        write_whole(tmp_path / "none" / "a.json", "x")
+        write_atomically(tmp_path / "none" / "a.json", "x")
     report.write(measurement(), tmp_path / "m.json", tmp_path / "m.html", Screen(json=True))
     assert json.loads((tmp_path / "m.json").read_text())["schema"] == 1
     assert (tmp_path / "m.html").read_text().startswith("<!doctype html>")
@@ -403,10 +403,10 @@ def test_what_is_left_out_depends_on_the_kind():
     for kind, batch, repeats in (("latency", 1, 5), ("throughput", 16, 3), ("startup", 1, 3)):
         args = parsed(kind)
         check(args)
-        assert (args.max_batch, args.repeats, args.model) == (batch, repeats, "demo")
+        assert (args.max_num_seqs, args.repeats, args.model) == (batch, repeats, "demo")
     assert measurements.engine_options(
         parsed("latency", "m", "--speculate-method", "ngram", "--speculate-max-draft-token-num", "3")
-    )["speculative"] == {
+    )["speculative_config"] == {
         "method": "ngram",
         "num_speculative_tokens": 3,
     }

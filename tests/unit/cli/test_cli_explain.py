@@ -163,8 +163,8 @@ def test_step_kinds_that_differ_are_both_shown(cli):
     assert [(row.depth, row.label) for row in site_rows(decode)][:4] == [
         (0, "model"),
         (1, "embed"),
-        (1, "layers.0"),
-        (2, "attn_norm"),
+        (1, "layers"),
+        (2, "layers.0"),
     ]
 
 

@@ -41,7 +41,7 @@ PYTHONS = re.compile(r"SamplingParams|\b[a-z]+_[a-z_]+ ?=|\b[a-z]+ = ")
             (*GENERATE, "--speculate", "ngram", "--speculate-max-draft-token-num", "9"),
             "--speculate-max-draft-token-num 9.",
         ),
-        ((*GENERATE, "--speculate", "eagle"), "--speculate eagle with no --draft-model."),
+        ((*GENERATE, "--speculate", "eagle"), "--speculate eagle with no --speculative-model."),
         (("chat", *CPU, "--temperature", "-1"), "--temperature -1."),
         (("explain", *CPU, "--max-model-len", "0"), "--max-model-len 0."),
         (("explain", *CPU, "--quantization", "odd"), "--quantization odd."),
@@ -91,10 +91,10 @@ def test_pins_in_a_remedy_are_words_of_the_command():
 
 def test_settings_from_elsewhere_keep_their_names():
     def error():
-        return UsageError("max_batch = '0' (variable INFERPLANE_MAX_BATCH).")
+        return UsageError("max_num_seqs = '0' (variable INFERPLANE_MAX_BATCH).")
 
-    assert reworded("config", [], error())[0] == "max_batch = '0' (variable INFERPLANE_MAX_BATCH)."
-    told = UsageError("max_batch = '0' (flag --max-batch).")
+    assert reworded("config", [], error())[0] == "max_num_seqs = '0' (variable INFERPLANE_MAX_BATCH)."
+    told = UsageError("max_num_seqs = '0' (flag --max-num-seqs).")
     assert reworded("config", ["show", "--max-batch", "0"], told)[0] == "--max-batch 0."
 
 

@@ -130,7 +130,7 @@ def test_what_has_not_run_is_not_green(run):
 def test_a_device_that_does_not_open(run):
     done = run("promising", "-k", "ops")
     assert done.returncode != 0, told(done)
-    assert "The driver does not answer." in done.stdout and "says that it is available" in done.stdout
+    assert "The driver does not answer." in done.stdout and "claims to be available" in done.stdout
     assert done.stdout.count("The driver does not answer.") < 5, "said for every case"
 
 

@@ -198,7 +198,7 @@ def test_a_device_that_records_nothing(made):
     _, steps, _kv = made
     steps.backend = CpuBackend()
     steps(batch_of([1], 3))
-    assert steps.off == "the device records no steps"
+    assert steps.disabled_reason == "the device captures no steps"
     assert (steps.eager, steps.replayed) == (1, 0)
 
 
@@ -211,7 +211,7 @@ def test_recording_that_fails_costs_the_record_and_nothing_else(made):
     backend.capture = fail
     batch = batch_of([1, 1], 3)
     assert torch.equal(steps(batch)[0], steps.step(batch)[0])
-    assert "operation not permitted when stream is capturing" in steps.off
+    assert "operation not permitted when stream is capturing" in steps.disabled_reason
 
 
 def test_generation_is_the_same_replayed_and_eager(monkeypatch):
@@ -229,7 +229,7 @@ def test_generation_is_the_same_replayed_and_eager(monkeypatch):
         llm.close()
     eager, replayed = texts.values()
     assert replayed == eager
-    assert decode.off == "" and decode.replayed > 8
+    assert decode.disabled_reason == "" and decode.replayed > 8
     assert len({size.sequences for size in decode.buckets}) > 1
 
 
@@ -248,8 +248,8 @@ def test_drafts_and_their_verification_are_the_same_replayed_and_eager(monkeypat
     for record in (Backend.capture, lambda self, step, bucket: Record(step, bucket)):
         monkeypatch.setattr(CpuBackend, "capture", record)
         llm = LLM("demo", device="cpu", dtype="float32", max_num_seqs=3, max_model_len=96, speculative_config=given)
-        if (cycles := llm.engine.speculator.cycles) is not None:
-            cycles.off = "apart"  # as where a step and its drafts are two records
+        if (together := llm.engine.speculator.captured_steps) is not None:
+            together.disabled_reason = "apart"  # as where a step and its drafts are two records
         texts[record] = [r.token_ids for r in llm.generate(["def f(", "class Stack:", "import "], params)]
         proposer = llm.engine.speculator.proposer
         steps[record] = [llm.runner.decode]
@@ -261,13 +261,17 @@ def test_drafts_and_their_verification_are_the_same_replayed_and_eager(monkeypat
     eager, replayed = texts.values()
     assert replayed == eager
     for decode in steps[record]:
-        assert decode.off == "" and decode.replayed > 5, (decode.off, decode.replayed, decode.eager)
+        assert decode.disabled_reason == "" and decode.replayed > 5, (
+            decode.disabled_reason,
+            decode.replayed,
+            decode.eager,
+        )
         assert {size.tokens for size in decode.buckets} - {1}, "no step with several tokens a sequence was recorded"
 
 
 def test_a_kernel_that_cannot_be_recorded_is_named():
     llm = LLM("demo", device="cpu", dtype="float32", max_num_seqs=2, max_model_len=64)
-    assert "cannot be recorded" in llm.runner.decode.off
+    assert "cannot be captured" in llm.runner.decode.disabled_reason
     llm.close()
 
 
@@ -276,11 +280,12 @@ def test_what_keeps_one_part_from_being_recorded_keeps_all_from_being_recorded_t
     def plan(safe):
         kernel = SimpleNamespace(name="cpu.slow", capture_safe=safe)
         choice = SimpleNamespace(kernel=kernel, children={}, op="mlp", variant=None)
-        found = ("decode", site, SimpleNamespace(name="mlp"), choice)
-        return SimpleNamespace(sites=lambda kind: [found[1:]], distinct=lambda: [found])
+        op = SimpleNamespace(name="mlp", serves_many_queries=False, body_capture_safe=False)
+        found, model = ("decode", site, op, choice), SimpleNamespace(called_by_engine=("mtp", "sample"))
+        return SimpleNamespace(model=model, sites=lambda kind: [found[1:]], distinct=lambda: [found])
 
     options = SimpleNamespace(capture=True, ranks=1)
     assert why_not_captured_together(plan(True), options) == ""
-    told = f"cpu.slow at {site} cannot be recorded"
+    told = f"cpu.slow at {site} cannot be captured"
     assert why_not_captured_together(plan(False), options) == told
     assert why_not_captured(plan(False), options) == (told if site.startswith("layers") else "")

@@ -262,7 +262,7 @@ def test_constraints_are_compiled_once_by_many_threads(compiled, monkeypatch):
 def test_what_is_remembered_is_bounded(compiled):
     for i in range(70):
         start(compiled, regex=f"a{{{i + 1}}}")
-    assert len(compiled._known) == 64
+    assert len(compiled._cache) == 64
 
 
 def test_tokenizers_of_every_form(compiled):

@@ -17,7 +17,7 @@ glibc = pytest.mark.skipif(
 )
 HEAPS = """
 import ctypes, io, os, re, tempfile, threading
-from inferplane.engine.clients.process.memory import one_heap
+from inferplane.engine.clients.process.memory import share_heap
 {first}
 c = ctypes.CDLL(None)
 c.malloc.restype = ctypes.c_void_p
@@ -47,7 +47,7 @@ def test_threads_share_one_heap():
         return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
     assert heaps("") > 1
-    assert heaps("assert one_heap()") == 1
+    assert heaps("assert share_heap()") == 1
 
 
 @glibc

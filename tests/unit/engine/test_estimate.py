@@ -130,7 +130,7 @@ def test_sizes():
         7,
     ]
     for bad in ("", "GiB", "-1", "1 parsec", "1e3", "1.5"):
-        with pytest.raises(ValueError, match="is no size"):
+        with pytest.raises(ValueError, match="is not a size"):
             size_of(bad)
     assert [format_bytes(n) for n in (0, 1023, 2**20, 3 * 2**40)] == ["0 B", "1023 B", "1.0 MiB", "3.0 TiB"]
 

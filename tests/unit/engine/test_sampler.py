@@ -14,6 +14,7 @@ from inferplane.engine.sampling.sampler import Sampler, draw
 from inferplane.ops import SampleTokens
 from inferplane.types import HOST
 from tests.unit.support.small import bound
+from tests.unit.support.splitmix import uniform_scalar
 
 V = 300
 ENDS = frozenset({7, 40})
@@ -198,7 +199,7 @@ def test_a_row_does_not_know_its_batch_mates():
         tokens = ours.sample(some, step)
         kept = ours.logprobs(some, tokens, step)
         places = step.logprobs.tolist() if kept else []
-        found = {order[at]: one for at, one in zip(places, kept.lists() if kept else [])}
+        found = {order[at]: one for at, one in zip(places, kept.to_host() if kept else [])}
         return tokens, ours.probabilities(some, step), ours.process(some, step), found
 
     whole = all_of(list(range(90)))
@@ -240,7 +241,7 @@ def test_what_is_sampled_is_what_probabilities_say():
     processed = ours.process(x, step)
     for group in step.groups:
         for i in torch.arange(200)[group.rows].tolist():
-            u = rng.uniform_scalar(rows[i].seed, rows[i].position)
+            u = uniform_scalar(rows[i].seed, rows[i].position)
             if group.kind == GREEDY:
                 assert p[i, tokens[i]] == 1
                 continue

@@ -9,7 +9,7 @@ from inferplane.engine.sampling.batch_rows import BatchRow
 from inferplane.engine.sampling.logprobs import score
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.ops import SampleTokens
-from inferplane.ops.sampling import likeliest
+from inferplane.ops.sampling import stable_topk
 from tests.unit.support.small import bound
 
 
@@ -35,7 +35,7 @@ def test_equals_stand_in_the_order_of_their_ids():
     got = score(x, torch.tensor([5]), 6)
     assert got.top_ids.tolist() == [[1, 2, 5, 0, 3, 4]] and got.ranks.tolist() == [1]
     for count in range(1, 8):
-        values, ids = likeliest(x, count)
+        values, ids = stable_topk(x, count)
         assert ids.tolist() == [[1, 2, 5, 0, 3, 4, 6][:count]] and torch.equal(values, x.gather(1, ids))
 
 
@@ -45,7 +45,7 @@ def test_order_is_that_of_a_stable_sort():
     x[3, 5] = torch.inf
     want = x.sort(stable=True, descending=True, dim=-1)
     for count in (0, 1, 9, 128, 700):
-        values, ids = likeliest(x, count)
+        values, ids = stable_topk(x, count)
         assert torch.equal(ids, want.indices[:, :count]) and torch.equal(values, want.values[:, :count])
 
 
@@ -54,8 +54,8 @@ def test_prompts_in_pieces(monkeypatch):
     whole = score(x, tokens, 2)
     monkeypatch.setattr(rows, "HOST_ENTRIES", 1000)
     assert rows.max_rows_at_once(200, x.device) == 5
-    assert score(x, tokens, 2).lists() == whole.lists()
-    assert len(score(x[:0], tokens[:0]).lists()) == 0
+    assert score(x, tokens, 2).to_host() == whole.to_host()
+    assert len(score(x[:0], tokens[:0]).to_host()) == 0
 
 
 def test_they_are_the_models_own():
@@ -74,9 +74,9 @@ def test_they_are_the_models_own():
     assert tokens[1] == 3
     got = sampler.logprobs(x, tokens, step)
     assert step.logprobs.tolist() == [1, 3] and got.tokens.tolist() == tokens[[1, 3]].tolist()
-    first, second = got.lists()
+    first, second = got.to_host()
     want = x.log_softmax(-1)
     assert first.token_id == 3 and abs(first.logprob - want[1, 3].item()) < 1e-6
     assert [i for i, _ in first.top] == want[1].topk(2).indices.tolist()
     assert second.token_id == tokens[3] and second.rank >= 1 and len(second.top) == 2
-    assert [len(t.top) for t in got.lists(step.alternatives)] == [2, 0]
+    assert [len(t.top) for t in got.to_host(step.alternatives)] == [2, 0]

@@ -5,6 +5,7 @@ import torch
 
 from inferplane.engine.request import seeds as seed_math
 from inferplane.engine.sampling import rng
+from tests.unit.support.splitmix import uniform_scalar
 
 N = 1 << 16
 SEEDS = [0, 1, 7, -1, 2**63 - 1, -(2**63), 123456789]
@@ -37,10 +38,8 @@ def test_both_implementations_agree_to_the_last_bit(dtype):
     for stream in (0, 1, 5):
         got = rng.uniform(seeds, counters, stream, dtype)
         assert got.dtype is dtype
-        assert got.tolist() == [
-            rng.uniform_scalar(s, c, stream, dtype) for s, c in zip(seeds.tolist(), counters.tolist())
-        ]
-    assert rng.uniform_scalar(2**64 + 5, 3) == rng.uniform_scalar(5, 3), "seeds count modulo 2^64"
+        assert got.tolist() == [uniform_scalar(s, c, stream, dtype) for s, c in zip(seeds.tolist(), counters.tolist())]
+    assert uniform_scalar(2**64 + 5, 3) == uniform_scalar(5, 3), "seeds count modulo 2^64"
 
 
 def test_a_number_depends_on_its_seed_and_place_only():

@@ -71,23 +71,23 @@ REQUESTS = st.lists(
 
 
 @given(
-    explicit_length=REQUESTS,
+    requests=REQUESTS,
     blocks=st.integers(10, 24),
     batch=st.integers(1, 5),
     tokens=st.integers(1, 24),
     reuse=st.booleans(),
 )
-def test_everybody_gets_to_the_end(asked, blocks, batch, tokens, reuse):
+def test_everybody_gets_to_the_end(requests, blocks, batch, tokens, reuse):
     """Prompts are alike, so that prefixes are shared; requests arrive over time, and some are taken away."""
     s = scheduler(blocks, batch, tokens, reuse=reuse)
     ended, gone, now = [], [], 0
     coming = []
-    for i, (prompt, most, priority, gap, patience) in enumerate(asked):
+    for i, (prompt, most, priority, gap, patience) in enumerate(requests):
         now += gap
         coming.append(
             (now, now + patience if patience < 12 else None, request(i, [t % 5 for t in range(prompt)], most, priority))
         )
-    for now in range(60 + sum(n + 2 * m for n, m, *_ in asked)):
+    for now in range(60 + sum(n + 2 * m for n, m, *_ in requests)):
         for arrives, leaves, r in coming:
             if arrives == now:
                 s.add(r)
@@ -95,7 +95,7 @@ def test_everybody_gets_to_the_end(asked, blocks, batch, tokens, reuse):
                 s.remove(r)
                 gone.append(r)
         ended += step(s)
-    assert len(ended) + len(gone) == len(asked) and not s.running and not s.waiting and s.allocator.used == 0
+    assert len(ended) + len(gone) == len(requests) and not s.running and not s.waiting and s.allocator.used == 0
     assert all(len(r.generated) == r.params.max_tokens for r in ended)
 
 

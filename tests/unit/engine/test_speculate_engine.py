@@ -191,13 +191,13 @@ def test_lengths_adapt():
     r = type("R", (), {"request_id": 1})
     told = []
     for drafted, accepted in ((5, 0), (4, 3), (3, 0), (2, 1), (1, 0), (0, 0), (1, 1), (3, 3), (5, 5)):
-        lengths.tell(r, drafted, accepted)
+        lengths.observe(r, drafted, accepted)
         told.append(lengths.length(r))
     assert told == [4, 3, 2, 1, 1, 1, 3, 5, 5]
     lengths.forget(r)
     assert lengths.length(r) == 5
     fixed = AdaptiveLength(5, adaptive=False)
-    fixed.tell(r, 5, 0)
+    fixed.observe(r, 5, 0)
     assert fixed.length(r) == 5
 
 

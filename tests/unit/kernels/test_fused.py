@@ -20,8 +20,9 @@ def seed():
 
 
 def test_one_scale_a_device():
-    one = operands.one(torch.device(HOST))
-    assert one.tolist() == [1.0] and one.dtype is torch.float32 and operands.one(torch.device(HOST)) is one
+    scale = operands.unit_scale(torch.device(HOST))
+    assert scale.tolist() == [1.0] and scale.dtype is torch.float32
+    assert operands.unit_scale(torch.device(HOST)) is scale
 
 
 @pytest.mark.parametrize("heads", [1, 2, 5])
@@ -103,7 +104,7 @@ def test_the_activation_is_given_room_of_half_the_width():
 
 def test_writes_are_called_with_the_cache_as_it_is_and_a_scale_of_one():
     (k, _), (v, _), (keys, values), called = strided(4, 8), strided(4, 8), torch.zeros(2, 5, 8), []
-    batch, one = SimpleNamespace(slots=torch.tensor([3, -1, 0, 1])), operands.one(torch.device(HOST))
+    batch, one = SimpleNamespace(slots=torch.tensor([3, -1, 0, 1])), operands.unit_scale(torch.device(HOST))
     vllm_calls.kv_write(lambda *given: called.append(given), k, v, (keys, values), batch)
     vllm_calls.mla_kv_write(lambda *given: called.append(given), k, v, keys, batch)
     (first, second, *rest), (latent, k_rope, *more) = called

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inferplane.ops import SampleTokens
-from inferplane.ops.sampling import CHUNK_TOKENS, FEWEST_CHUNKS, likeliest
+from inferplane.ops.sampling import CHUNK_TOKENS, MIN_CHUNKS, stable_topk
 from tests.unit.support.small import bound
 
 sample = bound(SampleTokens())
@@ -130,12 +130,12 @@ def test_what_no_row_needs_may_be_left_out():
 def test_the_likeliest_of_many_are_those_of_a_sort(count):
     """Large vocabularies are looked through by the maxima of chunks; a last, incomplete chunk counts as well."""
     g = torch.Generator().manual_seed(count)
-    vocab = CHUNK_TOKENS * FEWEST_CHUNKS + 33
+    vocab = CHUNK_TOKENS * MIN_CHUNKS + 33
     x = torch.randn(5, vocab, generator=g) * 3
     x[1] = x[1].bfloat16().float()
     x[2] = x[2].masked_fill(torch.rand(vocab, generator=g) < 0.999, -torch.inf)
     x[3] = torch.zeros(vocab).copysign(x[3])
     x[4, -7] = 99.0
-    logits, ids = likeliest(x, count)
+    logits, ids = stable_topk(x, count)
     want, order = x.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(ids, order[:, :count]) and torch.equal(logits, want[:, :count])

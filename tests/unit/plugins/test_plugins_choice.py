@@ -69,7 +69,7 @@ def test_what_of_the_variable_has_no_effect_is_told_in_every_process(wheels, mon
         plugins.host.__wrapped__()
     missing, unmatched = (record.getMessage() for record in caplog.records)
     assert "No module named 'inferplane_nope'" in missing and "To do: install it, put the folder" in missing
-    assert unmatched == "INFERPLANE_PLUGINS: -homelyy leaves nothing out"
+    assert unmatched == "INFERPLANE_PLUGINS: -homelyy excludes nothing"
     caplog.clear()
     monkeypatch.setenv("INFERPLANE_PLUGINS", "-homely")
     plugins.host.__wrapped__()

@@ -241,4 +241,4 @@ def test_excluding_the_in_tree_one_leaves_no_dispute(wheels):
 
 def test_an_exclusion_that_leaves_nothing_out_is_told(wheels):
     host = wheels.discover("-homly,-homely")
-    assert host.notes() == ["INFERPLANE_PLUGINS: -homly leaves nothing out"]
+    assert host.notes() == ["INFERPLANE_PLUGINS: -homly excludes nothing"]

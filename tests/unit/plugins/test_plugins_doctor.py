@@ -44,7 +44,7 @@ def test_every_subject_of_a_screen(wheels):
     assert (two.status, two.remedy) == ("fail", "upgrade the driver")
     assert (odd.status, "ZeroDivisionError" in odd.detail) == ("fail", True)
     assert len(lines(report, "plugin fam")) == 1, "what a probe raised is told once, in the device's line"
-    assert "-nothing leaves nothing out" in lines(report, "plugins")[0].detail
+    assert "-nothing excludes nothing" in lines(report, "plugins")[0].detail
     assert "GiB free of" in lines(report, "host memory")[0].detail
     assert "cores" in lines(report, "host threads")[0].detail
     assert all(line.remedy for line in report.lines if line.status != "ok"), "each fault has a remedy"
@@ -129,7 +129,7 @@ def test_extras_say_what_they_are_for_and_what_they_lack(wheels):
             "extra serving",
             "warn",
             "for inferplane serve: lacks fakesrv, fakepb",
-            "pip install 'inferplane[serving]' where it is wanted",
+            "pip install 'inferplane[serving]' if you need it",
         )
     ]
     (constrained,) = lines(report, "extra constrained")

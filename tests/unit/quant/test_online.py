@@ -276,7 +276,7 @@ def test_a_tied_head_is_held_once(scheme, tmp_path):
         once, model = held(llm), llm.runner.model
         assert model.embed.weight is model.head.weight and not llm.runner.plan.copied_bytes()
         packed = llm.runner.loaded.packed[id(model.head.weight), "native.panels"]
-        rows, head = view_of(llm.runner.steps["decode"]).embed(ids), packed.nbytes
+        rows, head = view_of(view_of(llm.runner.steps["decode"]).body).embed(ids), packed.nbytes
     with LLM(tmp_path, device="cpu", dtype="bfloat16") as llm:
         plain = llm.runner.loaded.packed[id(llm.runner.model.embed.weight), "canonical"]
     assert torch.equal(rows, quantize(plain, model.head.weight.format).dequantize(torch.bfloat16))

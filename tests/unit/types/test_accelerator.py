@@ -77,11 +77,11 @@ def test_what_the_probe_refuses_is_not_opened(monkeypatch):
 def test_an_index_too_far_names_the_variables_that_choose(monkeypatch):
     monkeypatch.setenv("ACME_VISIBLE", "0,1")
     monkeypatch.delenv("ACME_ORDER", raising=False)
-    with pytest.raises(DeviceError, match=f"{HOST} was asked for") as caught:
+    with pytest.raises(DeviceError, match=f"{HOST} was requested") as caught:
         Acme(2).open()
     assert caught.value.there_is == "2 cards that Acme can use, ACME_VISIBLE=0,1, ACME_ORDER=not set"
     assert caught.value.remedy == "choose an index below 2"
-    with pytest.raises(DeviceError, match="Acme card 5 was asked for"), Acme(5).opening("", (), "", one="Acme card"):
+    with pytest.raises(DeviceError, match="Acme card 5 was requested"), Acme(5).opening("", (), "", one="Acme card"):
         pytest.fail("it was opened")
 
 
@@ -108,11 +108,11 @@ def test_one_package_at_a_time_takes_torchs_place_for_outside_devices(monkeypatc
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "privateuseone")
     Outside().open()
     monkeypatch.setitem(sys.modules, RIVAL, ModuleType(RIVAL))
-    with pytest.raises(DeviceError, match=f"'{RIVAL}' has taken it"):
+    with pytest.raises(DeviceError, match=f"'{RIVAL}' occupies it in this process"):
         Outside().open()
     monkeypatch.delitem(sys.modules, RIVAL)
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "other")
-    with pytest.raises(DeviceError, match="'other' has taken it"):
+    with pytest.raises(DeviceError, match="'other' occupies it in this process"):
         Outside().open()
 
 

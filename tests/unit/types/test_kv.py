@@ -30,7 +30,7 @@ pytestmark = pytest.mark.parametrize(
 
 @pytest.fixture
 def kv(request_, size, kv_dtype, dtype):
-    """A cache full of somebody else's numbers."""
+    """A cache full of numbers of other sequences."""
     cache = paged_layout(size, kv_dtype).build(request_, BLOCKS, dtype, torch.device("cpu"))
     cache.write(torch.arange(BLOCKS * size), *entries(request_, BLOCKS * size, dtype, seed=9))
     return cache
@@ -38,10 +38,7 @@ def kv(request_, size, kv_dtype, dtype):
 
 def entries(request, tokens, dtype, seed=0):
     g = torch.Generator().manual_seed(seed)
-    shapes = (
-        [(request.dim,)] if request.kind == "mla" else [(request.heads, request.dim), (request.heads, request.v_dim)]
-    )
-    return tuple(torch.randn(tokens, *s, generator=g).mul(3).to(dtype) for s in shapes)
+    return tuple(torch.randn(tokens, *s, generator=g).mul(3).to(dtype) for s in request.entry_shapes)
 
 
 def slots_of(table, tokens, size):

@@ -11,10 +11,10 @@ from itertools import pairwise
 
 import torch
 
-from tests.vendors.calls import left_open
+from tests.vendors.calls import make_open
 from tests.vendors.dcu import chip
 from tests.vendors.emulator import Implementations, require
-from tests.vendors.semantics import hidden_from, latent_tokens, paged, running, softmax_v
+from tests.vendors.semantics import check_running_sums, hidden_keys, latent_tokens, read_paged, softmax_v
 
 IMPLEMENTATIONS = emulates = Implementations()
 
@@ -33,7 +33,7 @@ def _plain(**unused):
 
 def _sequences(q, keys_of, cu_seqlens_q, max_seqlen_q, lens, max_seqlen_k, scale, left):
     """Ragged queries; `keys_of(b, first, n)` are keys and values first to n of a sequence."""
-    starts = running("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    starts = check_running_sums("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     counts = [b - a for a, b in pairwise(starts)]
     require(max(counts) <= max_seqlen_q, f"max_seqlen_q is at least {max(counts)}, got {max_seqlen_q}")
     require(len(lens) == len(counts), f"{len(counts)} sequences of queries, {len(lens)} of keys")
@@ -43,7 +43,7 @@ def _sequences(q, keys_of, cu_seqlens_q, max_seqlen_q, lens, max_seqlen_k, scale
         first = 0 if left < 0 else max(0, n - count - left)
         keys, values = keys_of(b, first, n)
         a = starts[b]
-        part = softmax_v(q[a : a + count], keys, values, hidden_from(count, first, n, left), scale)
+        part = softmax_v(q[a : a + count], keys, values, hidden_keys(count, first, n, left), scale)
         out[a : a + count] = part.to(out.dtype)
     return out
 
@@ -74,7 +74,7 @@ def flash_attn_varlen_func(
     _plain(block_table=block_table, s_aux=s_aux)
     _widths(q, k, v)
     require(k.shape == v.shape and k.shape[-1] == q.shape[-1], f"one width, got {[*k.shape]} and {[*v.shape]}")
-    ends = running("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    ends = check_running_sums("cu_seqlens_k", cu_seqlens_k, k.shape[0])
     return _sequences(
         q, lambda b, first, n: (k[ends[b] + first : ends[b] + n], v[ends[b] + first : ends[b] + n]), cu_seqlens_q,
         max_seqlen_q, [b - a for a, b in pairwise(ends)], max_seqlen_k, softmax_scale, _left(window_size, causal),
@@ -94,8 +94,8 @@ def hg_flash_attn_varlen_func(
     require(k.shape == v.shape and k.shape[-1] == q.shape[-1], f"one width, got {[*k.shape]} and {[*v.shape]}")
     _tables(block_table, seqused_k, cu_seqlens_q.shape[0] - 1)
     return _sequences(
-        q, lambda b, first, n: tuple(paged(t, block_table[b], first, n) for t in (k, v)), cu_seqlens_q, max_seqlen_q,
-        seqused_k.tolist(), max_seqlen_k, softmax_scale, _left(window_size, causal),
+        q, lambda b, first, n: tuple(read_paged(t, block_table[b], first, n) for t in (k, v)), cu_seqlens_q,
+        max_seqlen_q, seqused_k.tolist(), max_seqlen_k, softmax_scale, _left(window_size, causal),
     )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def vllm_flash_attn_varlen_func(
     if max_seqlen_q * batch == q.shape[0] and 1 < max_seqlen_q < 5 and left < 0:
         require(k.shape[1] == 1, "sequences of the same 2 to 4 tokens want one KV head")
     return _sequences(
-        q, lambda b, first, n: tuple(paged(t, block_table[b], first, n) for t in (keys, values)), cu_seqlens_q,
+        q, lambda b, first, n: tuple(read_paged(t, block_table[b], first, n) for t in (keys, values)), cu_seqlens_q,
         max_seqlen_q, seqused_k.tolist(), max_seqlen_k, softmax_scale, left,
     )  # fmt: skip
 
@@ -155,7 +155,7 @@ def vllm_flash_attn_with_kvcache(
     result = torch.zeros_like(q)
     for b, n in enumerate(cache_seqlens.tolist()):
         if n:
-            parts = (paged(t, block_table[b], 0, n) for t in (keys, values))
+            parts = (read_paged(t, block_table[b], 0, n) for t in (keys, values))
             result[b] = softmax_v(q[b], *parts, None, softmax_scale).to(q.dtype)
     return result
 
@@ -188,4 +188,4 @@ def flash_mla_with_kvcache(
     _tables(block_table, cache_seqlens, batch)
     require(bool((tile_scheduler_metadata == heads).all()), f"a schedule for {heads} heads")
     require(num_splits.tolist() == [0, *cache_seqlens.cumsum(0).tolist()], "a schedule for these lengths")
-    return latent_tokens(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale), left_open()
+    return latent_tokens(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale), make_open()

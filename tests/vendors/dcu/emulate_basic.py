@@ -11,15 +11,15 @@ import torch
 from tests.vendors.dcu import chip
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.semantics import (
-    add_norm,
+    add_normalize,
     check_heads,
-    normed,
+    normalize,
     plain_cache,
+    rotate,
     silu_mul,
-    turned,
     write_blocks,
     write_latents,
-    written,
+    written_slots,
 )
 
 IMPLEMENTATIONS = emulates = Implementations()
@@ -33,7 +33,7 @@ def rmsnorm_forward_autograd(x, weight, eps, training):
     chip.contiguous(x=x, weight=weight)
     chip.shape("x", x, None, None)
     chip.shape("weight", weight, x.shape[-1])
-    return normed(x, weight, eps)
+    return normalize(x, weight, eps)
 
 
 @emulates("lightop__norm::fused_add_rms_norm")
@@ -43,7 +43,7 @@ def fused_add_rms_norm(x, residual, weight, eps):
     chip.contiguous(x=x, residual=residual, weight=weight)
     chip.shape("residual", residual, *x.shape)
     chip.shape("weight", weight, x.shape[-1])
-    add_norm(x, residual, weight, eps)
+    add_normalize(x, residual, weight, eps)
 
 
 @emulates("lightop__activation::silu_and_mul_opt")
@@ -65,7 +65,7 @@ def rotary_embedding_fuse(positions, query, key, head_size, cos_sin_cache, is_ne
     """Both in place, `[T, heads * head_size]`; the table is cosines, then sines."""
     _rotary(positions, query, key, head_size, cos_sin_cache)
     for t in (query, key):
-        t.copy_(turned(t, positions, cos_sin_cache, head_size, is_neox))
+        t.copy_(rotate(t, positions, cos_sin_cache, head_size, is_neox))
 
 
 @emulates("lightop__attention::rms_rotary_embedding_fuse")
@@ -79,8 +79,8 @@ def rms_rotary_embedding_fuse(
     for t, weight in ((query, weight_q), (key, weight_k)):
         chip.half(query=query, weight=weight)
         chip.shape("weight", weight, head_size)
-        heads = normed(t.float().view(t.shape[0], -1, head_size), weight, epsilon).view(t.shape)
-        t.copy_(turned(heads, positions, cos_sin_cache, head_size, is_neox).to(t.dtype))
+        heads = normalize(t.float().view(t.shape[0], -1, head_size), weight, epsilon).view(t.shape)
+        t.copy_(rotate(heads, positions, cos_sin_cache, head_size, is_neox).to(t.dtype))
     return query, key
 
 
@@ -141,7 +141,7 @@ def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache
     heads, dim = key.shape[1:]
     chip.shape("key_cache", key_cache, None, heads, chip.BLOCK, dim)
     chip.shape("value_cache", value_cache, None, heads, value.shape[2], chip.BLOCK)
-    real, places = written(slot_mapping, key.shape[0], key_cache.shape[0] * chip.BLOCK)
+    real, places = written_slots(slot_mapping, key.shape[0], key_cache.shape[0] * chip.BLOCK)
     block, offset = places // chip.BLOCK, places % chip.BLOCK
     key_cache[block, :, offset] = key[real]
     value_cache[block, :, :, offset] = value[real]

@@ -10,7 +10,7 @@ import torch
 
 from inferplane_dcu import vendor
 from inferplane_dcu.kernels import attention, mla
-from tests.vendors.mistakes import Change, Mistake, at, by, swapped, with_
+from tests.vendors.mistakes import Change, Mistake, at, by, swap, with_
 
 
 def with_mass(real: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,28 +31,28 @@ TOKENS, PROMPTS, PAGED = "flash_attn:attention_tokens", "flash_attn:attention_pr
 EXPERTS = "lightop:moe_experts"
 WRITE, LATENT_WRITE = (attention, "hcu"), (mla, "hcu")
 MISTAKES = [
-    Mistake("K and V exchanged", WRITE, "reshape_and_cache", swapped(0, 1), "hcu_ops:kv_write", "decode", ""),
+    Mistake("K and V exchanged", WRITE, "reshape_and_cache", swap(0, 1), "hcu_ops:kv_write", "decode", ""),
     Mistake("slots in int32", WRITE, "reshape_and_cache", at(4, lambda s: s.int()), "hcu_ops:kv_write", "decode",
             "slot_mapping is torch.int64"),
     Mistake("values not turned", WRITE, "reshape_and_cache", at(3, lambda v: v.transpose(2, 3).contiguous()),
             "hcu_ops:kv_write", "decode", ""),
     Mistake("a cache in int8 requested", LATENT_WRITE, "concat_and_cache_mla", at(4, lambda s: "int8"),
             "hcu_ops:mla_kv_write", "decode", "kv_cache_dtype"),
-    wrong("norm and sum exchanged", vendor.ADD_RMS_NORM, swapped(0, 1), "lightop:add_rms_norm", "t3_d64", ""),
-    wrong("result behind the input", vendor.SILU_MUL, swapped(0, 1), "lightop:silu_mul", "t3_i64", ""),
+    wrong("norm and sum exchanged", vendor.ADD_RMS_NORM, swap(0, 1), "lightop:add_rms_norm", "t3_d64", ""),
+    wrong("result behind the input", vendor.SILU_MUL, swap(0, 1), "lightop:silu_mul", "t3_i64", ""),
     wrong("a norm as in training", vendor.RMS_NORM, at(3, lambda t: True), "lightop:rms_norm", "t3_d64", "trained"),
     wrong("sines before cosines", vendor.ROPE, at(4, lambda t: torch.cat(t.chunk(2, -1)[::-1], -1)),
           "lightop:rope", "half", ""),
     wrong("the other pairs", vendor.ROPE, at(5, lambda neox: not neox), "lightop:rope", "half", ""),
     wrong("a table in float32", vendor.ROPE, at(4, lambda t: t.float()), "lightop:rope", "half", "have one dtype"),
-    wrong("the key's norm for the query", vendor.NORM_ROPE, swapped(6, 7), "lightop:norm_rope_write", "qk_norm", ""),
+    wrong("the key's norm for the query", vendor.NORM_ROPE, swap(6, 7), "lightop:norm_rope_write", "qk_norm", ""),
     wrong("weights turned", vendor.W8A8, at(1, lambda w: w.t().contiguous()), "lightop:linear_w8a8", "int8_act",
           "b has shape"),
-    wrong("rows and columns exchanged", vendor.W8A8, swapped(5, 6), "lightop:linear_w8a8", "int8_act", "has shape"),
+    wrong("rows and columns exchanged", vendor.W8A8, swap(5, 6), "lightop:linear_w8a8", "int8_act", "has shape"),
     wrong("scales without their column", vendor.W8A8, at(3, lambda s: s[:, 0]), "lightop:linear_w8a8", "int8_act",
           "scale_b has shape"),
     wrong("the factor left to others", vendor.GATE, at(7, lambda flag: False), "lightop:moe_route", "v3", ""),
-    wrong("groups and those that stay exchanged", vendor.GATE, swapped(2, 3), "lightop:moe_route", "v3", ""),
+    wrong("groups and those that stay exchanged", vendor.GATE, swap(2, 3), "lightop:moe_route", "v3", ""),
     wrong("ids in int64", vendor.EXPERTS_ALIGN, at(0, lambda ids: ids.long()), EXPERTS, "t13",
           "topk_ids is torch.int32"),
     wrong("places not filled", vendor.EXPERTS_ALIGN, at(3, torch.zeros_like), EXPERTS, "t13", "is filled with"),
@@ -62,7 +62,7 @@ MISTAKES = [
     wrong("pairs as tokens", vendor.EXPERTS_PRODUCT, at(7, lambda k: 1), EXPERTS, "t13", "output has shape"),
     wrong("weights left out", vendor.EXPERTS_PRODUCT, at(3, lambda w: None), EXPERTS, "t13", ""),
     wrong("half of the sum", vendor.EXPERTS_SUM, with_(factor=0.5), EXPERTS, "t13", ""),
-    wrong("input behind the result", vendor.EXPERTS_ACT, swapped(0, 1), EXPERTS, "t13", "output has shape"),
+    wrong("input behind the result", vendor.EXPERTS_ACT, swap(0, 1), EXPERTS, "t13", "output has shape"),
     wrong("all tokens of a draft as one sequence", vendor.FLASH_TOKENS, at(0, lambda q: q.transpose(0, 1)), TOKENS,
           "decode", "q has shape"),
     wrong("lengths counted without the token", vendor.FLASH_TOKENS, by(cache_seqlens=lambda n: n - 1), TOKENS,
@@ -86,6 +86,6 @@ MISTAKES = [
           "a schedule for"),
     wrong("a schedule for other lengths", vendor.MLA_PLAN, at(0, lambda n: n + 1), "flash_mla:mla_absorbed",
           "v3_dims", "a schedule for these lengths"),
-    wrong("queries and keys' lengths exchanged", vendor.FLASH, swapped(3, 4), "flash_attn:mla_expanded", "v3_dims",
+    wrong("queries and keys' lengths exchanged", vendor.FLASH, swap(3, 4), "flash_attn:mla_expanded", "v3_dims",
           "ends with"),
 ]  # fmt: skip

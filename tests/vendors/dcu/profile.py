@@ -18,16 +18,16 @@ class Dcu(Profile):
     device = "dcu"
     library = "Hygon's functions,"
     sources = "backends/dcu/inferplane_dcu"
-    served = tuple(FAMILIES) if chip.ARCH != "gfx928" else ("llama", "mistral_window")
+    engine_families = tuple(FAMILIES) if chip.ARCH != "gfx928" else ("llama", "mistral_window")
     providers = ("lightop", "hcu_ops", "flash_attn", "flash_mla", "torch", "decomposition")
-    mistaken = chip.whole
+    mistakes_run = chip.whole
     wrong_calls = [  # a keyword that there is not, an argument that is missing, positions where there are keywords only
         Call("lightop__activation::silu_and_mul_opt", [ROWS], {"x": ROWS}, []),
         Call("lightop__norm::rmsnorm_forward_autograd", [ROWS, ROWS, 1e-6], {}, []),
         Call("flash_attn::hg_flash_attn_varlen_func", [ROWS, ROWS, ROWS, ROWS, 1, 1], {}, []),
     ]
 
-    def written(self) -> set[str]:
+    def called_operators(self) -> set[str]:
         """Every function that a kernel looks up, in its newest module, and every operator it calls."""
         kernels = REPOSITORY / self.sources / "kernels"
         names = {
@@ -39,7 +39,7 @@ class Dcu(Profile):
         values = [getattr(vendor, name) for name in names]
         flat = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
         functions = [each for each in flat if isinstance(each, vendor.VendorFunction)]
-        return {f"{f.modules[0].replace('.', '__')}::{f.name}" for f in functions} | super().written()
+        return {f"{f.modules[0].replace('.', '__')}::{f.name}" for f in functions} | super().called_operators()
 
     def models(self) -> Iterator[tuple[str, str, str]]:
         if chip.ARCH == "gfx928":

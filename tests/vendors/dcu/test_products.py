@@ -32,7 +32,7 @@ def unheard(monkeypatch):
 
 
 def product(weight, bias, x):
-    found = vendor.found_once(vendor.QUANTIZE, vendor.W8A8)(None, None)
+    found = vendor.find_once(vendor.QUANTIZE, vendor.W8A8)(None, None)
     return basic.linear_w8a8(SimpleNamespace(weight=basic.Int8Rows(weight), bias=bias, prepared=found), x)
 
 

@@ -11,14 +11,14 @@ from inferplane.engine import InferplaneWarning
 from tests.vendors import profile
 from tests.vendors.configs import FAMILIES
 from tests.vendors.engine import OPTIONS, PROMPTS, serve
-from tests.vendors.profile import DRAFTS, narrow, wide
+from tests.vendors.profile import DRAFTS, in_float32, in_vendor_dtypes
 
 VENDOR = profile.current()
 
 
-@narrow
+@in_vendor_dtypes
 @pytest.mark.parametrize("speculative", VENDOR.speculative.values(), ids=list(VENDOR.speculative))
-@pytest.mark.parametrize("family", VENDOR.served)
+@pytest.mark.parametrize("family", VENDOR.engine_families)
 def test_serves(family, speculative):
     """Every kernel passes its canary, no hot op is left on a reference, and prompts of all lengths share steps: chunks
     of a long prompt, single tokens and, with drafts, two to four tokens of a sequence.
@@ -30,7 +30,7 @@ def test_serves(family, speculative):
     VENDOR.check_kernels(family, [(s["op"], s["chosen"]["kernel"]) for s in plan["sites"] if s["chosen"]["rank"]])
 
 
-@wide
+@in_float32
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("speculative", [None, DRAFTS], ids=["plain", "drafts"])
 def test_tokens_are_those_of_cpu(family, speculative):

@@ -7,22 +7,22 @@ from __future__ import annotations
 import pytest
 
 from tests.vendors import profile
-from tests.vendors.mistakes import judged
+from tests.vendors.mistakes import find_fault
 
 VENDOR = profile.current()
 EMULATOR = VENDOR.module("emulated").EMULATOR
 MISTAKES = VENDOR.module("mistakes").MISTAKES
-pytestmark = VENDOR.mistaken
+pytestmark = VENDOR.mistakes_run
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.words.replace(" ", "_"))
 def test_is_caught(mistake, monkeypatch):
     def said() -> str:
-        return judged(VENDOR.device, mistake.dtype or VENDOR.dtype, mistake.kernel, mistake.sample)
+        return find_fault(VENDOR.device, mistake.dtype or VENDOR.dtype, mistake.kernel, mistake.sample)
 
     assert not said(), "the kernel itself is right"
     monkeypatch.setattr(EMULATOR, "listeners", [])  # a mistake is no call of the backend's
-    mistake.made(monkeypatch)
+    mistake.make(monkeypatch)
     found = said()
     assert found, "nothing was said"
     assert mistake.caught in found, found

@@ -13,7 +13,7 @@ from inferplane.models.registry import ARCHITECTURES
 from tests.vendors import profile
 from tests.vendors.configs import FAMILIES
 from tests.vendors.models import errors_beside_cpu, tokens_beside_cpu
-from tests.vendors.profile import narrow, wide
+from tests.vendors.profile import in_float32, in_vendor_dtypes
 
 VENDOR = profile.current()
 
@@ -23,7 +23,7 @@ def test_every_family_is_here():
     assert names == set(ARCHITECTURES), "a family without a configuration in configs.py"
 
 
-@narrow
+@in_vendor_dtypes
 @pytest.mark.parametrize(
     ("family", "weights", "schedule"), [pytest.param(*model, id="-".join(model)) for model in VENDOR.models()]
 )
@@ -32,7 +32,7 @@ def test_error_beside_cpu(family, weights, schedule, monkeypatch, record_propert
     record_property("error", found)
 
 
-def wide_cases() -> Iterator[tuple[str, str, int]]:
+def float32_cases() -> Iterator[tuple[str, str, int]]:
     """Family, weight format, and tokens of the prompt a step."""
     for family in FAMILIES:
         yield family, "plain", 1000
@@ -41,7 +41,7 @@ def wide_cases() -> Iterator[tuple[str, str, int]]:
         yield from ((family, weights, 1000) for weights in VENDOR.formats)
 
 
-@wide
-@pytest.mark.parametrize(("family", "weights", "chunk"), list(wide_cases()), ids=str)
+@in_float32
+@pytest.mark.parametrize(("family", "weights", "chunk"), list(float32_cases()), ids=str)
 def test_greedy_tokens_are_those_of_cpu(family, weights, chunk):
     tokens_beside_cpu(VENDOR.device, VENDOR.attention(family), family, weights, chunk)

@@ -18,12 +18,12 @@ VENDOR = profile.current()
 @pytest.fixture(scope="module")
 def restated():
     """The schemas, and operators that have them."""
-    with contract.defined(VENDOR.restated):
+    with contract.define_operators(VENDOR.restated):
         yield VENDOR.restated
 
 
 def test_everything_in_the_source_is_restated_and_called(restated):
-    contract.check_names(restated, VENDOR.written(), calls.read(VENDOR.calls))
+    contract.check_names(restated, VENDOR.called_operators(), calls.read(VENDOR.calls))
 
 
 def test_every_call_binds(restated, capsys):

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import torch
 
-from tests.vendors.calls import left_open
+from tests.vendors.calls import make_open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.gcu import chip
-from tests.vendors.semantics import hidden_from, latent_tokens, paged, running, softmax_v
+from tests.vendors.semantics import check_running_sums, hidden_keys, latent_tokens, read_paged, softmax_v
 
 IMPLEMENTATIONS = emulates = Implementations()
 
@@ -34,13 +34,13 @@ def flash_attn_varlen_func(
         k.shape == v.shape and k.shape[-1] == dim, f"q, k and v have one width, got {dim}, {[*k.shape]}, {[*v.shape]}"
     )
     require(heads % k.shape[-2] == 0, f"{heads} heads on {k.shape[-2]} KV heads")
-    starts = running("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    starts = check_running_sums("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     counts = [b - a for a, b in pairwise(starts)]
     require(max(counts) <= max_seqlen_q, f"max_seqlen_q is at least {max(counts)}, got {max_seqlen_q}")
     if block_table is None:
         chip.absent("seqused_k without blocks", seqused_k)
         require(cu_seqlens_k is not None, "dense keys need cu_seqlens_k")
-        ends = running("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        ends = check_running_sums("cu_seqlens_k", cu_seqlens_k, k.shape[0])
         lens = [b - a for a, b in pairwise(ends)]
     else:
         require(cu_seqlens_k is None and seqused_k is not None, "a cache in blocks needs seqused_k, not cu_seqlens_k")
@@ -63,8 +63,8 @@ def flash_attn_varlen_func(
         if block_table is None:
             keys, values = (t[ends[b] + first : ends[b] + n] for t in (k, v))
         else:
-            keys, values = (paged(t, block_table[b], first, n) for t in (k, v))
-        hidden = hidden_from(count, first, n, left)
+            keys, values = (read_paged(t, block_table[b], first, n) for t in (k, v))
+        hidden = hidden_keys(count, first, n, left)
         a = starts[b]
         result[a : a + count] = softmax_v(q[a : a + count], keys, values, hidden, scale).to(result.dtype)
     return result.clone() if out is not None else result
@@ -90,4 +90,4 @@ def fwd_kvcache_mla(
     chip.shape("seqlens_k", seqlens_k, batch)
     chip.shape("block_table", block_table, batch, None)
     require(bool((seqlens_k >= 0).all()), f"lengths are not negative, got {seqlens_k.tolist()}")
-    return latent_tokens(q, kcache, block_table, seqlens_k, head_size_v, softmax_scale), left_open()
+    return latent_tokens(q, kcache, block_table, seqlens_k, head_size_v, softmax_scale), make_open()

@@ -11,13 +11,13 @@ import torch
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.gcu import chip
 from tests.vendors.semantics import (
-    add_norm,
+    add_normalize,
     check_heads,
     gather,
-    normed,
+    normalize,
     plain_cache,
+    rotate,
     silu_mul,
-    turned,
     write_blocks,
     write_latents,
 )
@@ -33,7 +33,7 @@ def rms_norm(result, input, weight, epsilon):
     chip.shape("result", result, *input.shape)
     chip.shape("weight", weight, input.shape[-1])
     require(input.numel() > 0, "an empty tensor is not taken")
-    result.copy_(normed(input, weight, epsilon))
+    result.copy_(normalize(input, weight, epsilon))
 
 
 @emulates("_C::fused_add_rms_norm")
@@ -43,7 +43,7 @@ def fused_add_rms_norm(input, residual, weight, epsilon):
     chip.contiguous(input=input, residual=residual, weight=weight)
     chip.shape("residual", residual, *input.shape)
     chip.shape("weight", weight, input.shape[-1])
-    add_norm(input, residual, weight, epsilon)
+    add_normalize(input, residual, weight, epsilon)
 
 
 @emulates("_C::rotary_embedding")
@@ -52,7 +52,7 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
     chip.half(query=query, key=key, cos_sin_cache=cos_sin_cache)
     check_heads(positions, cos_sin_cache, head_size, {"query": query, "key": key})
     for t in (query, key):
-        t.copy_(turned(t, positions, cos_sin_cache, head_size, is_neox))
+        t.copy_(rotate(t, positions, cos_sin_cache, head_size, is_neox))
 
 
 @emulates("_C::silu_and_mul")

@@ -9,7 +9,7 @@ import torch
 
 from inferplane.kernels.fused import vllm_kernels
 from inferplane_gcu.kernels import mla, moe, products
-from tests.vendors.mistakes import Change, Mistake, at, swapped, with_
+from tests.vendors.mistakes import Change, Mistake, at, swap, with_
 
 
 def flash(words: str, change: Change, caught: str) -> Mistake:
@@ -21,7 +21,7 @@ def flash(words: str, change: Change, caught: str) -> Mistake:
 
 ROWS, WRITE = (vllm_kernels, "vllm"), (vllm_kernels, "cache_ops")
 MISTAKES = [
-    Mistake("K and V exchanged", WRITE, "reshape_and_cache_flash", swapped(0, 1),
+    Mistake("K and V exchanged", WRITE, "reshape_and_cache_flash", swap(0, 1),
             "vllm_gcu:kv_write", "decode", ""),
     Mistake("slots in int32", WRITE, "reshape_and_cache_flash", at(4, lambda s: s.int()),
             "vllm_gcu:kv_write", "decode", "slot_mapping is torch.int64"),
@@ -29,9 +29,9 @@ MISTAKES = [
             "vllm_gcu:kv_write", "decode", "kv_cache_dtype"),
     Mistake("blocks of heads first", WRITE, "reshape_and_cache_flash",
             at(2, lambda c: c.transpose(1, 2)), "vllm_gcu:kv_write", "decode", "must be contiguous"),
-    Mistake("norm and sum exchanged", ROWS, "fused_add_rms_norm", swapped(0, 1),
+    Mistake("norm and sum exchanged", ROWS, "fused_add_rms_norm", swap(0, 1),
             "vllm_gcu:add_rms_norm", "t3_d64", ""),
-    Mistake("result behind the input", ROWS, "rms_norm", swapped(0, 1), "vllm_gcu:rms_norm", "t3_d64", ""),
+    Mistake("result behind the input", ROWS, "rms_norm", swap(0, 1), "vllm_gcu:rms_norm", "t3_d64", ""),
     Mistake("sines before cosines", ROWS, "rotary_embedding", at(4, lambda t: torch.cat(t.chunk(2, -1)[::-1], -1)),
             "vllm_gcu:rope", "half", ""),
     Mistake("the other pairs", ROWS, "rotary_embedding", at(5, lambda neox: not neox), "vllm_gcu:rope", "half", ""),

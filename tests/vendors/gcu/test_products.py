@@ -10,9 +10,9 @@ import torch
 from inferplane.ops.draw import Draw
 from inferplane_gcu.kernels import moe
 from tests.vendors.products import check_experts, check_product, check_scores_as_they_are
-from tests.vendors.profile import narrow
+from tests.vendors.profile import in_vendor_dtypes
 
-pytestmark = narrow
+pytestmark = in_vendor_dtypes
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])

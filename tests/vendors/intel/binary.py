@@ -62,17 +62,17 @@ def attention(library: bytes | mmap.mmap) -> dict[str, list[list[Any]]]:
     return {"prefill": sorted(map(list, prefill)), "decode": sorted(map(list, decode))}
 
 
-def found_in(folder: Path) -> dict[str, Any]:
+def find_in(folder: Path) -> dict[str, Any]:
     """What an unpacked wheel holds."""
 
-    def opened(name: str) -> mmap.mmap:
+    def open_file(name: str) -> mmap.mmap:
         with next((folder / "vllm_xpu_kernels").glob(name)).open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     return {
         "wheel": WHEEL,
-        "schemas": {name: schemas(opened(f"{name}.*so")) for name in LIBRARIES},
-        "attention": attention(opened(ATTENTION)),
+        "schemas": {name: schemas(open_file(f"{name}.*so")) for name in LIBRARIES},
+        "attention": attention(open_file(ATTENTION)),
     }
 
 
@@ -106,7 +106,7 @@ def main(folder: Path, record: bool) -> int:
         for name in wheel.namelist():
             if name.startswith(prefixes):
                 wheel.extract(name, folder)
-    found = found_in(folder)
+    found = find_in(folder)
     target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for library in (folder / "vllm_xpu_kernels").iterdir():
         library.unlink()

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from tests.vendors import semantics
-from tests.vendors.calls import left_open
+from tests.vendors.calls import make_open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.intel import chip
 
@@ -22,21 +22,21 @@ VALUES_OF_LATENTS = 512
 ALIGNED_BYTES = 16
 
 
-def _attended(q, k, v, hidden, scale):
+def _attend(q, k, v, hidden, scale):
     """A sequence without keys, which the vendor's code keeps from happening, gives what is no number."""
     if not k.shape[0]:
         return torch.full((*q.shape[:2], v.shape[-1]), torch.nan)
     return semantics.softmax_v(q, k, v, hidden, scale)
 
 
-def _aligned(**tensors: torch.Tensor) -> None:
+def _check_alignment(**tensors: torch.Tensor) -> None:
     for name, t in tensors.items():
         require(t.stride(-1) == 1, f"{name} has a contiguous last dimension")
         size = t.shape[-1] * (t.element_size() if t.dtype is not torch.float32 else 2)
         require(size % ALIGNED_BYTES == 0, f"the last dimension of {name} has whole 16 bytes, got {size}")
 
 
-def _paged(k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor) -> None:
+def _check_blocks(k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor) -> None:
     """check_paged_kv_cache_strides, and the sizes of blocks that there are."""
     chip.dtype(chip.INT32, block_table=block_table)
     require(block_table.stride(-1) == 1, "block_table has contiguous rows")
@@ -74,19 +74,19 @@ def varlen_fwd(
     plain = not (p_dropout or softcap or zero_tensors or return_softmax or mix_batch)
     require(plain, "dropout, caps, sums of scores and mixed batches are not emulated")
     chip.half(q=q, k=k, v=v)
-    _aligned(q=q, k=k, v=v)
+    _check_alignment(q=q, k=k, v=v)
     require(q.dim() == 3, f"queries are ragged, [T, heads, D], got {list(q.shape)}")
     (rows, heads, dim), kv_heads = q.shape, k.shape[-2]
     require(k.shape[-1] == dim and heads % kv_heads == 0, f"keys {list(k.shape)} do not fit queries {list(q.shape)}")
     chip.contiguous(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    starts = semantics.running("cu_seqlens_q", cu_seqlens_q, rows)
+    starts = semantics.check_running_sums("cu_seqlens_q", cu_seqlens_q, rows)
     counts = [b - a for a, b in pairwise(starts)]
     require(max(counts) <= max_seqlen_q, f"max_seqlen_q is at least {max(counts)}, got {max_seqlen_q}")
     paged = block_table is not None
     local = (window_size_left, window_size_right) != (-1, -1)
     require(not local or window_size_right == 0, "windows end with the token itself")
     if paged:
-        _paged(k, v, block_table)
+        _check_blocks(k, v, block_table)
         chip.dtype(chip.INT32, cu_seqlens_k=cu_seqlens_k)
         require(seqused_k is not None, "a cache in blocks needs seqused_k")
         chip.dtype(chip.INT32, seqused_k=seqused_k)
@@ -95,7 +95,7 @@ def varlen_fwd(
         lens, ends = seqused_k.tolist(), []
     else:
         chip.absent(seqused_k=seqused_k)
-        ends = semantics.running("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        ends = semantics.check_running_sums("cu_seqlens_k", cu_seqlens_k, k.shape[0])
         lens = [b - a for a, b in pairwise(ends)]
     require(min(lens) >= 0, f"lengths are not negative, got {lens}")
     require(len(lens) == len(counts), f"{len(counts)} sequences of queries, {len(lens)} of keys")
@@ -112,11 +112,11 @@ def varlen_fwd(
     for b, (count, n) in enumerate(zip(counts, lens)):
         first = max(0, n - count - window_size_left) if local else 0
         if paged:
-            keys, values = (semantics.paged(t, block_table[b], first, n) for t in (k, v))
+            keys, values = (semantics.read_paged(t, block_table[b], first, n) for t in (k, v))
         else:
             keys, values = (t[ends[b] + first : ends[b] + n] for t in (k, v))
         masked = local or (is_causal and not single)
-        hidden = semantics.hidden_from(count, first, n, window_size_left) if masked else None
+        hidden = semantics.hidden_keys(count, first, n, window_size_left) if masked else None
         a = starts[b]
-        result[a : a + count] = _attended(q[a : a + count], keys, values, hidden, softmax_scale)
-    return [result, left_open()]
+        result[a : a + count] = _attend(q[a : a + count], keys, values, hidden, softmax_scale)
+    return [result, make_open()]

@@ -21,7 +21,7 @@ def rms_norm(result, input, weight, epsilon):
     require(2 <= input.dim() <= 4, f"two to four dimensions, got {input.dim()}")
     chip.shape("result", result, *input.shape)
     chip.shape("weight", weight, input.shape[-1])
-    result.copy_(semantics.normed(input, weight, epsilon))
+    result.copy_(semantics.normalize(input, weight, epsilon))
 
 
 @emulates("_C::fused_add_rms_norm")
@@ -31,7 +31,7 @@ def fused_add_rms_norm(input, residual, weight, epsilon):
     chip.contiguous(input=input, residual=residual, weight=weight)
     chip.shape("residual", residual, *input.shape)
     chip.shape("weight", weight, input.shape[-1])
-    semantics.add_norm(input, residual, weight, epsilon)
+    semantics.add_normalize(input, residual, weight, epsilon)
 
 
 @emulates("_C::rotary_embedding")
@@ -41,7 +41,7 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
     chip.floats(cos_sin_cache=cos_sin_cache, **given)
     semantics.check_heads(positions, cos_sin_cache, head_size, given)
     for t in given.values():
-        t.copy_(semantics.turned(t, positions, cos_sin_cache, head_size, is_neox))
+        t.copy_(semantics.rotate(t, positions, cos_sin_cache, head_size, is_neox))
 
 
 @emulates("_C::silu_and_mul")

@@ -42,29 +42,29 @@ def rms_norm(input, weight, eps):
     chip.floats(input=input, weight=weight)
     chip.contiguous(input=input, weight=weight)
     chip.shape("weight", weight, input.shape[-1])
-    return semantics.normed(input, weight, eps)
+    return semantics.normalize(input, weight, eps)
 
 
 @emulates(f"{FUNCTIONAL}::add_rms_norm")
 def add_rms_norm(add, input, weight, bias, eps, add_back):
     """add <- add + input, where that is requested; the norm of the sum."""
     chip.absent(bias=bias)
-    return _added(input, add, weight, eps, add_back)
+    return _add(input, add, weight, eps, add_back)
 
 
 @emulates("torch_ipex::add_rmsnorm")
 def add_rmsnorm(input, input1, weight, eps, add_back):
-    return _added(input, input1, weight, eps, add_back)
+    return _add(input, input1, weight, eps, add_back)
 
 
-def _added(input, add, weight, eps, add_back):
+def _add(input, add, weight, eps, add_back):
     chip.floats(input=input, add=add, weight=weight)
     chip.contiguous(input=input, add=add, weight=weight)
     chip.shape("add", add, *input.shape)
     total = input.float() + add.float()
     if add_back:
         add.copy_(total.to(add.dtype))
-    return semantics.normed(total, weight, eps).to(input.dtype)
+    return semantics.normalize(total, weight, eps).to(input.dtype)
 
 
 @emulates(f"{FUNCTIONAL}::silu_mul")
@@ -95,7 +95,7 @@ def flash_attn_varlen_func(
     chip.dtype(chip.INT32, seqused_k=seqused_k, block_table=block_table)
     chip.shape("output", output, *query.shape)
     require(key_cache.shape == value_cache.shape and key_cache.shape[1] in chip.BLOCKS, "blocks of 16, 32 or 64 tokens")
-    starts = semantics.running("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+    starts = semantics.check_running_sums("cu_seqlens_q", cu_seqlens_q, query.shape[0])
     lens = seqused_k.tolist()
     require(len(lens) == len(starts) - 1, f"{len(starts) - 1} sequences of queries, {len(lens)} of keys")
     require(max(lens) <= max_seqlen_k, f"max_seqlen_k is at least {max(lens)}, got {max_seqlen_k}")
@@ -103,6 +103,6 @@ def flash_attn_varlen_func(
     for b, (a, z, n) in enumerate(zip(starts, starts[1:], lens)):
         require(z - a <= max_seqlen_q, f"max_seqlen_q is at least {z - a}, got {max_seqlen_q}")
         first = 0 if window_size_left < 0 else max(0, n - (z - a) - window_size_left)
-        keys, values = (semantics.paged(t, block_table[b], first, n) for t in (key_cache, value_cache))
-        hidden = semantics.hidden_from(z - a, first, n, window_size_left)
+        keys, values = (semantics.read_paged(t, block_table[b], first, n) for t in (key_cache, value_cache))
+        hidden = semantics.hidden_keys(z - a, first, n, window_size_left)
         output[a:z] = semantics.softmax_v(query[a:z], keys, values, hidden, scale).to(output.dtype)

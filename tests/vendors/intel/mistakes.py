@@ -6,7 +6,7 @@ import torch
 
 from inferplane.kernels.fused import vllm_kernels
 from inferplane_xpu.intel.kernels import attention, mla, moe, products
-from tests.vendors.mistakes import Mistake, at, swapped
+from tests.vendors.mistakes import Mistake, at, swap
 
 
 def whole(batch, groups=1):
@@ -16,15 +16,15 @@ def whole(batch, groups=1):
 
 ROWS, WRITE, FLASH = (vllm_kernels, "vllm"), (vllm_kernels, "cache_ops"), (attention, "flash")
 MISTAKES = [
-    Mistake("K and V exchanged", WRITE, "reshape_and_cache_flash", swapped(0, 1), "vllm_xpu:kv_write", "decode", ""),
+    Mistake("K and V exchanged", WRITE, "reshape_and_cache_flash", swap(0, 1), "vllm_xpu:kv_write", "decode", ""),
     Mistake("slots in int32", WRITE, "reshape_and_cache_flash", at(4, lambda s: s.int()),
             "vllm_xpu:kv_write", "decode", "slot_mapping is torch.int64"),
     Mistake("heads before tokens in blocks", WRITE, "reshape_and_cache_flash", at(2, lambda c: c.transpose(1, 2)),
             "vllm_xpu:kv_write", "decode", "key_cache has shape"),
     Mistake("a cache in FP8 requested", WRITE, "reshape_and_cache_flash", at(5, lambda s: "fp8"),
             "vllm_xpu:kv_write", "decode", "kv_cache_dtype"),
-    Mistake("norm and sum exchanged", ROWS, "fused_add_rms_norm", swapped(0, 1), "vllm_xpu:add_rms_norm", "t3_d64", ""),
-    Mistake("result behind the input", ROWS, "rms_norm", swapped(0, 1), "vllm_xpu:rms_norm", "t3_d64", ""),
+    Mistake("norm and sum exchanged", ROWS, "fused_add_rms_norm", swap(0, 1), "vllm_xpu:add_rms_norm", "t3_d64", ""),
+    Mistake("result behind the input", ROWS, "rms_norm", swap(0, 1), "vllm_xpu:rms_norm", "t3_d64", ""),
     Mistake("sines before cosines", ROWS, "rotary_embedding", at(4, lambda t: torch.cat(t.chunk(2, -1)[::-1], -1)),
             "vllm_xpu:rope", "half", ""),
     Mistake("the other pairs", ROWS, "rotary_embedding", at(5, lambda neox: not neox), "vllm_xpu:rope", "half", ""),
@@ -67,6 +67,6 @@ MISTAKES = [
             "vllm_xpu:attention_few", "drafts", "max_seqlen_q is at least"),
     Mistake("all heads of a token as one sequence of latents", (mla, "LATENT_HEADS"), None, 16,
             "vllm_xpu:mla_absorbed", "v3_heads", "not compiled"),
-    Mistake("as many experts a token as there are", (moe, "_to_compiled"), None, lambda weights, ids: (weights, ids),
-            "vllm_xpu:moe_experts", "t13", "Unsupported TopK value 3"),
+    Mistake("as many experts a token as there are", (moe, "_pad_to_compiled"), None,
+            lambda weights, ids: (weights, ids), "vllm_xpu:moe_experts", "t13", "Unsupported TopK value 3"),
 ]  # fmt: skip

@@ -95,10 +95,10 @@ def test_what_is_said_to_be_compiled_is_what_the_wheel_holds(window):
     """At the sizes themselves; heads of more than 256 entries are latents."""
     local, sizes = window is not None, range(8, 257, 8)
     prefill = {size for size in sizes if (size, True, not local, local) in chip.PREFILL}
-    assert {size for size in sizes if when.prefill_compiled(size, window)} == prefill
+    assert {size for size in sizes if when.is_prefill_compiled(size, window)} == prefill
     for group, tile in ((1, 8), (8, 8), (9, 16), (64, 16)):
         decode = {size for size in sizes if (tile, size, BLOCK_TOKENS, local) in chip.DECODE}
-        assert {size for size in sizes if when.decode_compiled(size, group, window)} == decode
+        assert {size for size in sizes if when.is_decode_compiled(size, group, window)} == decode
     assert (when.LATENT_HEADS, mla.LATENT + mla.ROTATED, BLOCK_TOKENS, False) in chip.DECODE
     assert not any(tile > when.LATENT_HEADS and size > 512 for tile, size, _, _ in chip.DECODE)
     dense = {size for size in sizes if (size, False, True, False) in chip.PREFILL}

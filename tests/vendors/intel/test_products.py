@@ -18,13 +18,13 @@ from inferplane.types import Weight
 from inferplane.types.batch import Query, make_batch
 from inferplane_xpu.intel import chips
 from inferplane_xpu.intel.kernels import attention, kernels, moe, products
-from inferplane_xpu.intel.kernels.when import decode_compiled
+from inferplane_xpu.intel.kernels.when import is_decode_compiled
 from tests.vendors.emulator import Violation
-from tests.vendors.mistakes import judged
+from tests.vendors.mistakes import find_fault
 from tests.vendors.products import check_experts, check_product, error
-from tests.vendors.profile import narrow
+from tests.vendors.profile import in_vendor_dtypes
 
-pytestmark = narrow
+pytestmark = in_vendor_dtypes
 INT4 = ("int4_group", "int4_group64", "int4_group32", "int4_row")
 
 
@@ -106,7 +106,7 @@ def test_scores(score, groups, bias):
 @pytest.mark.parametrize("sample", ["fp8_act", "fp8_row_act"])
 def test_activations_in_fp8(sample):
     """By groups and by rows, each as the weight is."""
-    assert not judged("xpu:intel", torch.bfloat16, "vllm_xpu:linear_fp8_act", sample)
+    assert not find_fault("xpu:intel", torch.bfloat16, "vllm_xpu:linear_fp8_act", sample)
 
 
 REFUSED = [
@@ -141,7 +141,7 @@ def test_single_tokens_among_many_stay_with_the_kernels_for_many():
     """A head size and a group for which the kernels for single tokens were not compiled."""
     request = KVRequest("gqa", 1, 96, 96)
     op = SimpleNamespace(heads=9, kv=request, queries="many", scale=96**-0.5)
-    assert attention._many(op) and not decode_compiled(96, 9, None)
+    assert attention._has_many_queries(op) and not is_decode_compiled(96, 9, None)
     draw = Draw(9, torch.bfloat16)
     cache = draw.normal(2, 64, 1, 96), draw.normal(2, 64, 1, 96)
     batch = make_batch([Query([1], 70, [0, 1], 1)], block_tokens=64, device="cpu", few_tokens=0)

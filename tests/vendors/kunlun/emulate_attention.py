@@ -12,7 +12,7 @@ import torch
 
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.kunlun import chip
-from tests.vendors.semantics import hidden_from, paged, running, softmax_v
+from tests.vendors.semantics import check_running_sums, hidden_keys, read_paged, softmax_v
 
 IMPLEMENTATIONS = emulates = Implementations()
 BLOCKS = (16, 64, 128)
@@ -21,7 +21,7 @@ BLOCKS = (16, 64, 128)
 
 def _tokens(cache: torch.Tensor, table: torch.Tensor, tokens: int) -> torch.Tensor:
     """A sequence's tokens `[tokens, G, D]`; what its last block holds behind them is not looked at."""
-    return paged(cache.transpose(1, 2), table, 0, tokens)
+    return read_paged(cache.transpose(1, 2), table, 0, tokens)
 
 
 def _caches(k: torch.Tensor, v: torch.Tensor, heads: int, dim: int) -> None:
@@ -56,8 +56,8 @@ def prefill_attention(
     _caches(k, v, q.shape[1], q.shape[2])
     chip.twins("context_qlen_lod", context_qlen_lod_cpu, context_qlen_lod_xpu)
     chip.twins("context_kvlen_lod", context_kvlen_lod_cpu, context_kvlen_lod_xpu)
-    starts = running("context_qlen_lod", context_qlen_lod_cpu, q.shape[0])
-    ends = running("context_kvlen_lod", context_kvlen_lod_cpu, int(context_kvlen_lod_cpu[-1]))
+    starts = check_running_sums("context_qlen_lod", context_qlen_lod_cpu, q.shape[0])
+    ends = check_running_sums("context_kvlen_lod", context_kvlen_lod_cpu, int(context_kvlen_lod_cpu[-1]))
     require(len(starts) == len(ends), f"{len(starts) - 1} sequences of queries, {len(ends) - 1} of keys")
     _table(block_table, len(starts) - 1)
     for b, ((a, z), (first, last)) in enumerate(zip(pairwise(starts), pairwise(ends))):
@@ -65,7 +65,7 @@ def prefill_attention(
         require(0 < count <= n, f"a sequence brings tokens that it has, got {count} of {n}")
         require(n <= block_table.shape[1] * k.shape[2], f"{n} tokens in {block_table.shape[1]} blocks")
         keys, values = (_tokens(t, block_table[b], n) for t in (k, v))
-        hidden = hidden_from(count, 0, n, -1)
+        hidden = hidden_keys(count, 0, n, -1)
         out[a:z] = softmax_v(q[a:z], keys, values, hidden, alpha * q.shape[2] ** -0.5).to(out.dtype)
 
 

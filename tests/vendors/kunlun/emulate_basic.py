@@ -11,7 +11,7 @@ import torch
 
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.kunlun import chip
-from tests.vendors.semantics import check_heads, normed, silu_mul, turned
+from tests.vendors.semantics import check_heads, normalize, rotate, silu_mul
 
 IMPLEMENTATIONS = emulates = Implementations()
 
@@ -29,7 +29,7 @@ def rmsnorm(x, weight, output, eps):
     chip.shape("x", x, None, None)
     chip.shape("output", output, *x.shape)
     _weight(weight, x.shape[-1])
-    output.copy_(normed(x.float(), weight, eps))
+    output.copy_(normalize(x.float(), weight, eps))
 
 
 @emulates("kunlun_ops::add_rmsnorm")
@@ -42,7 +42,7 @@ def add_rmsnorm(x, y, residual_output, weight, eps, output):
     _weight(weight, x.shape[-1])
     total = x.float() + y.float()
     residual_output.copy_(total)
-    output.copy_(normed(total, weight, eps))
+    output.copy_(normalize(total, weight, eps))
 
 
 @emulates("kunlun_ops::rotary_embedding")
@@ -51,7 +51,7 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
     chip.half(query=query, key=key, cos_sin_cache=cos_sin_cache)
     check_heads(positions, cos_sin_cache, head_size, {"query": query, "key": key})
     for t in (query, key):
-        t.copy_(turned(t, positions, cos_sin_cache, head_size, is_neox))
+        t.copy_(rotate(t, positions, cos_sin_cache, head_size, is_neox))
 
 
 @emulates("kunlun_ops::swiglu")

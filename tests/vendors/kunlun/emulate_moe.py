@@ -16,7 +16,7 @@ IMPLEMENTATIONS = emulates = Implementations()
 FEW_PAIRS, MOST_EXPERTS = 768, 512
 
 
-def _routed(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> tuple[int, int]:
+def _check_routing(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> tuple[int, int]:
     chip.dtype(torch.float32, weights=weights)
     chip.dtype(chip.INT32, ids=ids)
     chip.contiguous(x=x, weights=weights, ids=ids)
@@ -36,12 +36,12 @@ def _count(ids: torch.Tensor, statistic: torch.Tensor) -> None:
     statistic[0] = torch.bincount(ids.flatten().long(), minlength=experts).int()
 
 
-def _grouped(choice: torch.Tensor, groups: int, kept: int, best: int, k: int) -> torch.Tensor:
+def _choose_in_groups(choice: torch.Tensor, groups: int, chosen: int, best: int, k: int) -> torch.Tensor:
     rows, experts = choice.shape
-    require(experts % groups == 0 and 1 <= kept <= groups, f"{kept} of {groups} groups of {experts} experts")
+    require(experts % groups == 0 and 1 <= chosen <= groups, f"{chosen} of {groups} groups of {experts} experts")
     by_group = choice.view(rows, groups, -1)
     rank = by_group.topk(best, -1)[0].sum(-1)
-    keep = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(kept, -1)[1], True)
+    keep = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(chosen, -1)[1], True)
     return by_group.masked_fill(~keep[..., None], -torch.inf).flatten(1).topk(k, -1)[1]
 
 
@@ -49,7 +49,7 @@ def _grouped(choice: torch.Tensor, groups: int, kept: int, best: int, k: int) ->
 def moe_softmax_topk_norm(x, normed_score, topk_index, block_statistic, stable):
     """Softmax, the k largest, divided by their sum."""
     chip.absent("block_statistic", block_statistic)
-    _, k = _routed(x, normed_score, topk_index)
+    _, k = _check_routing(x, normed_score, topk_index)
     weights, ids = x.float().softmax(-1).topk(k, -1)
     normed_score.copy_(weights / weights.sum(-1, keepdim=True))
     topk_index.copy_(ids)
@@ -59,7 +59,7 @@ def moe_softmax_topk_norm(x, normed_score, topk_index, block_statistic, stable):
 def moe_softmax_topk(x, normed_score, topk_index, block_statistic):
     """Softmax, the k largest as they are."""
     chip.absent("block_statistic", block_statistic)
-    _, k = _routed(x, normed_score, topk_index)
+    _, k = _check_routing(x, normed_score, topk_index)
     weights, ids = x.float().softmax(-1).topk(k, -1)
     normed_score.copy_(weights)
     topk_index.copy_(ids)
@@ -68,11 +68,11 @@ def moe_softmax_topk(x, normed_score, topk_index, block_statistic):
 @emulates("kunlun_ops::moe_sigmoid_group_topk_norm")
 def moe_sigmoid_group_topk_norm(x, norm_score, topk_index, block_static, bias, n_group, topk_group, scale):
     """Sigmoid; the bias chooses only; groups count by their best two; renormalized, then scaled."""
-    experts, k = _routed(x, norm_score, topk_index)
+    experts, k = _check_routing(x, norm_score, topk_index)
     chip.dtype(torch.float32, bias=bias)
     chip.shape("bias", bias, experts)
     scores = x.float().sigmoid()
-    ids = _grouped(scores + bias, n_group, topk_group, 2, k)
+    ids = _choose_in_groups(scores + bias, n_group, topk_group, 2, k)
     weights = scores.gather(1, ids)
     norm_score.copy_(weights / weights.sum(-1, keepdim=True) * scale)
     topk_index.copy_(ids)
@@ -82,9 +82,9 @@ def moe_sigmoid_group_topk_norm(x, norm_score, topk_index, block_static, bias, n
 @emulates("kunlun_ops::moe_group_topk")
 def moe_group_topk(scores, n_group, topk_group, topk_weights, topk_ids, block_statistic):
     """By scores that are given; groups count by their best; weights are the scores."""
-    _, k = _routed(scores, topk_weights, topk_ids)
+    _, k = _check_routing(scores, topk_weights, topk_ids)
     chip.dtype(torch.float32, scores=scores)
-    ids = _grouped(scores, n_group, topk_group, 1, k)
+    ids = _choose_in_groups(scores, n_group, topk_group, 1, k)
     topk_weights.copy_(scores.gather(1, ids))
     topk_ids.copy_(ids)
     _count(topk_ids, block_statistic)

@@ -65,7 +65,7 @@ def _entries(words: torch.Tensor) -> torch.Tensor:
     return nibbles[..., [1, 0, 3, 2, 5, 4, 7, 6]].flatten(1).float()
 
 
-def _expanded(qweight, scales, zeros, group, align_type):
+def _expand(qweight, scales, zeros, group, align_type):
     require(align_type == 0, f"align_type {align_type} is not emulated")
     chip.dtype(torch.float16, scales=scales)
     chip.contiguous(qweight=qweight, scales=scales, zeros=zeros)
@@ -82,7 +82,7 @@ def awq_gemm(x, w, scale, zeros, out, align_type, group_size):
     """out <- x ((w - zeros) scale), float16 in and out."""
     chip.dtype(torch.float16, x=x, out=out)
     chip.contiguous(x=x, out=out)
-    weight = _expanded(w, scale, zeros, group_size, align_type)
+    weight = _expand(w, scale, zeros, group_size, align_type)
     chip.shape("x", x, None, weight.shape[0])
     chip.shape("out", out, x.shape[0], weight.shape[1])
     out.copy_(x.float() @ weight)
@@ -94,6 +94,6 @@ def awq_dequantize(qweight, scales, zeros, weight, group_m, quant_type, align_ty
     require(quant_type == 0, f"quant_type {quant_type} is not emulated")
     chip.dtype(torch.float16, weight=weight)
     chip.contiguous(weight=weight)
-    values = _expanded(qweight, scales, zeros, group_m, align_type)
+    values = _expand(qweight, scales, zeros, group_m, align_type)
     chip.shape("weight", weight, *values.shape)
     weight.copy_(values)

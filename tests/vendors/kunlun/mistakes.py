@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inferplane_xpu.kunlun.kernels import attention, basic, mla, moe, quant
-from tests.vendors.mistakes import Mistake, at, by, swapped
+from tests.vendors.mistakes import Mistake, at, by, swap
 
 ROWS, ATTENTION, EXPERTS, PRODUCTS = (basic, "kunlun"), (attention, "kunlun"), (moe, "kunlun"), (quant, "kunlun")
 DECODE = (ATTENTION, "speculative_attention")
@@ -24,7 +24,7 @@ MISTAKES = [
             "kunlun_ops:rope", "half", "have one dtype"),
     Mistake("the other pairs", ROWS, "rotary_embedding", by(is_neox=lambda neox: not neox),
             "kunlun_ops:rope", "half", ""),
-    Mistake("K and V exchanged", ATTENTION, "reshape_and_cache_flash", swapped(0, 1),
+    Mistake("K and V exchanged", ATTENTION, "reshape_and_cache_flash", swap(0, 1),
             "kunlun_ops:kv_write", "decode", ""),
     Mistake("padding left to the write", ATTENTION, "reshape_and_cache_flash", at(4, lambda s: s - 10**6),
             "kunlun_ops:kv_write", "decode", "slots lie in"),
@@ -57,7 +57,7 @@ MISTAKES = [
             "kunlun_ops:mla_absorbed", "v3_dims", "q_r is x once more"),
     Mistake("latents without their head", *LATENT, at(2, lambda cache: cache[:, 0]),
             "kunlun_ops:mla_absorbed", "v3_dims", "k_cache has shape"),
-    Mistake("ids and weights exchanged", EXPERTS, "moe_softmax_topk_norm", swapped(1, 2),
+    Mistake("ids and weights exchanged", EXPERTS, "moe_softmax_topk_norm", swap(1, 2),
             "kunlun_ops:moe_route", "mixtral", "weights is torch.float32"),
     Mistake("a factor that is not passed on", EXPERTS, "moe_sigmoid_group_topk_norm", by(scale=lambda scale: 1.0),
             "kunlun_ops:moe_route_grouped", "v3", ""),

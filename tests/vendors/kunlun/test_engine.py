@@ -7,10 +7,10 @@ import torch
 
 from tests.vendors.engine import serve
 from tests.vendors.kunlun.profile import PROFILE
-from tests.vendors.profile import narrow
+from tests.vendors.profile import in_vendor_dtypes
 
 
-@narrow
+@in_vendor_dtypes
 @pytest.mark.parametrize(
     ("quantization", "dtype"),
     [("weight_only_int8", torch.bfloat16), ("weight_only_int4", torch.float16)],

@@ -7,10 +7,10 @@ import torch
 
 from tests.vendors.kunlun.profile import PROFILE
 from tests.vendors.models import errors_beside_cpu
-from tests.vendors.profile import narrow
+from tests.vendors.profile import in_vendor_dtypes
 
 
-@narrow
+@in_vendor_dtypes
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("weights", ["plain", "int4_group"])
 def test_error_beside_cpu_in_float16(family, weights, monkeypatch, record_property):

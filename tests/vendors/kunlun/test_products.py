@@ -17,9 +17,9 @@ from inferplane_xpu.kunlun.kernels import attention, basic, lengths, moe, quant
 from inferplane_xpu.kunlun.kvcache import layouts
 from tests.vendors.kunlun.emulated import EMULATOR
 from tests.vendors.products import check_experts, check_product, check_scores_as_they_are, error
-from tests.vendors.profile import narrow
+from tests.vendors.profile import in_vendor_dtypes
 
-pytestmark = narrow
+pytestmark = in_vendor_dtypes
 DEVICE = "xpu:kunlun"
 both_biases = pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 
@@ -41,7 +41,7 @@ def test_int4_weights_with_few_and_many_tokens(tokens):
     draw = Draw(3, torch.float16)
     x, weight = draw.normal(tokens, 256), encode(draw.normal(96, 256) / 16, "int4_group")
     heard = []
-    with EMULATOR.heard_by(lambda name, *call: heard.append(name)):
+    with EMULATOR.listen(lambda name, *call: heard.append(name)):
         got = quant.linear_w4a16(SimpleNamespace(weight=quant.INT4_WORDS.fn(weight), bias=None), x).float()
     assert heard == ["kunlun_ops::awq_dequantize" if tokens == 256 else "kunlun_ops::awq_gemm"]
     want = x.float() @ weight.dequantize().t()
@@ -71,13 +71,13 @@ def test_either_sorting(tokens):
         [torch.tensor(draw.permutation(8)[:2]) for _ in range(tokens)]
     )  # no token goes to the ninth expert
     heard = []
-    with EMULATOR.heard_by(lambda name, *call: heard.append(name)):
+    with EMULATOR.listen(lambda name, *call: heard.append(name)):
         got = moe.moe_experts(SimpleNamespace(gate_up=gate_up, down=down), x, weights, ids)
     assert heard[0] == ("xspeedgate_ops::moe_pre_small" if tokens == 384 else "kunlun_ops::gen_block_statistic")
     check_experts(got, x, gate_up, down, weights, ids)
 
 
-def test_sorting_for_few_pairs_is_not_asked_for_many(monkeypatch):
+def test_many_pairs_are_not_sorted_as_few(monkeypatch):
     """The other library's operator, which one of the vendor's calls takes up to 768 pairs only."""
     monkeypatch.setattr(moe, "FEW_PAIRS", 10**6)
     x, ids = torch.zeros(385, 32, dtype=torch.bfloat16), torch.zeros(385, 2, dtype=torch.int32)
@@ -109,7 +109,7 @@ def test_more_sequences_than_one_call_takes():
     batch = make_batch([Query([1], 2, [i]) for i in range(1030)], block_tokens=16, device="cpu")
     kv.write(torch.arange(1030 * 16), draw.normal(1030 * 16, 1, 32), draw.normal(1030 * 16, 1, 32))
     q, op, heard = draw.normal(1030, 2, 32), Attention(2, 32**-0.5, request, "few"), []
-    with EMULATOR.heard_by(lambda name, args, call, result: heard.append(call["batch_num"])):
+    with EMULATOR.listen(lambda name, args, call, result: heard.append(call["batch_num"])):
         got = attention.attention_few(op, q, batch, kv)
     assert heard == [1023, 7]
     want = op(q, batch, kv).float()

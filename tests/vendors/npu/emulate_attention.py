@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from tests.vendors.calls import left_open
+from tests.vendors.calls import make_open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.npu import chip
 from tests.vendors.npu.emulate_cache import NZ, tokens_of
@@ -44,9 +44,9 @@ def _triangle(value: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((MASK, MASK), value, dtype=dtype).triu_(1)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same(mask: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether the bytes are the same, eight by eight: a mask has four million entries and comes with every call."""
-    return torch.equal(a.contiguous().view(torch.int64), b.view(torch.int64))
+    return torch.equal(mask.contiguous().view(torch.int64), expected.view(torch.int64))
 
 
 def _hidden(mode: int, queries: int, keys: int, pre: int, after: int) -> torch.Tensor | None:
@@ -70,7 +70,7 @@ def _softmax_v(q, k, v, hidden, scale):
     return torch.einsum("nsk,knv->snv", scores.softmax(-1), v)
 
 
-def _fused(
+def _run_fused(
     query, key, value, *, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table, query_rope, key_rope,
     num_heads, scale, pre_tokens, next_tokens, input_layout, num_key_value_heads, sparse_mode, inner_precise,
     block_size, softmax_lse_flag, **others,
@@ -119,10 +119,12 @@ def _fused(
         n = keys[b]
         if not n:  # no keys: zeros
             continue
-        k, v, rope = (_keys(t, paged, block_table, b, n, at, kv_heads) for t in (key, value, key_rope))
+        k, v, rope = (
+            _keys(t, paged, block_table[b] if paged else None, at, n, kv_heads) for t in (key, value, key_rope)
+        )
         k = k if rope is None else torch.cat((k, rope), -1)
         if single and query_rope is None:
-            hidden = _whole_mask(atten_mask, b, n, block_table, block_size, sparse_mode)
+            hidden = _full_mask(atten_mask, b, n, block_table, block_size, sparse_mode)
         else:
             require(sparse_mode != 0 or atten_mask is None, "a whole mask is emulated for single queries only")
             hidden = _hidden(sparse_mode, last - first, n, pre_tokens, next_tokens)
@@ -208,16 +210,16 @@ def _v_dim(value, kv_heads, paged) -> int:
     return value.shape[-1] // kv_heads if paged else value.shape[-1]
 
 
-def _keys(t, paged, table, b, n, at, kv_heads) -> torch.Tensor | None:
-    if t is None:
+def _keys(cache, paged, table, first, count, kv_heads) -> torch.Tensor | None:
+    if cache is None:
         return None
     if not paged:
-        return t[at : at + n]
-    flat = _nz_to_nd(t[:, 0]) if t.dim() == 5 else t
-    return tokens_of(flat, table[b], n).view(n, kv_heads, -1)
+        return cache[first : first + count]
+    flat = _nz_to_nd(cache[:, 0]) if cache.dim() == 5 else cache
+    return tokens_of(flat, table, count).view(count, kv_heads, -1)
 
 
-def _whole_mask(mask, b, n, table, block_size, mode) -> torch.Tensor | None:
+def _full_mask(mask, sequence, count, table, block_size, mode) -> torch.Tensor | None:
     """A single query without rope parts: sparse_mode means nothing, a mask must cover the whole table."""
     if mask is None or mode in (2, 3, 4):
         return None
@@ -225,13 +227,13 @@ def _whole_mask(mask, b, n, table, block_size, mode) -> torch.Tensor | None:
     width = table.shape[1] * block_size
     require(mask.shape[-1] >= width, f"atten_mask covers block_table's {width} keys, got {mask.shape[-1]}")
     chip.contiguous(atten_mask=mask)
-    return mask.reshape(table.shape[0], -1)[b, :n].bool()[None]
+    return mask.reshape(table.shape[0], -1)[sequence, :count].bool()[None]
 
 
 @emulates("npu::npu_fused_infer_attention_score")
 def fused_infer_attention_score(**call):
     """Prefill and decode; the second result is a zero unless the log-sum-exp is requested."""
-    return _fused(**call), left_open()  # the page says [1], the shape function [0]
+    return _run_fused(**call), make_open()  # the page says [1], the shape function [0]
 
 
 @emulates("npu::npu_fused_infer_attention_score.out")
@@ -239,7 +241,7 @@ def fused_infer_attention_score_out(workspace, out, **call):
     """Into given results, with scratch memory."""
     require(workspace is None or workspace.dtype is torch.uint8, "workspace holds bytes")
     require(len(out) == 2, f"two results, got {len(out)}")
-    result = _fused(**call)
+    result = _run_fused(**call)
     chip.shape("the result", out[0], *result.shape)
     out[0].copy_(result)
     out[1].zero_()

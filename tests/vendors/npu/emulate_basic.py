@@ -80,7 +80,7 @@ def even_first(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-def interleaved_to_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def deinterleave(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """reshape(D / 2, 2), transpose, then rotation in halves; float32."""
     q = even_first(x.float())
     return q * cos.float() + _rotate_half(q) * sin.float()
@@ -97,7 +97,7 @@ def interleave_rope(x, cos, sin):
     for name, r in (("cos", cos), ("sin", sin)):
         chip.shape(name, r, x.shape[0], 1, None, 64)
         require(r.shape[2] in (1, x.shape[2]), f"{name} has 1 or {x.shape[2]} positions, got {r.shape[2]}")
-    return interleaved_to_half(x, cos, sin).to(x.dtype)
+    return deinterleave(x, cos, sin).to(x.dtype)
 
 
 @emulates("npu::npu_swiglu")

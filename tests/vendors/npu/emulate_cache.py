@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.vendors.calls import left_open
+from tests.vendors.calls import make_open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.npu import chip
-from tests.vendors.npu.emulate_basic import interleaved_to_half, norm
+from tests.vendors.npu.emulate_basic import deinterleave, norm
 
 IMPLEMENTATIONS = emulates = Implementations()
 NZ = 16
@@ -107,11 +107,11 @@ def kv_rmsnorm_rope_cache(
     need = -(-tokens // size) * batch
     require(blocks >= need, f"at least ceil(seq_len / block_size) * batch_size = {need} blocks, got {blocks}")
     latent = norm(kv[..., :512], gamma, epsilon)[0]
-    rotated = interleaved_to_half(kv[..., 512:], cos, sin).to(kv.dtype)
+    rotated = deinterleave(kv[..., 512:], cos, sin).to(kv.dtype)
     slots = _slots("index", index, blocks, size)
     _put(ckv_cache, slots, latent.view(-1, 1, 512), nz=False)
     _put(k_cache, slots, rotated.view(-1, 1, 64), nz=False)
-    return k_cache, ckv_cache, left_open(), left_open()
+    return k_cache, ckv_cache, make_open(), make_open()
 
 
 @emulates("npu::npu_gather_pa_kv_cache")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.vendors.calls import left_open
+from tests.vendors.calls import make_open
 from tests.vendors.emulator import Implementations, require
 from tests.vendors.npu import chip
-from tests.vendors.npu.emulate_quant import unpacked_int4
+from tests.vendors.npu.emulate_quant import unpack_int4
 
 IMPLEMENTATIONS = emulates = Implementations()
 
@@ -49,7 +49,7 @@ def moe_gating_top_k(
     y = scores.gather(1, ids)
     if norm_type == 1:
         y = y / (y.sum(-1, keepdim=True) + eps)
-    return (y * routed_scaling_factor).to(x.dtype), ids.int(), left_open()
+    return (y * routed_scaling_factor).to(x.dtype), ids.int(), make_open()
 
 
 @emulates("npu::npu_moe_gating_top_k_softmax")
@@ -90,7 +90,7 @@ def moe_init_routing_v2(
     places[order] = torch.arange(pairs, dtype=torch.int32)
     counts = expert_idx.flatten().bincount(minlength=expert_num)
     counts = counts if expert_tokens_num_type == 1 else counts.cumsum(0)
-    return x[order // k], places, counts if expert_tokens_num_flag else left_open(), left_open()
+    return x[order // k], places, counts if expert_tokens_num_flag else make_open(), make_open()
 
 
 @emulates("npu::npu_grouped_matmul")
@@ -124,7 +124,7 @@ def grouped_matmul(
     require(all(n >= 0 for n in counts) and sum(counts) == rows.shape[0], f"group_list adds up to {rows.shape[0]} rows")
     require(max(rows.shape[1], stack.shape[2]) < chip.INNER_LIMIT, "inner dimensions are below 65536")
     if stack.dtype in (torch.int8, torch.int32):
-        stack = _expanded(rows, stack, antiquant_scale, antiquant_offset)
+        stack = _expand_rows(rows, stack, antiquant_scale, antiquant_offset)
     else:
         chip.unused(antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset)
         chip.dtype("x", rows, *((torch.float16,) if chip.ARCH == "310p" else chip.FLOATS))
@@ -134,7 +134,7 @@ def grouped_matmul(
     return [torch.cat(parts).to(rows.dtype)]
 
 
-def _expanded(rows, stack, scale, offset) -> torch.Tensor:
+def _expand_rows(rows, stack, scale, offset) -> torch.Tensor:
     """`(w + offset) scale`: a scale a column, or, in int4, a column and group of rows."""
     chip.dtype("x", rows, *chip.HALF)
     require(scale is not None, "integer weights need antiquant_scale")
@@ -142,7 +142,7 @@ def _expanded(rows, stack, scale, offset) -> torch.Tensor:
     chip.same_dtype("x and antiquant_scale", rows, scale[0])
     int4 = stack.dtype is torch.int32
     require(int4 or scale[0].dim() == 2, "int8 weights have one scale a column")
-    w = unpacked_int4(stack) if int4 else stack
+    w = unpack_int4(stack) if int4 else stack
     experts, k, n = w.shape
     groups = scale[0].shape[1] if scale[0].dim() == 3 else 1
     chip.shape("antiquant_scale", scale[0], *((experts, n) if scale[0].dim() == 2 else (experts, groups, n)))

@@ -82,7 +82,7 @@ def quant_matmul(
     return y.round().clamp(-128, 127).to(out) if out is torch.int8 else y.to(out)
 
 
-def unpacked_int4(packed: torch.Tensor) -> torch.Tensor:
+def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     """int32 `[..., N / 8]` as int4 values `[..., N]` in int32."""
     nibbles = torch.stack([(packed >> shift) & 0xF for shift in range(0, 32, 4)], -1).flatten(-2)
     return torch.where(nibbles > 7, nibbles - 16, nibbles)
@@ -117,7 +117,7 @@ def weight_quant_batchmatmul(
     chip.shape("x", x, None, None)
     require(weight.dtype in (torch.int8, torch.int32), f"weight is int8, or int32 with int4, got {weight.dtype}")
     require(weight.dtype is torch.int8 or chip.ARCH != "310p", "int4 weights are not for the 310P")
-    w = unpacked_int4(weight) if weight.dtype is torch.int32 else weight
+    w = unpack_int4(weight) if weight.dtype is torch.int32 else weight
     k, n = w.shape
     require(x.shape[1] == k, f"weight [K, N] {[k, n]} for rows of {x.shape[1]}")
     require(max(k, n) <= LARGEST, f"at most 65535 rows and columns, got {[k, n]}")

@@ -7,7 +7,7 @@ import torch
 from inferplane_npu import graphs, kvcache
 from inferplane_npu.kernels import attention, basic, mla, moe, quant
 from inferplane_npu.kvcache import NpuKV
-from tests.vendors.mistakes import Mistake, at, by, swapped, with_
+from tests.vendors.mistakes import Mistake, at, by, swap, with_
 from tests.vendors.npu import chip
 
 FUSED, SCATTER, GROUPED = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache", "npu_grouped_matmul"
@@ -26,7 +26,7 @@ def wider_window(real, *args, **kwargs):
     return real(*args, **{**kwargs, **wider})
 
 
-def renamed(real, x):
+def call_by_name(real, x):
     return real(x=x)
 
 
@@ -35,7 +35,7 @@ def other_result(real, *args):
     return y, s, rstd.expand_as(y).to(y.dtype)
 
 
-def turned_halves(real, x):
+def swap_halves(real, x):
     return real(torch.cat(x.chunk(2, -1)[::-1], -1))
 
 
@@ -47,7 +47,7 @@ def ragged(real, q, *args, **kwargs):
     return real(q.flatten(0, 1), *args, **{**kwargs, "input_layout": "TND"})
 
 
-def packed_by_rows(real, weight):
+def pack_by_rows(real, weight):
     return real(weight.t().contiguous()).t().contiguous()
 
 
@@ -62,7 +62,7 @@ MISTAKES = {
     "910b": [
         Mistake("the default cache mode, which is NZ", ATTENTION, SCATTER, with_(cache_mode=None),
                 "torch_npu:kv_write", "mixed", "key_cache has shape"),
-        Mistake("K and V exchanged", ATTENTION, SCATTER, swapped(2, 3), "torch_npu:kv_write", "decode", ""),
+        Mistake("K and V exchanged", ATTENTION, SCATTER, swap(2, 3), "torch_npu:kv_write", "decode", ""),
         Mistake("blocks of heads first", ATTENTION, SCATTER, heads_first, "torch_npu:kv_write", "decode",
                 "must be contiguous"),
         Mistake("query lengths not cumulative", GRAPHS, FUSED, by(actual_seq_lengths=steps), RAGGED, "prefill_d128",
@@ -86,13 +86,13 @@ MISTAKES = {
                 "torch_npu:mla_expanded", "v3_dims", "TND needs lengths"),
         Mistake("no output dtype, so int8", PRODUCTS, "npu_quant_matmul", with_(output_dtype=None),
                 "torch_npu:linear_w8a8", "int8_act", "int8"),
-        Mistake("a keyword that only the page has", PRODUCTS, "npu_dynamic_quant", renamed, "torch_npu:quantize",
+        Mistake("a keyword that only the page has", PRODUCTS, "npu_dynamic_quant", call_by_name, "torch_npu:quantize",
                 "int8_row", "missing value for argument 'input'"),
         Mistake("scales in float32", PRODUCTS, "npu_weight_quant_batchmatmul", at(2, lambda s: s.float()),
                 "torch_npu:linear_w8a16", "int8_row", "have one dtype"),
         Mistake("the group size left out", PRODUCTS, "npu_weight_quant_batchmatmul", lambda real, *a: real(*a[:7]),
                 "torch_npu:linear_w4a16", "int4_group", "a scale a column"),
-        Mistake("int4 packed along the wrong dimension", PRODUCTS, "npu_convert_weight_to_int4pack", packed_by_rows,
+        Mistake("int4 packed along the wrong dimension", PRODUCTS, "npu_convert_weight_to_int4pack", pack_by_rows,
                 "torch_npu:linear_w4a16", "int4_group", ""),
         Mistake("experts' weights turned", EXPERTS, GROUPED, columns_first, "torch_npu:moe_experts", "t13",
                 "weight [E, K, N]"),
@@ -104,10 +104,10 @@ MISTAKES = {
                 "torch_npu:moe_route", "v3", ""),
         Mistake("the sum taken for the second result", ROWS, "npu_add_rms_norm", other_result,
                 "torch_npu:add_rms_norm", "t3_d64", ""),
-        Mistake("cosines and sines exchanged", ROWS, "npu_rotary_mul", swapped(1, 2), "torch_npu:rope", "half", ""),
+        Mistake("cosines and sines exchanged", ROWS, "npu_rotary_mul", swap(1, 2), "torch_npu:rope", "half", ""),
         Mistake("the default pairs, which are halves", ROWS, "npu_rotary_mul",
                 lambda real, x, c, s, mode: real(x, c, s), "torch_npu:rope_interleaved", "interleaved", ""),
-        Mistake("gate and up exchanged", ROWS, "npu_swiglu", turned_halves, "torch_npu:silu_mul", "t3_i64", ""),
+        Mistake("gate and up exchanged", ROWS, "npu_swiglu", swap_halves, "torch_npu:silu_mul", "t3_i64", ""),
         Mistake("padding that reaches the operator", (NpuKV, "real"), None, lambda kv, slots: slots,
                 "torch_npu:kv_write", "decode", "lies in [0, "),
         Mistake("rotated parts in different orders", (mla, "even_first"), None, lambda x: x, "torch_npu:mla_absorbed",

@@ -6,7 +6,7 @@ import pytest
 
 from tests.vendors.npu import chip
 from tests.vendors.products import check_product
-from tests.vendors.profile import narrow
+from tests.vendors.profile import in_vendor_dtypes
 
 INT4, INT8, FP8 = "torch_npu:linear_w4a16", "torch_npu:linear_w8a16", "torch_npu:linear_fp8"
 SERVED = {
@@ -16,7 +16,7 @@ SERVED = {
 }
 
 
-@narrow
+@in_vendor_dtypes
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize(("kernel", "format"), SERVED[chip.ARCH])
 def test_products(kernel, format, bias):

@@ -1,7 +1,7 @@
-"""A model's decoder layers as one native call, and a step of few tokens as one: embedding, layers, last norm and head.
+"""A model's decoder layers as one native call; a step of few tokens, with embedding, last norm and head, as one call.
 
-Between calls the caches hold what the weights left there, which is nothing: every line of Python between the parts of a
-step is read from memory, and costs several times what it costs in a loop of its own.
+Streaming the weights evicts everything else from the CPU caches, so every line of Python between native calls is
+fetched from memory and takes several times as long as in a loop of its own.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def sample(
 
 def _draw_from_top_k(view: Any, row: torch.Tensor, at: int, count: int, request: tuple[Any, ...]) -> int:
     """The token of a row that keeps `count` tokens, by the op's body."""
-    logits, ids = basic.likeliest(row[None], count)
+    logits, ids = basic.stable_topk(row[None], count)
     return int(ids[0, basic.sample(view, logits, *(x[at : at + 1] for x in request))])
 
 

@@ -35,9 +35,13 @@ HOPPER = Tiles(prefill=Launch(128, 64, 8, 3), decode=Launch(16, 64, 4, 4), mla=L
 """For sm90 and sm100, where a program may have 227 KiB."""
 
 
+def _has(ctx: Context, name: str) -> bool:
+    return name in ctx.features and bool(ctx.features[name].present)
+
+
 def tiles(op: Any, ctx: Context) -> Tiles:
     """`Kernel.prepare` of the portable kernels: tile sizes for the GPU that the context describes."""
-    large = any(name in ctx.features and ctx.features[name].present for name in ("sm90a", "sm100a"))
+    large = _has(ctx, "sm90a") or _has(ctx, "sm100a")
     return replace(HOPPER if large else AMPERE, ahead=uses_dependent_launch(ctx))
 
 
@@ -47,11 +51,7 @@ DEPENDENT_LAUNCH_VARIABLE = "INFERPLANE_CUDA_AHEAD"
 
 def uses_dependent_launch(ctx: Context) -> bool:
     """Whether dependent launches are requested and the GPU supports them."""
-    return (
-        os.environ.get(DEPENDENT_LAUNCH_VARIABLE) == "1"
-        and "sm90" in ctx.features
-        and bool(ctx.features["sm90"].present)
-    )
+    return os.environ.get(DEPENDENT_LAUNCH_VARIABLE) == "1" and _has(ctx, "sm90")
 
 
 AMPERE_PRODUCTS = Products(
@@ -66,9 +66,8 @@ BLACKWELL_PRODUCTS = replace(HOPPER_PRODUCTS, many=Product(64, 128, 8, 3))
 def products(op: Any, ctx: Context) -> Products:
     """`Kernel.prepare` of the matrix products: tile sizes, and whether the GPU multiplies FP8 numbers."""
     large = {"sm90a": HOPPER_PRODUCTS, "sm100a": BLACKWELL_PRODUCTS}
-    found = [p for name, p in large.items() if name in ctx.features and ctx.features[name].present]
-    fp8 = "fp8" in ctx.features and bool(ctx.features["fp8"].present)
-    return replace(found[0] if found else AMPERE_PRODUCTS, fp8=fp8, ahead=uses_dependent_launch(ctx))
+    found = [p for name, p in large.items() if _has(ctx, name)]
+    return replace(found[0] if found else AMPERE_PRODUCTS, fp8=_has(ctx, "fp8"), ahead=uses_dependent_launch(ctx))
 
 
 FP8_ERROR = 0.06
@@ -76,6 +75,7 @@ FP8_ERROR = 0.06
 FP8_ACTIVATIONS: dict[str, Any] = {"extra_error": FP8_ERROR, "quantizes_activations_to": "fp8"}
 HOPPER_FOLDER = "inferplane_cuda.kernels.hopper"
 FEATURES = ("triton", "sm90a")
+UNMEASURED = "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest"
 
 
 def hopper_kernels() -> list[Kernel]:
@@ -83,8 +83,7 @@ def hopper_kernels() -> list[Kernel]:
 
     def kernel(op: str, where: str, layouts: tuple[str, ...], *needs: Any, **options: Any) -> Kernel:
         when = When((torch.bfloat16,), kv_layouts=layouts, features=FEATURES, needs=needs)
-        note = "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest"
-        return Kernel(op, "gluon", f"{HOPPER_FOLDER}.{where}", when, RANK_UNPROVED, note=note, **options)
+        return Kernel(op, "gluon", f"{HOPPER_FOLDER}.{where}", when, RANK_UNPROVED, note=UNMEASURED, **options)
 
     return [
         kernel("mla_absorbed", "mla_launch:mla_absorbed", PAGED_NAMES, V3_LATENTS, capture_safe=True),
@@ -95,17 +94,10 @@ def hopper_kernels() -> list[Kernel]:
             note="FP8 products; not run on a GPU yet",
         ),
         kernel("mla_expanded", "prefill_launch:mla_expanded", PAGED_NAMES, V3_LATENTS, V3_HEADS, needs_host_lens=True),
-        kernel(
-            "attention",
-            "prefill_launch:attention",
-            PAGED_NAMES[:1],
-            MANY_QUERIES,
-            HEADS_128,
-            NO_WINDOW,
-            batch_invariant=True,
-        ),
+        kernel("attention", "prefill_launch:attention", PAGED_NAMES[:1], MANY_QUERIES, HEADS_128, NO_WINDOW,
+               batch_invariant=True),
         *hopper_products(),
-    ]
+    ]  # fmt: skip
 
 
 def hopper_products() -> list[Kernel]:
@@ -122,25 +114,15 @@ def hopper_products() -> list[Kernel]:
         )
 
     return [
-        kernel(
-            "gluon",
-            "not run on a GPU yet: taken by a pin, or where it was measured to be the fastest",
-            FP8_ACTIVATIONS_128,
-        ),
+        kernel("gluon", UNMEASURED, FP8_ACTIVATIONS_128),
         kernel("gluon_fp8", "quantizes activations to FP8; not run on a GPU yet", PLAIN_ACTIVATIONS, **FP8_ACTIVATIONS),
         Kernel(
-            "moe_experts",
-            "gluon_fp8",
-            f"{HOPPER_FOLDER}.experts:moe_experts",
-            When((torch.bfloat16,), ("fp8_block",), features=FEATURES, needs=FP8_BLOCK_EXPERTS),
-            RANK_UNPROVED,
-            dict.fromkeys(("gate_up", "down"), PACKING),
-            products,
-            capture_safe=True,
-            note="quantizes activations to FP8; not run on a GPU yet",
-            **FP8_ACTIVATIONS,
+            "moe_experts", "gluon_fp8", f"{HOPPER_FOLDER}.experts:moe_experts",
+            When((torch.bfloat16,), ("fp8_block",), features=FEATURES, needs=FP8_BLOCK_EXPERTS), RANK_UNPROVED,
+            dict.fromkeys(("gate_up", "down"), PACKING), products, capture_safe=True,
+            note="quantizes activations to FP8; not run on a GPU yet", **FP8_ACTIVATIONS,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def kernels() -> list[Kernel]:

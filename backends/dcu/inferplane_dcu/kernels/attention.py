@@ -15,6 +15,7 @@ csrc/torch_bindings.cpp.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from inferplane_dcu.kvcache import HEADS, PAGED
 
 hcu = torch.ops.hcu_ops
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="flash_attn", rank=RANK_FUSED)
 VERSION = 2
 """Value of `fa_version`: the fork asserts it."""
 OPERATORS = (vendor.CACHE_OPERATORS,)
@@ -49,18 +51,14 @@ def _write(k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: Any) -> None:
 
 
 @KERNELS(
-    "kv_write",
-    "hcu_ops",
-    rank=RANK_FUSED,
-    when=with_(features=OPERATORS, kv_layouts=(HEADS, PAGED)),
-    capture_safe=True,
+    "kv_write", "hcu_ops", rank=RANK_FUSED, when=with_(features=OPERATORS, kv_layouts=(HEADS, PAGED)), capture_safe=True
 )
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """hcu_ops::reshape_and_cache for blocks of heads, reshape_and_cache_flash for plain ones; slot -1 is skipped."""
     _write(k, v, batch, kv)
 
 
-def _both_norms(op: Any) -> bool:
+def _has_both_norms(op: Any) -> bool:
     norms = (op.q_norm, op.k_norm)
     return all(n is not None and n.weight.dtype is None for n in norms) and op.q_norm.eps == op.k_norm.eps
 
@@ -73,7 +71,7 @@ def _both_norms(op: Any) -> bool:
         vendor.NORM_ROPE,
         features=OPERATORS,
         kv_layouts=(HEADS, PAGED),
-        needs=(("norms of queries and keys with one epsilon, weights in the plan's dtype", _both_norms),),
+        needs=(("norms of queries and keys with one epsilon, weights in the plan's dtype", _has_both_norms),),
     ),
     packs={"rope.table": TABLE},
     prepare=vendor.find_once(vendor.NORM_ROPE),
@@ -97,10 +95,8 @@ def _has_few_tokens_without_window(op: Any) -> bool:
     return op.queries == "few" and op.kv.window is None
 
 
-@KERNELS(
+@fused(
     "attention",
-    "flash_attn",
-    rank=RANK_FUSED,
     when=with_(
         vendor.FLASH_TOKENS,
         kv_layouts=(HEADS,),
@@ -123,10 +119,8 @@ def _has_many_tokens_or_window(op: Any) -> bool:
     return not _has_few_tokens_without_window(op)
 
 
-@KERNELS(
+@fused(
     "attention",
-    "flash_attn",
-    rank=RANK_FUSED,
     when=with_(
         vendor.FLASH_PROMPTS,
         features=(PAGED_PROMPTS,),
@@ -146,10 +140,8 @@ def attention_prompts(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torc
     return only(out)
 
 
-@KERNELS(
+@fused(
     "attention",
-    "flash_attn",
-    rank=RANK_FUSED,
     when=with_(vendor.FLASH_PAGED, kv_layouts=(PAGED,), needs=(FLASH_HEAD_SIZES,)),
     prepare=vendor.find_once(vendor.FLASH_PAGED),
     capture_safe=True,

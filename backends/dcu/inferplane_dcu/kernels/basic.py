@@ -6,6 +6,7 @@ tests), and rtp-llm's port for rotary_embedding_fuse.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from inferplane_dcu import vendor
 from inferplane_dcu.kernels.when import with_
 
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="lightop", rank=RANK_FUSED)
 LAYOUT = "NT"
 """Both factors of the product row by row: `[M, K]` and `[N, K]`."""
 
@@ -33,10 +35,8 @@ TABLE = Packing("lightop.rope_table", RopeTable)
 INT8_ROWS = Packing("lightop.int8_rows", Int8Rows)
 
 
-@KERNELS(
+@fused(
     "rms_norm",
-    "lightop",
-    rank=RANK_FUSED,
     when=with_(vendor.RMS_NORM, needs=(NORM_WEIGHT,)),
     prepare=vendor.find_once(vendor.RMS_NORM),
     capture_safe=True,
@@ -47,10 +47,8 @@ def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     return view.prepared(rows.view(-1, rows.shape[-1]), view.weight, view.eps, False).view(x.shape)
 
 
-@KERNELS(
+@fused(
     "add_rms_norm",
-    "lightop",
-    rank=RANK_FUSED,
     when=with_(vendor.ADD_RMS_NORM, vendor.RMS_NORM, needs=(ADD_NORM_WEIGHT,)),
     prepare=vendor.find_once(vendor.ADD_RMS_NORM, vendor.RMS_NORM),
     capture_safe=True,
@@ -63,14 +61,8 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return vllm_calls.add_rms_norm(add_norm, view.norm, x, residual)
 
 
-@KERNELS(
-    "rope",
-    "lightop",
-    rank=RANK_FUSED,
-    when=with_(vendor.ROPE),
-    packs={"table": TABLE},
-    prepare=vendor.find_once(vendor.ROPE),
-    capture_safe=True,
+@fused(
+    "rope", when=with_(vendor.ROPE), packs={"table": TABLE}, prepare=vendor.find_once(vendor.ROPE), capture_safe=True
 )
 def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """rotary_embedding_fuse, in place, of queries and keys at once: the last head goes as the key."""
@@ -78,29 +70,16 @@ def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return rotate_last_head_as_key(x, lambda rest, last: view.prepared(positions, rest, last, dim, table, neox))
 
 
-@KERNELS(
-    "silu_mul",
-    "lightop",
-    rank=RANK_FUSED,
-    when=with_(vendor.SILU_MUL),
-    prepare=vendor.find_once(vendor.SILU_MUL),
-    capture_safe=True,
-)
+@fused("silu_mul", when=with_(vendor.SILU_MUL), prepare=vendor.find_once(vendor.SILU_MUL), capture_safe=True)
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """silu_and_mul_opt: SiLU of the first half times the second."""
     return vllm_calls.silu_mul(view.prepared, x)
 
 
-@KERNELS(
+@fused(
     "linear",
-    "lightop",
-    rank=RANK_FUSED,
     when=with_(
-        vendor.QUANTIZE,
-        vendor.W8A8,
-        features=("int8-dot",),
-        formats=("int8_row",),
-        needs=(INT8_PER_TOKEN_LINEAR,),
+        vendor.QUANTIZE, vendor.W8A8, features=("int8-dot",), formats=("int8_row",), needs=(INT8_PER_TOKEN_LINEAR,)
     ),
     packs={"weight": INT8_ROWS},
     prepare=vendor.find_once(vendor.QUANTIZE, vendor.W8A8),
@@ -127,10 +106,8 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     return y if view.bias is None else y + view.bias
 
 
-@KERNELS(
+@fused(
     "quantize",
-    "lightop",
-    rank=RANK_FUSED,
     when=with_(vendor.QUANTIZE, needs=(INT8_PER_TOKEN_QUANTIZE,)),
     prepare=vendor.find_once(vendor.QUANTIZE),
     capture_safe=True,

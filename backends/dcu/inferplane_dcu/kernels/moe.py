@@ -27,7 +27,7 @@ def _gate(op: Any) -> bool:
     return op.score == "sigmoid" and op.renormalize and op.bias is not None and op.group_score == "top2"
 
 
-def _group_dims(op: Any) -> bool:
+def _has_group_dims(op: Any) -> bool:
     if op.bias is None:
         return False
     experts = op.bias.shape[0]
@@ -43,7 +43,7 @@ def _group_dims(op: Any) -> bool:
         features=(vendor.GATE.feature,),
         needs=(
             ("sigmoid scores with a bias, renormalized, groups judged by two experts", _gate),
-            (f"a power of two of experts, at most {LARGEST_GROUP} a group", _group_dims),
+            (f"a power of two of experts, at most {LARGEST_GROUP} a group", _has_group_dims),
         ),
     ),
     packs={"bias": FLOAT32},
@@ -114,7 +114,7 @@ def _prepare_experts(op: Any, ctx: Context) -> Experts:
     return Experts()
 
 
-def _tiles(op: Any) -> bool:
+def _has_tiled_sizes(op: Any) -> bool:
     _, both, width = op.gate_up.shape
     return both % TILE[1] == 0 and width % TILE[1] == 0
 
@@ -126,7 +126,7 @@ def _tiles(op: Any) -> bool:
     when=When(
         (torch.bfloat16,),
         features=tuple(f.feature for f in vendor.EXPERTS),
-        needs=(ALL_EXPERTS_LOCAL, ("widths in 32s, and in 16s inside", _tiles)),
+        needs=(ALL_EXPERTS_LOCAL, ("widths in 32s, and in 16s inside", _has_tiled_sizes)),
     ),
     packs={"gate_up": MARLIN, "down": MARLIN},
     prepare=_prepare_experts,

@@ -5,6 +5,7 @@ Source: EnflameTechnology/vllm-gcu at 7b5aaca9, vllm_gcu/kernels/fused_moe.py an
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from inferplane_gcu.kernels.when import OPERATORS
 
 vllm, moe = torch.ops._C, torch.ops._moe_C
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="vllm_gcu", rank=RANK_FUSED)
 BLOCK_PAIRS = 64
 """Pairs a block; vllm-gcu takes no other on this chip."""
 MANY_EXPERTS = 224
@@ -26,13 +28,7 @@ def _has_supported_groups(op: Any) -> bool:
     return op.groups > 1 and op.group_score == ("max" if op.bias is None else "top2")
 
 
-@KERNELS(
-    "moe_route",
-    "vllm_gcu",
-    rank=RANK_FUSED,
-    when=When(FLOATS, features=OPERATORS, needs=(PLAIN_SOFTMAX_ROUTING,)),
-    capture_safe=True,
-)
+@fused("moe_route", when=When(FLOATS, features=OPERATORS, needs=(PLAIN_SOFTMAX_ROUTING,)), capture_safe=True)
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_moe_C::topk_softmax, which does not renormalize; ids are int32."""
     weights, ids = allocate_routing(logits, view.top_k)
@@ -40,10 +36,8 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return (weights / weights.sum(-1, keepdim=True) if view.renormalize else weights) * view.factor, ids
 
 
-@KERNELS(
+@fused(
     "moe_route",
-    "vllm_gcu",
-    rank=RANK_FUSED,
     when=When(
         FLOATS,
         features=OPERATORS,
@@ -68,13 +62,7 @@ def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, to
     return weights * view.factor, ids
 
 
-@KERNELS(
-    "moe_experts",
-    "vllm_gcu",
-    rank=RANK_FUSED,
-    when=When(HALF, features=OPERATORS, needs=(ALL_EXPERTS_LOCAL,)),
-    capture_safe=True,
-)
+@fused("moe_experts", when=When(HALF, features=OPERATORS, needs=(ALL_EXPERTS_LOCAL,)), capture_safe=True)
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls; how many blocks an expert has is known to the device alone."""
     experts, columns, _ = view.gate_up.shape

@@ -10,6 +10,7 @@ Source: pages in Ascend/op-plugin at 517f2e7d; vllm-ascend at 182b75ea, attentio
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from inferplane_npu.kvcache import BLOCK_TOKENS, ND_128, NZ_128, NpuKV
 
 npu, atb = torch.ops.npu, torch.ops.atb
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="torch_npu", rank=RANK_FUSED)
 
 MASK_TOKENS = 2048
 """Side of the one mask that the causal and band modes take, whatever the lengths."""
@@ -49,7 +51,7 @@ def key_lens(batch: Batch) -> list[int]:
     return [max(1, n) for n in batch.lens().seq_lens]
 
 
-def _few_heads(op: Any) -> bool:
+def _has_few_heads(op: Any) -> bool:
     return op.heads <= 256 and op.heads // op.kv.heads <= 64
 
 
@@ -57,20 +59,14 @@ def _has_ragged_dims(op: Any) -> bool:
     return (op.kv.dim, op.kv.v_dim) in ((128, 128), (192, 128), (192, 192))
 
 
-def _equal_dims(op: Any) -> bool:
+def _has_equal_dims(op: Any) -> bool:
     return op.kv.dim == op.kv.v_dim and op.kv.dim % 16 == 0 and op.kv.dim <= 512
 
 
-HEADS = ("at most 256 heads, 64 to a KV head", _few_heads)
+HEADS = ("at most 256 heads, 64 to a KV head", _has_few_heads)
 
 
-@KERNELS(
-    "kv_write",
-    "torch_npu",
-    rank=RANK_FUSED,
-    when=OnNpu(HALF, kv_layouts=(ND_128,), features=("fused-infer",)),
-    capture_safe=True,
-)
+@fused("kv_write", when=OnNpu(HALF, kv_layouts=(ND_128,), features=("fused-infer",)), capture_safe=True)
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
     """npu_scatter_pa_kv_cache in its ND mode, which is not the default."""
     npu.npu_scatter_pa_kv_cache(
@@ -90,10 +86,8 @@ def kv_write_nz(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: N
     atb._npu_reshape_and_cache(k.contiguous(), v.contiguous(), kv.first, kv.second, kv.real(batch.slots).int())
 
 
-@KERNELS(
+@fused(
     "attention",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(
         HALF,
         kv_layouts=(ND_128,),
@@ -136,7 +130,7 @@ def attention_ragged(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> tor
         HALF,
         kv_layouts=(ND_128,),
         features=("fused-infer",),
-        needs=(HEADS, ("K and V of one width, a multiple of 16 up to 512", _equal_dims)),
+        needs=(HEADS, ("K and V of one width, a multiple of 16 up to 512", _has_equal_dims)),
     ),
     needs_host_lens=True,
 )
@@ -145,22 +139,22 @@ def attention_by_sequence(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -
     longer queries sequence by sequence.
     """
     if batch.max_query_tokens == 1:
-        return _single(view, q, batch.seq_lens, key_lens(batch), batch.block_tables, kv)
+        return _attend_single(view, q, batch.seq_lens, key_lens(batch), batch.block_tables, kv)
     out = torch.empty_like(q)
     for a, b, n, table in batch.rows():
         if b - a == 1:
             lens = torch.full((1,), n, dtype=torch.int32, device=q.device)
-            out[a:b] = _single(view, q[a:b], lens, [n], table[None], kv)
+            out[a:b] = _attend_single(view, q[a:b], lens, [n], table[None], kv)
         else:
-            out[a:b] = _several(view, q[a:b], n, table, kv)
+            out[a:b] = _attend_several(view, q[a:b], n, table, kv)
     return out
 
 
-def _several(view: Any, q: torch.Tensor, n: int, table: torch.Tensor, kv: NpuKV) -> torch.Tensor:
-    """The last S of a sequence's n tokens ask, `[S, H, D]`. A window of w tokens is the token and w - 1 before it."""
+def _attend_several(view: Any, q: torch.Tensor, seq_len: int, table: torch.Tensor, kv: NpuKV) -> torch.Tensor:
+    """Attend with the last S of a sequence's tokens, `[S, H, D]`. A window of w is the token and w - 1 before it."""
     window = view.kv.window
     band = {} if window is None else {"pre_tokens": window - 1, "next_tokens": 0}
-    skipped = view.kv.blocks_before_window(q.shape[0], n, BLOCK_TOKENS)
+    skipped = view.kv.blocks_before_window(q.shape[0], seq_len, BLOCK_TOKENS)
     k, v = kv.flat()
     return npu.npu_fused_infer_attention_score(
         q[None],
@@ -168,7 +162,7 @@ def _several(view: Any, q: torch.Tensor, n: int, table: torch.Tensor, kv: NpuKV)
         v,
         atten_mask=causal_mask(q.device),
         actual_seq_lengths=[q.shape[0]],
-        actual_seq_lengths_kv=[n - skipped * BLOCK_TOKENS],
+        actual_seq_lengths_kv=[seq_len - skipped * BLOCK_TOKENS],
         block_table=table[None, skipped:].contiguous(),
         num_heads=view.heads,
         num_key_value_heads=view.kv.heads,
@@ -180,7 +174,7 @@ def _several(view: Any, q: torch.Tensor, n: int, table: torch.Tensor, kv: NpuKV)
     )[0][0]
 
 
-def _single(
+def _attend_single(
     view: Any, q: torch.Tensor, lens: torch.Tensor, host_lens: list[int], tables: torch.Tensor, kv: NpuKV
 ) -> torch.Tensor:
     """One query token per sequence, `[B, H, D]`. `sparse_mode` means nothing then: a window needs a whole mask."""
@@ -219,7 +213,7 @@ def _single(
         kv_layouts=(NZ_128,),
         features=("nz-cache", "atb"),
         needs=(
-            ("K and V of one width, a multiple of 16 up to 128", lambda op: _equal_dims(op) and op.kv.dim <= 128),
+            ("K and V of one width, a multiple of 16 up to 128", lambda op: _has_equal_dims(op) and op.kv.dim <= 128),
             ("no window", lambda op: op.kv.window is None),
         ),
     ),

@@ -6,6 +6,7 @@ in torch-npu 2.13.0.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from inferplane_npu.kvcache import FRACTAL_NZ
 
 npu = torch.ops.npu
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="torch_npu", rank=RANK_FUSED)
 
 
 def _rope_table(table: torch.Tensor, spread: Any) -> torch.Tensor:
@@ -46,25 +48,13 @@ HALVES = ("halves as pairs", lambda op: not op.interleaved)
 NARROW = ("heads of fewer than 896 entries", lambda op: _entries(op) < 896)
 
 
-@KERNELS(
-    "rms_norm",
-    "torch_npu",
-    rank=RANK_FUSED,
-    when=OnNpu(FLOATS, needs=(NORM_WEIGHT,)),
-    capture_safe=True,
-)
+@fused("rms_norm", when=OnNpu(FLOATS, needs=(NORM_WEIGHT,)), capture_safe=True)
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """npu_rms_norm; its second result is for training."""
     return npu.npu_rms_norm(x, view.weight, view.eps)[0]
 
 
-@KERNELS(
-    "add_rms_norm",
-    "torch_npu",
-    rank=RANK_FUSED,
-    when=OnNpu(FLOATS, needs=(ADD_NORM_WEIGHT,)),
-    capture_safe=True,
-)
+@fused("add_rms_norm", when=OnNpu(FLOATS, needs=(ADD_NORM_WEIGHT,)), capture_safe=True)
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_add_rms_norm, whose third result is the sum; the first layer has nothing to add."""
     norm = view.norm
@@ -74,10 +64,8 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return y, s
 
 
-@KERNELS(
+@fused(
     "rope",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(FLOATS, features=("rotary-ragged",), needs=(HALVES, NARROW)),
     packs={"table": ROPE_HALF},
     capture_safe=True,
@@ -102,10 +90,8 @@ def rope_128(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
     return npu.npu_rotary_mul(x.contiguous()[None], cos[None, :, None], sin[None, :, None])[0]
 
 
-@KERNELS(
+@fused(
     "rope",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(FLOATS, features=("rotary-ragged",), needs=(("neighbours as pairs", lambda op: op.interleaved), NARROW)),
     packs={"table": ROPE_INTERLEAVED},
     capture_safe=True,
@@ -116,7 +102,7 @@ def rope_interleaved(view: Any, x: torch.Tensor, positions: torch.Tensor) -> tor
     return npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None], "interleave")
 
 
-@KERNELS("silu_mul", "torch_npu", rank=RANK_FUSED, when=OnNpu(FLOATS, features=("fused-infer",)), capture_safe=True)
+@fused("silu_mul", when=OnNpu(FLOATS, features=("fused-infer",)), capture_safe=True)
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """npu_swiglu: SiLU of the first half times the second."""
     return npu.npu_swiglu(x.contiguous())

@@ -9,6 +9,7 @@ npu_multi_head_latent_attention; vllm-ascend at 182b75ea, mla_v1.py.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,19 +23,11 @@ from inferplane_npu.graphs import attend
 from inferplane_npu.kernels.attention import RIGHT_DOWN_CAUSAL, causal_mask, key_lens
 from inferplane_npu.kernels.basic import ROPE_HALF, cos_sin
 from inferplane_npu.kernels.when import RANK_ALTERNATIVE, OnNpu
-from inferplane_npu.kvcache import (
-    BLOCK_TOKENS,
-    LATENT,
-    LATENT_ND_128,
-    LATENT_NZ_128,
-    NZ,
-    ROTARY,
-    NpuKV,
-    even_first,
-)
+from inferplane_npu.kvcache import BLOCK_TOKENS, LATENT, LATENT_ND_128, LATENT_NZ_128, NZ, ROTARY, NpuKV, even_first
 
 npu, atb = torch.ops.npu, torch.ops.atb
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="torch_npu", rank=RANK_FUSED)
 BOTH = (LATENT_ND_128, LATENT_NZ_128)
 
 
@@ -56,7 +49,7 @@ def _has_expanded_dims(op: Any) -> bool:
     return _has_supported_latents(op) and op.dims.nope == 128 and op.dims.value == 128 and op.dims.heads <= 256
 
 
-def _plain_block(op: Any) -> bool:
+def _has_plain_block(op: Any) -> bool:
     products = [product for product in (op.q_a, op.q_b, op.kv_a, op.o) if product is not None]
     return all(map(is_plain_linear, products)) and PLAIN_KV_B[1](op.expanded)
 
@@ -65,13 +58,7 @@ ABSORBED = ("latents of 512 + 64, a power of two of heads up to 128, head sizes 
 EXPANDED = ("latents of 512 + 64 and heads of 128 + 64 with values of 128", _has_expanded_dims)
 
 
-@KERNELS(
-    "mla_kv_write",
-    "torch_npu",
-    rank=RANK_FUSED,
-    when=OnNpu(HALF, kv_layouts=BOTH, features=("fused-infer",)),
-    capture_safe=True,
-)
+@fused("mla_kv_write", when=OnNpu(HALF, kv_layouts=BOTH, features=("fused-infer",)), capture_safe=True)
 def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
     """npu_scatter_pa_kv_cache: the latent goes where a key would, the rotated key where a value would."""
     npu.npu_scatter_pa_kv_cache(
@@ -84,10 +71,8 @@ def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: B
     )
 
 
-@KERNELS(
+@fused(
     "mla_absorbed",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(HALF, kv_layouts=BOTH, features=("fused-infer",), needs=(ABSORBED,)),
     capture_safe=True,
     needs_host_lens=True,
@@ -165,16 +150,9 @@ def mla_absorbed_atb(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
     return _unfold(view, mid.transpose(0, 1).contiguous())
 
 
-@KERNELS(
+@fused(
     "mla_expanded",
-    "torch_npu",
-    rank=RANK_FUSED,
-    when=OnNpu(
-        HALF,
-        kv_layouts=(LATENT_ND_128,),
-        features=("fused-infer",),
-        needs=(EXPANDED, PLAIN_KV_B),
-    ),
+    when=OnNpu(HALF, kv_layouts=(LATENT_ND_128,), features=("fused-infer",), needs=(EXPANDED, PLAIN_KV_B)),
     needs_host_lens=True,
 )
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
@@ -207,10 +185,8 @@ def _attend_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
     )[0]
 
 
-@KERNELS(
+@fused(
     "mla_block",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(
         HALF,
         kv_layouts=(LATENT_ND_128,),
@@ -218,7 +194,7 @@ def _attend_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
         needs=(
             ("one rank", lambda op: op.reduce is None),
             ("neighbours as pairs", lambda op: op.rope.interleaved),
-            ("plain products", _plain_block),
+            ("plain products", _has_plain_block),
             ("a norm in the plan's dtype", lambda op: op.enter.kv_a_norm.weight.dtype is None),
             (ABSORBED[0], lambda op: _has_absorbed_dims(op.absorbed)),
             (EXPANDED[0], lambda op: _has_expanded_dims(op.expanded)),

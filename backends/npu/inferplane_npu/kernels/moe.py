@@ -7,6 +7,7 @@ Ascend/op-plugin at 517f2e7d; npu_moe_token_unpermute as in its test there; the 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from inferplane_npu.kernels.when import OnNpu
 
 npu = torch.ops.npu
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="torch_npu", rank=RANK_FUSED)
 
 SOFTMAX, SIGMOID = 0, 1
 """Values of `norm_type`."""
@@ -36,7 +38,7 @@ def _experts(op: Any) -> int | None:
     return None if op.bias is None else op.bias.shape[0]
 
 
-def _groups_fit(op: Any) -> bool:
+def _has_supported_groups(op: Any) -> bool:
     """At least three experts a group; judged by the bias, and without one by how many experts of a group are chosen."""
     experts = _experts(op)
     if experts is None:
@@ -49,17 +51,15 @@ def _has_renormalized_sigmoid(op: Any) -> bool:
     return op.score == "softmax" or op.renormalize
 
 
-@KERNELS(
+@fused(
     "moe_route",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(
         FLOATS,
         features=("fused-infer",),
         needs=(
             ("a bias, groups, or sigmoid scores", lambda op: not PLAIN_SOFTMAX_ROUTING[1](op)),
             ("sigmoid scores to be renormalized", _has_renormalized_sigmoid),
-            ("more than two experts a group", _groups_fit),
+            ("more than two experts a group", _has_supported_groups),
         ),
     ),
     packs={"bias": FLOAT32},
@@ -81,17 +81,12 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return (_renormalize(weights, view.factor) if again else weights), ids
 
 
-@KERNELS(
+@fused(
     "moe_route",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(
         FLOATS,
         features=("fused-infer",),
-        needs=(
-            PLAIN_SOFTMAX_ROUTING,
-            ("at most 1024 chosen", lambda op: op.top_k <= 1024),
-        ),
+        needs=(PLAIN_SOFTMAX_ROUTING, ("at most 1024 chosen", lambda op: op.top_k <= 1024)),
     ),
     capture_safe=True,
 )
@@ -105,18 +100,16 @@ def _renormalize(weights: torch.Tensor, factor: float) -> torch.Tensor:
     return weights / weights.sum(-1, keepdim=True) * factor
 
 
-def _inner_dims(op: Any) -> bool:
+def _has_supported_inner_dims(op: Any) -> bool:
     experts, columns, width = op.gate_up.shape
     return 1 < experts <= 1024 and max(columns, width) < 65536
 
 
-SIZES = ("2 to 1024 experts with fewer than 65536 rows and columns", _inner_dims)
+SIZES = ("2 to 1024 experts with fewer than 65536 rows and columns", _has_supported_inner_dims)
 
 
-@KERNELS(
+@fused(
     "moe_experts",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(FLOATS, features=("fused-infer",), needs=(SIZES, ALL_EXPERTS_LOCAL)),
     packs={"gate_up": COLUMNS, "down": COLUMNS},
     capture_safe=True,
@@ -144,13 +137,7 @@ def _sort_pairs(experts: int, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch
 
 def _multiply_groups(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **quantized: Any) -> torch.Tensor:
     return npu.npu_grouped_matmul(
-        [rows],
-        [weight],
-        group_list=counts,
-        split_item=ONE_RESULT,
-        group_type=ROWS,
-        group_list_type=COUNTS,
-        **quantized,
+        [rows], [weight], group_list=counts, split_item=ONE_RESULT, group_type=ROWS, group_list_type=COUNTS, **quantized
     )[0]
 
 
@@ -165,10 +152,8 @@ def _run_quantized_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, id
     return npu.npu_moe_token_unpermute(product(h, view.down), places, weights.to(x.dtype))
 
 
-@KERNELS(
+@fused(
     "moe_experts",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(HALF, formats=("int8_row",), features=("fused-infer",), needs=(SIZES, ALL_EXPERTS_LOCAL)),
     packs={"gate_up": INT8_EXPERTS, "down": INT8_EXPERTS},
     capture_safe=True,
@@ -178,23 +163,26 @@ def moe_experts_int8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: tor
     return _run_quantized_experts(view, x, weights, ids)
 
 
-def _int4_dims(op: Any) -> bool:
+def _has_int4_dims(op: Any) -> bool:
     return all(w.shape[1] % 8 == 0 for w in (op.gate_up, op.down))
 
 
-def _whole_groups(op: Any) -> bool:
+def _has_whole_groups(op: Any) -> bool:
     return all(w.shape[2] % INT4_GROUPS.get(w.format, 1) == 0 for w in (op.gate_up, op.down))
 
 
-@KERNELS(
+@fused(
     "moe_experts",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(
         HALF,
         formats=INT4_FORMATS,
         features=("fused-infer",),
-        needs=(SIZES, ALL_EXPERTS_LOCAL, ("rows in eights", _int4_dims), ("whole groups of columns", _whole_groups)),
+        needs=(
+            SIZES,
+            ALL_EXPERTS_LOCAL,
+            ("rows in eights", _has_int4_dims),
+            ("whole groups of columns", _has_whole_groups),
+        ),
     ),
     packs={"gate_up": INT4_EXPERTS, "down": INT4_EXPERTS},
     capture_safe=True,

@@ -9,6 +9,7 @@ quantization/methods/w4a16.py, w8a8_dynamic.py and w8a8fp8_dynamic.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from inferplane_npu.kvcache import FRACTAL_NZ
 
 npu = torch.ops.npu
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="torch_npu", rank=RANK_FUSED)
 INT4_FORMATS = (*INT4_GROUPS, "int4_row")
 LARGEST = 65535
 """Of a dimension of a quantized product."""
@@ -97,11 +99,11 @@ FP8 = Packing("torch_npu.fp8", lambda q: _pack(q, q.data.transpose(-1, -2).conti
 INT8_EXPERTS, INT4_EXPERTS = INT8, INT4
 
 
-def _fits(op: Any) -> bool:
+def _has_supported_size(op: Any) -> bool:
     return max(op.weight.shape) <= LARGEST
 
 
-FITS = ("at most 65535 rows and columns", _fits)
+FITS = ("at most 65535 rows and columns", _has_supported_size)
 NEEDS = (PLAIN_ACTIVATIONS, FITS)
 
 
@@ -114,23 +116,14 @@ def _multiply(view: Any, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-@KERNELS(
-    "linear",
-    "torch_npu",
-    rank=RANK_FUSED,
-    when=OnNpu(HALF, formats=("int8_row",), needs=NEEDS),
-    packs={"weight": INT8},
-    capture_safe=True,
-)
+@fused("linear", when=OnNpu(HALF, formats=("int8_row",), needs=NEEDS), packs={"weight": INT8}, capture_safe=True)
 def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights in int8, expanded within the product."""
     return _multiply(view, x)
 
 
-@KERNELS(
+@fused(
     "linear",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(
         HALF,
         formats=INT4_FORMATS,
@@ -145,16 +138,9 @@ def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     return _multiply(view, x)
 
 
-@KERNELS(
+@fused(
     "linear",
-    "torch_npu",
-    rank=RANK_FUSED,
-    when=OnNpu(
-        HALF,
-        formats=("int8_row",),
-        features=("fused-infer", "int8-dot"),
-        needs=(INT8_PER_TOKEN_LINEAR, FITS),
-    ),
+    when=OnNpu(HALF, formats=("int8_row",), features=("fused-infer", "int8-dot"), needs=(INT8_PER_TOKEN_LINEAR, FITS)),
     packs={"weight": INT8_NZ},
     capture_safe=True,
 )
@@ -167,19 +153,17 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _fp8_tokens(op: Any) -> bool:
+def _has_fp8_tokens(op: Any) -> bool:
     return op.act is not None and op.act.format == "fp8" and op.act.group == 0 and op.out_dtype is None
 
 
-@KERNELS(
+@fused(
     "linear",
-    "torch_npu",
-    rank=RANK_FUSED,
     when=OnNpu(
         HALF,
         formats=("fp8_row",),
         features=("fused-infer", "fp8"),
-        needs=(("activations in FP8, a scale a token", _fp8_tokens), FITS),
+        needs=(("activations in FP8, a scale a token", _has_fp8_tokens), FITS),
     ),
     packs={"weight": FP8},
     capture_safe=True,
@@ -194,13 +178,7 @@ def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     return y if view.bias is None else y + view.bias
 
 
-@KERNELS(
-    "quantize",
-    "torch_npu",
-    rank=RANK_FUSED,
-    when=OnNpu(HALF, features=("fused-infer",), needs=(INT8_PER_TOKEN_QUANTIZE,)),
-    capture_safe=True,
-)
+@fused("quantize", when=OnNpu(HALF, features=("fused-infer",), needs=(INT8_PER_TOKEN_QUANTIZE,)), capture_safe=True)
 def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_dynamic_quant; a token of zeros has scale 0 there, and 1 here."""
     data, scale = npu.npu_dynamic_quant(x)

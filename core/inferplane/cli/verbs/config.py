@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--set", action="store_true", help="omit settings that have their default")
     add_json(parser)
     add_settings(parser)
-    add_examples(parser, "show", "show --config serving.yaml --max-batch 64 --set")
+    add_examples(parser, "show", "show --config serving.yaml --max-num-seqs 64 --set")
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:

@@ -11,7 +11,7 @@ import argparse
 import contextlib
 from typing import TYPE_CHECKING
 
-from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, binding_options
+from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, add_option, binding_options
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
 from inferplane.units import size_of
@@ -31,9 +31,11 @@ def add_arguments(parser: Parser) -> None:
     group = add_binding(parser)
     group.add_argument("--arch", metavar="A", help="the architecture to assume; else the first that the backend knows")
     parser.add_argument("--memory", metavar="SIZE", help="of the device, such as 80GiB; left out: what is free here")
-    parser.add_argument("--max-batch", metavar="N", type=int, default=32, help="sequences in a step (32)")
-    parser.add_argument("--max-step-tokens", metavar="N", type=int, default=2048, help="tokens in a step (2048)")
-    add_examples(parser, "path/to/config.json --device {X} --memory 80GiB", "--device {X} --kv-dtype fp8 --memory 24G")
+    add_option(parser, "max_num_seqs")
+    add_option(parser, "max_num_batched_tokens")
+    add_examples(
+        parser, "path/to/config.json --device {X} --memory 80GiB", "--device {X} --kv-cache-dtype fp8 --memory 24G"
+    )
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
@@ -45,14 +47,14 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     from inferplane.plugins import host
     from inferplane.quant import explain_no_savings
 
-    options = binding_options(args, arch=args.arch, max_num_seqs=as_integer("max_batch", args.max_batch, 1))
+    options = binding_options(args, arch=args.arch, max_num_seqs=as_integer("max_num_seqs", args.max_num_seqs, 1))
     memory = _memory(args.memory) if args.memory is not None else None
     files = model_files(args.model)
     check_arch(host(), args.device, args.arch)
     runner = Runner.plan_only(files, host(), args.device, options)
     if memory is None:
         memory = _free(host(), runner.backend.name)
-    found = estimate(runner, memory, as_integer("max_step_tokens", args.max_step_tokens, 1))
+    found = estimate(runner, memory, as_integer("max_num_batched_tokens", args.max_num_batched_tokens, 1))
     for what in explain_no_savings(runner.plan, options.quantization):
         screen.warning(what)
     if args.json:

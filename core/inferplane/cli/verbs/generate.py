@@ -44,7 +44,7 @@ def add_arguments(parser: Parser) -> None:
         "-p 'def main():' --max-tokens 64",
         "path/to/model --device {X} --temperature 0.7 < prompt.txt",
         "-p 'import ' --json",
-        "-p 'import ' --speculate mtp --drafts 2",
+        "-p 'import ' --speculative-method mtp",
     )
 
 

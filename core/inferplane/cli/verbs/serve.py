@@ -1,6 +1,7 @@
 """Serve a model over HTTP: OpenAI's routes, the native dialect on the same ones, health and metrics.
 
-Every option can also be given as a variable (INFERPLANE_MAX_BATCH for --max-batch) or in a YAML file (max_batch: 32);
+Every option can also be given as a variable (INFERPLANE_MAX_NUM_SEQS for --max-num-seqs) or in a YAML file
+(max_num_seqs: 32);
 `inferplane config show` shows the settings and where each comes from. Ctrl-C or SIGTERM ends the server once the
 running requests are done; a second one ends it at once.
 """
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from inferplane.cli.arguments import Parser, add_examples, check_device, pins
+from inferplane.cli.arguments import Parser, add_examples, add_flags, check_device, pins
 from inferplane.cli.screen import Screen
+from inferplane.engine.clients.options import flags
 
 if TYPE_CHECKING:
     from inferplane.serving.configure import ResolvedSettings
@@ -22,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
     """Options of `serve`: one per setting."""
     parser.usage = f"{parser.prog} [MODEL] [options]"
     add_settings(parser)
-    add_examples(parser, "", "path/to/model --device {X} --port 8000", "--config serving.yaml --max-batch 64")
+    add_examples(parser, "", "path/to/model --device {X} --port 8000", "--config serving.yaml --max-num-seqs 64")
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
@@ -49,16 +51,14 @@ def add_settings(parser: Parser) -> None:
             continue
         section = f.metadata["section"]
         group = groups.setdefault(section, parser.add_argument_group(section))
-        flag = f"--{name.replace('_', '-')}"
+        kind: dict[str, Any] = {"metavar": metavar, "help": words}
         if f.type == "bool":
-            action = argparse.BooleanOptionalAction if f.default else "store_true"
-            group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=words)
+            kind = {"action": argparse.BooleanOptionalAction if f.default else "store_true", "help": words}
         elif f.type == "tuple[str, ...]":
-            group.add_argument(flag, metavar=metavar, action="append", default=argparse.SUPPRESS, help=words)
-        else:
-            shown = "" if f.default in (None, "auto") else f" ({f.default})"
-            flags = [f.metadata["short"], flag] if "short" in f.metadata else [flag]
-            group.add_argument(*flags, dest=name, metavar=metavar, default=argparse.SUPPRESS, help=words + shown)
+            kind["action"] = "append"
+        elif f.default not in (None, "auto"):
+            kind["help"] = f"{words} ({f.default})"
+        add_flags(group, flags(name), dest=name, default=argparse.SUPPRESS, **kind)
 
 
 def resolve(args: argparse.Namespace) -> ResolvedSettings:
@@ -66,7 +66,7 @@ def resolve(args: argparse.Namespace) -> ResolvedSettings:
     from inferplane.serving.configure import resolve as resolve_settings
     from inferplane.serving.settings import FIELDS
 
-    flags = {name: value for name, value in vars(args).items() if name in FIELDS}
-    resolved = resolve_settings(flags, os.environ, args.config)
+    given = {name: value for name, value in vars(args).items() if name in FIELDS}
+    resolved = resolve_settings(given, os.environ, args.config)
     check_device(resolved.settings.device, indexed=True, name=f"device ({resolved.origins['device']})")
     return resolved

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from inferplane.engine.clients.client import EngineClient, Health, ModelInfo, Question, RequestId, Submission
 from inferplane.engine.request import arguments
-from inferplane.engine.request.arguments import Prompt
 from inferplane.engine.request.embedding import check_dimensions, embedding_params, finish_embedding
 from inferplane.engine.request.params import SamplingParams, known_keywords
 from inferplane.engine.request.results import Delta, Timings
@@ -98,9 +97,7 @@ class _OpenStream:
         self._client, self._submission, self._box, self.ended = client, submission, box, False
 
     async def submit(self) -> Delta | None:
-        """Wait until the request is queued; returns its last piece if it times out before: compiling constraints takes
-        time.
-        """
+        """Wait until the request is queued, which compiling delays; returns the last piece of one that times out."""
         arrived, limit = time.monotonic(), self._submission.params.timeout_s
         answer = asyncio.wrap_future(self._client.submit(self._submission, self._box))
         if self._submission.params.constraint is None or limit is None:
@@ -166,10 +163,7 @@ class AsyncLLM:
 
     @classmethod
     def connect(cls, address: str) -> AsyncLLM:
-        """Use the engine of another process, which an `AsyncLLM(process=True)` has started.
-
-        Args:
-            address: that one's `address`.
+        """Use the engine of another process: `address` is that of the `AsyncLLM(process=True)` which started it.
 
         Raises:
             EngineError: nothing answers there.
@@ -222,10 +216,7 @@ class AsyncLLM:
 
     @property
     def address(self) -> str:
-        """The address at which other processes of the same user reach the engine (`AsyncLLM.connect`).
-
-        It is "" if the engine runs in a thread of this process.
-        """
+        """Where other processes of the same user reach the engine (`AsyncLLM.connect`); "" if it runs in a thread."""
         return str(getattr(self._client, "address", ""))
 
     # -- requests
@@ -233,7 +224,7 @@ class AsyncLLM:
     @known_keywords
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: arguments.Prompt,
         params: SamplingParams | None = None,
         request_id: RequestId | None = None,
         *,
@@ -273,7 +264,7 @@ class AsyncLLM:
     @known_keywords
     async def embed(
         self,
-        prompt: Prompt,
+        prompt: arguments.Prompt,
         request_id: RequestId | None = None,
         *,
         pooling: str = "last",
@@ -288,16 +279,15 @@ class AsyncLLM:
             As `generate`. UsageError: no such pooling, or fewer dimensions. GenerationError: it failed while it ran.
         """
         check_dimensions(dimensions, self.info.width)
-        more: dict[str, Any] = {"priority": priority, "tenant": tenant}
-        vector, error = None, ""
-        async for piece in self.generate(prompt, embedding_params(pooling), request_id, **more):
+        vector, error, params = None, "", embedding_params(pooling)
+        async for piece in self.generate(prompt, params, request_id, priority=priority, tenant=tenant):
             vector, error = piece.embedding, piece.error
         return finish_embedding(vector, dimensions, normalize=normalize, error=error)
 
     async def feed(
         self,
         on_piece: OnPiece,
-        prompt: Prompt,
+        prompt: arguments.Prompt,
         params: SamplingParams | None = None,
         request_id: RequestId | None = None,
         *,
@@ -342,13 +332,7 @@ class AsyncLLM:
                 done.cancel()
 
     async def _submission(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        index: int,
-        priority: int,
-        tenant: str,
-        exclusive_id: str = "",
+        self, prompt: Any, params: SamplingParams | None, index: int, priority: int, tenant: str, exclusive_id: str = ""
     ) -> Submission:
         params = arguments.as_sampling_params(params)
         for name, value in (("tenant", tenant), ("exclusive_id", exclusive_id)):
@@ -357,9 +341,8 @@ class AsyncLLM:
         index = arguments.as_integer("index", index, 0)
         priority = arguments.as_integer("priority", priority, arguments.MIN_PRIORITY)
         if params.n > 1:
-            raise UsageError(
-                f"generate with n = {params.n}.", remedy="start n streams with n = 1 and index = 0 to n - 1"
-            )
+            remedy = "start n streams with n = 1 and index = 0 to n - 1"
+            raise UsageError(f"generate with n = {params.n}.", remedy=remedy)
         ids = await self._encode(prompt)
         arguments.check_ids(ids, self.info.vocab)
         # The engine's id is another than the caller's, who may use an id again while an abandoned request still ends.
@@ -370,7 +353,7 @@ class AsyncLLM:
         """End a request; its stream gets a last piece with "abort". Unknown and ended ids are ignored."""
         self._streams.abort(request_id)
 
-    async def _encode(self, prompt: Prompt) -> list[int]:
+    async def _encode(self, prompt: arguments.Prompt) -> list[int]:
         prompt = arguments.as_prompt(prompt)
         if not isinstance(prompt, str):
             return [i.item() if hasattr(i, "item") else i for i in prompt]
@@ -394,10 +377,9 @@ class AsyncLLM:
             return Health(**await asyncio.wait_for(self._inspect("health"), timeout_s))
         except asyncio.TimeoutError:
             return Health(alive=False, failure=f"no answer within {timeout_s:g} s")
-        except InferplaneError as error:
-            return Health(alive=False, failure=error.what.rstrip("."))  # callers know what to do
-        except Exception as error:
-            return Health(alive=False, failure=str(error))
+        except Exception as error:  # of an InferplaneError without its remedy: callers know what to do
+            failure = error.what.rstrip(".") if isinstance(error, InferplaneError) else str(error)
+            return Health(alive=False, failure=failure)
 
     async def _inspect(self, question: Question) -> dict[str, Any]:
         return await asyncio.wrap_future(self._client.inspect(question))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -34,19 +35,18 @@ from inferplane.plugins import host
 class LLM:
     """A model on one device. Several threads may call it; their calls run one after the other.
 
-            llm = LLM("demo")
-            print(llm.generate(["def main():"], SamplingParams(max_tokens=40))[0].text)
+        llm = LLM("demo")
+        print(llm.generate(["def main():"], SamplingParams(max_tokens=40))[0].text)
 
-        Args:
-            model: "demo", a folder in the Hugging Face layout, or a config (mapping or transformers config) with
-                `load_format="dummy"`.
-            options: the fields of `EngineOptions`, by keyword:
+    Args:
+        model: "demo", a folder in the Hugging Face layout, or a config (mapping or transformers config) with
+            `load_format="dummy"`.
+        options: the fields of `EngineOptions`, by keyword:
+        OPTIONS
 
-    OPTIONS
-
-        Raises:
-            UsageError, DeviceError, UnsupportedModelError, CheckpointError, BindError, CapacityError: each says what is
-            wrong, what there is and what to do; nothing stays allocated.
+    Raises:
+        UsageError, DeviceError, UnsupportedModelError, CheckpointError, BindError, CapacityError: each says what is
+        wrong, what there is and what to do; nothing stays allocated.
     """
 
     def __init__(self, model: Any = "demo", **options: Any) -> None:
@@ -286,4 +286,4 @@ class LLM:
 
 LLM.__init__.__signature__ = signature_with_options(LLM.__init__)  # type: ignore[attr-defined]
 if LLM.__doc__ is not None:  # as it is under `python -OO`
-    LLM.__doc__ = LLM.__doc__.replace("OPTIONS", options_text(" " * 12))
+    LLM.__doc__ = inspect.cleandoc(LLM.__doc__).replace("    OPTIONS", options_text("    "))

@@ -96,10 +96,8 @@ class LocalEngine:
         answer: Future[dict[str, Any]] = Future()
         if question == "health":
             answer.set_result(asdict(self._health()))
-        elif question == "explain":
-            self._post(self.llm.explain, answer)
         else:
-            self._post(self.llm.engine.stats, answer)
+            self._post(self.llm.explain if question == "explain" else self.llm.engine.stats, answer)
         return answer
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -116,9 +114,9 @@ class LocalEngine:
     def _health(self) -> Health:
         engine = self.llm.engine
         alive = not self._ended.is_set() and not self._closing.is_set()
-        said = "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+        message = "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
         quiet = time.monotonic() - self._last_active
-        return Health(alive, engine.busy, engine.metrics.counters["steps_total"], quiet, said)
+        return Health(alive, engine.busy, engine.metrics.counters["steps_total"], quiet, message)
 
     def _post(
         self, work: Callable[[], Any], answer: Future[Any], on_cancelled: Callable[[], object] = lambda: None
@@ -136,7 +134,7 @@ class LocalEngine:
 
         self._inbox.put(run)
         if self._ended.is_set():  # it may have ended just before, and then does not empty the queue
-            self._refuse()
+            self._run_remaining_work()
 
     def _compile(self, submission: Submission, sink: Sink, arrived: float, answer: Future[None]) -> None:
         """Compile a constraint, in a thread of the pool, then queue its request."""
@@ -167,6 +165,7 @@ class LocalEngine:
     # -- in the engine's thread
 
     def _add(self, submission: Submission, sink: Sink, constraint: Constraint | None, arrived: float) -> None:
+        """Queue a request in the engine, and register its stream; raises what rejects it."""
         key = sink, submission.request_id
         aborted = self._end_compiling(key)
         if self._ended.is_set() or self._closing.is_set():
@@ -178,12 +177,8 @@ class LocalEngine:
         exclusive = submission.tenant, submission.exclusive_id
         if submission.exclusive_id and exclusive in self._exclusive:
             raise UsageError(f"A request {submission.exclusive_id!r} is alive already.", remedy="use another id")
-        more = {
-            "priority": submission.priority,
-            "tenant": submission.tenant,
-            "constraint": constraint,
-            "arrived": arrived,
-        }
+        more: dict[str, Any] = {"priority": submission.priority, "tenant": submission.tenant}
+        more |= {"constraint": constraint, "arrived": arrived}
         request = self.llm.add(submission.prompt, submission.params, submission.index, **more)
         self._streams[key] = self._by_request[request] = _Stream(request, submission, sink)
         if submission.exclusive_id:
@@ -200,33 +195,34 @@ class LocalEngine:
             self._end(stream, "abort")
 
     def _end(self, stream: _Stream, reason: FinishReason, error: str = "") -> None:
+        """End a request in the engine, and deliver its stream's last piece."""
         self.llm.engine.end(stream.request, reason, error)
         try:
-            piece = self._piece(stream)
+            piece = self._next_piece(stream)
         except Exception as failure:
-            piece = self._lost(stream, f"{error} {type(failure).__name__}: {failure}".strip())
+            piece = self._fail_stream(stream, f"{error} {type(failure).__name__}: {failure}".strip())
         if piece is not None:
             self._deliver(stream.sink, [(stream.submission.request_id, piece)])
 
-    def _lost(self, stream: _Stream, said: str) -> Delta:
-        """The last piece of a stream that lost a piece: it fails, even if all its tokens were generated."""
-        self.llm.engine.end(stream.request, "error", said)
+    def _fail_stream(self, stream: _Stream, message: str) -> Delta:
+        """End a stream that lost a piece; returns its last piece, an error even if all its tokens were generated."""
+        self.llm.engine.end(stream.request, "error", message)
         self._forget(stream)
-        return Delta("", [], "error", None, said)
+        return Delta("", [], "error", None, message)
 
     def _deliver(self, sink: Sink, pieces: list[tuple[RequestId, Delta]]) -> None:
         """Deliver pieces. If that fails they are lost: their requests end, and one more delivery says so."""
         try:
             sink.deliver(pieces)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
             for request_id, _ in pieces:
                 stream = self._streams.get((sink, request_id))
                 if stream is not None:
-                    self._lost(stream, said)
-            sink.deliver([(request_id, Delta("", [], "error", None, said)) for request_id, _ in pieces])
+                    self._fail_stream(stream, message)
+            sink.deliver([(request_id, Delta("", [], "error", None, message)) for request_id, _ in pieces])
 
-    def _piece(self, stream: _Stream) -> Delta | None:
+    def _next_piece(self, stream: _Stream) -> Delta | None:
         """The text and tokens since the last piece; None if there are none. The last piece ends the stream."""
         request = stream.request
         reason, new = request.finish_reason, request.generated[stream.sent :]
@@ -249,20 +245,21 @@ class LocalEngine:
             if stream is None:
                 continue
             try:
-                piece = self._piece(stream)
+                piece = self._next_piece(stream)
             except Exception as error:
-                piece = self._lost(stream, f"{type(error).__name__}: {error}")
+                piece = self._fail_stream(stream, f"{type(error).__name__}: {error}")
             if piece is not None:
                 pieces.setdefault(stream.sink, []).append((stream.submission.request_id, piece))
         for sink, found in pieces.items():
             self._deliver(sink, found)
 
     def _forget(self, stream: _Stream) -> None:
+        """Drop a stream that has ended from all indexes."""
         self._streams.pop((stream.sink, stream.submission.request_id), None)
         self._by_request.pop(stream.request, None)
         self._exclusive.discard((stream.submission.tenant, stream.submission.exclusive_id))
 
-    def _next(self) -> Callable[[], None] | None:
+    def _next_work(self) -> Callable[[], None] | None:
         """The next work of the queue; None ends the thread."""
         steps = self.llm.engine.metrics.counters["steps_total"]
         if self._on_idle is not None and steps != self._steps_when_idle:
@@ -274,11 +271,12 @@ class LocalEngine:
         return self._inbox.get()
 
     def _loop(self) -> None:
+        """Run queued work and steps until `close`, or until a step fails; then end all streams."""
         engine = self.llm.engine
         try:
             while True:
                 while not engine.busy or not self._inbox.empty():
-                    work = self._next()
+                    work = self._next_work()
                     self._last_active = time.monotonic()
                     if work is None:
                         return
@@ -290,13 +288,13 @@ class LocalEngine:
         finally:
             self._ended.set()
             reason: FinishReason = "abort" if self._failure is None else "error"
-            said = "" if self._failure is None else f"the engine stopped: {self._failure}"
+            message = "" if self._failure is None else f"the engine stopped: {self._failure}"
             for stream in list(self._streams.values()):
-                with contextlib.suppress(Exception):  # a failing sink must not keep others from being told
-                    self._end(stream, reason, said)
-            self._refuse()
+                with contextlib.suppress(Exception):  # a failing sink must not keep the others from their last piece
+                    self._end(stream, reason, message)
+            self._run_remaining_work()
 
-    def _refuse(self) -> None:
+    def _run_remaining_work(self) -> None:
         """Run what still waits in the queue; `_add` rejects requests once the engine has ended."""
         while True:
             try:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import textwrap
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from inferplane.engine.request.arguments import as_integer
+from inferplane.engine.request.arguments import as_integer, current_names
 from inferplane.engine.request.params import unknown_keyword
 from inferplane.errors import UsageError
 
@@ -28,121 +28,94 @@ OLD_NAMES = {
     "prefix_cache": "enable_prefix_caching",
     "speculative": "speculative_config",
 }
-"""Names of the options until 0.2; they go with 0.3. The command line and the server's settings keep them."""
-NAME, TEXT = (str,), "a name"
+"""Names of the options until 0.2. In Python they go with 0.3; as flags and settings they remain as aliases."""
+ALIASES = {
+    **OLD_NAMES,
+    "speculate": "speculative_method",
+    "speculate_method": "speculative_method",
+    "drafts": "num_speculative_tokens",
+    "speculate_max_draft_token_num": "num_speculative_tokens",
+    "draft_model": "speculative_model",
+    "draft_model_name_or_path": "speculative_model",
+}
+"""Other name of a flag or of a setting -> its name. They work everywhere; help does not show them."""
+QUANTIZATIONS = ("weight_only_int8", "weight_only_int4", "a8w8", "a8w8_fp8_wint4")
+METHODS = ("ngram", "inference_with_reference", "draft_model", "mtp", "eagle")
 
 
-def _option(default: Any, doc: str, brief: str = "", **checks: Any) -> Any:
-    """A field with its documentation, a brief one for flags, and its checks: `minimum`, or `types` and `form`."""
-    return field(default=default, metadata={"doc": doc, "brief": brief, **checks})
+def _option(default: Any, metavar: str | None = None, **checks: Any) -> Any:
+    """A field, the metavar of its flag, and its checks: `minimum`, `choices`, or `types` and `form` (in words)."""
+    return field(default=default, metadata={"metavar": metavar, **checks})
+
+
+def _name(default: str, metavar: str, form: str = "a name") -> Any:
+    return _option(default, metavar, types=str, form=form)
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The options of `LLM`, checked and with their current names; `help(LLM)` says what each means.
+    """The options of `LLM`, checked and with their current names.
+
+    Args:
+        device: a backend's name; "auto" takes the best one available, and says which. Never another device than
+            requested.
+        index: which of several devices of that kind, from 0.
+        dtype: float32, bfloat16, float16 (in Python a torch dtype, too); auto: the checkpoint's.
+        max_model_len: maximum tokens of a sequence; left out: what the model allows and the cache can hold.
+        strict: refuse to run when a hot op is left on its slow reference.
+        ops: pins of ops, or of sites such as 'layers.*.mlp', to a provider, a variant of the op, reference or
+            decomposition.
+        kv_cache_dtype: how the KV cache stores entries: auto (as dtype), fp8, int8 where the backend has them.
+        quantization: quantize linear weights while they are read: weight_only_int8, weight_only_int4, a8w8 (int8, and
+            activations in int8 where a kernel quantizes them), a8w8_fp8_wint4 (experts in int4, the rest in FP8,
+            activations in FP8 where a kernel quantizes them); left out: the checkpoint's format.
+        kv_cache_bytes: memory for the KV cache; left out: 30 % of what is free. A warning says if it shortens
+            sequences.
+        max_num_seqs: maximum sequences per step.
+        max_num_batched_tokens: maximum tokens per step; longer prompts are split into chunks.
+        deterministic: use only kernels whose results do not depend on the batch.
+        load_format: auto, or dummy for random weights of the config's shapes.
+        mtp: also load the multi-token-prediction layers.
+        lock: a lock file with kernel choices that were measured on this machine.
+        progress: called with `(bytes done, bytes in all)` while weights are loaded.
+        enable_prefix_caching: reuse the cache's blocks for equal beginnings of prompts.
+        max_waiting: maximum number of waiting requests; None: unlimited.
+        speculative_config: draft and verify several tokens per step (`SpeculativeConfig`, or a mapping with its
+            fields).
+        tensor_parallel_size: number of processes that share the model; None takes all that torchrun started. Rank 0
+            goes on and schedules; in the others this call runs its steps, and ends the process when rank 0 closes the
+            model.
+        capture: capture decode steps and replay them, on devices that can; False runs every step eagerly.
 
     Raises:
         UsageError: a value of a type, or in a range, that cannot be meant.
     """
 
-    device: str = _option(
-        "auto",
-        'a backend\'s name ("auto" takes the best one available, and says which). Never another device than requested.',
-        "a device; auto: the best one here",
-        types=NAME,
-        form="a backend's name, or 'auto'",
-    )
-    index: int = _option(0, "which of several devices of that kind, from 0.", "which of several devices of that kind")
-    dtype: Any = _option(
-        "auto",
-        '"auto" (the checkpoint\'s), "float32", "bfloat16", "float16", or a torch dtype.',
-        "float32, bfloat16, float16; auto: the checkpoint's",
-        form="a dtype's name, or a torch dtype",
-    )
-    max_model_len: int | None = _option(
-        None,
-        "maximum number of tokens of a sequence; None takes what the model allows and the cache can hold.",
-        "most tokens of a sequence",
-        minimum=1,
-    )
-    strict: bool = _option(
-        False,
-        "refuse to run when a hot op is left on its slow reference.",
-        "refuse to leave a hot op on its slow reference",
-    )
+    device: str = _name("auto", "X", "a backend's name, or 'auto'")
+    index: int = _option(0, "I")
+    dtype: Any = _option("auto", "D", form="a dtype's name, or a torch dtype")
+    max_model_len: int | None = _option(None, "N", minimum=1)
+    strict: bool = False
     ops: Mapping[str, str] | None = _option(
-        None,
-        'pins: site or op name -> provider, "reference", "decomposition" or a variant of the op.',
-        "pin an op or a site to a provider; repeatable",
-        types=(Mapping, type(None)),
-        form="a mapping of site or op name -> provider",
+        None, "WHAT=PROVIDER", types=(Mapping, type(None)), form="a mapping of site or op name -> provider"
     )
-    kv_cache_dtype: str = _option(
-        "auto",
-        'how the KV cache stores entries: "auto" (as dtype), "fp8", "int8" where the backend has them.',
-        "how the KV cache stores: fp8, int8 where offered",
-        types=NAME,
-        form=TEXT,
-    )
-    quantization: str | None = _option(
-        None,
-        'quantize linear weights while they are read: "weight_only_int8", "weight_only_int4", "a8w8" (int8, and '
-        'activations in int8 where a kernel quantizes them), or "a8w8_fp8_wint4" (experts in int4, the rest in FP8, '
-        "activations in FP8 where a kernel quantizes them); None keeps the checkpoint's format.",
-        "quantize linear weights while reading them",
-    )
-    kv_cache_bytes: int | None = _option(
-        None,
-        "memory for the KV cache; None takes 30 % of what is free. A warning says if it shortens sequences.",
-        "memory for the KV cache; left out: 30 %% of what is free",
-        minimum=0,
-    )
-    max_num_seqs: int = _option(32, "maximum number of sequences in a step.", "sequences in a step", minimum=1)
-    max_num_batched_tokens: int = _option(
-        2048,
-        "maximum number of tokens in a step; longer prompts are split into chunks.",
-        "tokens in a step; longer prompts are cut",
-        minimum=1,
-    )
-    deterministic: bool = _option(
-        False,
-        "use only kernels whose results do not depend on the batch.",
-        "bind only kernels whose results do not depend on the batch",
-    )
-    load_format: str = _option(
-        "auto", '"auto", or "dummy" for random weights.', "dummy: random weights", choices=("auto", "dummy")
-    )
-    mtp: bool = _option(False, "also load the multi-token-prediction layers.")
-    lock: Any = _option(
-        None,
-        "a lock file with measured kernel choices.",
-        "take kernel choices from a lock file",
-        types=(str, os.PathLike, type(None)),
-        form="a path",
-    )
+    kv_cache_dtype: str = _name("auto", "D")
+    quantization: str | None = _option(None, "Q")
+    kv_cache_bytes: int | None = _option(None, "SIZE", minimum=0)
+    max_num_seqs: int = _option(32, "N", minimum=1)
+    max_num_batched_tokens: int = _option(2048, "N", minimum=1)
+    deterministic: bool = False
+    load_format: str = _option("auto", "F", choices=("auto", "dummy"))
+    mtp: bool = False
+    lock: Any = _option(None, "FILE", types=(str, os.PathLike, type(None)), form="a path")
     progress: Callable[[int, int], None] | None = _option(
-        None,
-        "called with `(bytes done, bytes in all)` while weights are loaded.",
-        types=(Callable, type(None)),
-        form="a function of (bytes done, bytes in all)",
+        None, types=(Callable, type(None)), form="a function of (bytes done, bytes in all)"
     )
-    enable_prefix_caching: bool = _option(
-        True,
-        "reuse the cache's blocks for equal beginnings of prompts.",
-        "reuse the cache for equal beginnings of prompts",
-    )
-    max_waiting: int | None = _option(None, "maximum number of waiting requests; None: unlimited.", minimum=0)
-    speculative_config: Any = _option(
-        None, "draft and verify several tokens per step (`SpeculativeConfig`, or a mapping with its fields)."
-    )
-    tensor_parallel_size: int | None = _option(
-        None,
-        "number of processes that share the model; None takes all that torchrun started. Rank 0 goes on and "
-        "schedules; in the others this call runs its steps, and ends the process when rank 0 closes the model.",
-    )
-    capture: bool = _option(
-        True, "capture decode steps and replay them, on devices that can; False runs every step eagerly."
-    )
+    enable_prefix_caching: bool = True
+    max_waiting: int | None = _option(None, minimum=0)
+    speculative_config: Any = None
+    tensor_parallel_size: int | None = None
+    capture: bool = True
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -167,16 +140,10 @@ class EngineOptions:
         Raises:
             UsageError: an unknown name, an option given twice, or a value that cannot be meant.
         """
-        named: dict[str, Any] = {}
-        for name, value in options.items():
-            new = OLD_NAMES.get(name, name)
-            if new not in OPTIONS:
+        named = current_names(options, OLD_NAMES)
+        for name, value in named.items():
+            if name not in OPTIONS:
                 raise unknown_keyword("LLM", name, value, ["model", *OPTIONS])
-            if new != name:
-                warnings.warn(f"{name} is now {new}; the old name goes with 0.3.", DeprecationWarning, stacklevel=3)
-            if new in named:
-                raise UsageError(f"{name} and {new} are the same option.", remedy=f"pass {new} alone")
-            named[new] = value
         return cls(**named)
 
     def runner_options(self, ranks: int) -> RunnerOptions:
@@ -188,27 +155,64 @@ class EngineOptions:
         return RunnerOptions(**{**own, "ops": dict(self.ops or {}), "lock": lock, "ranks": ranks})
 
 
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """The fields of `speculative_config` that are flags, and settings of the server, of their own.
+
+    Args:
+        speculative_method: draft several tokens per step: ngram (copies from the text), draft_model, mtp (the model's
+            own layer), eagle.
+        num_speculative_tokens: maximum drafts per sequence and step, 1 to 7.
+        speculative_model: folder of the draft model or EAGLE head; demo-draft, demo-eagle: for the demo model.
+    """
+
+    speculative_method: str | None = _option(None, "METHOD", choices=METHODS)
+    num_speculative_tokens: int = _option(1, "N", minimum=1)
+    speculative_model: str | None = _option(None, "X")
+
+    def config(self) -> dict[str, Any] | None:
+        """What `LLM` takes as `speculative_config`."""
+        if self.speculative_method is None:
+            return None
+        found = {"method": self.speculative_method, "num_speculative_tokens": self.num_speculative_tokens}
+        return found if self.speculative_model is None else {**found, "model": self.speculative_model}
+
+
 OPTIONS = {f.name: f for f in fields(EngineOptions)}
-"""Every option by its name."""
+"""Every option of `LLM` by its name."""
+ALL_OPTIONS = {**OPTIONS, **{f.name: f for f in fields(SpeculativeOptions)}}
+"""These and the parts of `speculative_config`, by the names of flags and settings."""
 
 
-def brief(name: str) -> str:
-    """An option's description for the help of a flag, or of a setting."""
-    return str(OPTIONS[name].metadata["brief"])
+def _descriptions(record: type) -> dict[str, str]:
+    """Field -> its description in the `Args` of a record's docstring; empty under `python -OO`."""
+    args = inspect.cleandoc(record.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"^ {4}(\w+): ", args, flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2])}
+
+
+DESCRIPTIONS = {**_descriptions(EngineOptions), **_descriptions(SpeculativeOptions)}
+
+
+def help_text(name: str) -> str:
+    """An option's description for the help of a flag or of a setting, where argparse reads % as a placeholder."""
+    return DESCRIPTIONS.get(name, "").removesuffix(".").replace("%", "%%")
+
+
+def flags(name: str) -> list[str]:
+    """The flags of an option; help shows the first."""
+    names = [name, *(alias for alias, meant in ALIASES.items() if meant == name)]
+    return ["--" + name.replace("_", "-") for name in names]
 
 
 def signature_with_options(call: Callable[..., Any]) -> inspect.Signature:
     """The signature of a call in which each option stands in place of its `**options`."""
-    own = list(inspect.signature(call).parameters.values())[:-1]
-    named = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
-        for f in OPTIONS.values()
-    ]
+    kind, own = inspect.Parameter.KEYWORD_ONLY, list(inspect.signature(call).parameters.values())[:-1]
+    named = [inspect.Parameter(f.name, kind, default=f.default, annotation=f.type) for f in OPTIONS.values()]
     return inspect.Signature([*own, *named])
 
 
 def options_text(indent: str) -> str:
     """The options as the lines of a docstring."""
-    lines = (f"{name}: {option.metadata['doc']}" for name, option in OPTIONS.items())
     wrapper = textwrap.TextWrapper(120, initial_indent=indent, subsequent_indent=f"{indent}    ")
-    return "\n".join(map(wrapper.fill, lines))
+    return "\n".join(wrapper.fill(f"{name}: {DESCRIPTIONS.get(name, '')}") for name in OPTIONS)

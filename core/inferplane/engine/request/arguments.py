@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Mapping, Sequence, Set
 from difflib import get_close_matches
 from reprlib import repr as short
@@ -31,6 +32,19 @@ def as_integer(name: str, value: Any, minimum: int) -> int:
     if found < minimum:
         raise UsageError(f"{name} = {value!r}.", there_is=f"values of {minimum} and more")
     return found
+
+
+def current_names(values: Mapping[str, Any], old_names: Mapping[str, str]) -> dict[str, Any]:
+    """Keyword arguments by their current names; an old name is a DeprecationWarning, UsageError when both are given."""
+    named: dict[str, Any] = {}
+    for name, value in values.items():
+        new = old_names.get(name, name)
+        if new != name:
+            warnings.warn(f"{name} is now {new}; the old name goes with 0.3.", DeprecationWarning, stacklevel=4)
+        if new in named:
+            raise UsageError(f"{name} and {new} are the same option.", remedy=f"pass {new} alone")
+        named[new] = value
+    return named
 
 
 def as_sampling_params(params: Any) -> SamplingParams:

@@ -261,37 +261,36 @@ def _are_biases(biases: Mapping[Any, Any]) -> bool:
     )
 
 
+def _between(name: str, low: float, high: float) -> Callable[[Any], bool]:
+    """A check that a field is a number from `low` to `high`."""
+    return lambda p: _is_number(getattr(p, name)) and low <= getattr(p, name) <= high
+
+
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "timeout_s")
+_ABOVE_0 = math.ulp(0.0)
+_STOPS = f"of at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} characters"
 
 # A value of another type makes its check raise TypeError, which counts as out of range.
 _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_tokens", lambda p: _is_int(p.max_tokens, 1), "at least 1"),
-    ("temperature", lambda p: _is_number(p.temperature) and 0 <= p.temperature < math.inf, "0 or more"),
-    ("top_p", lambda p: _is_number(p.top_p) and 0 < p.top_p <= 1, "above 0 and at most 1"),
+    ("temperature", _between("temperature", 0, sys.float_info.max), "0 or more"),
+    ("top_p", _between("top_p", _ABOVE_0, 1), "above 0 and at most 1"),
     ("top_k", lambda p: _is_int(p.top_k, 0), "0 (all) or more"),
-    ("min_p", lambda p: _is_number(p.min_p) and 0 <= p.min_p <= 1, "from 0 to 1"),
+    ("min_p", _between("min_p", 0, 1), "from 0 to 1"),
     ("ignore_eos", lambda p: isinstance(p.ignore_eos, bool), "True and False"),
     ("min_tokens", lambda p: _is_int(p.min_tokens, 0, p.max_tokens), "from 0 to max_tokens"),
     ("seed", lambda p: p.seed is None or _is_int(p.seed), "of whole numbers, or None"),
     ("stop", lambda p: all(isinstance(s, str) and s for s in p.stop), "of non-empty strings"),
-    (
-        "stop",
-        lambda p: len(p.stop) <= MAX_STOPS and all(len(s) <= MAX_STOP_CHARACTERS for s in p.stop),
-        f"of at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} characters",
-    ),
+    ("stop", lambda p: len(p.stop) <= MAX_STOPS and max(map(len, p.stop), default=0) <= MAX_STOP_CHARACTERS, _STOPS),
     ("stop_token_ids", lambda p: all(_is_int(i, 0) for i in p.stop_token_ids), "of token ids"),
     (
         "stop_token_ids",
         lambda p: len(p.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
         f"of at most {MAX_STOP_TOKEN_IDS} token ids",
     ),
-    (
-        "repetition_penalty",
-        lambda p: _is_number(p.repetition_penalty) and 0 < p.repetition_penalty < math.inf,
-        "above 0 (1 changes nothing)",
-    ),
-    ("frequency_penalty", lambda p: _is_number(p.frequency_penalty) and -2 <= p.frequency_penalty <= 2, "from -2 to 2"),
-    ("presence_penalty", lambda p: _is_number(p.presence_penalty) and -2 <= p.presence_penalty <= 2, "from -2 to 2"),
+    ("repetition_penalty", _between("repetition_penalty", _ABOVE_0, sys.float_info.max), "above 0 (1 changes nothing)"),
+    ("frequency_penalty", _between("frequency_penalty", -2, 2), "from -2 to 2"),
+    ("presence_penalty", _between("presence_penalty", -2, 2), "from -2 to 2"),
     ("logit_bias", lambda p: _are_biases(p.logit_bias), f"of at most {MAX_BIASES} entries, token id -> -100 to 100"),
     ("logprobs", lambda p: _is_count(p.logprobs), f"None, or 0 to {MAX_LOGPROBS}"),
     ("prompt_logprobs", lambda p: _is_count(p.prompt_logprobs), f"None, or 0 to {MAX_LOGPROBS}"),
@@ -303,7 +302,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "timeout_s",
-        lambda p: p.timeout_s is None or (_is_number(p.timeout_s) and 0 < p.timeout_s < math.inf),
+        lambda p: p.timeout_s is None or (_is_number(p.timeout_s) and p.timeout_s > 0),
         "None, or above 0 seconds",
     ),
 )

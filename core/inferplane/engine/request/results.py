@@ -1,4 +1,4 @@
-"""What callers get of a request. Plain data, without torch: callers may live in a process that never imports it."""
+"""What a request returns to its caller: plain data, without torch, which a caller's process may never import."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class TokenLogprob:
     Args:
         token_id: the token.
         logprob: natural logarithm of its probability.
-        rank: 1 for the likeliest; 1 + the number of tokens with a larger logit.
-        top: the likeliest tokens with their log-probabilities, the likeliest first, the lower id first among equals.
+        rank: 1 for the most probable; 1 + the number of tokens with a larger logit.
+        top: the most probable tokens with their log-probabilities, the most probable first, the lower id first among
+            equals.
     """
 
     token_id: int
@@ -38,7 +39,7 @@ class Timings:
         prompt_tokens: tokens of the prompt.
         generated_tokens: tokens generated.
         cached_tokens: prompt tokens whose entries were found in the cache.
-        preemptions: how often it had to make room and was computed again.
+        preemptions: how often its blocks were released and computed again.
     """
 
     queue_s: float
@@ -51,7 +52,7 @@ class Timings:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens a second after the first one; 0 for fewer than two."""
+        """Generated tokens per second after the first one; 0 for fewer than two."""
         span = self.total_s - self.first_token_s
         return (self.generated_tokens - 1) / span if self.generated_tokens > 1 and span > 0 else 0.0
 
@@ -67,10 +68,10 @@ class Result:
         timings: seconds and tokens.
         prompt_token_ids: the prompt as the model saw it.
         error: what went wrong, with finish reason "error".
-        logprobs: of the generated tokens, when they were asked for.
-        prompt_logprobs: of the prompt's tokens, when they were asked for; the first token has none.
+        logprobs: of the generated tokens, if requested.
+        prompt_logprobs: of the prompt's tokens, if requested; the first token has none.
         samples: with `n` above 1 all n results, this one first.
-        embedding: the prompt's pooled hidden state, when `pooling` asked for it.
+        embedding: the prompt's pooled hidden state, if `pooling` requests it.
     """
 
     text: str
@@ -86,12 +87,12 @@ class Result:
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """What streams yield: new text (possibly empty), its tokens, and at the end why it ended.
+    """A piece of a stream: new text (possibly empty), its tokens, and at the end why it ended.
 
-    The last delta is the request's one terminal event: it alone has a `finish_reason`. `prompt_logprobs` come with the
-    first one, the embedding with the last one, when they were asked for.
+    The last delta alone has a `finish_reason`. If requested, `prompt_logprobs` come with the first one and the
+    embedding with the last one.
 
-    There is one for each token of each stream, and it travels between processes as it is.
+    A stream has about one per token, and each is sent between processes unchanged.
     """
 
     text: str

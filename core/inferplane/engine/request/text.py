@@ -14,8 +14,8 @@ from inferplane.files import AGAIN, file_size
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no character, or not yet."""
-LIMIT_BYTES = 64 * 2**20
-"""Of a tokenizer's file: twice what the largest published one has."""
+MAX_FILE_BYTES = 64 * 2**20
+"""Maximum size of a tokenizer's file: twice the largest published one."""
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -26,15 +26,15 @@ _FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""What transformers opens, and what must therefore be files: a pipe would never end."""
+"""Names that transformers opens. They must be regular files, since reading a pipe would never end."""
 CONTEXT_TOKENS = 6
 """Tokens of the prompt that generated ones are decoded with: enough to complete a character and to know of a space."""
 CHARACTER_BYTES = 4
-"""Most bytes of a character in UTF-8."""
-MOST_HELD = 4 * CHARACTER_BYTES
-"""Replacement characters that are held back; of more, all but the last few stay what they are."""
+"""Maximum bytes of a character in UTF-8."""
+MAX_HELD_CHARACTERS = 4 * CHARACTER_BYTES
+"""Maximum number of replacement characters that are held back; of more, all but the last few become text."""
 WINDOW_TOKENS, KEPT_TOKENS = 32, 16
-"""The window that is decoded: from how many tokens on it is shortened, and to how many."""
+"""A window of more than `WINDOW_TOKENS` tokens is shortened to its last `KEPT_TOKENS`."""
 
 
 class Tokenizer:
@@ -50,8 +50,8 @@ class Tokenizer:
 
     def __init__(self, folder: Path, kind: str = "") -> None:
         for name in _FILES:
-            if os.path.lexists(folder / name) and file_size(folder / name) > LIMIT_BYTES:
-                raise CheckpointError(f"{folder / name} has more than {LIMIT_BYTES} bytes.", remedy=AGAIN)
+            if os.path.lexists(folder / name) and file_size(folder / name) > MAX_FILE_BYTES:
+                raise CheckpointError(f"{folder / name} has more than {MAX_FILE_BYTES} bytes.", remedy=AGAIN)
         try:
             self._inner: Any = _load(str(folder), kind)
         except BaseException as error:  # a panic in the tokenizers library is no Exception
@@ -108,7 +108,7 @@ class Tokenizer:
 
     @property
     def own_end_ids(self) -> frozenset[int]:
-        """The token that ends a text by the tokenizer's own settings; `end_ids` has those of the folder's others."""
+        """The end-of-text token of the tokenizer's own settings; `end_ids` reads the folder's configs."""
         own = self._inner.eos_token_id
         return frozenset() if own is None else frozenset([own])
 
@@ -116,8 +116,8 @@ class Tokenizer:
 def _load(folder: str, kind: str) -> Any:
     """A folder's tokenizer, of the class of transformers that `kind` names, else of the one that transformers chooses.
 
-    To choose takes the model's configuration, and with it torch: a second or two, and 170 MB. Who was told the choice
-    needs neither.
+    Choosing reads the model's configuration and imports torch, which takes a second or two and 170 MB; a process that
+    gets the `kind` from another one needs neither.
     """
     module, _, name = kind.rpartition(".")
     if module.startswith("transformers."):
@@ -130,7 +130,10 @@ def _load(folder: str, kind: str) -> Any:
 
 
 def _check_class(settings: Path, transformers: Any) -> None:
-    """Refuse a tokenizer whose class only the checkpoint's own code has: transformers before 5.21 took another one."""
+    """Raise ValueError if only the checkpoint's own code defines the tokenizer's class.
+
+    transformers before 5.21 loaded another class in its place.
+    """
     from inferplane.models.reading.config import read_object
 
     entries = read_object(settings) if settings.is_file() else {}
@@ -170,7 +173,7 @@ def end_ids(folder: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def _agreeing(a: str, b: str) -> int:
+def _common_prefix_length(a: str, b: str) -> int:
     """How many characters two strings have in common from their beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
@@ -205,7 +208,7 @@ class Detokenizer:
         self._seen = tokenizer.decode(self.ids)  # of the window's text, what was taken or is the prompt's
 
     def push(self, ids: Sequence[int]) -> bool:
-        """Take in new tokens; True when the text now holds a stop string (and is cut there)."""
+        """Append new tokens; returns whether the text now holds a stop string, before which it is then truncated."""
         for one in ids:  # several at a time could skip the moment in which a character is whole
             if not self.stopped:
                 self.ids.append(one)
@@ -213,25 +216,30 @@ class Detokenizer:
         return self.stopped
 
     def _decode(self, *, end: bool = False) -> None:
+        """Decode the window and append the characters that are complete; at the `end` all that is left."""
         after = self.tokenizer.decode(self.ids)
-        begin, most_held = len(self._seen), MOST_HELD
+        begin, max_held = len(self._seen), MAX_HELD_CHARACTERS
         if not after.startswith(self._seen):
-            begin = _agreeing(self._seen, after)
+            begin = _common_prefix_length(self._seen, after)
             rest = len(self._seen[begin:].replace(REPLACEMENT, "?").encode())
-            most_held += rest
+            max_held += rest
             if after.startswith(REPLACEMENT * rest, begin):  # decoders may give up a run of bytes for one
                 begin += rest
         settled = len(after) if end else len(after.rstrip(REPLACEMENT))
-        if len(after) - settled > most_held:
+        if len(after) - settled > max_held:
             settled = len(after) - CHARACTER_BYTES
         if settled > begin:
             self._append(after[begin:settled])
             self._seen = after[:settled]
         if len(self.ids) > WINDOW_TOKENS:
-            self._move(after)
+            self._shorten_window(after)
 
-    def _move(self, after: str) -> None:
-        """Shorten the window, if fewer tokens tell what is held back alike, and some text before it."""
+    def _shorten_window(self, after: str) -> None:
+        """Drop the window's first tokens, if the others decode to the same held-back text and to some text before it.
+
+        Args:
+            after: the decoded window.
+        """
         held = after[len(self._seen) :] if after.startswith(self._seen) else after
         for kept in range(KEPT_TOKENS, KEPT_TOKENS - CHARACTER_BYTES, -1):  # one of them begins with a character,
             now = self.tokenizer.decode(self.ids[-kept:])
@@ -247,6 +255,7 @@ class Detokenizer:
         self.ids, self._seen = self.ids[-kept:], now[: len(now) - len(held)]
 
     def _append(self, piece: str) -> None:
+        """Append text, and truncate it before the first stop string."""
         start = max(0, len(self.text) - max((len(s) for s in self.stop), default=0))
         self.text += piece
         found = [at for at in (self.text.find(s, start) for s in self.stop) if at >= 0]
@@ -254,7 +263,7 @@ class Detokenizer:
             self.text, self.stopped = self.text[: min(found)], True
 
     def take(self, *, end: bool = False) -> str:
-        """New text that is safe to show; at the `end` all that is left."""
+        """New text since the last call that cannot be part of a stop string; at the `end` all that is left."""
         if end and not self.stopped:
             self._decode(end=True)
         upto = len(self.text)

@@ -21,23 +21,16 @@ class GrammarSandbox:
 
     def __init__(self, setup: dict[str, Any]) -> None:
         script = Path(__file__).with_name("grammar_check.py")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-        )
+        command, pipe, null = [sys.executable, "-I", str(script)], subprocess.PIPE, subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True, encoding="utf-8")
         if self.error(setup, START_S):
             self.close()
-            raise UsageError(
-                "Constraints cannot be compiled: the process for that does not start.",
-                remedy=f"run {sys.executable} -c 'import llguidance'",
-            )
+            what = "Constraints cannot be compiled: the process for that does not start."
+            raise UsageError(what, remedy=f"run {sys.executable} -c 'import llguidance'")
 
     @property
     def alive(self) -> bool:
+        """Whether the process runs."""
         return self._process.poll() is None
 
     def error(self, message: Any, seconds: float) -> str:
@@ -59,6 +52,7 @@ class GrammarSandbox:
         return str(json.loads(line))
 
     def close(self) -> None:
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

@@ -15,7 +15,7 @@ import torch
 
 from inferplane.engine.request.results import TokenLogprob
 from inferplane.engine.sampling.batch_rows import max_rows_at_once
-from inferplane.ops.sampling import WEIGHT_BITS, likeliest, token_weights
+from inferplane.ops.sampling import WEIGHT_BITS, stable_topk, token_weights
 from inferplane.types import HOST
 
 
@@ -73,5 +73,5 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> Log
     total = token_weights(logits).sum(-1, keepdim=True).float().log() - WEIGHT_BITS * math.log(2.0)
     largest = logits.amax(-1, keepdim=True)
     ranks = (logits > own).sum(-1) + 1
-    top, ids = likeliest(logits, min(alternatives, logits.shape[-1]))
+    top, ids = stable_topk(logits, min(alternatives, logits.shape[-1]))
     return Logprobs(tokens, (own - largest - total)[:, 0], ranks, ids, top - largest - total)

@@ -1,11 +1,11 @@
-"""Random numbers without state: the i-th number of a seed is a function of the two, and of nothing else.
+"""Random numbers without state: the i-th number of a seed depends on the seed and i only.
 
-The generator is SplitMix64, read anywhere: a sequence's state after i steps is its start plus i times a constant, so
-that no step needs the one before it. That makes a request's numbers independent of its batch mates, of preemption, and
-of how many were drawn for drafts that were rejected; and all rows of a step draw in one pass on the device.
+The generator is SplitMix64: the state of a sequence after i steps is its start plus i times a constant, so no step
+needs the previous one. A request's numbers therefore do not depend on its batch, on preemption or on the number of
+rejected drafts, and all rows of a step draw in one pass on the device.
 
-Everything is 64-bit integer arithmetic modulo 2^64, which torch's int64 and Python's integers compute alike; the upper
-bits become a fraction of two, exactly. So the two implementations here agree to the last bit, on any device.
+All arithmetic is on 64-bit integers modulo 2^64, which every device computes alike; the upper bits become an exact
+binary fraction.
 
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, doi 10.1145/2660193.2660195;
 its mixing function is variant 13 of Stafford's search, it passes BigCrush.
@@ -15,28 +15,14 @@ from __future__ import annotations
 
 import torch
 
-from inferplane.engine.request.seeds import GAMMA, LAST_SHIFT, MASK, MIX, as_int64, mix
+from inferplane.engine.request.seeds import GAMMA, LAST_SHIFT, MASK, MIX, as_int64
 
 BITS = {torch.float32: 24, torch.float64: 53}
-"""Random bits of a number: as many as the dtype holds exactly, so that none is rounded up to 1."""
-
-
-def uniform_scalar(seed: int, counter: int, stream: int = 0, dtype: torch.dtype = torch.float32) -> float:
-    """What `uniform` gives for one seed and counter, bit for bit.
-
-    Args:
-        seed: any integer; taken modulo 2^64.
-        counter: which number of the seed's sequence, from 0.
-        stream: as for `uniform`.
-        dtype: as for `uniform`.
-    """
-    start = mix(mix(seed) + stream * GAMMA)
-    bits = BITS[dtype]
-    return float((mix(start + (counter + 1) * GAMMA) >> (64 - bits)) * 2.0**-bits)
+"""Random bits per number: the dtype represents them exactly, so no number is rounded up to 1."""
 
 
 def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right and fill with zeros; torch's own shift fills with the sign."""
+    """Shift right and fill with zeros; torch's shift fills with the sign."""
     return (z >> bits) & (MASK >> bits)
 
 
@@ -49,7 +35,7 @@ def _mix_tensor(z: torch.Tensor) -> torch.Tensor:
 def uniform(
     seeds: torch.Tensor, counters: torch.Tensor, stream: int | torch.Tensor = 0, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """One random number a row, uniform over the multiples of 2^-24 (float32) or 2^-53 (float64) in [0, 1).
+    """One random number per row, uniform over the multiples of 2^-24 (float32) or 2^-53 (float64) in [0, 1).
 
     Args:
         seeds: int64 `[R]`.

@@ -32,7 +32,7 @@ from inferplane.engine.sampling.batch_rows import (
     sampler_inputs,
 )
 from inferplane.engine.sampling.logprobs import Logprobs, score
-from inferplane.ops.sampling import WEIGHT_BITS, invert, kept_weights, likeliest
+from inferplane.ops.sampling import WEIGHT_BITS, filtered_weights, invert, stable_topk
 from inferplane.types import HOST
 
 NOT_FINITE = "the model's logits hold NaN or infinity"
@@ -54,8 +54,8 @@ class Sampler:
     ) -> None:
         self._sample, self.vocab, self.device = sample, vocab, device
         self._shorten = torch.device(device).type != HOST if shorten is None else shorten
-        self._never = torch.full((), -torch.inf, device=device)
-        self._bits = torch.arange(32, dtype=torch.int32, device=device)
+        self._minus_infinity = torch.full((), -torch.inf, device=device)
+        self._bit_numbers = torch.arange(32, dtype=torch.int32, device=device)
         self._greedy_inputs: dict[int, SamplerInputs] = {}
 
     def prepare(self, rows: Sequence[BatchRow]) -> SamplerInputs:
@@ -93,16 +93,16 @@ class Sampler:
             rows, ids, bias = step.bias
             x[rows, ids] = x[rows, ids] + bias
         if step.banned is not None:
-            x.index_put_(step.banned, self._never)
+            x.index_put_(step.banned, self._minus_infinity)
         if step.masks is not None:
             rows, words = step.masks
-            allowed = (words[:, :, None] >> self._bits) & 1
+            allowed = (words[:, :, None] >> self._bit_numbers) & 1
             forbidden = allowed.view(len(rows), -1)[:, : self.vocab] == 0
             x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
         return x
 
     def sample(self, logits: torch.Tensor, step: SamplerInputs, argmax: torch.Tensor | None = None) -> torch.Tensor:
-        """One token a row: int64 `[R]`.
+        """One token per row: int64 `[R]`.
 
         Args:
             logits: float32 `[R, V]`, the model's; they are not changed.
@@ -124,7 +124,7 @@ class Sampler:
         """Tokens of one group, int64 `[n]`, from its logits `[n, V]`."""
         ids = None
         if group.kind == SHORT and self._shorten:
-            x, ids = likeliest(x, group.candidates)
+            x, ids = stable_topk(x, group.candidates)
         drawn = self._sample(x, group.temperature, group.top_k, group.top_p, group.min_p, group.uniform)
         return drawn if ids is None else ids.gather(1, drawn[:, None])[:, 0]
 
@@ -143,7 +143,7 @@ class Sampler:
                 result[group.rows] = torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
                 continue
             max_rows = max_rows_at_once(self.vocab, x.device)
-            parts = [_distribution(x[at], _part(group, at)) for at in _slices(x.shape[0], max_rows)]
+            parts = [_distribution(x[at], _rows_of_group(group, at)) for at in _slices(x.shape[0], max_rows)]
             result[group.rows] = torch.cat(parts)
         return result
 
@@ -167,7 +167,7 @@ def _slices(rows: int, max_rows: int) -> list[slice]:
     return [slice(i, i + max_rows) for i in range(0, rows, max_rows)]
 
 
-def _part(group: RowGroup, at: slice) -> RowGroup:
+def _rows_of_group(group: RowGroup, at: slice) -> RowGroup:
     """Some rows of a group, numbered from 0."""
     names = ("temperature", "top_k", "top_p", "min_p", "uniform")
     values: dict[str, Any] = {name: None if (x := getattr(group, name)) is None else x[at] for name in names}
@@ -176,8 +176,8 @@ def _part(group: RowGroup, at: slice) -> RowGroup:
 
 def _distribution(x: torch.Tensor, group: RowGroup) -> torch.Tensor:
     """The distribution of each row of a group, float32 `[n, V]`, from their logits `[n, V]`."""
-    entries, listed = likeliest(x, group.candidates) if group.kind == SHORT else (x, None)
-    weights, ids = kept_weights(entries, group.temperature, group.top_k, group.top_p, group.min_p)
+    entries, listed = stable_topk(x, group.candidates) if group.kind == SHORT else (x, None)
+    weights, ids = filtered_weights(entries, group.temperature, group.top_k, group.top_p, group.min_p)
     p = weights.float() / weights.sum(-1, keepdim=True).float()
     if ids is None:
         return p
@@ -185,7 +185,7 @@ def _distribution(x: torch.Tensor, group: RowGroup) -> torch.Tensor:
 
 
 def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """One token a row from any distribution, by inverting its cumulated sum in the order of ids: int64 `[R]`.
+    """One token per row from any distribution, by inverting its cumulated sum in the order of ids: int64 `[R]`.
 
     Args:
         probabilities: float32 `[R, V]` with entries from 0 to 1, of any positive sum.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, ParamSpec, get_args
 
-from inferplane.engine.request.arguments import as_integer
+from inferplane.engine.request.arguments import as_integer, current_names
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
 from inferplane.errors import UsageError
@@ -34,23 +33,6 @@ OLD_NAMES = {
     "draft_model_kv_dtype": "draft_kv_cache_dtype",
 }
 """Names of the fields until 0.2, which are the source system's (`serving/source_names.py`); they go with 0.3."""
-
-
-def current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `SpeculativeConfig` by their current names; an old name is a DeprecationWarning.
-
-    Raises:
-        UsageError: a field is given by both names.
-    """
-    named: dict[str, Any] = {}
-    for name, value in values.items():
-        new = OLD_NAMES.get(name, name)
-        if new != name:
-            warnings.warn(f"{name} is now {new}; the old name goes with 0.3.", DeprecationWarning, stacklevel=4)
-        if new in named:
-            raise UsageError(f"{name} and {new} are the same setting.", remedy=f"pass {new} alone")
-        named[new] = value
-    return named
 
 
 @dataclass(frozen=True)
@@ -93,12 +75,8 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", METHOD_ALIASES.get(self.method, self.method))
-        choices = (
-            ("method", METHODS),
-            ("verify_strategy", get_args(VerifyStrategy)),
-            ("accept_policy", get_args(AcceptPolicy)),
-        )
-        for name, known in choices:
+        strategies, policies = get_args(VerifyStrategy), get_args(AcceptPolicy)
+        for name, known in (("method", METHODS), ("verify_strategy", strategies), ("accept_policy", policies)):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} = {getattr(self, name)!r}.", there_is=", ".join(known))
         ranges = (
@@ -135,7 +113,7 @@ class SpeculativeConfig:
             raise UsageError(
                 f"speculative_config = {value!r}.", there_is="SpeculativeConfig, and mappings with its fields"
             )
-        named = current_names(value)
+        named = current_names(value, OLD_NAMES)
         known = {f.name: f.default for f in fields(cls)}
         if odd := [name for name in named if name not in known]:
             raise UsageError(f"speculative_config names {odd[0]!r}.", there_is=", ".join(known))
@@ -155,7 +133,7 @@ class SpeculativeConfig:
 def _taking_old_names(init: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(init)
     def checked(*args: P.args, **more: P.kwargs) -> None:
-        init(*args, **current_names(more))
+        init(*args, **current_names(more, OLD_NAMES))
 
     return checked
 

@@ -76,8 +76,8 @@ def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Te
             o = attend(rows, k, v, mask, causal=False, scale=view.scale)
             out[a:b] = o.view(g, m, h // g, -1).permute(1, 0, 2, 3).reshape(m, h, -1)
         else:
-            is_prompt = m == n and window is None
-            o = attend(q[a:b].transpose(0, 1), k, v, seen, causal=is_prompt, scale=view.scale)
+            causal = m == n and window is None
+            o = attend(q[a:b].transpose(0, 1), k, v, seen, causal=causal, scale=view.scale)
             out[a:b] = o.transpose(0, 1)
     return out
 
@@ -109,11 +109,9 @@ def expand_and_attend(
         k = torch.cat((k_nope, k_rope[:, None].expand(count, d.heads, d.rope)), -1)
         width = d.nope + d.rope
         v = F.pad(v, (0, width - d.value)) if d.value < width else v
-        is_prompt = b - a == n and d.value <= width
-        seen = None if is_prompt else ~hidden_pairs(b - a, n, None, q.device)
-        o = attend(
-            q[a:b].transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), seen, causal=is_prompt, scale=view.scale
-        )
+        causal = b - a == n and d.value <= width
+        seen = None if causal else ~hidden_pairs(b - a, n, None, q.device)
+        o = attend(q[a:b].transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), seen, causal=causal, scale=view.scale)
         out[a:b] = o.transpose(0, 1)[..., : d.value]
     return out
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.ops import AllGather, AllReduce, SampleTokens
-from inferplane.ops.sampling import likeliest as likeliest
+from inferplane.ops.sampling import stable_topk as stable_topk
 from inferplane.types import Batch, Kernels, Packing, When
 
 KERNELS = Kernels()

@@ -10,12 +10,7 @@ import torch
 from inferplane.kernels.triton.fp8_int4 import is_multiplied_in_fp8
 from inferplane.kernels.triton.matmul import MatmulInput, matmul, plain_input, quantized_input
 from inferplane.kernels.triton.quantized_results import find_quantized
-from inferplane.kernels.triton.rowwise import (
-    MAX_ROW_QUANTIZED_COLUMNS,
-    quantize_by_scale,
-    quantize_rows,
-    silu_mul_quantize,
-)
+from inferplane.kernels.triton.rowwise import MAX_QUANTIZED_COLUMNS, quantize_by_scale, quantize_rows, silu_mul_quantize
 from inferplane.kernels.triton.tiles import Products
 from inferplane.kernels.triton.weight_packing import FP8, PackedWeight
 from inferplane.types import Batch
@@ -28,8 +23,7 @@ MAX_ROWS_QUANTIZED_IN_KERNEL = 64
 
 def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
     """One matrix product; activations are quantized before it where the op says so (`Linear.act`)."""
-    act = view.act
-    rows = plain_input(x)
+    act, rows = view.act, plain_input(x)
     if act is not None:
         rows = quantized_input(*quantize_rows(x, act.format, act.group), view.act_group, x.dtype)
     return matmul(rows, view.weight, view.prepared, view.bias, view.out_dtype)
@@ -53,11 +47,6 @@ def activation_group(weight: PackedWeight) -> int:
     return weight.group if weight.kind == FP8 else FP8_GROUP
 
 
-def static_activation_scale(weight: PackedWeight) -> torch.Tensor | None:
-    """The fixed scale `[1]` that an FP8 checkpoint brings for the activations of this weight, or None."""
-    return weight.act_scale if weight.kind == FP8 else None
-
-
 def make_fp8_input(x: torch.Tensor, weight: PackedWeight, group: int, products: Products) -> MatmulInput:
     """Choose where activations become FP8 for a product, and quantize them here if it is before the product.
 
@@ -75,7 +64,7 @@ def make_fp8_input(x: torch.Tensor, weight: PackedWeight, group: int, products: 
         products: tile sizes, and whether the device multiplies FP8 numbers.
     """
     is_few = len(x) <= MAX_ROWS_QUANTIZED_IN_KERNEL
-    static = static_activation_scale(weight)
+    static = weight.static_scale
     if static is not None:
         if is_few:
             return replace(plain_input(x), scale=static, quantize=True)
@@ -139,8 +128,8 @@ def activate_and_quantize(both: torch.Tensor, down: PackedWeight, format: str, p
         format: "fp8" or "int8".
         products: tile sizes.
     """
-    if format == "fp8" and static_activation_scale(down) is not None:
+    if format == "fp8" and down.static_scale is not None:
         return make_fp8_input(silu_mul_quantize(both, ahead=products.ahead)[0], down, 0, products)
-    group = 0 if format == "int8" and both.shape[1] // 2 <= MAX_ROW_QUANTIZED_COLUMNS else FP8_GROUP
+    group = 0 if format == "int8" and both.shape[1] // 2 <= MAX_QUANTIZED_COLUMNS else FP8_GROUP
     values, scales = silu_mul_quantize(both, format, group, products.ahead)
     return quantized_input(values, scales, group, both.dtype)

@@ -54,9 +54,7 @@ def _is_plain_mlp(op: Any) -> bool:
 
 
 def _is_quantized_mlp(op: Any) -> bool:
-    return (
-        op.reduce is None and _is_plain_mlp(op) and _has_quantized_weight(op.gate_up) and _has_quantized_weight(op.down)
-    )
+    return op.reduce is None and _is_plain_mlp(op) and all(map(_has_quantized_weight, (op.gate_up, op.down)))
 
 
 def _is_on_one_rank(op: Any) -> bool:
@@ -77,15 +75,12 @@ def _has_shared_mlp_in(formats: tuple[str, ...]) -> Callable[[Any], bool]:
 QUANTIZED_WEIGHT = ("a quantized weight", _has_quantized_weight)
 QUANTIZED_OR_ROUTER = ("a quantized weight, or a float32 result of one in the plan's dtype", _is_quantized_or_router)
 ALL_EXPERTS_LOCAL = ("all experts on one rank", _is_on_one_rank)
-PLAIN_MOE = (
-    "a router with a float32 result, a shared MLP without bias, activations in the plan's dtype",
-    _is_plain_moe,
-)
+MOE = ("a router with a float32 result, a shared MLP without bias, activations in the plan's dtype", _is_plain_moe)
 SHARED_FP8 = ("a shared MLP in FP8 or INT4", _has_shared_mlp_in((*FP8, *INT4)))
 SHARED_INT8 = ("a shared MLP in INT8", _has_shared_mlp_in(INT8))
 MATCHING_GROUPS = ("activations quantized by whole rows or by 128 columns", _has_matching_groups)
 PLAIN_ACTIVATIONS = ("unquantized activations", _has_plain_activations)
-QUANTIZED_MLP = ("one rank, quantized weights, no bias, activations in the plan's dtype", _is_quantized_mlp)
+PLAIN_MLP = ("one rank, quantized weights, no bias, activations in the plan's dtype", _is_quantized_mlp)
 
 
 PORTABLE_PRODUCTS = Products()
@@ -110,7 +105,7 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = PORTABLE_PRODU
     def when(formats: tuple[str, ...], *needs: Any) -> When:
         return When(FLOATS, formats, features=("triton",), needs=needs)
 
-    def quantizing(feature: str, formats: tuple[str, ...], *needs: Any) -> When:
+    def when_8bit(feature: str, formats: tuple[str, ...], *needs: Any) -> When:
         return When(HALF, formats, features=("triton", feature), needs=needs)
 
     any_format, to_fp8 = ("plain", *QUANTIZED), (*FP8, *INT4)
@@ -119,32 +114,29 @@ def matrix_kernels(products: Callable[[Any, Context], Products] = PORTABLE_PRODU
         "note": "activations quantized to FP8; INT4 is multiplied in FP8 too where 64 columns or more share a scale",
     }  # fmt: skip
     int8: dict[str, Any] = {
-        "extra_error": INT8_ERROR,
-        "quantizes_activations_to": "int8",
-        "note": "activations quantized to int8",
-    }
+        "extra_error": INT8_ERROR, "quantizes_activations_to": "int8", "note": "activations quantized to int8",
+    }  # fmt: skip
     mlp, both = ("gate_up.weight", "down.weight"), ("gate_up", "down")
     layer = ("router.weight", *(f"shared.{w}" for w in mlp), *(f"experts.{w}" for w in both))
-    moe, unquantized = (ALL_EXPERTS_LOCAL, PLAIN_MOE), (QUANTIZED_WEIGHT, PLAIN_ACTIVATIONS)
+    moe, unquantized = (ALL_EXPERTS_LOCAL, MOE), (QUANTIZED_WEIGHT, PLAIN_ACTIVATIONS)
     return [
         kernel("linear", "triton", "linear:linear", when(any_format, QUANTIZED_OR_ROUTER, MATCHING_GROUPS), "weight"),
-        kernel("linear", "triton_fp8", "linear:linear_fp8", quantizing("fp8", ("plain", *to_fp8), *unquantized),
+        kernel("linear", "triton_fp8", "linear:linear_fp8", when_8bit("fp8", ("plain", *to_fp8), *unquantized),
                "weight", **fp8),
-        kernel("linear", "triton_int8", "linear:linear_int8", quantizing("int8-dot", ("plain", *INT8), *unquantized),
+        kernel("linear", "triton_int8", "linear:linear_int8", when_8bit("int8-dot", ("plain", *INT8), *unquantized),
                "weight", **int8),
         kernel("lm_head", "triton", "linear:lm_head", when(QUANTIZED), "weight"),
-        kernel("gated_mlp", "triton", "linear:gated_mlp", when(QUANTIZED, QUANTIZED_MLP), *mlp),
-        kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", quantizing("fp8", to_fp8, QUANTIZED_MLP), *mlp,
-               **fp8),
-        kernel("gated_mlp", "triton_int8", "linear:gated_mlp_int8", quantizing("int8-dot", INT8, QUANTIZED_MLP), *mlp,
+        kernel("gated_mlp", "triton", "linear:gated_mlp", when(QUANTIZED, PLAIN_MLP), *mlp),
+        kernel("gated_mlp", "triton_fp8", "linear:gated_mlp_fp8", when_8bit("fp8", to_fp8, PLAIN_MLP), *mlp, **fp8),
+        kernel("gated_mlp", "triton_int8", "linear:gated_mlp_int8", when_8bit("int8-dot", INT8, PLAIN_MLP), *mlp,
                **int8),
         kernel("moe_experts", "triton", "moe:moe_experts", when(any_format), *both),
-        kernel("moe_experts", "triton_fp8", "moe:moe_experts_fp8", quantizing("fp8", to_fp8), *both, **fp8),
-        kernel("moe_experts", "triton_int8", "moe:moe_experts_int8", quantizing("int8-dot", INT8), *both, **int8),
+        kernel("moe_experts", "triton_fp8", "moe:moe_experts_fp8", when_8bit("fp8", to_fp8), *both, **fp8),
+        kernel("moe_experts", "triton_int8", "moe:moe_experts_int8", when_8bit("int8-dot", INT8), *both, **int8),
         kernel("moe", "triton", "moe_layer:moe", when(any_format, *moe), *layer),
-        kernel("moe", "triton_fp8", "moe_layer:moe_fp8", quantizing("fp8", ("plain", *to_fp8), *moe, SHARED_FP8),
+        kernel("moe", "triton_fp8", "moe_layer:moe_fp8", when_8bit("fp8", ("plain", *to_fp8), *moe, SHARED_FP8),
                *layer, **fp8),
-        kernel("moe", "triton_int8", "moe_layer:moe_int8", quantizing("int8-dot", ("plain", *INT8), *moe, SHARED_INT8),
+        kernel("moe", "triton_int8", "moe_layer:moe_int8", when_8bit("int8-dot", ("plain", *INT8), *moe, SHARED_INT8),
                *layer, **int8),
         Kernel(
             "moe_route", "triton", f"{FOLDER}.moe_route:moe_route", When(FLOATS, features=("triton",)), RANK_PORTABLE,

@@ -22,7 +22,6 @@ from inferplane.kernels.triton.attention import LOG2_E, sequence_extent, softmax
 from inferplane.kernels.triton.kv_write import with_contiguous_rows
 from inferplane.kernels.triton.mla import EXPANDED_BYTES, gather_latents
 from inferplane.kernels.triton.rowwise import quant_scale, quantize_entries, round_half_even
-from inferplane.kernels.triton.tiles import Tiles
 from inferplane.types import Batch, LayerKV
 
 KEY_TILE = 128
@@ -40,7 +39,7 @@ def _key_means_and_value_peaks(
     """Program `(head, sequence)`: the keys' mean `[NOPE + ROPE]` and the values' largest magnitudes `[VALUE]`."""
     sequence, head = tl.program_id(1), tl.program_id(0)
     length, first = tl.load(lengths + sequence), tl.load(before + sequence)
-    dim, rotated_entry, channel = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
+    dim, rope_dim, channel = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
     nope, rope = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_R], tl.float32)
     peak = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, length, TILE):
@@ -48,9 +47,9 @@ def _key_means_and_value_peaks(
         inside = (token < length)[:, None]
         row = (first + token).to(tl.int64)[:, None]
         source = kv + row * kv_token + head * (NOPE + VALUE)
-        low, high = inside & (dim < NOPE)[None, :], inside & (rotated_entry < ROPE)[None, :]
+        low, high = inside & (dim < NOPE)[None, :], inside & (rope_dim < ROPE)[None, :]
         nope += tl.sum(tl.load(source + dim[None, :], mask=low, other=0.0).to(tl.float32), 0)
-        shared = latents + row * (LATENT + ROPE) + LATENT + rotated_entry[None, :]
+        shared = latents + row * (LATENT + ROPE) + LATENT + rope_dim[None, :]
         rope += tl.sum(tl.load(shared, mask=high, other=0.0).to(tl.float32), 0)
         real = inside & (channel < VALUE)[None, :]
         value = tl.load(source + NOPE + channel[None, :], mask=real, other=0.0).to(tl.float32)
@@ -58,7 +57,7 @@ def _key_means_and_value_peaks(
     place = (sequence * HEADS + head).to(tl.int64)
     count = tl.maximum(length, 1).to(tl.float32)
     tl.store(means + place * (NOPE + ROPE) + dim, nope / count, mask=dim < NOPE)
-    tl.store(means + place * (NOPE + ROPE) + NOPE + rotated_entry, rope / count, mask=rotated_entry < ROPE)
+    tl.store(means + place * (NOPE + ROPE) + NOPE + rope_dim, rope / count, mask=rope_dim < ROPE)
     tl.store(peaks + place * VALUE + channel, peak, mask=channel < VALUE)
 
 
@@ -80,21 +79,20 @@ def _quantize_keys_and_values(
     inside = (token < length)[:, None]
     row = (first + token).to(tl.int64)[:, None]
     place = (sequence * HEADS + head).to(tl.int64)
-    dim, rotated_entry, channel = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
+    dim, rope_dim, channel = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
     source = kv + row * kv_token + head * (NOPE + VALUE)
-    low, high = inside & (dim < NOPE)[None, :], inside & (rotated_entry < ROPE)[None, :]
+    low, high = inside & (dim < NOPE)[None, :], inside & (rope_dim < ROPE)[None, :]
     nope = tl.load(source + dim[None, :], mask=low, other=0.0).to(tl.float32)
     nope -= tl.load(means + place * (NOPE + ROPE) + dim, mask=dim < NOPE, other=0.0)[None, :]
-    rope = tl.load(latents + row * (LATENT + ROPE) + LATENT + rotated_entry[None, :], mask=high, other=0.0).to(
-        tl.float32
-    )
-    rope -= tl.load(means + place * (NOPE + ROPE) + NOPE + rotated_entry, mask=rotated_entry < ROPE, other=0.0)[None, :]
+    shared = latents + row * (LATENT + ROPE) + LATENT + rope_dim[None, :]
+    rope = tl.load(shared, mask=high, other=0.0).to(tl.float32)
+    rope -= tl.load(means + place * (NOPE + ROPE) + NOPE + rope_dim, mask=rope_dim < ROPE, other=0.0)[None, :]
     nope, rope = tl.where(low, nope, 0.0), tl.where(high, rope, 0.0)
     amax = tl.maximum(tl.max(tl.max(tl.abs(nope), 1), 0), tl.max(tl.max(tl.abs(rope), 1), 0))
     scale = quant_scale(amax, 127.0, False)
     target = keys + (row * HEADS + head) * (NOPE + ROPE)
     tl.store(target + dim[None, :], quantize_entries(nope, scale, False), mask=low)
-    tl.store(target + NOPE + rotated_entry[None, :], quantize_entries(rope, scale, False), mask=high)
+    tl.store(target + NOPE + rope_dim[None, :], quantize_entries(rope, scale, False), mask=high)
     tl.store(key_scales + place * tiles + tile, scale)
     real = inside & (channel < VALUE)[None, :]
     value = tl.load(source + NOPE + channel[None, :], mask=real, other=0.0).to(tl.float32)
@@ -119,13 +117,13 @@ def _attend_8bit(
     token = first_token + tl.arange(0, ROWS)
     real = (token < count)[:, None]
     position = length - count + token
-    dim, rotated_entry, channel = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
+    dim, rope_dim, channel = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
     within = tl.arange(0, KEYS)
     rows = (begin + token).to(tl.int64)[:, None]
     pointers = q + rows * q_token + (first_head + head) * q_head + dim[None, :]
     query = tl.load(pointers, mask=real & (dim < NOPE)[None, :], other=0.0).to(tl.float32)
-    pointers = q_rope + rows * rope_token + (first_head + head) * rope_head + rotated_entry[None, :]
-    query_rope = tl.load(pointers, mask=real & (rotated_entry < ROPE)[None, :], other=0.0).to(tl.float32)
+    pointers = q_rope + rows * rope_token + (first_head + head) * rope_head + rope_dim[None, :]
+    query_rope = tl.load(pointers, mask=real & (rope_dim < ROPE)[None, :], other=0.0).to(tl.float32)
     amax = tl.maximum(tl.max(tl.abs(query), 1), tl.max(tl.abs(query_rope), 1))
     amax = tl.max(tl.reshape(amax, (ROWS // QUERY_ROWS, QUERY_ROWS)), 1)
     both = tl.broadcast_to(quant_scale(amax, 127.0, False)[:, None], (ROWS // QUERY_ROWS, QUERY_ROWS))
@@ -142,17 +140,10 @@ def _attend_8bit(
         key = start + within
         inside = key < length
         source = keys + ((first + key)[None, :] * HEADS + head) * (NOPE + ROPE)
-        seen_nope, seen_rope = (
-            inside[None, :] & (dim < NOPE)[:, None],
-            inside[None, :] & (rotated_entry < ROPE)[:, None],
-        )
+        seen_nope, seen_rope = inside[None, :] & (dim < NOPE)[:, None], inside[None, :] & (rope_dim < ROPE)[:, None]
         s = tl.dot(query_8, tl.load(source + dim[:, None], mask=seen_nope, other=0), out_dtype=tl.int32)
-        s = tl.dot(
-            query_rope_8,
-            tl.load(source + NOPE + rotated_entry[:, None], mask=seen_rope, other=0),
-            s,
-            out_dtype=tl.int32,
-        )
+        key_rope = tl.load(source + NOPE + rope_dim[:, None], mask=seen_rope, other=0)
+        s = tl.dot(query_rope_8, key_rope, s, out_dtype=tl.int32)
         key_scale = tl.load(key_scales + place * tiles + start // TILE)
         s = s.to(tl.float32) * (query_scale * key_scale)[:, None]
         s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
@@ -177,11 +168,8 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     """The op `mla_expanded` in 8 bits: gather, expand, quantize and attend, as many heads at a time as `EXPANDED_BYTES`
     hold.
     """
-    tiles: Tiles = view.prepared
-    launch, d = (
-        replace(tiles.prefill, rows=min(64, tiles.prefill.rows)),
-        view.dims,
-    )  # queries are held in float32 and in int8
+    tiles, d = view.prepared, view.dims
+    launch = replace(tiles.prefill, rows=min(64, tiles.prefill.rows))  # queries are held in float32 and in int8
     q_nope, q_rope = with_contiguous_rows(q_nope), with_contiguous_rows(q_rope)
     latents, before = gather_latents(view, q_nope, batch, kv)
     tokens, sequences, width = latents.shape[0], len(batch.seq_lens), d.nope + d.value

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from inferplane.errors import KernelError
 from inferplane.kernels.triton.dependent_launch import allow_next, launch_options, wait_for_previous
-from inferplane.kernels.triton.linear import FP8_GROUP, make_fp8_input, make_int8_input, static_activation_scale
+from inferplane.kernels.triton.linear import FP8_GROUP, make_fp8_input, make_int8_input
 from inferplane.kernels.triton.matmul import MatmulInput, matmul_tile, plain_input, quantized_input, tile_constants
 from inferplane.kernels.triton.rowwise import quant_scale, quantize_entries
 from inferplane.kernels.triton.split_reduction import are_last_arrivals, load_shared_part
@@ -331,7 +331,7 @@ def run_experts(
     here = pairs <= MAX_PAIRS_ASSIGNED_IN_KERNEL and tile_sizes.rows <= 16
     assignment = (allocate_blocks if here else assign_blocks)(ids, count, tile_sizes.rows)
     common: dict[str, Any] = {"pairs": pairs, "fp8": products.fp8, "ahead": products.ahead}
-    scale = static_activation_scale(view.down) if quantize == "fp8" else None
+    scale = view.down.static_scale if quantize == "fp8" else None
     inner = grouped(
         x, view.gate_up, assignment, tile_sizes, top_k=top_k, gated=True, quantize=quantize if scale is None else "",
         assign_from=ids if here else None, **common,
@@ -359,9 +359,8 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
 
 def moe_experts_fp8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The op with activations in FP8 before both products, a scale per 128 columns."""
-    return run_experts(
-        view, view.prepared, make_fp8_input(x, view.gate_up, FP8_GROUP, view.prepared), weights, ids, "fp8"
-    )
+    rows = make_fp8_input(x, view.gate_up, FP8_GROUP, view.prepared)
+    return run_experts(view, view.prepared, rows, weights, ids, "fp8")
 
 
 def moe_experts_int8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

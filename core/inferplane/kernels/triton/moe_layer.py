@@ -11,13 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.triton.linear import (
-    FP8_GROUP,
-    activate_and_quantize,
-    make_fp8_input,
-    make_int8_input,
-    static_activation_scale,
-)
+from inferplane.kernels.triton.linear import FP8_GROUP, activate_and_quantize, make_fp8_input, make_int8_input
 from inferplane.kernels.triton.matmul import MatmulInput, matmul, plain_input
 from inferplane.kernels.triton.moe import run_experts
 from inferplane.kernels.triton.moe_route import route_tokens
@@ -53,9 +47,8 @@ def moe(view: Any, x: torch.Tensor) -> torch.Tensor:
     logits = matmul(plain_input(x), view.router.weight, products, view.router.bias, torch.float32)
     shared = view.shared
     base = None if shared is None else shared_mlp(x, shared.gate_up.weight, shared.down.weight, products)
-    return run_experts(
-        view.experts, products, plain_input(x), *route_tokens(view.route, logits, products.ahead), base=base
-    )
+    routing = route_tokens(view.route, logits, products.ahead)
+    return run_experts(view.experts, products, plain_input(x), *routing, base=base)
 
 
 def moe_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +58,7 @@ def moe_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     rows, shared, base = make_fp8_input(x, view.experts.gate_up, FP8_GROUP, products), view.shared, None
     if shared is not None:
         gate_up, down = shared.gate_up.weight, shared.down.weight
-        needs_own_input = rows.quantize or rows.scale is None or static_activation_scale(gate_up) is not None
+        needs_own_input = rows.quantize or rows.scale is None or gate_up.static_scale is not None
         shared_rows = make_fp8_input(x, gate_up, FP8_GROUP, products) if needs_own_input else rows
         base = shared_mlp_quantized(shared_rows, gate_up, down, "fp8", products)
     return run_experts(view.experts, products, rows, *route_tokens(view.route, logits, products.ahead), "fp8", base)

@@ -13,7 +13,7 @@ from inferplane.kernels.triton.quantized_results import QuantizedActivation, fin
 
 FP8_MAX = 448.0
 INT8_MAX = 127.0
-MAX_ROW_QUANTIZED_COLUMNS = 16384
+MAX_QUANTIZED_COLUMNS = 16384
 """Widest row of a gated MLP that one program can hold in registers, gate and up, to quantize it with one scale."""
 
 
@@ -255,7 +255,7 @@ def silu_mul_quantize(
     Args:
         x: gate and up side by side, `[T, 2 I]`.
         quantize: "" (none), "fp8" or "int8".
-        group: columns a scale, a power of two; 0 for the whole row, of at most `MAX_ROW_QUANTIZED_COLUMNS`.
+        group: columns a scale, a power of two; 0 for the whole row, of at most `MAX_QUANTIZED_COLUMNS`.
         ahead: a dependent launch (`dependent_launch.py`).
 
     Returns:

@@ -78,9 +78,8 @@ def find_key(
         mass = mass_at_or_above(row, bounds, highest, heat, above, min_weight, vocab, BLOCK, COUNT, 16)
         mass += tl.where(bounds <= above, tied, 0)
         found += (tl.sum((mass >= target).to(tl.int64), 0) - 1) << (28 - 4 * i)
-    over = mass_at_or_above(
-        row, found + 1 + tl.zeros([1], tl.int64), highest, heat, above, min_weight, vocab, BLOCK, COUNT, 1
-    )
+    bound = found + 1 + tl.zeros([1], tl.int64)
+    over = mass_at_or_above(row, bound, highest, heat, above, min_weight, vocab, BLOCK, COUNT, 1)
     return found, tl.sum(over, 0) + tl.where(found < above, tied, 0)
 
 

@@ -54,6 +54,11 @@ class PackedWeight:
         return self.group or DEPTH
 
     @property
+    def static_scale(self) -> torch.Tensor | None:
+        """The fixed scale `[1]` that an FP8 checkpoint brings for the activations of this weight, or None."""
+        return self.act_scale if self.kind == FP8 else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of entries, scales and zero points."""
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero) if t is not None)

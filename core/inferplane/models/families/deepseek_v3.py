@@ -47,11 +47,8 @@ def deepseek_v3(build: Build) -> CausalLM:
         moe_layer_freq=(1,),
         attention_bias=(False,),
     )
-    width, layers, first = (
-        config.size("hidden_size"),
-        config.size("num_hidden_layers"),
-        config.count("first_k_dense_replace"),
-    )
+    width, layers = config.size("hidden_size"), config.size("num_hidden_layers")
+    first = config.count("first_k_dense_replace")
     attention, mlp, size = latent_attention(build), dense_mlp(build), config.size("moe_intermediate_size")
     route, inner = _shared_routing(build), ("moe_intermediate_size", size)
     total, shared = config.size("n_routed_experts"), config.count("n_shared_experts")

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from inferplane import __version__
-from inferplane.serving.errors import ApiError
+from inferplane.serving.errors import ApiError, internal
 from inferplane.serving.grpc import requests, schema, tensors
 from inferplane.serving.keys import Keys
 from inferplane.serving.rendering import GeneratedChoice, gather_choices
@@ -226,8 +226,7 @@ class Servicer:
             await answers.put(_failure(request, error))
         except Exception:
             log.exception("a request failed inside the server")
-            failure = ApiError(500, "The request failed inside the server.", code="internal_error")
-            await answers.put(_failure(request, failure))
+            await answers.put(_failure(request, internal()))
 
     async def _pieces(self, request: Any, caller: dict[str, Any]) -> AsyncIterator[Any]:
         infer = await self._parse("ModelStreamInfer", request, caller)
@@ -314,6 +313,6 @@ def with_statuses(method: Method) -> Method:
             if isinstance(error, grpc.aio.AbortError):
                 raise
             log.exception("a request failed inside the server")
-            await context.abort(grpc.StatusCode.INTERNAL, "The request failed inside the server.")
+            await context.abort(grpc.StatusCode.INTERNAL, internal().message)
 
     return call

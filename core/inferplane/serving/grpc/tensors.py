@@ -45,6 +45,9 @@ def read(request: Any) -> dict[str, list[Any]]:
             raise invalid(f"Two inputs are named {tensor.name!r}.", "inputs")
         if raw and tensor.HasField("contents"):
             raise invalid(f"{tensor.name}: raw contents and contents; send one of them.", tensor.name)
+        if tensor.datatype not in (*DTYPES, BYTES):
+            known = ", ".join((*DTYPES, BYTES))
+            raise invalid(f"{tensor.name} has the datatype {tensor.datatype[:40]!r}. There is: {known}.", tensor.name)
         values = _raw(tensor, raw[i]) if raw else _typed(tensor)
         count = _count(tensor)
         if len(values) != count:
@@ -62,24 +65,15 @@ def _count(tensor: Any) -> int:
     return count
 
 
-def _unknown_datatype(tensor: Any) -> Exception:
-    known = ", ".join((*DTYPES, BYTES))
-    return invalid(f"{tensor.name} has the datatype {tensor.datatype[:40]!r}. There is: {known}.", tensor.name)
-
-
 def _typed(tensor: Any) -> list[Any]:
     if tensor.datatype == BYTES:
         return list(tensor.contents.bytes_contents)
-    if tensor.datatype not in DTYPES:
-        raise _unknown_datatype(tensor)
     return list(getattr(tensor.contents, DTYPES[tensor.datatype][0]))
 
 
 def _raw(tensor: Any, data: bytes) -> list[Any]:
     if tensor.datatype == BYTES:
         return _strings(tensor.name, data)
-    if tensor.datatype not in DTYPES:
-        raise _unknown_datatype(tensor)
     dtype = np.dtype(DTYPES[tensor.datatype][1]).newbyteorder("<")
     if len(data) % dtype.itemsize:
         raise invalid(f"{tensor.name} holds {len(data)} bytes, no multiple of {dtype.itemsize}.", tensor.name)

@@ -16,7 +16,7 @@ from inferplane.serving.http.chat_wire import ChatRequest, Message, NamedTool, T
 from inferplane.serving.http.tools import Call, ToolPlan, ToolReader, describe_tools, new_call_id
 from inferplane.serving.rendering import (
     DONE,
-    Frame,
+    Frames,
     GeneratedChoice,
     Rendering,
     count_usage,
@@ -156,7 +156,7 @@ class ChatRendering(Rendering):
         self._id, self._created, self._name = f"chatcmpl-{request_id}", int(time.time()), name
         self._readers: dict[int, ToolReader] = {}
         self._named: set[int] = set()
-        self._frames: dict[int, Frame] = {}
+        self._frames = Frames()
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -182,18 +182,12 @@ class ChatRendering(Rendering):
         logprobs = self._logprobs(delta.logprobs)
         ids = delta.token_ids if self._request.return_token_ids else None
         if content and ids is None and logprobs is None:
-            out.append(self._content_chunk(index, content))
+            out.append(self._frames.encode(index, content, lambda text: self._chunk(index, {"content": text})))
         elif content or ids or (logprobs and logprobs["content"]):
             out.append(self._chunk(index, {"content": content} if content else {}, logprobs, ids=ids))
         if delta.finish_reason is not None:
             out.append(self._end(index, reader, delta.finish_reason))
         return b"".join(out)
-
-    def _content_chunk(self, index: int, content: str) -> bytes:
-        frame = self._frames.get(index)
-        if frame is None:
-            frame = self._frames[index] = Frame(lambda text: self._chunk(index, {"content": text}))
-        return frame(content)
 
     def _arguments(self, index: int, text: str) -> bytes:
         """Return a piece of the arguments of the one requested call."""
@@ -229,10 +223,8 @@ class ChatRendering(Rendering):
     def closing(self, generation: Generation) -> bytes:
         if not self._request.includes_usage:
             return DONE
-        return (
-            encode_event({**self._head("chat.completion.chunk"), "choices": [], "usage": count_usage(generation)})
-            + DONE
-        )
+        usage = {"choices": [], "usage": count_usage(generation)}
+        return encode_event({**self._head("chat.completion.chunk"), **usage}) + DONE
 
     # -- without a stream
 

@@ -16,7 +16,7 @@ from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import invalid
 from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.http.constraints import WORDS, Constrained
-from inferplane.serving.rendering import DONE, Frame, GeneratedChoice, Rendering, encode_event, finite_logprob
+from inferplane.serving.rendering import DONE, Frames, GeneratedChoice, Rendering, encode_event, finite_logprob
 from inferplane.serving.wire import MAX_TOKENS, Alternatives, JsonObject, TokenId, Usage
 
 if TYPE_CHECKING:
@@ -44,11 +44,8 @@ class CompletionRequest(Constrained):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts as a list."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
     def to_call(self) -> GenerateCall:
         """Return the call that the request makes."""
@@ -128,7 +125,7 @@ class CompletionRendering(Rendering):
         }
         self._offsets: dict[int, int] = {}
         self._plain = request.logprobs is None and not request.return_token_ids and not self._prompt_only
-        self._frames: dict[int, Frame] = {}
+        self._frames = Frames()
 
     def piece(self, generation: Generation, piece: Piece) -> bytes:
         delta = piece.delta
@@ -142,12 +139,8 @@ class CompletionRendering(Rendering):
         return self._chunk(generation, piece.choice, choice, first)
 
     def _text_chunk(self, generation: Generation, index: int, text: str) -> bytes:
-        frame = self._frames.get(index)
-        if frame is None:
-            frame = self._frames[index] = Frame(
-                lambda text: self._chunk(generation, index, GeneratedChoice(text), False)
-            )
-        return frame(text)
+        encode_piece = lambda text: self._chunk(generation, index, GeneratedChoice(text), False)  # noqa: E731
+        return self._frames.encode(index, text, encode_piece)
 
     def _chunk(self, generation: Generation, index: int, choice: GeneratedChoice, first: bool) -> bytes:
         chunk: dict[str, Any] = {**self._head, "choices": [self._choice(generation, index, choice, first)]}

@@ -15,7 +15,7 @@ from typing import Any
 from inferplane.serving import native
 from inferplane.serving.errors import ApiError
 from inferplane.serving.service import Service
-from inferplane.serving.slots import SlotReservation
+from inferplane.serving.shared_state.slots import SlotReservation
 from inferplane.serving.tracing import trace_headers
 from inferplane.serving.wire import parse
 

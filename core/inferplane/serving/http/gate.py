@@ -151,8 +151,8 @@ class GatedRequest:
         path = self._scope["path"]
         return path in OPEN and self._scope.get("raw_path", path.encode()) == path.encode()
 
-    def _header(self, wanted: bytes) -> list[bytes]:
-        return [value for name, value in self._scope["headers"] if name == wanted]
+    def _header(self, header: bytes) -> list[bytes]:
+        return [value for name, value in self._scope["headers"] if name == header]
 
     def _check_head(self) -> None:
         """Refuse what the parser accepts: any version, and headers of any size if they arrive in one piece."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inferplane.serving.http.chunks import ChunkWriter
-from inferplane.serving.slots import SlotReservation
+from inferplane.serving.shared_state.slots import SlotReservation
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -133,11 +133,7 @@ def parse_truncated_calls(text: str, known: Collection[str]) -> list[Call]:
 
 def _parse_objects(text: str) -> list[Any]:
     """Parse JSON objects that are separated by semicolons or line ends."""
-    out = []
-    for part in re.split(r"[;\n]+", text.strip()):
-        if part.strip():
-            out.append(_loads(part))
-    return out
+    return [_loads(part) for part in re.split(r"[;\n]+", text) if part.strip()]
 
 
 def _loads(text: str) -> Any:

@@ -23,7 +23,6 @@ import uvicorn
 
 from inferplane.engine.clients.process.memory import freeze_gc
 from inferplane.serving import logs, tracing
-from inferplane.serving.counters import REJECTED, RequestCounters
 from inferplane.serving.http.app import add_gate, full_app, health_app, metrics_app
 from inferplane.serving.http.gate import Gate
 from inferplane.serving.http.protocol import MAX_HEADER_BYTES, ConnectionLimits, connection_class
@@ -32,8 +31,9 @@ from inferplane.serving.lifecycle.prepare import SIGNALS
 from inferplane.serving.lifecycle.workers import Workers
 from inferplane.serving.service import FLUSH_S, Service
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.shared_counters import SharedCounters
-from inferplane.serving.slots import SequenceSlots
+from inferplane.serving.shared_state.counters import REJECTED, RequestCounters
+from inferplane.serving.shared_state.shared_counters import SharedCounters
+from inferplane.serving.shared_state.slots import SequenceSlots
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -92,7 +92,7 @@ class ServerProcess:
         self._setup, self._settings = setup, setup.settings
         self._tracer = tracing.start(self._settings)
         shared = setup.workers.shared if setup.workers is not None else setup.shared
-        max_sequences = self._settings.max_batch + self._settings.max_waiting
+        max_sequences = self._settings.max_num_seqs + self._settings.max_waiting
         slots = SequenceSlots(max_sequences, shared, setup.number)
         self._service = Service(self._settings, slots, self._tracer, RequestCounters(shared, setup.number))
         if setup.workers is not None:

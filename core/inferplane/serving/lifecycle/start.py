@@ -16,15 +16,16 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from inferplane.engine import AsyncLLM
-from inferplane.engine.clients.options import OLD_NAMES, OPTIONS
+from inferplane.engine.clients.options import OPTIONS, SpeculativeOptions
 from inferplane.engine.clients.process.memory import gc_paused
 from inferplane.errors import UsageError
 from inferplane.serving import logs
@@ -32,12 +33,12 @@ from inferplane.serving.configure import PLUGIN_GROUP, ResolvedSettings
 from inferplane.serving.keys import Keys
 from inferplane.serving.lifecycle.prepare import SIGNALS, import_tokenizers, open_engine
 from inferplane.serving.settings import FIELDS, ServerSettings
+from inferplane.serving.threads import run_in_daemon_thread
 
-T = TypeVar("T")
 Sockets = Mapping[str, socket.socket]
 BACKLOG = 2048
-ENGINE_OPTIONS = {OLD_NAMES.get(name, name): name for name in FIELDS if OLD_NAMES.get(name, name) in OPTIONS}
-"""Option of `AsyncLLM` -> the setting for it; the settings keep the names that options had until 0.2."""
+ENGINE_OPTIONS = [name for name in FIELDS if name in OPTIONS]
+"""The settings that are options of `AsyncLLM`."""
 PACKAGES = ("fastapi", "pydantic", "uvicorn", "h11", "prometheus_client")
 """Packages that only the server needs."""
 GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
@@ -108,8 +109,8 @@ def _serve(settings: ServerSettings, pins: Mapping[str, str], keys: list[str], s
         signal.signal(number, lambda number, frame: early_signals.append(number))
     reading_weights = threading.Event()
     options = {**engine_options(settings, pins), "progress": lambda done, total: reading_weights.set()}
-    warned = lambda words: log.warning("%s", words)  # noqa: E731
-    opening = _run_in_thread(lambda: AsyncLLM(settings.model, process=True, on_warning=warned, **options), "load")
+    options["on_warning"] = partial(log.warning, "%s")
+    opening = run_in_daemon_thread(lambda: AsyncLLM(settings.model, process=True, **options), "start")
     with gc_paused():
         from inferplane.serving.lifecycle.run import ProcessSetup, ServerProcess
         from inferplane.serving.lifecycle.workers import Workers
@@ -120,26 +121,12 @@ def _serve(settings: ServerSettings, pins: Mapping[str, str], keys: list[str], s
     if opening.done():
         opening.result()  # raises what the model raised
     workers = Workers(settings, keys, sockets["http"]) if settings.http_workers > 1 else None
-    opener = lambda: open_engine(opening.result)  # noqa: E731
+    opener = partial(open_engine, opening.result)
     setup = ProcessSetup(settings, Keys(keys), sockets, started, opener, workers, early_signals=early_signals)
     try:
         return asyncio.run(ServerProcess(setup).run())
     finally:
         logs.finish()
-
-
-def _run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Run a function in a thread that does not keep the process from ending."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(work())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name=f"inferplane-{name}", daemon=True).start()
-    return answer
 
 
 def check_packages(settings: ServerSettings) -> None:
@@ -155,8 +142,8 @@ def check_packages(settings: ServerSettings) -> None:
 def check_model_and_device(settings: ServerSettings) -> None:
     """Refuse a model that is no folder and a device that no plugin names, before anything listens.
 
-    The check is cheap if both look right. Otherwise the code that opens models and devices is asked for the error, and
-    that imports torch. All other faults are found by the engine's process (`_serve`).
+    The check is cheap if both look right. Otherwise the code that opens models and devices raises the error, which
+    imports torch. The engine's process finds all other faults (`_serve`).
 
     Raises:
         InferplaneError: the same error that opening the model in this process would raise.
@@ -242,10 +229,7 @@ def engine_options(settings: ServerSettings, pins: Mapping[str, str]) -> dict[st
 
     `max_waiting` is so large that the engine's queue never refuses: the service does, without asking the engine.
     """
-    options = {option: getattr(settings, name) for option, name in ENGINE_OPTIONS.items()}
-    if settings.speculate_method is not None:
-        options["speculative_config"] = {"method": settings.speculate_method}
-        options["speculative_config"]["num_speculative_tokens"] = settings.speculate_max_draft_token_num
-        if settings.draft_model_name_or_path is not None:
-            options["speculative_config"]["model"] = settings.draft_model_name_or_path
-    return {**options, "ops": dict(pins), "max_waiting": settings.max_batch + settings.max_waiting}
+    options = {name: getattr(settings, name) for name in ENGINE_OPTIONS}
+    speculation = SpeculativeOptions(*(getattr(settings, f.name) for f in fields(SpeculativeOptions)))
+    max_waiting = settings.max_num_seqs + settings.max_waiting
+    return {**options, "speculative_config": speculation.config(), "ops": dict(pins), "max_waiting": max_waiting}

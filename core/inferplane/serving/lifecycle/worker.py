@@ -9,13 +9,14 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 from inferplane.serving import logs
-from inferplane.serving.counters import NUM_CELLS
 from inferplane.serving.keys import Keys
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.shared_counters import SharedCounters
+from inferplane.serving.shared_state.counters import NUM_CELLS
+from inferplane.serving.shared_state.shared_counters import SharedCounters
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
     sock = socket.socket(fileno=socket_fd)
     sock.setblocking(False)
     shared = SharedCounters(processes, NUM_CELLS, counters_fd)
-    opener = lambda: open_engine(lambda: AsyncLLM.connect(sys.argv[6]))  # noqa: E731
+    opener = partial(open_engine, partial(AsyncLLM.connect, sys.argv[6]))
     keys, sockets = Keys(settings.api_key), {"http": sock}
     setup = ProcessSetup(settings, keys, sockets, started, opener, shared=shared, number=number)
     try:

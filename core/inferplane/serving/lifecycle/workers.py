@@ -17,10 +17,10 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
-from inferplane.serving.counters import NUM_CELLS
 from inferplane.serving.settings import ServerSettings
-from inferplane.serving.shared_counters import SharedCounters
-from inferplane.serving.slots import SLOTS_CELL
+from inferplane.serving.shared_state.counters import NUM_CELLS
+from inferplane.serving.shared_state.shared_counters import SharedCounters
+from inferplane.serving.shared_state.slots import SLOTS_CELL
 
 RESTART_S = 1.0
 """Seconds before a worker that ended by itself is started again."""

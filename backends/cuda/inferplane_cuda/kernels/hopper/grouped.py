@@ -26,9 +26,8 @@ def compute_half_block(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     m = row + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, MMA))
     block = w_scale + column // 128 * k_steps
-    acc = sum_scaled_products(
-        x_scale + m * k_steps, block, steps, x_tiles, w_tiles, ready, free, GROUP, COLUMNS, STAGES, MMA
-    )
+    scales = x_scale + m * k_steps
+    acc = sum_scaled_products(scales, block, steps, x_tiles, w_tiles, ready, free, GROUP, COLUMNS, STAGES, MMA)
     if WEIGHTED:
         pair = gl.load(slots + m, mask=m < end, other=pairs)
         real = pair < pairs

@@ -17,19 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from inferplane_cuda.kernels.hopper import unit_results as work
 from inferplane_cuda.kernels.hopper.barriers import key_limits
 from inferplane_cuda.kernels.hopper.gluon_compat import barrier, first_tile, load_tile, opaque
 from inferplane_cuda.kernels.hopper.softmax import UNSEEN, softmax_step, zero_rows_from
-from inferplane_cuda.kernels.hopper.unit_results import (
-    BEGIN,
-    END_UNIT,
-    FIRST_UNIT,
-    begin_step,
-    combine_shared_units,
-    load_program_part,
-    load_unit_share,
-    store_unit_result,
-)
 from inferplane_cuda.kernels.hopper.work_split import count_blocks, find_unit_share
 
 LATENT, ROPE = 512, 64
@@ -102,14 +93,12 @@ def compute_units(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     within = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
     row = gl.arange(0, 64, ROW)
-    unit, begin = (
-        load_program_part(program_part, FIRST_UNIT, num_warps),
-        load_program_part(program_part, BEGIN, num_warps),
-    )
+    unit = work.load_program_part(program_part, work.FIRST_UNIT, num_warps)
+    begin = work.load_program_part(program_part, work.BEGIN, num_warps)
     step = unit * 0
     used = unit * 0
-    while unit < load_program_part(program_part, END_UNIT, num_warps):
-        sequence, tile, blocks, begin_block, end_block = load_unit_share(
+    while unit < work.load_program_part(program_part, work.END_UNIT, num_warps):
+        sequence, tile, blocks, begin_block, end_block = work.load_unit_share(
             program_part, unit, begin, starts, lengths, tiles, HEADS, OVERHEAD, num_warps
         )  # fmt: skip
         if begin_block < end_block:
@@ -132,7 +121,7 @@ def compute_units(
                 mbarrier.arrive(free.index(stage), count=1)
                 step += 1
             mbarrier.arrive(q_free, count=1)
-            store_unit_result(
+            work.store_unit_result(
                 (acc,), highest, total, out, parts, masses, starts, lengths, tiles, program_part, unit,
                 begin, HEADS, OVERHEAD, 512, SCORES, RESULT, num_warps,
             )  # fmt: skip
@@ -159,7 +148,7 @@ def mla_decode(
     rope_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
     q_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 512], TILE)
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    ready, free, q_ready, q_free, first_unit, end_unit, begin, size, program_part = begin_step(
+    ready, free, q_ready, q_free, first_unit, end_unit, begin, size, program_part = work.begin_step(
         starts, lengths, units, tiles, HEADS, BLOCK_UNITS, OVERHEAD, STAGES, num_warps
     )  # fmt: skip
     gl.warp_specialize(
@@ -184,4 +173,4 @@ def mla_decode(
         [1],
         [40],
     )  # fmt: skip
-    combine_shared_units(out, parts, masses, arrived, starts, lengths, tiles, program_part, HEADS, OVERHEAD, num_warps)
+    work.combine_units(out, parts, masses, arrived, starts, lengths, tiles, program_part, HEADS, OVERHEAD, num_warps)

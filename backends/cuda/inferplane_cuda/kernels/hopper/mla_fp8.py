@@ -15,20 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
+from inferplane_cuda.kernels.hopper import unit_results as work
 from inferplane_cuda.kernels.hopper.barriers import key_limits
 from inferplane_cuda.kernels.hopper.gluon_compat import barrier, first_tile, opaque, raise_fp8_exponent
 from inferplane_cuda.kernels.hopper.mla import add_values, compute_scores, load_blocks
 from inferplane_cuda.kernels.hopper.softmax import UNSEEN, softmax_step
-from inferplane_cuda.kernels.hopper.unit_results import (
-    BEGIN,
-    END_UNIT,
-    FIRST_UNIT,
-    begin_step,
-    combine_shared_units,
-    load_program_part,
-    load_unit_share,
-    store_unit_result,
-)
 
 
 @gluon.jit
@@ -59,14 +50,12 @@ def compute_units(
     token = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
     low = gl.arange(0, 128, gl.SliceLayout(0, WIDE)) < 64
     rope_token = gl.arange(0, 64, gl.SliceLayout(1, NARROW))
-    unit, begin = (
-        load_program_part(program_part, FIRST_UNIT, num_warps),
-        load_program_part(program_part, BEGIN, num_warps),
-    )
+    unit = work.load_program_part(program_part, work.FIRST_UNIT, num_warps)
+    begin = work.load_program_part(program_part, work.BEGIN, num_warps)
     step = unit * 0
     used = unit * 0
-    while unit < load_program_part(program_part, END_UNIT, num_warps):
-        sequence, tile, blocks, begin_block, end_block = load_unit_share(
+    while unit < work.load_program_part(program_part, work.END_UNIT, num_warps):
+        sequence, tile, blocks, begin_block, end_block = work.load_unit_share(
             program_part, unit, begin, starts, lengths, tiles, HEADS, OVERHEAD, num_warps
         )  # fmt: skip
         if begin_block < end_block:
@@ -100,7 +89,7 @@ def compute_units(
                 acc = add_values(acc, p, shrink, p_tile, latent, RESULT)
                 step += 1
             mbarrier.arrive(q_free, count=1)
-            store_unit_result(
+            work.store_unit_result(
                 (acc,), highest, total, out, parts, masses, starts, lengths, tiles, program_part, unit,
                 begin, HEADS, OVERHEAD, 512, SCORES, RESULT, num_warps,
             )  # fmt: skip
@@ -128,7 +117,7 @@ def mla_decode_fp8(
     rope_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
     q_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 512], TILE)
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    ready, free, q_ready, q_free, first_unit, end_unit, begin, size, program_part = begin_step(
+    ready, free, q_ready, q_free, first_unit, end_unit, begin, size, program_part = work.begin_step(
         starts, lengths, units, tiles, HEADS, BLOCK_UNITS, OVERHEAD, STAGES, num_warps
     )  # fmt: skip
     gl.warp_specialize(
@@ -153,4 +142,4 @@ def mla_decode_fp8(
         [1],
         [40],
     )  # fmt: skip
-    combine_shared_units(out, parts, masses, arrived, starts, lengths, tiles, program_part, HEADS, OVERHEAD, num_warps)
+    work.combine_units(out, parts, masses, arrived, starts, lengths, tiles, program_part, HEADS, OVERHEAD, num_warps)

@@ -21,20 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from inferplane_cuda.kernels.hopper import unit_results as work
 from inferplane_cuda.kernels.hopper.barriers import key_limits
 from inferplane_cuda.kernels.hopper.gluon_compat import as_fp8, barrier, exponent_of, first_tile, opaque, power_of_two
 from inferplane_cuda.kernels.hopper.mla import load_blocks
 from inferplane_cuda.kernels.hopper.softmax import UNSEEN, zero_rows_from
-from inferplane_cuda.kernels.hopper.unit_results import (
-    BEGIN,
-    END_UNIT,
-    FIRST_UNIT,
-    begin_step,
-    combine_shared_units,
-    load_program_part,
-    load_unit_share,
-    store_unit_result,
-)
 
 WEIGHT_SCALE = gl.constexpr(256.0)
 """Factor of weights before they become FP8, whose largest number is 448."""
@@ -72,15 +63,13 @@ def compute_units(
     within = gl.arange(0, 64, gl.SliceLayout(0, SCORES_8))
     row = gl.arange(0, 64, ROW)
     token = gl.arange(0, 64, gl.BlockedLayout([1], [32], [num_warps], [0]))
-    unit, begin = (
-        load_program_part(program_part, FIRST_UNIT, num_warps),
-        load_program_part(program_part, BEGIN, num_warps),
-    )
+    unit = work.load_program_part(program_part, work.FIRST_UNIT, num_warps)
+    begin = work.load_program_part(program_part, work.BEGIN, num_warps)
     step = unit * 0
     used = unit * 0
     values = as_fp8(transposed, 512, 64, TRANSPOSED)
-    while unit < load_program_part(program_part, END_UNIT, num_warps):
-        sequence, tile, blocks, begin_block, end_block = load_unit_share(
+    while unit < work.load_program_part(program_part, work.END_UNIT, num_warps):
+        sequence, tile, blocks, begin_block, end_block = work.load_unit_share(
             program_part, unit, begin, starts, lengths, tiles, HEADS, OVERHEAD, num_warps
         )  # fmt: skip
         if begin_block < end_block:
@@ -136,9 +125,9 @@ def compute_units(
                 fourth = add_weighted_quarter(fourth, shrink, p_tile, values, 3, RESULT)
                 step += 1
             mbarrier.arrive(q_free, count=1)
-            store_unit_result(
+            work.store_unit_result(
                 (first, second, third, fourth), highest, total * WEIGHT_SCALE, out, parts, masses, starts, lengths,
-                tiles,                 program_part, unit, begin, HEADS, OVERHEAD, 128, SCORES_8, RESULT, num_warps,
+                tiles, program_part, unit, begin, HEADS, OVERHEAD, 128, SCORES_8, RESULT, num_warps,
             )  # fmt: skip
         begin += gl.where(blocks > 0, blocks + OVERHEAD, 0)
         unit += 1
@@ -169,7 +158,7 @@ def mla_decode_fp8_mma(
     rope_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
     q_tiles = gl.allocate_shared_memory(gl.uint8, [1, 64, 512], TILE_8)
     p_tile = gl.allocate_shared_memory(gl.float8e4nv, [64, 64], TRANSPOSED)
-    ready, free, q_ready, q_free, first_unit, end_unit, begin, size, program_part = begin_step(
+    ready, free, q_ready, q_free, first_unit, end_unit, begin, size, program_part = work.begin_step(
         starts, lengths, units, tiles, HEADS, BLOCK_UNITS, OVERHEAD, STAGES, num_warps
     )  # fmt: skip
     gl.warp_specialize(
@@ -195,4 +184,4 @@ def mla_decode_fp8_mma(
         [1],
         [40],
     )  # fmt: skip
-    combine_shared_units(out, parts, masses, arrived, starts, lengths, tiles, program_part, HEADS, OVERHEAD, num_warps)
+    work.combine_units(out, parts, masses, arrived, starts, lengths, tiles, program_part, HEADS, OVERHEAD, num_warps)

@@ -37,10 +37,8 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     latents, before = gather_latents(view, q_nope, batch, kv)
     weight = view.kv_b.weight.view(d.heads, d.nope + d.value, d.latent)
     out = q_nope.new_empty(tokens, d.heads, d.value)
-    queries, rope_queries = (
-        tma_descriptor(q_nope.view(tokens, -1), 128, 128),
-        tma_descriptor(q_rope.view(tokens, -1), 128, 64),
-    )
+    queries = tma_descriptor(q_nope.view(tokens, -1), 128, 128)
+    rope_queries = tma_descriptor(q_rope.view(tokens, -1), 128, 64)
     at_once = max(1, min(d.heads, EXPANDED_BYTES // (latents.shape[0] * 512)))
     for head in range(0, d.heads, at_once):
         heads = min(at_once, d.heads - head)

@@ -95,10 +95,8 @@ def load_unit_share(
     """Of the unit that begins at `begin`: sequence, tile, number of blocks, and the range of blocks of this program."""
     sequence, tile = unit // tiles, unit % tiles
     blocks = count_blocks(starts, lengths, sequence, tile, HEADS, 1)
-    program, size = (
-        load_program_part(program_part, PROGRAM, num_warps),
-        load_program_part(program_part, SIZE, num_warps),
-    )
+    program = load_program_part(program_part, PROGRAM, num_warps)
+    size = load_program_part(program_part, SIZE, num_warps)
     begin_block, end_block, _owner, _sharers = find_unit_share(program, begin, blocks, size, 1, OVERHEAD)
     return sequence, tile, blocks, begin_block, end_block
 
@@ -136,23 +134,17 @@ def store_unit_result(
 
 
 @gluon.jit
-def combine_shared_units(
+def combine_units(
     out, parts, masses, arrived, starts, lengths, tiles, program_part,
     HEADS: gl.constexpr, OVERHEAD: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Count this program's parts of shared units, and combine the units of which it is the last."""
-    first_unit, last_unit = (
-        load_program_part(program_part, FIRST_UNIT, num_warps),
-        load_program_part(program_part, END_UNIT, num_warps) - 1,
-    )
-    first_begin, last_begin = (
-        load_program_part(program_part, BEGIN, num_warps),
-        load_program_part(program_part, LAST_BEGIN, num_warps),
-    )
-    size, program = (
-        load_program_part(program_part, SIZE, num_warps),
-        load_program_part(program_part, PROGRAM, num_warps),
-    )
+    first_unit = load_program_part(program_part, FIRST_UNIT, num_warps)
+    last_unit = load_program_part(program_part, END_UNIT, num_warps) - 1
+    first_begin = load_program_part(program_part, BEGIN, num_warps)
+    last_begin = load_program_part(program_part, LAST_BEGIN, num_warps)
+    size = load_program_part(program_part, SIZE, num_warps)
+    program = load_program_part(program_part, PROGRAM, num_warps)
     barrier()  # every thread has stored its parts before one thread counts the program
     for unit in range(first_unit, last_unit + 1, gl.maximum(last_unit - first_unit, 1)):
         begin = gl.where(unit == first_unit, first_begin, last_begin)

@@ -116,14 +116,11 @@ def kernels() -> list[Kernel]:
         # It masks what lies before a window tile by tile, and NaN in a block that was given back would come through.
         kernel("attention", "flash_attn_3", NO_WINDOW, ("heads of at most 256 entries", lambda op: op.kv.dim <= 256)),
         kernel("mla_absorbed", "flashinfer", V3_LATENTS, needs_host_lens=True),
-        kernel("attention", "flashinfer", NO_WINDOW, POWER_OF_TWO_HEADS, needs_host_lens=True),
+        kernel("attention", "flashinfer", NO_WINDOW, HEADS_TO_256, needs_host_lens=True),
     ]
 
 
-POWER_OF_TWO_HEADS = (
-    "heads of 64, 128 or 256 entries",
-    lambda op: op.kv.dim == op.kv.v_dim and op.kv.dim in (64, 128, 256),
-)
+HEADS_TO_256 = ("heads of 64, 128 or 256 entries", lambda op: op.kv.dim == op.kv.v_dim in (64, 128, 256))
 
 
 def _version_numbers(text: str) -> tuple[int, ...]:

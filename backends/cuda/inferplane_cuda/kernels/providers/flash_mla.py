@@ -21,9 +21,8 @@ PARAMETERS = (
 
 def prepare(op: Any, ctx: Any) -> tuple[Any, Any]:
     """The library's two functions."""
-    return find_function("flash_mla", "get_mla_metadata", ()), find_function(
-        "flash_mla", "flash_mla_with_kvcache", PARAMETERS
-    )
+    metadata = find_function("flash_mla", "get_mla_metadata", ())
+    return metadata, find_function("flash_mla", "flash_mla_with_kvcache", PARAMETERS)
 
 
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:

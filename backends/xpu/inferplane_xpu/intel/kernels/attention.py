@@ -18,7 +18,7 @@ import torch
 from inferplane.kernels.fused.needs import HALF, RANK_FUSED
 from inferplane.plugin import Batch, Kernels, LayerKV, When
 from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
-from inferplane_xpu.intel.kernels.when import MATRIX, decode_compiled, prefill_compiled
+from inferplane_xpu.intel.kernels.when import MATRIX, is_decode_compiled, is_prefill_compiled
 from inferplane_xpu.intel.kvcache import PAGED
 
 flash = torch.ops._vllm_fa2_C
@@ -61,17 +61,17 @@ def varlen(
     return out
 
 
-def _one_width(op: Any) -> bool:
+def _has_one_width(op: Any) -> bool:
     return op.kv.dim == op.kv.v_dim
 
 
-def _few(op: Any) -> bool:
+def _has_few_queries(op: Any) -> bool:
     group = op.heads // op.kv.heads
-    return op.queries == "few" and _one_width(op) and decode_compiled(op.kv.dim, group, op.kv.window)
+    return op.queries == "few" and _has_one_width(op) and is_decode_compiled(op.kv.dim, group, op.kv.window)
 
 
-def _many(op: Any) -> bool:
-    return op.queries == "many" and _one_width(op) and prefill_compiled(op.kv.dim, op.kv.window)
+def _has_many_queries(op: Any) -> bool:
+    return op.queries == "many" and _has_one_width(op) and is_prefill_compiled(op.kv.dim, op.kv.window)
 
 
 @KERNELS(
@@ -82,7 +82,7 @@ def _many(op: Any) -> bool:
         HALF,
         kv_layouts=(PAGED,),
         features=MATRIX,
-        needs=(("few query tokens, and a head size, group and window that were compiled for them", _few),),
+        needs=(("few query tokens, and a head size, group and window that were compiled for them", _has_few_queries),),
     ),
     capture_safe=True,
 )
@@ -100,7 +100,7 @@ def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torc
         HALF,
         kv_layouts=(PAGED,),
         features=MATRIX,
-        needs=(("many query tokens, and a head size and window that were compiled for them", _many),),
+        needs=(("many query tokens, and a head size and window that were compiled for them", _has_many_queries),),
     ),
     capture_safe=True,
 )

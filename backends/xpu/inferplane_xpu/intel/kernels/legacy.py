@@ -64,7 +64,7 @@ def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: Laye
     paged.reshape_and_cache_flash(k.contiguous(), v.contiguous(), keys, values, batch.slots, "auto", 1.0, 1.0)
 
 
-def _one_width(op: Any) -> bool:
+def _has_one_width(op: Any) -> bool:
     return op.kv.dim == op.kv.v_dim and op.kv.dim in (64, 96, 128, 192, 256)
 
 
@@ -73,7 +73,10 @@ def _one_width(op: Any) -> bool:
     "ipex",
     rank=RANK_LEGACY,
     when=When(
-        HALF, kv_layouts=(PAGED,), features=FEATURES, needs=(("heads of 64, 96, 128, 192 or 256 entries", _one_width),)
+        HALF,
+        kv_layouts=(PAGED,),
+        features=FEATURES,
+        needs=(("heads of 64, 96, 128, 192 or 256 entries", _has_one_width),),
     ),
 )
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:

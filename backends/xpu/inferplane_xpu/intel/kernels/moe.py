@@ -6,6 +6,7 @@ fused_moe_interface.py of its wheel 0.1.16.2.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from inferplane_xpu.intel.kernels.when import MATRIX, OPERATORS
 
 vllm, moe, xpu = torch.ops._C, torch.ops._moe_C, torch.ops._xpu_C
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="vllm_xpu", rank=RANK_FUSED)
 SCORED_ALREADY, SIGMOID = 0, 1
 """Values of grouped_topk's `scoring_func`."""
 TOP_K = (1, 2, 4, 6, 7, 8, 10, 16)
@@ -25,7 +27,7 @@ FP8_BLOCK = 128
 INT4 = ("int4_group", "int4_group64", "int4_group32")
 
 
-def _simple(op: Any) -> bool:
+def _is_ungrouped(op: Any) -> bool:
     return op.groups == 1 and (op.bias is None or op.score == "sigmoid")
 
 
@@ -33,11 +35,9 @@ def _has_supported_groups(op: Any) -> bool:
     return 1 < op.groups <= MOST_GROUPS and op.top_k <= MOST_CHOSEN and op.group_score == "top2"
 
 
-@KERNELS(
+@fused(
     "moe_route",
-    "vllm_xpu",
-    rank=RANK_FUSED,
-    when=When(FLOATS, features=OPERATORS, needs=(("no groups, and a bias to sigmoid scores only", _simple),)),
+    when=When(FLOATS, features=OPERATORS, needs=(("no groups, and a bias to sigmoid scores only", _is_ungrouped),)),
     capture_safe=True,
 )
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,10 +53,8 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return weights * view.factor, ids
 
 
-@KERNELS(
+@fused(
     "moe_route",
-    "vllm_xpu",
-    rank=RANK_FUSED,
     when=When(
         FLOATS,
         features=OPERATORS,
@@ -121,27 +119,27 @@ INT4_EXPERTS = Packing("vllm_xpu.int4_experts", _int4)
 FP8_EXPERTS = Packing("vllm_xpu.fp8_experts", _fp8)
 
 
-def _in_eights(op: Any) -> bool:
+def _has_sizes_in_eights(op: Any) -> bool:
     return op.down.shape[1] % 8 == 0 and op.gate_up.shape[1] % 8 == 0
 
 
-def _in_groups(op: Any) -> bool:
+def _has_whole_groups(op: Any) -> bool:
     return op.gate_up.shape[2] % 128 == 0 and op.down.shape[2] % 128 == 0
 
 
-def _in_blocks(op: Any) -> bool:
+def _has_whole_blocks(op: Any) -> bool:
     return all(size % FP8_BLOCK == 0 for w in (op.gate_up, op.down) for size in w.shape[1:])
 
 
 NEEDS = (
     ("every expert on this rank, and at most 1024", lambda op: not op.partial and op.gate_up.shape[0] <= MOST_EXPERTS),
-    ("hidden and expert sizes in eights", _in_eights),
+    ("hidden and expert sizes in eights", _has_sizes_in_eights),
 )
 
 
-def _experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _run_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls; how many rows an expert has is known to the device alone."""
-    weights, ids = _to_compiled(weights, ids)
+    weights, ids = _pad_to_compiled(weights, ids)
     up, down = view.gate_up.to_dtype(x.dtype), view.down.to_dtype(x.dtype)
     experts, (tokens, k), width = up.data.shape[0], ids.shape, x.shape[1]
     rows = x.new_empty(tokens * k, width)
@@ -159,7 +157,7 @@ def _experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tenso
     return out
 
 
-def _to_compiled(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad_to_compiled(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As many experts a token as were compiled: a token's first one again, with weight 0."""
     k = ids.shape[1]
     if k in TOP_K:
@@ -168,44 +166,44 @@ def _to_compiled(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor
     return torch.nn.functional.pad(weights, (0, more)), torch.cat((ids, ids[:, :1].expand(-1, more)), 1)
 
 
-@KERNELS(
+@fused(
     "moe_experts",
-    "vllm_xpu",
-    rank=RANK_FUSED,
     when=When(HALF, features=MATRIX, needs=NEEDS),
     packs={"gate_up": EXPERTS, "down": EXPERTS},
     capture_safe=True,
 )
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Experts in the activations' dtype."""
-    return _experts(view, x, weights, ids)
+    return _run_experts(view, x, weights, ids)
 
 
-@KERNELS(
+@fused(
     "moe_experts",
-    "vllm_xpu",
-    rank=RANK_FUSED,
     when=When(
-        HALF, formats=INT4, features=MATRIX, needs=(*NEEDS, ("hidden and expert sizes in whole groups", _in_groups))
+        HALF,
+        formats=INT4,
+        features=MATRIX,
+        needs=(*NEEDS, ("hidden and expert sizes in whole groups", _has_whole_groups)),
     ),
     packs={"gate_up": INT4_EXPERTS, "down": INT4_EXPERTS},
     capture_safe=True,
 )
 def moe_experts_int4(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in int4, expanded within the product."""
-    return _experts(view, x, weights, ids)
+    return _run_experts(view, x, weights, ids)
 
 
-@KERNELS(
+@fused(
     "moe_experts",
-    "vllm_xpu",
-    rank=RANK_FUSED,
     when=When(
-        HALF, formats=("fp8_block",), features=MATRIX, needs=(*NEEDS, ("sizes in whole blocks of 128", _in_blocks))
+        HALF,
+        formats=("fp8_block",),
+        features=MATRIX,
+        needs=(*NEEDS, ("sizes in whole blocks of 128", _has_whole_blocks)),
     ),
     packs={"gate_up": FP8_EXPERTS, "down": FP8_EXPERTS},
     capture_safe=True,
 )
 def moe_experts_fp8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in FP8 with a scale a block of 128 x 128, expanded within the product."""
-    return _experts(view, x, weights, ids)
+    return _run_experts(view, x, weights, ids)

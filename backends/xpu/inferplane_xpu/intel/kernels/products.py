@@ -9,6 +9,7 @@ aten/src/ATen/native/mkldnn/xpu/Blas.cpp; for the order of halves sglang's XPU s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from inferplane_xpu.intel.kernels.when import MATRIX, RANK_TORCH_PACKED
 
 vllm, xpu, aten = torch.ops._C, torch.ops._xpu_C, torch.ops.aten
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="vllm_xpu", rank=RANK_FUSED)
 INT4 = ("int4_group", "int4_group64", "int4_group32", "int4_row")
 OFFSET = 8
 """What is added to an int4 so that it is stored without a sign."""
@@ -29,7 +31,7 @@ TILES = 8
 """`innerKTiles`, which the device's packing does not look at."""
 
 
-def _in_words(nibbles: torch.Tensor) -> torch.Tensor:
+def _pack_words(nibbles: torch.Tensor) -> torch.Tensor:
     """Eight numbers from 0 to 15 along the last dimension to an int32, the first in the lowest bits."""
     words = nibbles[..., 0::8].int().contiguous()
     for i in range(1, 8):
@@ -80,8 +82,8 @@ def _onednn(q: QTensor) -> Int4:
     """Words of eight columns, `[K / 8, N]` with K the fastest; zero points in words of eight rows, or one 8 for all."""
     zero, shift = _zero_points(q)
     one = torch.tensor([OFFSET], dtype=torch.int8, device=q.data.device)
-    words = _in_words(q.data + OFFSET).t()
-    return Int4(words, one if zero is None else _in_words(zero), q.scale.t().contiguous(), q.block[1], shift)
+    words = _pack_words(q.data + OFFSET).t()
+    return Int4(words, one if zero is None else _pack_words(zero), q.scale.t().contiguous(), q.block[1], shift)
 
 
 def _torch_xpu(q: QTensor) -> Int4:
@@ -109,16 +111,16 @@ INT8_ROWS = Packing("torch_xpu.int8_rows", Int8Rows)
 FP8_WEIGHT = Packing("vllm_xpu.fp8", Fp8)
 
 
-def _words(op: Any) -> bool:
+def _has_whole_words(op: Any) -> bool:
     return op.weight.shape[0] % 8 == 0 and op.weight.shape[1] % 128 == 0
 
 
-def _blocks(op: Any) -> bool:
+def _has_whole_blocks(op: Any) -> bool:
     n, k = op.weight.shape
     return op.weight.format == "fp8_row" or (n % BLOCK == 0 and k % BLOCK == 0 and k > BLOCK)
 
 
-def _act(op: Any) -> bool:
+def _has_fp8_activations(op: Any) -> bool:
     by_row = op.weight.format == "fp8_row"
     return (
         op.out_dtype is None
@@ -129,14 +131,12 @@ def _act(op: Any) -> bool:
     )
 
 
-WHOLE_WORDS = ("rows in eights and columns in groups of 128", _words)
-WHOLE_BLOCKS = ("a scale a row, or whole blocks of 128 and more than one of them along a row", _blocks)
+WHOLE_WORDS = ("rows in eights and columns in groups of 128", _has_whole_words)
+WHOLE_BLOCKS = ("a scale a row, or whole blocks of 128 and more than one of them along a row", _has_whole_blocks)
 
 
-@KERNELS(
+@fused(
     "linear",
-    "vllm_xpu",
-    rank=RANK_FUSED,
     when=When(HALF, formats=INT4, features=MATRIX, needs=(PLAIN_ACTIVATIONS, WHOLE_WORDS)),
     packs={"weight": ONEDNN},
     capture_safe=True,
@@ -180,10 +180,8 @@ def linear_int8pack(view: Any, x: torch.Tensor) -> torch.Tensor:
     return y if view.bias is None else y + view.bias
 
 
-@KERNELS(
+@fused(
     "linear",
-    "vllm_xpu",
-    rank=RANK_FUSED,
     when=When(HALF, formats=("fp8_row", "fp8_block"), features=MATRIX, needs=(PLAIN_ACTIVATIONS, WHOLE_BLOCKS)),
     packs={"weight": FP8_WEIGHT},
     capture_safe=True,
@@ -195,15 +193,13 @@ def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@KERNELS(
+@fused(
     "linear",
-    "vllm_xpu",
-    rank=RANK_FUSED,
     when=When(
         HALF,
         formats=("fp8_row", "fp8_block"),
         features=MATRIX,
-        needs=(("activations in FP8, by rows or by 128 as the weight is", _act), WHOLE_BLOCKS),
+        needs=(("activations in FP8, by rows or by 128 as the weight is", _has_fp8_activations), WHOLE_BLOCKS),
     ),
     packs={"weight": FP8_WEIGHT},
     capture_safe=True,

@@ -25,11 +25,11 @@ LATENT_HEADS = 8
 """Query heads that one sequence of latents may bring: the only tile compiled for entries of 512 + 64."""
 
 
-def prefill_compiled(dim: int, window: int | None) -> bool:
+def is_prefill_compiled(dim: int, window: int | None) -> bool:
     """Whether the kernel for many query tokens exists."""
     return dim in (PREFILL_HEADS if window is None else PREFILL_WINDOW_HEADS)
 
 
-def decode_compiled(dim: int, group: int, window: int | None) -> bool:
+def is_decode_compiled(dim: int, group: int, window: int | None) -> bool:
     """Whether the kernel for single tokens exists, for `group` query heads a KV head."""
     return dim in (DECODE_HEADS if window is None else DECODE_WINDOW_HEADS)[8 if group <= 8 else 16]

@@ -7,6 +7,7 @@ head sizes; its issue 477 for the number of sequences.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +21,13 @@ from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="kunlun_ops", rank=RANK_FUSED)
 HEAD_SIZES = (32, 64, 80, 96, 112, 120, 128, 192, 256, 512)
 MOST_SEQUENCES = 1023
 """speculative_attention fails with 1024 and more."""
 
 
-@KERNELS(
-    "kv_write",
-    "kunlun_ops",
-    rank=RANK_FUSED,
-    when=When(HALF, kv_layouts=(BHLD,), features=KUNLUN),
-    capture_safe=True,
-)
+@fused("kv_write", when=When(HALF, kv_layouts=(BHLD,), features=KUNLUN), capture_safe=True)
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """kunlun_ops.reshape_and_cache_flash into blocks with heads before tokens."""
     keys, values = kv.parts  # type: ignore[attr-defined]
@@ -45,15 +41,10 @@ NEEDS = (
 )
 
 
-@KERNELS(
+@fused(
     "attention",
-    "kunlun_ops",
-    rank=RANK_FUSED,
     when=When(
-        HALF,
-        kv_layouts=(BHLD,),
-        features=KUNLUN,
-        needs=(*NEEDS, ("few query tokens", lambda op: op.queries == "few")),
+        HALF, kv_layouts=(BHLD,), features=KUNLUN, needs=(*NEEDS, ("few query tokens", lambda op: op.queries == "few"))
     ),
     needs_host_lens=True,
 )
@@ -84,10 +75,8 @@ def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torc
     return out
 
 
-@KERNELS(
+@fused(
     "attention",
-    "kunlun_ops",
-    rank=RANK_FUSED,
     when=When(
         HALF,
         kv_layouts=(BHLD,),

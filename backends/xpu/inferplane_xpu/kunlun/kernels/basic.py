@@ -5,6 +5,7 @@ Source: baidu/vLLM-Kunlun at 09869ee7, vllm_kunlun/ops/_custom_ops.py and _kunlu
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="kunlun_ops", rank=RANK_FUSED)
 WIDEST_HALF = 65536
 """Rows of a float16 weight that F.linear is given at once; 248320 are known to give wrong sums."""
 
@@ -26,14 +28,7 @@ WIDEST_HALF = 65536
 TABLE = Packing("kunlun_ops.rope_table", RopeTable)
 
 
-@KERNELS(
-    "rms_norm",
-    "kunlun_ops",
-    rank=RANK_FUSED,
-    when=When(HALF, features=KUNLUN),
-    packs={"weight": FLOAT32},
-    capture_safe=True,
-)
+@fused("rms_norm", when=When(HALF, features=KUNLUN), packs={"weight": FLOAT32}, capture_safe=True)
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.rmsnorm over contiguous rows, with its weight in float32."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -42,14 +37,7 @@ def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     return out.view(x.shape)
 
 
-@KERNELS(
-    "add_rms_norm",
-    "kunlun_ops",
-    rank=RANK_FUSED,
-    when=When(HALF, features=KUNLUN),
-    packs={"norm.weight": FLOAT32},
-    capture_safe=True,
-)
+@fused("add_rms_norm", when=When(HALF, features=KUNLUN), packs={"norm.weight": FLOAT32}, capture_safe=True)
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.add_rmsnorm, which writes the norm and the sum into tensors of their own; the first layer has none."""
     if residual is None:
@@ -66,9 +54,7 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return out, total
 
 
-@KERNELS(
-    "rope", "kunlun_ops", rank=RANK_FUSED, when=When(HALF, features=KUNLUN), packs={"table": TABLE}, capture_safe=True
-)
+@fused("rope", when=When(HALF, features=KUNLUN), packs={"table": TABLE}, capture_safe=True)
 def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.rotary_embedding, in place, of queries and keys at once: the last head goes as the key."""
 
@@ -85,7 +71,7 @@ def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return rotate_last_head_as_key(x, rotate)
 
 
-@KERNELS("silu_mul", "kunlun_ops", rank=RANK_FUSED, when=When(HALF, features=KUNLUN), capture_safe=True)
+@fused("silu_mul", when=When(HALF, features=KUNLUN), capture_safe=True)
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.swiglu: SiLU of the first half times the second."""
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)

@@ -6,6 +6,7 @@ flashmla.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +22,14 @@ from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="kunlun_ops", rank=RANK_FUSED)
 LATENT_ENTRIES, ROTATED = 512, 64
 """The sizes that FlashMLA knows, and with it the vendor's operator."""
 VALUES_ARE_LATENTS = -1
 """Value of `vo_head_dim`: the latent's size is an argument of its own."""
 
 
-@KERNELS(
-    "mla_kv_write",
-    "kunlun_ops",
-    rank=RANK_FUSED,
-    when=When(HALF, kv_layouts=(LATENT,), features=KUNLUN),
-    capture_safe=True,
-)
+@fused("mla_kv_write", when=When(HALF, kv_layouts=(LATENT,), features=KUNLUN), capture_safe=True)
 def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """kunlun_ops.concat_and_cache_mla."""
     kunlun.concat_and_cache_mla(
@@ -44,10 +40,8 @@ def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: B
     )
 
 
-@KERNELS(
+@fused(
     "mla_absorbed",
-    "kunlun_ops",
-    rank=RANK_FUSED,
     when=When(
         HALF,
         kv_layouts=(LATENT,),
@@ -100,18 +94,13 @@ def _has_expanded_dims(op: Any) -> bool:
     return op.dims.value <= width and width in HEAD_SIZES
 
 
-@KERNELS(
+@fused(
     "mla_expanded",
-    "kunlun_ops",
-    rank=RANK_FUSED,
     when=When(
         HALF,
         kv_layouts=(LATENT,),
         features=KUNLUN,
-        needs=(
-            ("heads of a size that the vendor lists, and no wider values", _has_expanded_dims),
-            PLAIN_KV_B,
-        ),
+        needs=(("heads of a size that the vendor lists, and no wider values", _has_expanded_dims), PLAIN_KV_B),
     ),
     needs_host_lens=True,
 )

@@ -6,6 +6,7 @@ compute, and up to how many experts, as its tests found on a P800: ops/moe/route
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from inferplane_xpu.library import Library
 kunlun = Library("kunlun_ops")
 speedgate = torch.ops.xspeedgate_ops
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="kunlun_ops", rank=RANK_FUSED)
 CLUSTERS = 12
 """Rows of `block_statistic`: counts by cluster of the card."""
 FEW_PAIRS = 768
@@ -28,7 +30,7 @@ MOST_EXPERTS = 512
 """That the routings take."""
 
 
-def _sigmoid_groups(op: Any) -> bool:
+def _has_sigmoid_groups(op: Any) -> bool:
     return (
         op.score == "sigmoid"
         and op.bias is not None
@@ -39,7 +41,7 @@ def _sigmoid_groups(op: Any) -> bool:
     )
 
 
-def _best_groups(op: Any) -> bool:
+def _has_best_groups(op: Any) -> bool:
     return op.bias is None and op.groups > 1 and op.group_score == "max"
 
 
@@ -47,13 +49,7 @@ def _statistic(experts: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(CLUSTERS, experts, dtype=torch.int32, device=device)
 
 
-@KERNELS(
-    "moe_route",
-    "kunlun_ops",
-    rank=RANK_FUSED,
-    when=When(FLOATS, features=KUNLUN, needs=(PLAIN_SOFTMAX_ROUTING,)),
-    capture_safe=True,
-)
+@fused("moe_route", when=When(FLOATS, features=KUNLUN, needs=(PLAIN_SOFTMAX_ROUTING,)), capture_safe=True)
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_softmax_topk_norm, or moe_softmax_topk, which does not renormalize; ids are int32."""
     weights, ids = allocate_routing(logits, view.top_k)
@@ -64,14 +60,14 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return (weights if view.factor == 1.0 else weights * view.factor), ids
 
 
-@KERNELS(
+@fused(
     "moe_route",
-    "kunlun_ops",
-    rank=RANK_FUSED,
     when=When(
         FLOATS,
         features=KUNLUN,
-        needs=(("sigmoid scores with a bias, groups judged by two experts, weights renormalized", _sigmoid_groups),),
+        needs=(
+            ("sigmoid scores with a bias, groups judged by two experts, weights renormalized", _has_sigmoid_groups),
+        ),
     ),
     packs={"bias": FLOAT32},
     capture_safe=True,
@@ -92,12 +88,12 @@ def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, to
     return weights, ids
 
 
-@KERNELS(
+@fused(
     "moe_route",
-    "kunlun_ops",
-    rank=RANK_FUSED,
     when=When(
-        FLOATS, features=(*KUNLUN, *GROUP_TOPK), needs=(("groups judged by one expert, without a bias", _best_groups),)
+        FLOATS,
+        features=(*KUNLUN, *GROUP_TOPK),
+        needs=(("groups judged by one expert, without a bias", _has_best_groups),),
     ),
     capture_safe=True,
 )
@@ -130,23 +126,10 @@ def _sort_pairs(x: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch
 def _multiply(
     x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, places: torch.Tensor, y: torch.Tensor
 ) -> None:
-    kunlun.moe_fc(
-        x=x,
-        weight=weight,
-        sorted_tokens_num_lod=starts,
-        sorted_tokens_idx=places,
-        moe_topk=y.shape[1],
-        y=y,
-    )
+    kunlun.moe_fc(x=x, weight=weight, sorted_tokens_num_lod=starts, sorted_tokens_idx=places, moe_topk=y.shape[1], y=y)
 
 
-@KERNELS(
-    "moe_experts",
-    "kunlun_ops",
-    rank=RANK_FUSED,
-    when=When(HALF, features=(*KUNLUN, *SPEEDGATE), needs=(ALL_EXPERTS_LOCAL,)),
-    capture_safe=True,
-)
+@fused("moe_experts", when=When(HALF, features=(*KUNLUN, *SPEEDGATE), needs=(ALL_EXPERTS_LOCAL,)), capture_safe=True)
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Rows stay in the order of experts from the sorting to the sum, which is given the position of each pair."""
     experts, columns, _ = view.gate_up.shape

@@ -8,6 +8,7 @@ quantization/kernels/scale_mm.py for the order of calls, quantization/awq.py for
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()
+fused = partial(KERNELS, provider="kunlun_ops", rank=RANK_FUSED)
 LARGEST = 127.0
 """Entry of int8 that stands for a row's maximum."""
 MANY_TOKENS = 256
@@ -58,10 +60,8 @@ class Rows:
 INT8_ROWS = Packing("kunlun_ops.int8_rows", Rows)
 
 
-@KERNELS(
+@fused(
     "linear",
-    "kunlun_ops",
-    rank=RANK_FUSED,
     when=When(HALF, formats=("int8_row",), features=(*KUNLUN, "int8-dot"), needs=(INT8_PER_TOKEN_LINEAR,)),
     packs={"weight": INT8_ROWS},
     capture_safe=True,
@@ -93,13 +93,7 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     return (out.float() - sums * w.shift).to(x.dtype)
 
 
-@KERNELS(
-    "quantize",
-    "kunlun_ops",
-    rank=RANK_FUSED,
-    when=When(HALF, features=KUNLUN, needs=(INT8_PER_TOKEN_QUANTIZE,)),
-    capture_safe=True,
-)
+@fused("quantize", when=When(HALF, features=KUNLUN, needs=(INT8_PER_TOKEN_QUANTIZE,)), capture_safe=True)
 def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.quant2d; a token of zeros has maximum 0 there, and zeros with scale 1 here."""
     data, largest = quantize_rows(x)
@@ -131,20 +125,18 @@ class Words:
 INT4_WORDS = Packing("kunlun_ops.int4_words", Words, dense=True)
 
 
-def _whole_groups(op: Any) -> bool:
+def _has_whole_groups(op: Any) -> bool:
     rows, columns = op.weight.shape
     return rows % COLUMNS == 0 and columns % INT4_GROUPS.get(op.weight.format, 1) == 0
 
 
-@KERNELS(
+@fused(
     "linear",
-    "kunlun_ops",
-    rank=RANK_FUSED,
     when=When(
         (torch.float16,),
         formats=tuple(INT4_GROUPS),
         features=KUNLUN,
-        needs=(PLAIN_ACTIVATIONS, ("rows in eights and whole groups", _whole_groups)),
+        needs=(PLAIN_ACTIVATIONS, ("rows in eights and whole groups", _has_whole_groups)),
     ),
     packs={"weight": INT4_WORDS},
     capture_safe=True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from inferplane.cli.arguments import Parser, add_examples, add_json, add_model, add_running, speculation
+from inferplane.cli.arguments import Parser, add_examples, add_json, add_model, add_option, add_running, speculation
 from inferplane.cli.screen import Screen
 from inferplane.cli.verbs.bench.length_distribution import FORMS, parse_lengths
 from inferplane.errors import UsageError
@@ -42,7 +42,7 @@ def add_arguments(parser: Parser) -> None:
     add_running(parser)
     add_examples(
         parser,
-        "latency --max-batch 8 --input-len 128 --output-len 32",
+        "latency --max-num-seqs 8 --input-len 128 --output-len 32",
         "throughput --output-len exp:64:512 --compare static",
         "startup path/to/model --device {X}",
     )
@@ -72,9 +72,10 @@ def _add_work(parser: Parser) -> None:
 def _add_engine(parser: Parser) -> None:
     engine = parser.add_argument_group("the engine")
     words = f"maximum sequences per step; left out: {_by_kind(BATCH)}"
-    engine.add_argument("--max-batch", metavar="N", type=int, help=words)
-    engine.add_argument("--max-step-tokens", metavar="N", type=int, help="maximum tokens per step")
-    engine.add_argument("--prefix-cache", action="store_true", help="reuse equal prefixes; repeats then hit the cache")
+    add_option(engine, "max_num_seqs", default=None, help=words)
+    add_option(engine, "max_num_batched_tokens", default=None, help="maximum tokens per step")
+    words = "reuse equal prefixes; repeats then hit the cache"
+    add_option(engine, "enable_prefix_caching", action="store_true", default=False, help=words)
 
 
 def _by_kind(values: dict[str, int]) -> str:
@@ -108,12 +109,12 @@ def check(args: argparse.Namespace) -> None:
     if args.compare and args.rate is not None:
         raise UsageError("--compare static takes no --rate: its batches do not wait for arrivals.")
     speculation(args)  # refuses drafts without a method
-    args.max_batch = BATCH[args.kind] if args.max_batch is None else args.max_batch
+    args.max_num_seqs = BATCH[args.kind] if args.max_num_seqs is None else args.max_num_seqs
     args.repeats = REPEATS[args.kind] if args.repeats is None else args.repeats
-    for name, minimum in (("max_batch", 1), ("repeats", 1), ("warmup", 0), ("requests", 1), ("max_step_tokens", 1)):
-        value = getattr(args, name)
+    for name in ("max_num_seqs", "repeats", "warmup", "requests", "max_num_batched_tokens"):
+        value, minimum = getattr(args, name), int(name != "warmup")
         if value is not None and value < minimum:
-            raise UsageError(f"--{name.replace('_', '-')} {value}.", there_is=f"whole numbers from {minimum}")
+            raise UsageError(f"{name} = {value}.", there_is=f"whole numbers from {minimum}")
     if args.rate is not None and not 0 < args.rate < float("inf"):
         raise UsageError(f"--rate {args.rate:g}.", there_is="numbers above 0")
     args.input_lengths = parse_lengths(args.input_len, "--input-len")

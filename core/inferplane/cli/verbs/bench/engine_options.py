@@ -10,8 +10,16 @@ from inferplane.cli.model_loading import model_options
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `LLM` for a benchmark, JSON-ready."""
-    chosen = {**model_options(args), "max_num_seqs": args.max_batch, "enable_prefix_caching": args.prefix_cache}
-    return chosen if args.max_step_tokens is None else {**chosen, "max_num_batched_tokens": args.max_step_tokens}
+    chosen = {
+        **model_options(args),
+        "max_num_seqs": args.max_num_seqs,
+        "enable_prefix_caching": args.enable_prefix_caching,
+    }
+    return (
+        chosen
+        if args.max_num_batched_tokens is None
+        else {**chosen, "max_num_batched_tokens": args.max_num_batched_tokens}
+    )
 
 
 def requested_options(args: argparse.Namespace) -> dict[str, Any]:

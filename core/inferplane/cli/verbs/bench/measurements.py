@@ -60,7 +60,7 @@ def measure_engine(args: argparse.Namespace, screen: Screen) -> Measurement:
         jobs, params = _jobs(args, llm), _sampling(args)
         ways: dict[str, Callable[..., Trace]] = {"continuous": job_runner.run_continuous}
         if args.compare:
-            ways["static"] = partial(job_runner.run_static, batch=args.max_batch)
+            ways["static"] = partial(job_runner.run_static, batch=args.max_num_seqs)
         with screen.progress_counter(args.kind, (args.warmup + args.repeats) * len(jobs) * len(ways)) as on_done:
             for _ in range(args.warmup):
                 for way in ways.values():
@@ -110,7 +110,7 @@ def _jobs(args: argparse.Namespace, llm: LLM) -> list[BenchJob]:
         encode = lambda text: llm.tokenizer.encode(text)  # noqa: E731 - loads the tokenizer only if there is text
         jobs = workload.read_jobs(args.dataset, args.requests, args.output_lengths, encode, args.seed)
     else:
-        count = args.max_batch if args.kind == "latency" else args.requests or REQUESTS
+        count = args.max_num_seqs if args.kind == "latency" else args.requests or REQUESTS
         jobs = workload.random_jobs(count, args.input_lengths, args.output_lengths, list_ordinary_ids(llm), args.seed)
     return workload.with_arrivals(jobs, args.rate, args.seed)
 

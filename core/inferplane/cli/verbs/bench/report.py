@@ -10,7 +10,7 @@ from inferplane.cli.screen import Screen, plural
 from inferplane.cli.verbs.bench.html_page import page
 from inferplane.cli.verbs.bench.job_runner import Trace
 from inferplane.cli.verbs.bench.measurements import Measurement
-from inferplane.files import write_whole
+from inferplane.files import write_atomically
 
 SCHEMA = 1
 LATENCIES = {
@@ -116,5 +116,5 @@ def write(measurement: Measurement, as_json: Path | None, as_html: Path | None, 
         (as_html, lambda: page(measurement, facts)),
     ):
         if path is not None:
-            write_whole(path, text())
+            write_atomically(path, text())
             screen.print_remark(f"wrote {path}")

@@ -96,10 +96,6 @@ class EngineProcess:
             return ""
         return f" by signal {signal.Signals(-code).name}" if code < 0 else f" with code {code}"
 
-    def kill(self) -> None:
-        """End the process now."""
-        self._process.kill()
-
     def dispose(self, wait_s: float) -> None:
         """Wait for the end of the process, kill it after `wait_s` seconds, and remove its folder."""
         try:
@@ -140,8 +136,7 @@ class RemoteEngine:
         """Start a process and load a model there.
 
         Args:
-            model: as for `LLM`.
-            options: its other arguments.
+            model: as for `LLM`. options: its other arguments.
             on_warning: see `AsyncLLM`.
 
         Raises:
@@ -153,7 +148,6 @@ class RemoteEngine:
             process.load_model()
             engine._await_ready(options.get("progress"), on_warning)
         except BaseException:
-            process.kill()
             engine._dispose()
             raise
         return engine
@@ -194,13 +188,7 @@ class RemoteEngine:
         except UsageError as error:
             answer.set_exception(error)
             return answer
-        with self._lock:
-            refusal = self._refusal()
-            if refusal is None:
-                self._answers[number] = answer
-                self._streams[number] = sink, submission.request_id
-                self._number_of[sink, submission.request_id] = number
-                self._outbox.put(data)
+        refusal = self._send(number, answer, data, (sink, submission.request_id))
         if refusal is not None:
             answer.set_exception(refusal)
         return answer
@@ -216,17 +204,10 @@ class RemoteEngine:
         """See `EngineClient`."""
         answer: Future[dict[str, Any]] = Future()
         number = next(self._numbers)
-        data = messages.frame(messages.Inspect(number, question))
-        with self._lock:
-            refusal = self._refusal()
-            if refusal is None:
-                self._answers[number] = answer
-                self._outbox.put(data)
-        if refusal is None:
-            return answer
-        if question == "health":
+        refusal = self._send(number, answer, messages.frame(messages.Inspect(number, question)))
+        if refusal is not None and question == "health":
             answer.set_result(asdict(Health(alive=False, failure=refusal.what.rstrip("."))))
-        else:
+        elif refusal is not None:
             answer.set_exception(refusal)
         return answer
 
@@ -247,11 +228,20 @@ class RemoteEngine:
         self._dispose()
         self._reader.join()
 
-    def _refusal(self) -> InferplaneError | None:
-        """Why requests are rejected; None while they are accepted."""
-        if self._closing:
-            return UsageError("The model is shut down.", remedy="make a new AsyncLLM")
-        return self._failure
+    def _send(
+        self, number: int, answer: Future[Any], data: bytes, stream: tuple[Sink, RequestId] | None = None
+    ) -> InferplaneError | None:
+        """Queue a message and remember its answer and its stream; returns why it is rejected, None if it is not."""
+        with self._lock:
+            if self._closing:
+                return UsageError("The model is shut down.", remedy="make a new AsyncLLM")
+            if self._failure is None:
+                self._answers[number] = answer
+                if stream is not None:
+                    self._streams[number] = stream
+                    self._number_of[stream] = number
+                self._outbox.put(data)
+            return self._failure
 
     # -- threads
 
@@ -269,10 +259,8 @@ class RemoteEngine:
                 break
             if isinstance(message, messages.Progress) and progress is not None:
                 progress(message.done, message.total)
-            if isinstance(message, messages.Warned) and on_warning is not None:
-                on_warning(message.text)
-            elif isinstance(message, messages.Warned):
-                warn(message.text)
+            if isinstance(message, messages.Warned):
+                (on_warning or warn)(message.text)
         self.info = message.info
         self._reader.start()
         self._writer.start()
@@ -352,17 +340,17 @@ class RemoteEngine:
     def _end(self, closed: bool, why: str = "") -> None:
         """End all requests and calls that wait."""
         ended = closed or self._closing
-        said = "the engine was shut down" if ended else why or f"the engine's process ended{self._exit_reason()}"
-        failure = EngineError(f"{said[0].upper()}{said[1:]}.", remedy="make a new AsyncLLM")
+        message = "the engine was shut down" if ended else why or f"the engine's process ended{self._exit_reason()}"
+        failure = EngineError(f"{message[0].upper()}{message[1:]}.", remedy="make a new AsyncLLM")
         with self._lock:
             self._failure = failure
             answers, streams = list(self._answers), list(self._streams)
         for number in answers:
             self._settle(number, failure)
         reason: FinishReason = "abort" if ended else "error"
-        end = Delta("", [], reason, Timings(0.0, 0.0, 0.0, 0, 0), said)
+        end = Delta("", [], reason, Timings(0.0, 0.0, 0.0, 0, 0), message)
         for live in streams:
-            with contextlib.suppress(Exception):  # a failing sink must not keep others from being told
+            with contextlib.suppress(Exception):  # a failing sink must not keep the others from their last piece
                 self._deliver([(live, end)])
         self._ended.set()
         self._outbox.put(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inferplane.serving.errors import queue_full
-from inferplane.serving.shared_counters import SharedCounters
+from inferplane.serving.shared_state.shared_counters import SharedCounters
 
 SLOTS_CELL = 0
 """The cell of `SharedCounters` that holds the slots a process has acquired."""

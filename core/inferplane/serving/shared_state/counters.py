@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from inferplane.serving.shared_counters import SharedCounters
-from inferplane.serving.slots import SLOTS_CELL
+from inferplane.serving.shared_state.shared_counters import SharedCounters
+from inferplane.serving.shared_state.slots import SLOTS_CELL
 
 REJECTED, ABORTED = "requests_rejected_total", "requests_aborted_total"
 OTHER = "other"
