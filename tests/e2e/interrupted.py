@@ -37,7 +37,9 @@ def arm(number: int, moment: str) -> None:
         return
 
     def heard(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == event and seen >= 0 and os.fsdecode(arguments[event == "os.rename"]).endswith(what):
+        if name != event or seen < 0 or isinstance(arguments[0], int):  # an int: "open" of a descriptor
+            return
+        if os.fsdecode(arguments[event == "os.rename"]).endswith(what):
             come()
 
     sys.addaudithook(heard)

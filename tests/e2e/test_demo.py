@@ -141,5 +141,5 @@ def test_it_writes(demo):
 
 
 def test_its_weights_are_expanded_where_nothing_takes_them(demo):
-    found = {e["op"]: e for e in demo.explain()["expanded"]}
+    found = {e["op"]: e for e in demo.explain()["dequantized"]}
     assert {"linear", "moe_experts"} <= set(found) and all(e["format"] == "fp8_block" for e in found.values())

@@ -115,7 +115,7 @@ def test_a_signal_ends_it_quietly(name, tmp_path):
 def test_bench_ends_what_it_starts(number, tmp_path):
     """Start-up is timed in processes of their own."""
     child = start(["-m", "inferplane", "bench", "startup", *ON], tmp_path)
-    until(child, lambda lines: any("startup_child" in line for line in lines))
+    until(child, lambda lines: any("startup_process" in line for line in lines))
     (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
     assert ended(child) == 128 + number
 

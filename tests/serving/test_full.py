@@ -107,17 +107,17 @@ def test_processes_share_the_slots():
 def test_slots_are_counted_over_all_processes_and_released():
     shared_counters = SharedCounters(2, 1)
     here, there = SequenceSlots(3, shared_counters), SequenceSlots(3, SharedCounters(2, 1, shared_counters.fd), 1)
-    here.take(2)
+    here.acquire(2)
     kept = SlotReservation(there)
     with pytest.raises(ApiError) as refused:
         SlotReservation(here)
-    assert (refused.value.status, here.taken, there.taken) == (429, 3, 3)
+    assert (refused.value.status, here.in_use, there.in_use) == (429, 3, 3)
     assert kept.transfer() == 1
     kept.release()  # another holds it now
-    assert there.taken == 3
+    assert there.in_use == 3
     there.release(1)
     lost = SlotReservation(there)
     shared_counters.write(1, SLOTS_CELL, 0)  # what the first process does when the second ends
-    assert here.taken == 2
+    assert here.in_use == 2
     lost.release()
-    assert there.taken == 2
+    assert there.in_use == 2

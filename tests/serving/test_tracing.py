@@ -255,7 +255,8 @@ def test_a_live_server_sends_spans_before_it_ends():
             body = {"prompt": SECRET, "max_tokens": 2}
             client.post("/v1/completions", json=body, headers={"traceparent": PARENT}).raise_for_status()
             with grpc.insecure_channel(address(live)) as channel:
-                fields = raw(("text_input", "BYTES", [1], string(b"x")), parameters={})
+                most = ("max_tokens", "INT32", [1], (2).to_bytes(4, "little"))
+                fields = raw(("text_input", "BYTES", [1], string(b"x")), most, parameters={})
                 call(channel, "ModelInfer", metadata=[("traceparent", PARENT)], **fields)
             assert live.stop() == 0
     assert {path for path, *_ in told} == {"/v1/traces"}

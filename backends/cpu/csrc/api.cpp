@@ -15,8 +15,8 @@ int64_t ip_l1_prefetch_bytes = 2048;
 
 namespace {
 
-// A program must request the tiles' state from the operating system before it uses tiles (Linux: arch_prctl,
-// ARCH_REQ_XCOMP_PERM). Returns whether it was granted.
+// Asks the operating system for the tiles' state, which a program must do before it uses tiles (Linux: arch_prctl,
+// ARCH_REQ_XCOMP_PERM). Returns whether it was granted; false on other systems.
 bool request_tile_permission() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   const long request = 0x1023, tile_data = 18;
@@ -32,6 +32,7 @@ struct Cpuid {
   Cpuid(unsigned leaf, unsigned sub) { __get_cpuid_count(leaf, sub, &a, &b, &c, &d); }
 };
 
+// The register states that the operating system saves, as the bits of XCR0; 0 if it does not tell.
 unsigned long long enabled_state() {
   Cpuid one(1, 0);
   if (!(one.c & bit_OSXSAVE)) return 0;
@@ -66,6 +67,7 @@ struct SupportedIsas {
     // On Zen 5 both prefetches then ask for the same line (panel_products.h), so the second one costs nothing.
     if (Cpuid(0, 0).b == signature_AMD_ebx && family == 0x1a) ip_l1_prefetch_bytes = 8192;
   }
+  // Appends an instruction set, better than those before it.
   void add(const KernelTable *t) {
     if (count) strcat(names, " ");
     strcat(names, t->name);
@@ -73,11 +75,13 @@ struct SupportedIsas {
   }
 };
 
+// Detected at the first call.
 SupportedIsas &supported_isas() {
   static SupportedIsas f;
   return f;
 }
 
+// The table in use. There must be one: ip_available_isas is not "".
 const KernelTable &kernels() { return *supported_isas().current; }
 
 }  // namespace

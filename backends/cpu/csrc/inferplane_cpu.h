@@ -152,7 +152,7 @@ const char *ip_available_isas(void);
 const char *ip_current_isa(void);
 // Uses another one from now on, in all threads. Returns 0; -1 if there is none of this name.
 int ip_select_isa(const char *name);
-// Sets a function that is called once in every thread that calls the library, before OpenMP is asked there for its
+// Sets a function that is called once in every thread that calls the library, before the library reads from OpenMP the
 // number of threads; null: none.
 void ip_set_thread_init(void (*init)(void));
 // How many threads a call from this thread would use.
@@ -160,14 +160,16 @@ int ip_num_threads(void);
 
 // -- products
 
-// y[m, n] = x w^T + bias; rows of x are ldx apart, those of y ldy; y float32 if `wide`, else bf16.
+// y[i * ldy + j] = x w^T + bias, overwritten, for m rows of x, which are ldx apart, and all w.n columns of y; y is
+// float32 if `wide` is not 0, else bf16.
 void ip_linear(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
-// As ip_linear, for many rows. Except on AVX2, quantized weights are rounded to bf16. Returns 1; 0 if this instruction
-// set has no such product, and y is not written.
+// Computes ip_linear for many rows, faster. Except on AVX2, quantized weights are rounded to bf16, so results may
+// differ from ip_linear's (W8A8 weights excepted). Returns 1; 0 if this instruction set has no such product, and y is
+// not written.
 int ip_linear_prefill(const ip_matrix *w, const ip_bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide);
-// Rows first .. last of a weight as bf16 [last - first, k].
+// out [last - first, k], dense, = rows first .. last of a weight of any kind in bf16, with their scales.
 void ip_dequantize_rows(const ip_matrix *w, int64_t first, int64_t last, ip_bf16 *out);
-// Rows ids[0 .. count] of a weight as bf16 [count, k]; zeros for an id that is no row.
+// out [count, k], dense, = rows ids[0 .. count] of a weight of any kind in bf16; zeros for an id that is no row.
 void ip_gather_rows(const ip_matrix *w, const int64_t *ids, int64_t count, ip_bf16 *out);
 // How many bytes `data` of a weight in panels has; reads kind, group, n and k of w.
 int64_t ip_packed_bytes(const ip_matrix *w);
@@ -176,13 +178,14 @@ void ip_pack_weight(const ip_matrix *w, const int8_t *values, uint8_t *out);
 
 // -- row by row
 
-// s = x + r; y = s / rms(s) * weight, for m rows of d entries. r may be null (s is x), and then s may be null too.
+// s = x + r; y = s / rms(s) * weight, for m rows of d entries: rows of x are ldx apart, r, s and y are dense. r may be
+// null (s is x), and then s may be null too.
 void ip_rms_norm(const ip_bf16 *x, int64_t ldx, const ip_bf16 *r, const ip_bf16 *weight, float eps, int64_t m,
                  int64_t d, ip_bf16 *s, ip_bf16 *y);
-// y[m, d] = silu(x[:, :d]) * x[:, d:]
+// y[m, d] = silu(x[:, :d]) * x[:, d:]; rows of x are ldx apart, y is dense.
 void ip_silu_mul(const ip_bf16 *x, int64_t ldx, int64_t m, int64_t d, ip_bf16 *y);
-// y[m, heads, dim] = x with each head rotated by its row's position; table: [positions, 2, dim / 2], cosines then
-// sines.
+// y[m, heads, dim], dense, = x with each head rotated by its row's position, positions[i]; table: [positions, 2, dim /
+// 2], cosines then sines. `interleaved`: entries 2c and 2c + 1 are a pair; 0: c and c + dim / 2.
 void ip_rope(const ip_bf16 *x, int64_t row_stride, int64_t head_stride, const float *table, const int64_t *positions,
              int64_t m, int64_t heads, int64_t dim, int interleaved, ip_bf16 *y);
 
@@ -192,9 +195,9 @@ void ip_rope(const ip_bf16 *x, int64_t row_stride, int64_t head_stride, const fl
 // v_dim]. `window`: keys that a token sees, itself included; 0: all. Rows of padding are not written.
 void ip_attention(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
                   int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out);
-// As ip_attention, for many query tokens per sequence; sequences with few tokens come first in the batch. Except on
-// AVX2, attention's weights are rounded to bf16. Returns 1; 0 if this instruction set or these sizes have no such
-// attention, and `out` is not written.
+// Computes ip_attention for many query tokens per sequence, faster; sequences with at most 8 query tokens come first in
+// the batch. Except on AVX2, attention's weights are rounded to bf16. Returns 1; 0 if this instruction set or these
+// sizes have no such attention, and `out` is not written.
 int ip_attention_prefill(const ip_bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads,
                          int64_t kv_heads, int64_t dim, int64_t v_dim, float scale, int64_t window, ip_bf16 *out);
 // Absorbed latent attention: q_nope [tokens, heads, nope] and q_rope [tokens, heads, rope] with strides of rows and
@@ -215,7 +218,7 @@ void ip_route_experts(const ip_experts *x, const float *logits, int64_t m, int64
 
 // -- sampling
 
-// Draws one token per row into tokens [rows].
+// Draws one token per row, by params, into tokens [rows].
 void ip_sample(const ip_sampling *params, int64_t *tokens);
 
 // -- measuring
@@ -232,13 +235,15 @@ const char *ip_time_phases(int64_t *ns);
 // not overlap them. Keys and values are written to the step's cache.
 void ip_decoder_layer(const ip_layer *layer, const ip_step *step, const ip_bf16 *x, const ip_bf16 *residual,
                       ip_bf16 *out, ip_bf16 *out_residual);
-// As ip_decoder_layer of `count` layers, each with its own of `caches` (the step's cache is not read) and the results
-// of the layer before it. Returns 1; 0 for more than 8 tokens or layers of different sizes, and nothing is written.
+// Computes `count` layers one after the other in one call, with the results of ip_decoder_layer: layer i uses caches[i]
+// (the step's cache is not read) and the results of the layer before it. out and out_residual are those of the last
+// layer; out_residual may be null. Returns 1; 0 for more than 8 tokens or layers of different sizes, and nothing is
+// written.
 int ip_decoder_layers(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
                       const ip_bf16 *x, const ip_bf16 *residual, ip_bf16 *out, ip_bf16 *out_residual);
-// A model's step of few tokens, with the very results of its parts called one by one. Returns 1; 0 as
-// ip_decoder_layers; -1 if an id or a row is out of range or num_rows is larger than 8. Unless it returns 1, nothing is
-// written.
+// A model's step of at most 8 tokens: embedding, layers, norm, head; the same bits as its parts called one by one.
+// Returns 1; 0 where ip_decoder_layers returns 0; -1 if an id or a row is out of range or num_rows is larger than 8.
+// Unless it returns 1, nothing is written.
 int ip_model_step(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_model_io *io);
 
 #ifdef __cplusplus

@@ -22,6 +22,8 @@
 
 namespace {
 
+// `ip_linear_prefill`: y = x w^T + bias for many rows. Returns 0 without INFERPLANE_PREFILL, unless w is W8A8, which
+// every instruction set multiplies.
 int linear_prefill_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
   if (w->kind == IP_W8A8) {
     Int8Activations bytes = reserve_int8(workspace(kInt8Rows), m, *w);
@@ -41,6 +43,7 @@ int linear_prefill_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t
 #endif
 }
 
+// `ip_linear`: y = x w^T + bias; y in float32 if `wide`, else bf16. Complete on return, as all results of this file.
 void linear_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy, int wide) {
   // For many rows, if that gives the same bits: it does if no row of the weight is left over from the tiles.
   bool same = w->kind == IP_W8A8 || (kDotOnTiles && is_bf16(*w) && w->n % 16 == 0);
@@ -48,10 +51,12 @@ void linear_entry(const ip_matrix *w, const bf16 *x, int64_t ldx, int64_t m, voi
   run_on_team(w->n * w->k / 4 * m, [&](Team &team) { linear(team, *w, x, ldx, m, y, ldy, wide); });
 }
 
+// `ip_dequantize_rows`: rows first .. last of w in bf16 to `out` [last - first, k].
 void dequantize_rows_entry(const ip_matrix *w, int64_t first, int64_t last, bf16 *out) {
   run_on_team((last - first) * w->k, [&](Team &team) { dequantize_rows(team, *w, first, last, out); });
 }
 
+// `ip_gather_rows`: rows ids[0 .. count] of w in bf16 to `out` [count, k]; zeros for an id that is no row.
 void gather_rows_entry(const ip_matrix *w, const int64_t *ids, int64_t count, bf16 *out) {
   run_on_team(count * w->k, [&](Team &team) {
     team.for_each_chunk(count, 4, [&](int64_t first, int64_t last) {
@@ -65,15 +70,18 @@ void gather_rows_entry(const ip_matrix *w, const int64_t *ids, int64_t count, bf
   });
 }
 
+// `ip_rms_norm`: s = x + r, y = s / rms(s) * weight, for m rows of d entries.
 void rms_norm_entry(const bf16 *x, int64_t ldx, const bf16 *r, const bf16 *weight, float eps, int64_t m, int64_t d,
                     bf16 *s, bf16 *y) {
   run_on_team(m * d / 4, [&](Team &team) { rms_norm(team, x, ldx, r, weight, eps, m, d, s, y); });
 }
 
+// `ip_silu_mul`: y [m, d] = silu(x[:, :d]) * x[:, d:].
 void silu_mul_entry(const bf16 *x, int64_t ldx, int64_t m, int64_t d, bf16 *y) {
   run_on_team(m * d / 2, [&](Team &team) { silu_mul(team, x, ldx, m, d, y); });
 }
 
+// `ip_rope`: y [m, heads, dim] = x with each head rotated by its row's position.
 void rope_entry(const bf16 *x, int64_t row_stride, int64_t head_stride, const float *table, const int64_t *positions,
                 int64_t m, int64_t heads, int64_t dim, int interleaved, bf16 *y) {
   run_on_team(m * heads * dim / 4, [&](Team &team) {
@@ -81,13 +89,14 @@ void rope_entry(const bf16 *x, int64_t row_stride, int64_t head_stride, const fl
   });
 }
 
-// Keys that all query tokens of a batch see together, for estimates of work.
+// Estimates the keys that all query tokens of a batch see together: tokens times the sequence's length.
 int64_t count_keys(const ip_batch &batch) {
   int64_t keys = 0;
   for (int64_t i = 0; i < batch.sequences; i++) keys += (batch.start[i + 1] - batch.start[i]) * batch.lens[i];
   return keys;
 }
 
+// `ip_attention`: causal attention of few query tokens over the paged cache, to `out` [tokens, heads, v_dim].
 void attention_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t kv_heads,
                      int64_t dim, int64_t v_dim, float scale, int64_t window, bf16 *out) {
   AttentionArgs args = attention_args(*cache, q, heads, kv_heads, dim, v_dim, window, scale, out);
@@ -96,6 +105,8 @@ void attention_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache
   run_on_team(work, [&](Team &team) { attend(team, args, plan); });
 }
 
+// `ip_attention_prefill`: attention of many query tokens; sequences with few of them, which come first, are computed by
+// `attend`. Returns 0, with `out` not written, without INFERPLANE_PREFILL or if sizes do not suit (`can_prefill`).
 int attention_prefill_entry(const bf16 *q, const ip_batch *batch, const ip_cache *cache, int64_t heads,
                             int64_t kv_heads, int64_t dim, int64_t v_dim, float scale, int64_t window, bf16 *out) {
 #if defined(INFERPLANE_PREFILL)
@@ -115,6 +126,7 @@ int attention_prefill_entry(const bf16 *q, const ip_batch *batch, const ip_cache
 #endif
 }
 
+// `ip_mla`: absorbed latent attention, to `out` [tokens, heads, value]; padded rows become zeros.
 void mla_entry(const bf16 *q_nope, const int64_t *nope_strides, const bf16 *q_rope, const int64_t *rope_strides,
                const ip_matrix *kv_b, const ip_batch *batch, const ip_cache *cache, int64_t heads, int64_t nope,
                int64_t rope, int64_t value, int64_t latent, float scale, bf16 *out) {
@@ -131,6 +143,8 @@ void mla_entry(const bf16 *q_nope, const int64_t *nope_strides, const bf16 *q_ro
   run_on_team(work, [&](Team &team) { mla(team, m, args, plan); });
 }
 
+// `ip_moe`: routed experts, kMaxMoeTokens tokens at a time, to `out` [m, width]; -1, and nothing is written, if an id
+// is none of 0 .. experts - 1.
 int moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, const bf16 *x, int64_t ldx, int64_t m,
               const int64_t *ids, const float *weights, int64_t top, bf16 *out) {
   for (int64_t p = 0; p < m * top; p++)
@@ -146,6 +160,7 @@ int moe_entry(const ip_matrix *gate_up, const ip_matrix *down, int64_t experts, 
   return 0;
 }
 
+// `ip_route_experts`: ids and weights [m, top] from router logits [m, experts].
 void route_experts_entry(const ip_experts *x, const float *logits, int64_t m, int64_t *ids, float *weights) {
   run_on_team(m * x->experts * x->top, [&](Team &team) {
     team.for_each_chunk(m, 4, [&](int64_t first, int64_t last) {
@@ -155,6 +170,8 @@ void route_experts_entry(const ip_experts *x, const float *logits, int64_t m, in
   });
 }
 
+// `ip_decoder_layer`: plans one layer and runs it. For many tokens of a layer that is `rounded`, with grouped queries
+// and no experts, `prefill_layer` or, for W8A8, `prefill_layer_w8a8` computes it; else `decoder_layer`.
 void decoder_layer_entry(const ip_layer *layer, const ip_step *step, const bf16 *x, const bf16 *residual, bf16 *out,
                          bf16 *out_residual) {
   PhaseTimer phases(true);
@@ -202,6 +219,7 @@ void decoder_layer_entry(const ip_layer *layer, const ip_step *step, const bf16 
   });
 }
 
+// `ip_decoder_layers`: a sequence of layers for few tokens; 0, and nothing is written, if it is not supported.
 int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, int64_t count, const ip_step *step,
                          const bf16 *x, const bf16 *residual, bf16 *out, bf16 *out_residual) {
   if (!LayerSequence::supports(layers, caches, count, step)) return 0;
@@ -215,6 +233,9 @@ int decoder_layers_entry(const ip_layer *const *layers, const ip_cache *caches, 
   return 1;
 }
 
+// `ip_model_step`: embeds io->ids, runs all layers, the norm and the head for few tokens, and finds the largest logits.
+// 0 if the layers are not supported, -1 if an id or row is out of range or io->num_rows exceeds kMaxDecodeRows; then
+// nothing is written.
 int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_step *step, const ip_model_io *io) {
   if (!LayerSequence::supports(model->layers, caches, model->count, step)) return 0;
   if (io->num_rows > kMaxDecodeRows) return -1;  // some row would be listed twice
@@ -258,6 +279,7 @@ int model_step_entry(const ip_model *model, const ip_cache *caches, const ip_ste
   return 1;
 }
 
+// `ip_sample`: draws one token per row of logits into `tokens`.
 void sample_entry(const ip_sampling *params, int64_t *tokens) {
   run_on_team(params->rows > 1 ? params->rows * params->vocab : 0, [&](Team &team) {  // one thread draws a row's token
     if (params->is_bf16)
@@ -267,6 +289,7 @@ void sample_entry(const ip_sampling *params, int64_t *tokens) {
   });
 }
 
+// `ip_read_memory`: reads all bytes on all threads and returns a number that depends on them (their bitwise or).
 int64_t read_memory_entry(const void *data, int64_t bytes) {
   int64_t total = 0;
   run_on_team(bytes, [&](Team &team) {

@@ -30,7 +30,8 @@ class GraphCapturer:
         self._pool: Any = None
 
     def capture(self, runtime: Any, step: Callable[[Batch], Any], bucket: Batch) -> CapturedGraph | None:
-        """Warm `step(bucket)` up on a stream of its own, then capture it.
+        """Run `step(bucket)` `WARM_UPS` times on a stream of its own, then capture it as a graph, which reads and
+        writes the same tensors at every replay.
 
         Each run has a copy of the bucket with the same tensors and an empty scratch: what kernels keep there must be
         computed within the graph, or a replay would read what a warm-up computed.
@@ -68,7 +69,9 @@ class CapturedGraph:
         self._graph, self._results = graph, results
 
     def replay(self) -> Any:
-        """Launch the graph on what the bucket's tensors hold now; the results are the same tensors every time."""
+        """Launch the graph on what the bucket's tensors hold now, without waiting for it. The results are the same
+        tensors every time, which the next replay overwrites.
+        """
         self._graph.replay()
         return self._results
 
@@ -84,5 +87,5 @@ class CapturingAccelerator(Accelerator):
         self._capturer = GraphCapturer(self.graph_class)
 
     def capture(self, step: Callable[[Batch], Any], bucket: Batch) -> CapturedGraph | None:
-        """Capture a step as a graph of the runtime; None where it has no graphs."""
+        """Capture `step(bucket)` as `GraphCapturer.capture` does; None where the runtime has no graphs."""
         return self._capturer.capture(self.runtime(), step, bucket)

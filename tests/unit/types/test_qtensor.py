@@ -137,7 +137,7 @@ def test_shard_by_columns_within_one_block_a_row(columns):
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 4), (4, 16), (8, 26)])
 def test_shard_never_cuts_a_block_of_columns(start, stop):
-    with pytest.raises(UsageError, match=f"columns {start}:{stop} cut a block of 8 columns"):
+    with pytest.raises(UsageError, match=f"columns {start}:{stop} divide a block of 8 columns"):
         random_qtensor(5, 27, (2, 8)).shard(1, start, stop)
 
 
@@ -157,7 +157,7 @@ def test_to_moves_every_part():
 
 def test_scales_that_do_not_fit_are_refused():
     data, fit = torch.zeros(10, 40, dtype=torch.int8), torch.ones(5, 3)
-    with pytest.raises(UsageError, match=r"scale has shape \(3, 5\).* wants \(5, 3\)"):
+    with pytest.raises(UsageError, match=r"scale has shape \(3, 5\).* needs \(5, 3\)"):
         QTensor(data, fit.t(), block=(2, 16))
     with pytest.raises(UsageError, match="zero has shape"):
         QTensor(data, fit, torch.zeros(5), block=(2, 16))

@@ -34,7 +34,8 @@ struct AttentionArgs {
   bool has_int8_keys() const { return k.is_int8() && !has_latents(); }
 };
 
-// The arguments for one layer's cache.
+// The arguments for one layer's cache; `out` [tokens, heads, v_dim]. A cache with v == k keeps latents: then values are
+// the first v_dim entries of a key.
 inline AttentionArgs attention_args(const ip_cache &c, const bf16 *q, int64_t heads, int64_t kv_heads, int64_t dim,
                                     int64_t v_dim, int64_t window, float scale, bf16 *out) {
   bool has_latents = c.v == c.k;
@@ -47,35 +48,38 @@ inline AttentionArgs attention_args(const ip_cache &c, const bf16 *q, int64_t he
 struct AttentionTask {
   int64_t first, tokens;  // rows of q
   int64_t position;  // the first token's position
-  const int32_t *table;
+  const int32_t *table;  // the sequence's block table
   int64_t span, spans;  // the first span and the number of spans of this task
   int64_t part;  // the first partial result; all spans of a token stand together
-  int64_t all_spans, first_span;
+  int64_t all_spans, first_span;  // the same for all spans of these tokens, also those that are other tasks
 };
 
-// The tasks of a call.
+// The tasks of a call: `count` of them, with `parts` partial results per head. `spans_shared`: each task is one span,
+// and results are merged after a barrier; else a task is all spans of its tokens.
 struct AttentionPlan {
   AttentionTask *tasks = nullptr;
   int64_t count = 0, parts = 0;
-  float *partial = nullptr;  // [parts, heads, 2 + v_dim], if the spans of a task are shared by threads
+  float *partial = nullptr;  // [parts, heads, part_size], if several threads compute the spans of a token
   bool spans_shared = false;
   bool one_task_per_sequence = false;  // then no task looks at keys that another task of the step writes
   int64_t heads = 1;  // KV heads of one unit of work, side by side in the cache
 };
 
-// Floats of one partial result: maximum, sum, weighted values.
+// Floats of one partial result: maximum, sum of weights, and v_dim weighted values, padded to a multiple of 16.
 inline int64_t part_size(const AttentionArgs &args) { return 2 + round_up(args.v_dim, kLanes); }
 
-// Query tokens of one sequence that are one task, and the spans that they look at.
+// Query tokens of one sequence that are one task, and the spans that they look at: `token` is the first one's row of q,
+// `position` its position, `first_key` the first key that it sees.
 struct QueryTile {
   int64_t sequence, token, tokens, position, first_key, first_span, spans;
-  // Keys of a span, times tokens.
+  // Keys that the tile sees in the span with this number, times tokens.
   int64_t work(int64_t span) const {
     return tokens * (min64((span + 1) * kSpan, position + tokens) - max64(span * kSpan, first_key));
   }
 };
 
-// Calls f(tile) for each tile of query tokens of the batch: tokens that fill about 16 query rows per KV head.
+// Calls f(tile) for each tile of query tokens of the batch, in order: tokens that fill about 16 query rows per KV head.
+// Padded sequences (length 0) have no tiles.
 template <class Fn>
 inline void for_each_query_tile(const AttentionArgs &args, const ip_batch &batch, Fn f) {
   int64_t rows = max64(1, 16 / (args.heads / args.kv_heads));
@@ -90,8 +94,8 @@ inline void for_each_query_tile(const AttentionArgs &args, const ip_batch &batch
   }
 }
 
-// Estimates the work of the thread that has most of it, if a thread that is free takes the next unit: one span (or all
-// spans) of a task and `heads` KV heads.
+// Estimates the work (keys times tokens times heads) of the thread that has most of it, if a thread that is free takes
+// the next unit: `heads` KV heads of one span of a task if `spans_shared`, else of all its spans.
 inline int64_t estimate_longest_work(const AttentionArgs &args, const ip_batch &batch, int threads, bool spans_shared,
                                      int64_t heads) {
   constexpr int64_t kMaxScheduledUnits = 64;  // of more units, only the largest and the sum are considered
@@ -118,9 +122,10 @@ inline int64_t estimate_longest_work(const AttentionArgs &args, const ip_batch &
   return load[0];
 }
 
-// Chooses how many heads are a unit of work, and whether the spans of a task are shared. It takes as many heads as cost
-// no more than a tenth of the time, since then a thread reads long runs of the cache, which processors prefetch. Spans
-// are shared only if that helps, since it takes one more barrier.
+// Sets plan.heads, how many KV heads are a unit of work, and plan.spans_shared, whether several threads compute the
+// spans of a task. It takes as many heads as cost no more than a tenth of the time, since then a thread reads long runs
+// of the cache, which processors prefetch. Spans are shared only if that helps, since it takes one more barrier.
+// `any_has_many_spans`: some tile has more than one span; else spans are not shared.
 inline void choose_split(AttentionPlan &plan, const AttentionArgs &args, const ip_batch &batch, int threads,
                          bool any_has_many_spans) {
   int64_t best = INT64_MAX;
@@ -137,7 +142,8 @@ inline void choose_split(AttentionPlan &plan, const AttentionArgs &args, const i
       }
 }
 
-// The tasks of a batch for a team of `threads`, in memory of `s`.
+// The tasks of a batch for a team of `threads`, in memory of `s`: tasks, and partial results if spans are shared.
+// Called by the leading thread before the team starts; the team reads the plan until the next call.
 inline AttentionPlan plan_attention(const AttentionArgs &args, const ip_batch &batch, int threads, Workspace s[2]) {
   int64_t most = 0, units = 0, sequences = 0, before = -1;
   bool any_has_many_spans = false;

@@ -8,18 +8,21 @@ namespace {
 // Rows of queries as 16-bit integers, with one scale per row.
 struct Int16Rows {
   int64_t m, padded;
-  const int16_t *x;  // [m, padded], zeros behind the last column
+  const int16_t *x;  // [m, padded], zeros from column k on
   const float *scale;  // [m]
 };
 
 #ifdef __AVX512BW__
-// A register of 16-bit integers (its sums are 32-bit integers), with loads, multiply-add of pairs, and conversions.
+// A register of 16-bit integers (its sums are 32-bit integers), with loads, multiply-add of pairs, and conversions:
+// add_pair_products: lane i of the result is sum[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1]. store_as_floats: all 32-bit
+// lanes.
 typedef __m512i Int16s;
 constexpr int kScoreRegisters = 16;  // registers of sums, and sums per register
 inline Int16s load_int8_as_int16(const int8_t *p) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
 }
 inline Int16s load_int16(const int16_t *p) { return _mm512_loadu_si512(p); }
+// 32-bit lane i of the result is sum[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1].
 inline Int16s add_pair_products(Int16s sum, Int16s a, Int16s b) {
 #ifdef __AVX512VNNI__
   return _mm512_dpwssd_epi32(sum, a, b);
@@ -46,10 +49,12 @@ typedef __m256i Int16s;
 constexpr int kScoreRegisters = 8;
 inline Int16s load_int8_as_int16(const int8_t *p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)); }
 inline Int16s load_int16(const int16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+// 32-bit lane i of the result is sum[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1].
 inline Int16s add_pair_products(Int16s sum, Int16s a, Int16s b) {
   return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
 }
 inline void store_as_floats(float *p, Int16s v) { _mm256_storeu_ps(p, _mm256_cvtepi32_ps(v)); }
+// Lane i of the result is the sum of register i's lanes; r is overwritten.
 inline Int16s sum_registers(Int16s r[8]) {
   Int16s low = _mm256_hadd_epi32(_mm256_hadd_epi32(r[0], r[1]), _mm256_hadd_epi32(r[2], r[3]));
   Int16s high = _mm256_hadd_epi32(_mm256_hadd_epi32(r[4], r[5]), _mm256_hadd_epi32(r[6], r[7]));
@@ -58,7 +63,8 @@ inline Int16s sum_registers(Int16s r[8]) {
 #endif
 constexpr int kInt16Lanes = sizeof(Int16s) / 2;
 
-// Rounds m rows of k entries, row(i) each, to 16-bit integers.
+// Rounds m rows of k entries, where row(i) points to row i, to 16-bit integers from -32767 to 32767 with one scale per
+// row, in `buffers` of the calling thread; zeros from column k on.
 template <class RowAt>
 inline Int16Rows quantize_rows_int16(Workspace buffers[2], int64_t m, int64_t k, RowAt row) {
   int64_t padded = round_up(k, kInt16Lanes);
@@ -81,7 +87,8 @@ inline Int16Rows quantize_rows_int16(Workspace buffers[2], int64_t m, int64_t k,
   return {m, padded, x, scale};
 }
 
-// Sums of NR keys, whose entries are at[r], with MT rows of x from i0 on: out[i * ldo + r].
+// out[i * ldo + r] = sum over c < dim of at[r][c] x[i0 + i, c], overwritten, for NR keys r and MT rows of x from i0 on:
+// exact integers as floats, without any scale. NR * MT is kScoreRegisters.
 template <int NR, int MT>
 inline void score_tile(const int8_t *const *at, int64_t dim, const Int16Rows &x, int64_t i0, float *out, int64_t ldo) {
   Int16s sums[kScoreRegisters] = {};
@@ -107,7 +114,8 @@ inline void score_tile(const int8_t *const *at, int64_t dim, const Int16Rows &x,
   for (int i = 0; i < MT; i++) memcpy(out + i * ldo, all + i * NR, NR * sizeof(float));
 }
 
-// out[i * ldo + j]: sums of n keys, `stride` entries apart, with every row of x, without the scales.
+// out[i * ldo + j] = key j times row i of x over `dim` entries, overwritten, for n keys, which are `stride` entries
+// apart, and all rows of x, without the scales of keys and rows. Computed by the calling thread.
 inline void int8_scores(const int8_t *keys, int64_t stride, int64_t n, int64_t dim, const Int16Rows &x, float *out,
                         int64_t ldo) {
   const int8_t *at[kScoreRegisters];

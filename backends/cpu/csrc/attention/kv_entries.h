@@ -19,16 +19,18 @@ struct KvEntries {
   int8_t *int8_entries() const { return (int8_t *)data; }
 };
 
-// The keys, and the values, of a cache; `entries` per slot.
+// The keys of a cache, `entries` per slot for all its KV heads together; for latents, the latents.
 inline KvEntries key_entries(const ip_cache &c, int64_t entries) {
   return {c.k, c.k_scale, c.k_stride, c.k_groups, c.k_scale ? entries / c.k_groups : 0};
 }
+// The values of a cache, `entries` per slot for all its KV heads together.
 inline KvEntries value_entries(const ip_cache &c, int64_t entries) {
   return {c.v, c.v_scale, c.v_stride, c.v_groups, c.v_scale ? entries / c.v_groups : 0};
 }
 
-// Writes entries first .. first + n of a slot. For int8 they are whole groups: a group's largest magnitude becomes 127,
-// and a group of zeros has scale 1.
+// Writes x[0 .. n] to entries first .. first + n of a slot, as bf16 or int8, whichever the cache keeps. For int8 they
+// are whole groups, and each group's scale is written too: its largest magnitude becomes 127, and a group of zeros has
+// scale 1.
 inline void write_entries(const KvEntries &k, int64_t slot, int64_t first, const bf16 *x, int64_t n) {
   if (!k.is_int8()) {
     memcpy(k.bf16_entries() + slot * k.stride + first, x, (size_t)n * sizeof(bf16));
@@ -41,12 +43,12 @@ inline void write_entries(const KvEntries &k, int64_t slot, int64_t first, const
   }
 }
 
-// n int8 entries in bf16, without their scale.
+// out[c] = from[c] in bf16 for n int8 entries, without their scale, exactly.
 inline void int8_to_bf16(const int8_t *from, int64_t n, bf16 *out) {
   for (int64_t c = 0; c < n; c += kLanes) store_bf16x16(out + c, load_f32x16(from + c, n - c), n - c);
 }
 
-// Entries first .. first + n of an int8 slot in bf16, scale applied.
+// out[0 .. n] = entries first .. first + n of a slot of int8 entries in bf16, scales applied.
 inline void dequantize_entries(const KvEntries &k, int64_t slot, int64_t first, int64_t n, bf16 *out) {
   const int8_t *from = k.int8_entries() + slot * k.stride + first;
   const float *scale = k.scale + slot * k.groups + first / k.group_size;

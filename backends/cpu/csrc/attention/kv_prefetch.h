@@ -11,6 +11,7 @@ namespace {
 class KvPrefetch {
  public:
   KvPrefetch() = default;
+  // `table` is the sequence's block table, `block` the cache's block size. Nothing is prefetched yet.
   KvPrefetch(const KvEntries &k, const int32_t *table, int64_t block, int64_t first, int64_t last, int64_t from,
              int64_t n)
       : table_(table + first / block), keys_left_(max64(0, last - first)), block_left_(block - first % block),
@@ -22,7 +23,8 @@ class KvPrefetch {
 
   bool has_left() const { return keys_left_ > 0; }
 
-  // Prefetches about the next `bytes`, four cache lines at a time; what was too much is subtracted the next time.
+  // Prefetches about the next `bytes`, four cache lines at a time, into the second-level cache; what was too much is
+  // subtracted the next time. Nothing once all keys are prefetched.
   inline __attribute__((always_inline)) void prefetch(int64_t bytes) {
     for (budget_ += bytes; budget_ > 0 && keys_left_ > 0;) {
       const char *at = at_ + line_;
@@ -41,7 +43,8 @@ class KvPrefetch {
   const char *data_ = nullptr, *at_ = nullptr;
 };
 
-// What is prefetched: the keys of a span, then its values, then the keys that are read after them.
+// What is prefetched: the keys of a span, then its values, then the keys that are read after them. One call of
+// `prefetch` prefetches from one of the three only.
 struct PrefetchQueue {
   KvPrefetch keys, values, next_keys;
   inline __attribute__((always_inline)) void prefetch(int64_t bytes) {

@@ -7,8 +7,9 @@
 
 namespace {
 
-// Softmax of one head and token over keys low .. high of a span that begins at `begin`: scores s become weights, times
-// value_scales[j] if that is not null; part = {maximum, sum of weights, zeros} of `size` floats.
+// Softmax of one head and token over keys low .. high of a span that begins at key `begin`: scores s[j] of key begin +
+// j become weights exp(scale s[j] - maximum), times value_scales[j] if that is not null; weights of other keys, up to a
+// multiple of 16, become zero. part [size] = {maximum, sum of the weights without value_scales, zeros}.
 inline void softmax_span(const AttentionArgs &args, const float *value_scales, int64_t begin, int64_t low, int64_t high,
                          float *s, float *part, int64_t size) {
   int64_t padded = round_up(high - begin, kLanes);
@@ -32,8 +33,9 @@ inline void softmax_span(const AttentionArgs &args, const float *value_scales, i
   memset(part + 2, 0, (size_t)(size - 2) * sizeof(float));
 }
 
-// Adds the values of keys low .. high to R heads' parts, each times its weight; values[j] points to those of key
-// `begin + j`. D registers of values are summed at a time.
+// Adds the values of keys low .. high to R heads' partial results, each times its weight: head r's values are at part +
+// r * stride + 2, its weights at weights + r * kSpan. values[j] + g * v_dim points to those of key begin + j (bf16, or
+// int8 without scale). D registers of values are summed at a time. Every four keys, `queue` prefetches 4 * `bytes`.
 template <int R, int D, class Entry>
 inline void add_weighted_values(const AttentionArgs &args, const Entry *const *values, int64_t g, int64_t begin,
                                 int64_t low, int64_t high, const float *weights, float *part, int64_t stride,
@@ -72,8 +74,9 @@ inline void add_weighted_values(const AttentionArgs &args, const Entry *const *v
   }
 }
 
-// Registers in which a row of values is summed for `rows` query rows: if the row is wide, and otherwise. If all of a
-// row fits registers, it is read once, from its beginning to its end.
+// Registers in which a row of values is summed for `rows` query rows: if the row is wide (more than
+// narrow_value_registers(1) registers), and otherwise. If all of a row fits registers, it is read once, from its
+// beginning to its end.
 #ifdef __AVX512F__
 constexpr int wide_value_registers(int rows) { return rows < 4 ? 8 : 4; }
 constexpr int narrow_value_registers(int) { return 4; }
@@ -82,13 +85,14 @@ constexpr int wide_value_registers(int rows) { return 8 / rows; }
 constexpr int narrow_value_registers(int rows) { return 8 / rows; }
 #endif
 
-// The query rows of one KV head of a task, in the form that the product with its keys reads.
+// The query rows of one KV head of a task, in the form that the product with its keys reads: `int16` for int8 keys
+// without tiles, else `rows`.
 struct Queries {
   ActivationRows rows;
   Int16Rows int16;
 };
 
-// Lays out m query rows, row(i) each.
+// Lays out m query rows of args.dim entries, where row(i) points to row i, in `s` of the calling thread.
 template <class RowAt>
 inline Queries lay_out_queries(const AttentionArgs &args, Workspace s[2], int64_t m, RowAt row) {
   if (args.has_int8_keys() && !args.uses_tiles())
@@ -96,7 +100,7 @@ inline Queries lay_out_queries(const AttentionArgs &args, Workspace s[2], int64_
   return {lay_out_rows(s, m, args.dim, row), {}};
 }
 
-// The keys of a span that a task's tokens see.
+// The keys of span number `span` that a task's tokens see, within the window if there is one.
 struct SpanKeys {
   int64_t begin, from, end;  // where the span begins; the first key that is seen, and the end of those
   SpanKeys(const AttentionArgs &args, const AttentionTask &t, int64_t span)
@@ -110,15 +114,18 @@ struct PartialResults {
   int64_t token_stride, stride;
 };
 
-// A unit of work: one task's tokens and `heads` KV heads from g on, over one span or all spans of the task.
+// A unit of work: one task's tokens and `heads` KV heads from g on, over one span or all spans of the task. q[i] has
+// the query rows of KV head g + i: row t * group + h is token t and the head's query head h.
 struct AttentionUnit {
   const AttentionTask &t;
   int64_t g, heads;
   const Queries *q;  // [heads]
 };
 
-// From the scores of a span to its partial results. values[j] points to the values of key begin + j for KV head u.g;
-// for int8 values, value_scales[(head - u.g) * kSpan + j] is their scale.
+// From the scores of a span, scores[((head - u.g) * m + row) * kSpan + key - begin] with m query rows per KV head, to
+// its partial results at `to`, which are overwritten; scores become weights. values[j] points to the values of key
+// begin + j for KV head u.g; for int8 values, value_scales[(head - u.g) * kSpan + j] is their scale, else it is null. A
+// token that sees no key of the span gets maximum -inf and zeros.
 template <class Entry>
 inline void softmax_and_add_values(const AttentionArgs &args, const AttentionUnit &u, const SpanKeys &visible,
                                    const Entry *const *values, const float *value_scales, float *scores,
@@ -167,8 +174,9 @@ inline void softmax_and_add_values(const AttentionArgs &args, const AttentionUni
     }
 }
 
-// Computes the partial results of a unit of work over one span. Keys are read as they lie, all heads of one key before
-// the next, and so are values, a window at a time: a stream that processors prefetch.
+// Computes the partial results of a unit of work over the span with number `span` (keys span * kSpan on), written to
+// `to`; `queue` prefetches meanwhile. Keys are read as they lie, all heads of one key before the next, and so are
+// values, a window at a time: a stream that processors prefetch.
 inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64_t span, const PartialResults &to,
                         PrefetchQueue &queue) {
   const AttentionTask &t = u.t;
@@ -184,7 +192,7 @@ inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64
   if (!args.has_latents())
     queue.values = {args.v, t.table, args.block, visible.from, visible.end, u.g * args.v_dim, u.heads * args.v_dim};
   if (args.has_int8_keys()) memset(k_scale, 0, (size_t)(2 * u.heads * kSpan) * sizeof(float));
-  // Whole blocks, even if the sequence ends within one: a key's score must not depend on what stands behind it.
+  // Whole blocks, even if the sequence ends within one: a key's score must not depend on the keys after it.
   int64_t first_block = visible.from / args.block, last_block = (visible.end - 1) / args.block;
   for (int64_t b = first_block; b <= last_block; b++) {
     int64_t skip = max64(0, begin - b * args.block), n = min64(args.block, begin + kSpan - b * args.block) - skip;
@@ -239,7 +247,8 @@ inline void attend_span(const AttentionArgs &args, const AttentionUnit &u, int64
   softmax_and_add_values(args, u, visible, int8_values, v_scale, scores, to, queue);
 }
 
-// Merges `count` partial results that stand `step` floats apart into one row of v_dim results.
+// out[0 .. v_dim] = the attention result in bf16 of one token and head, from `count` partial results (maximum, sum,
+// weighted values) that stand `step` floats apart, in their order.
 inline void merge_spans(const float *part, int64_t step, int64_t count, int64_t v_dim, bf16 *out) {
   float top = -__builtin_inff(), all = 0;
   for (int64_t i = 0; i < count; i++) top = part[i * step] > top ? part[i * step] : top;
@@ -258,8 +267,9 @@ inline void merge_spans(const float *part, int64_t step, int64_t count, int64_t 
   }
 }
 
-// The keys that unit n reads first, in span `span` of its task. Unit n is `plan.heads` KV heads of task n / parts, from
-// n % parts * heads on, where a task has kv_heads / heads parts.
+// The keys that unit n reads first, in span `span` of its task, counted from the task's first one; nothing if there is
+// no unit n. Unit n is `plan.heads` KV heads of task n / parts, from n % parts * heads on, where a task has kv_heads /
+// heads parts.
 inline KvPrefetch prefetch_of_unit(const AttentionArgs &args, const AttentionPlan &plan, int64_t n, int64_t span = 0) {
   int64_t parts = args.kv_heads / plan.heads;
   if (n >= plan.count * parts) return {};
@@ -269,18 +279,19 @@ inline KvPrefetch prefetch_of_unit(const AttentionArgs &args, const AttentionPla
       args.k, t.table, args.block, visible.from, visible.end, n % parts * plan.heads * args.dim, plan.heads * args.dim};
 }
 
-// Bytes of keys that are prefetched before a unit begins.
+// Bytes of keys that are prefetched before a unit begins: those of kPrefetchKeys keys.
 inline int64_t initial_prefetch_bytes(const AttentionArgs &args, const AttentionPlan &plan) {
   return kPrefetchKeys * plan.heads * args.dim * (args.k.is_int8() ? 1 : (int64_t)sizeof(bf16));
 }
 
-// A unit of work whose first keys are being prefetched.
+// The number of a unit of work whose first keys are being prefetched, and what is left of them; -1: none.
 struct PrefetchedUnit {
   int64_t unit = -1;
   KvPrefetch keys;
 };
 
-// Prefetches the keys of the unit that this thread will take first, before the queries are computed.
+// Begins to prefetch the keys of the unit that this thread will most likely take first in `attend`, before the queries
+// are computed; the caller gives the result to `attend`.
 inline PrefetchedUnit prefetch_first_unit(Team &team, const AttentionArgs &args, const AttentionPlan &plan) {
   int64_t n = team.first_chunk(plan.count * (args.kv_heads / plan.heads));
   PrefetchedUnit e = {n, prefetch_of_unit(args, plan, n)};
@@ -288,8 +299,10 @@ inline PrefetchedUnit prefetch_first_unit(Team &team, const AttentionArgs &args,
   return e;
 }
 
-// Computes all tasks of a plan on the team; results are complete after the next barrier. The thread that takes a task
-// calls `prepare(task, g)` for each of its KV heads before it reads anything for it.
+// Computes all tasks of a plan and writes args.out, except for rows of padding. Every thread of the team calls it;
+// `args.out` is complete after the next `barrier` (it waits at one itself if plan.spans_shared). The thread that takes
+// a unit calls prepare(task, g) for each of its KV heads before it reads queries or keys of it. `prefetched` is the
+// result of `prefetch_first_unit` in this thread.
 template <class Prepare>
 inline void attend(Team &team, const AttentionArgs &args, const AttentionPlan &plan, Prepare prepare,
                    PrefetchedUnit prefetched = {}) {
@@ -342,6 +355,7 @@ inline void attend(Team &team, const AttentionArgs &args, const AttentionPlan &p
   });
 }
 
+// `attend` without preparation: queries and cache are complete already.
 inline void attend(Team &team, const AttentionArgs &args, const AttentionPlan &plan) {
   attend(team, args, plan, [](const AttentionTask &, int64_t) {});
 }

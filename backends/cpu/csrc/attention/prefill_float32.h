@@ -28,16 +28,19 @@ struct PrefillHead {
   float *top, *total;  // [group, tokens]: maximum of scores, sum of weights
   bf16 *entry_buffer;  // keys or values converted from int8: [16, dim or v_dim]
 
+  // The cache slot of a key, given by its position.
   int64_t slot(int64_t key) const { return (int64_t)t.table[key / args.block] * args.block + key % args.block; }
 
-  // Entries of a key, or its value, in bf16; `to` is where they go if they must be dequantized.
+  // The `width` entries of a key, or of its value, for this KV head in bf16: a pointer into a bf16 cache; int8 entries
+  // are dequantized to `to`, which is returned.
   const bf16 *load_entries(const KvEntries &entries, int64_t key, int64_t width, bf16 *to) const {
     if (!entries.is_int8()) return entries.bf16_entries() + slot(key) * entries.stride + g * width;
     dequantize_entries(entries, slot(key), g * width, width, to);
     return to;
   }
 
-  // Widens and scales the queries, and clears sums and maxima.
+  // Writes `queries`: the task's query rows in float32, times args.scale. Clears `sums` and `total`, and sets `top` to
+  // -FLT_MAX.
   void load_queries() const {
     for (int64_t h = 0; h < group; h++)
       for (int64_t i = 0; i < t.tokens; i++) {
@@ -49,7 +52,9 @@ struct PrefillHead {
     memset(sums, 0, (size_t)(group * t.tokens * args.v_dim) * sizeof(float));
   }
 
-  // Transposes keys first .. last and lays out their values; zeros behind the last key of sixteen.
+  // Fills `keys` and `values` with keys first .. last, at most kPrefillSpan, in float32 (int8 entries dequantized):
+  // `keys` in groups of sixteen keys, transposed [dim, 16], with zeros up to a multiple of sixteen keys; `values` in
+  // panels of sixteen columns [v_dim / 16, kPrefillSpan, 16], where entries from key `last` on keep what they held.
   void load_span(int64_t first, int64_t last) const {
     for (int64_t k = first; k < last; k += kPanelRows) {
       const bf16 *rows[kPanelRows];
@@ -64,16 +69,20 @@ struct PrefillHead {
     }
   }
 
-  // The first key, and the end of the keys, that a query at `position` sees, of first .. last, counted from `first`.
+  // The first key that a query at `position` sees, counted from key `first`; 0 if it sees that one or earlier ones.
   int64_t first_visible(int64_t first, int64_t position) const {
     return args.window ? max64(0, position + 1 - args.window - first) : 0;
   }
+  // The end of the keys that a query at `position` sees among first .. last, counted from key `first`; 0 or negative if
+  // it sees none.
   static int64_t end_visible(int64_t first, int64_t last, int64_t position) {
     return min64(last, position + 1) - first;
   }
 
-  // Scores of keys first .. last of a query row at `position` become weights in place. `sums_row`, the weighted values
-  // so far, is rescaled if the row's maximum has grown.
+  // Scores s[j] of keys first + j, up to `last`, of a query row at `position` become weights in place; weights of keys
+  // that it does not see, up to a multiple of 16, become zero. Updates the row's maximum and sum of weights; `sums_row`
+  // [v_dim], the weighted values so far, and the sum are rescaled if the maximum has grown. If the row sees none of the
+  // keys, nothing changes.
   void softmax_row(int64_t first, int64_t last, int64_t position, float *s, float *row_maximum, float *weight_sum,
                    float *sums_row) const {
     int64_t padded = round_up(last - first, kLanes), from = first_visible(first, position),
@@ -101,8 +110,10 @@ struct PrefillHead {
     *weight_sum += sum_lanes((__m256)weight_sums);
   }
 
-  // Adds the values of keys first .. last to a tile of query rows from `position` on, each times its weight. Keys that
-  // all rows see are added together, the others row by row: a value that is not finite must not meet a weight of zero.
+  // Adds the values of keys first .. last to `rows` query rows (at most kFloatTileRows) from `position` on, each times
+  // its weight: row r's weights are weights[r * kPrefillSpan + key - first], its sums at sums_row + r * v_dim. Keys
+  // that all rows see are added together, the others row by row: a value that is not finite must not meet a weight of
+  // zero.
   void add_values(int64_t first, int64_t last, int64_t position, int64_t rows, const float *weights,
                   float *sums_row) const {
     int64_t from = first_visible(first, position + rows - 1), to = end_visible(first, last, position);
@@ -123,7 +134,7 @@ struct PrefillHead {
     }
   }
 
-  // Divides by the sums of weights and writes the results in bf16.
+  // args.out = sums / total in bf16, for the task's tokens and this KV head's query heads.
   void store_results() const {
     for (int64_t h = 0; h < group; h++)
       for (int64_t i = 0; i < t.tokens; i++) {
@@ -134,7 +145,7 @@ struct PrefillHead {
       }
   }
 
-  // Computes the part of a task, span by span.
+  // Computes this KV head's part of the task, span by span, and writes its results to args.out.
   void run() const {
     load_queries();
     int64_t end_key = t.position + t.tokens;
@@ -162,7 +173,8 @@ struct PrefillHead {
   }
 };
 
-// Attention of all tasks of a plan, shared by the team.
+// Attention of all tasks of a plan, written to args.out. Every thread of the team calls it; queries and cache are
+// complete; `args.out` is complete after the next `barrier`.
 inline void attend_prefill(Team &team, const AttentionArgs &args, const PrefillPlan &plan) {
   int64_t group = args.heads / args.kv_heads, rows = group * plan.tokens;
   team.for_each_chunk(plan.count * args.kv_heads, 1, [&](int64_t first, int64_t last) {

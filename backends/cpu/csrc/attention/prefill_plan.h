@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kMaxTaskTokens = 128;
 constexpr int64_t kMaxDecodeTokens = 8;  // sequences with no more query tokens are left to `attend`
 
-// Query tokens of one sequence.
+// Query tokens of one sequence that are one task, for each KV head.
 struct PrefillTask {
   int64_t first, tokens, position;  // rows of q, and the first row's position
   const int32_t *table;
@@ -22,12 +22,15 @@ struct PrefillPlan {
   int64_t tokens = kMaxTaskTokens;
 };
 
-// Whether sizes suit attention of many tokens: heads fill tiles, and blocks of the cache hold whole tiles of keys.
+// Whether sizes suit attention of many tokens: dim and v_dim are multiples of 32, at most 256, and blocks of the cache
+// are a multiple of 16 keys.
 inline bool can_prefill(const AttentionArgs &args) {
   return args.dim % 32 == 0 && args.v_dim % 32 == 0 && args.dim <= 256 && args.v_dim <= 256 && args.block % 16 == 0;
 }
 
-// The tasks of a batch whose sequences with few query tokens come first, in memory of `s`.
+// The tasks of a batch whose sequences with few query tokens come first, in memory of `s`: plan.num_decode counts those
+// (the caller computes them with `attend`); every other sequence that is not padding is divided into tasks of at most
+// plan.tokens query tokens. Called by the leading thread before the team starts.
 inline PrefillPlan plan_prefill(const ip_batch &batch, int64_t kv_heads, int threads, Workspace *s) {
   PrefillPlan plan;
   while (plan.num_decode < batch.sequences &&

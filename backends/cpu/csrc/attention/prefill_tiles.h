@@ -14,8 +14,8 @@ namespace {
 
 constexpr float kMaxGrowth = 8.0f;  // a weight is at most 2^kMaxGrowth
 
-// 2^x within 2^-13 of its value, enough for a result in bf16. x is at most kMaxGrowth, or NaN, which is kept. 0 below
-// 2^-126.
+// 2^x in each lane within 2^-13 of its value, enough for a result in bf16. x is at most kMaxGrowth, or NaN, which is
+// kept. 0 below -126.
 inline F32x16 exp2_bf16(F32x16 x) {
   __m512 v = (__m512)x;
   // From 0 to 1; scalef applies the rest.
@@ -40,13 +40,16 @@ struct PrefillHead {
   mutable uint64_t nonfinite[kSpan / 64];
   mutable bool any_nonfinite;
 
-  // The query head of a pair of tiles, the first token of one tile, and the cache slot of a key.
+  // The query head of a pair of tiles.
   int64_t head(int64_t pair) const { return g * (args.heads / args.kv_heads) + pair / pairs_per_head; }
+  // The first token, counted in the task, of tile 0 or 1 of a pair.
   int64_t token(int64_t pair, int64_t tile) const { return pair % pairs_per_head * 32 + tile * 16; }
 
+  // The cache slot of a key, given by its position.
   int64_t slot(int64_t key) const { return (int64_t)t.table[key / args.block] * args.block + key % args.block; }
 
-  // Lays out the queries and clears sums and maxima.
+  // Writes `queries`: the task's query rows as panels, zeros for tokens that the task lacks. Clears `sums` and `all`,
+  // and sets `top` to -FLT_MAX.
   void load_queries() const {
     ActivationPanels x = {queries, 0, args.dim};
     for (int64_t p = 0; p < pairs; p++)
@@ -60,14 +63,17 @@ struct PrefillHead {
     memset(sums, 0, (size_t)(pairs * 2 * args.v_dim * 16) * sizeof(float));
   }
 
-  // The value of one key in bf16; `to` is where it goes if it must be dequantized.
+  // The v_dim entries of a key's value for this KV head in bf16: a pointer into a bf16 cache; int8 entries are
+  // dequantized to `to`, which is returned.
   const bf16 *value(int64_t key, bf16 *to) const {
     if (!args.v.is_int8()) return args.v.bf16_entries() + slot(key) * args.v.stride + g * args.v_dim;
     dequantize_entries(args.v, slot(key), g * args.v_dim, args.v_dim, to);
     return to;
   }
 
-  // Transposes V of keys first .. last to [values, keys], zeros behind the last key.
+  // Fills `transposed` with V of keys first .. last, at most kSpan (layout: see there), with zeros up to a multiple of
+  // 32 keys. Entries that are not finite become zero there, and `nonfinite` marks their keys. Each group of 32 values
+  // of an int8 cache overwrites `values`.
   void transpose_values(int64_t first, int64_t last) const {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     memset(nonfinite, 0, sizeof nonfinite), any_nonfinite = false;
@@ -94,14 +100,15 @@ struct PrefillHead {
     }
   }
 
-  // Converts int8 keys of whole tiles to bf16 for `compute_scores`.
+  // Fills `keys` with keys first .. last, rounded up to a multiple of 16, in bf16, if the cache is int8; else nothing.
   void dequantize_keys(int64_t first, int64_t last) const {
     if (!args.k.is_int8()) return;
     for (int64_t k = first; k < round_up(last, kPanelRows); k++)
       dequantize_entries(args.k, slot(k), g * args.dim, args.dim, keys + (k - first) * args.dim);
   }
 
-  // Scores of keys first .. last (both multiples of 16 in the cache's blocks) with one pair of query tiles.
+  // Overwrites `scores` [2, kSpan, 16] with the unscaled scores of keys first .. last with one pair of query tiles q,
+  // in whole groups of 16 keys; `first` is a multiple of 16, at most kSpan keys.
   void compute_scores(int64_t first, int64_t last, const uint32_t *q) const {
     int64_t stride = args.k.is_int8() ? args.dim : args.k.stride;
     auto at = [&](int64_t k) {
@@ -128,15 +135,17 @@ struct PrefillHead {
     lines(args.k, args.dim), lines(args.v, args.v_dim);
   }
 
-  // A mask of the sixteen queries from `position` on that see a key.
+  // A mask of those of the sixteen queries from `position` on that see a key.
   __mmask16 visible_queries(int64_t key, int64_t position) const {
     int64_t from = key - position, to = args.window ? key + args.window - position : 16;
     uint32_t low = from <= 0 ? 0xffff : from >= 16 ? 0 : 0xffffu << from;
     return (__mmask16)(low & (to >= 16 ? 0xffff : to <= 0 ? 0 : (1u << to) - 1));
   }
 
-  // Scores of one tile become weights in place, pairs of keys interleaved. The weighted values so far, `o`, are
-  // rescaled if a maximum has grown.
+  // Scores s [keys, 16] of keys first .. last with sixteen queries from `position` on become weights in place: bf16,
+  // pairs of keys interleaved, zeros for keys that a query does not see and up to a multiple of 32 keys. Updates the
+  // queries' maxima and sums of weights (`total`); the weighted values so far, o [v_dim, 16], and `total` are rescaled
+  // if a maximum has grown by more than kMaxGrowth.
   void softmax_tile(int64_t first, int64_t last, int64_t position, float *s, F32x16 *tile_maximum, F32x16 *total,
                     float *o) const {
     const F32x16 by = splat(args.scale * 1.44269504f);
@@ -189,7 +198,8 @@ struct PrefillHead {
     *tile_maximum = most;
   }
 
-  // Adds weights times values of `keys` keys to the sums of a pair of tiles.
+  // Adds weights times values of the span's first `keys` keys, a multiple of 32, to the sums o [2, v_dim, 16] of a pair
+  // of tiles.
   void add_values(int64_t keys, float *o) const {
     for (int64_t d = 0; d < args.v_dim; d += 32) {
       const bf16 *v = transposed + d * kColumnStep;
@@ -199,8 +209,8 @@ struct PrefillHead {
     }
   }
 
-  // Adds the values that are not finite for those of sixteen queries that see them: a weight of zero must not meet
-  // them.
+  // Adds to o [v_dim, 16] the values of keys first .. last that are not finite, times the weights s of one tile, for
+  // those of the sixteen queries from `position` on that see them: a weight of zero must not meet them.
   void add_nonfinite_values(int64_t first, int64_t last, int64_t position, const float *s, float *o) const {
     for (int64_t key = first; key < last; key++) {
       if (!(nonfinite[(key - first) / 64] >> (key - first) % 64 & 1)) continue;
@@ -213,7 +223,7 @@ struct PrefillHead {
     }
   }
 
-  // Divides by the sums of weights and writes the results in bf16.
+  // args.out = sums / all in bf16, for the task's tokens and this KV head's query heads; `sums` are overwritten.
   void store_results() const {
     for (int64_t p = 0; p < pairs; p++)
       for (int64_t i = 0; i < 2; i++) {
@@ -231,7 +241,7 @@ struct PrefillHead {
       }
   }
 
-  // Computes the part of a task, span by span.
+  // Computes this KV head's part of the task, span by span, and writes its results to args.out.
   void run() const {
     load_queries();
     int64_t end_key = t.position + t.tokens, low = args.window ? max64(0, t.position + 1 - args.window) : 0;
@@ -258,7 +268,8 @@ struct PrefillHead {
   }
 };
 
-// Attention of all tasks of a plan, shared by the team.
+// Attention of all tasks of a plan, written to args.out. Every thread of the team calls it; queries and cache are
+// complete; `args.out` is complete after the next `barrier`.
 inline void attend_prefill(Team &team, const AttentionArgs &args, const PrefillPlan &plan) {
   int64_t group = args.heads / args.kv_heads, pairs_per_head = plan.tokens / 32, pairs = group * pairs_per_head;
   team.for_each_chunk(plan.count * args.kv_heads, 1, [&](int64_t first, int64_t last) {

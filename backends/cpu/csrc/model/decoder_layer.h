@@ -17,17 +17,17 @@ constexpr int64_t kMaxDecodeRows = 8;
 
 // Intermediate results of a layer. layer_buffers.h reserves them.
 struct LayerBuffers {
-  // [m, ...], shared by the team, each written once.
+  // [m, ...], the team shares them, and each is written once.
   bf16 *attn_input, *mlp_input, *attn_residual, *qkv, *q, *mixed, *attn_output, *mlp_hidden;
   bf16 *q_latent, *folded, *latents;  // latent attention: the compressed query; queries and results in the latent space
   bf16 *shared;  // the shared experts' result
-  float *logits, *weights;
+  float *logits, *weights;  // of the router [m, experts], of the chosen experts [m, top]
   int64_t *ids, *num_tasks;  // `num_tasks`: how many tasks the experts have; each layer of a call has its own entry
   MoeArgs moe;  // the experts' buffers
 };
 
-// out[i, j] = silu(gate) * up for m rows, both rounded to bf16 first; rows of w are gate, then up, each a multiple of
-// 16.
+// out [m, w.n / 2], dense, = silu(x gate^T) * (x up^T) for m dense rows of x, both products rounded to bf16 first; rows
+// of w are gate, then up, each a multiple of 16. Every thread of the team calls it; complete after the next `barrier`.
 inline void gate_up_silu_mul(Team &team, const ip_matrix &w, const bf16 *x, int64_t m, bf16 *out) {
   bool row_by_row = streams_row_by_row(w, m);
   int64_t inner = w.n / 2, width = w.k, chunk = gated_rows_per_chunk(w, row_by_row, inner, 1, team.count);
@@ -53,8 +53,9 @@ inline void gate_up_silu_mul(Team &team, const ip_matrix &w, const bf16 *x, int6
   }
 }
 
-// Head h of token t of qkv (q, then k, then v heads): applies its norm, if there is one, and its rotation; q goes to
-// `q`, k and v to the token's slot of the cache.
+// Head h of token t of qkv [tokens, heads + 2 kv_heads, head_dim] (q, then k, then v heads): q and k heads get their
+// norm, if the layer has one, and their rotation. A q head is written to `q` [tokens, heads, head_dim]; k and v to the
+// token's slot of the cache, or nowhere if the slot is -1. By the calling thread.
 inline void rope_and_cache_head(const ip_layer &layer, const ip_step &step, const ip_cache &cache, const bf16 *qkv,
                                 int64_t t, int64_t h, bf16 *q) {
   int64_t d = layer.head_dim, slot = step.slots[t];
@@ -73,7 +74,8 @@ inline void rope_and_cache_head(const ip_layer &layer, const ip_step &step, cons
   }
 }
 
-// `rope_and_cache_head` for all heads of all tokens, shared by the team.
+// `rope_and_cache_head` for all heads of all tokens. Every thread of the team calls it; q and the cache are complete
+// after the next `barrier`.
 inline void rope_and_cache(Team &team, const ip_layer &layer, const ip_step &step, const ip_cache &cache,
                            const bf16 *qkv, bf16 *q) {
   int64_t all = layer.heads + 2 * layer.kv_heads;
@@ -82,8 +84,9 @@ inline void rope_and_cache(Team &team, const ip_layer &layer, const ip_step &ste
   });
 }
 
-// `rope_and_cache`, then attention. If each sequence is one task, one thread does both, head by head, which saves a
-// barrier.
+// `rope_and_cache`, then attention from `q` over the cache to args.out. If each sequence is one task, one thread does
+// both, head by head, which saves a barrier; `prefetched` is then the result of `prefetch_first_unit`. Every thread of
+// the team calls it; results are complete on return. Ends the phases kRopeCache (unless both are one) and kAttend.
 inline void rope_cache_and_attend(Team &team, const ip_layer &layer, const ip_step &step, const ip_cache &cache,
                                   const bf16 *qkv, bf16 *q, const AttentionArgs &args, const AttentionPlan &plan,
                                   const PrefetchedUnit &prefetched, PhaseTimer &phases) {
@@ -106,11 +109,14 @@ inline void rope_cache_and_attend(Team &team, const ip_layer &layer, const ip_st
   phases.end_phase(kAttend);
 }
 
-// s = x + r, y = norm(s), for m rows of d entries. Each thread computes few rows itself, in its workspace `norm_slot`;
-// many rows are shared by the team and written to s and y, with a barrier.
+// Where the normed rows (y) and their input with the residual (s) are, both [m, d].
 struct NormResult {
   const bf16 *y, *s;
 };
+// s = x + r (r null: s is x), y = norm(s), for m dense rows of d entries; returns where y and s are. At most
+// kMaxDecodeRows rows: each thread computes all of them for itself, in its workspace `norm_slot`, and `s` and `y` are
+// not written. More rows: the team shares them and writes `s` (if r is not null) and `y`, and waits at a barrier. Every
+// thread of the team calls it; the result is complete for this thread on return.
 inline NormResult add_norm(Team &team, const bf16 *x, const bf16 *r, const bf16 *weight, float eps, int64_t m,
                            int64_t d, bf16 *s, bf16 *y, int norm_slot) {
   if (m > kMaxDecodeRows) {
@@ -124,7 +130,9 @@ inline NormResult add_norm(Team &team, const bf16 *x, const bf16 *r, const bf16 
   return {mine, r ? mine + m * d : x};
 }
 
-// Latent attention, from the normed x to `mixed`: projections, norms, the cache, folded queries, attention, values.
+// Latent attention, from the normed x [tokens, width] to buffers.mixed [tokens, heads, value]: projections, norms,
+// writing the cache, folded queries, attention, values. Tokens of slot -1 are not written to the cache. Every thread of
+// the team calls it; results are complete on return.
 inline void attend_latents(Team &team, const ip_layer &layer, const ip_step &step, const ip_cache &cache, const bf16 *x,
                            const LayerBuffers &buffers, const AttentionArgs &args, const AttentionPlan &plan,
                            PhaseTimer &phases) {
@@ -168,7 +176,9 @@ inline void attend_latents(Team &team, const ip_layer &layer, const ip_step &ste
   phases.end_phase(kAttend);
 }
 
-// Routed experts and the shared ones, from the normed x to `out`.
+// out [m, width] = the routed experts' weighted sum plus the shared experts' MLP, if the layer has one, from the normed
+// x [m, width]. One thread routes all tokens. Every thread of the team calls it; `out` is complete after the next
+// `barrier`.
 inline void run_experts(Team &team, const ip_layer &layer, int64_t m, const bf16 *x, const LayerBuffers &buffers,
                         bf16 *out, PhaseTimer &phases) {
   const ip_experts &r = *layer.routed;
@@ -198,10 +208,12 @@ inline void run_experts(Team &team, const ip_layer &layer, int64_t m, const bf16
   moe_sum(team, moe, shared ? buffers.shared : nullptr);
 }
 
-// Computes a layer: out and out_residual from x and residual. Returns this thread's copy of the residual for the next
-// layer. Layers that follow each other in one call need x and `out` that no other layer uses: a delayed thread still
-// reads them. All other buffers may be used again, since a thread that finds work in a phase knows that all work of the
-// phases before is done. `out_residual` may be null if rows are few.
+// Computes a layer: out and out_residual from x and residual, all [tokens, width]; residual may be null. out_residual
+// may be null if tokens are at most kMaxDecodeRows. Every thread of the team calls it; all is complete on return,
+// except for out_residual then, which thread 0 alone writes and which is complete when the call ends. Returns this
+// thread's copy of the residual for the next layer. Layers that follow each other in one call need x and `out` that no
+// other layer uses: a delayed thread still reads them. All other buffers may be used again, since a thread that finds
+// work in a phase knows that all work of the phases before is done.
 inline const bf16 *decoder_layer(Team &team, const ip_layer &layer, const ip_step &step, const ip_cache &cache,
                                  const bf16 *x, const bf16 *residual, bf16 *out, bf16 *out_residual,
                                  const LayerBuffers &buffers, const AttentionArgs &args, const AttentionPlan &plan,

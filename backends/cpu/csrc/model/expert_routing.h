@@ -8,7 +8,7 @@ namespace {
 // At most this many experts fit the arrays below; the caller checks it.
 constexpr int64_t kMaxExperts = 1024;
 
-// The index of the largest of n numbers; among equals the first.
+// The index of the largest of x[0 .. n]; among equals the first.
 inline int64_t argmax_index(const float *x, int64_t n) {
   int64_t best = 0;
   for (int64_t i = 1; i < n; i++)
@@ -16,7 +16,7 @@ inline int64_t argmax_index(const float *x, int64_t n) {
   return best;
 }
 
-// score = sigmoid(logits) or softmax(logits), of n experts.
+// score[0 .. n] = the sigmoid of each of n logits if `sigmoid`, else their softmax.
 inline void expert_scores(const float *logits, int64_t n, int32_t sigmoid, float *score) {
   float top = logits[argmax_index(logits, n)], all = 0;
   for (int64_t c = 0; c < n; c += kRegisterLanes) {
@@ -28,8 +28,8 @@ inline void expert_scores(const float *logits, int64_t n, int32_t sigmoid, float
   for (int64_t e = 0; e < n; e++) score[e] /= all;
 }
 
-// Sets `choice` to -inf for experts outside of the best groups. A group ranks by its best expert or by the sum of its
-// best two.
+// Sets choice[e] to -inf for experts outside of the x.top_groups best of x.groups equal groups. A group ranks by the
+// sum of its best two experts if x.best_two, else by its best one.
 inline void mask_other_groups(const ip_experts &x, float *choice) {
   float rank[kMaxExperts];
   int64_t each = x.experts / x.groups;
@@ -52,7 +52,9 @@ inline void mask_other_groups(const ip_experts &x, float *choice) {
     if (!is_kept[e / each]) choice[e] = -__builtin_inff();
 }
 
-// The ids and weights [top] of one token's experts.
+// Writes the ids and weights [x.top] of one token's experts from its logits [x.experts]: the best ones by score plus
+// bias (of the best groups), best first; the lower id among equals. Weights are scores without bias times x.factor,
+// divided by their sum if x.renormalize. By the calling thread.
 inline void route_token(const ip_experts &x, const float *logits, int64_t *ids, float *weights) {
   float score[kMaxExperts], choice[kMaxExperts], all = 0;
   expert_scores(logits, x.experts, x.sigmoid, score);

@@ -5,10 +5,12 @@
 
 namespace {
 
-// The width of the MLP between its products.
+// Columns of the dense MLP between its products, which is its number of gate rows; 0 if the layer has none.
 int64_t inner_size(const ip_layer &layer) { return layer.gate_up.n / 2; }
 
-// Reserves buffers for `count` layers with m tokens in one call, each as large as the largest layer needs it.
+// Reserves buffers in this thread's workspaces for `count` layers with m tokens in one call, each as large as the
+// largest layer needs it; the layers share them, except for attn_output (2 * round_up(m * width, 16) entries per layer)
+// and num_tasks (one per layer). They are not cleared.
 LayerBuffers reserve_layer_buffers(const ip_layer *const *layers, int64_t count, int64_t m) {
   int64_t width = layers[0]->o.n, heads = layers[0]->heads;
   int64_t first = 0, q = 0, wide = 0, inner = 0, q_rank = 0, all = 0, latent = 0;
@@ -49,6 +51,8 @@ LayerBuffers reserve_layer_buffers(const ip_layer *const *layers, int64_t count,
   return buffers;
 }
 
+// The arguments of a layer's attention: from buffers.q to buffers.mixed, or for latents from buffers.folded to
+// buffers.latents.
 AttentionArgs layer_attention_args(const ip_layer &layer, const ip_cache &cache, const LayerBuffers &buffers) {
   if (layer.latent) {
     int64_t latent = layer.latent->latent, dim = latent + layer.latent->rope;
@@ -58,14 +62,14 @@ AttentionArgs layer_attention_args(const ip_layer &layer, const ip_cache &cache,
                         layer.scale, buffers.mixed);
 }
 
-// Attention skips padded rows, and what follows must not read memory that was never written; so the results are
-// cleared.
+// Writes zeros to the results of attention, [m, heads * v_dim]: attention skips padded rows, and what follows must not
+// read memory that was never written.
 void clear_attention_results(const ip_layer &layer, int64_t m, const LayerBuffers &buffers) {
   int64_t wide = layer.latent ? layer.heads * layer.latent->latent : layer.o.k;
   memset(layer.latent ? buffers.latents : buffers.mixed, 0, (size_t)(m * wide) * sizeof(bf16));
 }
 
-// The work of one layer, as `run_on_team` counts it.
+// The work of one layer with m tokens, as `run_on_team` counts it; attention over the cache is not included.
 int64_t estimate_layer_work(const ip_layer &layer, int64_t m) {
   int64_t projection = layer.latent ? layer.latent->q_b.n * layer.latent->q_b.k : layer.qkv.n * layer.qkv.k;
   int64_t moe = layer.routed ? layer.routed->top * layer.routed->down->k * layer.o.n : 0;

@@ -21,7 +21,8 @@ struct MlaArgs {
   bf16 *out;  // [tokens, heads, value]
 };
 
-// Rows first .. first + n of kv_b in bf16: where they lie, or expanded from FP8.
+// Rows first .. first + n of kv_b [n, latent] in bf16, dense: a pointer to where they lie, or, expanded from FP8, to
+// this thread's workspace kWeightTile. Not for panels.
 inline const bf16 *load_kv_b_rows(const MlaArgs &mla, int64_t first, int64_t n) {
   if (mla.kv_b.kind == IP_BF16) return (const bf16 *)mla.kv_b.data + first * mla.kv_b.ld;
   bf16 *rows = workspace(kWeightTile)->reserve<bf16>(n * mla.latent);
@@ -29,7 +30,8 @@ inline const bf16 *load_kv_b_rows(const MlaArgs &mla, int64_t first, int64_t n) 
   return rows;
 }
 
-// sums += x[r] times row r of w, for R rows in their order.
+// sums[c] += x[r] w[r * ld + c] for c < width and R rows r, in their order. `sums` has space for `width` rounded up to
+// a multiple of 16.
 template <int R>
 inline void add_weighted_rows(const bf16 *w, int64_t ld, const bf16 *x, int64_t width, float *sums) {
   Floats factor[R];
@@ -54,7 +56,7 @@ constexpr int kFoldTokens = 1;
 #endif
 constexpr int kFoldColumns = 4;  // columns of a line of bytes, or of half a line of nibbles
 
-// Stores the sums of four registers' lanes, one after the other, always added in the same tree.
+// to[e] = the sum of the lanes of v[e], for four registers, always added in the same tree.
 inline void store_lane_sums(const Floats v[kFoldColumns], float *to) {
 #ifdef __AVX512F__
   __m256 half[kFoldColumns];
@@ -68,10 +70,11 @@ inline void store_lane_sums(const Floats v[kFoldColumns], float *to) {
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
 }
 
-// sums[t, c] of MT tokens: q W_k for a head whose rows of kv_b stand in panels, where a lane is a row; so columns of a
-// line are added up over the head's panels, and their lanes last. `factors` [group, panel, token, 16] are entries of
-// the query times scales of rows; `corrections` [group, token] remove the entries' offset from a sum. `next` is how far
-// behind this head the next one begins, which is prefetched; 0: none.
+// sums[t * row + c] = q W_k, overwritten, for MT tokens t and all columns c of a head whose rows of kv_b stand in
+// `panels` panels from `head` on. A lane is a row there, so columns of a line are added up over the head's panels, and
+// their lanes last. `factors` [group, panel, token, 16] are entries of the query times scales of rows; `corrections`
+// [group, token] remove the entries' offset from a sum. `tokens` is MT; `row` is the distance of rows of sums. `next`:
+// bytes from this head to the next one, which is prefetched; 0: none. KIND is IP_INT8 or IP_INT4.
 template <int KIND, int MT>
 inline void fold_panel_columns(const ip_matrix &w, const uint8_t *head, int64_t panels, int64_t next,
                                const float *factors, const float *corrections, int64_t tokens, float *sums,
@@ -117,7 +120,7 @@ inline void fold_panel_columns(const ip_matrix &w, const uint8_t *head, int64_t 
     }
   }
 }
-// As `fold_panel_columns`, for at most MT tokens.
+// One `fold_panel_columns` for `tokens` tokens, a number known at run time, 1 .. MT.
 template <int KIND, int MT = kFoldTokens>
 inline void fold_panel_tokens(const ip_matrix &w, const uint8_t *head, int64_t panels, int64_t next,
                               const float *factors, const float *corrections, int64_t tokens, float *sums,
@@ -128,8 +131,9 @@ inline void fold_panel_tokens(const ip_matrix &w, const uint8_t *head, int64_t p
   fold_panel_columns<KIND, MT>(w, head, panels, next, factors, corrections, tokens, sums, row);
 }
 
-// sums[t, c] = q_nope[t0 + t, h] W_k[h] for n tokens, with kv_b in panels. Rows of the panels that are not of W_k[h]
-// meet zeros.
+// sums[t * row + c] = q_nope[t0 + t, h] W_k[h], overwritten, for n tokens t, at most kFoldTokens, with kv_b in panels;
+// `row` is num_groups * group_size of kv_b. Rows of the panels that are not of W_k[h] meet zeros. By the calling
+// thread.
 inline void fold_head(const MlaArgs &mla, int64_t h, int64_t t0, int64_t n, float *sums, int64_t row) {
   const ip_matrix &w = mla.kv_b;
   int64_t from = h * (mla.nope + mla.value), first = from / kPanelRows,
@@ -160,7 +164,9 @@ inline void fold_head(const MlaArgs &mla, int64_t h, int64_t t0, int64_t n, floa
     fold_panel_tokens<IP_INT4>(w, head, panels, next, factors, corrections, n, sums, row);
 }
 
-// folded[t, h] = [q_nope[t, h] W_k[h] | q_rope[t, h]], shared by the team; store_rope(t, from, to) writes the latter.
+// mla.folded[t, h] = [q_nope[t, h] W_k[h] | q_rope[t, h]] for all tokens and heads. store_rope(t, from, to) writes the
+// second part: mla.rope entries from `from`, rotated or as they are, to `to`. Every thread of the team calls it;
+// `folded` is complete after the next `barrier`.
 template <class Store>
 inline void fold_queries(Team &team, const MlaArgs &mla, Store store_rope) {
   auto folded_row = [&](int64_t t, int64_t h, const float *sums) {
@@ -198,7 +204,8 @@ inline void fold_queries(Team &team, const MlaArgs &mla, Store store_rope) {
   });
 }
 
-// out[t, h] = mixed[t, h] W_v[h]^T, shared by the team.
+// mla.out[t, h] = mixed[t, h] W_v[h]^T for all tokens and heads. Every thread of the team calls it; `mixed` is
+// complete; `out` is complete after the next `barrier`.
 inline void project_values(Team &team, const MlaArgs &mla) {
   team.for_each_chunk(mla.heads, 1, [&](int64_t first, int64_t last) {
     for (int64_t h = first; h < last; h++)
@@ -220,7 +227,9 @@ inline void project_values(Team &team, const MlaArgs &mla) {
   });
 }
 
-// Latent attention: folds the queries, attends, projects to values.
+// Latent attention: folds the queries, attends, projects to mla.out, with barriers in between. `args` and `plan` are
+// those of attention in the latent space, from mla.folded to mla.mixed. Queries are rotated already. Every thread of
+// the team calls it; `out` is complete after the next `barrier`.
 inline void mla(Team &team, const MlaArgs &mla, const AttentionArgs &args, const AttentionPlan &plan) {
   fold_queries(team, mla,
                [&](int64_t, const bf16 *from, bf16 *to) { memcpy(to, from, (size_t)mla.rope * sizeof(bf16)); });

@@ -31,7 +31,8 @@ struct MoeArgs {
   float *results;  // [pairs, width]
 };
 
-// Reserves the memory that `plan_moe` and the products fill.
+// Reserves the memory that `plan_moe` and the products fill, in `s`, for moe.tokens tokens; the leading thread calls
+// it.
 inline void reserve_moe(MoeArgs &moe, Workspace s[4]) {
   int64_t pairs = moe.tokens * moe.top;
   moe.order = s[0].reserve<int64_t>(pairs + moe.experts + 1);
@@ -40,7 +41,8 @@ inline void reserve_moe(MoeArgs &moe, Workspace s[4]) {
   moe.results = s[3].reserve<float>(pairs * moe.width);
 }
 
-// Sorts the pairs by expert and makes tasks of at most kMaxRowsAtOnce pairs.
+// Fills moe.order, moe.tasks and moe.count from moe.ids: sorts the pairs by expert and makes tasks of at most
+// kMaxRowsAtOnce pairs of one expert. One thread calls it.
 inline void plan_moe(MoeArgs &moe) {
   int64_t pairs = moe.tokens * moe.top, *starts = moe.order + pairs;
   memset(starts, 0, (size_t)(moe.experts + 1) * sizeof(int64_t));
@@ -53,12 +55,14 @@ inline void plan_moe(MoeArgs &moe) {
   for (int64_t p = 0; p < pairs; p++) moe.order[starts[moe.ids[p]]++] = p;
 }
 
-// Whether most products with these experts go through them row by row.
+// Whether a product of w with the average number of pairs per task goes through it row by row (`streams_row_by_row`);
+// it decides the size of chunks only.
 inline bool mostly_row_by_row(const MoeArgs &moe, const ip_matrix &w) {
   return streams_row_by_row(w, moe.tokens * moe.top / max64(1, moe.count));
 }
 
-// hidden = silu(gate) * up of every pair, shared by the team.
+// moe.hidden [pairs, inner] = silu(x gate^T) * (x up^T) of every pair (token * top + choice), with its expert's
+// gate_up. Every thread of the team calls it; complete after the next `barrier`.
 inline void moe_gate_up(Team &team, const MoeArgs &moe) {
   int64_t laid_task = -1, laid_token = -1;  // a token that is alone with several experts is laid out once
   Activations laid = {};
@@ -99,7 +103,8 @@ inline void moe_gate_up(Team &team, const MoeArgs &moe) {
   });
 }
 
-// results = hidden down^T of every pair in float32, shared by the team.
+// moe.results [pairs, width] = hidden down^T of every pair in float32, with its expert's down, without weights. Every
+// thread of the team calls it; complete after the next `barrier`.
 inline void moe_down(Team &team, const MoeArgs &moe) {
   int64_t laid_task = -1;
   Activations laid = {};
@@ -123,8 +128,9 @@ inline void moe_down(Team &team, const MoeArgs &moe) {
   });
 }
 
-// The weighted sums of each token's results, rounded to bf16; `shared_result` [tokens, width] is added to them unless
-// null.
+// moe.out [tokens, width] = the sum of each token's results times moe.weights, in the order of its choices, rounded to
+// bf16; `shared_result` [tokens, width] is added to that unless it is null. Every thread of the team calls it; complete
+// after the next `barrier`.
 inline void moe_sum(Team &team, const MoeArgs &moe, const bf16 *shared_result) {
   team.for_each_chunk(moe.tokens, 1, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++)
@@ -140,7 +146,8 @@ inline void moe_sum(Team &team, const MoeArgs &moe, const bf16 *shared_result) {
   });
 }
 
-// All steps of the experts, with the barriers between them.
+// All steps of the planned experts without shared ones, with the barriers between them. Every thread of the team calls
+// it; moe.out is complete after the next `barrier`.
 inline void moe(Team &team, const MoeArgs &moe) {
   moe_gate_up(team, moe);
   team.barrier();

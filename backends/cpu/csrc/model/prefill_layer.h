@@ -13,7 +13,8 @@ struct PrefillBuffers {
   PrefillPlan plan;
 };
 
-// s = x + r, and norm(s) as panels, sixteen rows at a time, shared by the team.
+// s = x + r (r null: s is x) and norm(s) as panels `to`, for the to.m dense rows of d entries, sixteen rows at a time.
+// s is not written if it is null. Every thread of the team calls it; complete after the next `barrier`.
 inline void norm_panels(Team &team, const ActivationPanels &to, const bf16 *x, const bf16 *r, const bf16 *weight,
                         float eps, int64_t d, bf16 *s) {
   team.for_each_chunk(num_panels(to), 1, [&](int64_t first, int64_t last) {
@@ -27,7 +28,9 @@ inline void norm_panels(Team &team, const ActivationPanels &to, const bf16 *x, c
   });
 }
 
-// Computes a layer with grouped-query attention: out and out_residual from x and residual.
+// Computes a layer with grouped-query attention and a gated MLP for many tokens: out and out_residual from x and
+// residual, all [tokens, width]; residual may be null. `plan` has the sequences with few query tokens, prefill.plan the
+// others. Every thread of the team calls it; all is complete on return.
 inline void prefill_layer(Team &team, const ip_layer &layer, const ip_step &step, const bf16 *x, const bf16 *residual,
                           bf16 *out, bf16 *out_residual, const LayerBuffers &buffers, const AttentionArgs &args,
                           const AttentionPlan &plan, const PrefillBuffers &prefill, PhaseTimer &phases) {

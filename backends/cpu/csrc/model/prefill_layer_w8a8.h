@@ -12,7 +12,7 @@ struct Int8LayerInputs {
   Int8Activations in, wide, inner;
 };
 
-// Reserves space for m rows.
+// Reserves space in `s` for m rows of the layer's three inputs, which share it; it is not cleared.
 inline Int8LayerInputs reserve_int8_inputs(Workspace s[3], int64_t m, const ip_layer &layer) {
   const ip_matrix *each[] = {&layer.qkv, &layer.o, &layer.down};
   Int8Activations of[3], largest = {};
@@ -25,7 +25,8 @@ inline Int8LayerInputs reserve_int8_inputs(Workspace s[3], int64_t m, const ip_l
   return {of[0], of[1], of[2]};
 }
 
-// s = x + r, and norm(s) quantized, shared by the team.
+// s = x + r (r null: s is x) and norm(s) quantized to `to`, for the to.m dense rows of d entries. s is not written if
+// it is null. Every thread of the team calls it; complete after the next `barrier`.
 inline void norm_and_quantize(Team &team, const Int8Activations &to, const bf16 *x, const bf16 *r, const bf16 *weight,
                               float eps, int64_t d, bf16 *s) {
   quantize_rows(team, to, d, [&](int64_t i) {
@@ -35,7 +36,9 @@ inline void norm_and_quantize(Team &team, const Int8Activations &to, const bf16 
   });
 }
 
-// Computes a layer with grouped-query attention: out and out_residual from x and residual.
+// Computes a layer with grouped-query attention, a gated MLP and W8A8 weights for many tokens: out and out_residual
+// from x and residual, all [tokens, width]; residual may be null. `plan` has the sequences with few query tokens,
+// `prefill` the others. Every thread of the team calls it; all is complete on return.
 inline void prefill_layer_w8a8(Team &team, const ip_layer &layer, const ip_step &step, const bf16 *x,
                                const bf16 *residual, bf16 *out, bf16 *out_residual, const LayerBuffers &buffers,
                                const AttentionArgs &args, const AttentionPlan &plan, const PrefillPlan &prefill,

@@ -1,13 +1,13 @@
 // Operations on single rows between the products: RMS norm, silu-mul, rotary positions. Each exists for one row (called
-// by the layer kernels) and for all rows of a call, shared by the team (called by isa_entries.h). Arithmetic is in
-// float32, results are rounded to bf16 once.
+// by the layer kernels) and for all rows of a call, divided between the threads (called by isa_entries.h). Arithmetic
+// is in float32, results are rounded to bf16 once.
 #pragma once
 #include "runtime/thread_team.h"
 
 namespace {
 
-// Calls f(c, n) for each register of d columns: it begins at column c and has n columns, a constant except for the
-// last.
+// Calls f(c, n) for the registers that cover d columns: each begins at column c and has n columns, kRegisterLanes
+// except perhaps for the last.
 template <class Fn>
 inline __attribute__((always_inline)) void for_each_register(int64_t d, Fn f) {
   int64_t c = 0;
@@ -20,8 +20,8 @@ inline float inverse_rms(Floats squares, int64_t d, float eps) {
   return 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)d + eps);
 }
 
-// s = x + r rounded to bf16, as the op's definition rounds it, then y = s / rms(s) * weight, for d entries. Without r,
-// s is x; s may be null if r is null or if only y is needed.
+// s = x + r rounded to bf16, as the op's definition rounds it, then y = s / rms(s) * weight, for one row of d entries.
+// r null: s is x. s null: only y is written; then r must be null too.
 inline void rms_norm_row(const bf16 *x, const bf16 *r, const bf16 *weight, float eps, int64_t d, bf16 *s, bf16 *y) {
   Floats squares = {};
   for_each_register(d, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
@@ -37,14 +37,14 @@ inline void rms_norm_row(const bf16 *x, const bf16 *r, const bf16 *weight, float
   });
 }
 
-// y = silu(gate) * up, for d entries.
+// y[c] = silu(gate[c]) * up[c], for d entries.
 inline void silu_mul_row(const bf16 *gate, const bf16 *up, int64_t d, bf16 *y) {
   for (int64_t c = 0; c < d; c += kRegisterLanes)
     store_floats(y + c, silu(load_floats(gate + c, d - c)) * load_floats(up + c, d - c), d - c);
 }
 
-// Rotates one head of `dim` entries. `table` holds the cosines, then the sines of the head's position, dim / 2 each.
-// Interleaved: entries 2c and 2c + 1 are a pair; else c and c + dim / 2. y may be x.
+// y = one head of `dim` entries, rotated. `table` holds the cosines, then the sines of the head's position, dim / 2
+// each. `interleaved`: entries 2c and 2c + 1 are a pair; else c and c + dim / 2. y may be x.
 inline void rope_head(const bf16 *x, const float *table, int64_t dim, int interleaved, bf16 *y) {
   int64_t half = dim / 2;
   const float *cosine = table, *sine = table + half;
@@ -65,7 +65,8 @@ inline void rope_head(const bf16 *x, const float *table, int64_t dim, int interl
   }
 }
 
-// One head's RMS norm, if there is a weight for it, and its rotation (not interleaved), for a size that fits registers.
+// y = one head of DIM entries after its RMS norm, if `weight` is not null, and its rotation, where entries c and c +
+// DIM / 2 are a pair; all of the head is in registers.
 template <int DIM>
 inline void norm_and_rope_in_registers(const bf16 *x, const bf16 *weight, float eps, const float *table, bf16 *y) {
   constexpr int kRegisters = DIM / kRegisterLanes;
@@ -90,7 +91,8 @@ inline void norm_and_rope_in_registers(const bf16 *x, const bf16 *weight, float 
   }
 }
 
-// `rms_norm_row` if there is a weight, then `rope_head`, to the same bits. `head_buffer` has space for one head.
+// y = one head after `rms_norm_row` if `weight` is not null, then `rope_head`, to the same bits. `head_buffer` has
+// space for one head and may be overwritten.
 inline void norm_and_rope(const bf16 *x, const bf16 *weight, float eps, const float *table, int64_t dim,
                           int interleaved, bf16 *head_buffer, bf16 *y) {
   if (!interleaved && dim == 64) return norm_and_rope_in_registers<64>(x, weight, eps, table, y);
@@ -99,7 +101,8 @@ inline void norm_and_rope(const bf16 *x, const bf16 *weight, float eps, const fl
   rope_head(x, table, dim, interleaved, y);
 }
 
-// `rms_norm_row` of m rows of d entries; rows of x are ldx entries apart.
+// `rms_norm_row` of m rows: rows of x are ldx entries apart, r, s and y are [m, d], dense; r and s may be null. Every
+// thread of the team calls it; complete after the next `barrier`.
 inline void rms_norm(Team &team, const bf16 *x, int64_t ldx, const bf16 *r, const bf16 *weight, float eps, int64_t m,
                      int64_t d, bf16 *s, bf16 *y) {
   team.for_each_chunk(m, 1, [&](int64_t first, int64_t last) {
@@ -108,14 +111,17 @@ inline void rms_norm(Team &team, const bf16 *x, int64_t ldx, const bf16 *r, cons
   });
 }
 
-// `silu_mul_row` of m rows [gate | up] of 2 d entries, ldx apart.
+// y [m, d] = `silu_mul_row` of m rows [gate | up] of 2 d entries, which are ldx apart. Every thread of the team calls
+// it; complete after the next `barrier`.
 inline void silu_mul(Team &team, const bf16 *x, int64_t ldx, int64_t m, int64_t d, bf16 *y) {
   team.for_each_chunk(m, 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) silu_mul_row(x + i * ldx, x + i * ldx + d, d, y + i * d);
   });
 }
 
-// `rope_head` of every head of m rows: x [m, heads, dim] with strides, y without gaps; `table` [positions, dim].
+// y [m, heads, dim], dense, = `rope_head` of every head of m rows: x [m, heads, dim] with strides of rows and heads;
+// row i has position positions[i], a row of `table` [positions, dim]. Every thread of the team calls it; complete after
+// the next `barrier`.
 inline void rope(Team &team, const bf16 *x, int64_t row_stride, int64_t head_stride, const float *table,
                  const int64_t *positions, int64_t m, int64_t heads, int64_t dim, int interleaved, bf16 *y) {
   team.for_each_chunk(m, 4, [&](int64_t first, int64_t last) {

@@ -14,7 +14,9 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Activations as second factors: pairs[tile of 16 rows][padded / 2][rows of the tile], two neighbouring columns each.
+// Lays out x [m, padded] (padded even) as second factors of tile products: for every 16 rows of x a block [padded / 2,
+// rows of the block], where each number is two neighbouring columns of one row; the last block has the rows that are
+// left. Blocks follow each other in `pairs` without gaps, m * padded / 2 numbers in all.
 inline void amx_interleave_pairs(const bf16 *x, int64_t m, int64_t padded, uint32_t *pairs) {
   for (int64_t i = 0; i < m; i += 16) {
     int64_t cols = min64(16, m - i);
@@ -26,18 +28,22 @@ inline void amx_interleave_pairs(const bf16 *x, int64_t m, int64_t padded, uint3
   }
 }
 
-// Configures the tiles for `cols` rows of activations; weights always have 16 rows of 32 columns.
+// Configures this thread's tile registers: 0 .. 3 sums [16, cols] float32, 4, 5 and 7 weights [16, 32] bf16, 6
+// activations [16 pairs of columns, cols], for `cols` rows of activations, at most 16. With 16, all registers are 16
+// rows of 64 bytes.
 inline void amx_configure(int cols) {
   TileConfig t;
   for (int i = 0; i < 8; i++) t.rows[i] = 16, t.colsb[i] = 64;
   for (int i = 0; i < 4; i++) t.colsb[i] = (uint16_t)(cols * 4);
   t.colsb[6] = (uint16_t)(cols * 4);
-  // GCC 12 believes that this reads the first 8 bytes only, and then drops the stores behind them.
+  // GCC 12 believes that this reads the first 8 bytes only, and then drops the stores after them.
   __asm__ volatile("" ::"r"(&t) : "memory");
   _tile_loadconfig(&t);
 }
 
-// out[i * ldo + j] for NT tiles of 16 weight rows times one tile of `cols` rows of activations, over `width` columns.
+// out[i * ldo + j] = sum over the columns c < width of w[j, c] x[i, c], overwritten, for NT * 16 rows j of w, which are
+// ldw entries apart, and `cols` rows i of activations, at most 16. `pairs` points into their block of
+// `amx_interleave_pairs`, to the columns that meet column 0 of w. NT is 1 .. 4; `amx_configure(cols)` was called.
 template <int NT>
 inline void amx_multiply_tiles(const bf16 *w, int64_t ldw, int64_t width, const uint32_t *pairs, int cols, float *out,
                       int64_t ldo) {
@@ -101,7 +107,9 @@ inline void amx_multiply_tiles(const bf16 *w, int64_t ldw, int64_t width, const 
   }
 }
 
-// As `dot`, for whole tiles of 16 weight rows; returns how many of the n rows were done.
+// out[i * ldo + j] = sum over the columns c < width of w[j, c] x[i, first + c], overwritten, for all m rows i of x and
+// the first n / 16 * 16 rows j of w, which are ldw entries apart. Returns that number of rows; the caller computes the
+// others. `pairs` is `amx_interleave_pairs` of x [m, padded]; `first` is even.
 inline int64_t amx_dot(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const uint32_t *pairs, int64_t m,
                        int64_t padded, int64_t first, float *out, int64_t ldo) {
   int64_t done = n / 16 * 16;

@@ -26,14 +26,15 @@ constexpr int64_t kPrefetchBytes = 8192;  // how far ahead of its use a weight i
 // m rows of activations in the forms that the products read.
 struct ActivationRows {
   int64_t m, k, padded;  // columns, and columns rounded up to kColumnStep
-  const bf16 *x;  // [m, padded], zeros behind k
+  const bf16 *x;  // [m, padded], zeros from column k on
   // Without bf16 products: [m, padded], of each 32 entries the 16 even ones, then the 16 odd ones.
   const float *even_odd;
   const uint32_t *pairs;  // AMX: tiles of 16 rows, see amx_dot.h
 };
 
-// Lays out m rows of k entries; `row(i)` points to row i. `tiles`: they are for `dot`, where `dot` uses tiles; false:
-// they are for `dot_streamed`.
+// Copies m rows of k entries, where row(i) points to row i, to `buffers` of this thread in the forms that
+// `ActivationRows` lists, with zeros in columns k .. padded. `tiles`: false if the rows are for `dot_streamed` alone;
+// true for `dot`, which on AMX needs `pairs` too. The result is valid until the buffers are reserved again.
 template <class RowAt>
 inline ActivationRows lay_out_rows(Workspace buffers[2], int64_t m, int64_t k, RowAt row, bool tiles = kDotOnTiles) {
   ActivationRows r = {m, k, round_up(k, kColumnStep), nullptr, nullptr, nullptr};
@@ -68,13 +69,14 @@ typedef F32x16 PartialSums;
 typedef __m256 PartialSums;
 #endif
 
-// What a product prefetches while it reads rows of w: nothing; the rows behind them, since rows side by side are more
-// streams than the processor prefetches by itself; or what lies kPrefetchBytes ahead, since hardware prefetching ends
-// at a page.
+// What a product prefetches while it reads NR rows of w. kNoPrefetch: nothing. kPrefetchNextRows: the NR rows that
+// follow, since rows side by side are more streams than the processor prefetches by itself. kPrefetchAhead: what lies
+// kPrefetchBytes ahead in memory, since hardware prefetching ends at a page.
 enum Prefetch { kNoPrefetch, kPrefetchNextRows, kPrefetchAhead };
 
-// out[i * ldo + j] = sum over columns first .. first + width of w[j, .] x[i, .], for NR rows of w and MT rows of x from
-// i0 on. w points to the column that meets column `first` of x.
+// out[(i0 + i) * ldo + j] = sum over the columns c < width of w[j, c] x[i0 + i, first + c], overwritten, for exactly NR
+// rows j of w, which are ldw entries apart, and exactly MT rows i of x from row i0 on. `first` is a column of x, a
+// multiple of kColumnStep, that meets column 0 of w. Columns of w from `width` on are not read.
 template <int NR, int MT, Prefetch PREFETCH>
 inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const ActivationRows &x, int64_t i0, int64_t first,
                      float *out, int64_t ldo) {
@@ -159,25 +161,28 @@ inline void dot_tile(const bf16 *w, int64_t ldw, int64_t width, const Activation
     for (int i = 0; i < MT; i++) out[(i0 + i) * ldo + r] = sum_lanes(acc[r][i]);
 }
 
-// As `dot_tile`, for rows i .. i + rows of x, at most MT of them.
+// One `dot_tile` for NR rows of w and `rows` rows of x from row i on; `rows` is known at run time, 1 .. MT. `first` and
+// `out` are those of `dot_tile`.
 template <int NR, int MT, Prefetch PREFETCH>
-inline void dot_tiles(const bf16 *w, int64_t ldw, int64_t width, const ActivationRows &x, int64_t i, int64_t rows,
-                      int64_t first, float *out, int64_t ldo) {
+inline void dot_tile_of_rows(const bf16 *w, int64_t ldw, int64_t width, const ActivationRows &x, int64_t i,
+                             int64_t rows, int64_t first, float *out, int64_t ldo) {
   if constexpr (MT > 1)
-    if (rows < MT) return dot_tiles<NR, MT - 1, PREFETCH>(w, ldw, width, x, i, rows, first, out, ldo);
+    if (rows < MT) return dot_tile_of_rows<NR, MT - 1, PREFETCH>(w, ldw, width, x, i, rows, first, out, ldo);
   dot_tile<NR, MT, PREFETCH>(w, ldw, width, x, i, first, out, ldo);
 }
 
-// As `dot_tile`, for all rows of x: in tiles of nearly equal size, at most MT rows.
+// `dot_tile` for NR rows of w and all rows of x, which are divided into tiles of nearly equal size, at most MT rows
+// each.
 template <int NR, int MT, Prefetch PREFETCH>
 inline void dot_rows(const bf16 *w, int64_t ldw, int64_t width, const ActivationRows &x, int64_t first, float *out,
                      int64_t ldo) {
   int64_t tiles = (x.m + MT - 1) / MT, rows = (x.m + tiles - 1) / tiles;
   for (int64_t i = 0; i < x.m; i += rows)
-    dot_tiles<NR, MT, PREFETCH>(w, ldw, width, x, i, min64(rows, x.m - i), first, out, ldo);
+    dot_tile_of_rows<NR, MT, PREFETCH>(w, ldw, width, x, i, min64(rows, x.m - i), first, out, ldo);
 }
 
-// As `dot`, for n rows of w, NR at a time.
+// The sums of `dot` for n rows of w and all rows of x: NR rows of w at a time, then the rows that are left one by one;
+// at most MT rows of x at a time. Without AMX tiles.
 template <int NR, int MT, Prefetch PREFETCH>
 inline void dot_block(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const ActivationRows &x, int64_t first,
                       float *out, int64_t ldo) {
@@ -194,23 +199,25 @@ constexpr int kDotTileRows = 4;
 constexpr int kDotTileRows = 2;
 #endif
 
-// As `dot`, without AMX tiles: for few rows of w at a time and few rows of x, where configuring tiles costs more than
-// it saves.
+// The sums of `dot` without AMX tiles and without prefetching: for few rows of w at a time and few rows of x, where
+// configuring tiles costs more than it saves. Attention calls it for scores. On AMX the order of summation differs from
+// that of `dot`.
 inline void dot_without_tiles(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const ActivationRows &x,
                               int64_t first, float *out, int64_t ldo) {
   dot_block<4, kDotTileRows, kNoPrefetch>(w, ldw, n, width, x, first, out, ldo);
 }
 
 #if defined(INFERPLANE_AMX)
-// 31 to 36 of 37 GB/s; tiles, which want sixteen rows side by side, reach at most 29.
+// 31 to 36 of 37 GB/s; tiles, which read sixteen rows side by side, reach at most 29.
 constexpr Prefetch kRowByRowPrefetch = kPrefetchAhead;
 #else
 constexpr Prefetch kRowByRowPrefetch = kNoPrefetch;  // measured on Zen 4 and 5
 #endif
 constexpr int64_t kMaxRowByRowRows = 2;  // with more rows of x, tiles are faster
 
-// As `dot_without_tiles`, for long rows of w that come from memory. With one or two rows of x the sums are done sooner
-// than the bytes arrive; then reading one row of w after the other is what the processor prefetches best.
+// The sums of `dot` without AMX tiles, for long rows of w that come from memory, which it prefetches. With one or two
+// rows of x the sums are done sooner than the bytes arrive; then reading one row of w after the other is what the
+// processor prefetches best (only with AVX512BF16); with more rows of x, four rows of w are read side by side.
 inline void dot_streamed(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const ActivationRows &x, int64_t first,
                          float *out, int64_t ldo) {
 #if defined(__AVX512BF16__)
@@ -220,8 +227,9 @@ inline void dot_streamed(const bf16 *w, int64_t ldw, int64_t n, int64_t width, c
   dot_block<4, kDotTileRows, kPrefetchNextRows>(w, ldw, n, width, x, first, out, ldo);
 }
 
-// out[i * ldo + j] = sum over `width` columns of w[j, .] x[i, first + .], for n rows of w and all rows of x. `first` is
-// a multiple of kColumnStep; w points to its own column 0, the one that meets column `first` of x.
+// out[i * ldo + j] = sum over the columns c < width of w[j, c] x[i, first + c], in float32, overwritten, for n rows j
+// of w, which are ldw entries apart, and all rows i of x. `first` is a column of x, a multiple of kColumnStep; w points
+// to the column that meets it. Computed by the calling thread alone; on AMX, whole tiles of 16 rows of w use tiles.
 inline void dot(const bf16 *w, int64_t ldw, int64_t n, int64_t width, const ActivationRows &x, int64_t first,
                 float *out, int64_t ldo) {
   int64_t j = 0;

@@ -11,7 +11,8 @@ namespace {
 // Times two registers of sums: with one register for each factor they fill AVX2's sixteen.
 constexpr int kFloatTileRows = 6;
 
-// c[r, 0 .. 16] = or += the sum over i < k of a[r, i] b[i, 0 .. 16], for R rows; `begin`: =.
+// For R rows r and 16 columns j: c[r * ldc + j] = the sum over i < k of a[r * lda + i] b[i * 16 + j] if `begin`; else
+// the sum is added to c. b [k, 16] is 32-byte aligned.
 template <int R>
 inline void multiply_float_tile(const float *a, int64_t lda, const float *b, int64_t k, bool begin, float *c,
                                 int64_t ldc) {
@@ -34,7 +35,7 @@ inline void multiply_float_tile(const float *a, int64_t lda, const float *b, int
   for (int r = 0; r < R; r++) _mm256_storeu_ps(c + r * ldc, low[r]), _mm256_storeu_ps(c + r * ldc + 8, high[r]);
 }
 
-// As `multiply_float_tile`, for any number of rows.
+// `multiply_float_tile` for any number of rows of a and c: R at a time, then the rest in one smaller tile.
 template <int R = kFloatTileRows>
 inline void multiply_float_tiles(const float *a, int64_t lda, int64_t rows, const float *b, int64_t k, bool begin,
                                  float *c, int64_t ldc) {
@@ -43,7 +44,8 @@ inline void multiply_float_tiles(const float *a, int64_t lda, int64_t rows, cons
     if (rows) multiply_float_tiles<R - 1>(a, lda, rows, b, k, begin, c, ldc);
 }
 
-// Eight entries, from column c on, of eight bf16 rows, transposed and widened: to[entry * 16 + row].
+// to[e * 16 + i] = rows[i][c + e] in float32, for e and i from 0 to 7: eight entries, from column c on, of eight bf16
+// rows. `to` is 32-byte aligned.
 inline void transpose_8x8(const bf16 *const *rows, int64_t c, float *to) {
   __m256 r[8], t[8];
 #pragma GCC unroll 8
@@ -69,8 +71,8 @@ inline void transpose_8x8(const bf16 *const *rows, int64_t c, float *to) {
   }
 }
 
-// Transposes `have` bf16 rows of `width` entries to float32 [width rounded up to 8, 16]; zeros behind the last row and
-// entry.
+// to[c * 16 + i] = rows[i][c] in float32 for i < have (at most 16) rows of `width` bf16 entries: `to` is [width rounded
+// up to a multiple of 8, 16]. Zeros are written for i >= have and, in the last group of 8, for c >= width.
 inline void transpose_rows(const bf16 *const rows[kPanelRows], int64_t have, int64_t width, float *to) {
   static const bf16 none[kPanelRows] = {};
   for (int64_t c = 0; c < width; c += 8, to += 8 * kPanelRows) {
@@ -87,7 +89,9 @@ inline void transpose_rows(const bf16 *const rows[kPanelRows], int64_t have, int
   }
 }
 
-// As `load_weight_panel`, for a weight in panels whose lines have COLUMNS columns each.
+// to[i * 16 + r] = entry (row + r, c + i) of w in float32 with its scale, for the 16 rows of the panel that begins at
+// `row` and i < width. w is in panels: int8 (COLUMNS 4) or int4 (COLUMNS 8 columns per line). c is a multiple of
+// COLUMNS. `to` is written in whole lines, so up to `width` rounded up to a multiple of COLUMNS.
 template <int COLUMNS>
 inline void dequantize_lines(const ip_matrix &w, int64_t row, int64_t c, int64_t width, float *to) {
   int64_t panel = row / kPanelRows, group = group_size(w);
@@ -107,8 +111,9 @@ inline void dequantize_lines(const ip_matrix &w, int64_t row, int64_t c, int64_t
   }
 }
 
-// Sixteen rows of a weight from `row` on and `width` columns from c on, in float32 as [width, 16] with scales applied;
-// rows behind the last are zeros. c is a multiple of 128; `to` has space for a multiple of 8 columns.
+// to[i * 16 + r] = entry (row + r, c + i) of a weight of any kind in float32, with its scale, for r < 16 and i < width;
+// `row` is a multiple of 16, c one of 128, and c + width is at most k. Rows from w.n on are zeros. `to` has space for
+// `width` rounded up to a multiple of 8 columns.
 inline void load_weight_panel(const ip_matrix &w, int64_t row, int64_t c, int64_t width, float *to) {
   int64_t have = max64(0, min64(kPanelRows, w.n - row));
   if (!have) {

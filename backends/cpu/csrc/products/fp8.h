@@ -25,7 +25,7 @@ struct Fp8Table {
   }
 };
 
-// n e4m3 numbers as bf16, without their scale.
+// out[c] = from[c] in bf16, exactly and without the scale, for n e4m3 numbers.
 inline void fp8_row_to_bf16(const uint8_t *from, int64_t n, bf16 *out) {
   int64_t c = 0;
 #if defined(__AVX512BW__)
@@ -48,8 +48,8 @@ inline void fp8_row_to_bf16(const uint8_t *from, int64_t n, bf16 *out) {
   for (; c < n; c++) out[c] = table.scales[from[c]];
 }
 
-// The scales of 16 rows from `row` on in one block of columns; rows behind the last of `rows` are given the last one's
-// scale.
+// Lane r is the scale of row `row` + r in one block of 128 columns, for r < rows; the other lanes hold the scale of row
+// `row` + rows - 1.
 inline F32x16 load_fp8_scales(const ip_matrix &w, int64_t row, int64_t rows, int64_t block) {
   int64_t blocks = (w.k + kFp8Block - 1) / kFp8Block;
   float scales[kLanes];
@@ -57,7 +57,9 @@ inline F32x16 load_fp8_scales(const ip_matrix &w, int64_t row, int64_t rows, int
   return load<F32x16>(scales);
 }
 
-// out[i * ldo + j] for n weight rows from `row` on and all rows of x, in float32 with scales applied.
+// out[i * ldo + j] = sum over all columns of w[row + j, .] x[i, .] in float32 with scales applied, overwritten, for n
+// rows of the FP8 weight from `row` on and all rows of x. Computed by the calling thread; `buffers` are two of its
+// workspaces.
 inline void fp8_dot(const ip_matrix &w, int64_t row, int64_t n, const ActivationRows &x, float *out, int64_t ldo,
                     Workspace *buffers) {
   bf16 *tile = buffers[0].reserve<bf16>(16 * kFp8Block);

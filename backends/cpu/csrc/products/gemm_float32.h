@@ -20,16 +20,17 @@ struct ActivationPanels {
   float *at(int64_t row, int64_t column) const { return rows + row * padded + column; }
 };
 
-// Reserves space for m rows of k columns.
+// Reserves space for m rows of k columns in `s`; it is not cleared. The leading thread calls it; the team shares it.
 inline ActivationPanels reserve_panels(Workspace *s, int64_t m, int64_t k) {
   int64_t padded = round_up(k, kLanes) | kLanes;
   return {s->reserve<float>(m * padded), m, padded};
 }
 
-// Groups of sixteen rows.
+// Groups of sixteen rows of x, the last one perhaps incomplete.
 inline int64_t num_panels(const ActivationPanels &x) { return (x.m + kPanelRows - 1) / kPanelRows; }
 
-// Widens sixteen rows of activations; `row(i)` points to the k entries of row i.
+// Writes rows 16 * panel .. 16 * panel + 16 of x, as far as x has them, in float32; row(i) points to the k bf16 entries
+// of row i. Zeros follow up to a multiple of 16 columns.
 template <class RowAt>
 inline void fill_panel(const ActivationPanels &x, int64_t panel, int64_t k, RowAt row) {
   for (int64_t i = panel * kPanelRows; i < min64(x.m, (panel + 1) * kPanelRows); i++) {
@@ -38,7 +39,7 @@ inline void fill_panel(const ActivationPanels &x, int64_t panel, int64_t k, RowA
   }
 }
 
-// Fills all panels, shared by the team.
+// Fills all panels of x with `fill_panel`. Every thread of the team calls it; complete after the next `barrier`.
 template <class RowAt>
 inline void fill_panels(Team &team, const ActivationPanels &x, int64_t k, RowAt row) {
   team.for_each_chunk(num_panels(x), 1, [&](int64_t first, int64_t last) {
@@ -46,9 +47,10 @@ inline void fill_panels(Team &team, const ActivationPanels &x, int64_t k, RowAt 
   });
 }
 
-// Multiplies all activations with `blocks` blocks of 32 weight rows. `first_weight_row(j, h)`, h 0 or 1, is where the
-// two groups of sixteen weight rows of block j begin. store_sums(j, i, n, first, second) receives the sums of both
-// groups with n rows of activations from i on, each [n, 16].
+// Multiplies all rows of x with `blocks` blocks of 32 weight rows. Every thread of the team calls it; x is complete.
+// first_weight_row(j, h), h 0 or 1, is the weight row where the first or second group of sixteen rows of block j
+// begins. The thread that computed them calls store_sums(j, i, n, first, second) once for each block and part of the
+// rows: the sums over all columns of both groups with rows i .. i + n of x, each [n, 16] in float32 without bias.
 template <class FirstRow, class Store>
 inline void gemm(Team &team, const ip_matrix &w, const ActivationPanels &x, int64_t blocks, FirstRow first_weight_row,
                  Store store_sums) {
@@ -81,7 +83,8 @@ inline void gemm(Team &team, const ip_matrix &w, const ActivationPanels &x, int6
   }
 }
 
-// y = x w^T + bias for all rows of x; y in float32 if `wide`, else bf16.
+// y[i * ldy + j] = x w^T + bias, overwritten, for all rows i of x and all rows j of w; `wide`: y is float32, else bf16.
+// Every thread of the team calls it after `fill_panels` and a barrier; y is complete after the next `barrier`.
 inline void gemm_to_rows(Team &team, const ip_matrix &w, const ActivationPanels &x, void *y, int64_t ldy, int wide) {
   gemm(
       team, w, x, (w.n + 31) / 32, [](int64_t j, int h) { return j * 32 + h * kPanelRows; },
@@ -103,8 +106,9 @@ inline void gemm_to_rows(Team &team, const ip_matrix &w, const ActivationPanels 
       });
 }
 
-// silu(gate) * up, both rounded to bf16 first, as activations `to` for the product with `down`; rows of w are gate,
-// then up.
+// to = silu(x gate^T) * (x up^T) [m, w.n / 2], as activations for the product with `down`; rows of w are gate, then up,
+// each a multiple of 16. Both products are rounded to bf16 first, and so is the result. Every thread of the team calls
+// it; `to` is complete after the next `barrier`.
 inline void gemm_silu_mul(Team &team, const ip_matrix &w, const ActivationPanels &x, const ActivationPanels &to) {
   int64_t inner = w.n / 2;
   gemm(

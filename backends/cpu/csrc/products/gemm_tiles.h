@@ -15,20 +15,21 @@ namespace {
 constexpr int64_t kGemmRows = 512;  // rows of activations that pass by a block of weights
 constexpr int64_t kGemmColumns = 256;  // columns of a block of weights
 
-// Activations in panels: pairs[panel][padded / 2][16], zeros behind the last row and column.
+// Activations in panels: pairs[panel][padded / 2][16], zeros after the last row and column.
 struct ActivationPanels {
   uint32_t *pairs;
   int64_t m, padded;
   uint32_t *at(int64_t panel, int64_t column) const { return pairs + (panel * padded + column) * (kPanelRows / 2); }
 };
 
-// Reserves space for m rows of k columns.
+// Reserves space in `s` for m rows of k columns, as an even number of panels; it is not cleared. The leading thread
+// calls it; the team shares it.
 inline ActivationPanels reserve_panels(Workspace *s, int64_t m, int64_t k) {
   int64_t padded = round_up(k, kColumnStep);
   return {s->reserve<uint32_t>(round_up(m, 2 * kPanelRows) * padded / 2), m, padded};
 }
 
-// Transposes a matrix of 16 x 16 numbers of 32 bits.
+// Transposes, in place, a matrix of 16 x 16 numbers of 32 bits; r[i] is row i.
 inline void transpose16(__m512i r[16]) {
   __m512i t[16];
 #pragma GCC unroll 8
@@ -62,7 +63,8 @@ inline void transpose16(__m512i r[16]) {
 // A mask of the first n of 32 lanes.
 inline __mmask32 mask_of_first(int64_t n) { return n >= 32 ? 0xffffffffu : n <= 0 ? 0 : (1u << n) - 1; }
 
-// Fills one panel with sixteen rows of activations; `row(i)` points to the k entries of row i.
+// Writes one panel of x: rows 16 * panel .. 16 * panel + 16, where row(i) points to the k entries of row i. Rows from
+// x.m on and columns k .. padded are zeros.
 template <class RowAt>
 inline void fill_panel(const ActivationPanels &x, int64_t panel, int64_t k, RowAt row) {
   int64_t have = min64(kPanelRows, x.m - panel * kPanelRows);
@@ -78,10 +80,10 @@ inline void fill_panel(const ActivationPanels &x, int64_t panel, int64_t k, RowA
   }
 }
 
-// Panels that m rows fill, an even number.
+// Panels that the rows of x fill, rounded up to an even number.
 inline int64_t num_panels(const ActivationPanels &x) { return (x.m + 2 * kPanelRows - 1) / (2 * kPanelRows) * 2; }
 
-// Fills all panels, shared by the team.
+// Fills all panels of x with `fill_panel`. Every thread of the team calls it; complete after the next `barrier`.
 template <class RowAt>
 inline void fill_panels(Team &team, const ActivationPanels &x, int64_t k, RowAt row) {
   team.for_each_chunk(num_panels(x), 1, [&](int64_t first, int64_t last) {
@@ -89,8 +91,9 @@ inline void fill_panels(Team &team, const ActivationPanels &x, int64_t k, RowAt 
   });
 }
 
-// Loads sixteen rows of a weight from `row` on and 32 columns from `c` on as a tile in bf16, scales applied. Rows
-// behind the last and columns behind k are zeros.
+// Writes `to` [16, 32] in bf16, dense and 64-byte aligned: weight rows from `row` on and columns from `c` on of a
+// weight of any kind, scales applied. Rows from w.n on and columns from w.k on are zeros. `row` is a multiple of 16, c
+// of 32.
 inline void load_weight_tile(const ip_matrix &w, int64_t row, int64_t c, bf16 *to) {
   int64_t have = max64(0, min64(kPanelRows, w.n - row));
   __m512i r[kPanelRows];  // all are read before any is written: rows and tiles often lie a multiple of 4096 bytes apart
@@ -148,17 +151,19 @@ inline void load_weight_tile(const ip_matrix &w, int64_t row, int64_t c, bf16 *t
 struct TilePrefetch {
   const char *at = nullptr;
   int64_t stride = 0, left = 0;
+  // Prefetches the next line, if one is left, into the second-level cache.
   void prefetch_one() {
     if (left <= 0) return;
     _mm_prefetch(at, _MM_HINT_T1);
     at += stride, left--;
   }
+  // Prefetches all lines that are left.
   void prefetch_rest() {
     while (left > 0) prefetch_one();
   }
 };
 
-// The lines of the tile at `row` and column `c`.
+// The cache lines that `load_weight_tile(w, row, c, ...)` will read.
 inline TilePrefetch prefetch_of_tile(const ip_matrix &w, int64_t row, int64_t c) {
   if (is_bf16(w) || w.kind == IP_FP8) {
     int64_t size = is_bf16(w) ? 2 : 1;
@@ -168,14 +173,16 @@ inline TilePrefetch prefetch_of_tile(const ip_matrix &w, int64_t row, int64_t c)
   return {line, 64, row < w.n ? kColumnStep / columns_per_line(w) : 0};
 }
 
-// Rows of the weight, of n, that a thread takes at a time.
+// Rows of a weight with n rows that a thread takes at a time: a multiple of 32, about a quarter of a thread's even
+// share, but at least 32 and at most 128 (256 if w.k exceeds 1024).
 inline int64_t gemm_rows_per_chunk(const ip_matrix &w, int64_t n, int threads) {
   int64_t most = round_up((n + threads * 4 - 1) / (threads * 4), 32);
   return max64(32, min64(w.k > 1024 ? 256 : 128, most));
 }
 
-// How a thread goes through `rows` blocks of 32 rows: block b is 32 rows of the weight and kGemmColumns columns; all
-// rows of a column block come first.
+// How a thread goes through `rows` groups of 32 weight rows, the first of which is number `first`: block b is one group
+// and kGemmColumns columns; all groups of one column block come before the next columns. `count`: blocks; `column`: the
+// first column of block b; `tiles`: tiles of 16 rows and 32 columns in block b, 0 from `count` on.
 struct WeightBlocks {
   const ip_matrix *w;
   int64_t first, rows, padded;  // of blocks of rows
@@ -184,10 +191,12 @@ struct WeightBlocks {
   int64_t tiles(int64_t b) const { return b < count() ? min64(kGemmColumns, padded - column(b)) / kColumnStep * 2 : 0; }
 };
 
-// Multiplies all activations with `blocks` blocks of 32 weight rows. `first_weight_row(j, h)`, h 0 or 1, is where the
-// two groups of sixteen weight rows of block j begin. store_sums(j, panel, sums) receives its four tiles [16 weight
-// rows, 16 rows of activations]: sums[0] and [1] are the first sixteen times panels `panel` and `panel + 1`; [2] and
-// [3] the second. A block is loaded while the one before it is multiplied, and the one behind it is prefetched.
+// Multiplies all rows of x with `blocks` blocks of 32 weight rows. Every thread of the team calls it; x is complete.
+// first_weight_row(j, h), h 0 or 1, is the weight row where the first or second group of sixteen rows of block j
+// begins. The thread that computed them calls store_sums(j, panel, sums) once for each block and pair of panels: four
+// dense tiles [16 weight rows, 16 rows of activations] of float32 without bias, sums + 256 * t: t 0 and 1 are the first
+// group times panels `panel` and `panel` + 1; 2 and 3 the second group. store_sums may overwrite them. A block is
+// loaded while the one before it is multiplied, and the one after it is prefetched.
 template <class FirstRow, class Store>
 inline void gemm(Team &team, const ip_matrix &w, const ActivationPanels &x, int64_t blocks, FirstRow first_weight_row,
                  Store store_sums) {
@@ -231,25 +240,26 @@ inline void gemm(Team &team, const ip_matrix &w, const ActivationPanels &x, int6
   }
 }
 
-// Two rows of 16 sums in bf16, their entries alternating. Sums that come out of tiles are never denormal, and only
-// there the processor's own rounding differs from `f32_to_bf16`.
+// Lanes 2i and 2i + 1 of the 32 are a[i] and b[i], rounded to bf16. Sums that come out of tiles are never denormal, and
+// only there the processor's own rounding differs from `f32_to_bf16`.
 inline __m512i interleave_as_bf16(F32x16 a, F32x16 b) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
 }
-// As `interleave_as_bf16`, of two neighbouring rows in memory.
+// `interleave_as_bf16` of rows[0 .. 16] and rows[16 .. 32].
 inline __m512i load_interleaved(const float *rows) {
   return interleave_as_bf16(load<F32x16>(rows), load<F32x16>(rows + 16));
 }
 
-// One row of sums, rounded to bf16, as float32.
+// row[0 .. 16] rounded to bf16 (by the processor, as `interleave_as_bf16`), as float32.
 inline __m512i load_rounded(const float *row) {
   return _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(row))), 16);
 }
 
-// Writes four tiles of sums as rows of results: y[i, j .. j + 32] for the rows of activations in two panels; adds the
-// bias.
+// Writes the four tiles of sums that `gemm` gives for `panel` as rows: y[i * ldy + c] for the rows i of x in panels
+// `panel` and `panel` + 1 and columns c from j on, 32 of them or as many as w has; adds the bias, to `sums` too.
+// `wide`: y is float32, else bf16. Other entries of y are not touched.
 inline void store_rows(const ip_matrix &w, const ActivationPanels &x, int64_t j, int64_t panel, float *sums, void *y,
                        int64_t ldy, int wide) {
   int64_t n = min64(32, w.n - j);
@@ -286,21 +296,24 @@ inline void store_rows(const ip_matrix &w, const ActivationPanels &x, int64_t j,
   }
 }
 
-// y = x w^T + bias for all rows of x; y in float32 if `wide`, else bf16.
+// y[i * ldy + j] = x w^T + bias, overwritten, for all rows i of x and all rows j of w; `wide`: y is float32, else bf16.
+// Every thread of the team calls it after `fill_panels` and a barrier; y is complete after the next `barrier`.
 inline void gemm_to_rows(Team &team, const ip_matrix &w, const ActivationPanels &x, void *y, int64_t ldy, int wide) {
   gemm(
       team, w, x, (w.n + 31) / 32, [](int64_t j, int h) { return j * 32 + h * 16; },
       [&](int64_t j, int64_t panel, float *sums) { store_rows(w, x, j * 32, panel, sums, y, ldy, wide); });
 }
 
-// As `load_interleaved`, for values that may be denormal.
+// The lanes of `load_interleaved`, rounded as `f32_to_bf16`: for values that may be denormal.
 inline __m512i load_interleaved_exact(const float *rows) {
   __m512i even = _mm512_cvtepu16_epi32((__m256i)f32_to_bf16(load<F32x16>(rows)));
   return _mm512_or_si512(even,
                          _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)f32_to_bf16(load<F32x16>(rows + 16))), 16));
 }
 
-// silu(gate) * up, both rounded to bf16 first, as panels `to` for the product with `down`; rows of w are gate, then up.
+// to = silu(x gate^T) * (x up^T) [m, w.n / 2], as panels for the product with `down`; rows of w are gate, then up, each
+// a multiple of 16. Both products are rounded to bf16 first. If w.n / 2 is not a multiple of 32, zeros fill the last 16
+// columns of `to`. Every thread of the team calls it; `to` is complete after the next `barrier`.
 inline void gemm_silu_mul(Team &team, const ip_matrix &w, const ActivationPanels &x, const ActivationPanels &to) {
   int64_t inner = w.n / 2;
   gemm(

@@ -1,6 +1,6 @@
-// Products of a weight of any kind with few rows of activations, shared by the team: y = x w^T + bias. The layers of
-// few tokens (model/) and isa_entries.h call it; it chooses between the products for bf16, FP8, int8, int4 and W8A8
-// weights.
+// Products of a weight of any kind with few rows of activations, on all threads of the team: y = x w^T + bias. The
+// layers of few tokens (model/) and isa_entries.h call it; it chooses between the products for bf16, FP8, int8, int4
+// and W8A8 weights.
 #pragma once
 #include "products/w8a8.h"
 #include "products/fp8.h"
@@ -17,30 +17,35 @@ constexpr int64_t kGatedChunkBytes = 65536;  // and of either half of a weight [
 constexpr int64_t kGatedChunkBytes = 262144;
 #endif
 
+// Whether the weight is stored as rows of bf16 (kinds IP_BF16 and IP_BF16_REORDERABLE).
 inline bool is_bf16(const ip_matrix &w) { return w.kind == IP_BF16 || w.kind == IP_BF16_REORDERABLE; }
 
-// Whether a product with m rows goes through w row by row in place of tiles (bf16_dot.h). Asked once per call, with all
-// of the call's rows, and once per expert.
+// Whether a product with m rows reads w row by row (`dot_streamed`) in place of tiles: only on AMX, for kind
+// IP_BF16_REORDERABLE, at most kMaxRowByRowRows rows and at least kMinStreamColumns columns. Called once per call, with
+// all of the call's rows, and once per expert.
 inline bool streams_row_by_row(const ip_matrix &w, int64_t m) {
   return kDotOnTiles && w.kind == IP_BF16_REORDERABLE && m <= kMaxRowByRowRows && w.k >= kMinStreamColumns;
 }
 
-// Bytes of one row of the weight.
+// Bytes of one row of the weight, at least 1; scales do not count.
 inline int64_t weight_row_bytes(const ip_matrix &w) {
   return max64(1, is_bf16(w) ? w.k * 2 : w.kind == IP_INT4 ? w.k / 2 : w.k);
 }
 
-// Weight rows per chunk of `Team::for_each_chunk`: a multiple of 16 of about kChunkBytes, and at least four chunks per
-// thread.
+// Weight rows per chunk of `Team::for_each_chunk`: about kChunkBytes of w (kStreamedChunkBytes if `row_by_row`, the
+// result of `streams_row_by_row`), but at most a quarter of a thread's even share of the rows; rounded up to a multiple
+// of 16, so with few rows a thread gets fewer than four chunks.
 inline int64_t rows_per_chunk(const ip_matrix &w, bool row_by_row, int threads) {
   int64_t most = round_up((w.n + threads * 4 - 1) / (threads * 4), 16);
   return max64(16, min64(round_up((row_by_row ? kStreamedChunkBytes : kChunkBytes) / weight_row_bytes(w), 16), most));
 }
 
-// As `rows_per_chunk`, of the gate's rows, with as many up rows, of `inner` in each of `count` weights. Going from one
-// half to the other loses the processor's prefetched stream (Zen 5: about half a microsecond), so these chunks are
-// larger, and of one size. Tiles read 16 rows side by side, or 64 in large chunks, which is slower (26 GB/s; with 16
-// rows 28).
+// Gate rows per chunk for `count` weights [gate | up] with `inner` gate rows each, where a chunk takes as many up rows
+// too: about kGatedChunkBytes of each half (half of kStreamedChunkBytes if `row_by_row`, the result of
+// `streams_row_by_row`), but at most a quarter of a thread's even share; chunks of one weight are of one size, a
+// multiple of 16 rows. Going from one half to the other loses the processor's prefetched stream (Zen 5: about half a
+// microsecond), so these chunks are larger than those of `rows_per_chunk`. Tiles read 16 rows side by side, or 64 in
+// large chunks, which is slower (26 GB/s; with 16 rows 28).
 inline int64_t gated_rows_per_chunk(const ip_matrix &w, bool row_by_row, int64_t inner, int64_t count, int threads) {
   int64_t bytes = row_by_row ? kStreamedChunkBytes / 2 : kGatedChunkBytes;
   int64_t most = max64(16, min64(bytes / weight_row_bytes(w), inner * count / (threads * 4)));
@@ -48,8 +53,8 @@ inline int64_t gated_rows_per_chunk(const ip_matrix &w, bool row_by_row, int64_t
   return round_up((inner + chunks - 1) / chunks, 16);
 }
 
-// The row that a thread takes first, of `total` in chunks, unless another thread has it; -1 if the thread has no chunks
-// of its own.
+// The first row of the chunk that this thread takes first, of `total` rows in chunks of `chunk` rows, unless another
+// thread has taken it; -1 if the thread has no chunks of its own.
 inline int64_t first_row_of_thread(const Team &team, int64_t total, int64_t chunk) {
   int64_t row = team.first_chunk((total + chunk - 1) / chunk) * chunk;
   return row < total ? row : -1;
@@ -62,7 +67,9 @@ struct Activations {
   Int8Activations bytes;
 };
 
-// float32 results of weight rows first .. last for all rows of x: out[i * ldo + j - first].
+// out[i * ldo + j - first] = sum over all columns of w[j, .] x[i, .], for weight rows j first .. last and all rows i of
+// x: float32, scales applied, without bias, overwritten. For kinds in panels, `first` is a multiple of 16. Computed by
+// the calling thread, for a weight of any kind; x is `lay_out_activations` for w.
 inline void multiply_rows(const ip_matrix &w, int64_t first, int64_t last, const Activations &x, float *out,
                           int64_t ldo) {
   if (is_bf16(w)) {
@@ -83,9 +90,10 @@ inline void multiply_rows(const ip_matrix &w, int64_t first, int64_t last, const
   }
 }
 
-// Lays out m rows of activations, row(i) each, for products with w. Each thread lays out its own copy, which is cheaper
-// than a barrier. `first` is the row of w that the thread probably reads first, which is prefetched meanwhile; -1 for
-// none. `row_by_row` is the result of `streams_row_by_row`.
+// Lays out m rows of w.k activations, where row(i) points to row i, in the form that products with w read: bf16, int16
+// or int8. They are in workspaces of the calling thread, valid until its next call; each thread lays out its own copy,
+// which is cheaper than a barrier. `first` is the row of w that the thread probably reads first; for int8 and int4 it
+// is prefetched meanwhile; -1: none. `row_by_row` is the result of `streams_row_by_row`.
 template <class RowAt>
 inline Activations lay_out_activations(const ip_matrix &w, int64_t m, int64_t first, bool row_by_row, RowAt row) {
   if (w.kind == IP_W8A8) {
@@ -100,8 +108,9 @@ inline Activations lay_out_activations(const ip_matrix &w, int64_t m, int64_t fi
   return activations;
 }
 
-// Multiplies every row of x, row(i) each, with every row of w; `store_sums(i, j, n, sums)` receives n results of row i
-// from column j on, in float32 without bias.
+// Multiplies every row of x, where row(i) points to row i < m, with every row of w. The thread that computed them calls
+// store_sums(i, j, n, sums): sums[0 .. n] are the results of row i for weight rows j .. j + n, in float32 without bias;
+// it may change them. Every thread of the team calls it; all is stored after the next `barrier`.
 template <class RowAt, class Store>
 inline void multiply(Team &team, const ip_matrix &w, int64_t m, RowAt row, Store store_sums) {
   bool row_by_row = streams_row_by_row(w, m);
@@ -121,18 +130,19 @@ inline void multiply(Team &team, const ip_matrix &w, int64_t m, RowAt row, Store
   }
 }
 
-// Adds the bias of columns j .. j + n to their sums.
+// Adds the bias of weight rows j .. j + n to sums[0 .. n]; nothing if w has no bias.
 inline void add_bias(const ip_matrix &w, int64_t j, int64_t n, float *sums) {
   if (!w.bias) return;
   for (int64_t c = 0; c < n; c++) sums[c] += bf16_to_float(w.bias[j + c]);
 }
 
-// Rounds n sums to bf16.
+// to[0 .. n] = sums[0 .. n], rounded to bf16.
 inline void store_bf16(bf16 *to, const float *sums, int64_t n) {
   for (int64_t c = 0; c < n; c += kLanes) store_bf16x16(to + c, load_f32x16(sums + c, n - c), n - c);
 }
 
-// y[m, w.n] = x w^T + bias; y in float32 if `out_is_float`, else bf16.
+// y[i * ldy + j] = x w^T + bias, overwritten, for m rows i of x, which are ldx entries apart, and all w.n rows j of w;
+// `out_is_float`: y is float32, else bf16. Every thread of the team calls it; y is complete after the next `barrier`.
 inline void linear(Team &team, const ip_matrix &w, const bf16 *x, int64_t ldx, int64_t m, void *y, int64_t ldy,
                    int out_is_float) {
   multiply(
@@ -146,7 +156,7 @@ inline void linear(Team &team, const ip_matrix &w, const bf16 *x, int64_t ldx, i
       });
 }
 
-// One row of a weight of any kind, in bf16.
+// out[0 .. k] = row `row` of a weight of any kind in bf16, with its scales; a row of bf16 is copied.
 inline void dequantize_row(const ip_matrix &w, int64_t row, bf16 *out) {
   if (is_bf16(w)) {
     memcpy(out, (const bf16 *)w.data + row * w.ld, (size_t)w.k * sizeof(bf16));
@@ -164,7 +174,8 @@ inline void dequantize_row(const ip_matrix &w, int64_t row, bf16 *out) {
   }
 }
 
-// Rows first .. last of a weight in bf16, shared by the team.
+// out [last - first, k], dense, = rows first .. last of a weight of any kind in bf16, with their scales. Every thread
+// of the team calls it; `out` is complete after the next `barrier`.
 inline void dequantize_rows(Team &team, const ip_matrix &w, int64_t first, int64_t last, bf16 *out) {
   team.for_each_chunk(last - first, 8, [&](int64_t a, int64_t b) {
     for (int64_t r = a; r < b; r++) dequantize_row(w, first + r, out + r * w.k);

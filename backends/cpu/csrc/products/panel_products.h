@@ -29,8 +29,8 @@ inline Line load_line(const uint8_t *p) {
 }
 #endif
 
-// Sums of sixteen weight rows times one row of activations over one group of columns; exact. Counting starts at a
-// correction.
+// Sums of sixteen weight rows times one row of activations over one group of columns, one lane per weight row, exact in
+// integers. start_at: every lane starts at this number, a correction; total: the sums.
 #if defined(__AVX512F__)
 struct GroupSums {
 #if defined(__AVX512VNNI__)
@@ -42,7 +42,8 @@ struct GroupSums {
   inline void start_at(int32_t start) { a = (I32x16)_mm512_set1_epi32(start); }
   inline I32x16 total() const { return a; }
 #endif
-  // Adds one line: four columns of sixteen weight rows as unsigned bytes, times four activations split in two numbers.
+  // Adds one line: four columns of sixteen weight rows as unsigned bytes, times four activations. `first` and `second`
+  // are the activations' two numbers in `Int16Activations::quads`.
   inline void add(Line w, int32_t first, int32_t second) {
 #if defined(__AVX512VNNI__)
     a = (I32x16)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, _mm512_set1_epi32(first));
@@ -56,9 +57,12 @@ struct GroupSums {
 };
 
 #else
+// On AVX2: sums of sixteen weight rows times one row of activations over one group of columns, in two registers.
 struct GroupSums {
   __m256i a[2];
   inline void start_at(int32_t start) { a[0] = a[1] = _mm256_set1_epi32(start); }
+  // Adds one line: four columns of sixteen weight rows as unsigned bytes, times four activations. `first` and `second`
+  // are the activations' two numbers in `Int16Activations::quads`: columns 0 and 2, then 1 and 3.
   inline void add(Line w, int32_t first, int32_t second) {
     __m256i x = _mm256_set1_epi32(first), y = _mm256_set1_epi32(second), bytes = _mm256_set1_epi16(255);
 #pragma GCC unroll 2
@@ -81,12 +85,13 @@ struct PanelScales {
   const float *full;
   const bf16 *half;  // float16, used if `full` is null
 #ifndef __AVX512F__
-  // Eight of the sixteen scales of group g.
+  // Scales 8 * h .. 8 * h + 8 of group g.
   inline __m256 eight_of_group(int64_t g, int h) const {
     int64_t at = g * kLanes + h * 8;
     return full ? _mm256_loadu_ps(full + at) : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + at)));
   }
 #endif
+  // The sixteen scales of group g, one per weight row.
   inline F32x16 of_group(int64_t g) const {
     if (full) return load<F32x16>(full + g * kLanes);
 #ifdef __AVX512F__
@@ -98,11 +103,12 @@ struct PanelScales {
   }
 };
 
-// The scales of one panel; and those of one group of columns, or of whole rows if the weight has one scale per row.
+// The scales of one panel, for all groups of columns.
 inline PanelScales panel_scales(const ip_matrix &w, int64_t panel) {
   int64_t at = panel * num_scale_groups(w) * kLanes;
   return {w.scale ? w.scale + at : nullptr, w.scale_f16 ? w.scale_f16 + at : nullptr};
 }
+// The scales of a panel's sixteen rows in group g of columns; g is ignored if the weight has one scale per row.
 inline F32x16 panel_scale(const ip_matrix &w, int64_t panel, int64_t g) {
   return panel_scales(w, panel).of_group(w.group ? g : 0);
 }
@@ -118,7 +124,8 @@ constexpr bool kPrefetchesTwice = true;
 constexpr int kHardwarePrefetchedRows = 0;
 constexpr bool kPrefetchesTwice = false;
 #endif
-// Prefetches what follows a line, as measured above, for a kind of weight and MT rows of activations.
+// Prefetches what follows `line` (kPrefetchBytes ahead, and ip_l1_prefetch_bytes ahead), or nothing, as measured above,
+// for a weight of kind KIND and MT rows of activations.
 template <int KIND, int MT>
 inline void prefetch_line(const uint8_t *line) {
   if (KIND != IP_INT4 && MT <= kHardwarePrefetchedRows) return;
@@ -135,7 +142,8 @@ constexpr int kMaxTileRows = 4, kTwoChainRows = 0;
 #endif
 
 #if defined(__AVX512F__)
-// out[i * ldo ..] = the 16 rows of a panel times MT rows of activations from i0 on, in float32 with scales applied.
+// out[(i0 + i) * ldo + j] = the 16 rows j of a panel (fewer if the weight ends) times rows i0 .. i0 + MT of x, over all
+// columns, in float32 with scales applied, overwritten. KIND: IP_INT8 or IP_INT4, w's kind.
 template <int KIND, int MT>
 inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Activations &x, int64_t i0, float *out,
                                 int64_t ldo) {
@@ -188,8 +196,9 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
   for (int i = 0; i < MT; i++) store_f32x16(out + (i0 + i) * ldo, acc[i] * row, have);
 }
 #else
-// As above, on AVX2, with explicit 32-byte registers, since GCC keeps vectors of 64 bytes in memory. With one row of
-// activations, columns whose nibbles are the high ones of their bytes have sums of their own, sixteen times too large.
+// The same function on AVX2, with explicit 32-byte registers, since GCC keeps vectors of 64 bytes in memory. With one
+// row of activations, columns whose nibbles are the high ones of their bytes have sums of their own, sixteen times too
+// large.
 template <int KIND, int MT>
 inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Activations &x, int64_t i0, float *out,
                                 int64_t ldo) {
@@ -256,7 +265,7 @@ inline void multiply_panel_tile(const ip_matrix &w, int64_t panel, const Int16Ac
 }
 #endif
 
-// As `multiply_panel_tile`, for `rows` rows of activations, at most MT.
+// One `multiply_panel_tile` for `rows` rows of x from row i on; `rows` is known at run time, 1 .. MT.
 template <int KIND, int MT = kMaxTileRows>
 inline void multiply_panel_rows(const ip_matrix &w, int64_t panel, const Int16Activations &x, int64_t i, int64_t rows,
                                 float *out, int64_t ldo) {
@@ -265,7 +274,8 @@ inline void multiply_panel_rows(const ip_matrix &w, int64_t panel, const Int16Ac
   multiply_panel_tile<KIND, MT>(w, panel, x, i, out, ldo);
 }
 
-// As `multiply_panel_tile`, for all rows of activations, in tiles of nearly equal size.
+// `multiply_panel_tile` for all rows of x: out[i * ldo + j] for 16 rows j of the panel. The rows of x are divided into
+// tiles of nearly equal size, at most kMaxTileRows.
 template <int KIND>
 inline void multiply_panel(const ip_matrix &w, int64_t panel, const Int16Activations &x, float *out, int64_t ldo) {
   int64_t tiles = (x.m + kMaxTileRows - 1) / kMaxTileRows, rows = (x.m + tiles - 1) / tiles;

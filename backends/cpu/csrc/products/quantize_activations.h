@@ -5,7 +5,8 @@
 
 namespace {
 
-// Sixteen (or the first n) int8 entries as floats, without their scale.
+// Sixteen int8 entries as floats, without their scale; with n: the first n, zeros in the other lanes. load_floats: the
+// same for one register of kRegisterLanes.
 inline F32x16 load_f32x16(const int8_t *p) {
 #ifdef __AVX512F__
   return (F32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
@@ -39,8 +40,8 @@ inline Floats load_floats(const int8_t *p, int64_t n) {
 }
 #endif
 
-// The largest of a register of magnitudes given by their bits as integers, which rise as the magnitudes do; NaN is the
-// largest.
+// The largest lane, as a float: the lanes are magnitudes given by their bits as integers, which rise as the magnitudes
+// do; NaN is the largest.
 inline float largest_of_lanes(Ints largest_lanes) {
 #ifdef __AVX512F__
   int32_t largest = _mm512_reduce_max_epi32((__m512i)largest_lanes);
@@ -55,7 +56,7 @@ inline float largest_of_lanes(Ints largest_lanes) {
   return f;
 }
 
-// The largest magnitude of n entries; NaN if one of them is.
+// The largest of |x[0 .. n]|; NaN if one of them is NaN.
 inline float largest_magnitude(const bf16 *x, int64_t n) {
   Ints largest_lanes = {};
   for (int64_t c = 0; c < n; c += kRegisterLanes) {
@@ -65,7 +66,7 @@ inline float largest_magnitude(const bf16 *x, int64_t n) {
   return largest_of_lanes(largest_lanes);
 }
 
-// Stores the first n of sixteen integers as bytes.
+// p[l] = lane l as a byte for the first n lanes (all if n >= 16); each is from -128 to 127.
 inline void store_int8(int8_t *p, I32x16 v, int64_t n) {
 #ifdef __AVX512BW__
   _mm512_mask_cvtepi32_storeu_epi8(p, (__mmask16)(n >= kLanes ? 0xffff : (1 << n) - 1), (__m512i)v);
@@ -80,7 +81,8 @@ struct QuantizedRow {
   int32_t sum;  // of the quantized entries
 };
 
-// Quantizes n entries to integers from -127 to 127: the largest magnitude becomes 127. A row of zeros has scale 1.
+// to[c] = x[c] / scale, rounded to even, for n entries: integers from -127 to 127. Returns scale, which is the largest
+// magnitude / 127, or 1 for a row of zeros, and the integers' sum.
 inline QuantizedRow quantize_int8_row(const bf16 *x, int64_t n, int8_t *to) {
   float scale = largest_magnitude(x, n) / 127.0f;
   if (scale == 0) scale = 1;

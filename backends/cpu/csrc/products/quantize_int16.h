@@ -17,13 +17,14 @@ struct Int16Activations {
   const int32_t *correction;  // [groups, m]: what removes the offset of the weight's entries from a group's sum
 };
 
-// Activations times `inverse`, rounded to 16-bit integers.
+// Lanes value * inverse rounded to integers of 16 bits, ties to even.
 inline Ints round_to_int16(Floats value, float inverse) {
   // NaN becomes an integer whose lower half is zero.
   return __builtin_convertvector(round_even(value * inverse), Ints) << 16 >> 16;
 }
-// Writes sixteen activations, times `inverse` and rounded, in the form of `Int16Activations::quads`. Returns the
-// integers, or partial sums of them.
+// Rounds sixteen activations at `value`, times `inverse`, to 16 bits and writes them in the form of
+// `Int16Activations::quads`: four numbers to first[0 .. 4], four to second[0 .. 4]. Returns a register whose lanes sum
+// to the sum of the sixteen integers.
 #if defined(__AVX512VNNI__)
 inline Ints store_int16_quads(const Floats *value, float inverse, int32_t *first, int32_t *second) {
   Ints v = round_to_int16(*value, inverse), low = v << 24 >> 24;
@@ -57,8 +58,9 @@ inline Ints store_int16_quads(const Floats *value, float inverse, int32_t *first
 constexpr int64_t kPrefetchLines = 8;  // prefetched with each group of columns
 constexpr int64_t kMaxPrefetchBytes = 32768;  // and at most this much in all
 
-// Quantizes the rows of x for products with w. Meanwhile it prefetches, a few lines per group, what is read next: from
-// `prefetch_from` on; null: nothing.
+// Quantizes all rows of x to 16 bits for products with w (int8 or int4), with one scale per row and group of columns,
+// into `buffers` of the calling thread. Meanwhile it prefetches, a few lines per group, what is read next: at most
+// kMaxPrefetchBytes from `prefetch_from` on; null: nothing. Columns after the last become zeros.
 inline Int16Activations quantize_int16(Workspace buffers[3], const ActivationRows &x, const ip_matrix &w,
                                        const char *prefetch_from) {
   int64_t g = group_size(w), groups = num_groups(w), blocks = g / kColumnStep;

@@ -9,13 +9,13 @@
 namespace {
 
 // The first factor: two times sixteen rows that begin `row` entries apart. A step is 32 columns, and begins `step`
-// entries behind the previous one.
+// entries after the previous one.
 struct TileRows {
   const bf16 *upper, *lower;
   int64_t row, step;
 };
 
-// What a product does in between at each of its steps, such as prefetching: nothing.
+// What a product does between its steps if nothing is given: nothing (gemm_tiles.h prefetches).
 struct NoOp {
   void operator()() const {}
 };
@@ -28,11 +28,13 @@ struct TileSums {
 };
 
 #if defined(INFERPLANE_AMX)
-// Before and after calls of `multiply_tiles`, in each thread.
+// Configures this thread's tile registers for `multiply_tiles`; each thread calls it before, and `release_tiles` after.
 inline void configure_tiles() { amx_configure(16); }
-inline void release_tiles() { _tile_release(); }  // torch's kernels use tiles too, with shapes of their own
+// Releases the tile registers: torch's kernels use tiles too, with shapes of their own.
+inline void release_tiles() { _tile_release(); }
 
-// sums += w times two panels x0 and x1 [steps, 16 pairs of columns, 16 rows]; `begin`: sums start from zero.
+// Four tiles of sums: two times sixteen rows of w times two panels x0 and x1, each [steps, 16 pairs of columns, 16
+// rows], over `steps` times 32 columns. `begin`: the tiles are overwritten; else the products are added to them.
 // `meanwhile()` is called twice per step.
 template <class Meanwhile = NoOp>
 inline __attribute__((always_inline)) void multiply_tiles(const TileRows &w, const uint32_t *x0, const uint32_t *x1,
@@ -74,11 +76,14 @@ inline __attribute__((always_inline)) void multiply_tiles(const TileRows &w, con
   __asm__ volatile("" ::: "memory");
 }
 #elif defined(__AVX512BF16__)
+// Without tile registers there is nothing to configure or release.
 inline void configure_tiles() {}
 inline void release_tiles() {}
 
-// Eight rows of w times both panels: sixteen sums, more than the processor has in flight, and each pair of w is brought
-// to a register once for two products.
+// Eight rows of w, which are `row` entries apart, times both panels: row r goes to s0[r * 16 ..] for x0 and s1[r * 16
+// ..] for x1; `begin`: overwritten, else added. `step` is how far apart the 32 columns of two steps begin. Sixteen sums
+// are more than the processor has in flight, and each pair of w is brought to a register once for two products.
+// `meanwhile()` is called once per step.
 template <class Meanwhile>
 inline void multiply_tile_quarter(const bf16 *w, int64_t row, int64_t step, const uint32_t *x0, const uint32_t *x1,
                                   int64_t steps, bool begin, float *s0, float *s1, Meanwhile meanwhile) {
@@ -108,7 +113,8 @@ inline void multiply_tile_quarter(const bf16 *w, int64_t row, int64_t step, cons
   for (int r = 0; r < kRows; r++) _mm512_store_ps(s0 + r * 16, a[r]), _mm512_store_ps(s1 + r * 16, b[r]);
 }
 
-// As above, with AVX-512's products of pairs.
+// The same function without AMX, with AVX-512's products of pairs; `meanwhile()` is called four times per step, once
+// for each quarter.
 template <class Meanwhile = NoOp>
 inline void multiply_tiles(const TileRows &w, const uint32_t *x0, const uint32_t *x1, int64_t steps, bool begin,
                           const TileSums &sums, Meanwhile meanwhile = {}) {

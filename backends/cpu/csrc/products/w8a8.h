@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kInt8TileRows = 32;  // rows of activations, and of weights, that are multiplied at a time
 
-// Rows of activations as signed bytes, zeros behind the last column. Space for whole tiles of rows is reserved, and
+// Rows of activations as signed bytes, zeros after the last column. Space for whole tiles of rows is reserved, and
 // read.
 struct Int8Activations {
   int64_t m, padded;
@@ -20,7 +20,8 @@ struct Int8Activations {
   int32_t *pairs;  // without VNNI: [m, padded / 4, 2]: of each four columns 0 and 2, then 1 and 3, in 16 bits each
 };
 
-// Reserves space for m rows as the product with w needs them.
+// Reserves space in `s` for m rows of w.k activations (padded to whole groups of w, and to kInt8TileRows rows); it is
+// not cleared. `quantize_row` fills one row.
 inline Int8Activations reserve_int8(Workspace s[3], int64_t m, const ip_matrix &w) {
   int64_t padded = num_groups(w) * group_size(w), rows = round_up(m, kInt8TileRows);
   Int8Activations b = {m, padded, s[0].reserve<int8_t>(rows * padded), s[1].reserve<float>(2 * rows), nullptr, nullptr};
@@ -31,7 +32,7 @@ inline Int8Activations reserve_int8(Workspace s[3], int64_t m, const ip_matrix &
   return b;
 }
 
-// Quantizes one row of k bf16 entries into row i.
+// Quantizes k bf16 entries to row i of b: entries, scale and sum; zeros in columns k .. padded.
 inline void quantize_row(const Int8Activations &b, int64_t i, const bf16 *row, int64_t k) {
   int8_t *x = b.x + i * b.padded;
   QuantizedRow quantized = quantize_int8_row(row, k, x);
@@ -45,7 +46,8 @@ inline void quantize_row(const Int8Activations &b, int64_t i, const bf16 *row, i
 #endif
 }
 
-// sums[r * 16 ..] = a panel's sixteen rows times rows i .. i + MT of x, with the weight's offset still in it.
+// sums[r * 16 + j] = row j of a panel times row i + r of x over all columns, for 16 rows j and r < MT, overwritten:
+// exact integers, with the weight's offset of 128 still in them.
 template <int MT>
 inline void dot_panel_tile(const uint8_t *panel, const Int8Activations &x, int64_t i, int32_t *sums) {
   int64_t lines = x.padded / 4;
@@ -91,7 +93,7 @@ inline void dot_panel_tile(const uint8_t *panel, const Int8Activations &x, int64
 #endif
 }
 
-// As `dot_panel_tile`, for up to kInt8TileRows rows.
+// `dot_panel_tile` for rows i .. i + rows of x, at most kInt8TileRows: sums [rows, 16].
 inline void dot_panel(const uint8_t *panel, const Int8Activations &x, int64_t i, int64_t rows, int32_t *sums) {
   int64_t r = 0;
 #if defined(__AVX512VNNI__)
@@ -105,7 +107,8 @@ inline void dot_panel(const uint8_t *panel, const Int8Activations &x, int64_t i,
 #if defined(INFERPLANE_AMX)
 constexpr int64_t kMinAmxRows = 9;  // from this many rows on, tiles are faster
 
-// Two panels times 32 rows on AMX: sums[h * 512 + r * 16 ..] of panel h.
+// The sums of `dot_panel_tile` for two panels p0 and p1 and rows i .. i + 32 of x, on AMX tiles: those of panel h are
+// sums[h * 512 + r * 16 + j]. `amx_configure(16)` was called. Rows of x after the last are read too.
 inline void dot_panels_amx(const uint8_t *p0, const uint8_t *p1, const Int8Activations &x, int64_t i, int32_t *sums) {
   const int8_t *x0 = x.x + i * x.padded, *x1 = x0 + 16 * x.padded;
   __asm__ volatile("" ::: "memory");
@@ -131,16 +134,18 @@ inline void dot_panels_amx(const uint8_t *p0, const uint8_t *p1, const Int8Activ
 }
 #endif
 
-// float32 results of row `row` of x with the sixteen rows of a panel: offset removed, scales applied.
+// float32 results of row `row` of x with the sixteen rows of a panel, from their integer sums[0 .. 16]: offset removed,
+// scales of both applied, without bias.
 inline F32x16 scale_sums(const ip_matrix &w, int64_t panel, const Int8Activations &x, int64_t row,
                          const int32_t *sums) {
   I32x16 exact = load<I32x16>(sums) - 128 * x.sums[row];
   return __builtin_convertvector(exact, F32x16) * panel_scale(w, panel, 0) * x.scale[row];
 }
 
-// Multiplies rows first .. first + m of x with pairs of panels `from` .. `to`: panel_of(j, h), h 0 or 1, is the number
-// of a panel of pair j; -1: none. store_sums(j, i, n, sums) receives the sums of n rows from i on, those of panel h at
-// sums + h * 512.
+// Multiplies rows first .. first + m of x with pairs of panels `from` .. `to`, on the calling thread. panel_of(j, h), h
+// 0 or 1, is the number of a panel of pair j; -1 for h 1: none. store_sums(j, i, n, sums) receives, for each pair j,
+// the integer sums of n rows of x from row i on (at most kInt8TileRows): those of panel h are [n, 16] at sums + h *
+// 512, with the weight's offset still in them.
 template <class PanelOf, class Store>
 inline void multiply_panel_pairs(const ip_matrix &w, const Int8Activations &x, int64_t first, int64_t m, int64_t from,
                                  int64_t to, PanelOf panel_of, Store store_sums) {
@@ -168,7 +173,9 @@ inline void multiply_panel_pairs(const ip_matrix &w, const Int8Activations &x, i
 #endif
 }
 
-// float32 results of weight rows first .. last, whole panels, for all rows of x: out[i * ldo + j - first].
+// out[i * ldo + j - first] = w[j, .] x[i, .] in float32 with scales, overwritten, for weight rows j first .. last and
+// all rows i of x; without bias. `first` is a multiple of 16; `last` is one too, or w.n. Computed by the calling
+// thread.
 inline void w8a8_dot(const ip_matrix &w, int64_t first, int64_t last, const Int8Activations &x, float *out,
                      int64_t ldo) {
   int64_t begin = first / kPanelRows, panels = (last + kPanelRows - 1) / kPanelRows - begin;

@@ -1,6 +1,6 @@
-// W8A8 products with many rows, shared by the team: results as rows, or with silu-mul applied. isa_entries.h calls
-// `w8a8_linear`, prefill_layer_w8a8.h the others. Activations are quantized first (`quantize_rows`), with a barrier in
-// between.
+// W8A8 products with many rows on all threads of the team: results as rows, or with silu-mul applied. isa_entries.h
+// calls `w8a8_linear`, prefill_layer_w8a8.h the others. Activations are quantized first (`quantize_rows`), with a
+// barrier in between.
 #pragma once
 #include "products/linear.h"
 
@@ -8,7 +8,9 @@ namespace {
 
 constexpr int64_t kMaxRowsPassed = 512;  // rows of activations that pass by a thread's weights at a time
 
-// As `multiply_panel_pairs`, for `pairs` pairs of panels and all rows of x, shared by the team.
+// `multiply_panel_pairs` for all pairs of panels 0 .. pairs and all rows of x, divided between the threads; store_sums
+// is called on the thread that computed the sums. Every thread of the team calls it; all is stored after the next
+// `barrier`.
 template <class Pair, class Store>
 inline void w8a8_gemm(Team &team, const ip_matrix &w, const Int8Activations &x, int64_t pairs, Pair panel_of,
                       Store store_sums) {
@@ -19,7 +21,8 @@ inline void w8a8_gemm(Team &team, const ip_matrix &w, const Int8Activations &x, 
     });
 }
 
-// y = x w^T + bias; y in float32 if `wide`, else bf16.
+// y[i * ldy + j] = x w^T + bias, overwritten, for all rows i of the quantized x and all rows j of w; `wide`: y is
+// float32, else bf16. Every thread of the team calls it; y is complete after the next `barrier`.
 inline void w8a8_gemm_to_rows(Team &team, const ip_matrix &w, const Int8Activations &x, void *y, int64_t ldy,
                               int wide) {
   int64_t panels = (w.n + kPanelRows - 1) / kPanelRows;
@@ -40,7 +43,8 @@ inline void w8a8_gemm_to_rows(Team &team, const ip_matrix &w, const Int8Activati
   });
 }
 
-// out[m, w.n / 2] = silu(gate) * up, both rounded to bf16 first; rows of w are gate, then up, each a multiple of 16.
+// out [x.m, w.n / 2], dense, = silu(x gate^T) * (x up^T), both rounded to bf16 first; rows of w are gate, then up, each
+// a multiple of 16. Every thread of the team calls it; `out` is complete after the next `barrier`.
 inline void w8a8_gemm_silu_mul(Team &team, const ip_matrix &w, const Int8Activations &x, bf16 *out) {
   int64_t inner = w.n / 2, half_panels = inner / kPanelRows;
   auto panel_of = [&](int64_t j, int h) { return h * half_panels + j; };
@@ -56,7 +60,8 @@ inline void w8a8_gemm_silu_mul(Team &team, const ip_matrix &w, const Int8Activat
   });
 }
 
-// Quantizes all rows of x, shared by the team; `row(i)` points to the k entries of row i.
+// Quantizes all x.m rows into x, where row(i) points to the k bf16 entries of row i. Every thread of the team calls it;
+// complete after the next `barrier`.
 template <class RowAt>
 inline void quantize_rows(Team &team, const Int8Activations &x, int64_t k, RowAt row) {
   team.for_each_chunk(x.m, 4, [&](int64_t first, int64_t last) {
@@ -64,7 +69,9 @@ inline void quantize_rows(Team &team, const Int8Activations &x, int64_t k, RowAt
   });
 }
 
-// y = x w^T + bias, quantizing x into `b` first.
+// y[i * ldy + j] = x w^T + bias for the b.m rows of x, which are ldx entries apart: quantizes them into `b`, waits at a
+// barrier, and multiplies. `wide`: y is float32, else bf16. Every thread of the team calls it; y is complete after the
+// next `barrier`.
 inline void w8a8_linear(Team &team, const ip_matrix &w, const Int8Activations &b, const bf16 *x, int64_t ldx, void *y,
                         int64_t ldy, int wide) {
   quantize_rows(team, b, w.k, [&](int64_t i) { return x + i * ldx; });

@@ -14,31 +14,36 @@ namespace {
 
 constexpr int64_t kPanelRows = 16;  // weight rows side by side
 
-// Whether an entry is a byte (then 4 columns are a line); else it is a nibble.
+// Whether an entry is a byte (int8 or W8A8; then 4 columns are a line); an int4 entry is a nibble.
 inline bool is_int8(const ip_matrix &w) { return w.kind == IP_INT8 || w.kind == IP_W8A8; }
+// Whether the weight is in panels: int8, W8A8 or int4.
 inline bool is_in_panels(const ip_matrix &w) { return is_int8(w) || w.kind == IP_INT4; }
 
 // Columns that are laid out together: those that share a scale, or 128 where a row has one scale.
 inline int64_t group_size(const ip_matrix &w) { return w.group ? w.group : 128; }
+// Groups of columns in a row, the last one padded.
 inline int64_t num_groups(const ip_matrix &w) { return (w.k + group_size(w) - 1) / group_size(w); }
 // What is added to an entry so that it is unsigned.
 inline int64_t entry_offset(const ip_matrix &w) { return is_int8(w) ? 128 : 8; }
+// Columns that one line of 64 bytes holds for each of 16 rows.
 inline int64_t columns_per_line(const ip_matrix &w) { return is_int8(w) ? 4 : 8; }
 // The size of one panel, of which a weight has ceil(n / 16).
 inline int64_t panel_bytes(const ip_matrix &w) { return num_groups(w) * group_size(w) / columns_per_line(w) * 64; }
 // Scales per row.
 inline int64_t num_scale_groups(const ip_matrix &w) { return w.group ? num_groups(w) : 1; }
 
+// The size of all panels of a weight.
 inline int64_t packed_weight_bytes(const ip_matrix &w) { return (w.n + kPanelRows - 1) / kPanelRows * panel_bytes(w); }
 
-// One entry of a packed weight, as a signed integer.
+// Entry (row, column) of a weight in panels, as a signed integer without its scale.
 inline int32_t unpack_entry(const ip_matrix &w, int64_t row, int64_t column) {
   int64_t panel = row / kPanelRows, line = column / columns_per_line(w), in_line = column % columns_per_line(w);
   uint8_t byte = ((const uint8_t *)w.data)[panel * panel_bytes(w) + line * 64 + row % kPanelRows * 4 + in_line % 4];
   return (is_int8(w) ? byte : in_line < 4 ? byte & 15 : byte >> 4) - (int32_t)entry_offset(w);
 }
 
-// Four entries of a row from `column` on, of a row of `columns` entries; zeros behind its end.
+// Entries column .. column + 4 of a row of `columns` int8 entries, one per byte, the first one lowest; zeros for
+// entries after the row's end.
 inline uint32_t load_four(const int8_t *row, int64_t column, int64_t columns) {
   uint32_t all = 0;
   if (column + 4 <= columns)
@@ -48,8 +53,9 @@ inline uint32_t load_four(const int8_t *row, int64_t column, int64_t columns) {
   return all;
 }
 
-// Writes `values` [n, k] as panels. Adding the offset flips the highest bit of a number in two's complement, since the
-// offset is half of what a byte or a nibble holds.
+// Writes `values` [n, k], dense, to `out` as panels of packed_weight_bytes(w) bytes; rows and columns after the last
+// are entries of value 0. It starts its own OpenMP team and returns when all is written. Adding the offset flips the
+// highest bit of a number in two's complement, since the offset is half of what a byte or a nibble holds.
 inline void pack_weight(const ip_matrix &w, const int8_t *values, uint8_t *out) {
   int64_t panels = (w.n + kPanelRows - 1) / kPanelRows, lines = panel_bytes(w) / 64;
 #pragma omp parallel for schedule(static)

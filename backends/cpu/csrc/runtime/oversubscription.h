@@ -40,8 +40,9 @@ inline int64_t yield_after_ns() {
 // The number of the core that this thread runs on; -1 where the system does not tell.
 inline int current_core() { return sched_getcpu(); }
 
-// Moves this thread to an allowed core that is not in `cores`, and keeps its set of allowed cores. Returns false if
-// there is no such core. It does not check whether another process computes on the new core.
+// Moves this thread to a core that it may use and that is not among cores[0 .. count] (negative numbers are ignored).
+// Its set of allowed cores is the same afterwards. Returns false, and changes nothing, if there is no such core;
+// outside of Linux always. It does not check whether another process computes on the new core.
 inline bool move_off_cores(const int *cores, int count) {
   cpu_set_t allowed, rest;
   if (sched_getaffinity(0, sizeof allowed, &allowed)) return false;

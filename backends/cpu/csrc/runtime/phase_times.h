@@ -12,6 +12,8 @@ namespace {
 // The phases, in the order of the names that `ip_time_phases` returns.
 enum LayerPhase { kBegin, kAttnNorm, kProject, kRopeCache, kAttend, kOut, kMlpNorm, kMlp, kDown, kEmbed, kNorm, kHead };
 
+// Adds the time of each phase to `ip_phase_ns`. `counts`: true for the timer of the calling thread (team.id 0); a timer
+// with false, and every timer while `ip_phase_ns` is null, measures nothing.
 class PhaseTimer {
  public:
   explicit PhaseTimer(bool counts) : ns_(counts ? ip_phase_ns : nullptr), last_(ns_ ? now() : 0) {}
@@ -24,6 +26,7 @@ class PhaseTimer {
   }
 
  private:
+  // The monotonic clock, in nanoseconds.
   static int64_t now() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);

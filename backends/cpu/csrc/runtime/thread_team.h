@@ -34,6 +34,9 @@ struct TeamState {
 class Team {
  public:
   const int id, count;
+  // Each thread of the call makes its own Team; `state` is shared by all of them, and null if `count` is 1. A thread
+  // that starts more than kPreemptedNs after the call began moves to another core if another share's first thread is on
+  // its core.
   Team(TeamState *state, int id, int count)
       : id(id), count(count), state_(state), shares_(count < kMaxShares ? count : kMaxShares) {
     if (count == 1) return;
@@ -42,10 +45,13 @@ class Team {
     if (yielded_ns_ - state->start_ns > kPreemptedNs) leave_shared_core();
   }
 
-  // Calls f(first, last) for all chunks of 0 .. total, `chunk` entries each, spread over the team. A thread takes the
-  // chunks of its own share in ascending order, so that it reads one stream, which processors prefetch; if threads
-  // alternated, what a thread's processor had prefetched would be read by another thread. A thread without chunks left
-  // takes from the ends of other shares. Every thread of the team must make the same calls in the same order.
+  // Calls f(first, last) for parts of 0 .. total that cover it once: ranges of `chunk` entries (of more if there were
+  // 2^20 chunks), the last one shorter, spread over the team; with one thread a single call f(0, total). Every thread
+  // of the team must make the same calls in the same order. It does not wait for chunks of other threads: results of
+  // all chunks are complete and visible after the next `barrier`. A thread takes the chunks of its own share in
+  // ascending order, so that it reads one stream, which processors prefetch; if threads alternated, a thread's
+  // processor would prefetch what another thread reads. A thread without chunks left takes from the ends of other
+  // shares.
   template <class Fn>
   void for_each_chunk(int64_t total, int64_t chunk, Fn f) {
     if (count == 1) {
@@ -67,7 +73,8 @@ class Team {
     }
   }
 
-  // The number of the chunk, of `chunks`, that this thread takes first unless another thread has taken it already.
+  // The number, from 0, of the chunk that this thread takes first when `for_each_chunk` has `chunks` chunks, unless
+  // another thread has taken it already; `chunks` if this thread's share is empty.
   int64_t first_chunk(int64_t chunks) const {
     int64_t s = id % shares_;
     return s * (chunks / shares_) + min64(s, chunks % shares_);
@@ -92,8 +99,9 @@ class Team {
   static constexpr int kBits = 20;
   static constexpr int64_t kMaxChunks = (int64_t)1 << kBits;
 
-  // Takes a chunk of a share that has `share_chunks` chunks, from its beginning or its end. Returns the chunk's number
-  // in the share; -1 if none is left or if the section is over.
+  // Takes one chunk of a share that has `share_chunks` chunks and marks it in the share's `taken`, atomically.
+  // `from_beginning` (the thread's own share): the first chunk left; else (another share) the last one left. Returns
+  // the chunk's number in the share; -1 if none is left or if another thread is in a later section already.
   int64_t take_chunk(uint64_t &taken, int64_t share_chunks, bool from_beginning) const {
     uint64_t now = __atomic_load_n(&taken, __ATOMIC_RELAXED);
     while (true) {
@@ -106,7 +114,8 @@ class Team {
     }
   }
 
-  // Yields the core from time to time (`yield_after_ns`); called while this thread holds no chunk.
+  // Yields the core if this thread has computed for `yield_after_ns` since it last did; called after each chunk, while
+  // this thread holds none. If it was away for more than kPreemptedNs, it also moves off a core that it shares.
   void yield_core() {
     uint64_t cycles = __rdtsc();
     if (cycles - checked_cycles_ < kClockCheckCycles) return;
@@ -119,12 +128,13 @@ class Team {
     if (yielded_ns_ - now > kPreemptedNs) leave_shared_core();
   }
 
-  // Writes down on which core the share's first thread runs.
+  // Writes `core` to this thread's share, if this thread is the share's first one.
   void publish_core(int core) {
     if (id < shares_) __atomic_store_n(&state_->shares[id].core, core, __ATOMIC_RELAXED);
   }
 
-  // Moves this thread to a core on which none of the shares' first threads ran last, if one of them shares its core.
+  // If the first thread of another share last ran on this thread's core: moves this thread to a core on which none of
+  // the shares' first threads ran last, if there is one.
   void leave_shared_core() {
     int cores[kMaxShares], mine = current_core(), sharing = 0;
     for (int s = 0; s < shares_; s++) {
@@ -134,7 +144,7 @@ class Team {
     if (sharing && move_off_cores(cores, shares_)) publish_core(current_core());
   }
 
-  // Chunks that all threads have finished since the call began.
+  // Chunks that all threads have finished since the call began, in all sections.
   int64_t chunks_done() const {
     int64_t all = 0;
     for (int s = 0; s < shares_; s++) all += __atomic_load_n(&state_->shares[s].chunks_done, __ATOMIC_ACQUIRE);
@@ -149,7 +159,8 @@ class Team {
 };
 
 // The number of threads of a team that this thread would lead. OpenMP keeps that number per thread, and torch sets it
-// in a thread only when torch is first used there; hence `ip_set_thread_init`.
+// in a thread only when torch is first used there; so the first call in each thread calls the function of
+// `ip_set_thread_init`.
 inline int team_size() {
   static thread_local bool is_initialized = false;
   if (!is_initialized) {
@@ -159,8 +170,9 @@ inline int team_size() {
   return omp_get_max_threads();
 }
 
-// Runs f(team) on every thread of the team and returns when all have finished. `work` is an estimate in bytes read or
-// multiplications, which decides whether one thread does it alone.
+// Runs f(team) once on every thread of the team and returns when all have finished; then all results are complete.
+// `work` estimates bytes read or multiplications: below 16384, or inside another parallel region, f runs on this thread
+// alone with team.count 1.
 template <class Fn>
 inline void run_on_team(int64_t work, Fn f) {
   // One thread does a few microseconds of work sooner than it wakes another.

@@ -5,7 +5,7 @@
 //
 // Conventions of all headers: a product is y[m, n] = x[m, k] w[n, k]^T, with m rows of activations, n rows of the
 // weight and k columns; `ld*` and `*stride` are distances between rows in entries, not bytes; a range is first .. last,
-// without last; a load or store with a count `n` touches the first n lanes only, and loads zeros behind them.
+// without last; a load or store with a count `n` accesses the first n lanes only, and loads zeros into the others.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -28,7 +28,7 @@ inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// A vector from, and to, memory that need not be aligned.
+// Reads, or writes, a whole vector at p, which need not be aligned.
 template <class Vector, class T>
 inline Vector load(const T *p) {
   Vector v;
@@ -39,11 +39,11 @@ template <class Vector, class T>
 inline void store(T *p, Vector v) {
   memcpy(p, &v, sizeof v);
 }
-// All sixteen lanes x.
+// A vector whose sixteen lanes are all x.
 inline F32x16 splat(float x) { return x - F32x16{}; }
 
-// Sixteen 16-bit integers to 32 bits and back (which keeps the low halves). By hand: GCC 12 converts such a vector in
-// halves, though there is one instruction for it.
+// widen_u16: sixteen unsigned 16-bit integers as 32-bit ones, zeros in the upper halves. narrow_u32: back, for lanes
+// below 65536. By hand: GCC 12 converts such a vector in halves, though there is one instruction for it.
 #ifdef __AVX512F__
 inline U32x16 widen_u16(U16x16 h) { return (U32x16)_mm512_cvtepu16_epi32((__m256i)h); }
 inline U16x16 narrow_u32(U32x16 u) { return (U16x16)_mm512_cvtepi32_epi16((__m512i)u); }
@@ -60,11 +60,11 @@ inline U16x16 narrow_u32(U32x16 u) {
   return (U16x16)_mm256_permute4x64_epi64(_mm256_packus_epi32(wide[0], wide[1]), 0xd8);
 }
 #endif
-// Sixteen bf16 numbers to float32, exactly; from a register, and from memory.
+// Sixteen bf16 numbers to float32, exactly: from a register (bf16_to_f32), or from memory (load_f32x16).
 inline F32x16 bf16_to_f32(U16x16 h) { return (F32x16)(widen_u16(h) << 16); }
 inline F32x16 load_f32x16(const bf16 *p) { return bf16_to_f32(load<U16x16>(p)); }
 
-// Rounds sixteen floats to bf16, to nearest even; NaN stays NaN.
+// Rounds sixteen floats to bf16, to nearest even; NaN stays NaN; the same bits on every instruction set.
 inline U16x16 f32_to_bf16(F32x16 v) {
 #ifdef __AVX512BF16__
   constexpr int denormal = 0x20;  // the processor's own rounding flushes denormal numbers to zero
@@ -76,15 +76,17 @@ inline U16x16 f32_to_bf16(F32x16 v) {
   U32x16 nan = (U32x16)(v != v);
   return narrow_u32((rounded & ~nan) | (quiet & nan));
 }
+// Rounds sixteen floats to bf16 (`f32_to_bf16`) and writes them to p[0 .. 16]; no alignment needed.
 inline void store_bf16x16(bf16 *p, F32x16 v) { store(p, f32_to_bf16(v)); }
 
-// One number, as the vector functions above.
+// One bf16 number in float32, exactly.
 inline float bf16_to_float(bf16 b) {
   uint32_t u = (uint32_t)b << 16;
   float f;
   memcpy(&f, &u, 4);
   return f;
 }
+// One float32 number rounded to bf16, to nearest even; NaN stays NaN.
 inline bf16 float_to_bf16(float f) {
   uint32_t u;
   memcpy(&u, &f, 4);
@@ -92,38 +94,43 @@ inline bf16 float_to_bf16(float f) {
   return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// The first n of sixteen entries, zeros behind.
+// The first n of sixteen bf16 entries at p (all if n >= 16) in float32; zeros in the other lanes.
 inline F32x16 load_f32x16(const bf16 *p, int64_t n) {
   if (n >= kLanes) return load_f32x16(p);
   bf16 part[kLanes] = {};
   memcpy(part, p, (size_t)n * sizeof(bf16));
   return load_f32x16(part);
 }
+// Writes the first n lanes (all if n >= 16), rounded as `f32_to_bf16` rounds, to p; p[n ..] keeps what it held.
 inline void store_bf16x16(bf16 *p, F32x16 v, int64_t n) {
   if (n >= kLanes) return store_bf16x16(p, v);
   bf16 part[kLanes];
   store_bf16x16(part, v);
   memcpy(p, part, (size_t)n * sizeof(bf16));
 }
+// The first n of sixteen float32 entries at p (all if n >= 16); zeros in the other lanes.
 inline F32x16 load_f32x16(const float *p, int64_t n) {
   if (n >= kLanes) return load<F32x16>(p);
   float part[kLanes] = {};
   memcpy(part, p, (size_t)n * sizeof(float));
   return load<F32x16>(part);
 }
+// Writes the first n lanes (all if n >= 16) to p; p[n ..] keeps what it held.
 inline void store_f32x16(float *p, F32x16 v, int64_t n) {
   if (n >= kLanes) return store(p, v);
   memcpy(p, &v, (size_t)n * sizeof(float));
 }
 
 #ifndef __AVX512F__
+// The sum of eight lanes: i and i + 4 are added, then i and i + 2, then the two that are left.
 inline float sum_lanes(__m256 a) {
   __m128 c = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   c = _mm_add_ps(c, _mm_movehl_ps(c, c));
   return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
 }
 #endif
-// The sum of the lanes, always added in the same tree: results are equal on all instruction sets.
+// The sum of the sixteen lanes, always added in the same tree (see `sum_lanes_of_four`): results are equal on all
+// instruction sets.
 inline float sum_lanes(F32x16 v) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps((__m512)v);
@@ -148,6 +155,7 @@ inline __m128 sum_lanes_of_four(F32x16 a, F32x16 b, F32x16 c, F32x16 d) {
   return _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, v));
 }
 #endif
+// The sum of sixteen integers; it must fit 32 bits.
 inline int32_t sum_lanes(I32x16 v) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_epi32((__m512i)v);
@@ -157,7 +165,7 @@ inline int32_t sum_lanes(I32x16 v) {
   return all;
 #endif
 }
-// a * b + c, rounded once.
+// a * b + c in each lane, rounded once.
 inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 #ifdef __AVX512F__
   return (F32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -173,7 +181,9 @@ inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 #endif
 }
 // One register. Chains of operations are written with Floats and Ints, since GCC keeps vectors of two registers in
-// memory.
+// memory. load_floats: kRegisterLanes entries at p as float32; with n: the first n only, zeros in the other lanes.
+// store_floats: writes all lanes, or the first n, to float32 or, rounded as `f32_to_bf16` rounds, to bf16.
+// round_to_bf16: the same rounding, result in float32.
 #ifdef __AVX512F__
 constexpr int kRegisterLanes = 16;
 typedef F32x16 Floats;
@@ -205,7 +215,8 @@ inline Floats load_floats(const float *p, int64_t n) {
   memcpy(&v, p, (size_t)n * sizeof(float));
   return v;
 }
-// Rounds to bf16, to nearest even, in the upper half of each lane (the lower halves are not cleared); NaN stays NaN.
+// The bits of v rounded to bf16, to nearest even, in the upper half of each lane (the lower halves are not cleared);
+// NaN stays NaN.
 inline __m256i round_to_bf16_bits(Floats v) {
   __m256i u = (__m256i)v, odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
   __m256i near = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
@@ -229,8 +240,10 @@ inline void store_floats(float *p, Floats v, int64_t n) {
   memcpy(p, &v, (size_t)min64(n, kRegisterLanes) * sizeof(float));
 }
 #endif
+// A register whose lanes are all x.
 inline Floats splat_floats(float x) { return x - Floats{}; }
 #ifndef __AVX512F__
+// The sum of a register's integers; it must fit 32 bits.
 inline int32_t sum_lanes(Ints v) {
   __m128i s = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
   s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
@@ -248,12 +261,13 @@ inline F32x16 round_even(F32x16 v) {
 #endif
 }
 #ifndef __AVX512F__
+// Each lane of one register rounded to the nearest integer, ties to even.
 inline Floats round_even(Floats v) {
   return (Floats)_mm256_round_ps((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #endif
 
-// exp of each lane, to about 2 units in the last place; 0 below -87. The polynomial is Cephes'.
+// exp of each lane, to about 2 units in the last place; 0 below -87, exp(88) above 88. The polynomial is Cephes'.
 inline Floats vexp(Floats x) {
   Floats low = (Floats)((Ints)(x < -87.0f));
   x = x < -87.0f ? splat_floats(-87.0f) : x;
@@ -271,7 +285,7 @@ inline Floats vexp(Floats x) {
   Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
   return (Floats)((Ints)(y * (Floats)bits) & ~(Ints)low);
 }
-// x / (1 + exp(-x)).
+// x / (1 + exp(-x)) of each lane.
 inline Floats silu(Floats x) { return x / (1.0f + vexp(-x)); }
 
 }  // namespace

@@ -11,6 +11,9 @@ namespace {
 // A buffer of one thread, 64-byte aligned. It grows and never shrinks; its contents do not survive growing.
 class Workspace {
  public:
+  // Returns memory for `count` entries of T and at least 64 bytes more (vector code may access them). It is not
+  // cleared. Pointers that an earlier call returned remain valid only if the buffer did not grow; they point to the
+  // same memory.
   template <class T>
   T *reserve(int64_t count) {
     size_t bytes = (size_t)round_up(count * (int64_t)sizeof(T) + 64, 64);
@@ -46,7 +49,8 @@ enum WorkspaceSlot {
   kLaneMaxima = 15, kIntervalSums = 16, kRankedTokens = 17, kBandLogits = 18, kBandIds = 19, kSampledLogits = 23,
 };
 
-// This thread's workspace for a purpose; a pointer to the first of them if the purpose has several.
+// This thread's workspace for a purpose of WorkspaceSlot; for a purpose with a count, a pointer to the first of that
+// many workspaces.
 inline Workspace *workspace(int slot) {
   static thread_local Workspace all[32];
   return &all[slot];

@@ -9,7 +9,7 @@ namespace {
 
 class alignas(64) Argmax {  // of one thread; no two threads write to one cache line
  public:
-  // Adds the logits of tokens j .. j + n.
+  // Takes the logits of tokens j .. j + n, logits[0 .. n], into account.
   void add(int64_t j, int64_t n, const float *logits) {
     F32x16 most = splat(-INFINITY);
     I32x16 nans = {};
@@ -32,18 +32,19 @@ class alignas(64) Argmax {  // of one thread; no two threads write to one cache 
     }
   }
 
-  // Merges the result of another thread.
+  // Takes the result of another thread into account.
   void add(const Argmax &other) {
     nan_id_ = min64(nan_id_, other.nan_id_);
     add(other.largest_, other.largest_id_);
   }
 
-  // The first NaN if there is one, else the first of the largest.
+  // The id of the first NaN if there is one, else of the first of the largest logits, among all that were added.
   int64_t token() const { return nan_id_ < kNoToken ? nan_id_ : largest_id_; }
 
  private:
   static constexpr int64_t kNoToken = INT64_MAX;
 
+  // Takes one logit that is not NaN into account; `at` is its token's id.
   void add(float top, int64_t at) {
     if (top == largest_)
       largest_id_ = min64(largest_id_, at);

@@ -21,7 +21,7 @@ struct Band {
 // Histogram of a row's weights by interval of logits, accumulated from the largest logit down.
 class CutoffEstimate {
  public:
-  // `low`: the least logit to count.
+  // `low`: the least logit to count. The counts are in this thread's workspaces.
   CutoffEstimate(const Softmax &softmax, float low)
       : intervals_(softmax.top, low, kIntervals), step_((softmax.top - low) / (float)(kIntervals - 1)),
         temperature_(softmax.temperature),
@@ -29,9 +29,9 @@ class CutoffEstimate {
     memset(sampled_, 0, 2 * (kIntervals + 1) * sizeof(int32_t));
   }
 
-  // Adds whole registers of sampled logits; each stands for kSampleEvery tokens.
+  // Counts logits[0 .. n], whole registers of sampled ones; each stands for kSampleEvery tokens.
   void add_sampled(const float *logits, int64_t n) { count(sampled_, logits, n); }
-  // Adds logits that are known to be in the row once.
+  // Counts logits[0 .. n], whole registers of logits that are in the row; each stands for itself.
   void add_known(const float *logits, int64_t n) { count(known_, logits, n); }
 
   // Accumulates the counts to weights, tokens and their variances; call it after all logits are added.
@@ -52,16 +52,19 @@ class CutoffEstimate {
     }
   }
 
-  // Estimates: the weight and the number of all tokens; the weight of the first `tokens` by rank; the weight of tokens
-  // with (logit - top) / temperature >= below.
+  // The estimated weight of all tokens, times 2^-20; after `accumulate`, as all estimates.
   float weight() const { return upto_[kIntervals - 1][0]; }
+  // The estimated number of tokens with a weight.
   float tokens() const { return upto_[kIntervals - 1][2]; }
+  // The estimated weight of the first `tokens` tokens by rank, times 2^-20.
   float weight_of_first(float tokens) const { return upto_[first_interval(2, tokens)][0]; }
+  // The estimated weight of tokens with (logit - top) / temperature >= below, times 2^-20.
   float weight_above(float below) const {
     return upto_[(int)fmaxf(fminf(-below * temperature_ / step_, kIntervals - 1), 0)][0];
   }
 
-  // Sets the band in which the token lies up to which tokens have a `share` of `total`, by number or by weight.
+  // Sets b.low and b.high so that the band most likely contains the token up to which the first tokens by rank have
+  // `share` of `total`: by number if `by_number`, else by weight.
   void place_band(Band &b, bool by_number, float share, float total) const {
     int column = by_number ? 2 : 0;
     float target = share * total, noise = upto_[first_interval(column, target)][column + 1],
@@ -76,6 +79,7 @@ class CutoffEstimate {
  private:
   typedef float SumVector __attribute__((vector_size(16)));  // weights, their variance, tokens, their variance
 
+  // Adds one to the count of each logit's interval, for logits[0 .. n], whole registers.
   void count(int32_t *counts, const float *logits, int64_t n) const {
     for (int64_t i = 0; i < n; i += kRegisterLanes) {
       int32_t to[kRegisterLanes];
@@ -85,7 +89,7 @@ class CutoffEstimate {
     }
   }
 
-  // The first interval up to which a column sums to at least `amount`; the last interval if there is none.
+  // The first interval up to which a column of `upto_` sums to at least `amount`; the last interval if there is none.
   int first_interval(int column, float amount) const {
     int first = 0, count = kIntervals - 1;
     while (count > 0) {

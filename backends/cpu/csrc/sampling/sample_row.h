@@ -19,13 +19,13 @@ constexpr int64_t kPieceTokens = 1024;  // tokens of a piece; a multiple of what
 constexpr int64_t kFlushPieces = 8;  // after this many pieces a lane's sums, of 31 bits, are flushed
 constexpr int64_t kMaxSortedTopK = 64;  // a top-k up to this one is always found by sorting
 
-// floor(uniform * total), where `uniform` is a multiple of 2^-24.
+// floor(uniform * total), exactly, from 0 to total - 1; `uniform` is from 0 to below 1 and a multiple of 2^-24.
 inline int64_t scale_by_uniform(int64_t total, float uniform) {
   int64_t times = min64((int64_t)(uniform * 0x1p24f), (1 << 24) - 1);
   return (int64_t)((unsigned __int128)total * (uint64_t)times >> 24);
 }
 
-// What one row asks for.
+// The sampling parameters of one row; top_p 1, min_p 0 and top_k 0 filter nothing.
 struct SamplingParams {
   float temperature, top_p, min_p, uniform;
   int64_t top_k;
@@ -69,8 +69,8 @@ class LogitsRow {
     return 0;
   }
 
-  // The token drawn; the largest logit's if the temperature is 0 or the row has NaN or infinity. `has_filters`: top-k,
-  // top-p or min-p may be set.
+  // The id of the token drawn; that of `argmax` if the temperature is 0 or less, the row has NaN, or its largest logit
+  // is infinite. `has_filters`: top-k, top-p or min-p may be set; false: they are ignored.
   int64_t draw(const SamplingParams &a, bool has_filters) {
     if (a.temperature <= 0 || nan_ || !(top_ > -INFINITY && top_ < INFINITY)) return argmax();
     const Softmax softmax(top_, a.temperature);
@@ -80,22 +80,24 @@ class LogitsRow {
   }
 
  private:
-  // A register of logits from token i on.
+  // A register of logits from token i on; -inf after the row's end.
   Floats at(int64_t i) const { return load_logits(logits_ + i, tokens_ - i); }
 
-  // Whether a logit of the piece is at least `least`.
+  // Whether a logit of the piece with this number is at least `least`; from the maxima of the first pass.
   bool piece_reaches(int64_t piece, float least) const {
     return mask_bits(greater_equal(largest_[piece], splat_floats(least)));
   }
   int64_t end_of_piece(int64_t piece) const { return min64((piece + 1) * kPieceTokens, tokens_); }
 
+  // The sum of the weights of a piece's tokens.
   int64_t weight_of_piece(const Softmax &softmax, int64_t p) const {
     WeightSum sum;
     for (int64_t i = p * kPieceTokens; i < end_of_piece(p); i += kRegisterLanes) sum.add(softmax.weights(at(i)));
     return sum.total();
   }
 
-  // Draws from all tokens, in the order of their ids.
+  // Draws from all tokens, in the order of their ids: the first token at which the sum of weights exceeds `uniform` of
+  // all.
   int64_t draw_by_id(const Softmax softmax, float uniform) const {
     int64_t *sums = workspace(kIntervalSums)->reserve<int64_t>(pieces_), total = 0;
     float least = softmax.lowest_logit(kMinExponent);
@@ -114,7 +116,8 @@ class LogitsRow {
     return tokens_ - 1;
   }
 
-  // Appends tokens i + l, for the bits l of `found`, to `count` members; returns how many there are then.
+  // Appends tokens i + l, for the bits l of `found`, with weights to members[0 .. count]; returns how many there are
+  // then.
   int64_t append(const Softmax &softmax, RankedEntry *members, int64_t count, uint32_t found, int64_t i) const {
     Floats x = at(i);
     int64_t w[kRegisterLanes];
@@ -126,7 +129,7 @@ class LogitsRow {
     return count;
   }
 
-  // Draws from the first k tokens by rank, with top-p and min-p.
+  // Draws from the first k tokens by rank, filtered by top-p and min-p; k is at most the row's number of tokens.
   int64_t draw_from_top_k(const Softmax &softmax, const SamplingParams &a, int64_t k) const {
     float bound = -INFINITY;
     if (k <= pieces_ * kRegisterLanes) {
@@ -157,9 +160,10 @@ class LogitsRow {
     return members[i].token();
   }
 
-  // Draws with bands. Each filter leaves some number of the first tokens by rank; the smallest counts.
+  // Draws with bands, for every combination of filters. Each filter leaves some number of the first tokens by rank; the
+  // smallest counts.
   int64_t draw_by_rank(const Softmax &softmax, const SamplingParams &a) const {
-    // The weight of what min-p removes counts too if top-p asks for a share of all.
+    // The weight of what min-p removes counts too if top-p is a share of all.
     bool all = a.top_p < 1 || a.min_p <= 0 || a.min_p >= 1;
     float least = softmax.lowest_logit(all ? kMinExponent : fmaxf(kMinExponent, logf(a.min_p) - kBoundSlack));
     Band bands[3];
@@ -179,11 +183,11 @@ class LogitsRow {
     }
   }
 
-  // Whether top-k removes tokens.
+  // Whether top-k removes tokens of this row.
   bool limits_top_k(const SamplingParams &a) const { return a.top_k > 0 && a.top_k < tokens_; }
 
-  // Places the bands: for the end by number and the end by weight, if these are asked for, and for the token to be
-  // drawn. Returns how many.
+  // Estimates and sets bands[0 ..]: if limits_top_k, one for the last token of top-k; if top_p < 1, one for the last
+  // token of top-p; and one for the token to be drawn. Returns how many. No band begins below the logit `least`.
   int place_bands(const Softmax &softmax, const SamplingParams &a, float least, Band *bands) const {
     float *some = workspace(kSampledLogits)->reserve<float>(pieces_ * (kPieceTokens / kSampleEvery));
     int64_t count = 0;
@@ -222,8 +226,9 @@ class LogitsRow {
     int64_t weight = 0, above_min_p = 0;  // the weight of all tokens, and of those that min-p leaves
   };
 
-  // One pass over the row: sums all weights and those above each band, and lists the tokens in each band. The number of
-  // tokens above is counted for the first band only, if it is BY_NUMBER.
+  // One pass over the row: returns the sums of all weights and of those that min-p leaves, and sets for each of kBands
+  // bands `above`, the totals of tokens above it, and the ids (not the logits) of the tokens in it. above.tokens is
+  // counted for the first band only, if BY_NUMBER. Pieces without a logit of at least `least` are skipped.
   template <int kBands, bool BY_NUMBER>
   Totals sum_and_collect(const Softmax softmax, float min_p, float least, Band *bands) const {
     const Floats leaves = splat_floats(ceilf(min_p * 0x1p40f) * 0x1p-20f);
@@ -269,7 +274,8 @@ class LogitsRow {
     return totals;
   }
 
-  // The token to be drawn; kBandMoved if a band had to be moved.
+  // The token to be drawn, from the bands that `sum_and_collect` filled; kBandMoved if a band had to be moved, then
+  // that pass must be repeated.
   int64_t find_in(const Softmax &softmax, const SamplingParams &a, float least, Band *bands,
                   const Totals &totals) const {
     int64_t remaining = totals.weight;
@@ -294,7 +300,8 @@ class LogitsRow {
     return find_in<false>(softmax, *bands, scale_by_uniform(remaining, a.uniform), least).token;
   }
 
-  // As `find_token`; if the token is not in the band, moves the band and returns kBandMoved.
+  // `find_token` in the tokens of band b, by number (BY_NUMBER) or weight. If the token is not in the band, it moves
+  // the band up or down and returns kBandMoved; -1 if the band reaches `least` and the row has no such token.
   template <bool BY_NUMBER>
   RankedToken find_in(const Softmax &softmax, Band &b, int64_t share, float least) const {
     if (b.above.amount<BY_NUMBER>() > share) {
@@ -315,7 +322,8 @@ class LogitsRow {
   uint32_t nan_ = 0;
 };
 
-// Draws a token for each row, shared by the team.
+// tokens[i] = the token drawn from row i of s, for all rows; T is the logits' type, float or bf16. A row belongs to one
+// thread. Every thread of the team calls it; complete after the next `barrier`.
 template <class T>
 inline void sample(Team &team, const ip_sampling &s, int64_t *tokens) {
   team.for_each_chunk(s.rows, 1, [&](int64_t first, int64_t last) {

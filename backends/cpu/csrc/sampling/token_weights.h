@@ -15,7 +15,8 @@ constexpr float kMinExponent = -27.75f;  // exp of it is less than 2^-40, a weig
 constexpr float kExponentFloor = -40.0f;  // smaller exponents are replaced by this one
 
 // A mask of a register's lanes, with comparisons and selections. max_floats and min_floats give b if one of them is
-// NaN.
+// NaN. greater_equal with `of`: only lanes of that mask. mask_bits: bit l is lane l. masked_add: sum + x in marked
+// lanes, else sum. permute: lane i is table[at[i] modulo the lanes].
 #ifdef __AVX512DQ__
 typedef __mmask16 Mask;
 inline Floats max_floats(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -64,10 +65,11 @@ typedef int32_t HalfInts __attribute__((vector_size(kRegisterLanes * 2)));
 typedef int64_t Int64s __attribute__((vector_size(kRegisterLanes * 4)));
 typedef uint16_t UShorts __attribute__((vector_size(kRegisterLanes * 2)));
 
+// One logit in float32.
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { return bf16_to_float(x); }
 
-// A register of logits of which n are left; -inf behind them.
+// A register of logits from p on in float32, of which n are left in the row; -inf in the other lanes.
 inline Floats load_logits(const float *p, int64_t n) {
   if (n >= kRegisterLanes) return load<Floats>(p);
   Floats v = splat_floats(-INFINITY);
@@ -102,13 +104,14 @@ inline Floats exp_scaled(Floats x) {
   return fma(power, y, power);
 }
 
-// Weights of a register of tokens: high * 2^20 + low.
+// Weights of a register of tokens: high * 2^20 + low. `scaled` is 2^20 exp of each lane.
 struct Weights {
   Ints high, low;
   explicit Weights(Floats scaled) {  // of 2^20 exp
     high = __builtin_convertvector(scaled, Ints);
     low = __builtin_convertvector((scaled - __builtin_convertvector(high, Floats)) * 0x1p20f, Ints);
   }
+  // Writes the weights as integers to out[0 .. kRegisterLanes].
   void store_to(int64_t *out) const {
     HalfInts parts[4];
     memcpy(parts, &high, sizeof high);
@@ -119,13 +122,17 @@ struct Weights {
   }
 };
 
-// Sums of weights, per lane: of at most 2^11 weights, which add up in 31 bits.
+// Sums of weights, per lane: of at most 2^11 weights, which add up in 31 bits. add: all lanes or the marked ones;
+// total: over all lanes.
 struct WeightSum {
   Ints high = {}, low = {};
+  // Adds each lane of w to its sum.
   void add(const Weights &w) { high += w.high, low += w.low; }
+  // Adds the marked lanes of w to their sums.
   void add(const Weights &w, Mask marked) {
     high = masked_add(marked, high, w.high), low = masked_add(marked, low, w.low);
   }
+  // The sum of all lanes.
   int64_t total() const {
     int64_t upper = 0, lower = 0;
     for (int l = 0; l < kRegisterLanes; l++) upper += high[l], lower += low[l];
@@ -152,10 +159,12 @@ struct Softmax {
     Floats quotient = distance * inverse;
     return fma(fma(-quotient, splat_floats(temperature), distance), splat_floats(inverse), quotient);
   }
+  // 2^20 exp((logit - top) / temperature) of each lane.
   Floats scaled(Floats x) const { return exp_scaled(exponent(x)); }
+  // floor(2^40 exp((logit - top) / temperature)) of each lane, as integers.
   Weights weights(Floats x) const { return Weights(scaled(x)); }
 
-  // A bound below all logits whose `exponent` is at least `lowest`.
+  // A bound that is below all logits whose `exponent` is at least `lowest`.
   float lowest_logit(float lowest) const {
     float reach = lowest * temperature;
     return fmaxf(top + reach - (fabsf(top) + fabsf(reach)) * 1e-5f, -FLT_MAX);

@@ -11,13 +11,13 @@ namespace {
 constexpr int kIntervals = 1024;  // intervals of logits; their sums stay in the first-level cache
 constexpr int64_t kMaxSorted = 32;  // a list of at most this many is sorted
 
-// Tokens in no order.
+// A list of `count` tokens in no order: their logits and ids.
 struct TokenList {
   float *logits;
   int32_t *ids;
   int64_t count;
 
-  // Adds the marked lanes; there must be space for a whole register behind the last token.
+  // Appends the marked lanes of logits x and ids; there must be space for a whole register after the last token.
   void add(Floats x, Ints id, Mask marked) {
     compress_store(logits + count, x, marked);
     compress_store(ids + count, id, marked);
@@ -28,6 +28,7 @@ struct TokenList {
 // How many tokens, and the sum of their weights.
 struct RankTotals {
   int64_t tokens = 0, weight = 0;
+  // BY_NUMBER: how many tokens; else the sum of their weights.
   template <bool BY_NUMBER>
   int64_t amount() const {
     return BY_NUMBER ? tokens : weight;
@@ -48,7 +49,8 @@ struct RankedEntry {
   int64_t token() const { return (int64_t)(rank_key & 0xffffffff); }
 };
 
-// The key that orders tokens by rank; its lower half is the id.
+// The key that orders tokens by rank: a higher logit, then a lower id, gives a smaller key (-0 and 0 are equal); its
+// lower 32 bits are the id.
 inline uint64_t rank_key_of(float logit, int64_t token) {
   float one_zero = logit + 0.0f;
   uint32_t bits;
@@ -57,20 +59,25 @@ inline uint64_t rank_key_of(float logit, int64_t token) {
   return (uint64_t)~rising << 32 | (uint64_t)token;
 }
 
-// Numbers intervals of logits from the largest logit down; `count` for what lies below the last interval.
+// Numbers `count` intervals of equal width from the largest logit `top` (interval 0) down to `low`; `count` is the
+// number of what lies below the last interval.
 struct Intervals {
   float top, low, scale;
   int count;
   Intervals(float top, float low, int count)
       : top(top), low(low), scale((float)(count - 1) / (top - low)), count(count) {}
+  // Whether the width is a number that divides the logits: `top` and `low` are neither too close together nor too far
+  // apart.
   bool are_usable() const { return scale > 0 && scale < INFINITY; }
+  // The number of each lane's interval, 0 .. count.
   Ints number_of(Floats x) const {
     Floats at = fma(min_floats(top - x, splat_floats(FLT_MAX)), splat_floats(scale), splat_floats(0.5f));
     return __builtin_convertvector(min_floats(at, splat_floats((float)count)), Ints);
   }
 };
 
-// The intervals between the smallest and the largest logit of a list.
+// At most kIntervals intervals, one per four tokens, between the smallest and the largest logit of a list. It
+// overwrites a register of logits after the list's last token.
 inline Intervals intervals_of_list(const TokenList &list) {
   for (int l = 0; l < kRegisterLanes; l++) list.logits[list.count + l] = list.logits[0];
   Floats least = splat_floats(list.logits[0]), most = least;
@@ -82,7 +89,7 @@ inline Intervals intervals_of_list(const TokenList &list) {
   return Intervals(most[0], least[0], (int)min64(kIntervals, list.count / 4));  // rounding adds less than half of one
 }
 
-// The list sorted by rank, with weights.
+// The list's tokens with their weights, sorted by rank: list.count entries in this thread's workspace kRankedTokens.
 inline RankedEntry *sort_by_rank(const TokenList &list, const Softmax &softmax) {
   RankedEntry *entries = workspace(kRankedTokens)->reserve<RankedEntry>(list.count + kRegisterLanes);
   for (int64_t i = 0; i < list.count; i += kRegisterLanes) {
@@ -95,7 +102,7 @@ inline RankedEntry *sort_by_rank(const TokenList &list, const Softmax &softmax) 
   return entries;
 }
 
-// As `find_token`, for a list of equal logits, which stands in the order of ids.
+// The result of `find_token` for a list whose logits are equal and which stands in the order of ids.
 template <bool BY_NUMBER>
 RankedToken find_among_equals(const TokenList &list, const Softmax &softmax, RankTotals before, int64_t share) {
   int64_t w[kRegisterLanes];
@@ -106,8 +113,9 @@ RankedToken find_among_equals(const TokenList &list, const Softmax &softmax, Ran
   return {list.ids[at], {before.tokens + at + 1, before.weight + (at + 1) * w[0]}};
 }
 
-// The first token by rank up to which there is more than `share`, in number or in weight, where `before` is what
-// precedes the list. The list's contents are overwritten.
+// The first token by rank at which `before` and the tokens of the list up to it, included, come to more than `share`:
+// in number (BY_NUMBER) or in weight. `before` totals what precedes the list. The result has the totals up to that
+// token; token -1 if the list ends earlier. The list's contents are overwritten.
 template <bool BY_NUMBER>
 RankedToken find_token(TokenList list, const Softmax &softmax, RankTotals before, int64_t share) {
   while (list.count > kMaxSorted) {

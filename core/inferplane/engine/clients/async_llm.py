@@ -35,10 +35,12 @@ class _Mailbox:
         self.streams: dict[RequestId, OnPiece] = {}
 
     def deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
+        """Pass a step's pieces to the loop, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the pieces are not needed
             self.loop.call_soon_threadsafe(self._put, pieces)
 
     def _put(self, pieces: list[tuple[RequestId, Delta]]) -> None:
+        """In the loop: call the `on_piece` of each piece's stream; pieces of closed streams are dropped."""
         for request_id, piece in pieces:
             on_piece = self.streams.get(request_id)
             if on_piece is not None:
@@ -56,10 +58,8 @@ class _Streams:
 
     @contextlib.contextmanager
     def open(self, request_id: RequestId | None, submission: Submission, on_piece: OnPiece) -> Iterator[_OpenStream]:
-        """A stream to submit a request with; one that is left before its end is aborted, even if not queued yet.
-
-        Raises:
-            UsageError: a live request has the caller's id.
+        """A stream to submit a request with; its pieces go to `on_piece` in the running loop. Leaving the block before
+        the last piece aborts the request, also one not queued yet. UsageError: a live request has the caller's id.
         """
         loop = asyncio.get_running_loop()
         with self._lock:
@@ -83,7 +83,7 @@ class _Streams:
                 self._client.abort(submission.request_id, box)
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request by its caller's id."""
+        """End a request by its caller's id; an unknown one is ignored."""
         with self._lock:
             found = self._live.get(request_id)
         if found is not None:
@@ -97,7 +97,9 @@ class _OpenStream:
         self._client, self._submission, self._box, self.ended = client, submission, box, False
 
     async def submit(self) -> Delta | None:
-        """Wait until the request is queued, which compiling delays; returns the last piece of one that times out."""
+        """Wait until the request is queued, which takes as long as compiling its constraint; raises the error that
+        rejects it. If `timeout_s` ends before, returns the stream's last piece ("timeout"), otherwise None.
+        """
         arrived, limit = time.monotonic(), self._submission.params.timeout_s
         answer = asyncio.wrap_future(self._client.submit(self._submission, self._box))
         if self._submission.params.constraint is None or limit is None:
@@ -163,10 +165,8 @@ class AsyncLLM:
 
     @classmethod
     def connect(cls, address: str) -> AsyncLLM:
-        """Use the engine of another process: `address` is that of the `AsyncLLM(process=True)` which started it.
-
-        Raises:
-            EngineError: nothing answers there.
+        """Use the engine of another process: `address` is that of the `AsyncLLM(process=True)` which started it;
+        `shutdown` then ends only this client's requests. EngineError: nothing answers there.
         """
         from inferplane.engine.clients.process.remote import RemoteEngine
 
@@ -175,6 +175,7 @@ class AsyncLLM:
         return llm
 
     def _begin(self, client: EngineClient) -> None:
+        """Start with a client, and no live streams."""
         self._client = client
         self._ids = count()
         self._streams = _Streams(client)
@@ -296,8 +297,8 @@ class AsyncLLM:
         tenant: str = "",
         exclusive_id: str = "",
     ) -> None:
-        """As `generate`, for servers with many streams: every piece is passed to a function, in the caller's loop,
-        without a switch of tasks. Returns after the last one; cancelling it ends the request.
+        """Continue one prompt like `generate`, but pass each piece to a function in the caller's loop, without a switch
+        of tasks: for servers with many streams. Returns after the last piece; cancelling it ends the request.
 
         Args:
             on_piece: called with each piece. It must not raise; if it does, so does this method, and the request ends.
@@ -334,6 +335,7 @@ class AsyncLLM:
     async def _submission(
         self, prompt: Any, params: SamplingParams | None, index: int, priority: int, tenant: str, exclusive_id: str = ""
     ) -> Submission:
+        """Check the arguments of a request, encode its prompt, and give it an id of the engine."""
         params = arguments.as_sampling_params(params)
         for name, value in (("tenant", tenant), ("exclusive_id", exclusive_id)):
             if not isinstance(value, str):
@@ -354,6 +356,7 @@ class AsyncLLM:
         self._streams.abort(request_id)
 
     async def _encode(self, prompt: arguments.Prompt) -> list[int]:
+        """Token ids of a prompt; a prompt of `LONG_PROMPT` characters, or the first one, is encoded in a thread."""
         prompt = arguments.as_prompt(prompt)
         if not isinstance(prompt, str):
             return [i.item() if hasattr(i, "item") else i for i in prompt]
@@ -372,7 +375,7 @@ class AsyncLLM:
         return await self._inspect("explain")
 
     async def health(self, timeout_s: float = 2.0) -> Health:
-        """Whether the engine makes progress; one that does not answer in time is not alive."""
+        """Whether the engine makes progress; not alive if it does not answer within `timeout_s`. Never raises."""
         try:
             return Health(**await asyncio.wait_for(self._inspect("health"), timeout_s))
         except asyncio.TimeoutError:
@@ -385,7 +388,9 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._client.inspect(question))
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Reject new requests, let live ones run for up to `drain_s` seconds, abort the rest, free the model."""
+        """Reject new requests, let live ones run for up to `drain_s` seconds, abort the rest, free the model. With
+        `process=True` the engine ends for all its callers; after `connect`, only this client's requests end.
+        """
         await asyncio.to_thread(self._client.close, drain_s)
 
     async def __aenter__(self) -> AsyncLLM:

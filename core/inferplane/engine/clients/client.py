@@ -96,7 +96,9 @@ class Health:
     failure: str = ""
 
     def ready(self, stuck_s: float = 30.0) -> bool:
-        """Whether it serves requests: it is alive, and idle or making progress."""
+        """Whether it serves requests: it is alive, and either idle or its last step or message is less than `stuck_s`
+        seconds ago. For readiness probes.
+        """
         return self.alive and (not self.busy or self.quiet_s < stuck_s)
 
 
@@ -104,7 +106,9 @@ class Sink(Protocol):
     """Receives the pieces of a caller's streams. Called from the engine's side, once per step; it must not block."""
 
     def deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
-        """Receive the pieces of one step, each with its request's id."""
+        """Receive the new pieces of one step, each with the id that this sink's caller gave its request. An exception
+        raised here ends these requests with "error".
+        """
 
 
 class EngineClient(Protocol):
@@ -113,17 +117,25 @@ class EngineClient(Protocol):
     info: ModelInfo
 
     def submit(self, submission: Submission, sink: Sink) -> Future[None]:
-        """Queue a request; done when it is accepted, or with the error that refused it.
+        """Queue a request; returns at once a future that is done when the request is accepted, or holds the error that
+        refused it (UsageError, CapacityError, EngineError).
 
-        An accepted request delivers pieces, the last of which has a `finish_reason`. If the future is cancelled in
-        time, the request is never queued.
+        An accepted request delivers pieces to `sink`, from a thread of the engine; the last of them has a
+        `finish_reason`. `sink` and the submission's `request_id` together name the request. If the future is cancelled
+        in time, the request is never queued.
         """
 
     def abort(self, request_id: RequestId, sink: Sink) -> None:
-        """End a request with "abort"; unknown and ended ones are ignored."""
+        """End the request that was submitted with this id and sink; its last piece has the reason "abort". Returns at
+        once; an unknown or ended request is ignored.
+        """
 
     def inspect(self, question: Question) -> Future[dict[str, Any]]:
-        """Counters ("stats"), the fields of `Health` ("health"), or the plan ("explain"), JSON-ready."""
+        """Returns at once a future with JSON-ready data: the engine's counters ("stats"), the fields of `Health`
+        ("health"), or the plan with the reasons for each kernel ("explain").
+        """
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Reject new requests, let live ones run for up to `drain_s` seconds, abort the rest, free the model."""
+        """Reject new requests, let live ones run for up to `drain_s` seconds, abort the rest, free the model. Blocks
+        until that is done; a second call does no harm.
+        """

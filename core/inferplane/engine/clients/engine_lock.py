@@ -36,16 +36,21 @@ class EngineLock:
         self._end_abandoned()
 
     def step(self) -> None:
-        """Run one step of the engine; the caller holds the lock."""
+        """Run one step of the engine; the caller holds the lock. Requests that were abandoned meanwhile are ended
+        before.
+        """
         self._end_all()
         self._engine.step()
 
     def abandon(self, request: Request) -> None:
-        """End a request whose caller has left: now, or by the thread that holds the lock."""
+        """End a request whose caller has left, with "abort": now if the lock is free, else the thread that holds the
+        lock ends it. Never blocks; from any thread.
+        """
         self._abandoned.append(request)
         self._end_abandoned()
 
     def _end_abandoned(self) -> None:
+        """End abandoned requests if no thread holds the lock, without waiting for it."""
         while self._abandoned and self._lock.acquire(blocking=False):
             try:
                 if self._depth:  # this thread holds the lock already: its call goes on first
@@ -55,6 +60,7 @@ class EngineLock:
                 self._lock.release()
 
     def _end_all(self) -> None:
+        """End all abandoned requests; the caller holds the lock."""
         self._depth += 1
         try:
             while self._abandoned:

@@ -30,7 +30,7 @@ class InputProcessor:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer.
+        """The checkpoint's tokenizer, loaded at first use; other threads wait meanwhile.
 
         Raises:
             UsageError: the model has no folder. CheckpointError: the folder has no usable tokenizer.
@@ -43,13 +43,13 @@ class InputProcessor:
             return self._tokenizer
 
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """Ids of the tokens that end a text: those of the model's files, and of the tokenizer once it is loaded."""
         if self._tokenizer is None or self._files.folder is None:
             return self._end_ids
         return self._end_ids | self._tokenizer.own_end_ids
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt."""
+        """Token ids of a prompt: a string is tokenized, token ids (also an array or a tensor) become a list of ints."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         ids: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
@@ -60,11 +60,16 @@ class InputProcessor:
         return self._tokenizer is not None or self._files.has_tokenizer or bool(params.stop)
 
     def detokenizer(self, prompt: list[int], params: SamplingParams) -> Detokenizer:
-        """Decodes the tokens that follow a prompt."""
+        """A new decoder for the tokens generated after `prompt`, which stops at the stop strings of `params`."""
         return Detokenizer(self.tokenizer, params.stop or (), prompt)
 
     def constraint(self, params: SamplingParams, vocab: int) -> Constraint | None:
-        """The compiled constraint of the parameters at its initial state; None when they have none.
+        """The compiled constraint of the parameters at its initial state, compiled or from the cache; None when they
+        have none.
+
+        Args:
+            params: with a JSON schema, a regular expression or a grammar, or none.
+            vocab: V, columns of the model's logits, which masks must cover.
 
         Raises:
             UsageError: it is not valid, not supported, or too complex.
@@ -77,13 +82,13 @@ class InputProcessor:
         return self._grammars.start(params)
 
     def close(self) -> None:
-        """End the process that compiles grammars."""
+        """End the process that compiles grammars, if it runs; a later constraint starts another."""
         if self._grammars is not None:
             self._grammars.close()
 
 
 def _end_ids(files: ModelFiles) -> frozenset[int]:
-    """Tokens that end a text according to a model's files or config."""
+    """Ids of the tokens that end a text, by a folder's configs, or by `eos_token_id` of a config without a folder."""
     if files.folder is not None:
         return end_ids(files.folder)
     value = files.config.get("eos_token_id")

@@ -85,11 +85,12 @@ class LLM:
         return self._inputs.tokenizer
 
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """Ids of the tokens that end a text, of the model's files and of its tokenizer once that is loaded."""
         return self._inputs.end_ids()
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
-        """The compiled constraint of the parameters; None when they have none. From any thread.
+        """Compile the JSON schema, regular expression or grammar of the parameters, or take it from the cache: its
+        initial state for one sequence; None when they have none. From any thread; compiling may take seconds.
 
         Raises:
             UsageError: it is not valid, not supported, or too complex.
@@ -102,11 +103,12 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Result]:
-        """Continue each prompt; one result per prompt, in their order. All run in one batch if the limits allow it.
+        """Continue each prompt, and wait for all; one result per prompt, in their order. All run in one batch if the
+        limits allow it.
 
         Args:
             prompts: a string, a list of token ids, or a list of either.
-            params: one for all prompts, or one per prompt.
+            params: one for all prompts, or one per prompt; None: the defaults.
 
         Raises:
             UsageError: no prompts, an empty one, a token outside the vocabulary, or not as many params as prompts.
@@ -132,7 +134,8 @@ class LLM:
         return [result_of(group) for group in groups]
 
     def add(self, prompt: Prompt, params: SamplingParams, index: int = 0, **more: Any) -> Request:
-        """Queue a prompt; `engine.step()` runs it. For front ends with a loop of their own.
+        """Queue a prompt and return its live request; nothing runs until `engine.step()`. For front ends with a loop of
+        their own, which must call it from the thread that steps.
 
         Args:
             prompt: a string or a list of token ids.
@@ -192,7 +195,8 @@ class LLM:
 
     @known_keywords
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Result:
-        """The reply to a conversation, rendered by the checkpoint's own chat template.
+        """The model's reply to a conversation, which the checkpoint's own chat template turns into a prompt. Waits for
+        the end.
 
         Args:
             messages: `{"role": ..., "content": ...}`, oldest first.
@@ -209,12 +213,13 @@ class LLM:
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
     ) -> Iterator[Delta]:
-        """As `chat`, piece by piece."""
+        """The reply to a conversation, as of `chat`, but as an iterator of pieces as of `stream`."""
         return self.stream(self.tokenizer.chat(arguments.as_messages(messages)), arguments.as_sampling_params(params))
 
     @known_keywords
     def logits(self, prompts: Sequence[Sequence[int]], *, chunk_tokens: int | None = None) -> list[torch.Tensor]:
-        """Logits after every token of each prompt.
+        """Run the model over each prompt and return its logits after every token, without sampling: for evaluation. One
+        prompt after the other, without the prefix cache.
 
         Args:
             prompts: lists of token ids.
@@ -239,12 +244,13 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool = True,
     ) -> list[list[float]]:
-        """A vector for each prompt: its hidden states after the final norm, pooled.
+        """A vector for each prompt: its hidden states after the final norm, pooled. Waits for all.
 
         Args:
             prompts: as for `generate`; of at most `max_model_len` - 1 tokens.
-            pooling: "last" (the last token's) or "mean" (of all).
-            dimensions: how many of the first entries to keep; None: all. normalize: divide by the length.
+            pooling: "last" (the last token's hidden state) or "mean" (the mean over all tokens of the prompt).
+            dimensions: how many of the first entries to return; None: all.
+            normalize: divide each vector by its length, after shortening, so that dot products are cosines.
 
         Raises:
             As `generate`; UsageError also for an unknown pooling, or more dimensions than the model has.
@@ -256,11 +262,13 @@ class LLM:
     # -- looking inside
 
     def explain(self) -> dict[str, Any]:
-        """The plan as data: per site the kernel, why, and every loser with its reason (docs/schemas/explain.json)."""
+        """The plan as data: per site the chosen kernel and why, and every rejected kernel with its reason
+        (docs/schemas/explain.json).
+        """
         return self.runner.explain()
 
     def explain_text(self, *, verbose: bool = False) -> str:
-        """The plan as text; `verbose` adds every loser."""
+        """The plan as text for a terminal; `verbose` adds every rejected kernel with its reason."""
         return self.runner.explain_text(verbose=verbose)
 
     @property
@@ -269,7 +277,9 @@ class LLM:
         return self.runner.backend.name
 
     def close(self) -> None:
-        """Free the weights and the cache; what still runs is aborted. A second call does nothing."""
+        """Abort what still runs, and free the weights, the cache and the process that compiles grammars; waits for a
+        call of another thread. A second call does nothing.
+        """
         with self._lock:
             self.engine.close()
             self._inputs.close()

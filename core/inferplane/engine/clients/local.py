@@ -34,11 +34,12 @@ class _Stream:
 
 
 class LocalEngine:
-    """An `EngineClient` for a model in this process.
+    """An `EngineClient` for a model in this process, whose steps run in a thread of their own.
 
     Args:
-        llm: the model; closed by `close`.
-        on_idle: called in the engine's thread when it becomes idle after some steps.
+        llm: the model; closed by `close`. From now on only the engine's thread may step it.
+        on_idle: called in the engine's thread when there has been no work for `IDLE_S` seconds after some steps, to
+            return memory for example.
     """
 
     def __init__(self, llm: LLM, on_idle: Callable[[], object] | None = None) -> None:
@@ -62,7 +63,9 @@ class LocalEngine:
     # -- for callers
 
     def submit(self, submission: Submission, sink: Sink) -> Future[None]:
-        """See `EngineClient`. A constraint is compiled in another thread, while the engine goes on."""
+        """See `EngineClient`. A constraint is compiled in another thread, at most two at a time, while the engine goes
+        on; the request's `timeout_s` counts from this call.
+        """
         answer, arrived = Future[None](), time.monotonic()
         if submission.params.constraint is None:
             self._post(lambda: self._add(submission, sink, None, arrived), answer)
@@ -76,11 +79,13 @@ class LocalEngine:
         return answer
 
     def abort(self, request_id: RequestId, sink: Sink) -> None:
-        """See `EngineClient`."""
+        """See `EngineClient`; the engine's thread ends the request before its next step."""
         self._inbox.put(lambda: self._abort((sink, request_id)))
 
     def abort_all(self, sink: Sink) -> None:
-        """End every request of a caller that has left, also those that wait in the queue."""
+        """End every request submitted with this sink, whose caller has left: also those that wait in the queue or whose
+        constraint is being compiled. Returns at once.
+        """
 
         def work() -> None:
             with self._lock:
@@ -92,7 +97,7 @@ class LocalEngine:
         self._inbox.put(work)
 
     def inspect(self, question: Question) -> Future[dict[str, Any]]:
-        """See `EngineClient`. "health" is answered at once, even if the engine is stuck."""
+        """See `EngineClient`. "health" is answered at once, even if the engine is stuck; the rest between steps."""
         answer: Future[dict[str, Any]] = Future()
         if question == "health":
             answer.set_result(asdict(self._health()))
@@ -101,7 +106,7 @@ class LocalEngine:
         return answer
 
     def close(self, drain_s: float = 0.0) -> None:
-        """See `EngineClient`."""
+        """See `EngineClient`. It also waits, without a limit, for the step and the compilation that run just now."""
         self._closing.set()
         limit = time.monotonic() + drain_s
         while self._streams and not self._ended.is_set() and time.monotonic() < limit:
@@ -112,6 +117,7 @@ class LocalEngine:
         self.llm.close()
 
     def _health(self) -> Health:
+        """The state of the engine as seen from any thread, without waiting."""
         engine = self.llm.engine
         alive = not self._ended.is_set() and not self._closing.is_set()
         message = "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
@@ -121,7 +127,9 @@ class LocalEngine:
     def _post(
         self, work: Callable[[], Any], answer: Future[Any], on_cancelled: Callable[[], object] = lambda: None
     ) -> None:
-        """Run `work` in the engine's thread; its result is the answer. If that is cancelled, run `on_cancelled`."""
+        """Queue `work` for the engine's thread; its result or exception becomes that of `answer`. If `answer` was
+        cancelled before, `on_cancelled` runs instead.
+        """
 
         def run() -> None:
             if not answer.set_running_or_notify_cancel():
@@ -137,7 +145,10 @@ class LocalEngine:
             self._run_remaining_work()
 
     def _compile(self, submission: Submission, sink: Sink, arrived: float, answer: Future[None]) -> None:
-        """Compile a constraint, in a thread of the pool, then queue its request."""
+        """Compile a submission's constraint, in a thread of the pool, then queue the request in the engine's thread.
+        Errors go to `answer`. Nothing is compiled for a request that was aborted, or whose time (from `arrived`) is
+        over.
+        """
         params, constraint = submission.params, None
         try:
             if self._compiling.get((sink, submission.request_id)) or (
@@ -158,14 +169,18 @@ class LocalEngine:
         )
 
     def _end_compiling(self, key: _Key) -> bool:
-        """Mark a constraint as compiled; returns whether its request was aborted meanwhile."""
+        """Note that a request's constraint is no longer being compiled; returns whether the request was aborted
+        meanwhile.
+        """
         with self._lock:
             return self._compiling.pop(key, False)
 
     # -- in the engine's thread
 
     def _add(self, submission: Submission, sink: Sink, constraint: Constraint | None, arrived: float) -> None:
-        """Queue a request in the engine, and register its stream; raises what rejects it."""
+        """Queue a request in the engine and register its stream, in the engine's thread; raises the error that rejects
+        it.
+        """
         key = sink, submission.request_id
         aborted = self._end_compiling(key)
         if self._ended.is_set() or self._closing.is_set():
@@ -187,6 +202,7 @@ class LocalEngine:
             self._abort(key)
 
     def _abort(self, key: _Key) -> None:
+        """End a request by its sink and id, now or as soon as its constraint is compiled."""
         with self._lock:
             if key in self._compiling:
                 self._compiling[key] = True
@@ -195,7 +211,7 @@ class LocalEngine:
             self._end(stream, "abort")
 
     def _end(self, stream: _Stream, reason: FinishReason, error: str = "") -> None:
-        """End a request in the engine, and deliver its stream's last piece."""
+        """End a request in the engine with a reason and an error text, and deliver its stream's last piece."""
         self.llm.engine.end(stream.request, reason, error)
         try:
             piece = self._next_piece(stream)
@@ -211,7 +227,9 @@ class LocalEngine:
         return Delta("", [], "error", None, message)
 
     def _deliver(self, sink: Sink, pieces: list[tuple[RequestId, Delta]]) -> None:
-        """Deliver pieces. If that fails they are lost: their requests end, and one more delivery says so."""
+        """Deliver pieces to a sink. If that fails they are lost: their requests end with "error", and one more delivery
+        says so.
+        """
         try:
             sink.deliver(pieces)
         except Exception as error:
@@ -223,7 +241,9 @@ class LocalEngine:
             sink.deliver([(request_id, Delta("", [], "error", None, message)) for request_id, _ in pieces])
 
     def _next_piece(self, stream: _Stream) -> Delta | None:
-        """The text and tokens since the last piece; None if there are none. The last piece ends the stream."""
+        """The text, tokens and log-probabilities since the stream's last piece; None if there are none and the request
+        goes on. If the request has ended, this is its last piece, and the stream is dropped.
+        """
         request = stream.request
         reason, new = request.finish_reason, request.generated[stream.sent :]
         if reason is None and not new:
@@ -260,7 +280,9 @@ class LocalEngine:
         self._exclusive.discard((stream.submission.tenant, stream.submission.exclusive_id))
 
     def _next_work(self) -> Callable[[], None] | None:
-        """The next work of the queue; None ends the thread."""
+        """Wait for the next work of the queue; None ends the thread. Calls `on_idle` once if none comes for `IDLE_S`
+        seconds.
+        """
         steps = self.llm.engine.metrics.counters["steps_total"]
         if self._on_idle is not None and steps != self._steps_when_idle:
             try:
@@ -271,7 +293,7 @@ class LocalEngine:
         return self._inbox.get()
 
     def _loop(self) -> None:
-        """Run queued work and steps until `close`, or until a step fails; then end all streams."""
+        """The engine's thread: run queued work and steps until `close`, or until a step fails; then end all streams."""
         engine = self.llm.engine
         try:
             while True:
@@ -306,7 +328,7 @@ class LocalEngine:
 
 
 def model_info(llm: LLM) -> ModelInfo:
-    """Public facts about a loaded model."""
+    """The record of public facts about a loaded model, for callers in other threads and processes."""
     runner, engine = llm.runner, llm.engine
     architectures = llm.files.config.get("architectures") or [""]
     return ModelInfo(

@@ -44,7 +44,9 @@ METHODS = ("ngram", "inference_with_reference", "draft_model", "mtp", "eagle")
 
 
 def _option(default: Any, metavar: str | None = None, **checks: Any) -> Any:
-    """A field, the metavar of its flag, and its checks: `minimum`, `choices`, or `types` and `form` (in words)."""
+    """A dataclass field with its default, the placeholder of its value in help (None: argparse's own), and its checks:
+    `minimum`, `choices`, or `types` and `form` (in words).
+    """
     return field(default=default, metadata={"metavar": metavar, **checks})
 
 
@@ -147,7 +149,7 @@ class EngineOptions:
         return cls(**named)
 
     def runner_options(self, ranks: int) -> RunnerOptions:
-        """The part of them that says how to bind and load the model, on one of `ranks` processes."""
+        """The options that say how to bind and load the model, for a model shared by `ranks` processes."""
         from inferplane.engine.runner.options import RunnerOptions
 
         own = {f.name: getattr(self, f.name) for f in fields(RunnerOptions) if f.name in OPTIONS}
@@ -171,7 +173,7 @@ class SpeculativeOptions:
     speculative_model: str | None = _option(None, "X")
 
     def config(self) -> dict[str, Any] | None:
-        """What `LLM` takes as `speculative_config`."""
+        """The value of `speculative_config` for `LLM`; None if no method was chosen."""
         if self.speculative_method is None:
             return None
         found = {"method": self.speculative_method, "num_speculative_tokens": self.num_speculative_tokens}
@@ -200,7 +202,7 @@ def help_text(name: str) -> str:
 
 
 def flags(name: str) -> list[str]:
-    """The flags of an option; help shows the first."""
+    """The command-line flags of an option: its current name, then older aliases. Help shows the first."""
     names = [name, *(alias for alias, meant in ALIASES.items() if meant == name)]
     return ["--" + name.replace("_", "-") for name in names]
 
@@ -213,6 +215,6 @@ def signature_with_options(call: Callable[..., Any]) -> inspect.Signature:
 
 
 def options_text(indent: str) -> str:
-    """The options as the lines of a docstring."""
+    """All options with their descriptions as lines of a docstring, each indented by `indent`."""
     wrapper = textwrap.TextWrapper(120, initial_indent=indent, subsequent_indent=f"{indent}    ")
     return "\n".join(wrapper.fill(f"{name}: {DESCRIPTIONS.get(name, '')}") for name in OPTIONS)

@@ -44,15 +44,17 @@ def choose_tokens(
     config: SpeculativeConfig | None,
     argmax: torch.Tensor | None = None,
 ) -> list[ChosenTokens]:
-    """Sample or verify; the result has one entry per sequence.
+    """Choose the new tokens of each sequence of a step, by sampling, or by verification where a sequence has drafts.
+    Returns one entry per chunk, in their order; waits for the device.
 
     Args:
         chunks: the step's sequences.
-        queries: of the same sequences.
-        logits: float32 `[R, V]` of the rows that need them.
+        queries: of the same sequences, in the same order; they say which rows have logits.
+        logits: float32 `[R, V]` of the rows that need them, sequence after sequence.
         sampler: of the model.
         config: how drafts are verified; None without speculation.
-        argmax: int64 `[R]`, the token with the largest logit of each row, if the model found it (`ModelOutput`).
+        argmax: int64 `[R]`, the token with the largest logit of each row, if the model found it (`ModelOutput`), which
+            saves a pass over the logits; None: it is computed here.
 
     Raises:
         FloatingPointError: the logits of a chosen token hold NaN or infinity.
@@ -110,7 +112,7 @@ def choose_tokens(
 
 
 def _is_finite(logits: torch.Tensor, drawn: torch.Tensor) -> bool:
-    """Whether there is a drawn token for each row, and its logit is a finite number."""
+    """Whether there is a drawn token for each row, and that token's logit is a finite number."""
     if logits.device.type != HOST or logits.dtype is not torch.float32:
         return all(map(math.isfinite, logits.gather(1, drawn.unsqueeze(1)).squeeze(1).to(HOST).tolist()))
     # Avoid torch and NumPy here: after a step their code is no longer in the CPU caches.
@@ -140,7 +142,9 @@ def _batch_rows(chunk: ScheduledChunk) -> list[BatchRow]:
 
 
 def _score_prompt(chunk: ScheduledChunk, logits: torch.Tensor) -> list[TokenLogprob | None]:
-    """Log-probabilities of the prompt tokens that this step's rows predict."""
+    """Log-probabilities of the prompt tokens that the rows of this step predict: row i predicts the token behind it.
+    `logits` `[count, V]` are those of the chunk's rows.
+    """
     r = chunk.request
     following = r.prompt[r.computed + 1 : r.computed + chunk.count + 1]
     if not following:
@@ -152,7 +156,8 @@ def _score_prompt(chunk: ScheduledChunk, logits: torch.Tensor) -> list[TokenLogp
 def with_pooled(
     chunks: Sequence[ScheduledChunk], chosen: list[ChosenTokens], hidden: torch.Tensor
 ) -> list[ChosenTokens]:
-    """Add the pooled hidden states of the prompts of sequences that have `pooling`.
+    """Add to `chosen`, in place, the pooled hidden states of the prompts of sequences that have `pooling` (embeddings);
+    returns the same list.
 
     Args:
         chunks: the step's sequences.
@@ -171,7 +176,9 @@ def with_pooled(
 
 
 def _pooled(chunk: ScheduledChunk, rows: torch.Tensor) -> torch.Tensor:
-    """A request's `pooled` after a step, from the hidden states of its rows in the step."""
+    """A request's `pooled` after a step, float32 `[D]` on the host, from the hidden states of its rows in the step: the
+    last one, or the sum so far, which becomes the mean with the prompt's last chunk.
+    """
     r = chunk.request
     if r.params.pooling == "last":
         found = rows[-1].float().to(HOST)

@@ -91,13 +91,13 @@ class Engine:
         text: Detokenizer | None = None,
         **more: Any,
     ) -> Request:
-        """Queue a prompt.
+        """Queue a prompt; returns its live request, which later steps run and change.
 
         Args:
             prompt: token ids.
             params: how to sample, and when to stop.
             end_ids: tokens that end the text.
-            text: decodes the generated tokens that are part of the text; it knows the stop strings.
+            text: decodes the generated tokens that are part of the text; it knows the stop strings. None: no text.
             more: other fields of `Request`: request_id, constraint, seed, priority, tenant.
 
         Raises:
@@ -126,7 +126,7 @@ class Engine:
         check_ids(prompt, self.vocab)
 
     def end(self, request: Request, reason: FinishReason, error: str = "") -> None:
-        """End a request and release its blocks; a request that has ended does not change."""
+        """End a request with a reason, and release its blocks; a request that has ended before does not change."""
         if request.finish_reason is not None:
             return
         request.finish_reason, request.error = reason, error
@@ -138,7 +138,7 @@ class Engine:
         self.metrics.observe("e2e_request_latency_seconds", request.ended - request.arrived)
 
     def close(self) -> None:
-        """End all requests and release the cache; nothing can be added any more."""
+        """End all requests with "abort", release the cache and the draft layer; `add` then raises UsageError."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.end(request, "abort")
         self.closed = True
@@ -153,11 +153,11 @@ class Engine:
     # -- one step
 
     def step(self) -> list[Request]:
-        """Run one step; returns the requests that got tokens or ended in it.
+        """Run one step and wait for the device; returns the requests that got tokens or ended in it.
 
         The next step repeats what an interrupt leaves unfinished: a sequence does not change until its token is
         accepted, and writing the same cache entries twice has no effect. Only the sequence whose tokens are being
-        accepted at that moment cannot go on; it ends with "abort".
+        accepted at that moment cannot go on; it ends with "abort". EngineError: the device or a rank is lost for good.
         """
         begun, self._commit_s = time.monotonic(), 0.0
         touched = self._expire(begun)
@@ -178,6 +178,7 @@ class Engine:
         return touched
 
     def _expire(self, now: float) -> list[Request]:
+        """End the requests whose deadline is over with "timeout"; returns them."""
         alive = (*self.scheduler.running, *self.scheduler.waiting)
         late = [r for r in alive if r.deadline is not None and r.deadline <= now]
         for request in late:
@@ -185,6 +186,7 @@ class Engine:
         return late
 
     def _step(self, chunks: list[ScheduledChunk]) -> list[Request]:
+        """Run chunks as one step, or each alone if that fails; a sequence that fails alone ends with "error"."""
         try:
             return self._run(chunks)
         except Exception as error:
@@ -204,7 +206,7 @@ class Engine:
         return touched
 
     def _check_alive(self) -> None:
-        """After a step failed, raise EngineError if every other step would fail too."""
+        """Called after a step failed: raise EngineError if every other step would fail too."""
         ranks = self.runner.ranks
         if ranks is not None and ranks.broken:
             raise EngineError(f"The ranks are out of step: {ranks.broken}.", remedy="start the model anew")
@@ -216,6 +218,7 @@ class Engine:
             ) from error
 
     def _run(self, chunks: list[ScheduledChunk]) -> list[Request]:
+        """Run chunks, choose and accept their tokens, draft for the next step; returns requests with new tokens."""
         self.metrics.counters["forward_rows_total"] += sum(c.rows for c in chunks)
         drafted = self.speculator.run(chunks) if self.speculator is not None else None
         if drafted is None:
@@ -299,6 +302,7 @@ class Engine:
         return None
 
     def _time(self, request: Request, now: float) -> None:
+        """Record the times of a sequence's new token: to the first token, or between two tokens."""
         if request.first_token is None:
             request.first_token = now
             self.metrics.observe("time_to_first_token_seconds", now - request.arrived)
@@ -309,7 +313,7 @@ class Engine:
     # -- numbers
 
     def stats(self) -> dict[str, Any]:
-        """Counters, gauges and histograms (`inferplane.engine.loop.metrics`), JSON-ready."""
+        """Counters, gauges and histograms as of now (`inferplane.engine.loop.metrics`), JSON-ready."""
         s, a = self.scheduler, self.allocator
         return self.metrics.snapshot(
             num_requests_running=len(s.running),

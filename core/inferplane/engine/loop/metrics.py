@@ -51,7 +51,7 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """Add one value."""
+        """Count one value in its bucket, in the sum and in the number."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
         self.count += 1
@@ -87,11 +87,11 @@ class Metrics:
         }
 
     def observe(self, name: str, value: float) -> None:
-        """Add one interval in seconds."""
+        """Add one interval of `value` seconds to the histogram `name`."""
         self.histograms[name].observe(value)
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count one sequence's verification: its drafts, and how many were accepted."""
+        """Count one sequence's verification in one step: its number of drafts, and how many of them were accepted."""
         self.counters["spec_decode_num_drafts_total"] += 1
         self.counters["spec_decode_num_draft_tokens_total"] += num_drafts
         self.counters["spec_decode_num_accepted_tokens_total"] += num_accepted
@@ -101,7 +101,9 @@ class Metrics:
             self.accepted_per_position[i] += 1
 
     def snapshot(self, **gauges: float) -> dict[str, Any]:
-        """Everything as JSON-ready data; `gauges` are added as they are."""
+        """All numbers as JSON-ready data by name; `gauges`, values as of now which the engine passes, are included
+        unchanged.
+        """
         return {
             **gauges,
             **self.counters,

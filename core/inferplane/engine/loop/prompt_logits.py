@@ -13,10 +13,11 @@ from inferplane.types.batch import Query, make_batch
 
 
 def prompt_logits(engine: Engine, prompt: Sequence[int], chunk_tokens: int | None = None) -> torch.Tensor:
-    """Logits after every token of a prompt: float32 `[tokens, vocab]` on the host.
+    """Run the model over a prompt in steps of its own, and return the logits after every token: float32
+    `[tokens, vocab]` on the host. Requests that run are not touched; the prefix cache is not used.
 
     Args:
-        engine: its model runs, in blocks that no request holds.
+        engine: its model runs, in free blocks of its cache, which are released at the end.
         prompt: token ids.
         chunk_tokens: tokens per step; None takes the engine's.
 

@@ -17,7 +17,11 @@ MIN_PRIORITY = -(2**31)
 
 
 def as_integer(name: str, value: Any, minimum: int) -> int:
-    """An argument as an integer; UsageError when it is none, or less than `minimum`."""
+    """Check an argument that has to be an integer, and return it as an int; floats and bools are no integers.
+
+    Raises:
+        UsageError: it is no integer, or less than `minimum`; `name` is the argument's, for the message.
+    """
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:  # also 1e6: a float is not silently rounded
@@ -35,7 +39,13 @@ def as_integer(name: str, value: Any, minimum: int) -> int:
 
 
 def current_names(values: Mapping[str, Any], old_names: Mapping[str, str]) -> dict[str, Any]:
-    """Keyword arguments by their current names; an old name is a DeprecationWarning, UsageError when both are given."""
+    """Keyword arguments with old names replaced by current ones. An old name is a DeprecationWarning; UsageError when
+    both are given.
+
+    Args:
+        values: the arguments by the names that the caller used.
+        old_names: old name -> current name.
+    """
     named: dict[str, Any] = {}
     for name, value in values.items():
         new = old_names.get(name, name)
@@ -48,7 +58,7 @@ def current_names(values: Mapping[str, Any], old_names: Mapping[str, str]) -> di
 
 
 def as_sampling_params(params: Any) -> SamplingParams:
-    """The sampling parameters of one request; the defaults for None."""
+    """The sampling parameters of one request: `params` itself, the defaults for None; UsageError for anything else."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -61,7 +71,9 @@ def as_sampling_params(params: Any) -> SamplingParams:
 
 
 def as_sampling_params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
-    """The sampling parameters of each prompt, from one for all prompts or one per prompt."""
+    """The sampling parameters of each prompt, `num_prompts` in all, from one for all prompts or one per prompt;
+    UsageError for another number.
+    """
     if not isinstance(params, Sequence) or isinstance(params, str):
         return [as_sampling_params(params)] * num_prompts
     if len(params) != num_prompts:
@@ -72,7 +84,9 @@ def as_sampling_params_list(params: Any, num_prompts: int) -> list[SamplingParam
 
 
 def as_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
-    """A conversation, unchanged; UsageError when it is none."""
+    """Check a conversation, and return it unchanged; UsageError unless it is a list of mappings with `role` and
+    `content` (or `tool_calls`).
+    """
     if (
         isinstance(messages, str)
         or not isinstance(messages, Sequence)
@@ -106,7 +120,9 @@ _NOT_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several as a list; token ids may also be an array or a tensor."""
+    """One prompt or several as a list of prompts; token ids may also be an array or a tensor. UsageError for anything
+    else, and for none at all.
+    """
     if isinstance(prompts, str):
         return [prompts]
     items = _as_list(prompts)
@@ -121,7 +137,9 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def as_prompt(prompt: Any) -> Prompt:
-    """A single prompt; token ids become a list."""
+    """Check a single prompt: a string is returned unchanged, token ids (also an array or a tensor) as a list;
+    UsageError for anything else, such as several prompts.
+    """
     if isinstance(prompt, str):
         return prompt
     ids = _as_list(prompt)
@@ -146,7 +164,7 @@ def check_ids(prompt: Sequence[int], vocab: int) -> None:
 
 
 def _as_list(prompts: Any) -> list[Any] | None:
-    """The items of an iterable, an array or a tensor; None for anything else."""
+    """The items of an iterable, an array or a tensor as a list; None for anything else, and for bytes and mappings."""
     if isinstance(prompts, _NOT_PROMPTS) or not hasattr(prompts, "__iter__"):
         return None
     items = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
@@ -154,5 +172,6 @@ def _as_list(prompts: Any) -> list[Any] | None:
 
 
 def _no_prompt(found: Any, where: str = "") -> UsageError:
+    """The error for a value that is no prompt; `where` follows the value in the message."""
     remedy = "decode bytes first" if isinstance(found, (bytes, bytearray)) else ""
     return UsageError(f"{short(found)}{where} is no prompt.", there_is="strings, and lists of token ids", remedy=remedy)

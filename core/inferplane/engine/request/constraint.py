@@ -11,7 +11,7 @@ from inferplane.errors import UsageError
 
 
 class Constraint:
-    """The state of one sequence in its constraint. `Grammars.start` makes it.
+    """The state of one sequence in its constraint. `Grammars.start` makes it. Not for several threads at once.
 
     It accepts every token of the text, the end token included. Once the constraint allows nothing but the end of the
     text, masks contain the end tokens only; after one of them, `ended` is true, and the sequence has to end even if
@@ -31,7 +31,8 @@ class Constraint:
         return self.ended or self._matcher.is_accepting()
 
     def masks(self, drafts: Sequence[int] = ()) -> np.ndarray:
-        """The tokens allowed next, and after each of these drafts: int32 `[1 + drafts, ceil(V / 32)]`, a bit per token.
+        """The tokens allowed next, and after each of these drafts: int32 `[1 + drafts, ceil(V / 32)]`, a bit per token,
+        the lowest bit first. Row i is for the token after the first i drafts.
 
         Rows after a draft that is not allowed allow all: they are never used. The state does not change.
 
@@ -51,6 +52,9 @@ class Constraint:
         return masks
 
     def _mask(self) -> np.ndarray:
+        """The tokens allowed in the present state, int32 `[ceil(V / 32)]`; only the end tokens where nothing else may
+        follow.
+        """
         if self.ended or self._matcher.is_stopped():
             self._check()
             return self._end_mask.view(np.int32)
@@ -75,7 +79,7 @@ class Constraint:
                 self._check()
 
     def rollback(self, count: int) -> None:
-        """Undo this many accepted tokens."""
+        """Undo the last `count` accepted tokens, an end token included; the state is as before them."""
         if self.ended and count:
             self.ended = False
             count -= 1
@@ -83,6 +87,7 @@ class Constraint:
             self._matcher.rollback(count)
 
     def _check(self) -> None:
+        """Raise UsageError if llguidance reports that it can follow the constraint no further."""
         if self._matcher.is_error():
             raise UsageError(
                 f"The constraint cannot be followed any further: {first_lines(self._matcher.get_error())}.",

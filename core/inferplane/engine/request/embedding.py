@@ -14,7 +14,8 @@ from inferplane.errors import GenerationError, UsageError
 
 
 def embedding_params(pooling: str, timeout_s: float | None = None) -> SamplingParams:
-    """The parameters of a request of which only the embedding is used.
+    """The parameters of a request of which only the embedding is used: one greedy token, which is thrown away, and
+    `pooling`.
 
     Raises:
         UsageError: there is no such pooling.
@@ -25,13 +26,13 @@ def embedding_params(pooling: str, timeout_s: float | None = None) -> SamplingPa
 def finish_embedding(
     vector: Sequence[float] | None, dimensions: int | None = None, *, normalize: bool = True, error: str = ""
 ) -> list[float]:
-    """Shorten and normalize a pooled vector for the caller.
+    """Shorten and normalize a pooled vector for the caller; returns it as a new list.
 
     Args:
         vector: the pooled vector; None when the request did not finish.
-        dimensions: how many of its first entries to keep; None: all.
-        normalize: then divide by its length.
-        error: why there is no vector.
+        dimensions: how many of its first entries to return; None: all.
+        normalize: then divide it by its length, so that dot products are cosines; a zero vector stays.
+        error: why there is no vector, for the message.
 
     Raises:
         UsageError: it has fewer dimensions. GenerationError: there is none.

@@ -22,7 +22,7 @@ class History:
         self.extend(generated)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Count generated tokens."""
+        """Count newly generated tokens, each once per occurrence."""
         for token in tokens:
             index = self._index.setdefault(token, len(self._index))
             if index == len(self._ids):  # grow by more than one, so that growing costs little per token
@@ -32,7 +32,10 @@ class History:
             self._counts[index] += 1
 
     def counts(self, drafts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct ids, int64 `[N]`, and how often each was generated, float32 `[N]`; `drafts` count as generated."""
+        """Distinct ids of prompt and generated tokens, int64 `[N]`, and how often each was generated, float32 `[N]` (0:
+        in the prompt only). `drafts` count as generated for this call only. Without drafts the arrays are views, which
+        `extend` changes.
+        """
         n = len(self._index)
         if not drafts:
             return self._ids[:n], self._counts[:n]

@@ -50,7 +50,8 @@ def known_keywords(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def unknown_keyword(call: str, name: str, value: Any, known: Sequence[str]) -> UsageError:
-    """The error for a keyword argument that a call does not take.
+    """The error, to be raised by the caller, for a keyword argument that a call does not take. It names the keyword
+    that was probably meant.
 
     Args:
         call: the call's name. name: the keyword. value: what was passed. known: the keywords that the call takes.
@@ -150,6 +151,7 @@ class SamplingParams:
             raise UsageError(f"SamplingParams: {' and '.join(given)} together.", remedy="pass one constraint")
 
     def _set(self, name: str, convert: Callable[[Any], Any], value: Any) -> None:
+        """Set a field to `convert(value)`; UsageError if that cannot be converted."""
         try:
             object.__setattr__(self, name, convert(value))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -159,7 +161,7 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether logits depend on which tokens came before."""
+        """Whether one of the penalties is on, so that logits depend on which tokens came before."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @property
@@ -170,14 +172,14 @@ class SamplingParams:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether a token is the argmax of the model's own logits and nothing else is returned; a constraint and
-        `min_tokens` aside.
+        `min_tokens` may still forbid it, and are not considered here.
         """
         is_greedy = self.temperature < MAX_GREEDY_TEMPERATURE
         return is_greedy and self.logprobs is None and not self.logit_bias and not self.penalizes
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """("json_schema", "regex" or "grammar", its text), or None."""
+        """The constraint as a pair, ("json_schema", "regex" or "grammar", its text), or None."""
         for name in MAX_GRAMMAR_BYTES:
             text = getattr(self, name)
             if text is not None:
@@ -235,6 +237,7 @@ def _json_text(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
+    """The `repr` of a value, shortened to 80 characters, for messages."""
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:80]}..."
 
@@ -256,6 +259,7 @@ def _is_text(value: Any, max_bytes: int) -> bool:
 
 
 def _are_biases(biases: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is a valid `logit_bias`: few enough entries, token id -> -100 to 100."""
     return len(biases) <= MAX_BIASES and all(
         _is_int(i, 0) and _is_number(b) and -100 <= b <= 100 for i, b in biases.items()
     )

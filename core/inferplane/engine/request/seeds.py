@@ -21,7 +21,9 @@ def as_int64(value: int) -> int:
 
 
 def mix(state: int) -> int:
-    """The 64-bit number that SplitMix64 makes of a state; its bits look random."""
+    """The mixing function of SplitMix64: a state (taken modulo 2^64) -> a number from 0 to 2^64 - 1 whose bits look
+    random.
+    """
     state &= MASK
     for shift, factor in MIX:
         state = ((state ^ (state >> shift)) * factor) & MASK
@@ -34,5 +36,7 @@ def fresh_seed() -> int:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of a request's index-th sequence, a signed 64-bit integer; the first sequence keeps the `seed`."""
+    """The seed of the sequence number `index` of a request's n sequences, a signed 64-bit integer: `seed` for index 0,
+    else an independent one.
+    """
     return as_int64(seed if index == 0 else mix(mix(seed & MASK) - index * GAMMA))

@@ -107,7 +107,7 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """Prompt and generated tokens."""
+        """Number of prompt and generated tokens so far."""
         return len(self.prompt) + len(self.generated)
 
     @property
@@ -121,12 +121,14 @@ class Request:
         return len(self.prompt) + self.params.max_tokens - 1
 
     def slice(self, start: int, stop: int) -> Sequence[int]:
-        """Token ids `start:stop` of prompt and generated tokens together."""
+        """Token ids `start` to `stop` (without) of the sequence: its prompt, then its generated tokens."""
         n = len(self.prompt)
         return self.prompt[start:stop] + self.generated[max(0, start - n) : max(0, stop - n)]
 
     def timings(self) -> Timings:
-        """Seconds so far; final once the request has ended."""
+        """Seconds and counts so far; final once the request has ended. What has not happened yet counts as happening
+        now.
+        """
         end = self.ended or time.monotonic()
         return Timings(
             queue_s=(self.started or end) - self.arrived,
@@ -139,7 +141,9 @@ class Request:
         )
 
     def result(self) -> Result:
-        """What `LLM.generate` returns for it; the rest of its text is decoded."""
+        """The record that `LLM.generate` returns for this sequence. It also decodes the text that was held back, so
+        call it only after the request has ended.
+        """
         if self.text is not None:
             self.text.take(end=True)
         return Result(
@@ -156,7 +160,9 @@ class Request:
 
 
 def report_failures(requests: list[Request]) -> None:
-    """Raise GenerationError if every request failed, warn if some did: their results carry the reason."""
+    """Look at requests that have ended: raise GenerationError if all of them failed, warn if some did, else do nothing.
+    Results carry the reason of each.
+    """
     failed = [r for r in requests if r.finish_reason == "error"]
     if not failed:
         return
@@ -167,6 +173,6 @@ def report_failures(requests: list[Request]) -> None:
 
 
 def result_of(samples: list[Request]) -> Result:
-    """The result of a prompt's first sequence, with those of all its sequences when there are several."""
+    """The result of one prompt from its n sequences: that of the first, with all n in `samples` if n is above 1."""
     results = tuple(request.result() for request in samples)
     return results[0] if len(results) == 1 else replace(results[0], samples=results)

@@ -76,11 +76,12 @@ class Tokenizer:
             raise UsageError(f"The text cannot be encoded: {text[:80]!a}.", remedy="pass valid Unicode") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out, spaces as the tokens have them."""
+        """Text of token ids; special tokens are left out, and spaces stay as the tokens have them."""
         return str(self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, rendered by the checkpoint's own chat template.
+        """Token ids of a conversation, rendered by the checkpoint's own chat template, with the template's beginning of
+        a reply.
 
         Raises:
             UsageError: the checkpoint has no chat template, or the template refuses the messages.
@@ -97,12 +98,14 @@ class Tokenizer:
 
     @property
     def fast(self) -> Any:
-        """transformers' tokenizer itself."""
+        """transformers' tokenizer itself, of which `Grammars` takes the vocabulary."""
         return self._inner
 
     @property
     def kind(self) -> str:
-        """The class that transformers chose, with its module."""
+        """The class that transformers chose, with its module: another process can load the same tokenizer by it,
+        without torch.
+        """
         chosen = type(self._inner)
         return f"{chosen.__module__}.{chosen.__qualname__}"
 
@@ -145,7 +148,8 @@ def _check_class(settings: Path, transformers: Any) -> None:
 
 
 def end_ids(folder: Path) -> frozenset[int]:
-    """End-of-text ids named by a folder's generation_config.json or config.json.
+    """Ids of the tokens that end a text, as a folder's generation_config.json and config.json name them (both count);
+    empty if neither does.
 
     Raises:
         CheckpointError: an entry is no token id, or one beyond the vocabulary, which would never end a text.
@@ -208,7 +212,9 @@ class Detokenizer:
         self._seen = tokenizer.decode(self.ids)  # of the window's text, what was taken or is the prompt's
 
     def push(self, ids: Sequence[int]) -> bool:
-        """Append new tokens; returns whether the text now holds a stop string, before which it is then truncated."""
+        """Append new tokens and decode them into `text`; returns whether the text now holds a stop string, before which
+        it is then truncated. After that, further tokens are ignored.
+        """
         for one in ids:  # several at a time could skip the moment in which a character is whole
             if not self.stopped:
                 self.ids.append(one)
@@ -216,7 +222,7 @@ class Detokenizer:
         return self.stopped
 
     def _decode(self, *, end: bool = False) -> None:
-        """Decode the window and append the characters that are complete; at the `end` all that is left."""
+        """Decode the window and append the characters that are complete; with `end`, all that was held back too."""
         after = self.tokenizer.decode(self.ids)
         begin, max_held = len(self._seen), MAX_HELD_CHARACTERS
         if not after.startswith(self._seen):
@@ -255,7 +261,9 @@ class Detokenizer:
         self.ids, self._seen = self.ids[-kept:], now[: len(now) - len(held)]
 
     def _append(self, piece: str) -> None:
-        """Append text, and truncate it before the first stop string."""
+        """Append text to `text`; if that completes a stop string, truncate `text` before the first one and set
+        `stopped`.
+        """
         start = max(0, len(self.text) - max((len(s) for s in self.stop), default=0))
         self.text += piece
         found = [at for at in (self.text.find(s, start) for s in self.stop) if at >= 0]
@@ -263,7 +271,9 @@ class Detokenizer:
             self.text, self.stopped = self.text[: min(found)], True
 
     def take(self, *, end: bool = False) -> str:
-        """New text since the last call that cannot be part of a stop string; at the `end` all that is left."""
+        """Text that is new since the last call and cannot be part of a stop string, to be sent to the caller. With
+        `end`, after the last token, also what was held back.
+        """
         if end and not self.stopped:
             self._decode(end=True)
         upto = len(self.text)

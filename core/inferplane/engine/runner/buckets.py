@@ -55,13 +55,15 @@ class Buckets:
     nbytes: int = 0
 
     def smallest_for(self, sequences: int, tokens: int) -> Size | None:
-        """The smallest size for this many sequences with up to `tokens` tokens each; None: there is none."""
+        """The smallest captured size that holds `sequences` sequences with up to `tokens` query tokens each; None:
+        there is none, and the step runs eagerly.
+        """
         count = next((n for n in self.sequences if n >= sequences), None)
         width = next((n for n in self.tokens if n >= tokens), None)
         return None if count is None or width is None else Size(count, width)
 
     def data(self) -> dict[str, Any]:
-        """For `explain`."""
+        """The sizes as JSON-ready data, for `explain`."""
         return {
             "sequences": list(self.sequences),
             "tokens": list(self.tokens),
@@ -71,13 +73,19 @@ class Buckets:
 
 
 def bucket_sizes(plan: Plan, options: RunnerOptions, max_model_len: int, free_bytes: int | None = None) -> Buckets:
-    """The sizes to capture for a plan.
+    """Choose the sizes of decode steps to capture for a plan, by the rule in this module; nothing is captured here.
+
+    Costs leave out reading the cache, and are those of the widest step: with drafts, `1 + num_drafts` rows per
+    sequence. With drafts each number of sequences is captured twice, for 1 row and for `1 + num_drafts` rows per
+    sequence. One size, the maximum, remains even if it does not fit the memory.
 
     Args:
         plan: its model's ops say what a step costs.
         options: with the maximum numbers of sequences per step, and of drafts per sequence.
-        max_model_len: tokens of the longest sequence.
-        free_bytes: memory beside weights and cache; None: not known.
+        max_model_len: tokens of the longest sequence, which a capture's block tables must hold; it makes captures
+            larger, and has no influence on costs.
+        free_bytes: memory beside weights and cache, of which captures may take `MEMORY_SHARE`; None: not known, so
+            there is no limit.
     """
     model, dtype = plan.model, plan.settings.dtype
     assert isinstance(model, CausalLM)
@@ -90,9 +98,12 @@ def bucket_sizes(plan: Plan, options: RunnerOptions, max_model_len: int, free_by
 
 
 def step_cost(model: CausalLM, dtype: torch.dtype) -> Callable[[int], float]:
-    """A function: the cost of a decode step with n rows, in bytes moved without the cache."""
+    """A function of the number n of rows that returns the cost of a decode step in bytes: those moved, without the
+    cache, plus its operations divided by `BALANCE`.
+    """
 
     def cost(rows: int) -> float:
+        """Bytes moved, and operations counted as bytes, of a step with `rows` rows."""
         found = model.cost(Workload(rows, dtype=dtype))
         return found.nbytes + found.flops / BALANCE
 
@@ -100,7 +111,9 @@ def step_cost(model: CausalLM, dtype: torch.dtype) -> Callable[[int], float]:
 
 
 def capture_bytes(model: CausalLM, dtype: torch.dtype, width: int) -> Callable[[Size], int]:
-    """A function: bytes that a capture keeps: ids, positions, slots, tables of `width`, logits, hidden states."""
+    """A function of a size that returns the bytes a capture of that size keeps: ids, positions, slots, lengths, logits,
+    hidden states, and block tables of `width` blocks per sequence. `dtype` is that of the hidden states.
+    """
     row = 3 * 8 + 4 * model.vocab + dtype.itemsize * model.embed.weight.shape[1]
     return lambda size: size.sequences * (size.tokens * row + 4 * (width + 2))
 
@@ -112,14 +125,15 @@ def choose_sizes(
     max_num_seqs: int,
     tokens: Sequence[int] = (1,),
 ) -> Buckets:
-    """Choose the sizes for steps of up to `max_num_seqs` sequences, as described in the module.
+    """Choose the sizes for steps of up to `max_num_seqs` sequences, as described in the module. If one size is left, it
+    is returned even if it exceeds the budget.
 
     Args:
-        cost: of a step with n rows, in any unit.
+        cost: of a step with n rows, in any unit; must not fall as n rises.
         nbytes: of a capture of a size.
-        budget_bytes: for all captures; None: unlimited.
-        max_num_seqs: maximum number of sequences.
-        tokens: numbers of query tokens per sequence to capture, rising.
+        budget_bytes: for all captures together; None: unlimited.
+        max_num_seqs: maximum number of sequences, and the last size.
+        tokens: numbers of query tokens per sequence to capture, rising; costs count with the last.
     """
     padding = PADDING
     while True:
@@ -131,7 +145,9 @@ def choose_sizes(
 
 
 def _sizes_within(cost: Callable[[int], float], padding: float, max_num_seqs: int, tokens: int) -> list[int]:
-    """Sizes that each cost at most `padding` more than the smallest step that they are used for."""
+    """Numbers of sequences, rising to `max_num_seqs`, that each cost at most `padding` more than the smallest step that
+    they are used for. Sequences have `tokens` rows.
+    """
     sizes: list[int] = []
     while not sizes or sizes[-1] < max_num_seqs:
         least = sizes[-1] + 1 if sizes else 1

@@ -42,7 +42,14 @@ class CapturedStep:
     def run(
         self, batch: Batch, rows: tuple[torch.Tensor, ...], at: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the results for the rows of `batch`; `at` are their rows in the bucket."""
+        """Copy a batch into the capture's tensors, replay it, and return copies of its results: logits `[R, V]` of the
+        rows that need them, hidden states `[T, D]`.
+
+        Args:
+            batch: the step to run; it fits the bucket.
+            rows: the further inputs, a row per row of `batch`.
+            at: int64 `[T]`, the row of the bucket for each row of `batch`; None: the first ones.
+        """
         copy_into(self.batch, batch, at, list(zip(self.rows, rows)))
         logits, hidden = self.graph.replay()
         if at is not None:
@@ -55,11 +62,12 @@ class CapturedStep:
 
 
 def padding_batch(size: Size, width: int, block_tokens: int, device: str) -> Batch:
-    """A batch that holds padding only.
+    """New tensors of a bucket, as a batch that holds padding only (slots -1, lengths 0): the inputs that a capture
+    reads.
 
     Args:
         size: of the bucket.
-        width: blocks of the longest sequence.
+        width: blocks of the longest sequence, the width of the block tables.
         block_tokens: tokens per block.
         device: where the tensors live.
     """
@@ -89,13 +97,13 @@ def copy_into(
     at: torch.Tensor | None = None,
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> None:
-    """Copy a batch into a bucket's tensors and pad the rest. Nothing waits for the device.
+    """Copy a batch into a bucket's tensors in place, and pad the rest. Nothing waits for the device.
 
     Args:
-        bucket: the tensors.
+        bucket: the tensors; at least as many sequences, rows and blocks as the batch has.
         batch: copied into them.
         at: int64 `[T]`, the row of the bucket for each row of the batch; None: the first ones.
-        rows: pairs of a further tensor and its new rows.
+        rows: pairs of a further tensor of the bucket and its new rows; the rest becomes 0.
     """
     sequences = batch.seq_lens.shape[0]
     of_batch = [(getattr(bucket, name), getattr(batch, name), empty) for name, empty in EMPTY.items()]
@@ -157,7 +165,8 @@ class DecodeSteps:
         self.replayed = self.eager = 0
 
     def __call__(self, batch: Batch, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a step: logits of the rows that need them, and hidden states `[T, D]`.
+        """Run a step, replaying the capture of its size, capturing that size first if it is new, or eagerly where
+        neither is possible: logits float32 `[R, V]` of the rows that need them, and hidden states `[T, D]`.
 
         Args:
             batch: the step.
@@ -175,7 +184,13 @@ class DecodeSteps:
     def bucket(
         self, size: Size, batch: Batch, rows: tuple[torch.Tensor, ...], at: torch.Tensor | None
     ) -> CapturedStep | None:
-        """The captured step of a size, captured now if it is new; None when that fails."""
+        """The captured step of a size, captured now if it is new. None when that fails or the device captures nothing:
+        then `disabled_reason` is set, and all later steps run eagerly.
+
+        Args:
+            size: to capture.
+            batch, rows, at: the step at hand, as for `CapturedStep.run`: a capture may run it first to warm up.
+        """
         found = self.buckets.get(size)
         if found is None:
             static = padding_batch(size, self.width, self.block_tokens, self.backend.torch_device_indexed)
@@ -194,8 +209,8 @@ class DecodeSteps:
         return found
 
     def size_for(self, batch: Batch) -> Size | None:
-        """The bucket's size for a batch; None when there is none, or when rows are padded and a sequence is shorter
-        than the bucket's query tokens.
+        """The size whose capture may run a batch. None (the batch runs eagerly) when it is no decode step, no size
+        holds it, or rows would be padded and a sequence has fewer tokens than the bucket has rows per sequence.
         """
         if batch.kind != "decode" or batch.block_tables.shape[1] > self.width:
             return None
@@ -207,7 +222,14 @@ class DecodeSteps:
 
 
 def why_not_captured(plan: Plan, options: RunnerOptions, part: str = "") -> str:
-    """In words, why a plan's decode steps, or those of a part ("mtp"), are not captured; empty when they can be."""
+    """In words, why decode steps of a plan are not captured; empty when they can be.
+
+    Args:
+        plan: with the chosen kernels, some of which cannot be captured.
+        options: `capture=False` and several ranks rule captures out.
+        part: "" for the model's own steps; otherwise the part of the model that the engine calls by itself: "mtp"
+            (draft layers) or "sample".
+    """
     if not options.capture:
         return "capture=False"
     if options.ranks > 1:
@@ -227,5 +249,7 @@ def why_not_captured(plan: Plan, options: RunnerOptions, part: str = "") -> str:
 
 
 def why_not_captured_together(plan: Plan, options: RunnerOptions) -> str:
-    """In words, why a step and the drafts of the draft layer are not one capture; empty when they can be."""
+    """In words, why a step, its sampling and the drafts of the draft layer cannot be one capture; empty when they can
+    be.
+    """
     return next(filter(None, (why_not_captured(plan, options, part) for part in ("", "mtp", "sample"))), "")

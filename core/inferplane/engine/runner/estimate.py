@@ -59,13 +59,15 @@ class Estimate:
         return max(0, kv_bytes) // self.block
 
     def max_sequence_tokens(self, kv_bytes: int) -> int:
-        """Tokens of the longest sequence in such a cache; 0 if it holds no block."""
+        """Tokens of the longest sequence in a cache of `kv_bytes`, at most what the model allows; 0 if it holds no
+        block.
+        """
         blocks = self.blocks(kv_bytes)
         memory = CacheMemory(blocks, self.block_tokens, self.block, kv_bytes, self.window)
         return memory.max_sequence_tokens(self.model_positions, explicit_length=False) if blocks else 0
 
     def sequences(self, tokens: int, kv_bytes: int) -> int:
-        """The number of sequences of `tokens` tokens that such a cache holds at a time."""
+        """How many sequences of `tokens` tokens a cache of `kv_bytes` holds at a time."""
         blocks, need = self.blocks(kv_bytes), -(-tokens // self.block_tokens)
         if self.window is not None:  # the rest is released meanwhile; in a small cache steps are smaller
             step = max(1, min(self.step_tokens, (blocks - 1) * self.block_tokens - self.window))
@@ -92,7 +94,9 @@ class Estimate:
         return [*(n for n in LENGTHS if n < self.model_positions), self.model_positions]
 
     def data(self) -> dict[str, Any]:
-        """JSON-ready, schema 1 (docs/schemas/estimate.json)."""
+        """The estimate as JSON-ready data, schema 1 (docs/schemas/estimate.json), with the numbers of sequences by
+        length in the default and in the largest cache.
+        """
         out: dict[str, Any] = {
             "schema": SCHEMA,
             "weight_bytes": self.weights,
@@ -119,12 +123,12 @@ class Estimate:
 
 
 def estimate(runner: Runner, memory: int | None, max_num_batched_tokens: int) -> Estimate:
-    """Estimate the memory of a bound model.
+    """Estimate the memory of a bound model, from shapes alone: nothing is loaded or allocated.
 
     Args:
         runner: bound, not necessarily loaded.
         memory: bytes of the device; None when they are not known.
-        max_num_batched_tokens: maximum number of tokens in a step.
+        max_num_batched_tokens: maximum number of tokens in a step, which sizes its intermediate results.
     """
     plan, model = runner.plan, runner.model
     vocab, hidden = model.embed.weight.shape

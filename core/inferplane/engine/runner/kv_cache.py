@@ -20,17 +20,18 @@ KV_SHARE = 0.3
 def kv_layouts_for(
     backend: Backend, request: KVRequest, dtype: torch.dtype, options: RunnerOptions, name: str
 ) -> Sequence[KVLayout]:
-    """Layouts for one kind of layer that have the KV dtype and the block size of the options.
+    """The layouts that the cache of one kind of layer may have: those of the device with the KV dtype and the block
+    size of the options. Binding then picks one that the attention kernels read.
 
     Args:
         backend: of the device; core's paged layouts if it has none of its own.
         request: the entries that a layer stores.
         dtype: of the plan.
-        options: of the runner.
+        options: `kv_cache_dtype`, and `block_tokens` if the model drafts for another.
         name: of the model, for the error.
 
     Raises:
-        UsageError: no layout has the KV dtype, or the block size of the model that this one drafts for.
+        UsageError: no layout has the KV dtype, or the block size of the model that this model drafts for.
     """
     known = list(backend.kv_layouts(request, dtype)) or [
         paged_layout(DEFAULT_BLOCK_TOKENS, kv_dtype) for kv_dtype in ("auto", "fp8", "int8")
@@ -55,7 +56,7 @@ def kv_layouts_for(
 
 @dataclass(frozen=True)
 class CacheMemory:
-    """The number and size of a cache's blocks, and its memory budget.
+    """The number and size of a cache's blocks, and its memory budget; computes how long a sequence may be in it.
 
     Args:
         blocks: number of blocks. block_tokens: tokens per block. block_bytes: bytes per block, all layers together.
@@ -70,7 +71,8 @@ class CacheMemory:
     window: int | None
 
     def max_sequence_tokens(self, limit: int, *, explicit_length: bool, explicit_budget: bool = False) -> int:
-        """The maximum number of tokens of a sequence, at most `limit`.
+        """How many tokens a sequence may have in this cache: `limit`, or fewer if the blocks do not hold that many.
+        With a window, a sequence needs only blocks for the window, so `limit` may exceed the cache.
 
         Args:
             limit: the number of tokens that the model allows, or `max_model_len`.

@@ -62,10 +62,11 @@ class ModelFiles:
         return self.folder is not None and any((self.folder / name).exists() for name in names)
 
     def _pickled(self) -> bool:
+        """Whether the folder holds weights in pickled files, which are never read."""
         return self.folder is not None and any(p.suffix in (".bin", ".pt", ".pth") for p in self.folder.iterdir())
 
     def source(self) -> SafetensorsFolder:
-        """The checkpoint's tensors; headers are read once.
+        """The checkpoint's tensors, to be read by name; opened, and their headers read, at the first call.
 
         Raises:
             CheckpointError: there are none, or they are damaged.
@@ -80,9 +81,9 @@ class ModelFiles:
         return self._source
 
     def complaints(self) -> tuple[str, ...]:
-        """Warnings about the tensors' files, a sentence each, after they were opened."""
+        """Warnings about the tensors' files, a sentence each; none before `source` has opened them."""
         return () if self._source is None else self._source.complaints
 
     def names(self) -> Iterable[str]:
-        """Names of the checkpoint's tensors."""
+        """Names of the checkpoint's tensors; opens the files if need be."""
         return self.source().names()

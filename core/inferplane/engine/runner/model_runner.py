@@ -47,7 +47,9 @@ class Runner(PlannedModel):
 
     @classmethod
     def plan_only(cls, files: ModelFiles, host: PluginHost, device: str, options: RunnerOptions) -> Runner:
-        """Make every decision that does not need the device itself."""
+        """A runner that is bound to a device that need not be here, without opening it, reading weights or allocating:
+        for `explain` and `estimate`. It cannot run steps.
+        """
         runner = cls(files, host, host.backend_for_explain(device), options)
         runner.bind(assumed=True)
         return runner
@@ -63,7 +65,16 @@ class Runner(PlannedModel):
         *,
         index: int = 0,
     ) -> Runner:
-        """Open the device, bind, check the kernels, read the weights, build the cache.
+        """Open the device, bind, check the kernels, read the weights, build the cache; returns a runner that can run
+        steps.
+
+        Args:
+            files: the model.
+            host: the plugin host.
+            device: its name.
+            options: how to bind and load.
+            progress: called with the bytes of weights loaded, and of all.
+            index: which of several such devices; ranks on one machine count from it.
 
         Raises:
             DeviceError, BindError, CheckpointError, CapacityError: see each; nothing stays allocated.
@@ -85,6 +96,7 @@ class Runner(PlannedModel):
         return runner
 
     def _open(self, progress: Callable[[int, int], None] | None) -> None:
+        """The phases of `open`, each timed in `spent_s`."""
         with self.timed("open"):
             self.state = self.host.open(self.backend)
         self.host.emit(Event("device.opened", {"device": self.backend.name, "name": self.state.name}))
@@ -99,7 +111,7 @@ class Runner(PlannedModel):
             self._build_cache()
 
     def _load(self, progress: Callable[[int, int], None] | None) -> None:
-        """Read the weights, and link."""
+        """Read and pack the weights, warn about what is odd in them, and link the bound ops with them (`steps`)."""
         with self.timed("load"), contextlib.ExitStack() as opened:
             source: DummySource | SafetensorsFolder | WithEagle = DummySource()
             if self.options.load_format != "dummy":
@@ -123,7 +135,9 @@ class Runner(PlannedModel):
             self.steps = link(self.plan, self.loaded.packed)
 
     def _bind_draft(self, draft: Draft) -> Runner:
-        """The draft model's runner, bound to the same device; one clear error when it cannot draft for this model."""
+        """The draft model's runner, bound to the same device; UsageError when the draft model cannot draft for this
+        model.
+        """
         limit = draft.files.config.get("max_position_embeddings")
         if limit and limit < self.max_model_len:
             raise UsageError(
@@ -152,7 +166,9 @@ class Runner(PlannedModel):
         return widest_window(self.kv_requests() + (self.draft.kv_requests() if self.draft is not None else []))
 
     def _build_cache(self) -> None:
-        """Build the cache, and the draft model's: as many blocks as the budget holds of both together."""
+        """Build the cache, and the draft model's: as many blocks as the budget holds of both together, and no more than
+        the largest batch can use. Lowers `max_model_len` if they hold no longer sequence; sets `decode`.
+        """
         block_bytes = self.block_bytes() + (self.draft.block_bytes() if self.draft is not None else 0)
         budget = self.options.kv_cache_bytes
         if budget is None:
@@ -177,14 +193,14 @@ class Runner(PlannedModel):
             runner.decode = DecodeSteps(self.backend, runner.run_eagerly, runner.cache, limit, sizes, reason)
 
     def _facts(self) -> tuple[object, ...]:
-        """What must be equal on all ranks."""
+        """What must be equal on all ranks, so that they run the same steps."""
         o, layouts = self.options, sorted((repr(r), x.name) for r, x in self.plan.layouts.items())
         entries = sorted(map(repr, self.files.config.items()))
         limits = o.max_num_seqs, self.max_model_len
         return entries, str(self.dtype), o.quantization, o.load_format, limits, self.backend.name, layouts
 
     def close(self) -> None:
-        """Free weights and cache, the draft model's too; ranks that follow end."""
+        """Free weights and cache, also those of the draft model. Ranks that follow end too."""
         if self.ranks is not None:
             self.ranks.close()
         self.steps, self.cache, self.decode, self.captured_speculation = {}, None, None, None
@@ -195,7 +211,9 @@ class Runner(PlannedModel):
     # -- steps
 
     def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one step: logits float32 `[R, V]` of the rows that need them, and hidden states `[T, D]`."""
+        """Run one step, by replaying a capture where there is one; with several ranks, on all of them. Writes the rows'
+        entries into the cache. Returns logits float32 `[R, V]` of the rows that need them, and hidden states `[T, D]`.
+        """
         if not torch.is_inference_mode_enabled():  # as it is within the engine's steps
             with torch.inference_mode():
                 return self.run(batch)
@@ -207,11 +225,11 @@ class Runner(PlannedModel):
             return step(batch)
 
     def run_eagerly(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, in this process alone and without a capture."""
+        """Run one step like `run`, but always eagerly, without a capture, and without other ranks."""
         return cast(tuple[torch.Tensor, torch.Tensor], self.steps[batch.kind](batch, self.cache))
 
     def follow(self) -> None:
-        """Run the steps that rank 0 runs, until it closes the model."""
+        """On every rank but 0: run the steps that rank 0 broadcasts; returns when rank 0 closes the model."""
         assert self.ranks is not None and self.cache is not None
         for queries in self.ranks.steps():
             batch = make_batch(queries, block_tokens=self.cache.block_tokens, device=self.backend.torch_device_indexed)
@@ -220,9 +238,11 @@ class Runner(PlannedModel):
 
     @property
     def sample(self) -> Callable[..., torch.Tensor]:
-        """The bound op that turns logits into tokens."""
+        """The bound op `sample`, which turns logits into tokens; for `Sampler`."""
         return cast(Callable[..., torch.Tensor], view_of(self.steps["decode"]).sample)
 
     def draft_layer(self, index: int) -> dict[str, Callable[..., Any]]:
-        """The draft layer (MTP, EAGLE) with this index, bound, per step kind."""
+        """The bound draft layer number `index` (MTP layers first, then an EAGLE head), as a function for each step
+        kind.
+        """
         return {kind: view_of(step).mtp[index] for kind, step in self.steps.items()}

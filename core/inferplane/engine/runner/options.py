@@ -69,10 +69,10 @@ class Draft:
 
 
 def resolve_dtype(requested: str | torch.dtype, files: ModelFiles) -> torch.dtype:
-    """The dtype to compute in: the requested one, or the checkpoint's for "auto".
+    """The dtype to compute in: the requested one; for "auto" that of the checkpoint's config, float32 if it names none.
 
     Raises:
-        UsageError: an unknown name.
+        UsageError: the name is not one of `DTYPES`.
     """
     name = str(requested).removeprefix("torch.")
     if name == "auto":

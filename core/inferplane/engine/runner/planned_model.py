@@ -68,7 +68,7 @@ class PlannedModel:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Measure the seconds of a phase into `spent_s`."""
+        """Measure the seconds that the block takes, and store them in `spent_s` under the name of the phase."""
         begun = time.perf_counter()
         yield
         self.spent_s[phase] = time.perf_counter() - begun
@@ -76,7 +76,9 @@ class PlannedModel:
     # -- binding
 
     def bind_and_check(self) -> None:
-        """Bind, and check the chosen kernels on the opened device; nothing is read."""
+        """Bind, then run the chosen kernels on small samples on the opened device (the canary) and replace those that
+        are wrong. No weights are read. Warns about hot ops without a fast kernel; emits the event "plan.bound".
+        """
         with self.timed("bind"):
             self.bind(assumed=False)
         with self.timed("canary"):
@@ -90,7 +92,12 @@ class PlannedModel:
         self.host.emit(Event("plan.bound", {"device": self.backend.name, "model": self.files.name}))
 
     def bind(self, *, assumed: bool) -> None:
-        """Build the model's tree of ops and choose a kernel for each; `assumed`: for a device that is not here."""
+        """Build the model's tree of ops, and choose a kernel for each: sets `model`, `plan`, `ignored` (tensors not to
+        read) and the weight readers. Reads the names of tensors, not their data.
+
+        Args:
+            assumed: the device is not here (`explain` for another machine): its kernels are assumed to be available.
+        """
         names = None if self.options.load_format == "dummy" or not self.files.has_weights else set(self.files.names())
         scheme, config = self.options.quantization, self.files.config
         settings = self._settings(assumed)
@@ -121,6 +128,9 @@ class PlannedModel:
         self._choose_kernels(assumed=assumed)
 
     def _settings(self, assumed: bool) -> PlanSettings:
+        """What binding needs to know of the device: that of `options.arch` if given, else of the opened device, else
+        the backend's first architecture.
+        """
         arch = self.options.arch or next(iter(self.backend.architectures), "")
         features = self.backend.features(self.options.arch)
         if self.state is not None and self.options.arch is None:
@@ -129,6 +139,7 @@ class PlannedModel:
         return PlanSettings(self.backend.name, self.dtype, arch, features, deterministic, fraction, assumed)
 
     def _choose_kernels(self, *, assumed: bool) -> None:
+        """Bind the tree of ops anew, by the options' pins, the lock file's choices and the kernels demoted so far."""
         choices = read_lock(self.options.lock, self.fingerprint()) if self.options.lock else {}
         self.plan: Plan = bind(
             self.model,
@@ -149,7 +160,9 @@ class PlannedModel:
         }
 
     def _run_canary(self) -> None:
-        """Check the chosen kernels; demote those that are wrong and choose again, until all chosen ones are right."""
+        """Run the chosen kernels on small samples; those that give wrong results are demoted, with a warning and an
+        event, and others are chosen, until all chosen ones are right.
+        """
         checked: set[int] = set()
         while True:
             verdicts = [*run_canary(self.plan, self.backend.torch_device_indexed, self.kv_layouts, checked)]
@@ -177,7 +190,7 @@ class PlannedModel:
     # -- the cache that it needs
 
     def kv_layouts(self, request: KVRequest) -> Sequence[KVLayout]:
-        """Layouts for one kind of layer, in the KV dtype of the options."""
+        """Layouts that the cache of one kind of layer may have, in the KV dtype of the options (`kv_layouts_for`)."""
         return kv_layouts_for(self.backend, request, self.dtype, self.options, self.files.name)
 
     @property
@@ -195,18 +208,20 @@ class PlannedModel:
         return widest_window(self.kv_requests())
 
     def block_bytes(self, *, windowed: bool = False) -> int:
-        """Bytes per KV block, for all layers together, or only for those with a window."""
+        """Bytes per KV block, for all layers together; `windowed`: only for those with an attention window."""
         requests = [r for r in self.kv_requests() if r.window is not None or not windowed]
         return sum(self.plan.layouts[r].bytes_per_block(r, self.dtype) for r in requests)
 
     # -- explaining
 
     def explain(self) -> dict[str, Any]:
-        """The plan and the captured decode steps as data (docs/schemas/explain.json)."""
+        """The plan and the captured decode steps as JSON-ready data (docs/schemas/explain.json)."""
         return {**explain(self.plan, self.files.name), "decode_steps": captured_steps(self)}
 
     def explain_text(self, *, verbose: bool = False) -> str:
-        """The same as text, in the words of `inferplane explain`; captures are left out where there are none."""
+        """The plan and the captured decode steps as text, in the words of `inferplane explain`; captures are left out
+        where there are none. `verbose` adds every rejected kernel with its reason.
+        """
         steps = captured_steps(self)
         return explain_text(self.plan, self.files.name, verbose=verbose, decode_steps=steps)
 
@@ -218,7 +233,8 @@ def widest_window(requests: Sequence[KVRequest]) -> int | None:
 
 
 def captured_steps(planned: PlannedModel) -> dict[str, Any]:
-    """For `explain`: the sizes of captured decode steps; `off`, the reason why none are captured, in words.
+    """The `decode_steps` of `explain`: the sizes of captured decode steps; `off`, the reason why none are captured, in
+    words, "" where they are.
 
     Where a layer of the model drafts, `drafting_layer` is the reason why its drafts are not captured together with the
     step; empty where they are.

@@ -51,7 +51,8 @@ def launcher_ranks() -> tuple[int, int, int]:
 
 
 def num_ranks(requested: int | None) -> int:
-    """The number of processes that share the model: the requested one, or all that were started.
+    """The number of processes that share the model: the requested one, or all that were started if none is requested. 1
+    in a launch of several means that each process has the model by itself.
 
     Raises:
         UsageError: another number was started.
@@ -67,12 +68,13 @@ def num_ranks(requested: int | None) -> int:
 
 
 class Ranks:
-    """This process among those that share a model.
+    """This process among those that share a model. Making one joins the process group, and waits for all other ranks.
 
     Args:
         backend: the torch.distributed backend for the layers' collectives.
 
-    Attributes: `rank`, `size`, `placement`; `weight_bytes`, bytes of weights on each rank, known after `agree`.
+    Attributes: `rank`, `size`, `placement`; `weight_bytes`, bytes of weights on each rank, known after `agree`;
+    `broken`, why no further step can run, "" if one can.
     """
 
     _ended = False  # also for later models of this process: the process group is gone
@@ -97,7 +99,8 @@ class Ranks:
             ) from error
 
     def agree(self, blocks: int, facts: tuple[object, ...], weight_bytes: int) -> int:
-        """Check that all ranks run the same model; returns the smallest number of blocks that fits on each.
+        """Check that all ranks run the same model; waits for all of them. Returns the smallest of their numbers of
+        blocks, which every rank then uses.
 
         Args:
             blocks: the number that fits on this rank.
@@ -122,11 +125,14 @@ class Ranks:
         return min(row[1] for row in rows)
 
     def fail(self) -> None:
-        """Tell the other ranks, which wait in `agree`, that this one failed."""
+        """Tell the other ranks, which wait in `agree`, that this rank failed: their `agree` raises. Never raises
+        itself.
+        """
         with contextlib.suppress(Exception):
             self._gather([1, 0, 0, 0])
 
     def _gather(self, own: list[int]) -> list[list[int]]:
+        """Every rank's numbers, by rank; waits for all ranks. DeviceError if one has ended."""
         rows = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.size)]
         try:
             dist.all_gather(rows, torch.tensor(own), group=self._control)
@@ -138,7 +144,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def step(self, batch: Batch, block_tokens: int) -> Iterator[None]:
-        """On rank 0: broadcast a step, and run it inside. A failure in it leaves the ranks out of step for good."""
+        """On rank 0: broadcast a step, and run it inside the block. A failure in the block leaves the ranks out of step
+        for good: `broken` is set, and later calls raise GenerationError.
+        """
         if self.broken:
             raise GenerationError(f"The ranks are out of step: {self.broken}.", remedy="start the model anew")
         try:
@@ -170,6 +178,7 @@ class Ranks:
                 signal.signal(number, how)
 
     def _receive(self) -> list[Query] | None:
+        """Wait for the next step that rank 0 broadcasts; returns its queries, None when rank 0 closes the model."""
         first = torch.empty(FIRST, dtype=torch.int64)
         dist.broadcast(first, 0, group=self._control)
         length = int(first[0])
@@ -181,6 +190,7 @@ class Ranks:
         return decode_queries([*first[1 : length + 1].tolist(), *rest.tolist()])
 
     def _send(self, message: Sequence[int]) -> None:
+        """Broadcast a message from rank 0, in one or two tensors."""
         first = torch.zeros(FIRST, dtype=torch.int64)
         head = message[: FIRST - 1]
         first[0] = len(message)
@@ -190,7 +200,7 @@ class Ranks:
             dist.broadcast(torch.tensor(message[FIRST - 1 :], dtype=torch.int64), 0, group=self._control)
 
     def close(self) -> None:
-        """Let the other ranks end. A second call does nothing."""
+        """Leave the process group for good; on rank 0, first end the others' `steps`. A second call does nothing."""
         if Ranks._ended:
             return
         Ranks._ended = True
@@ -225,7 +235,7 @@ def encode_batch(batch: Batch, block_tokens: int) -> list[int]:
 
 
 def decode_queries(message: Sequence[int]) -> list[Query]:
-    """The inverse of `encode_batch`."""
+    """The queries that a batch was made from, out of the integers of `encode_batch`."""
     heads = [message[1 + 4 * i : 5 + 4 * i] for i in range(message[0])]
     ids_at = [*accumulate((h[0] for h in heads), initial=1 + 4 * message[0])]
     blocks_at = [*accumulate((h[2] for h in heads), initial=ids_at[-1])]

@@ -23,15 +23,19 @@ def tune_model(
     *,
     index: int = 0,
 ) -> tuple[Runner, list[Tuned]]:
-    """Open the device, bind the model, and measure every site where several kernels could be chosen.
+    """Open the device, bind the model, and measure every site where several kernels could be chosen. It takes minutes;
+    no weights are read.
 
     Args:
         files: the model; only its config is read.
         host: the plugin host.
         device: its name.
         options: as for running the model; tuning begins with the choices of their lock file.
-        on_outcome: called with each outcome when it is known.
+        on_outcome: called with each outcome when it is known, to report progress.
         index: which of several such devices.
+
+    Returns:
+        The bound runner, and the outcomes, as `write_tuning_lock` takes them.
 
     Raises:
         DeviceError, BindError, CheckpointError: see each.
@@ -44,6 +48,9 @@ def tune_model(
     bench = Bench(settings.device, backend.torch_device_indexed, settings.dtype, settings.features, runner.kv_layouts)
 
     def capture(work: Callable[[], Any]) -> Callable[[], Any]:
+        """Capture `work`, so that it is measured as in a captured step; `work` itself where the device captures
+        nothing.
+        """
         bucket = make_batch([Query([0], 0, [0])], block_tokens=1, device=backend.torch_device_indexed)
         graph = backend.capture(lambda batch: work(), bucket)
         replay: Callable[[], Any] = work if graph is None else graph.replay
@@ -63,7 +70,9 @@ def write_tuning_lock(path: str | Path, runner: Runner, outcomes: list[Tuned]) -
 
 
 def outcome_data(outcome: Tuned) -> dict[str, Any]:
-    """An outcome as JSON: times are medians in microseconds, by rows of the step."""
+    """The outcome at one site as JSON-ready data: kernels before and after, and for each kernel its error, tolerance,
+    noise, and median times in microseconds by rows of the step.
+    """
     kernels: dict[str, Any] = {}
     for trial in outcome.timings:
         found: dict[str, Any] = {"error": trial.error, "tolerance": trial.tolerance}

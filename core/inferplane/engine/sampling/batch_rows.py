@@ -28,7 +28,9 @@ GREEDY, PLAIN, SHORT, FULL = range(4)
 
 
 def max_rows_at_once(vocab: int, device: Any) -> int:
-    """How many rows of `vocab` logits torch should process at once."""
+    """How many rows of `vocab` logits torch should process at once on a device, at least 1: callers split longer
+    batches, so that intermediate results stay in a cache (host) or in memory (elsewhere).
+    """
     entries = HOST_ENTRIES if torch.device(device).type == HOST else DEVICE_ENTRIES
     return max(1, entries // vocab)
 
@@ -59,7 +61,7 @@ class BatchRow:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether its token is the argmax of the model's own logits, and nothing else is returned with it."""
+        """Whether its token is the argmax of the model's own logits, and nothing but the token is returned."""
         return self.params.is_plain_greedy and self.allowed is None and self.position >= self.params.min_tokens
 
 
@@ -118,7 +120,8 @@ class SamplerInputs:
 
 
 def sampler_inputs(rows: Sequence[BatchRow], vocab: int, device: Any) -> SamplerInputs:
-    """Gather the parameters of the rows and copy them to the device, in one copy per dtype.
+    """Gather the parameters of the rows, draw their random numbers, and copy all to the device, in one copy per dtype,
+    without waiting for it.
 
     Args:
         rows: one per row of the logits, in the same order; at least one.
@@ -146,7 +149,9 @@ def sampler_inputs(rows: Sequence[BatchRow], vocab: int, device: Any) -> Sampler
 
 
 def greedy_inputs(rows: int, vocab: int, device: Any) -> SamplerInputs:
-    """The inputs for `rows` plain greedy rows: the same in every step."""
+    """The inputs for `rows` plain greedy rows, made on the device; they hold nothing of a step, so every step can use
+    them.
+    """
     max_rows = max(1, DEVICE_ENTRIES // vocab)
     slices = [slice(i, min(i + max_rows, rows)) for i in range(0, rows, max_rows)]
     zeros = torch.zeros(rows, dtype=torch.float32, device=device)
@@ -164,7 +169,7 @@ def sampling_kind(params: SamplingParams, vocab: int) -> int:
 
 
 def _groups(rows: Sequence[BatchRow], vocab: int, seeds: np.ndarray, positions: np.ndarray) -> Any:
-    """Fields of groups, each of as many rows as a device's kernel should process at once; the host's go row by row."""
+    """The fields of each `RowGroup`: rows of one kind, at most as many as a device's kernel should process at once."""
     kinds, max_rows = [sampling_kind(r.params, vocab) for r in rows], max(1, DEVICE_ENTRIES // vocab)
     uniform = None
     if any(k != GREEDY for k in kinds):
@@ -190,6 +195,7 @@ def _groups(rows: Sequence[BatchRow], vocab: int, seeds: np.ndarray, positions: 
 
 
 def _penalties(rows: Sequence[BatchRow]) -> tuple[np.ndarray, ...] | None:
+    """The field `penalties` of `SamplerInputs`: the tokens of the rows with penalties; None if there are none."""
     at, ids, counts = [], [], []
     for i, r in enumerate(rows):
         if r.params.penalizes:
@@ -205,6 +211,7 @@ def _penalties(rows: Sequence[BatchRow]) -> tuple[np.ndarray, ...] | None:
 
 
 def _bias(rows: Sequence[BatchRow]) -> tuple[np.ndarray, ...] | None:
+    """The field `bias` of `SamplerInputs`; None if no row has a bias."""
     entries = [(i, token, b) for i, r in enumerate(rows) for token, b in r.params.logit_bias.items()]
     if not entries:
         return None
@@ -213,7 +220,9 @@ def _bias(rows: Sequence[BatchRow]) -> tuple[np.ndarray, ...] | None:
 
 
 def _masks(rows: Sequence[BatchRow]) -> tuple[tuple[np.ndarray, np.ndarray] | None, set[int]]:
-    """Rows with a constraint and their masks; and the rows whose constraint allows end tokens only."""
+    """The field `masks` of `SamplerInputs`: rows with a constraint and their masks; and the rows whose constraint
+    allows end tokens only before `min_tokens`, which then does not hold.
+    """
     masked = {i: r.allowed for i, r in enumerate(rows) if r.allowed is not None}
     if not masked:
         return None, set()
@@ -230,6 +239,7 @@ def _masks(rows: Sequence[BatchRow]) -> tuple[tuple[np.ndarray, np.ndarray] | No
 
 
 def _banned(rows: Sequence[BatchRow], vocab: int, stuck: set[int]) -> tuple[np.ndarray, np.ndarray] | None:
+    """The field `banned` of `SamplerInputs`: the end tokens of rows before `min_tokens`, except the rows in `stuck`."""
     early = [i for i, r in enumerate(rows) if r.position < r.params.min_tokens and i not in stuck]
     pairs = [(i, token) for i in early for token in rows[i].end_ids if token < vocab]
     if not pairs:
@@ -239,7 +249,9 @@ def _banned(rows: Sequence[BatchRow], vocab: int, stuck: set[int]) -> tuple[np.n
 
 
 def to_device(tree: Any, device: Any) -> Any:
-    """The same tree of tuples with its arrays as tensors on the device: one copy per dtype, no copy for the host."""
+    """Replace the NumPy arrays in a tree of nested tuples by tensors on the device: one copy per dtype, no copy for the
+    host, whose tensors share the arrays' memory. Other leaves stay as they are. Does not wait for the device.
+    """
     arrays = list(_arrays(tree))
     if torch.device(device).type == HOST:
         return _rebuilt(tree, iter([torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]))
@@ -253,6 +265,7 @@ def to_device(tree: Any, device: Any) -> Any:
 
 
 def _arrays(tree: Any) -> Iterator[np.ndarray]:
+    """The arrays of a tree of tuples, from left to right."""
     if isinstance(tree, tuple):
         for branch in tree:
             yield from _arrays(branch)
@@ -261,6 +274,7 @@ def _arrays(tree: Any) -> Iterator[np.ndarray]:
 
 
 def _rebuilt(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The tree with its arrays replaced, from left to right, by the next of `tensors`."""
     if isinstance(tree, tuple):
         return tuple(_rebuilt(branch, tensors) for branch in tree)
     return next(tensors) if isinstance(tree, np.ndarray) else tree

@@ -20,6 +20,7 @@ MEMORY_BYTES = 4 * 2**30
 
 
 def _limit_memory() -> None:
+    """Limit this process to `MEMORY_BYTES` of address space, where the platform can."""
     try:
         import resource
 
@@ -29,6 +30,7 @@ def _limit_memory() -> None:
 
 
 def _serve() -> None:
+    """Read the tokenizer and then grammars from standard input; compile each and write its error, or ""."""
     lines = iter(sys.stdin)
     setup: dict[str, Any] = json.loads(next(lines))
     sys.path[:] = setup["path"]

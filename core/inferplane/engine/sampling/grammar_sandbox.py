@@ -17,7 +17,14 @@ START_S = 60.0
 
 
 class GrammarSandbox:
-    """A running `grammar_check.py`."""
+    """A running `grammar_check.py`. Making one waits until the process is ready, at most `START_S` seconds.
+
+    Args:
+        setup: for the process: its import path, the tokenizer's JSON text, the vocabulary's size, the end tokens.
+
+    Raises:
+        UsageError: the process does not start.
+    """
 
     def __init__(self, setup: dict[str, Any]) -> None:
         script = Path(__file__).with_name("grammar_check.py")
@@ -34,7 +41,10 @@ class GrammarSandbox:
         return self._process.poll() is None
 
     def error(self, message: Any, seconds: float) -> str:
-        """Send `message` and return the error it reports, or "". Kills the process after `seconds`."""
+        """Send a grammar (first the setup), wait for the answer, and return the error that it reports, or "" if it
+        compiled. If the process crashes, or takes longer than `seconds`, it is killed, and an error says so; then
+        `alive` is False.
+        """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         with contextlib.suppress(BrokenPipeError):  # the process has ended, and will not answer
@@ -52,7 +62,7 @@ class GrammarSandbox:
         return str(json.loads(line))
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the process, and wait for its end."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

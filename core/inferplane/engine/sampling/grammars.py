@@ -86,9 +86,10 @@ class Grammars:
         self._sandbox: GrammarSandbox | None = None
 
     def start(self, params: SamplingParams) -> Constraint | None:
-        """The initial state of the constraint in the parameters; None when they hold none.
+        """The initial state of the constraint in the parameters, for one sequence; None when they hold none.
 
-        Compiling takes up to some seconds, unless the constraint is in the cache.
+        Compiling takes up to some seconds, unless the constraint is in the cache; one is compiled at a time, and other
+        callers wait. The first call starts the sandbox process. Rejected constraints are cached too.
 
         Raises:
             UsageError: the constraint is not valid, not supported, or too complex.
@@ -114,13 +115,16 @@ class Grammars:
         return Constraint(found.deep_copy(), self._end_ids, -(-self._vocab // 32))
 
     def close(self) -> None:
-        """End the sandbox process. A later `start` starts another."""
+        """End the sandbox process, waiting for a compilation that runs. A later `start` starts another."""
         with self._compiling:
             if self._sandbox is not None:
                 self._sandbox.close()
                 self._sandbox = None
 
     def _cached(self, constraint: tuple[str, str]) -> Any:
+        """The cached matcher of a constraint, or its error and when that expires; None if there is none, or if it
+        expired.
+        """
         with self._lock:
             found = self._cache.get(constraint)
             if isinstance(found, tuple) and found[1] < time.monotonic():
@@ -131,7 +135,9 @@ class Grammars:
             return found
 
     def _compile(self, kind: str, text: str) -> Any:
-        """A matcher; or the error, and the monotonic time at which it expires."""
+        """Compile a constraint, first in the sandbox: a matcher, or the error and the monotonic time at which it
+        expires.
+        """
         make = self._llguidance.LLMatcher
         try:
             if kind == "json_schema":
@@ -176,7 +182,9 @@ _stack_size = threading.Lock()
 
 
 def _on_large_stack(work: Any) -> Any:
-    """Run `work` in a thread with a stack of `STACK_BYTES`, whatever the platform's default is."""
+    """Run `work` in a thread with a stack of `STACK_BYTES`, whatever the platform's default is; waits, and returns its
+    result.
+    """
     result: list[Any] = []
     thread = threading.Thread(target=lambda: result.append(work()), daemon=True)
     with _stack_size:

@@ -21,14 +21,14 @@ from inferplane.types import HOST
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of N tokens, on the device.
+    """Log-probabilities of N tokens, and of the K most likely tokens of the same rows, on the device.
 
     Args:
         tokens: int64 `[N]`.
-        logprobs: float32 `[N]`.
-        ranks: int64 `[N]`.
-        top_ids: int64 `[N, K]`.
-        top: float32 `[N, K]`.
+        logprobs: float32 `[N]`, natural logarithms.
+        ranks: int64 `[N]`: 1 + the number of tokens with a larger logit.
+        top_ids: int64 `[N, K]`, the most likely tokens, the most likely first.
+        top: float32 `[N, K]`, their log-probabilities.
     """
 
     tokens: torch.Tensor
@@ -38,7 +38,7 @@ class Logprobs:
     top: torch.Tensor
 
     def to_host(self, alternatives: Sequence[int] | None = None) -> list[TokenLogprob]:
-        """The same as records on the host.
+        """Copy to the host, waiting for the device; returns a record per token.
 
         Args:
             alternatives: how many of its K alternatives each token keeps; None: all.
@@ -50,15 +50,15 @@ class Logprobs:
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int = 0) -> Logprobs:
-    """Log-probabilities of one token a row.
+    """Log-probabilities of one token per row. The result stays on the device.
 
     For a prompt, pass the logits after its tokens, and as `tokens` the tokens that follow: the first token of a prompt
     has none.
 
     Args:
-        logits: float32 `[N, V]`, the model's.
-        tokens: int64 `[N]`.
-        alternatives: K, how many of the most likely tokens to return with each.
+        logits: float32 `[N, V]`, the model's own, before penalties and temperature; they are not changed.
+        tokens: int64 `[N]`, the token of each row.
+        alternatives: K, how many of the most likely tokens to return with each; at most V.
     """
     rows = max_rows_at_once(logits.shape[-1], logits.device)
     if logits.shape[0] <= rows:
@@ -68,6 +68,7 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int = 0) -> 
 
 
 def _score(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> Logprobs:
+    """`score` for as many rows as should be processed at once."""
     own = logits.gather(1, tokens[:, None])
     # log(sum(exp(logits))): the weights are exp(logits - largest) as integers
     total = token_weights(logits).sum(-1, keepdim=True).float().log() - WEIGHT_BITS * math.log(2.0)

@@ -27,6 +27,7 @@ def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix_tensor(z: torch.Tensor) -> torch.Tensor:
+    """`seeds.mix` of int64 tensors, entry by entry."""
     for shift, factor in MIX:
         z = (z ^ _shift(z, shift)) * as_int64(factor)
     return z ^ _shift(z, LAST_SHIFT)

@@ -59,23 +59,27 @@ class Sampler:
         self._greedy_inputs: dict[int, SamplerInputs] = {}
 
     def prepare(self, rows: Sequence[BatchRow]) -> SamplerInputs:
-        """Gather the parameters of the rows and copy them to the device; once per step, on the host."""
+        """Gather the parameters of the rows and copy them to the device; once per step, on the host, without waiting
+        for the device. If all rows are plain greedy, the result is made once per number of rows and reused.
+        """
         if not all(r.is_plain_greedy for r in rows):
             return sampler_inputs(rows, self.vocab, self.device)
         return self._inputs_for_greedy(len(rows))
 
     def _inputs_for_greedy(self, rows: int) -> SamplerInputs:
+        """`greedy_inputs` of this number of rows, made at the first call."""
         found = self._greedy_inputs.get(rows)
         if found is None:
             found = self._greedy_inputs[rows] = greedy_inputs(rows, self.vocab, self.device)
         return found
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """The most likely token of each row, int64 `[R]`: as `sample` for plain greedy rows."""
+        """The most likely token of each row of `logits` `[R, V]`, int64 `[R]`, by the op `sample` at temperature 0."""
         return self.sample(logits, self._inputs_for_greedy(logits.shape[0]))
 
     def process(self, logits: torch.Tensor, step: SamplerInputs) -> torch.Tensor:
-        """Logits after penalties, biases, bans and constraints: float32 `[R, V]`, the same tensor if there are none.
+        """Apply penalties, biases, bans of tokens and constraints: returns float32 `[R, V]`, a copy, or `logits` itself
+        if no row has any. Forbidden tokens get minus infinity.
 
         Args:
             logits: float32 `[R, V]`, the model's; they are not changed.
@@ -102,12 +106,14 @@ class Sampler:
         return x
 
     def sample(self, logits: torch.Tensor, step: SamplerInputs, argmax: torch.Tensor | None = None) -> torch.Tensor:
-        """One token per row: int64 `[R]`.
+        """Choose one token per row by its own parameters: int64 `[R]`, on the device. The random numbers are those in
+        `step`, so equal inputs give equal tokens.
 
         Args:
             logits: float32 `[R, V]`, the model's; they are not changed.
             step: of the same R rows.
-            argmax: int64 `[R]`, the token with the largest of these logits of each row, if the model found it.
+            argmax: int64 `[R]`, the token with the largest of these logits of each row, if the model found it; returned
+                without a pass over the logits where all rows are greedy and nothing changes the logits.
         """
         found, logits = logits, self.process(logits, step)
         if argmax is not None and logits is found and len(step.groups) == 1 and step.groups[0].kind == GREEDY:
@@ -148,8 +154,8 @@ class Sampler:
         return result
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, step: SamplerInputs) -> Logprobs | None:
-        """Log-probabilities of the rows `step.logprobs`; None when there are none. Each has as many alternatives as
-        the row with the most.
+        """Log-probabilities of the chosen tokens of the rows in `step.logprobs` (those that return some), in this
+        order; None when there are none. Each has as many alternatives as the row with the most.
 
         Args:
             logits: float32 `[R, V]`, the model's.
@@ -164,11 +170,12 @@ class Sampler:
 
 
 def _slices(rows: int, max_rows: int) -> list[slice]:
+    """Slices that divide `rows` rows into runs of at most `max_rows`."""
     return [slice(i, i + max_rows) for i in range(0, rows, max_rows)]
 
 
 def _rows_of_group(group: RowGroup, at: slice) -> RowGroup:
-    """Some rows of a group, numbered from 0."""
+    """The rows `at` of a group as a group of their own, numbered from 0."""
     names = ("temperature", "top_k", "top_p", "min_p", "uniform")
     values: dict[str, Any] = {name: None if (x := getattr(group, name)) is None else x[at] for name in names}
     return replace(group, rows=slice(None), **values)

@@ -42,7 +42,7 @@ class Limits:
 
     @property
     def length_remedy(self) -> str:
-        """The advice in errors about sequences that are too long."""
+        """What a user may do about sequences that are too long, as words for an error."""
         return "raise kv_cache_bytes" if self.limited_by_cache else "raise max_model_len"
 
 
@@ -61,12 +61,12 @@ class ScheduledChunk:
 
     @property
     def rows(self) -> int:
-        """Its token rows in the step."""
+        """Number of its token rows in the step: known tokens and drafts."""
         return self.count + len(self.drafts)
 
 
 class Scheduler:
-    """Continuous batching over one pool of blocks.
+    """Continuous batching over one pool of blocks: the queue, the running requests, and the blocks that they hold.
 
     Args:
         allocator: the blocks.
@@ -106,7 +106,7 @@ class Scheduler:
         return -(-tokens // self.block_tokens)
 
     def check(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Check the length of a request before it is queued; no other code does.
+        """Check the lengths of a request before it is queued (prompt, and most generated tokens); nothing changes.
 
         Raises:
             CapacityError: it could never run, being too long for the model or the cache; or the queue is full.
@@ -132,7 +132,7 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request behind those that wait; it gets blocks when a step takes it up.
 
         Raises:
             CapacityError: see `check`.
@@ -149,7 +149,9 @@ class Scheduler:
     # -- the next step
 
     def schedule(self) -> list[ScheduledChunk]:
-        """The chunks of the next step, those with few rows first. Empty when nothing can run."""
+        """Choose the next step: its chunks, those with few rows first, each with blocks; empty when nothing can run.
+        Waiting requests may join, running ones be preempted (see the module for the rules).
+        """
         budget, before = self.limits.max_num_batched_tokens, self.preemptions
         chosen: dict[int, ScheduledChunk] = {}
         order = sorted(self.running, key=lambda r: (r.remaining > 1, r.priority, r.arrival))
@@ -196,13 +198,15 @@ class Scheduler:
         return before - budget
 
     def _next_waiting(self) -> Request | None:
+        """The next waiting request: by priority, preempted ones first, the tenant that runs least, arrival."""
         if not self.waiting:
             return None
         runs = Counter(r.tenant for r in self.running)
         return min(self.waiting, key=lambda r: (r.priority, r.preemptions == 0, runs[r.tenant], r.arrival))
 
     def _join(self, request: Request, max_tokens: int) -> bool:
-        """Give a waiting sequence its blocks: cached ones for its known prefix, new ones for the rest.
+        """Run a waiting sequence with a first chunk of up to `max_tokens` tokens, and give it blocks: cached ones for
+        its known prefix, new ones for the rest. False, and nothing changes, if too few are free.
 
         With a window, new blocks for the first step only: blocks that leave the window are free for the next step.
         """
@@ -249,7 +253,7 @@ class Scheduler:
         request.blocks, request.released_blocks = [], 0
 
     def extend(self, request: Request, tokens: int) -> bool:
-        """Give a running sequence blocks for `tokens` tokens; False, and nothing is taken, if there are too few."""
+        """Give a sequence blocks for `tokens` tokens in all; False, and nothing is taken, if too few are free."""
         need = self.blocks_for(tokens) - len(request.blocks)
         if need > self.allocator.available:
             return False
@@ -258,13 +262,13 @@ class Scheduler:
         return True
 
     def extend_all(self, lengths: Sequence[tuple[Request, int]]) -> bool:
-        """As `extend`, for all of several sequences or for none of them."""
+        """`extend` for several sequences, each with its number of tokens: all get their blocks, or none (False)."""
         if sum(max(0, self.blocks_for(tokens) - len(r.blocks)) for r, tokens in lengths) > self.allocator.available:
             return False
         return all(self.extend(r, tokens) for r, tokens in lengths)
 
     def release_beyond(self, request: Request, tokens: int) -> int:
-        """Release the blocks after a sequence's first `tokens` tokens; returns their number."""
+        """Release the blocks after those that hold a sequence's first `tokens` tokens; returns how many."""
         surplus = request.blocks[self.blocks_for(tokens) :]
         if surplus:
             del request.blocks[-len(surplus) :]
@@ -272,7 +276,9 @@ class Scheduler:
         return len(surplus)
 
     def _reserve(self, request: Request, tokens: int, chosen: dict[int, ScheduledChunk]) -> bool:
-        """Give a sequence blocks for `tokens` tokens, preempting others if needed; False if it was preempted itself."""
+        """Give a sequence blocks for `tokens` tokens. If too few are free, take back blocks of drafts, then preempt
+        sequences that are not in `chosen`, the last in order first; False if it was preempted itself.
+        """
         while not self.extend(request, tokens):
             if self._trim(chosen):
                 continue
@@ -284,7 +290,7 @@ class Scheduler:
         return True
 
     def _trim(self, chosen: dict[int, ScheduledChunk]) -> int:
-        """Release blocks that were reserved for drafts, except for this step's drafts; returns their number."""
+        """Take back blocks reserved for drafts, except this step's, and drop these drafts; returns how many."""
         freed = 0
         for r in self.running:
             drafts = len(chosen[id(r)].drafts) if id(r) in chosen else 0
@@ -295,7 +301,7 @@ class Scheduler:
         return freed
 
     def preempt(self, request: Request) -> None:
-        """Release all blocks of a running sequence; it waits, and is computed again from its tokens."""
+        """Release all blocks and drafts of a running sequence; it waits, and is computed again from its tokens."""
         self.running.remove(request)
         self._release_all(request)
         request.computed, request.drafts = 0, []
@@ -304,7 +310,9 @@ class Scheduler:
         self.waiting.append(request)
 
     def queries(self, chosen: list[ScheduledChunk]) -> list[Query]:
-        """The step as queries for `make_batch`; only sequences that reach their last known token need logits."""
+        """The step as queries for `make_batch`. Logits are requested for the last known token and the drafts of
+        sequences that reach them, and for all rows of prompts with `prompt_logprobs`.
+        """
         out = []
         for s in chosen:
             r = s.request
@@ -319,7 +327,8 @@ class Scheduler:
     # -- after a step
 
     def commit(self, chunk: ScheduledChunk, accepted: int = 0) -> None:
-        """Record a step that ran: a chunk's known tokens and its first `accepted` drafts are in the cache now.
+        """Record a step that ran: the chunk's known tokens and its first `accepted` drafts are in the cache now; full
+        blocks can be found by their content from now on.
 
         Call it after the sequence's new tokens were appended to `generated`, and before `remove`.
         """
@@ -334,7 +343,7 @@ class Scheduler:
                 self.allocator.publish(request.blocks[i], request.hashes[i])
 
     def release_out_of_window(self, request: Request) -> None:
-        """Release the blocks that no layer will read again; they stand as 0 in the block table.
+        """Release the blocks that no layer will read again; they stand as 0 in the block table. None without a window.
 
         Call it only after the step: the draft model still reads the chunk's early rows, which need blocks the last row
         no longer does.
@@ -346,7 +355,7 @@ class Scheduler:
             request.released_blocks = count
 
     def remove(self, request: Request) -> None:
-        """Remove a request that ended, and release its blocks."""
+        """Remove a request that ended, running or waiting, and release its blocks; its id may be used again."""
         if request in self.running:
             self.running.remove(request)
             self._release_all(request)

@@ -53,7 +53,9 @@ class InputBucket:
 
     @classmethod
     def of(cls, size: Size, width: int, block_tokens: int, device: str) -> InputBucket:
-        """A bucket of padding; `width` blocks of `block_tokens` tokens hold the longest sequence."""
+        """New tensors for a size, holding padding only, and no capture yet; block tables have `width` blocks of
+        `block_tokens` tokens, which hold the longest sequence.
+        """
         n, rows = size.sequences, size.sequences * size.tokens
         numbers = torch.zeros(3 * rows + len(NUMBERS) * n, dtype=torch.int64, device=device)
         shares = torch.ones(len(SHARES) * n, dtype=torch.float32, device=device)
@@ -73,7 +75,7 @@ class CapturedSteps:
         scheduler: gives blocks for the drafts.
         lengths: how many drafts sequences get.
         sizes: the sizes to capture.
-        max_model_len: tokens of the longest sequence.
+        max_model_len: tokens of the longest sequence, which the block tables of a bucket must hold.
         disabled_reason: why nothing is captured, in words; empty to capture.
 
     Attributes: `disabled_reason`; `replayed`, the number of replayed steps; `fallbacks`, the number of others, by the
@@ -99,7 +101,8 @@ class CapturedSteps:
         self.fallbacks: Counter[str] = Counter()
 
     def run(self, chosen: Sequence[ScheduledChunk]) -> DraftedStep | None:
-        """Run one step and its drafting; None, and nothing is done, if it has to fall back.
+        """Run one step and its drafting, and wait for the result; None if the step has to fall back: then nothing is
+        done, and the caller runs the step and the drafting one by one.
 
         Sequences get blocks for the maximum number of drafts; `Scheduler.release_beyond` releases the surplus.
 
@@ -150,7 +153,9 @@ class CapturedSteps:
         return rows
 
     def _fill(self, bucket: InputBucket, size: Size, chosen: Sequence[ScheduledChunk]) -> tuple[int, ...]:
-        """Copy a step into a bucket's tensors and pad the rest; returns the ways in which its rows are sampled."""
+        """Copy a step into a bucket's tensors and pad the rest; returns the distinct sampling kinds of its rows,
+        rising.
+        """
         n, width, block_tokens = size.sequences, size.tokens, self.function.block_tokens
         rows = np.zeros((3, n * width), np.int64)
         rows[2] = -1
@@ -199,7 +204,9 @@ class CapturedSteps:
         return max(min(if_accepted, max_new_rows - s.rows), min(if_rejected, max_new_rows - 1), 0)
 
     def _max_tokens(self, s: ScheduledChunk) -> int:
-        """Tokens with entries after a step in which all drafts are accepted and the maximum number follows."""
+        """Tokens for which a sequence needs blocks: after a step in which all its drafts are accepted, and with the
+        maximum number of new drafts, of which the last has no entry.
+        """
         return s.request.computed + s.rows + max(0, self._max_drafts(s) - 1)
 
 

@@ -126,11 +126,15 @@ class SpeculativeConfig:
 
     @property
     def hash_covers_next_token(self) -> bool:
-        """Whether cached blocks hold entries that depend on the token after the block, as those of draft layers do."""
+        """Whether the hash of a cached block must cover the token after the block too, because entries in the block
+        depend on it, as those of draft layers do.
+        """
         return self.method in ("mtp", "eagle")
 
 
 def _taking_old_names(init: Callable[P, None]) -> Callable[P, None]:
+    """Let a record's `__init__` take `OLD_NAMES`, each with a DeprecationWarning."""
+
     @functools.wraps(init)
     def checked(*args: P.args, **more: P.kwargs) -> None:
         init(*args, **current_names(more, OLD_NAMES))

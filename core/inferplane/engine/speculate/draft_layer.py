@@ -47,12 +47,14 @@ class DraftLayerProposer(NetworkProposer):
         self.steps = captured(self.layer)
 
     def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput:
-        """All accepted rows: their entries were computed from drafted hidden states, or not at all."""
+        """All accepted rows of the sequence, with the token after each: the layer's entries for them were computed from
+        drafted hidden states, or not at all. `index` and `max_drafts`: see `NetworkProposer.first_input`.
+        """
         ids = chunk.request.slice(chunk.first + 1, chunk.first + chunk.rows + 1)
         blocks = self.blocks(chunk.blocks, chunk.first + chunk.rows)
         return ForwardInput(index, Query(ids, chunk.first, blocks, 1 if max_drafts else 0), chunk.row)
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `NetworkProposer.forward`."""
+        """See `NetworkProposer.forward`: the draft layer, captured where possible."""
         logits, states = self.steps(batch, hidden)
         return logits, states

@@ -34,7 +34,9 @@ class DraftModelProposer(NetworkProposer):
         self.runner = runner
 
     def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput | None:
-        """The known tokens without entries, and the newest one if there are to be drafts."""
+        """The known tokens of the sequence that have no entries in the draft model's cache, and the newest token too if
+        there are to be drafts; None if that is no token. See `NetworkProposer.first_input`.
+        """
         stop = chunk.first + chunk.rows + (1 if max_drafts else 0)
         # It ran on the token before the drafts and on all drafts but the last; the accepted ones have right entries.
         start = chunk.first + (1 + min(chunk.num_accepted, chunk.num_drafts - 1) if chunk.num_drafts else 0)
@@ -44,5 +46,5 @@ class DraftModelProposer(NetworkProposer):
         return ForwardInput(index, query, chunk.row)
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `NetworkProposer.forward`; the target's hidden states are not used."""
+        """See `NetworkProposer.forward`: a step of the draft model. The target's `hidden` states are not read."""
         return self.runner.run(batch)

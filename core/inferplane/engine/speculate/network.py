@@ -53,11 +53,20 @@ class NetworkProposer(Proposer):
         self.block_tokens, self.device, self.reserve = block_tokens, device, reserve
 
     def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput | None:
-        """A sequence's input to the first forward, with logits of its last row if it gets drafts; None: no input."""
+        """The input of one sequence to the first forward, which writes the entries that are still missing; None: none
+        is.
+
+        Args:
+            index: of the sequence in the step, to be returned in the input.
+            chunk: what the sequence did in the step.
+            max_drafts: maximum number of drafts; above 0 the input's last row gets logits, for the first draft.
+        """
         raise NotImplementedError
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits `[R, V]` and hidden states `[T, D]` of a batch whose rows have hidden states `[T, D]`."""
+        """Run the network over a batch, writing its entries into the network's cache: logits `[R, V]` of the rows that
+        need them, and hidden states `[T, D]`. `hidden` `[T, D]` are the hidden states that belong to the rows.
+        """
         raise NotImplementedError
 
     def complete(self, ended: Sequence[VerifiedChunk], hidden: torch.Tensor) -> None:
@@ -69,7 +78,9 @@ class NetworkProposer(Proposer):
     def propose(
         self, chunks: Sequence[VerifiedChunk], max_drafts: Sequence[int], hidden: torch.Tensor
     ) -> list[list[int]]:
-        """See `Proposer.propose`."""
+        """See `Proposer.propose`. Reserves blocks for the drafts, never by preemption: with too few free blocks,
+        sequences get fewer drafts or none. Waits for the device once, at the end.
+        """
         limits = [
             n if n and self.reserve(c.request, c.request.computed + self.own_tokens) else 0
             for c, n in zip(chunks, max_drafts)
@@ -91,8 +102,8 @@ class NetworkProposer(Proposer):
         return drafts
 
     def _reserve_drafts(self, requests: list[Request], limits: list[int]) -> list[int]:
-        """Reserve blocks for drafts, one more draft per sequence and round, while there are blocks; returns how many
-        drafts each sequence gets.
+        """Reserve blocks for up to `limits` drafts of each sequence, one more draft per sequence and round, while there
+        are blocks; returns how many drafts each sequence gets, at least 1.
         """
         lengths = [1] * len(requests)
         for done in range(1, max(limits, default=0)):
@@ -104,7 +115,15 @@ class NetworkProposer(Proposer):
     def _draft(
         self, requests: list[Request], lengths: list[int], rows: list[int], tokens: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """All drafts `[sequences, longest]`, from the first drafts and the given rows of the hidden states."""
+        """All drafts of the sequences that get some, int64 `[sequences, longest]`.
+
+        Args:
+            requests: the sequences.
+            lengths: drafts of each; further entries of its row are undefined.
+            rows: the row of each in `hidden`, the last of its first forward.
+            tokens: int64 `[sequences]`, the first draft of each.
+            hidden: `[T, D]`, hidden states of the first forward.
+        """
         longest, ends = max(lengths), [r.computed + self.own_tokens for r in requests]
         if longest == 1:
             return tokens[:, None]
@@ -128,7 +147,9 @@ class NetworkProposer(Proposer):
     def _first_forward(
         self, inputs: list[ForwardInput], hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[int, int]] | None:
-        """Run the first forward; returns also the last row of each sequence, by its index."""
+        """Run the first forward over all inputs at once; returns logits, hidden states, and the last row of each
+        sequence, by its index. None without inputs. `hidden` `[rows of the step, D]` are the model's.
+        """
         if not inputs:
             return None
         order = sorted(inputs, key=lambda f: len(f.query.ids) > FEW_TOKENS)
@@ -143,12 +164,15 @@ class NetworkProposer(Proposer):
         return logits, hidden, {f.index: stop - 1 for f, stop in zip(order, stops)}
 
     def blocks(self, blocks: list[int], tokens: int) -> list[int]:
-        """The first blocks of a sequence, as many as `tokens` tokens need."""
+        """The first ceil(`tokens` / block_tokens) entries of a sequence's list of block ids, which hold its first
+        `tokens` tokens; all of them if there are fewer. Nothing is allocated.
+        """
         return blocks[: -(-tokens // self.block_tokens)]
 
 
 def next_token_batch(batch: Batch, tokens: torch.Tensor, live: torch.Tensor, block_tokens: int) -> Batch:
-    """The batch that continues each sequence by one token; positions, slots and lengths are computed on the device.
+    """The batch of the next forward, which continues each sequence by one token; positions, slots and lengths are
+    computed on the device, without waiting for it. The given batch does not change.
 
     Args:
         batch: one row per sequence, n in all; its block tables reach one token further.

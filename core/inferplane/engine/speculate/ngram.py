@@ -19,7 +19,7 @@ class NgramProposer(Proposer):
     def propose(
         self, chunks: Sequence[VerifiedChunk], max_drafts: Sequence[int], hidden: torch.Tensor
     ) -> list[list[int]]:
-        """See `Proposer.propose`."""
+        """See `Proposer.propose`; `hidden` is not read."""
         return [
             ngram_drafts(c.request.prompt, c.request.generated, n, self.max_key) if n else []
             for c, n in zip(chunks, max_drafts)

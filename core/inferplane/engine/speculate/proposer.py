@@ -39,17 +39,20 @@ class Proposer:
     def propose(
         self, chunks: Sequence[VerifiedChunk], max_drafts: Sequence[int], hidden: torch.Tensor
     ) -> list[list[int]]:
-        """Drafts for each sequence of a step.
+        """Draft tokens for each sequence of a step, to be verified in the next step: a list per chunk, in their order,
+        of at most `max_drafts` token ids, possibly none.
 
         Args:
-            chunks: every sequence of the step that goes on, also those that get no drafts.
+            chunks: every sequence of the step that goes on, also those that get no drafts, whose entries a proposer
+                with a cache writes here.
             max_drafts: maximum number of drafts of each; 0 for sequences that still prefill.
             hidden: hidden states after the final norm `[rows of the step, D]`.
         """
         raise NotImplementedError
 
     def complete(self, ended: Sequence[VerifiedChunk], hidden: torch.Tensor) -> None:
-        """Write the cache entries of sequences that ended in the step; called before `propose`.
+        """Write the missing cache entries of sequences that ended in the step, for later requests that find their
+        blocks; called before `propose`. `hidden` as there.
 
         Their blocks are released, and may be found again by their content, but are not in use again yet. Proposers
         without a cache have nothing to write.

@@ -47,11 +47,19 @@ class Speculator:
             runner.captured_speculation = self.captured_steps
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> DraftedStep | None:
-        """Run a step together with its drafting; None, and nothing is done, if these have to run one by one."""
+        """Run a step together with its drafting as one capture; None if they have to run one by one, by the caller:
+        then nothing is done. Pass the result's drafts to `set_drafts` once its tokens are accepted.
+        """
         return None if self.captured_steps is None else self.captured_steps.run(chunks)
 
     def set_drafts(self, chunks: Sequence[VerifiedChunk], drafts: Sequence[list[int]]) -> None:
-        """Give the drafts of `run` to the sequences that go on; `chunks` are all of its step."""
+        """Give the drafts that `run` returned to the sequences that go on, and release blocks that were reserved for
+        more.
+
+        Args:
+            chunks: all sequences of the step, after it.
+            drafts: of the same sequences, possibly more than a sequence may use.
+        """
         by_chunk = {id(c): d for c, d in zip(chunks, drafts)}
         alive = [c for c in chunks if c.request.finish_reason is None and c.request.blocks]
         for c, limit in zip(alive, self._max_drafts(alive)):
@@ -60,7 +68,9 @@ class Speculator:
             self.scheduler.release_beyond(c.request, needed)
 
     def propose(self, chunks: Sequence[VerifiedChunk], hidden: torch.Tensor) -> None:
-        """Draft for the sequences that go on and decode, and give them the drafts for the next step."""
+        """Draft for the sequences that go on and decode, and set their `drafts` for the next step. `hidden` `[T, D]`
+        are the hidden states of the step that `chunks` describe. For steps that were not run by `run`.
+        """
         alive = [c for c in chunks if c.request.finish_reason is None and c.request.blocks]
         # A sequence that failed may have fewer tokens than rows, and none of its blocks was published.
         ended = [c for c in chunks if c.request.finish_reason in ("stop", "length")]
@@ -70,7 +80,9 @@ class Speculator:
             c.request.drafts = drafts
 
     def _max_drafts(self, alive: Sequence[VerifiedChunk]) -> list[int]:
-        """The maximum number of drafts of each sequence, adapted to its last verification."""
+        """The maximum number of drafts of each sequence, adapted to its last verification, which is recorded here; 0
+        while a prompt is read.
+        """
         for c in alive:
             self.lengths.observe(c.request, c.num_drafts, c.num_accepted)
         return [
@@ -81,12 +93,12 @@ class Speculator:
         ]
 
     def forget(self, request: Request) -> None:
-        """Remove a request that has ended."""
+        """Drop what is known about a request that has ended."""
         self.lengths.forget(request)
 
 
 def make_proposer(config: SpeculativeConfig, runner: Runner, scheduler: Scheduler) -> Proposer:
-    """The proposer of a method.
+    """The proposer of the method in `config`, over the runner's draft model or draft layer.
 
     Raises:
         UsageError: the model lacks something that the method needs.
@@ -110,7 +122,9 @@ def make_proposer(config: SpeculativeConfig, runner: Runner, scheduler: Schedule
 
 
 def _capture_steps(runner: Runner, step: Step) -> DecodeSteps:
-    """Captures a draft layer's steps, in the sizes of the model's own."""
+    """Make the object that runs a draft layer's steps (`step`), captured in the sizes of the model's own steps where
+    that is possible.
+    """
     assert runner.cache is not None and runner.decode is not None
     reason = why_not_captured(runner.plan, runner.options, "mtp")
     return DecodeSteps(runner.backend, step, runner.cache, runner.max_model_len, runner.decode.sizes, reason)
@@ -123,7 +137,9 @@ def _captured_steps(
     lengths: AdaptiveLength,
     proposer: DraftLayerProposer,
 ) -> CapturedSteps:
-    """Captures the model's steps together with its draft layer's, in the sizes of the model's own."""
+    """Make the object that runs the model's steps together with its draft layer's as one capture, in the sizes of the
+    model's own steps.
+    """
     assert runner.decode is not None
     sampler = Sampler(runner.sample, runner.model.vocab, runner.backend.torch_device_indexed)
     function = VerifyAndDraft(runner.run_eagerly, proposer.layer, sampler, config, proposer.block_tokens)

@@ -34,7 +34,9 @@ class Verified:
 
 
 def needs_probabilities(config: SpeculativeConfig) -> bool:
-    """Whether `verify` needs distributions under this config; otherwise the drawn tokens suffice."""
+    """Whether `verify` has to be given `probabilities` and `uniforms` under this config; otherwise the drawn tokens
+    suffice.
+    """
     return config.accept_policy == "normal" and config.verify_strategy != "target_match"
 
 
@@ -45,7 +47,8 @@ def verify(
     probabilities: torch.Tensor | None = None,
     uniforms: torch.Tensor | None = None,
 ) -> Verified:
-    """Decide how many drafts of each sequence are accepted, and which token follows them.
+    """Decide how many drafts of each sequence are accepted, and which token follows them. Runs on the device, and does
+    not wait for it.
 
     Args:
         drawn: int64 `[rows]`: the token that plain sampling draws at each row, which for greedy rows is the argmax.
@@ -53,6 +56,7 @@ def verify(
         drafts: token ids, one list per sequence, possibly empty.
         config: strategy and policy.
         probabilities: float32 `[rows, V]`, the model's distributions after all processors; when `needs_probabilities`.
+            Without them a draft is accepted if it is the drawn token, which suffices if all rows are greedy.
         uniforms: float32 `[rows, 2]` in [0, 1), one number for accepting and one for drawing again; when
             `needs_probabilities`. Neither may be the one that `drawn` was drawn with.
 
@@ -78,7 +82,7 @@ class DraftTable:
 
 
 def draft_table(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftTable:
-    """Lists of drafts as a table, copied to the device in one copy."""
+    """A list of drafts per sequence as a table on the device, copied in one copy, without waiting for it."""
     lengths = np.array([len(d) for d in drafts], np.int64)
     tokens = np.zeros((len(drafts), lengths.max(initial=0)), np.int64)
     for row, d in zip(tokens, drafts):
@@ -93,11 +97,12 @@ def verify_on_device(
     probabilities: torch.Tensor | None = None,
     uniforms: torch.Tensor | None = None,
 ) -> Verified:
-    """As `verify`, on the device alone: no shape or branch depends on the values of a tensor, so it can be captured.
+    """`verify` for drafts that are on the device already: no shape or branch depends on the values of a tensor, so it
+    can be captured.
 
     Args:
-        drawn: see `verify`, as for the others.
-        drafts: of all sequences.
+        drawn: int64 `[rows]`, see `verify`, as for the others.
+        drafts: of all sequences; the table's `starts` say which rows a sequence owns.
         config: strategy and policy.
         probabilities: of all rows.
         uniforms: of all rows.
@@ -137,9 +142,9 @@ def verify_on_device(
 def _inside_nucleus(
     probabilities: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, real: torch.Tensor, config: SpeculativeConfig
 ) -> torch.Tensor:
-    """Whether each draft passes: it is one of the first candidates with a probability after filtering. The second-best
-    token, if it has one, passes also outside them when each of the next `verify_window` drafts is the most likely.
-    Lossy: it ignores how likely a draft is.
+    """bool `[B, D]`: whether each draft passes the strategy "topp": it is one of the first `max_candidates` candidates
+    with a probability after filtering. The second-best token, if it has one, passes also outside them when each of the
+    next `verify_window` drafts is the most likely. Lossy: it ignores how likely a draft is.
     """
     limit = config.max_candidates
     best, ids = probabilities.topk(min(max(2, limit), probabilities.shape[-1]), -1)

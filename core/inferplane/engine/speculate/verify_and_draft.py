@@ -143,7 +143,10 @@ class VerifyAndDraft:
     def _drafts(
         self, inputs: StepTensors, longest: int, verified: Verified, hidden: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """int64 `[B, longest]`: the layer runs over the accepted rows, moved to the end of their sequence."""
+        """int64 `[B, longest]`, the drafts for the next step: the layer runs over the accepted rows, moved to the end
+        of their sequence, then once more for each further draft. `hidden` are the model's, `lengths` `[B]` the drafts
+        of each sequence.
+        """
         batch, accepted = inputs.batch, verified.counts
         count, tokens = verified.tokens.shape
         start = torch.arange(0, count * tokens, tokens, device=hidden.device)[:, None]
@@ -178,14 +181,16 @@ class VerifyAndDraft:
 
 
 def _each(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The number of each sequence, repeated for its rows: `[B * tokens]`."""
+    """A number per sequence, `x` `[B]`, repeated for each of its `tokens` rows: `[B * tokens]`."""
     return x[:, None].expand(-1, tokens).reshape(-1)
 
 
 def _groups(
     kind: int, inputs: StepTensors, tokens: int, uniform: torch.Tensor | None, vocab: int
 ) -> tuple[RowGroup, ...]:
-    """Groups of all rows, sampled in one way, each of as many rows as a device's kernel should process at once."""
+    """All rows as groups that are sampled in the way `kind`, each of as many rows as a device's kernel should process
+    at once. `uniform` `[B * tokens]`: their random numbers; None if all are greedy.
+    """
     rows, max_rows = tokens * inputs.rows.shape[0], max(1, DEVICE_ENTRIES // vocab)
     parts = [slice(start, min(start + max_rows, rows)) for start in range(0, rows, max_rows)]
     return tuple(_group(kind, inputs, tokens, uniform, vocab, part) for part in parts)
@@ -194,6 +199,7 @@ def _groups(
 def _group(
     kind: int, inputs: StepTensors, tokens: int, uniform: torch.Tensor | None, vocab: int, part: slice
 ) -> RowGroup:
+    """The group of the rows `part` of all rows."""
     temperature, drawn = _each(inputs.temperature, tokens)[part], None if uniform is None else uniform[part]
     if kind == GREEDY:
         return RowGroup(kind, part, torch.zeros_like(temperature), None, None, None, None, 0)

@@ -49,19 +49,21 @@ def attend(
 
 @KERNELS("kv_write", "torch", when=ANY, capture_safe=True, batch_invariant=True)
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """The cache's own write."""
+    """The op `kv_write` by the cache's own write, whatever its layout."""
     kv.write(batch.slots, k, v)
 
 
 @KERNELS("mla_kv_write", "torch", when=ANY, capture_safe=True, batch_invariant=True)
 def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """The cache's own write."""
+    """The op `mla_kv_write` by the cache's own write: a token's latent with its rotated key behind it."""
     kv.write(batch.slots, torch.cat((latent, k_rope), -1))
 
 
 @KERNELS("attention", "torch_sdpa", when=ANY, needs_host_lens=True)
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """One call per sequence. With few query tokens, the query heads of a group become rows of one product."""
+    """The op `attention` by one call per sequence, over the keys and values read from the cache, without blocks before
+    the window. With at most 8 query tokens, the query heads that share a KV head become rows of one product.
+    """
     h, g, window = view.heads, view.kv.heads, view.kv.window
     out = q.new_empty(q.shape[0], h, view.kv.v_dim)
     for a, b, n, table in batch.rows():
@@ -128,7 +130,9 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
 
 @KERNELS("mla_absorbed", "torch_sdpa", when=ANY, needs_host_lens=True)
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """Fold `kv_b` (as views, never copied) into the query, attend to the latents with all heads as rows, unfold."""
+    """The op `mla_absorbed`: fold `kv_b` (as views, never copied) into the query, attend to the cached latents with all
+    heads as rows of one product, one call per sequence, unfold.
+    """
     d = view.dims
     w_k, w_v = view.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
     q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1), q_rope), -1)

@@ -31,13 +31,15 @@ def embedding(view: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @KERNELS("rms_norm", "torch", when=ANY, capture_safe=True, batch_invariant=True)
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """torch's own RMS norm."""
+    """The op `rms_norm` by torch's own."""
     return F.rms_norm(x, view.weight.shape, view.weight, view.eps)
 
 
 @KERNELS("add_rms_norm", "torch", when=ANY, capture_safe=True, batch_invariant=True)
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Addition, then torch's own RMS norm."""
+    """The op `add_rms_norm`: an addition, then torch's own RMS norm; returns norm and sum. Without a residual `x` is
+    the sum.
+    """
     s = x if residual is None else x + residual
     return F.rms_norm(s, view.norm.weight.shape, view.norm.weight, view.norm.eps), s
 
@@ -53,7 +55,7 @@ def _is_plain(op: Any) -> bool:
     capture_safe=True,
 )
 def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """torch's own matrix product."""
+    """The op `linear` by torch's own matrix product, in the plan's dtype."""
     return F.linear(x, view.weight, view.bias)
 
 
@@ -69,27 +71,27 @@ def _has_float32_result(op: Any) -> bool:
     capture_safe=True,
 )
 def linear_float32(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """The product in float32 throughout, for routers; the weight is packed in float32."""
+    """The op `linear` with a float32 result, for routers: weight and product are in float32 throughout."""
     return F.linear(x.float(), view.weight, view.bias)
 
 
 @KERNELS("lm_head", "torch", when=ANY, capture_safe=True)
 def lm_head(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Select the rows that need logits, multiply in the plan's dtype, widen to float32."""
+    """The op `lm_head`: select the rows that need logits, multiply in the plan's dtype, widen to float32."""
     rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
     return F.linear(rows, view.weight).float()
 
 
 @KERNELS("silu_mul", "torch", when=ANY, capture_safe=True, batch_invariant=True)
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """SiLU of the first half times the second half."""
+    """The op `silu_mul`: SiLU of the first half of the columns times the second half."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
 
 @KERNELS("rope", "torch", when=ANY, capture_safe=True, batch_invariant=True)
 def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotate in float32; cosines and sines are gathered once per token."""
+    """The op `rope`, in float32; cosines and sines are gathered once per token."""
     cos, sin = view.table[positions][:, :, None].unbind(1)
     h = x.float()
     if view.interleaved:
@@ -109,17 +111,17 @@ def sample(
     min_p: torch.Tensor | None,
     uniform: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The op's body, which is nothing but torch operators on the device already."""
+    """The op `sample` by its own body, which is nothing but torch operators on the device already."""
     return SampleTokens.__call__(view, logits, temperature, top_k, top_p, min_p, uniform)
 
 
 @KERNELS("all_reduce", "torch", when=ANY, batch_invariant=True)
 def all_reduce(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """torch.distributed on the default group."""
+    """The op `all_reduce` by torch.distributed on the default group."""
     return AllReduce.__call__(view, x)
 
 
 @KERNELS("all_gather", "torch", when=ANY, batch_invariant=True)
 def all_gather(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """torch.distributed on the default group."""
+    """The op `all_gather` by torch.distributed on the default group."""
     return AllGather.__call__(view, x)

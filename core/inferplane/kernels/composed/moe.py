@@ -17,13 +17,16 @@ ANY = When(dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
 @KERNELS("moe_route", "torch", when=ANY, capture_safe=True, batch_invariant=True)
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op's body, which is nothing but torch operators on the device already."""
+    """The op `moe_route` by its own body, which is nothing but torch operators on the device already."""
     return MoERoute.__call__(view, logits)
 
 
 @KERNELS("moe_experts", "torch", when=ANY)
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Sort pairs of token and expert by expert: each expert's rows are one slice, and only chosen experts are read."""
+    """The op `moe_experts`: pairs of token and expert are sorted by expert, so that each expert's rows are one slice
+    and only chosen experts are read; two products per expert; results are added up by token in float32. Waits for the
+    device, to know how many rows each expert has.
+    """
     _tokens, k = ids.shape
     order = ids.flatten().argsort(stable=True)
     token = torch.div(order, k, rounding_mode="floor")

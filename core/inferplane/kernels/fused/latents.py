@@ -14,37 +14,44 @@ import torch.nn.functional as F
 
 
 def split_kv_b(view: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of `kv_b` for keys, `[H, nope, latent]`, and those for values, `[H, value, latent]`, not copied."""
+    """The two halves of `kv_b` `[H (nope + value), latent]` per head, as views that share its memory: the rows for keys
+    `[H, nope, latent]`, and those for values `[H, value, latent]`.
+    """
     d = view.dims
     w_k, w_v = view.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
     return w_k, w_v
 
 
 def fold_query(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
-    """Fold `kv_b` into queries, so that latents are their keys.
+    """Fold `kv_b` into queries, so that the cached latents are their keys and need not be expanded.
 
     Args:
+        view: of an `mla_absorbed` kernel.
         q_nope: `[T, H, nope]`. q_rope: `[T, H, rope]`.
 
     Returns:
-        `[T, H, latent + rope]`.
+        `[T, H, latent + rope]`, a new tensor.
     """
     return torch.cat((torch.bmm(q_nope.transpose(0, 1), split_kv_b(view)[0]).transpose(0, 1), q_rope), -1)
 
 
 def unfold_result(view: Any, mid: torch.Tensor) -> torch.Tensor:
-    """Turn attention's result with latents as values, `mid` `[T, H, latent]`, into `[T, H, value]`."""
+    """Turn attention's result with latents as values, `mid` `[T, H, latent]`, into values `[T, H, value]`, contiguous,
+    by the value rows of `kv_b`.
+    """
     return torch.bmm(mid.transpose(0, 1), split_kv_b(view)[1].transpose(1, 2)).transpose(0, 1).contiguous()
 
 
 def expand_latents(view: Any, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expand latents to keys and values.
+    """Expand latents to keys and values by one product with `kv_b`.
 
     Args:
-        entries: `[..., latent + rope]`.
+        view: of an `mla_expanded` kernel.
+        entries: cached entries `[..., latent + rope]`: latents, and behind each the rotated key that all heads share.
 
     Returns:
-        Both `[..., H, nope + rope]`; values are padded to the keys' width, since such operators take one width.
+        Keys and values, both `[..., H, nope + rope]`; values are padded with zeros to the keys' width, since such
+            operators take one width.
     """
     d = view.dims
     latent, k_rope = entries.split((d.latent, d.rope), -1)

@@ -26,6 +26,7 @@ def _has_int8_activations(op: Any) -> bool:
 
 
 def _has_flash_mla_head_size(op: Any) -> bool:
+    """Whether flash attention takes the keys of an `mla_expanded` op, with its values padded to the keys' width."""
     width = op.dims.nope + op.dims.rope
     return op.dims.value <= width <= 256 and width % 8 == 0
 

@@ -13,7 +13,9 @@ from inferplane.plugin import Batch
 
 @functools.cache
 def unit_scale(device: torch.device) -> torch.Tensor:
-    """A scale of 1, `[1]` float32, which cache writes take even where nothing is scaled."""
+    """A scale of 1, `[1]` float32, which operators of cache writes take even where nothing is scaled. One tensor per
+    device, made at the first call; never write into it.
+    """
     return torch.ones(1, dtype=torch.float32, device=device)
 
 
@@ -50,15 +52,18 @@ def one_sequence_per_token(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cumulative_lengths(lens: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Where each of B concatenated sequences starts, and where the last one ends: int32 `[B + 1]`."""
+    """Where each of B concatenated sequences starts, and where the last one ends: int32 `[B + 1]` on the device, from
+    lengths on the host.
+    """
     return torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device)
 
 
 def allocate_routing(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unwritten results of a routing operator: weights float32 and expert ids int32, both `[T, top_k]`.
+    """New tensors, not initialized, for a routing operator to write its results into: weights float32 and expert ids
+    int32, both `[T, top_k]`.
 
     Args:
-        logits: the router's, `[T, experts]`.
+        logits: the router's, `[T, experts]`; they give T and the device.
         top_k: experts per token.
     """
     weights = logits.new_empty(logits.shape[0], top_k, dtype=torch.float32)

@@ -25,7 +25,9 @@ class RopeTable:
         self._cast: dict[torch.dtype, torch.Tensor] = {}
 
     def to_dtype(self, dtype: torch.dtype) -> torch.Tensor:
-        """The table in a dtype; cast the first time only."""
+        """The table `[positions, D]` in a dtype, that of the queries; the first call per dtype makes a copy, which
+        stays.
+        """
         if dtype not in self._cast:
             self._cast[dtype] = self.table.to(dtype)
         return self._cast[dtype]
@@ -42,10 +44,10 @@ class Int8Rows:
         self.shift = None if weight.zero is None else self.scale * weight.zero[:, 0]
 
     def subtract_zero_points(self, y: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Correct a product for the zero points that it left out.
+        """Correct a product for the zero points that it left out; returns `y` itself if the weight has none.
 
         Args:
-            y: the product `[T, N]`.
+            y: the product `[T, N]`, with all scales applied.
             x: its activations `[T, K]`.
             scale: `[T, 1]`, the scales of `x` if it is quantized.
         """

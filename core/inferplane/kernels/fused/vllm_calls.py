@@ -21,7 +21,9 @@ CACHE_DTYPE = "auto"
 
 
 def rms_norm(call: Callable[..., object], norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """The op `rms_norm` by `call(out, x, weight, eps)` over contiguous rows; `norm` is the op's view."""
+    """The op `rms_norm` by `call(out, x, weight, eps)` over contiguous rows; `norm` is the op's view. Returns a new
+    tensor.
+    """
     x = x.contiguous()
     out = torch.empty_like(x)
     call(out, x, norm.weight, norm.eps)
@@ -40,7 +42,7 @@ def add_rms_norm(
 
 
 def silu_mul(call: Callable[..., object], x: torch.Tensor) -> torch.Tensor:
-    """The op `silu_mul` by `call(out, x)`: SiLU of the first half of the columns times the second."""
+    """The op `silu_mul` by `call(out, x)`: SiLU of the first half of the columns times the second, in a new tensor."""
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     call(out, x.contiguous())
     return out

@@ -20,29 +20,29 @@ vllm, cache_ops = torch.ops._C, torch.ops._C_cache_ops
 
 
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """_C::rms_norm over contiguous rows."""
+    """The op `rms_norm` by _C::rms_norm, over contiguous rows."""
     return forms.rms_norm(vllm.rms_norm, view, x)
 
 
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """_C::fused_add_rms_norm; the first layer has no residual, so it calls _C::rms_norm."""
+    """The op `add_rms_norm` by _C::fused_add_rms_norm; the first layer has no residual, so it calls _C::rms_norm."""
     if residual is None:
         return rms_norm(view.norm, x), x
     return forms.add_rms_norm(vllm.fused_add_rms_norm, view.norm, x, residual)
 
 
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """_C::silu_and_mul: SiLU of the first half times the second."""
+    """The op `silu_mul` by _C::silu_and_mul: SiLU of the first half of the columns times the second."""
     return forms.silu_mul(vllm.silu_and_mul, x)
 
 
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """_C_cache_ops::reshape_and_cache_flash, which skips slot -1."""
+    """The op `kv_write` by _C_cache_ops::reshape_and_cache_flash, which skips slot -1 (padding)."""
     forms.kv_write(cache_ops.reshape_and_cache_flash, k, v, kv.blocked(), batch)  # type: ignore[attr-defined]
 
 
 def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """_C_cache_ops::concat_and_cache_mla, which skips slot -1."""
+    """The op `mla_kv_write` by _C_cache_ops::concat_and_cache_mla, which skips slot -1 (padding)."""
     forms.mla_kv_write(cache_ops.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
 
 
@@ -70,7 +70,8 @@ def rope_kernel(requires_key: bool) -> Callable[[Any, torch.Tensor, torch.Tensor
 def vllm_kernels(
     provider: str, dtypes: Sequence[torch.dtype], features: Sequence[str], kv_layout: str, *, rope_requires_key: bool
 ) -> list[Kernel]:
-    """Norms, rotary positions, activation and cache writes of a library with vLLM's operators.
+    """The kernels of a library with vLLM's operators, to be declared by its backend: norms, rotary positions,
+    activation and cache writes. Pure: nothing is allocated.
 
     Args:
         provider: the kernels' provider.

@@ -47,21 +47,27 @@ WIDEN_FACTOR = tl.constexpr((1.0, 256.0, 1.0))
 
 @triton.jit
 def slot_in_block(tables, key, BLOCK_TOKENS: tl.constexpr):
-    """Slot of key number `key`; the following keys of the same block have the following slots."""
+    """Slot of the key number `key` (one number) of a sequence whose block table `tables` points to. Keys that follow in
+    the same block have the slots that follow.
+    """
     padded_width = tl.load(tables + key // BLOCK_TOKENS).to(tl.int64)
     return padded_width * BLOCK_TOKENS + key % BLOCK_TOKENS
 
 
 @triton.jit
 def slots_of_keys(tables, keys, inside, BLOCK_TOKENS: tl.constexpr):
-    """Slots of keys `keys`, which may lie in several blocks; those not `inside` get the slots of block 0."""
+    """Slots of the keys `keys` (a vector of numbers, also of several blocks) of the sequence whose block table `tables`
+    points to; keys that are not `inside` get slots of block 0.
+    """
     padded_width = tl.load(tables + keys // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
     return padded_width * BLOCK_TOKENS + keys % BLOCK_TOKENS
 
 
 @triton.jit
 def sequence_extent(starts, lengths, sequence):
-    """A sequence's tokens in all, its first query token's row, and its number of query tokens."""
+    """Three numbers of a sequence: its tokens in all, the row of its first query token, and how many query tokens it
+    has.
+    """
     length = tl.load(lengths + sequence)
     begin = tl.load(starts + sequence)
     return length, begin, tl.load(starts + sequence + 1) - begin
@@ -69,13 +75,13 @@ def sequence_extent(starts, lengths, sequence):
 
 @triton.jit
 def softmax_step(s, highest, total, BLIND: tl.constexpr):
-    """One step of an online softmax, in powers of two.
+    """One step of an online softmax, in powers of two; nothing is stored.
 
     Args:
-        s: scores of this tile of keys `[ROWS, KEYS]`, times log2(e).
-        highest: largest score of each row so far.
+        s: scores of this tile of keys `[ROWS, KEYS]`, times log2(e); minus infinity for hidden keys.
+        highest: largest score of each row so far, minus infinity at the start.
         total: sum of each row's weights so far, relative to `highest`.
-        BLIND: a row may have seen no key yet.
+        BLIND: a row may have seen no key yet, so its largest score may be minus infinity, which would give NaN.
 
     Returns:
         Weights of this tile, the factor by which earlier sums must shrink, and the new `highest` and `total`.
@@ -104,10 +110,12 @@ def split_size(keys, KEYS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constex
 
 @triton.jit
 def combine_splits(parts, lse, place, splits, used, entry, real, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Combine the results of a tile's splits, float32 `[ROWS, BLOCK]`.
+    """Combine the results of a tile's splits, in their order, and return float32 `[ROWS, BLOCK]`; 0 for rows that saw
+    no key. Only the program that came last may call it (`is_last_arrival`).
 
     `parts` holds each split's result, divided by its own sum of weights, and `lse` the base-2 logarithm of that sum.
-    `place` is where a row's splits begin in both; the first `used` of them were written.
+    `place` is where a row's splits begin in both; the first `used` of them were written. `entry` are the columns, of
+    which WIDTH exist; rows that are not `real` are not read.
     """
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     for i in range(0, used):
@@ -219,14 +227,16 @@ def padded_width(dim: int) -> int:
 
 
 def count_splits(batch: Batch, launch: Launch, tiles: Tiles) -> int:
-    """Splits that the longest sequence of a batch can need; in a captured step, the longest sequence of any replay."""
+    """The number of splits that the longest sequence of a batch can need, for the size of the launch; in a captured
+    step the longest sequence of any replay, since `max_seq_tokens` is then the bucket's.
+    """
     chunk = max(tiles.chunk_tokens, launch.keys)
     return min(tiles.splits, max(1, math.ceil(batch.max_seq_tokens / chunk)))
 
 
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """The op `attention`. Few query tokens: the cache is split among programs, and the last one combines the splits.
-    Many: one program per tile of tokens and head.
+    """The op `attention`, with one launch. Few query tokens (`view.queries`): each sequence's cache is split among
+    programs, of which the last combines the splits. Many: one program per tile of tokens and head.
     """
     tiles: Tiles = view.prepared
     few = view.queries == "few"

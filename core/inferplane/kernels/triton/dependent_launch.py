@@ -67,10 +67,12 @@ def wait_then_allow_next(AHEAD: tl.constexpr):
 
 
 def is_dependent(view: Any) -> bool:
-    """Whether a view's kernel is to be launched before the one in front has ended: `ahead` of its tile sizes."""
+    """Whether a view's kernel is to be launched before the launch in front has ended: `ahead` of its tile sizes."""
     return bool(getattr(getattr(view, "prepared", None), "ahead", False))
 
 
 def launch_options(ahead: bool) -> dict[str, Any]:
-    """Arguments of a launch. The option that other devices' compilers do not know is passed only if `ahead`."""
+    """Keyword arguments to add to a launch, empty unless `ahead`: devices' compilers that do not support dependent
+    launches reject the option.
+    """
     return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}

@@ -19,7 +19,9 @@ MAX_FUSED_GATE_ROWS = tl.constexpr(32)
 
 
 def is_multiplied_in_fp8(weight: PackedWeight) -> bool:
-    """Whether `tile_fp8_int4` multiplies a weight: INT4 without zero points, at least 64 columns per scale."""
+    """Whether `tile_fp8_int4` can multiply this weight with activations in FP8: INT4 without zero points, at least 64
+    columns per scale. Other INT4 weights are multiplied in 16 bits.
+    """
     return weight.kind == INT4 and weight.zero is None and weight.depth >= MIN_DEPTH
 
 

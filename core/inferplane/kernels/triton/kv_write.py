@@ -18,7 +18,7 @@ def _rope(
     x, positions, table, out, heads, x_outer, x_inner,
     HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program `(token, head)` rotates one head by the angles of the token\'s position."""
+    """Program `(token, head)` stores one head, rotated by the angles of the token's position, in `out`."""
     wait_then_allow_next(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -42,9 +42,12 @@ def store_entries(
     value, entries, scales, slot, part, inside, within,
     PARTS: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Store one part of one token in the cache: DIM entries that share a scale.
+    """Store one part of one token in the cache: DIM entries that share a scale, and the scale if the cache is
+    quantized.
 
-    `value` is float32, and the entries that are `inside` count. KIND 0: stored plain; 1: in FP8; 2: in int8.
+    `value` is float32, and the entries that are `inside` count; the others must be 0. `within` are their numbers in the
+    part, `part` is the part's number of PARTS per slot. KIND 0: stored plain; 1: in FP8; 2: in int8. POWER_OF_TWO:
+    scales are rounded up to powers of two.
     """
     place = entries + (slot * PARTS + part) * DIM + within
     if KIND == 0:
@@ -61,7 +64,9 @@ def _write(
     PARTS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Program `(token, part)` writes one head of K, and of V if V_DIM is not 0, to the token\'s slot; -1 is padding."""
+    """Program `(token, part)` writes head number `part` of K, and of V if V_DIM is not 0, to the token's slot; slot -1
+    is padding, for which nothing is written.
+    """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
@@ -83,7 +88,9 @@ def _write_latent(
     LATENT: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Program `(token, part)` writes DIM entries of the latent with the rotated key behind it to the token\'s slot."""
+    """Program `(token, part)` writes the part's DIM entries, of the latent with the rotated key behind it, to the
+    token's slot; slot -1 is padding, for which nothing is written.
+    """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
@@ -112,12 +119,12 @@ def cache_tensors(kv: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]
 
 
 def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    """`x`, copied if its last dimension is not contiguous."""
+    """`x` itself, or a contiguous copy if its last dimension is not contiguous, as kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The op `rope`: one program per token and head."""
+    """The op `rope` by one launch, a program per token and head."""
     x = with_contiguous_rows(x)
     tokens, heads, dim = x.shape
     out = x.new_empty(tokens, heads, dim)
@@ -131,7 +138,7 @@ def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """The op `kv_write`: one program per token and head."""
+    """The op `kv_write` into core's paged storage, quantized or not, by one launch: a program per token and head."""
     entries, scales, kind = cache_tensors(kv)
     k, v = with_contiguous_rows(k), with_contiguous_rows(v)
     tokens, heads, dim = k.shape
@@ -145,7 +152,9 @@ def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: Laye
 
 
 def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
-    """The op `mla_kv_write`: one program per token and run of entries that share a scale."""
+    """The op `mla_kv_write` into core's paged storage, which may be quantized, by one launch: a program per token and
+    run of entries that share a scale.
+    """
     entries, scales, kind = cache_tensors(kv)
     latent, k_rope = with_contiguous_rows(latent), with_contiguous_rows(k_rope)
     _, parts, dim = entries[0].shape

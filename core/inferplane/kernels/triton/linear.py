@@ -22,7 +22,9 @@ MAX_ROWS_QUANTIZED_IN_KERNEL = 64
 
 
 def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """One matrix product; activations are quantized before it where the op says so (`Linear.act`)."""
+    """The op `linear` by one matrix product. Where the op says so (`Linear.act`), activations are quantized before it;
+    the quantized form that the kernel before left is used if there is one.
+    """
     act, rows = view.act, plain_input(x)
     if act is not None:
         rows = quantized_input(*quantize_rows(x, act.format, act.group), view.act_group, x.dtype)
@@ -30,13 +32,17 @@ def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """One matrix product with activations quantized to FP8, although the op passes them unquantized."""
+    """The op `linear` with activations quantized to FP8, although the op passes them unquantized: faster, and less
+    exact by `FP8_ERROR`.
+    """
     rows = make_fp8_input(x, view.weight, activation_group(view.weight), view.prepared)
     return matmul(rows, view.weight, view.prepared, view.bias, view.out_dtype)
 
 
 def linear_int8(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """One matrix product with activations quantized to int8, one scale per token."""
+    """The op `linear` with activations quantized to int8, one scale per token, although the op passes them unquantized:
+    faster, and less exact by `INT8_ERROR`.
+    """
     return matmul(make_int8_input(x, view.prepared), view.weight, view.prepared, view.bias, view.out_dtype)
 
 
@@ -78,12 +84,15 @@ def make_fp8_input(x: torch.Tensor, weight: PackedWeight, group: int, products: 
 
 
 def quantize_rows_to_fp8(x: torch.Tensor, group: int) -> MatmulInput:
-    """Rows `[M, K]` in FP8 with a scale per `group` columns, or per row if it is 0."""
+    """Rows `[M, K]` in FP8 as the left operand of a product, with a scale per `group` columns, or per row if `group` is
+    0. Launches a kernel, unless the one that computed `x` left this form.
+    """
     return quantized_input(*quantize_rows(x, "fp8", group), group, x.dtype)
 
 
 def make_int8_input(x: torch.Tensor, products: Products) -> MatmulInput:
-    """Rows `[M, K]` in int8 with a scale per row: the form that the kernel before left, or else quantized here.
+    """Rows `[M, K]` in int8 with a scale per row as the left operand of a product: the form that the kernel before
+    left, or else quantized here by a launch.
 
     Few rows are quantized here too, not in the product: a row's scale needs all of its columns.
     """
@@ -91,26 +100,28 @@ def make_int8_input(x: torch.Tensor, products: Products) -> MatmulInput:
 
 
 def lm_head(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Logits: select the rows that need some, multiply, and keep the float32 sums unrounded."""
+    """The op `lm_head`, logits float32 `[R, V]`: select the rows that need some, multiply; the sums are not rounded."""
     rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
     return matmul(plain_input(rows), view.weight, view.prepared, None, torch.float32)
 
 
 def gated_mlp(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """Two products; a program of the first computes gate and up of its columns, and ends with `silu(gate) * up`."""
+    """The op `gated_mlp` by two products, activations unquantized; a program of the first computes gate and up of its
+    columns, and ends with `silu(gate) * up`.
+    """
     inner = matmul(plain_input(x), view.gate_up.weight, view.prepared, gated=True)
     return matmul(plain_input(inner), view.down.weight, view.prepared)
 
 
 def gated_mlp_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """The gated MLP with activations in FP8: product, one kernel that activates and quantizes, product."""
+    """The op `gated_mlp` with activations in FP8: product, one kernel that activates and quantizes, product."""
     gate_up, down, products = view.gate_up.weight, view.down.weight, view.prepared
     both = matmul(make_fp8_input(x, gate_up, activation_group(gate_up), products), gate_up, products)
     return matmul(activate_and_quantize(both, down, "fp8", products), down, products)
 
 
 def gated_mlp_int8(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """The gated MLP with activations in int8: product, one kernel that activates and quantizes, product."""
+    """The op `gated_mlp` with activations in int8: product, one kernel that activates and quantizes, product."""
     gate_up, down, products = view.gate_up.weight, view.down.weight, view.prepared
     both = matmul(make_int8_input(x, products), gate_up, products)
     return matmul(activate_and_quantize(both, down, "int8", products), down, products)

@@ -34,7 +34,9 @@ MAX_INT32_COLUMNS = tl.constexpr(131072)
 
 @triton.jit
 def convert_entries(x, KIND: tl.constexpr, dtype: tl.constexpr):
-    """Stored entries in `dtype`, by KIND; FP8 comes out times 2^-8, INT4 is read from the low bits."""
+    """Stored entries `x` as numbers of `dtype`, without their scales, by KIND (0 plain, 1 FP8, 2 int8, 3 INT4). FP8
+    comes out times 2^-8, for which the caller makes up. Of INT4, the low four bits of `x` hold the entry plus 8.
+    """
     if KIND == 3:
         if dtype == tl.bfloat16:  # 128 + n has the bits of 128 with n in the last places
             return ((x.to(tl.int16) & 15) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
@@ -91,7 +93,7 @@ def tile_stepwise(
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """`matmul_tile` of all other forms: each loop iteration's sums go to float32 and are scaled there."""
+    """`matmul_tile` of all other forms: each loop iteration's float32 sums are scaled before they are added up."""
     KIND: tl.constexpr = 1 if A_KIND == 4 else A_KIND
     HALF: tl.constexpr = BK // 2 if B_KIND == 3 else BK
     within = tl.arange(0, HALF)
@@ -154,7 +156,7 @@ def tile_one_matrix(
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """`matmul_tile` without GATED: picks the loop for the two forms."""
+    """`matmul_tile` without GATED: calls the loop that suits the forms of the two operands."""
     if FP8_DOT and B_KIND == 3 and (A_KIND == 1 or A_KIND == 4):
         return tile_fp8_int4(
             x, x_scale, x_row, x_inside, w, w_scale, n, n_inside, 0, first, last, K, W_ROW, X_ROW_SCALES, GROUPS,
@@ -179,11 +181,14 @@ def matmul_tile(
     ZERO: tl.constexpr, FP8_DOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     dtype: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a product over columns `first` to `last` of K: float32 `[BM, BN]`, scaled.
+    """One tile of a product over columns `first` to `last` (without) of K: returns float32 `[BM, BN]` with all scales
+    applied; stores nothing.
 
-    `x_row` are the rows of `x` `[., K]`, `n` those of the weight. A_KIND 4: rows are plain and quantized to FP8 here,
-    with a scale per BK columns, or by the one scale in `x_scale` if X_ROW_SCALES is 0. GATED: `silu` of this tile times
-    the tile of weight rows n + outputs.
+    `x_row` are the rows of `x` `[., K]`, `n` those of the weight; rows that are not `x_inside`, `n_inside` count as 0.
+    A_KIND, B_KIND: forms of activations and weight (`convert_entries`); A_KIND 4: rows are plain and quantized to FP8
+    here, with a scale per BK columns, or by the one scale in `x_scale` if X_ROW_SCALES is 0. X_GROUP, GROUP: columns
+    that share a scale, 0 for a row; ROWS: weight rows that share one. FP8_DOT: the device multiplies FP8 numbers.
+    GATED: `silu` of this tile times the tile of weight rows n + outputs.
     """
     if GATED and BM <= MAX_FUSED_GATE_ROWS and FP8_DOT and B_KIND == 3 and (A_KIND == 1 or A_KIND == 4):
         return tile_fp8_int4(
@@ -223,8 +228,9 @@ def _product(
     dtype: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, GATED: tl.constexpr,
     RASTER: tl.constexpr, FETCH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program `(tile of the result, part of K)`. GATED: `silu` of the first half of the outputs times the second half.
-    FETCH: bytes of each weight row to prefetch before waiting for the launch in front (dependent launch).
+    """Program `(tile of the result, part of K)` stores its tile in `out`; with SPLITS > 1 its part in `parts`, and the
+    last program of a tile adds them up. GATED: `silu` of the first half of the outputs times the second half. FETCH:
+    bytes of each weight row to prefetch before waiting for the launch in front (dependent launch).
     """
     down, across = tl.cdiv(rows, BM), tl.cdiv(outputs, BN)
     band = RASTER * across
@@ -292,24 +298,26 @@ class MatmulInput:
 
     @property
     def row_scales(self) -> int:
-        """Scales per row; 0 where one scale holds for all rows."""
+        """Number of scales per row; 0 where one scale holds for all rows (a static scale)."""
         return 1 if self.scale is None else self.scale.shape[-1] if self.scale.ndim == 2 else 0
 
     @property
     def kind(self) -> int:
-        """PLAIN, FP8, INT8 or CODED_HERE."""
+        """The form of the entries, A_KIND of the kernels: PLAIN, FP8, INT8 or QUANTIZED_IN_KERNEL."""
         if self.quantize:
             return QUANTIZED_IN_KERNEL
         return PLAIN if self.scale is None else FP8 if self.data.dtype == torch.uint8 else INT8
 
 
 def plain_input(x: torch.Tensor) -> MatmulInput:
-    """Rows `[M, K]` as the left operand of a product, not quantized."""
+    """Rows `[M, K]` as the left operand of a product, not quantized; copied if they are not contiguous."""
     return MatmulInput(x if x.stride(-1) == 1 and x.is_contiguous() else x.contiguous(), None, 0, x.dtype)
 
 
 def quantized_input(data: torch.Tensor, scale: torch.Tensor, group: int, dtype: torch.dtype) -> MatmulInput:
-    """Values and scales, as the op `quantize` gives them, as the left operand of a product."""
+    """Values `[M, K]` and scales, as the op `quantize` returns them, as the left operand of a product; not copied.
+    `group` columns share a scale (0: the whole row), `dtype` is that before quantizing, and of the product's result.
+    """
     return MatmulInput(data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data, scale, group, dtype)
 
 

@@ -39,6 +39,7 @@ def _is_quantized_or_router(op: Any) -> bool:
 
 
 def _has_matching_groups(op: Any) -> bool:
+    """Whether activations are unquantized, or quantized by whole rows or by `DEPTH` columns, as the product needs."""
     if op.act is None:
         return True
     group = op.act.group if op.act.group < op.weight.shape[-1] else 0
@@ -66,6 +67,8 @@ def _is_plain_moe(op: Any) -> bool:
 
 
 def _has_shared_mlp_in(formats: tuple[str, ...]) -> Callable[[Any], bool]:
+    """A predicate on `moe` ops: the op has no shared MLP, or one whose weights have one of `formats`."""
+
     def is_among(op: Any) -> bool:
         return op.shared is None or {x.weight.format for x in (op.shared.gate_up, op.shared.down)} <= set(formats)
 
@@ -87,7 +90,8 @@ PORTABLE_PRODUCTS = Products()
 
 
 def matrix_kernels(products: Callable[[Any, Context], Products] = PORTABLE_PRODUCTS.prepare) -> list[Kernel]:
-    """All matrix kernels, rank 50. Pure: nothing is imported beyond torch, nothing is allocated.
+    """All matrix kernels, rank 50, for a backend to declare. Pure: nothing is imported beyond torch, nothing is
+    allocated.
 
     The providers "triton_fp8" and "triton_int8" quantize activations that the op passes unquantized; they are bound
     where the checkpoint asks for that, or by a pin.

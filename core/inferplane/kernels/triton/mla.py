@@ -136,14 +136,16 @@ def _absorbed(
 
 
 def fold_query(view: Any, q_nope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fold `kv_b` into the query's part without rotation: latent queries `[H, T, R]`, and `W_v` `[H, V, R]`."""
+    """Fold `kv_b` into the query's part without rotation `q_nope` `[T, H, N]`: latent queries `[H, T, R]`; and the
+    value rows of `kv_b`, `W_v` `[H, V, R]`, which unfold the result.
+    """
     d = view.dims
     w_k, w_v = view.kv_b.view(d.heads, d.nope + d.value, d.latent).split((d.nope, d.value), 1)
     return torch.bmm(q_nope.transpose(0, 1), w_k), w_v
 
 
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """The op `mla_absorbed`: fold `kv_b` into the query, attend to the latents (split among programs), unfold."""
+    """The op `mla_absorbed`: fold `kv_b` into the query, attend to the latents in one launch, unfold."""
     tiles: Tiles = view.prepared
     launch, d = tiles.mla.for_dtype(q_nope.dtype), view.dims
     entries, scales, kind = cache_tensors(kv)
@@ -181,7 +183,7 @@ def _gather(
     WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Program `(token, sequence)` copies one token\'s latent to `out`, dequantized."""
+    """Program `(token, sequence)` copies the token's latent, dequantized, to the token's row of `out`."""
     sequence, token = tl.program_id(1), tl.program_id(0)
     if token >= tl.load(lengths + sequence):
         return
@@ -257,11 +259,12 @@ def _expanded(
 
 
 def gather_latents(view: Any, like: torch.Tensor, batch: Batch, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather and dequantize the latents of all sequences of a step. Lengths must be known on the host.
+    """Copy the latents of all sequences of a step out of the cache, dequantized. Their lengths must be known on the
+    host; otherwise this waits for the device.
 
     Returns:
         The latents, one sequence after the other, `[N, R + P]` in the dtype of `like`, and the row at which each
-        sequence begins, int32 `[B]`.
+            sequence begins, int32 `[B]`.
     """
     entries, scales, kind = cache_tensors(kv)
     _, parts, part = entries[0].shape
@@ -277,7 +280,9 @@ def gather_latents(view: Any, like: torch.Tensor, batch: Batch, kv: LayerKV) -> 
 
 
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """The op `mla_expanded`: gather, expand and attend, as many heads at a time as `EXPANDED_BYTES` hold."""
+    """The op `mla_expanded`: gather the latents, then expand and attend, as many heads at a time as `EXPANDED_BYTES` of
+    expanded keys and values hold.
+    """
     tiles: Tiles = view.prepared
     launch, d = tiles.prefill.for_dtype(q_nope.dtype), view.dims
     q_nope, q_rope = with_contiguous_rows(q_nope), with_contiguous_rows(q_rope)

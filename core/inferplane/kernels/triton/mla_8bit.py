@@ -36,7 +36,7 @@ def _key_means_and_value_peaks(
     NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr, HEADS: tl.constexpr,
     TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Program `(head, sequence)`: the keys' mean `[NOPE + ROPE]` and the values' largest magnitudes `[VALUE]`."""
+    """Program `(head, sequence)` stores the keys' mean `[NOPE + ROPE]` and the values' largest magnitudes `[VALUE]`."""
     sequence, head = tl.program_id(1), tl.program_id(0)
     length, first = tl.load(lengths + sequence), tl.load(before + sequence)
     dim, rope_dim, channel = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
@@ -108,7 +108,9 @@ def _attend_8bit(
     NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Program `(tile, head, sequence)` quantizes ROWS queries to int8, and attends to quantized keys and values."""
+    """Program `(tile, head, sequence)` quantizes ROWS queries to int8, attends to quantized keys and values, and stores
+    the result of these queries in `out`.
+    """
     sequence, head = tl.program_id(2), tl.program_id(1)
     length, begin, count = sequence_extent(starts, lengths, sequence)
     first_token = tl.program_id(0) * ROWS
@@ -165,8 +167,8 @@ def _padded_width(dim: int) -> int:
 
 
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
-    """The op `mla_expanded` in 8 bits: gather, expand, quantize and attend, as many heads at a time as `EXPANDED_BYTES`
-    hold.
+    """The op `mla_expanded` with 8-bit products, less exact than the plain one: gather, expand, quantize and attend, as
+    many heads at a time as `EXPANDED_BYTES` hold.
     """
     tiles, d = view.prepared, view.dims
     launch = replace(tiles.prefill, rows=min(64, tiles.prefill.rows))  # queries are held in float32 and in int8

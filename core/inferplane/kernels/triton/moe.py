@@ -160,7 +160,9 @@ def _grouped(
 
 @triton.jit
 def _sum(parts, ids, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Program `(token, columns)` adds up the token's pairs; those of experts on other ranks (id -1) are left out."""
+    """Program `(token, columns)` stores the sum of the token's pairs; those of experts on other ranks (id -1) are left
+    out.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -178,7 +180,9 @@ MAX_PAIRS_ASSIGNED_IN_KERNEL = 1024
 
 
 def allocate_blocks(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unwritten slots and owners, as of `assign_blocks`, which `grouped` fills in."""
+    """New tensors, not initialized, for slots and owners of the shapes that `assign_blocks` returns; `grouped` fills
+    them in with `assign_from`.
+    """
     blocks = triton.cdiv(ids.numel() + min(experts, ids.numel()) * (rows - 1), rows)
     slots = torch.empty(blocks * rows, device=ids.device, dtype=torch.int32)
     return slots, torch.empty(blocks, device=ids.device, dtype=torch.int32)
@@ -312,16 +316,17 @@ def run_experts(
     quantize: str = "",
     base: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The op `moe_experts`: both grouped products.
+    """The op `moe_experts`, `[T, D]`: both grouped products, then the sum over each token's experts.
 
     Args:
-        view: weights `gate_up` and `down`, and `partial`: other ranks have experts too.
+        view: weights `gate_up` and `down`, and `partial`: other ranks have experts too, whose pairs are left out of the
+            sum.
         products: tile sizes.
         x: activations, plain or quantized.
         weights: routing weights `[T, k]`.
         ids: chosen experts `[T, k]`, -1 for one on another rank.
-        quantize: format of what lies between the products, "" to leave it in the activations' dtype.
-        base: `[T, D]` to be added to the result, or None.
+        quantize: format ("fp8", "int8") of what lies between the products; "": it stays in the activations' dtype.
+        base: `[T, D]` to be added to the result, or None; not with `partial`.
     """
     tokens, top_k = ids.shape
     if not tokens:
@@ -345,7 +350,9 @@ def run_experts(
 
 
 def sum_pairs(parts: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add up the results of pairs `[T k, N]`, float32, by token; rows of experts on other ranks are not read."""
+    """Add up the results of pairs, `parts` `[T k, N]` float32, by token, in the order of its experts: `[T, N]` of
+    `dtype`. Rows of experts on other ranks (id -1 in `ids`) are not read.
+    """
     (tokens, top_k), width = ids.shape, parts.shape[1]
     out = torch.empty(tokens, width, device=ids.device, dtype=dtype)
     _sum[(tokens, triton.cdiv(width, 1024))](parts, ids, out, width, TOP_K=top_k, BLOCK=1024, num_warps=4)
@@ -353,16 +360,16 @@ def sum_pairs(parts: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The op with activations left as they are."""
+    """The op `moe_experts` with activations unquantized."""
     return run_experts(view, view.prepared, plain_input(x), weights, ids)
 
 
 def moe_experts_fp8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The op with activations in FP8 before both products, a scale per 128 columns."""
+    """The op `moe_experts` with activations in FP8 before both products, a scale per 128 columns."""
     rows = make_fp8_input(x, view.gate_up, FP8_GROUP, view.prepared)
     return run_experts(view, view.prepared, rows, weights, ids, "fp8")
 
 
 def moe_experts_int8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The op with activations in int8: a scale per token, and between the products one per 128 columns."""
+    """The op `moe_experts` with activations in int8: a scale per token, between the products one per 128 columns."""
     return run_experts(view, view.prepared, make_int8_input(x, view.prepared), weights, ids, "int8")

@@ -21,14 +21,14 @@ from inferplane.kernels.triton.weight_packing import PLAIN, PackedWeight
 
 
 def _down_projection(x: torch.Tensor, weight: PackedWeight, products: Products) -> torch.Tensor:
-    """The second product of the shared MLP; a plain weight goes to torch's own."""
+    """The second product of the shared MLP, `x weight^T`; for a plain weight by torch's own product."""
     if weight.kind == PLAIN:
         return F.linear(x, weight.data)
     return matmul(plain_input(x), weight, products)
 
 
 def shared_mlp(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, products: Products) -> torch.Tensor:
-    """The shared gated MLP with activations left as they are; plain weights go to torch's own product."""
+    """The shared gated MLP of `x` `[T, D]` with activations unquantized; plain weights go to torch's own product."""
     if gate_up.kind == PLAIN:
         return _down_projection(gate(F.linear(x, gate_up.data), ahead=products.ahead)[0], down, products)
     return _down_projection(matmul(plain_input(x), gate_up, products, gated=True), down, products)
@@ -37,12 +37,14 @@ def shared_mlp(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, produ
 def shared_mlp_quantized(
     x: MatmulInput, gate_up: PackedWeight, down: PackedWeight, format: str, products: Products
 ) -> torch.Tensor:
-    """The shared gated MLP with quantized activations; those between the products are quantized to `format` too."""
+    """The shared gated MLP with quantized activations `x`; those between the products are quantized to `format` ("fp8"
+    or "int8") too.
+    """
     return matmul(activate_and_quantize(matmul(x, gate_up, products), down, format, products), down, products)
 
 
 def moe(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """The op `moe` with activations left as they are."""
+    """The op `moe` with activations unquantized."""
     products: Products = view.prepared
     logits = matmul(plain_input(x), view.router.weight, products, view.router.bias, torch.float32)
     shared = view.shared
@@ -52,7 +54,9 @@ def moe(view: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def moe_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """The op `moe` with activations in FP8, except the router's. Many rows are quantized once, for all experts."""
+    """The op `moe` with activations in FP8, except the router's. Many rows are quantized once, for all experts and the
+    shared MLP; few rows in each product.
+    """
     products: Products = view.prepared
     logits = matmul(plain_input(x), view.router.weight, products, view.router.bias, torch.float32)
     rows, shared, base = make_fp8_input(x, view.experts.gate_up, FP8_GROUP, products), view.shared, None
@@ -65,7 +69,9 @@ def moe_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def moe_int8(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """The op `moe` with activations in int8, except the router's; they are quantized once, for all experts."""
+    """The op `moe` with activations in int8, except the router's; they are quantized once, for all experts and the
+    shared MLP.
+    """
     products: Products = view.prepared
     logits = matmul(plain_input(x), view.router.weight, products, view.router.bias, torch.float32)
     rows, shared, base = make_int8_input(x, products), view.shared, None

@@ -66,12 +66,14 @@ def _route(
 
 
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `moe_route`: one program per token."""
+    """The op `moe_route` by one launch, a program per token."""
     return route_tokens(view, logits, is_dependent(view))
 
 
 def route_tokens(view: Any, logits: torch.Tensor, ahead: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `moe_route` as part of another kernel; `ahead`: a dependent launch (`dependent_launch.py`)."""
+    """The op `moe_route` for other kernels: weights float32 and ids int64 of each token's experts, both `[T, top_k]`.
+    `ahead`: launch before the launch in front has ended (`dependent_launch.py`).
+    """
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     tokens, experts = logits.shape
     weights = logits.new_empty(tokens, view.top_k, dtype=torch.float32)

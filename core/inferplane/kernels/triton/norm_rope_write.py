@@ -23,7 +23,10 @@ from inferplane.types import Batch, LayerKV
 
 @triton.jit
 def rotation_partner(entry, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """For each rotated entry: its pair's number, the other entry of the pair, and the sign that one counts with."""
+    """For each entry of a head that is rotated: the number of its pair, the number of the other entry of that pair, and
+    the sign (1 or -1, float32) with which the other entry counts. INTERLEAVED: pairs are neighbours, else HALF entries
+    apart.
+    """
     if INTERLEAVED:
         return entry // 2, entry + 1 - 2 * (entry % 2), (2 * (entry % 2) - 1).to(tl.float32)
     else:
@@ -134,14 +137,16 @@ def _mla_norm_rope_write(
 
 
 def _padded_width(n: int) -> int:
-    """Width of the tile that holds `n` entries."""
+    """Width of the tile that holds `n` entries: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(n))
 
 
 def norm_rope_write(
     view: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV
 ) -> torch.Tensor:
-    """One program per token and head of q, k or v."""
+    """The op `norm_rope_write` by one launch: norms q and k where the op has norms, rotates both, writes k and v into
+    the cache, and returns q. One program per token and head of q, k or v.
+    """
     entries, scales, kind = cache_tensors(kv)
     q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     (tokens, heads, dim), (kv_heads, v_dim) = q.shape, v.shape[1:]
@@ -164,9 +169,12 @@ def norm_rope_write(
 def mla_norm_rope_write(
     view: Any, q: torch.Tensor | None, kv_a: torch.Tensor, batch: Batch, kv: LayerKV
 ) -> torch.Tensor | None:
-    """One program per token for the latent and the rotated key, and one for the query where it is normed.
+    """The op `mla_norm_rope_write` by one launch: norms the latent, rotates the key beside it, writes both into the
+    cache, and returns the normed query; None where the op norms none. One program per token for latent and key, and one
+    for the query.
 
-    Where the reader wants the normed query quantized, its quantized form is made in the same pass and kept for it.
+    Where the reader wants the normed query quantized, its quantized form is made in the same pass and kept for the
+    reader (`keep_quantized`).
     """
     entries, scales, kind = cache_tensors(kv)
     _, parts, part = entries[0].shape

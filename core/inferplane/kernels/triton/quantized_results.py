@@ -35,11 +35,15 @@ takes the same memory; and it cannot become wrong, since no kernel writes into w
 
 
 def keep_quantized(x: torch.Tensor, quantized: QuantizedActivation) -> None:
-    """Keep the quantized form of `x` for as long as the object `x` lives; views and copies of `x` have none."""
+    """Remember the quantized form of the tensor `x`, for `find_quantized`, while the object `x` lives; views and copies
+    of `x` have none.
+    """
     _quantized[x] = quantized
 
 
 def find_quantized(x: torch.Tensor, format: str, group: int) -> QuantizedActivation | None:
-    """The quantized form of `x`, if its kernel left one in this format with this many columns per scale."""
+    """The quantized form of `x`, if the kernel that computed `x` left one in this format with `group` columns per
+    scale; else None, and the caller quantizes.
+    """
     found: QuantizedActivation | None = _quantized.get(x)
     return found if found is not None and (found.format, found.group) == (format, group) else None

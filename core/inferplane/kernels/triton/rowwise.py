@@ -19,7 +19,9 @@ MAX_QUANTIZED_COLUMNS = 16384
 
 @triton.jit
 def round_half_even(x):
-    """The nearest whole number, ties to even, for |x| below 2^22; by addition alone, so that every device has it."""
+    """Each entry rounded to the nearest whole number, ties to even, for |x| below 2^22; by addition alone, so that
+    every device has it.
+    """
     return (x + 12582912.0) - 12582912.0
 
 
@@ -70,7 +72,8 @@ def silu(x):
 def store_quantized_row(
     y, values, scales, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr
 ):  # fmt: skip
-    """Quantize row number `row`, held as `y` `[BLOCK]`, with a scale per GROUP columns, and store it.
+    """Quantize row number `row`, held as `y` `[BLOCK]`, with a scale per GROUP columns, and store it in `values` and
+    `scales`: in FP8, else in int8.
 
     The first WIDTH entries of `y` count, the others are 0.
     """
@@ -159,12 +162,14 @@ def _quantize(
 
 
 def _warps_for(block: int) -> int:
-    """Warps of a program that holds `block` entries of a row."""
+    """How many warps a program should have that holds `block` entries of a row: 1 to 16."""
     return max(1, min(16, block // 512))
 
 
 def _row_layout(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """How a kernel walks the rows of `x`: `x` with contiguous rows, rows per outer step, outer and inner stride."""
+    """How a kernel walks the rows of `x`: `x` with contiguous rows (a copy if need be), the number of rows per step of
+    its first dimension, and the strides of its first and of its second dimension.
+    """
     if x.stride(-1) != 1 or x.dim() > 3:
         x = x.contiguous()
     if x.dim() == 3:
@@ -173,13 +178,15 @@ def _row_layout(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
 
 
 def allocate_quantized(like: torch.Tensor, width: int, group: int, fp8: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unwritten values and scales for as many rows as `like` has, each of `width` columns, `group` to a scale."""
+    """New tensors, not initialized, for quantized rows: values `[T, width]`, in FP8 or int8, and float32 scales
+    `[T, ceil(width / group)]`. T and the device are those of `like`.
+    """
     values = like.new_empty(like.shape[0], width, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
     return values, like.new_empty(like.shape[0], triton.cdiv(width, group), dtype=torch.float32)
 
 
 def as_bits(values: torch.Tensor) -> torch.Tensor:
-    """Quantized values as kernels store them: FP8 as its bits (uint8), int8 as it is."""
+    """Quantized values as kernels store them: FP8 as its bits (uint8), int8 unchanged; not copied."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
@@ -193,7 +200,8 @@ def rms_norm_quantize(
     keep: bool = False,
     ahead: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """RMS norm of `x`, or of `x + residual`; optionally quantized in the same kernel.
+    """RMS norm of `x`, or of `x + residual`; optionally quantized in the same kernel. One launch; the inputs do not
+    change.
 
     Args:
         x: `[..., D]`, with a residual or quantizing `[T, D]`.
@@ -201,13 +209,13 @@ def rms_norm_quantize(
         eps: added to the mean of squares.
         residual: `[T, D]`, or None.
         quantize: "" (none), "fp8" or "int8".
-        group: columns a scale, a power of two; 0 for the whole row.
-        keep: return the normed rows too where they are quantized.
-        ahead: a dependent launch (`dependent_launch.py`).
+        group: columns per scale, a power of two; 0 for the whole row.
+        keep: return the normed rows too where they are quantized, for readers that want them plain.
+        ahead: launch before the launch in front has ended (`dependent_launch.py`).
 
     Returns:
-        The normed rows, or their values and scales as the op `quantize` gives them, or all three; with a residual,
-        the sum comes last.
+        The normed rows, or their values and scales as the op `quantize` gives them, or all three; with a residual, the
+            sum comes last.
     """
     width = x.shape[-1]
     x, heads, outer, inner = _row_layout(x)
@@ -229,14 +237,15 @@ def rms_norm_quantize(
 
 
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """RMS norm, one program per row."""
+    """The op `rms_norm`, one program per row."""
     return rms_norm_quantize(x, view.weight, view.eps, ahead=is_dependent(view))[0]
 
 
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum and norm in one pass; the norm reads the sum before it is rounded.
+    """The op `add_rms_norm`, sum and norm in one pass; the norm reads the sum before it is rounded.
 
-    Where the readers want the norm quantized, its quantized form is made in the same pass and kept for them.
+    Where the readers want the norm quantized, its quantized form is made in the same pass and kept for them
+    (`keep_quantized`).
     """
     norm, quant, ahead = view.norm, view.output_quant, is_dependent(view)
     format, group = ("", 0) if quant is None else (quant.format, quant.group)
@@ -250,16 +259,16 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
 def silu_mul_quantize(
     x: torch.Tensor, quantize: str = "", group: int = 128, ahead: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """`silu(x[:, :I]) * x[:, I:]`, optionally quantized in the same kernel.
+    """`silu(x[:, :I]) * x[:, I:]`, optionally quantized in the same kernel. One launch; `x` does not change.
 
     Args:
         x: gate and up side by side, `[T, 2 I]`.
         quantize: "" (none), "fp8" or "int8".
-        group: columns a scale, a power of two; 0 for the whole row, of at most `MAX_QUANTIZED_COLUMNS`.
-        ahead: a dependent launch (`dependent_launch.py`).
+        group: columns per scale, a power of two; 0 for the whole row, of at most `MAX_QUANTIZED_COLUMNS`.
+        ahead: launch before the launch in front has ended (`dependent_launch.py`).
 
     Returns:
-        `[T, I]`, or its values and scales as the op `quantize` gives them.
+        `[T, I]`, or its values and scales as the op `quantize` gives them, in a tuple.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
@@ -276,23 +285,26 @@ def silu_mul_quantize(
 
 
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of rows that hold gate and up side by side."""
+    """The op `silu_mul`: `silu(gate) * up` of rows that hold gate and up side by side."""
     return silu_mul_quantize(x, ahead=is_dependent(view))[0]
 
 
 def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `quantize`; nothing is launched where the kernel that computed `x` left its quantized form."""
+    """The op `quantize`: values and scales. Nothing is launched where the kernel that computed `x` left its quantized
+    form.
+    """
     return quantize_rows(x, view.format, view.group, is_dependent(view))
 
 
 def quantize_rows(x: torch.Tensor, format: str, group: int, ahead: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales of `x` `[T, K]`, found or made: one program per row and group.
+    """Values and float32 scales of `x` `[T, K]`: those that the kernel which computed `x` left, without a launch, else
+    made here, one program per row and group.
 
     Args:
         x: rows in the plan's dtype.
         format: "fp8" or "int8".
         group: columns that share a scale; 0 for the whole row.
-        ahead: a dependent launch (`dependent_launch.py`).
+        ahead: launch before the launch in front has ended (`dependent_launch.py`).
     """
     found = find_quantized(x, format, group)
     if found is not None:
@@ -313,7 +325,9 @@ def quantize_rows(x: torch.Tensor, format: str, group: int, ahead: bool = False)
 
 
 def quantize_by_scale(x: torch.Tensor, scale: torch.Tensor, ahead: bool = False) -> torch.Tensor:
-    """`x` `[T, K]` in FP8 by one given scale `[1]`; entries too large for it become the format's largest number."""
+    """`x` `[T, K]` in FP8 by one given scale `[1]` for all entries, as a static scale of a checkpoint; entries too
+    large for it become the format's largest number. `ahead`: see `dependent_launch.py`.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, width = x.shape
     values = x.new_empty(rows, width, dtype=torch.float8_e4m3fn)

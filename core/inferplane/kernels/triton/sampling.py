@@ -46,9 +46,11 @@ def token_weights(x, highest, heat):
 def mass_at_or_above(
     row, bounds, highest, heat, above, min_weight, vocab, BLOCK: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """For each of N keys `bounds`: the number of tokens (COUNT), or their weight, with that key or a higher one.
+    """For each of N keys `bounds` (`sort_keys` of logits): the number of tokens (COUNT), or their weight, with that key
+    or a higher one, int64 `[N]`. One pass over the row.
 
-    Only tokens with a key above `above` and a weight of at least `min_weight` count.
+    Only tokens with a key above `above` and a weight of at least `min_weight` count. `highest` is the row's largest
+    logit, `heat` its temperature.
     """
     total = tl.zeros([N], tl.int64)
     for start in range(0, vocab, BLOCK):
@@ -67,7 +69,7 @@ def find_key(
     row, target, highest, heat, above, tied, min_weight, vocab, BLOCK: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
     """The highest key at or above which lie at least `target` tokens (COUNT), or that much weight; and how much lies
-    above it.
+    above that key. Nine passes over the row.
 
     Of the tokens with the key `above`, those that count weigh `tied` together; lower keys do not count.
     """
@@ -85,7 +87,9 @@ def find_key(
 
 @triton.jit
 def draw_share(uniform, total):
-    """Weight at which a random number falls, `floor(uniform * total)`; `uniform` is a multiple of 2^-24."""
+    """The weight at which a random number falls, `floor(uniform * total)`, int64 and exact; `uniform` in [0, 1) is a
+    multiple of 2^-24.
+    """
     times = tl.minimum((uniform * UNIFORM_STEPS).to(tl.int64), UNIFORM_STEPS - 1)
     return times * (total >> UNIFORM_STEP_BITS) + ((times * (total % UNIFORM_STEPS)) >> UNIFORM_STEP_BITS)
 
@@ -95,8 +99,8 @@ def _sample(
     logits, temperature, top_k, top_p, min_p, uniform, out, vocab, stride,
     BLOCK: tl.constexpr, DRAW: tl.constexpr, FILTER: tl.constexpr,
 ):  # fmt: skip
-    """Program `row`: the largest logit's token, which a NaN counts as; with DRAW, where the temperature is above 0, a
-    random token; with FILTER, one that top-k, top-p and min-p leave.
+    """Program `row` stores the row's token in `out`: the largest logit's, which a NaN counts as; with DRAW, where the
+    temperature is above 0, a random token; with FILTER, one that top-k, top-p and min-p leave.
     """
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
@@ -192,7 +196,9 @@ def sample(
     min_p: torch.Tensor | None,
     uniform: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The op `sample`: one program per row, with as many passes over it as the step's parameters need."""
+    """The op `sample` by one launch: one program per row, with as many passes over the row as the step's parameters
+    need.
+    """
     logits = logits if logits.stride(-1) == 1 and logits.dtype == torch.float32 else logits.float().contiguous()
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -12,7 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def is_last_arrival(counter, parts):
-    """Count this program in; True for the last of `parts` programs, which may then read what the others stored."""
+    """Count this program in, after it has stored its part; True for the last of `parts` programs, which may then read
+    what the others stored. The counter is 0 again afterwards.
+    """
     tl.debug_barrier()  # all of this program's threads have stored
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1
     if last:
@@ -22,7 +24,9 @@ def is_last_arrival(counter, parts):
 
 @triton.jit
 def are_last_arrivals(counters, parts, mask):
-    """`is_last_arrival` for several results at once: `counters` are pointers, `parts` the programs that share each."""
+    """`is_last_arrival` for several results at once: `counters` are pointers, `parts` the programs that share each
+    result; only entries in `mask` are counted. Returns a vector of booleans.
+    """
     tl.debug_barrier()
     last = mask & (tl.atomic_add(counters, 1, mask=mask, sem="acq_rel", scope="gpu") == parts - 1)
     tl.store(counters, 0, mask=last)

@@ -20,7 +20,9 @@ class Counters:
         self._held: dict[torch.device, list[torch.Tensor]] = {}
 
     def of(self, device: torch.device, count: int) -> torch.Tensor:
-        """At least `count` counters, int32. Earlier ones stay alive, since captured steps go on using them."""
+        """At least `count` counters, int32 zeros on the device; made anew only if there are too few. Earlier ones stay
+        alive, since captured steps go on using them.
+        """
         held = self._held.setdefault(device, [])
         if not held or held[-1].numel() < count:
             held.append(torch.zeros(max(count, self.MIN_COUNT), dtype=torch.int32, device=device))
@@ -44,7 +46,7 @@ class Launch:
     stages: int = 2
 
     def for_dtype(self, dtype: torch.dtype) -> Launch:
-        """The sizes for activations of `dtype`: float32 takes half the keys, so that a tile keeps its bytes."""
+        """The same sizes for activations of `dtype`: float32 takes half the keys, so that a tile has as many bytes."""
         return self if dtype.itemsize <= 2 else Launch(self.rows, max(16, self.keys // 2), self.warps, 1)
 
 
@@ -71,7 +73,9 @@ class Tiles:
     counters: Counters = field(default_factory=Counters, init=False, repr=False, compare=False)
 
     def prepare(self, op: Any, ctx: Any) -> Tiles:
-        """`Kernel.prepare` of every kernel that takes `Tiles`: a copy, with counters of its own."""
+        """The function that kernels with `Tiles` name as `Kernel.prepare`: returns a copy with counters of its own for
+        each op, so that ops share none. Its arguments are not used.
+        """
         return replace(self)
 
 
@@ -115,18 +119,22 @@ class Products:
     counters: Counters = field(default_factory=Counters, init=False, repr=False, compare=False)
 
     def choose(self, rows: int) -> Product:
-        """The division of a product with this many rows."""
+        """The division of a product whose result has `rows` rows."""
         return self.few if rows <= 16 else self.some if rows <= 64 else self.many
 
     def choose_for_experts(self, rows: int) -> Product:
-        """The division of a grouped or gated product with this many rows per expert."""
+        """The division of a grouped product with `rows` rows per expert, or of a gated product with `rows` rows."""
         return self.few if rows <= 16 else self.experts
 
     def splits(self, product: Product, rows: int, columns: int, depth: int) -> int:
-        """Into how many parts K (`depth` columns) is split; 1 where the tiles alone fill the device."""
+        """Into how many parts K (`depth` columns) is split, so that a product of few tiles fills the device; 1 where
+        the tiles of `rows` times `columns` results alone do. A part has at least `MIN_COLUMNS_PER_SPLIT` columns.
+        """
         tiles = -(-rows // product.rows) * -(-columns // product.columns)
         return max(1, min(self.programs // tiles, depth // MIN_COLUMNS_PER_SPLIT))
 
     def prepare(self, op: Any, ctx: Any) -> Products:
-        """`Kernel.prepare` of every kernel that multiplies: a copy, with counters of its own."""
+        """The function that kernels with `Products` name as `Kernel.prepare`: returns a copy with counters of its own
+        for each op, so that ops share none. Its arguments are not used.
+        """
         return replace(self)

@@ -50,7 +50,7 @@ class PackedWeight:
 
     @property
     def depth(self) -> int:
-        """Columns per loop iteration of a product."""
+        """Columns per loop iteration of a product: those that share a scale, or `DEPTH` where whole rows do."""
         return self.group or DEPTH
 
     @property
@@ -60,12 +60,13 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of entries, scales and zero points."""
+        """Bytes of entries, scales and zero points together."""
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero) if t is not None)
 
 
 def pack(weight: torch.Tensor | QTensor) -> PackedWeight:
-    """Pack a weight that is in canonical form (rows as outputs).
+    """Pack a weight that is in canonical form (rows as outputs): contiguous rows, FP8 as bits, two INT4 entries per
+    byte, scales in float32. A plain weight that is contiguous is not copied.
 
     Raises:
         KernelError: columns share scales in groups other than `GROUPS`.
@@ -89,7 +90,7 @@ def pack(weight: torch.Tensor | QTensor) -> PackedWeight:
 
 
 def _pack_int4(data: torch.Tensor, span: int) -> torch.Tensor:
-    """INT4 entries plus 8, two to a byte: byte j of a span of columns holds columns j (low) and `span / 2 + j`."""
+    """INT4 entries plus 8, two per byte: byte j of every `span` columns holds columns j (low) and `span / 2 + j`."""
     spans = math.ceil(data.shape[-1] / span)
     offset = F.pad(data, (0, spans * span - data.shape[-1])).add(8).view(torch.uint8)
     low, high = offset.unflatten(-1, (spans, 2, span // 2)).unbind(-2)

@@ -31,13 +31,17 @@ class Fault(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Fault:
-        """The message for an error; one that is not Inferplane's own becomes an EngineError."""
+        """The message that carries an exception to another process; one that is not Inferplane's own becomes an
+        EngineError.
+        """
         if isinstance(error, InferplaneError):
             return cls(type(error).__name__, error.what, error.there_is, error.remedy)
         return cls(EngineError.__name__, f"{type(error).__name__}: {error}")
 
     def error(self) -> InferplaneError:
-        """The error again."""
+        """The exception that `of` was given, as an InferplaneError of the same class to raise; an unknown class becomes
+        EngineError.
+        """
         found = getattr(errors, self.kind, None)
         kind = found if isinstance(found, type) and issubclass(found, InferplaneError) else EngineError
         return kind(self.what, there_is=self.there_is, remedy=self.remedy)
@@ -147,11 +151,11 @@ read_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def frame(message: FromCaller | FromEngine) -> bytes:
-    """A message as bytes.
+    """A message as bytes to send: four bytes of length, then the body in MessagePack.
 
     Raises:
         TypeError, OverflowError: it holds a value that MessagePack cannot represent.
-        ValueError: it is too large.
+        ValueError: its body is larger than `MAX_FRAME_BYTES`.
     """
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
@@ -160,7 +164,9 @@ def frame(message: FromCaller | FromEngine) -> bytes:
 
 
 def number_of(body: bytes) -> int | None:
-    """The number of a message that is no valid `FromCaller`, so that `Refused` can answer it; None if it has none."""
+    """The `number` field of a body that is no valid `FromCaller`, so that `Refused` can answer that message alone; None
+    if the body cannot be decoded or has no integer there.
+    """
     try:
         number = msgspec.msgpack.decode(body).get("number")
     except (ValueError, AttributeError):  # also for a string that is no UTF-8
@@ -169,10 +175,10 @@ def number_of(body: bytes) -> int | None:
 
 
 def body_bytes(header: bytes) -> int:
-    """Length of the body that follows a header.
+    """Length in bytes of the body that follows a header of `HEADER_BYTES` bytes.
 
     Raises:
-        ValueError: it is too large to be one.
+        ValueError: the length is above `MAX_FRAME_BYTES`.
     """
     (length,) = _LENGTH.unpack(header)
     if length > MAX_FRAME_BYTES:

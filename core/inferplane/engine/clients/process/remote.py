@@ -29,10 +29,8 @@ from inferplane.engine.request.results import Delta, FinishReason, Timings
 from inferplane.engine.request.seeds import as_int64
 from inferplane.errors import EngineError, InferplaneError, UsageError, warn
 
-MAX_ADDRESS_BYTES = 103
-"""Of a Unix socket's path on the strictest system, without the zero at the end."""
-CLOSE_S = 30.0
-"""Seconds after draining in which the engine's process has to end; then it is killed."""
+MAX_ADDRESS_BYTES = 103  # of a Unix socket's path on the strictest system, without the zero at the end
+CLOSE_S = 30.0  # seconds after draining in which the engine has to close, and then its process to exit
 _START = """import sys
 sys.path[:] = sys.argv[1].split("\\n")
 from inferplane.engine.clients.process.memory import gc_paused
@@ -43,15 +41,9 @@ main()
 
 
 class EngineProcess:
-    """A process that an engine runs in, connected by a socket pair, with a folder for the socket of other callers.
-
-    Args:
-        model: as for `LLM`. options: its other arguments.
-
-    Attributes: `address`, the path of the socket for other callers; `socket`, this caller's end of the pair.
-
-    Raises:
-        UsageError: an argument cannot be sent to another process, or the platform has no Unix sockets.
+    """A new process for an engine, connected by a socket pair; it waits for `load_model`. `model` and `options` are
+    those of `LLM`. Attributes: `address`, path of the socket for other callers, in a folder of its own; `socket`, this
+    caller's end of the pair. UsageError: an argument cannot be sent, or the platform has no Unix sockets.
     """
 
     def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
@@ -85,11 +77,11 @@ class EngineProcess:
             theirs.close()
 
     def load_model(self) -> None:
-        """Send the first message."""
+        """Send the message that makes the process load the model; does not wait for the model."""
         self.socket.sendall(self._first_message)
 
     def exit_reason(self) -> str:
-        """How the process ended, for a message."""
+        """How the process ended, for a message (" with code 1"); waits up to 5 s, "" if the process still runs."""
         try:
             code = self._process.wait(5.0)
         except subprocess.TimeoutExpired:
@@ -107,9 +99,8 @@ class EngineProcess:
 
 
 class RemoteEngine:
-    """An `EngineClient` for an engine in another process. `start` and `connect` make one.
-
-    It has two threads: one writes, so that a caller never waits for the other process to read, and one reads.
+    """An `EngineClient` for an engine in another process, made by `start` or `connect`. One thread writes, so that a
+    caller never waits for the other process to read, and one reads.
     """
 
     def __init__(self, sock: socket.socket, address: str, process: EngineProcess | None = None) -> None:
@@ -133,10 +124,10 @@ class RemoteEngine:
     def start(
         cls, model: Any, options: Mapping[str, Any], on_warning: Callable[[str], None] | None = None
     ) -> RemoteEngine:
-        """Start a process and load a model there.
+        """Start a process, load a model there, and wait until it is loaded. The process ends when its caller ends.
 
         Args:
-            model: as for `LLM`. options: its other arguments.
+            model: as for `LLM`. options: its other arguments; `progress` is called in the caller's process.
             on_warning: see `AsyncLLM`.
 
         Raises:
@@ -154,11 +145,7 @@ class RemoteEngine:
 
     @classmethod
     def connect(cls, address: str) -> RemoteEngine:
-        """Use an engine that another process has started.
-
-        Raises:
-            EngineError: nothing answers there.
-        """
+        """Use another process's engine by the path of its socket; EngineError if no engine answers there."""
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.connect(address)
@@ -176,7 +163,7 @@ class RemoteEngine:
     # -- for callers
 
     def submit(self, submission: Submission, sink: Sink) -> Future[None]:
-        """See `EngineClient`."""
+        """See `EngineClient`. UsageErrors and a lost connection come through the future too, never as an exception."""
         answer: Future[None] = Future()
         number = next(self._numbers)
         params = submission.params
@@ -194,14 +181,14 @@ class RemoteEngine:
         return answer
 
     def abort(self, request_id: RequestId, sink: Sink) -> None:
-        """See `EngineClient`."""
+        """See `EngineClient`; queues the message and returns at once."""
         with self._lock:
             number = self._number_of.get((sink, request_id))
         if number is not None:
             self._outbox.put(messages.frame(messages.Abort(number)))
 
     def inspect(self, question: Question) -> Future[dict[str, Any]]:
-        """See `EngineClient`."""
+        """See `EngineClient`. "health" of an engine that is closed or lost is an answer (not alive), not an error."""
         answer: Future[dict[str, Any]] = Future()
         number = next(self._numbers)
         refusal = self._send(number, answer, messages.frame(messages.Inspect(number, question)))
@@ -212,7 +199,12 @@ class RemoteEngine:
         return answer
 
     def close(self, drain_s: float = 0.0) -> None:
-        """See `EngineClient`. If another process started the engine, only the requests of this one end."""
+        """Reject new requests, let live ones run for up to `drain_s` seconds, abort the rest, disconnect.
+
+        It waits until that is done. An engine made by `start` ends for all its callers, with its process: beyond
+        `drain_s` it has `CLOSE_S` seconds to close and as many to exit, then the process is killed. After `connect`,
+        only this client's requests end. A second call waits for the first, at most `drain_s + CLOSE_S` seconds.
+        """
         with self._lock:
             begun, self._closing = self._closing, True
         if begun:
@@ -231,7 +223,7 @@ class RemoteEngine:
     def _send(
         self, number: int, answer: Future[Any], data: bytes, stream: tuple[Sink, RequestId] | None = None
     ) -> InferplaneError | None:
-        """Queue a message and remember its answer and its stream; returns why it is rejected, None if it is not."""
+        """Queue `data`, and register `answer` and `stream` under `number`; returns why this is rejected, else None."""
         with self._lock:
             if self._closing:
                 return UsageError("The model is shut down.", remedy="make a new AsyncLLM")
@@ -248,7 +240,7 @@ class RemoteEngine:
     def _await_ready(
         self, progress: Callable[[int, int], None] | None = None, on_warning: Callable[[str], None] | None = None
     ) -> None:
-        """Wait until the model is loaded, then start the threads."""
+        """Read messages until the model is loaded, passing on progress and warnings, then start the threads."""
         while True:
             message = self._receive()
             if message is None:
@@ -274,6 +266,7 @@ class RemoteEngine:
         return None
 
     def _write(self) -> None:
+        """The writer thread: send queued messages until None. A failure closes the connection, and so ends `_read`."""
         while (data := self._outbox.get()) is not None:
             try:
                 self._socket.sendall(data)
@@ -283,6 +276,7 @@ class RemoteEngine:
                 return
 
     def _read(self) -> None:
+        """The reader thread: handle messages until the connection ends, then end all requests and calls."""
         closed, why = False, ""
         try:
             while not closed and (message := self._receive()) is not None:
@@ -295,6 +289,7 @@ class RemoteEngine:
         self._end(closed, why)
 
     def _handle(self, message: FromEngine) -> None:
+        """Pass one message of the engine to the sinks or to the future that it answers."""
         if isinstance(message, messages.Pieces):
             self._deliver(message.pieces)
         elif isinstance(message, messages.Accepted):
@@ -306,7 +301,7 @@ class RemoteEngine:
             self._settle(message.number, message.fault.error())
 
     def _deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
-        """Deliver a step's pieces to their sinks."""
+        """Deliver one step's pieces to their sinks, one call per sink, and drop the streams that end."""
         batches: dict[Sink, list[tuple[RequestId, Delta]]] = {}
         ended: dict[Sink, list[RequestId]] = {}
         for number, delta in pieces:
@@ -322,6 +317,7 @@ class RemoteEngine:
                 self._forget(number)
 
     def _settle(self, number: int, value: Any) -> None:
+        """Set the result (or the exception) of the future that waits under `number`; nothing if there is none."""
         with self._lock:
             answer = self._answers.pop(number, None)
         if answer is None or not answer.set_running_or_notify_cancel():
@@ -332,13 +328,14 @@ class RemoteEngine:
             answer.set_result(value)
 
     def _forget(self, number: RequestId) -> None:
+        """Drop the stream of a request; its later pieces are ignored."""
         with self._lock:
             found = self._streams.pop(number, None)
             if found is not None and self._number_of.get(found) == number:
                 del self._number_of[found]
 
     def _end(self, closed: bool, why: str = "") -> None:
-        """End all requests and calls that wait."""
+        """End every future with an error and every stream with "abort" (after closing) or "error"; wake `close`."""
         ended = closed or self._closing
         message = "the engine was shut down" if ended else why or f"the engine's process ended{self._exit_reason()}"
         failure = EngineError(f"{message[0].upper()}{message[1:]}.", remedy="make a new AsyncLLM")
@@ -359,6 +356,7 @@ class RemoteEngine:
         return "" if self._process is None else self._process.exit_reason()
 
     def _dispose(self) -> None:
+        """Close the socket; wait for the process if its engine has closed, else kill it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -367,7 +365,7 @@ class RemoteEngine:
 
 
 def _plain(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A model and options as plain data: names for dtypes, mappings for configs, strings for paths."""
+    """Model and options as plain data: names for dtypes, mappings for configs, strings for paths; no `progress`."""
     if isinstance(model, (str, Path)):
         model = str(model)
     else:
@@ -391,6 +389,7 @@ def _plain(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]
 
 
 def _framed(message: FromCaller) -> bytes:
+    """A message as bytes; UsageError if it holds a value that cannot be sent."""
     try:
         return messages.frame(message)
     except (TypeError, ValueError, OverflowError) as error:

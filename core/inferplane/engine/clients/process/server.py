@@ -44,15 +44,20 @@ class Connection:
     # -- from any thread
 
     def deliver(self, pieces: list[tuple[RequestId, Delta]]) -> None:
+        """See `Sink`: send the pieces of one step to the caller, from any thread."""
         self.post(messages.Pieces(pieces))
 
     def post(self, message: FromEngine) -> None:
+        """Send a message from any thread, in the loop's thread later; nothing happens if the loop has ended."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(self.send, message)
 
     # -- in the loop
 
     def send(self, message: FromEngine) -> None:
+        """Write a message, without waiting until it is sent. A caller that has `MAX_UNREAD_BYTES` unread, or whose
+        message cannot be encoded, is disconnected.
+        """
         if self.writer.is_closing():
             return
         if self.writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
@@ -65,9 +70,9 @@ class Connection:
             self.writer.transport.abort()
 
     async def receive(self) -> FromCaller | None:
-        """The next message; None at the end, and for a caller that violates the protocol.
+        """The next valid message; None when the caller has left or violates the protocol, which is reported on stderr.
 
-        A message with a number and a value of a wrong type is refused alone.
+        A message that has a number but a value of a wrong type is answered with `Refused`, and the next one is awaited.
         """
         while True:
             try:
@@ -86,15 +91,16 @@ class Connection:
 
     @staticmethod
     def _report(error: Exception) -> None:
+        """Write to stderr why a caller is disconnected."""
         print(f"inferplane engine: a caller is disconnected: {error}", file=sys.stderr)
 
     async def serve(
         self, engine: LocalEngine, on_close: Callable[[float], None], first: Awaitable[FromCaller | None] | None = None
     ) -> None:
-        """Answer until the caller leaves; its requests end with it.
+        """Answer a caller's messages until it leaves; then all its requests are aborted.
 
         Args:
-            engine: answers.
+            engine: runs the requests and answers inspections.
             on_close: called with the seconds for draining at `Close`; further messages are still answered.
             first: the first message, if it is being received already.
         """
@@ -114,6 +120,10 @@ class Connection:
             engine.abort_all(self)
 
     def _answer(self, answer: Future[Any], number: int) -> None:
+        """Send the result of a future under a message's number when it is done: `Accepted`, `InspectReply` or
+        `Refused`.
+        """
+
         def done(answer: Future[Any]) -> None:
             error = answer.exception()
             if error is not None:
@@ -126,7 +136,7 @@ class Connection:
         answer.add_done_callback(done)
 
     async def leave(self) -> None:
-        """Write the rest, and close."""
+        """Wait up to 5 s until what was written is sent, then close the connection."""
         with contextlib.suppress(ConnectionError, asyncio.TimeoutError):
             await asyncio.wait_for(self.writer.drain(), 5.0)
         self.writer.close()
@@ -150,7 +160,9 @@ class _Forwarding(logging.Handler):
 
 
 def _load(message: messages.LoadModel, owner: Connection) -> LocalEngine:
-    """Load the model; progress and warnings go to the owner."""
+    """Load the model and start its engine, in a thread; progress, warnings and log messages go to the owner as
+    messages. Blocks until the model is loaded; afterwards all objects are excluded from garbage collection.
+    """
 
     def progress(done: int, total: int) -> None:
         owner.post(messages.Progress(done, total))
@@ -175,6 +187,9 @@ def _load(message: messages.LoadModel, owner: Connection) -> LocalEngine:
 
 
 async def _run(sock: socket.socket) -> None:
+    """The life of the process: receive the owner's `LoadModel`, load, serve. If the owner leaves while the model is
+    loading, the process exits at once.
+    """
     owner = Connection(*await asyncio.open_unix_connection(sock=sock))
     first = await owner.receive()
     if not isinstance(first, messages.LoadModel):
@@ -197,7 +212,9 @@ async def _live(
     loading: asyncio.Future[LocalEngine],
     second: asyncio.Future[FromCaller | None],
 ) -> None:
-    """Serve after loading until the engine is closed."""
+    """Serve the owner and later callers until the owner sends `Close` or leaves; then close the engine and all
+    connections. A failed loading is reported to the owner instead.
+    """
     try:
         engine = loading.result()
     except BaseException as error:
@@ -221,7 +238,7 @@ async def _live(
 
 
 def _remove(address: str) -> None:
-    """Remove the socket and its own folder: the process that made it may have ended."""
+    """Remove the socket at `address` and its own folder: the process that made the folder may have ended."""
     with contextlib.suppress(OSError):
         os.unlink(address)
     with contextlib.suppress(OSError):
@@ -229,7 +246,9 @@ def _remove(address: str) -> None:
 
 
 async def _listen(engine: LocalEngine, address: str) -> set[Connection]:
-    """Accept further callers; the set holds those that are connected."""
+    """Accept further callers at a Unix socket, from now on and in the background; the returned set always holds those
+    that are connected. Their `Close` is ignored.
+    """
     callers: set[Connection] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -247,7 +266,9 @@ async def _listen(engine: LocalEngine, address: str) -> set[Connection]:
 
 
 def main() -> None:
-    """Serve on the socket whose descriptor is the last argument."""
+    """Serve on the socket whose descriptor is the last command-line argument, until the engine is closed. Ignores
+    SIGINT and SIGTERM.
+    """
     # Signals to all processes of a terminal, a service or a launcher are for the process that started this one: it may
     # have requests to finish, and this process ends when it ends.
     for number in (signal.SIGINT, signal.SIGTERM):
