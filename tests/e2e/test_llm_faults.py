@@ -6,6 +6,7 @@ import pytest
 
 from inferplane import SamplingParams
 from inferplane.engine import InferplaneWarning
+from inferplane.engine.loop import engine as engine_module
 from inferplane.errors import CapacityError, GenerationError, UsageError
 from tests.e2e.tiny_llm import GREEDY, LONG, one, opened
 from tests.e2e.tiny_models import prompts
@@ -17,7 +18,7 @@ class Fault(Exception):
     pass
 
 
-@pytest.mark.parametrize("place", ["run", "_decide", "_accept", "commit", "schedule"])
+@pytest.mark.parametrize("place", ["run", "choose_tokens", "_accept", "commit", "schedule"])
 @pytest.mark.parametrize("step", [1, 2, 6])
 def test_interrupts(llm, monkeypatch, place, step):
     """Inside a step: the call ends, nothing is lost, and a stream that ran beside it goes on as if undisturbed.
@@ -29,7 +30,8 @@ def test_interrupts(llm, monkeypatch, place, step):
     stream = llm.stream("abc", sampled)
     got = [next(stream), next(stream)]
     engine = llm.engine
-    owner = {"run": engine.runner, "commit": engine.scheduler, "schedule": engine.scheduler}.get(place, engine)
+    owners = {"run": engine.runner, "commit": engine.scheduler, "schedule": engine.scheduler}
+    owner = {**owners, "choose_tokens": engine_module}.get(place, engine)
     original, calls = getattr(owner, place), [0]
 
     def interrupted(*args, **kwargs):

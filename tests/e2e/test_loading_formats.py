@@ -117,9 +117,9 @@ def test_fp8_blocks_are_their_values(fp8, dtype):
         for (site, name), t in ours.items():
             assert torch.equal(t, want[site, {"plain": "canonical"}.get(name, name)]), site
         assert torch.equal(a.logits(PROMPT)[0], b.logits(PROMPT)[0])
-        found = {(e["op"], e["format"]): e["weights"] for e in a.explain()["expanded"]}
+        found = {(e["op"], e["format"]): e["weights"] for e in a.explain()["dequantized"]}
         assert found["linear", "fp8_block"] > 10 and found["moe_experts", "fp8_block"] == 4
-        assert "expanded at load" in a.explain_text() and not b.explain()["expanded"]
+        assert "dequantized at load" in a.explain_text() and not b.explain()["dequantized"]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_dummy_weights(family, quantized, tmp_path):
     for model in (entries, tmp_path) if quantized else (config, entries, tmp_path):
         with LLM(model, device="cpu", load_format="dummy", dtype="float32", mtp=family == "deepseek") as llm:
             assert llm.logits(PROMPT)[0].shape == (40, 101) and llm.logits(PROMPT)[0].isfinite().all()
-            assert bool(llm.explain()["expanded"]) == quantized
+            assert bool(llm.explain()["dequantized"]) == quantized
             got = {site: w.shape for site, w in llm.runner.model.weights()}
             assert got["layers.0.mlp.down.weight"] == (config.hidden_size, config.intermediate_size)
             again = llm.logits(PROMPT)[0]

@@ -41,7 +41,7 @@ async def running(llm: AsyncLLM, count: int) -> None:
 
 
 def pid(llm: AsyncLLM) -> int:
-    return llm._client._process.pid  # type: ignore[attr-defined]
+    return llm._client._process._process.pid  # type: ignore[attr-defined]
 
 
 def test_streams_equal_those_of_a_thread_and_nothing_stays() -> None:
@@ -194,7 +194,7 @@ import os, sys
 from inferplane import AsyncLLM
 from tests.e2e.test_async import CONFIG, OPTIONS
 llm = AsyncLLM(CONFIG, process=True, **OPTIONS)
-print(llm._client._process.pid, flush=True)
+print(llm._client._process._process.pid, flush=True)
 os._exit(1)
 """
 
@@ -218,7 +218,7 @@ def test_messages_survive_the_journey() -> None:
     assert isinstance(messages.Fault("SystemExit", "?").error(), EngineError)
     assert isinstance(messages.Fault.of(KeyError("x")).error(), EngineError)
     with pytest.raises(ValueError, match="bytes"):
-        messages.body_bytes(b"\xff" * messages.MAX_HEADER_BYTES)
+        messages.body_bytes(b"\xff" * messages.HEADER_BYTES)
 
 
 def test_a_request_that_cannot_be_read_costs_nobody_else() -> None:
