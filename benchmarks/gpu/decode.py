@@ -78,12 +78,12 @@ def cycles(config: dict[str, Any], sequences: int, drafts: int) -> Iterator[Row]
         speculative_config=settings,
     )  # fmt: skip
     speculator = llm.engine.speculator
-    assert speculator is not None and speculator.cycles is not None
-    records, why = speculator.cycles, speculator.cycles.off
+    assert speculator is not None and speculator.captured_steps is not None
+    records, why = speculator.captured_steps, speculator.captured_steps.disabled_reason
     params = SamplingParams(max_tokens=2 * (TURNS + 2) * (1 + drafts), temperature=0, ignore_eos=True)
     tokens: dict[str, Any] = {}
     for way in ("apart", "one record"):
-        records.off = "asked for" if way == "apart" else why
+        records.disabled_reason = "asked for" if way == "apart" else why
         us: list[float] = []
         asked = [llm.engine.add([1 + i] * (CONTEXT // 2), params, frozenset()) for i in range(sequences)]
         while any(len(r.generated) <= 2 * (1 + drafts) for r in asked):  # prompts; records are made
@@ -100,11 +100,11 @@ def cycles(config: dict[str, Any], sequences: int, drafts: int) -> Iterator[Row]
     if not records.replayed:
         yield {
             "passed": False,
-            "error": f"verification and drafts were not one record: {records.off or records.fallbacks}",
+            "error": f"verification and drafts were not one record: {records.disabled_reason or records.fallbacks}",
         }
         llm.close()
         return
-    recorded = next(iter(next(iter(records.buckets.values())).records.values()))
+    recorded = next(iter(next(iter(records.buckets.values())).graphs.values()))
     with torch.inference_mode():
         us_alone, kernels = replay_us(recorded.replay), profiled(recorded.replay)
     yield {"sequences": sequences, "us": round(us_alone, 1), **summary(kernels)}
@@ -141,7 +141,7 @@ def ours(config: dict[str, Any], sequences: int, roof: dict[str, float]) -> Iter
     with torch.inference_mode():
         runner.run(batch)
     if not steps.buckets:
-        yield {"passed": False, "error": f"the step was not recorded: {steps.off}"}
+        yield {"passed": False, "error": f"the step was not recorded: {steps.disabled_reason}"}
         llm.close()
         return
     recorded = next(iter(steps.buckets.values())).recorded

@@ -273,9 +273,9 @@ def _replayed_and_eager(name: str, model: Any, options: dict[str, Any], recorded
     replayed, once, drafts = 0, 0, "speculative" in options
     for way in ("eager", *(["apart"] if drafts else []), "replayed"):
         llm = LLM(model, device=cases.DEVICE, dtype="bfloat16", max_num_seqs=8, capture=way != "eager", **options)
-        cycles = llm.engine.speculator.cycles if llm.engine.speculator is not None else None
+        cycles = llm.engine.speculator.captured_steps if llm.engine.speculator is not None else None
         if cycles is not None and way == "apart":
-            cycles.off = "asked for"
+            cycles.disabled_reason = "asked for"
         wanted = ((64, 0.0), (30, 0.8), (64, 0.0), (9, 0.0))
         params = [SamplingParams(max_tokens=n, temperature=t, seed=n, ignore_eos=True) for n, t in wanted]
         tokens[way] = [r.token_ids for r in llm.generate(prompts, params)]
@@ -287,7 +287,7 @@ def _replayed_and_eager(name: str, model: Any, options: dict[str, Any], recorded
         replayed = decode.replayed + once
         row = {
             "model": name, "way": way, "seconds": round(seconds, 3), "replayed": decode.replayed,
-            "eager": decode.eager, "off": decode.off,
+            "eager": decode.eager, "off": decode.disabled_reason,
         }  # fmt: skip
         yield row if cycles is None else {**row, "cycles": once, "apart": dict(cycles.fallbacks)}
         llm.close()

@@ -9,7 +9,12 @@ import torch
 from inferplane import LLM, SamplingParams
 from tests.vendors.configs import FAMILIES
 
-OPTIONS: dict[str, Any] = {"load_format": "dummy", "kv_cache_bytes": 1 << 23, "max_batch": 4, "max_step_tokens": 48}
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "kv_cache_bytes": 1 << 23,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+}
 PROMPTS = [[(7 * i + 3) % 199 for i in range(n)] for n in (130, 3, 61)]
 
 

@@ -36,8 +36,8 @@ DRAFTING: dict[str, Callable[[], Runner]] = {
         planned,
         {**REAL["DeepSeek-V3, 4 layers"], "num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, **FORMS[form][0]},
         mtp=True,
-        drafting_layer=True,
-        drafts=3,
+        has_draft_layer=True,
+        num_drafts=3,
     )
     for form in ("bf16", "FP8, coded")
 }

@@ -119,8 +119,8 @@ def cycle(runner: Runner, sequences: int, drafts: int, kinds: tuple[int, ...] = 
     config = SpeculativeConfig("mtp", drafts)
     whole = VerifyAndDraft(lambda b: bound(b, cache), lambda b, h: layer(h, b, kv), sampler, config, cache.block_tokens)
     width = CONTEXT // cache.block_tokens
-    turn = InputBucket.of(Size(sequences, 1 + drafts), width, cache.block_tokens, META).turn
-    return _taken(lambda: whole(turn, CaptureForm(drafts, kinds)))
+    inputs = InputBucket.of(Size(sequences, 1 + drafts), width, cache.block_tokens, META).inputs
+    return _taken(lambda: whole(inputs, CaptureForm(drafts, kinds)))
 
 
 def _bound(runner: Runner) -> tuple[Any, KVCache]:
@@ -133,7 +133,7 @@ def _bound(runner: Runner) -> tuple[Any, KVCache]:
     }
     device = torch.device(META)
     block_tokens = next(iter(plan.layouts.values())).block_tokens
-    layers = tuple(plan.layouts[r].build(r, BLOCKS, runner.dtype, device) for r in runner._kv_requests())
+    layers = tuple(plan.layouts[r].build(r, BLOCKS, runner.dtype, device) for r in runner.kv_requests())
     return link(plan, packed)["decode"], KVCache(layers, BLOCKS, block_tokens)
 
 
