@@ -106,7 +106,7 @@ def cycles(config: dict[str, Any], sequences: int, drafts: int) -> Iterator[Row]
         return
     recorded = next(iter(next(iter(records.buckets.values())).graphs.values()))
     with torch.inference_mode():
-        us_alone, kernels = replay_us(recorded.replay), profiled(recorded.replay)
+        us_alone, kernels = replay_us(graph.replay), profiled(graph.replay)
     yield {"sequences": sequences, "us": round(us_alone, 1), **summary(kernels)}
     yield from by_kernel(kernels)
     llm.close()
@@ -144,8 +144,8 @@ def ours(config: dict[str, Any], sequences: int, roof: dict[str, float]) -> Iter
         yield {"passed": False, "error": f"the step was not recorded: {steps.disabled_reason}"}
         llm.close()
         return
-    recorded = next(iter(steps.buckets.values())).recorded
-    us = replay_us(recorded.replay)
+    graph = next(iter(steps.buckets.values())).graph
+    us = replay_us(graph.replay)
     load = Workload(sequences, sequences * CONTEXT, sequences * CONTEXT, torch.bfloat16)
     whole = runner.model.cost(load)
     floor = whole.nbytes / roof["copy_gbps"] / 1e3
@@ -153,7 +153,7 @@ def ours(config: dict[str, Any], sequences: int, roof: dict[str, float]) -> Iter
         max(c.nbytes / roof["copy_gbps"] / 1e3, c.flops / roof["bf16_tflops"] / 1e6)
         for c in (op.cost(load) for _, op, choice in runner.plan.sites("decode") if leaf(choice))
     )
-    kernels = profiled(recorded.replay)
+    kernels = profiled(graph.replay)
     yield {
         "sequences": sequences, "us": round(us, 1), "floor_us": round(floor, 1), "share_of_floor": round(floor / us, 3),
         "sum_of_floors_us": round(parts, 1), **summary(kernels),

@@ -270,7 +270,7 @@ def _replayed_and_eager(name: str, model: Any, options: dict[str, Any], recorded
     tokens: dict[str, Any] = {}
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(5, 90, (n,), generator=generator).tolist() for n in (5, 17, 40, 9)]
-    replayed, once, drafts = 0, 0, "speculative" in options
+    replayed, once, drafts = 0, 0, "speculative_config" in options
     for way in ("eager", *(["apart"] if drafts else []), "replayed"):
         llm = LLM(model, device=cases.DEVICE, dtype="bfloat16", max_num_seqs=8, capture=way != "eager", **options)
         cycles = llm.engine.speculator.captured_steps if llm.engine.speculator is not None else None

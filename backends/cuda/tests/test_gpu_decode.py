@@ -110,7 +110,7 @@ def test_steps_with_drafts_are_told_in_both_ways(drafting):
 def test_drafts_that_are_not_in_the_record_are_a_fault(drafting, monkeypatch):
     monkeypatch.setattr(CpuBackend, "capture", lambda self, step, bucket: None)
     wrong = check.faults("drafting", list(decode.drafting()))
-    assert len(wrong) == 1 and "not one record: the device records no steps" in wrong[0]
+    assert len(wrong) == 1 and "not one record: the device captures no steps" in wrong[0]
 
 
 def test_what_fails_is_a_row_and_a_fault(host, monkeypatch):

@@ -111,7 +111,7 @@ def test_fp8_products_stay_near(launch, change, record_property):
             want.append(s.softmax(-1) @ c[: n - 1 + t, :512].double())
     queries = [Query([0, 0], n - 2, mine) for n, mine in zip(lens, blocks, strict=True)]
     batch = make_batch(queries, block_tokens=64, device=HOST)
-    got = launch.attend_fp8(q.bfloat16().view(-1, 576), heads, 1.0, batch, kv).double()
+    got = launch.launch_mla_fp8(q.bfloat16().view(-1, 576), heads, 1.0, batch, kv).double()
     error = ((got - torch.stack(want)).norm() / torch.stack(want).norm()).item()
     record_property("op", "mla_absorbed")
     record_property("kernel", "gluon_fp8:mla_absorbed_fp8")
