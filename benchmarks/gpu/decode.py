@@ -104,7 +104,7 @@ def cycles(config: dict[str, Any], sequences: int, drafts: int) -> Iterator[Row]
         }
         llm.close()
         return
-    recorded = next(iter(next(iter(records.buckets.values())).graphs.values()))
+    graph = next(iter(next(iter(records.buckets.values())).graphs.values()))
     with torch.inference_mode():
         us_alone, kernels = replay_us(graph.replay), profiled(graph.replay)
     yield {"sequences": sequences, "us": round(us_alone, 1), **summary(kernels)}

@@ -78,13 +78,13 @@ CASES = {
 @pytest.mark.parametrize("model", MODELS)
 def test_same_answer(model, case, folders, alone):
     options = dict(CASES[case])
-    if options.get("speculative") is MTP and model != "mla_moe":
+    if options.get("speculative_config") is MTP and model != "mla_moe":
         pytest.skip("not run: the model has no MTP layer")
-    if (spec := options.get("speculative")) in (EAGLE, DRAFT):
-        options["speculative"] = spec | {"model": folders[model, spec["method"]]}
+    if (spec := options.get("speculative_config")) in (EAGLE, DRAFT):
+        options["speculative_config"] = spec | {"model": folders[model, spec["method"]]}
     room = options.pop("room", None)
     if room:
-        options["kv_cache_bytes"] = bytes_for(folders[model], room, options.get("speculative"))
+        options["kv_cache_bytes"] = bytes_for(folders[model], room, options.get("speculative_config"))
     with LLM(folders[model], device="cpu", dtype="float32", max_model_len=64, **options) as llm:
         every, params = asked()
         order = list(range(len(every)))
@@ -95,7 +95,7 @@ def test_same_answer(model, case, folders, alone):
         stats = llm.engine.stats()
         assert room is None or stats["num_preemptions_total"] > 0
         assert room or stats["prefix_cache_hits_total"] > 0
-        if "speculative" in options:
+        if "speculative_config" in options:
             assert stats["spec_decode_num_draft_tokens_total"] > 0
             assert spec != DRAFT or stats["spec_decode_num_accepted_tokens_total"] > 0
         assert llm.engine.allocator.used == 0

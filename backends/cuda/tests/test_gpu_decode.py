@@ -124,4 +124,4 @@ def test_what_fails_is_a_row_and_a_fault(host, monkeypatch):
     assert len(check.faults("decode", rows)) == 2 and "misaligned address" in check.steps_table(rows)
     monkeypatch.setattr(CpuBackend, "capture", lambda self, step, bucket: None)
     rows = list(decode.told("a", lambda: decode.ours(decode.REAL["a"], 2, ROOF)))
-    assert rows == [{"step": "a", "passed": False, "error": "the step was not recorded: the device records no steps"}]
+    assert rows == [{"step": "a", "passed": False, "error": "the step was not recorded: the device captures no steps"}]
