@@ -45,7 +45,7 @@ def step(made, drafts):
     made.queries(chosen)
     asked = time.perf_counter()
     for s in chosen:
-        if s.last:
+        if s.samples_next:
             s.request.generated += [7] * (1 + len(s.drafts))
     accepted = time.perf_counter()
     for s in chosen:
