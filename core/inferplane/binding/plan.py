@@ -170,14 +170,13 @@ class Plan:
 
     def sites(self, kind: StepKind) -> Iterator[tuple[str, Op, Choice]]:
         """`(site, op, choice)` of every site that is bound in steps of `kind`, parents before children."""
-
-        def walk(op: Op, choice: Choice, site: str) -> Iterator[tuple[str, Op, Choice]]:
+        left: list[tuple[str, Op, Choice]] = [("", self.model, self.choices[kind])]
+        while left:
+            site, op, choice = left.pop()
             yield site, op, choice
             if choice.binds_children:
-                for path, child in op.children():
-                    yield from walk(child, choice.children[path], f"{site}.{path}" if site else path)
-
-        return walk(self.model, self.choices[kind], "")
+                prefix = f"{site}." if site else ""
+                left += reversed([(prefix + path, child, choice.children[path]) for path, child in op.children()])
 
     def distinct(self) -> Iterator[tuple[StepKind, str, Op, Choice]]:
         """One `(step kind, first site, op, choice)` per distinct choice."""

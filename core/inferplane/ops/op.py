@@ -206,9 +206,11 @@ class Op(Scratch):
 
     def sites(self, prefix: str = "") -> Iterator[tuple[str, Op]]:
         """`(site, op)` of this op and all ops below; the root's site is ""."""
-        yield prefix.rstrip("."), self
-        for path, child in self.children():
-            yield from child.sites(f"{prefix}{path}.")
+        left = [(prefix.rstrip("."), prefix, self)]
+        while left:  # without recursion: a nested generator hands every site through all levels above it
+            site, prefix, op = left.pop()
+            yield site, op
+            left += reversed([(f"{prefix}{path}", f"{prefix}{path}.", child) for path, child in op.children()])
 
     def kv_requests(self) -> tuple[KVRequest, ...]:
         """The distinct cache requests of this op and all ops below, in order."""
@@ -237,8 +239,11 @@ class Op(Scratch):
         return self.once("activation_quants", self._find_activation_quants)
 
     def _find_activation_quants(self) -> frozenset[str]:
-        quants = {w.activation_quant for _, w in self.weights() if w.format != PLAIN}
-        return frozenset("" if quant is None else quant.format for quant in quants)
+        if self.formats() <= {PLAIN}:
+            return frozenset()
+        own = [v.activation_quant for _, v in self.items() if isinstance(v, Weight) and v.format != PLAIN]
+        formats = {"" if quant is None else quant.format for quant in own}
+        return frozenset(formats.union(*(child.activation_quants() for _, child in self.children())))
 
     def key(self) -> tuple[Any, ...]:
         """Static signature: ops with equal keys bind alike in every layer. Computed once."""
