@@ -35,7 +35,8 @@ class View(Scratch):
     body: Callable[..., Any]
 
     def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
+        for name, value in fields.items():  # not by __dict__, whose existence slows every read of an attribute
+            setattr(self, name, value)
 
     if TYPE_CHECKING:
 

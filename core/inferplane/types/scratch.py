@@ -19,9 +19,11 @@ class Scratch:
             make: computes it. When it raises, nothing is kept and the next call tries again.
             args: what `make` is given. It may not keep the object itself, which would then keep itself alive.
         """
-        kept: dict[Hashable, Any] | None = self.__dict__.get("_scratch")
+        # An attribute, not self.__dict__: CPython reads attributes slower for as long as an object's dict exists.
+        kept: dict[Hashable, Any] | None = getattr(self, "_scratch", None)
         if kept is None:
-            kept = self.__dict__["_scratch"] = {}
+            kept = {}
+            object.__setattr__(self, "_scratch", kept)  # dataclasses that have it are frozen
         elif key in kept:
             return kept[key]
         made = kept[key] = make(*args)
