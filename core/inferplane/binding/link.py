@@ -35,7 +35,7 @@ class View(Scratch):
     body: Callable[..., Any]
 
     def __init__(self, **fields: Any) -> None:
-        for name, value in fields.items():  # not by __dict__, whose existence slows every read of an attribute
+        for name, value in fields.items():  # not by __dict__: see `Scratch.once`
             setattr(self, name, value)
 
     if TYPE_CHECKING:

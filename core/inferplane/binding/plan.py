@@ -175,8 +175,8 @@ class Plan:
             site, op, choice = left.pop()
             yield site, op, choice
             if choice.binds_children:
-                prefix = f"{site}." if site else ""
-                left += reversed([(prefix + path, child, choice.children[path]) for path, child in op.children()])
+                below = f"{site}." if site else ""
+                left += reversed([(below + path, child, choice.children[path]) for path, child in op.children()])
 
     def distinct(self) -> Iterator[tuple[StepKind, str, Op, Choice]]:
         """One `(step kind, first site, op, choice)` per distinct choice."""

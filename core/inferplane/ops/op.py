@@ -206,11 +206,12 @@ class Op(Scratch):
 
     def sites(self, prefix: str = "") -> Iterator[tuple[str, Op]]:
         """`(site, op)` of this op and all ops below; the root's site is ""."""
-        left = [(prefix.rstrip("."), prefix, self)]
-        while left:  # without recursion: a nested generator hands every site through all levels above it
-            site, prefix, op = left.pop()
+        left = [(prefix.rstrip("."), self)]
+        while left:  # a stack, because recursive generators pass every site up through all levels above it
+            site, op = left.pop()
             yield site, op
-            left += reversed([(f"{prefix}{path}", f"{prefix}{path}.", child) for path, child in op.children()])
+            below = f"{site}." if site else ""
+            left += reversed([(below + path, child) for path, child in op.children()])
 
     def kv_requests(self) -> tuple[KVRequest, ...]:
         """The distinct cache requests of this op and all ops below, in order."""
@@ -242,8 +243,8 @@ class Op(Scratch):
         if self.formats() <= {PLAIN}:
             return frozenset()
         own = [v.activation_quant for _, v in self.items() if isinstance(v, Weight) and v.format != PLAIN]
-        formats = {"" if quant is None else quant.format for quant in own}
-        return frozenset(formats.union(*(child.activation_quants() for _, child in self.children())))
+        requested = {"" if quant is None else quant.format for quant in own}
+        return frozenset(requested.union(*(child.activation_quants() for _, child in self.children())))
 
     def key(self) -> tuple[Any, ...]:
         """Static signature: ops with equal keys bind alike in every layer. Computed once."""

@@ -19,7 +19,7 @@ class Scratch:
             make: computes it. When it raises, nothing is kept and the next call tries again.
             args: what `make` is given. It may not keep the object itself, which would then keep itself alive.
         """
-        # An attribute, not self.__dict__: CPython reads attributes slower for as long as an object's dict exists.
+        # An attribute, not self.__dict__: asking for an object's dict makes CPython 3.11 read its attributes slower.
         kept: dict[Hashable, Any] | None = getattr(self, "_scratch", None)
         if kept is None:
             kept = {}
