@@ -149,6 +149,8 @@ def _dequantized(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _activation_quant_skipped(plan: Plan) -> list[dict[str, Any]]:
+    if not plan.model.activation_quants() - {""}:
+        return []
     found: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     for kind in plan.choices:
         for site, op, choice in plan.sites(kind):

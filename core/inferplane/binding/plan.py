@@ -161,9 +161,8 @@ class Plan:
         """Bytes of the second and further packings, by id of the weight."""
         out = {}
         for i, names in self.packings.items():
-            sizes = sorted(self.nbytes(self.weights[i], name) for name in names)
-            if len(sizes) > 1:
-                out[i] = sum(sizes[:-1])
+            if len(names) > 1:
+                out[i] = sum(sorted(self.nbytes(self.weights[i], name) for name in names)[:-1])
         return out
 
     # -- walking

@@ -179,30 +179,37 @@ class Op(Scratch):
         """Names of the fields, in order."""
         return cls._fields
 
-    def items(self) -> Iterator[tuple[str, Any]]:
+    def items(self) -> Sequence[tuple[str, Any]]:
         """`(path, value)` of each field; each op in a tuple has its own path: `("layers.3", DecoderLayer)`."""
+        return self.once("items", self._list_items)
+
+    def _list_items(self) -> Sequence[tuple[str, Any]]:
+        out: list[tuple[str, Any]] = []
         for name in self._fields:
             value = getattr(self, name)
             if isinstance(value, tuple) and value and isinstance(value[0], Op):
                 prefix = "" if name == self.numbered else f"{name}."
-                for i, op in enumerate(value):
-                    yield f"{prefix}{i}", op
+                out += [(f"{prefix}{i}", op) for i, op in enumerate(value)]
             else:
-                yield name, value
+                out.append((name, value))
+        return out
 
-    def children(self) -> Iterator[tuple[str, Op]]:
+    def children(self) -> Sequence[tuple[str, Op]]:
         """`(path, child op)` of each field that is an op."""
-        for path, value in self.items():
-            if isinstance(value, Op):
-                yield path, value
+        return self.once("children", self._list_children)
+
+    def _list_children(self) -> Sequence[tuple[str, Op]]:
+        return [(path, value) for path, value in self.items() if isinstance(value, Op)]
 
     def weights(self, prefix: str = "") -> Iterator[tuple[str, Weight]]:
         """`(path, weight)` of this op and all ops below, in order; a shared weight appears at each use."""
-        for path, value in self.items():
+        left = [(prefix + path, value) for path, value in reversed(self.items())]
+        while left:  # a stack, as in sites
+            path, value = left.pop()
             if isinstance(value, Weight):
-                yield prefix + path, value
+                yield path, value
             elif isinstance(value, Op):
-                yield from value.weights(f"{prefix}{path}.")
+                left += [(f"{path}.{name}", below) for name, below in reversed(value.items())]
 
     def sites(self, prefix: str = "") -> Iterator[tuple[str, Op]]:
         """`(site, op)` of this op and all ops below; the root's site is ""."""
