@@ -104,7 +104,7 @@ def main():
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
     shape = config(WIDE, 2 * args.prompt + 64)
-    options = {"max_batch": 16, "max_step_tokens": args.prompt + STREAMS, "prefix_cache": False}
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": args.prompt + STREAMS, "enable_prefix_caching": False}
     llm = LLM(shape, device=args.device, dtype="bfloat16", load_format="dummy", **options)
     measure(llm.engine, 2 * args.budget, args.budget, 1, args.clock)  # warm
     found = measure(llm.engine, args.prompt, args.budget, args.turns, args.clock)

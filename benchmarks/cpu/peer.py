@@ -25,7 +25,7 @@ class Inferplane:
         scheme = None if precision == "bf16" else f"weight_only_{precision}"
         self.llm = LLM(
             folder, device="cpu", dtype="bfloat16", max_model_len=tokens, max_num_seqs=batch, quantization=scheme,
-            enable_prefix_caching=False, max_num_batched_tokens=batch * tokens, kv_dtype=kv,
+            enable_prefix_caching=False, max_num_batched_tokens=batch * tokens, kv_cache_dtype=kv,
         )  # fmt: skip
 
     def run(self, prompts, tokens):

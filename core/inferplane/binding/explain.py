@@ -13,7 +13,7 @@ from inferplane.binding.plan_text import plan_lines
 from inferplane.ops import Op
 from inferplane.types import StepKind
 
-SCHEMA = 1
+SCHEMA = 2
 TEXT_COLUMNS = 100
 """Width of text that is not written to a terminal."""
 
@@ -27,7 +27,7 @@ class _Line:
 
 
 def explain(plan: Plan, model_name: str = "") -> dict[str, Any]:
-    """The plan as JSON-ready data, schema 1 (docs/schemas/explain.json).
+    """The plan as JSON-ready data, schema 2 (docs/schemas/explain.json).
 
     Args:
         plan: any plan; nothing needs to be loaded.
