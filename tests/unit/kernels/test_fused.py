@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from inferplane.kernels.fused import latents, needs, operands, packings, vllm_calls
 from inferplane.ops import Linear, MLADims
-from inferplane.types import HOST, QTensor, Weight
+from inferplane.types import HOST, Kernels, QTensor, Weight, When
 
 D = MLADims(3, 16, 8, 12, 32)
 
@@ -173,3 +174,25 @@ def test_a_plain_kv_b_has_no_bias_and_gives_the_plans_dtype():
     assert plain(kv_b())
     assert not plain(kv_b(bias=Weight(("b",), (56,))))
     assert not plain(kv_b(out_dtype=torch.float32))
+
+
+def test_a_declaration_states_what_its_module_shares():
+    """A module's own conditions hold for each kernel that does not state others; so do rank and capture safety."""
+    kernels = Kernels()
+    fused = partial(needs.declare_fused, kernels, provider="acme", features=("acme-ops",))
+    wide = ("wide rows", lambda op: True)
+
+    @fused("rms_norm", wide, packs={"weight": packings.FLOAT32})
+    def norm(view, x):
+        return x
+
+    @fused("linear", dtypes=needs.FLOATS, formats=("int8_row",), features=(), rank=65, capture_safe=False)
+    def linear(view, x):
+        return x
+
+    first, second = kernels
+    assert (first.op, first.name, first.function()) == ("rms_norm", "acme:norm", norm)
+    assert first.when == When(needs.HALF, features=("acme-ops",), needs=(wide,))
+    assert (first.rank, first.capture_safe, first.packs) == (needs.RANK_FUSED, True, {"weight": packings.FLOAT32})
+    assert second.when == When(needs.FLOATS, ("int8_row",)) and second.function() is linear
+    assert (second.rank, second.capture_safe) == (65, False)

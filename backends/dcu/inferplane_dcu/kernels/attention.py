@@ -21,18 +21,18 @@ from typing import Any
 import torch
 
 from inferplane.kernels.fused import vllm_calls
-from inferplane.kernels.fused.needs import FLASH_HEAD_SIZES, RANK_FUSED
+from inferplane.kernels.fused.needs import FLASH_HEAD_SIZES
 from inferplane.kernels.fused.operands import one_sequence_per_token
 from inferplane.plugin import Batch, Kernels, LayerKV
 from inferplane_dcu import vendor
 from inferplane_dcu.chips import PAGED_PROMPTS
 from inferplane_dcu.kernels.basic import TABLE
-from inferplane_dcu.kernels.when import only, with_
+from inferplane_dcu.kernels.when import declare, only
 from inferplane_dcu.kvcache import HEADS, PAGED
 
 hcu = torch.ops.hcu_ops
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="flash_attn", rank=RANK_FUSED)
+fused = partial(declare, KERNELS, provider="flash_attn")
 VERSION = 2
 """Value of `fa_version`: the fork asserts it."""
 OPERATORS = (vendor.CACHE_OPERATORS,)
@@ -50,9 +50,7 @@ def _write(k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: Any) -> None:
         vllm_calls.kv_write(hcu.reshape_and_cache_flash, k, v, kv.blocked(), batch)
 
 
-@KERNELS(
-    "kv_write", "hcu_ops", rank=RANK_FUSED, when=with_(features=OPERATORS, kv_layouts=(HEADS, PAGED)), capture_safe=True
-)
+@fused("kv_write", provider="hcu_ops", features=OPERATORS, kv_layouts=(HEADS, PAGED))
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """hcu_ops::reshape_and_cache for blocks of heads, reshape_and_cache_flash for plain ones; slot -1 is skipped."""
     _write(k, v, batch, kv)
@@ -63,19 +61,14 @@ def _has_both_norms(op: Any) -> bool:
     return all(n is not None and n.weight.dtype is None for n in norms) and op.q_norm.eps == op.k_norm.eps
 
 
-@KERNELS(
+@fused(
     "norm_rope_write",
-    "lightop",
-    rank=RANK_FUSED,
-    when=with_(
-        vendor.NORM_ROPE,
-        features=OPERATORS,
-        kv_layouts=(HEADS, PAGED),
-        needs=(("norms of queries and keys with one epsilon, weights in the plan's dtype", _has_both_norms),),
-    ),
+    vendor.NORM_ROPE,
+    provider="lightop",
+    features=OPERATORS,
+    kv_layouts=(HEADS, PAGED),
+    needs=(("norms of queries and keys with one epsilon, weights in the plan's dtype", _has_both_norms),),
     packs={"rope.table": TABLE},
-    prepare=vendor.find_once(vendor.NORM_ROPE),
-    capture_safe=True,
 )
 def norm_rope_write(
     view: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV
@@ -97,13 +90,9 @@ def _has_few_tokens_without_window(op: Any) -> bool:
 
 @fused(
     "attention",
-    when=with_(
-        vendor.FLASH_TOKENS,
-        kv_layouts=(HEADS,),
-        needs=(("at most 8 tokens a sequence, no window", _has_few_tokens_without_window),),
-    ),
-    prepare=vendor.find_once(vendor.FLASH_TOKENS),
-    capture_safe=True,
+    vendor.FLASH_TOKENS,
+    kv_layouts=(HEADS,),
+    needs=(("at most 8 tokens a sequence, no window", _has_few_tokens_without_window),),
 )
 def attention_tokens(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
     """Paged attention with each token as a sequence of its own."""
@@ -121,14 +110,10 @@ def _has_many_tokens_or_window(op: Any) -> bool:
 
 @fused(
     "attention",
-    when=with_(
-        vendor.FLASH_PROMPTS,
-        features=(PAGED_PROMPTS,),
-        kv_layouts=(HEADS,),
-        needs=(("more than 8 tokens of a sequence, or a window", _has_many_tokens_or_window),),
-    ),
-    prepare=vendor.find_once(vendor.FLASH_PROMPTS),
-    capture_safe=True,
+    vendor.FLASH_PROMPTS,
+    features=(PAGED_PROMPTS,),
+    kv_layouts=(HEADS,),
+    needs=(("more than 8 tokens of a sequence, or a window", _has_many_tokens_or_window),),
 )
 def attention_prompts(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
     """All sequences in one call, over blocks of heads."""
@@ -140,12 +125,7 @@ def attention_prompts(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torc
     return only(out)
 
 
-@fused(
-    "attention",
-    when=with_(vendor.FLASH_PAGED, kv_layouts=(PAGED,), needs=(FLASH_HEAD_SIZES,)),
-    prepare=vendor.find_once(vendor.FLASH_PAGED),
-    capture_safe=True,
-)
+@fused("attention", vendor.FLASH_PAGED, kv_layouts=(PAGED,), needs=(FLASH_HEAD_SIZES,))
 def attention_paged(view: Any, q: torch.Tensor, batch: Batch, kv: Any) -> torch.Tensor:
     """All sequences in one call, over plain blocks."""
     keys, values = kv.blocked()

@@ -17,16 +17,15 @@ from inferplane.kernels.fused.needs import (
     INT8_PER_TOKEN_LINEAR,
     INT8_PER_TOKEN_QUANTIZE,
     NORM_WEIGHT,
-    RANK_FUSED,
 )
 from inferplane.kernels.fused.operands import rotate_last_head_as_key
 from inferplane.kernels.fused.packings import Int8Rows, RopeTable
 from inferplane.plugin import Kernels, Packing
 from inferplane_dcu import vendor
-from inferplane_dcu.kernels.when import with_
+from inferplane_dcu.kernels.when import declare
 
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="lightop", rank=RANK_FUSED)
+fused = partial(declare, KERNELS, provider="lightop")
 LAYOUT = "NT"
 """Both factors of the product row by row: `[M, K]` and `[N, K]`."""
 
@@ -35,24 +34,14 @@ TABLE = Packing("lightop.rope_table", RopeTable)
 INT8_ROWS = Packing("lightop.int8_rows", Int8Rows)
 
 
-@fused(
-    "rms_norm",
-    when=with_(vendor.RMS_NORM, needs=(NORM_WEIGHT,)),
-    prepare=vendor.find_once(vendor.RMS_NORM),
-    capture_safe=True,
-)
+@fused("rms_norm", vendor.RMS_NORM, needs=(NORM_WEIGHT,))
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """rmsnorm_forward_autograd, of contiguous rows; the last argument says that nothing is trained."""
     rows = x.contiguous()
     return view.prepared(rows.view(-1, rows.shape[-1]), view.weight, view.eps, False).view(x.shape)
 
 
-@fused(
-    "add_rms_norm",
-    when=with_(vendor.ADD_RMS_NORM, vendor.RMS_NORM, needs=(ADD_NORM_WEIGHT,)),
-    prepare=vendor.find_once(vendor.ADD_RMS_NORM, vendor.RMS_NORM),
-    capture_safe=True,
-)
+@fused("add_rms_norm", vendor.ADD_RMS_NORM, vendor.RMS_NORM, needs=(ADD_NORM_WEIGHT,))
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """fused_add_rms_norm, whose first argument becomes the norm and second the sum; the first layer has no sum."""
     add_norm, norm = view.prepared
@@ -61,16 +50,14 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return vllm_calls.add_rms_norm(add_norm, view.norm, x, residual)
 
 
-@fused(
-    "rope", when=with_(vendor.ROPE), packs={"table": TABLE}, prepare=vendor.find_once(vendor.ROPE), capture_safe=True
-)
+@fused("rope", vendor.ROPE, packs={"table": TABLE})
 def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """rotary_embedding_fuse, in place, of queries and keys at once: the last head goes as the key."""
     dim, table, neox = x.shape[-1], view.table.to_dtype(x.dtype), not view.interleaved
     return rotate_last_head_as_key(x, lambda rest, last: view.prepared(positions, rest, last, dim, table, neox))
 
 
-@fused("silu_mul", when=with_(vendor.SILU_MUL), prepare=vendor.find_once(vendor.SILU_MUL), capture_safe=True)
+@fused("silu_mul", vendor.SILU_MUL)
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """silu_and_mul_opt: SiLU of the first half times the second."""
     return vllm_calls.silu_mul(view.prepared, x)
@@ -78,12 +65,12 @@ def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
 
 @fused(
     "linear",
-    when=with_(
-        vendor.QUANTIZE, vendor.W8A8, features=("int8-dot",), formats=("int8_row",), needs=(INT8_PER_TOKEN_LINEAR,)
-    ),
+    vendor.QUANTIZE,
+    vendor.W8A8,
+    features=("int8-dot",),
+    formats=("int8_row",),
+    needs=(INT8_PER_TOKEN_LINEAR,),
     packs={"weight": INT8_ROWS},
-    prepare=vendor.find_once(vendor.QUANTIZE, vendor.W8A8),
-    capture_safe=True,
 )
 def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Both sides in int8 by hipBLASLt, which answers with a status; what is added is added behind it.
@@ -106,12 +93,7 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     return y if view.bias is None else y + view.bias
 
 
-@fused(
-    "quantize",
-    when=with_(vendor.QUANTIZE, needs=(INT8_PER_TOKEN_QUANTIZE,)),
-    prepare=vendor.find_once(vendor.QUANTIZE),
-    capture_safe=True,
-)
+@fused("quantize", vendor.QUANTIZE, needs=(INT8_PER_TOKEN_QUANTIZE,))
 def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """per_token_quant_int8; a token of zeros has a tiny scale there, and 1 here."""
     data, scale = view.prepared(x.contiguous())

@@ -7,32 +7,28 @@ flash_attn_interface.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from inferplane.kernels.fused import vllm_calls
 from inferplane.kernels.fused.latents import expand_latents, fold_query, unfold_result
-from inferplane.kernels.fused.needs import FLASH_MLA_HEAD_SIZES, PLAIN_KV_B, RANK_FUSED
+from inferplane.kernels.fused.needs import FLASH_MLA_HEAD_SIZES, PLAIN_KV_B
 from inferplane.kernels.fused.operands import cumulative_lengths, one_sequence_per_token
 from inferplane.plugin import Batch, Kernels, LayerKV, latents
 from inferplane_dcu import vendor
 from inferplane_dcu.kernels.attention import OPERATORS, hcu
-from inferplane_dcu.kernels.when import only, with_
+from inferplane_dcu.kernels.when import declare, only
 from inferplane_dcu.kvcache import BLOCK_TOKENS, PAGED
 
 KERNELS = Kernels()
+fused = partial(declare, KERNELS, provider="hcu_ops")
 LATENT, ROTARY = 512, 64
 """Entries of a latent and of its rotated key: FlashMLA knows no others."""
 
 
-@KERNELS(
-    "mla_kv_write",
-    "hcu_ops",
-    rank=RANK_FUSED,
-    when=with_(features=OPERATORS, kv_layouts=(PAGED,)),
-    capture_safe=True,
-)
+@fused("mla_kv_write", features=OPERATORS, kv_layouts=(PAGED,))
 def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """hcu_ops::concat_and_cache_mla; it skips slot -1."""
     vllm_calls.mla_kv_write(hcu.concat_and_cache_mla, latent, k_rope, latents(kv), batch)
@@ -42,18 +38,13 @@ def _has_supported_dims(op: Any) -> bool:
     return (op.dims.latent, op.dims.rope) == (LATENT, ROTARY)
 
 
-@KERNELS(
+@fused(
     "mla_absorbed",
-    "flash_mla",
-    rank=RANK_FUSED,
-    when=with_(
-        vendor.MLA_PLAN,
-        vendor.MLA,
-        kv_layouts=(PAGED,),
-        needs=((f"latents of {LATENT} + {ROTARY}", _has_supported_dims),),
-    ),
-    prepare=vendor.find_once(vendor.MLA_PLAN, vendor.MLA),
-    capture_safe=True,
+    vendor.MLA_PLAN,
+    vendor.MLA,
+    provider="flash_mla",
+    kv_layouts=(PAGED,),
+    needs=((f"latents of {LATENT} + {ROTARY}", _has_supported_dims),),
 )
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """Fold `kv_b` into the query, attend with each token as a sequence of its own, unfold."""
@@ -67,16 +58,13 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     return unfold_result(view, only(out)[:, 0])
 
 
-@KERNELS(
+@fused(
     "mla_expanded",
-    "flash_attn",
-    rank=RANK_FUSED,
-    when=with_(
-        vendor.FLASH,
-        kv_layouts=(PAGED,),
-        needs=(FLASH_MLA_HEAD_SIZES, PLAIN_KV_B),
-    ),
-    prepare=vendor.find_once(vendor.FLASH),
+    vendor.FLASH,
+    provider="flash_attn",
+    kv_layouts=(PAGED,),
+    needs=(FLASH_MLA_HEAD_SIZES, PLAIN_KV_B),
+    capture_safe=False,
     needs_host_lens=True,
 )
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:

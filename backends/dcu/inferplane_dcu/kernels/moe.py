@@ -6,17 +6,20 @@ argument says so) and lightop_w16a16.py (the order of weights, the calls, bfloat
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from inferplane.kernels.composed.moe import moe_experts as by_expert
-from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, RANK_FUSED
+from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS
 from inferplane.kernels.fused.packings import FLOAT32
-from inferplane.plugin import Context, Kernels, Packing, When
+from inferplane.plugin import Kernels, Packing
 from inferplane_dcu import vendor
+from inferplane_dcu.kernels.when import declare
 
 KERNELS = Kernels()
+fused = partial(declare, KERNELS, provider="lightop")
 LARGEST_GROUP = 32
 """Experts a group: of SGLang's kernel of this name, from which lightop's is derived."""
 TILE = (16, 32)
@@ -34,21 +37,15 @@ def _has_group_dims(op: Any) -> bool:
     return experts & (experts - 1) == 0 and experts % op.groups == 0 and experts // op.groups <= LARGEST_GROUP
 
 
-@KERNELS(
+@fused(
     "moe_route",
-    "lightop",
-    rank=RANK_FUSED,
-    when=When(
-        FLOATS,
-        features=(vendor.GATE.feature,),
-        needs=(
-            ("sigmoid scores with a bias, renormalized, groups judged by two experts", _gate),
-            (f"a power of two of experts, at most {LARGEST_GROUP} a group", _has_group_dims),
-        ),
+    vendor.GATE,
+    dtypes=FLOATS,
+    needs=(
+        ("sigmoid scores with a bias, renormalized, groups judged by two experts", _gate),
+        (f"a power of two of experts, at most {LARGEST_GROUP} a group", _has_group_dims),
     ),
     packs={"bias": FLOAT32},
-    prepare=vendor.find_once(vendor.GATE),
-    capture_safe=True,
 )
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """moe_fused_gate; ids are int32."""
@@ -110,27 +107,18 @@ class Experts:
         return self._known[key]
 
 
-def _prepare_experts(op: Any, ctx: Context) -> Experts:
-    return Experts()
-
-
 def _has_tiled_sizes(op: Any) -> bool:
     _, both, width = op.gate_up.shape
     return both % TILE[1] == 0 and width % TILE[1] == 0
 
 
-@KERNELS(
+@fused(
     "moe_experts",
-    "lightop",
-    rank=RANK_FUSED,
-    when=When(
-        (torch.bfloat16,),
-        features=tuple(f.feature for f in vendor.EXPERTS),
-        needs=(ALL_EXPERTS_LOCAL, ("widths in 32s, and in 16s inside", _has_tiled_sizes)),
-    ),
+    *vendor.EXPERTS,
+    dtypes=(torch.bfloat16,),
+    needs=(ALL_EXPERTS_LOCAL, ("widths in 32s, and in 16s inside", _has_tiled_sizes)),
     packs={"gate_up": MARLIN, "down": MARLIN},
-    prepare=_prepare_experts,
-    capture_safe=True,
+    prepare=lambda op, ctx: Experts(),
 )
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls where lightop has a configuration for as many tokens; else expert by expert, with torch's products on

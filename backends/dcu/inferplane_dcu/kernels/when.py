@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import HALF
-from inferplane.plugin import When
-from inferplane_dcu.vendor import VendorFunction
+from inferplane.kernels.fused.needs import declare_fused
+from inferplane.plugin import Kernels
+from inferplane_dcu.vendor import VendorFunction, find_once
 
 
-def with_(*functions: VendorFunction, features: tuple[str, ...] = (), **more: Any) -> When:
-    """16-bit floats, where these functions and features are here."""
-    return When(HALF, features=(*(f.feature for f in functions), *features), **more)
+def declare(
+    kernels: Kernels, op: str, *functions: VendorFunction, needs: tuple[Any, ...] = (), **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """As `declare_fused`, for a kernel that calls these functions: they must be here, and are looked up at link."""
+    features = (*(f.feature for f in functions), *options.pop("features", ()))
+    prepare = find_once(*functions) if functions else None
+    return declare_fused(kernels, op, *needs, features=features, **{"prepare": prepare, **options})
 
 
 def only(result: Any) -> torch.Tensor:

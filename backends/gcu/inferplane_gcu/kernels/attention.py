@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import FLASH_HEAD_SIZES, HALF, RANK_FUSED
-from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane.kernels.fused.needs import FLASH_HEAD_SIZES, declare_fused
+from inferplane.plugin import Batch, Kernels, LayerKV
 from inferplane_gcu.kernels.when import FLASH
 from inferplane_gcu.kvcache import PAGED
 
@@ -29,13 +29,7 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: A
     return out
 
 
-@KERNELS(
-    "attention",
-    "flash_attn",
-    rank=RANK_FUSED,
-    when=When(HALF, kv_layouts=(PAGED,), features=FLASH, needs=(FLASH_HEAD_SIZES,)),
-    capture_safe=True,
-)
+@declare_fused(KERNELS, "attention", FLASH_HEAD_SIZES, provider="flash_attn", kv_layouts=(PAGED,), features=FLASH)
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """All sequences in one call. A window of w tokens is the token and w - 1 before it."""
     keys, values = kv.blocked()  # type: ignore[attr-defined]

@@ -6,38 +6,29 @@ csrc/src/mha_fwd_kvcache_mla.cpp for its limits.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from inferplane.kernels.fused.latents import expand_latents, fold_query, unfold_result
-from inferplane.kernels.fused.needs import FLASH_MLA_HEAD_SIZES, HALF, PLAIN_KV_B, RANK_FUSED
+from inferplane.kernels.fused.needs import FLASH_MLA_HEAD_SIZES, PLAIN_KV_B, declare_fused
 from inferplane.kernels.fused.operands import cumulative_lengths, one_sequence_per_token
-from inferplane.plugin import Batch, Kernels, LayerKV, When, latents
+from inferplane.plugin import Batch, Kernels, LayerKV, latents
 from inferplane_gcu.kernels.attention import flash_attention
 from inferplane_gcu.kernels.when import FLASH, OPERATORS
 from inferplane_gcu.kvcache import PAGED
 
 cache_ops, flashmla = torch.ops._C_cache_ops, torch.ops._flashmla_C
 KERNELS = Kernels()
+fused = partial(declare_fused, KERNELS, provider="vllm_gcu", kv_layouts=(PAGED,))
 
 
 def _has_supported_dims(op: Any) -> bool:
     return (op.dims.latent + op.dims.rope) % 8 == 0 and op.dims.latent % 32 == 0
 
 
-@KERNELS(
-    "mla_absorbed",
-    "vllm_gcu",
-    rank=RANK_FUSED,
-    when=When(
-        HALF,
-        kv_layouts=(PAGED,),
-        features=OPERATORS,
-        needs=(("entries in eights, latents in 32s", _has_supported_dims),),
-    ),
-    capture_safe=True,
-)
+@fused("mla_absorbed", ("entries in eights, latents in 32s", _has_supported_dims), features=OPERATORS)
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """_flashmla_C::fwd_kvcache_mla, with each token as a sequence of its own that ends with it, as vllm-gcu does."""
     q, (lens, tables) = fold_query(view, q_nope, q_rope)[:, None], one_sequence_per_token(batch)
@@ -46,16 +37,12 @@ def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     return unfold_result(view, mid[:, 0])
 
 
-@KERNELS(
+@fused(
     "mla_expanded",
-    "vllm_gcu",
-    rank=RANK_FUSED,
-    when=When(
-        HALF,
-        kv_layouts=(PAGED,),
-        features=(*OPERATORS, *FLASH),
-        needs=(FLASH_MLA_HEAD_SIZES, PLAIN_KV_B),
-    ),
+    FLASH_MLA_HEAD_SIZES,
+    PLAIN_KV_B,
+    features=(*OPERATORS, *FLASH),
+    capture_safe=False,
     needs_host_lens=True,
 )
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, HALF, PLAIN_SOFTMAX_ROUTING, RANK_FUSED
+from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, PLAIN_SOFTMAX_ROUTING, declare_fused
 from inferplane.kernels.fused.operands import allocate_routing
-from inferplane.plugin import Kernels, When
+from inferplane.plugin import Kernels
 from inferplane_gcu.kernels.when import OPERATORS
 
 vllm, moe = torch.ops._C, torch.ops._moe_C
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="vllm_gcu", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="vllm_gcu", features=OPERATORS)
 BLOCK_PAIRS = 64
 """Pairs a block; vllm-gcu takes no other on this chip."""
 MANY_EXPERTS = 224
@@ -28,7 +28,7 @@ def _has_supported_groups(op: Any) -> bool:
     return op.groups > 1 and op.group_score == ("max" if op.bias is None else "top2")
 
 
-@fused("moe_route", when=When(FLOATS, features=OPERATORS, needs=(PLAIN_SOFTMAX_ROUTING,)), capture_safe=True)
+@fused("moe_route", PLAIN_SOFTMAX_ROUTING, dtypes=FLOATS)
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_moe_C::topk_softmax, which does not renormalize; ids are int32."""
     weights, ids = allocate_routing(logits, view.top_k)
@@ -38,12 +38,8 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 @fused(
     "moe_route",
-    when=When(
-        FLOATS,
-        features=OPERATORS,
-        needs=(("groups, judged by two experts where there is a bias, else by one", _has_supported_groups),),
-    ),
-    capture_safe=True,
+    ("groups, judged by two experts where there is a bias, else by one", _has_supported_groups),
+    dtypes=FLOATS,
 )
 def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_C::fused_grouped_topk; it knows no factor."""
@@ -62,7 +58,7 @@ def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, to
     return weights * view.factor, ids
 
 
-@fused("moe_experts", when=When(HALF, features=OPERATORS, needs=(ALL_EXPERTS_LOCAL,)), capture_safe=True)
+@fused("moe_experts", ALL_EXPERTS_LOCAL)
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls; how many blocks an expert has is known to the device alone."""
     experts, columns, _ = view.gate_up.shape

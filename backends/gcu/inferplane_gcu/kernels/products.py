@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import HALF, PLAIN_ACTIVATIONS, RANK_FUSED
+from inferplane.kernels.fused.needs import PLAIN_ACTIVATIONS, declare_fused
 from inferplane.kernels.fused.packings import Int8Rows
-from inferplane.plugin import Kernels, Packing, When
+from inferplane.plugin import Kernels, Packing
 from inferplane_gcu.kernels.when import OPERATORS
 
 vllm = torch.ops._C
@@ -21,13 +21,14 @@ SCALE_PER_ROW = -1
 INT8_ROWS = Packing("vllm_gcu.int8_rows", Int8Rows)
 
 
-@KERNELS(
+@declare_fused(
+    KERNELS,
     "linear",
-    "vllm_gcu",
-    rank=RANK_FUSED,
-    when=When(HALF, formats=("int8_row",), features=OPERATORS, needs=(PLAIN_ACTIVATIONS,)),
+    PLAIN_ACTIVATIONS,
+    provider="vllm_gcu",
+    formats=("int8_row",),
+    features=OPERATORS,
     packs={"weight": INT8_ROWS},
-    capture_safe=True,
 )
 def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_C::weight_only_quant: weights in int8, expanded within the product; scales have the activations' dtype."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import HALF, RANK_FUSED
+from inferplane.kernels.fused.needs import declare_fused
 from inferplane.plugin import Batch, Kernels
 from inferplane_npu.graphs import attend
 from inferplane_npu.kernels.when import RANK_ALTERNATIVE, OnNpu
@@ -23,7 +23,7 @@ from inferplane_npu.kvcache import BLOCK_TOKENS, ND_128, NZ_128, NpuKV
 
 npu, atb = torch.ops.npu, torch.ops.atb
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="torch_npu", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="torch_npu", when=OnNpu, features=("fused-infer",))
 
 MASK_TOKENS = 2048
 """Side of the one mask that the causal and band modes take, whatever the lengths."""
@@ -66,7 +66,7 @@ def _has_equal_dims(op: Any) -> bool:
 HEADS = ("at most 256 heads, 64 to a KV head", _has_few_heads)
 
 
-@fused("kv_write", when=OnNpu(HALF, kv_layouts=(ND_128,), features=("fused-infer",)), capture_safe=True)
+@fused("kv_write", kv_layouts=(ND_128,))
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
     """npu_scatter_pa_kv_cache in its ND mode, which is not the default."""
     npu.npu_scatter_pa_kv_cache(
@@ -74,13 +74,7 @@ def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuK
     )
 
 
-@KERNELS(
-    "kv_write",
-    "atb",
-    rank=RANK_FUSED,
-    when=OnNpu((torch.float16,), kv_layouts=(NZ_128,), features=("nz-cache", "atb")),
-    capture_safe=True,
-)
+@fused("kv_write", provider="atb", dtypes=(torch.float16,), features=("nz-cache", "atb"), kv_layouts=(NZ_128,))
 def kv_write_nz(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
     """_npu_reshape_and_cache into NZ tiles."""
     atb._npu_reshape_and_cache(k.contiguous(), v.contiguous(), kv.first, kv.second, kv.real(batch.slots).int())
@@ -88,17 +82,10 @@ def kv_write_nz(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: N
 
 @fused(
     "attention",
-    when=OnNpu(
-        HALF,
-        kv_layouts=(ND_128,),
-        features=("fused-infer",),
-        needs=(
-            HEADS,
-            ("heads of 128 entries, or of 192 with values of 128 or 192", _has_ragged_dims),
-            ("no window", lambda op: op.kv.window is None),
-        ),
-    ),
-    capture_safe=True,
+    HEADS,
+    ("heads of 128 entries, or of 192 with values of 128 or 192", _has_ragged_dims),
+    ("no window", lambda op: op.kv.window is None),
+    kv_layouts=(ND_128,),
     needs_host_lens=True,
 )
 def attention_ragged(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
@@ -122,16 +109,13 @@ def attention_ragged(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> tor
     )
 
 
-@KERNELS(
+@fused(
     "attention",
-    "torch_npu",
+    HEADS,
+    ("K and V of one width, a multiple of 16 up to 512", _has_equal_dims),
+    kv_layouts=(ND_128,),
     rank=RANK_ALTERNATIVE,
-    when=OnNpu(
-        HALF,
-        kv_layouts=(ND_128,),
-        features=("fused-infer",),
-        needs=(HEADS, ("K and V of one width, a multiple of 16 up to 512", _has_equal_dims)),
-    ),
+    capture_safe=False,
     needs_host_lens=True,
 )
 def attention_by_sequence(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
@@ -204,19 +188,15 @@ def _attend_single(
     )[0][:, 0]
 
 
-@KERNELS(
+@fused(
     "attention",
-    "atb",
-    rank=RANK_FUSED,
-    when=OnNpu(
-        (torch.float16,),
-        kv_layouts=(NZ_128,),
-        features=("nz-cache", "atb"),
-        needs=(
-            ("K and V of one width, a multiple of 16 up to 128", lambda op: _has_equal_dims(op) and op.kv.dim <= 128),
-            ("no window", lambda op: op.kv.window is None),
-        ),
-    ),
+    ("K and V of one width, a multiple of 16 up to 128", lambda op: _has_equal_dims(op) and op.kv.dim <= 128),
+    ("no window", lambda op: op.kv.window is None),
+    provider="atb",
+    dtypes=(torch.float16,),
+    features=("nz-cache", "atb"),
+    kv_layouts=(NZ_128,),
+    capture_safe=False,
     needs_host_lens=True,
 )
 def attention_nz(view: Any, q: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT, PLAIN_ACTIVATIONS, RANK_FUSED
+from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT, PLAIN_ACTIVATIONS, declare_fused
 from inferplane.plugin import Kernels, Packing
 from inferplane_npu.kernels.when import RANK_ALTERNATIVE, OnNpu
 from inferplane_npu.kvcache import FRACTAL_NZ
 
 npu = torch.ops.npu
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="torch_npu", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="torch_npu", dtypes=FLOATS, when=OnNpu)
 
 
 def _rope_table(table: torch.Tensor, spread: Any) -> torch.Tensor:
@@ -48,13 +48,13 @@ HALVES = ("halves as pairs", lambda op: not op.interleaved)
 NARROW = ("heads of fewer than 896 entries", lambda op: _entries(op) < 896)
 
 
-@fused("rms_norm", when=OnNpu(FLOATS, needs=(NORM_WEIGHT,)), capture_safe=True)
+@fused("rms_norm", NORM_WEIGHT)
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """npu_rms_norm; its second result is for training."""
     return npu.npu_rms_norm(x, view.weight, view.eps)[0]
 
 
-@fused("add_rms_norm", when=OnNpu(FLOATS, needs=(ADD_NORM_WEIGHT,)), capture_safe=True)
+@fused("add_rms_norm", ADD_NORM_WEIGHT)
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_add_rms_norm, whose third result is the sum; the first layer has nothing to add."""
     norm = view.norm
@@ -64,25 +64,19 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return y, s
 
 
-@fused(
-    "rope",
-    when=OnNpu(FLOATS, features=("rotary-ragged",), needs=(HALVES, NARROW)),
-    packs={"table": ROPE_HALF},
-    capture_safe=True,
-)
+@fused("rope", HALVES, NARROW, features=("rotary-ragged",), packs={"table": ROPE_HALF})
 def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """npu_rotary_mul on `[T, H, D]`; cosines and sines must have the dtype of what they rotate."""
     cos, sin = cos_sin(view.table, positions, x.dtype)
     return npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None])
 
 
-@KERNELS(
+@fused(
     "rope",
-    "torch_npu",
+    HALVES,
+    ("heads of 128 entries", lambda op: _entries(op) == 128),
     rank=RANK_ALTERNATIVE,
-    when=OnNpu(FLOATS, needs=(HALVES, ("heads of 128 entries", lambda op: _entries(op) == 128))),
     packs={"table": ROPE_HALF},
-    capture_safe=True,
 )
 def rope_128(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """npu_rotary_mul on `[1, T, H, 128]`, the only form that the 310P takes."""
@@ -92,9 +86,10 @@ def rope_128(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
 
 @fused(
     "rope",
-    when=OnNpu(FLOATS, features=("rotary-ragged",), needs=(("neighbours as pairs", lambda op: op.interleaved), NARROW)),
+    ("neighbours as pairs", lambda op: op.interleaved),
+    NARROW,
+    features=("rotary-ragged",),
     packs={"table": ROPE_INTERLEAVED},
-    capture_safe=True,
 )
 def rope_interleaved(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """npu_rotary_mul in the mode whose results stand where their inputs stood."""
@@ -102,19 +97,19 @@ def rope_interleaved(view: Any, x: torch.Tensor, positions: torch.Tensor) -> tor
     return npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None], "interleave")
 
 
-@fused("silu_mul", when=OnNpu(FLOATS, features=("fused-infer",)), capture_safe=True)
+@fused("silu_mul", features=("fused-infer",))
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """npu_swiglu: SiLU of the first half times the second."""
     return npu.npu_swiglu(x.contiguous())
 
 
-@KERNELS(
+@fused(
     "linear",
-    "torch",
-    rank=RANK_FUSED,
-    when=OnNpu((torch.float16,), features=("nz-plain-weights",), needs=(PLAIN_ACTIVATIONS,)),
+    PLAIN_ACTIVATIONS,
+    provider="torch",
+    dtypes=(torch.float16,),
+    features=("nz-plain-weights",),
     packs={"weight": NZ_WEIGHT},
-    capture_safe=True,
 )
 def linear_nz(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's own product, with the weight in the cube unit's own tiles."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from inferplane.kernels.fused.latents import split_kv_b
-from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED, is_plain_linear
+from inferplane.kernels.fused.needs import PLAIN_KV_B, declare_fused, is_plain_linear
 from inferplane.plugin import Batch, Kernels
 from inferplane_npu.graphs import attend
 from inferplane_npu.kernels.attention import RIGHT_DOWN_CAUSAL, causal_mask, key_lens
@@ -27,7 +27,7 @@ from inferplane_npu.kvcache import BLOCK_TOKENS, LATENT, LATENT_ND_128, LATENT_N
 
 npu, atb = torch.ops.npu, torch.ops.atb
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="torch_npu", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="torch_npu", when=OnNpu, features=("fused-infer",))
 BOTH = (LATENT_ND_128, LATENT_NZ_128)
 
 
@@ -58,7 +58,7 @@ ABSORBED = ("latents of 512 + 64, a power of two of heads up to 128, head sizes 
 EXPANDED = ("latents of 512 + 64 and heads of 128 + 64 with values of 128", _has_expanded_dims)
 
 
-@fused("mla_kv_write", when=OnNpu(HALF, kv_layouts=BOTH, features=("fused-infer",)), capture_safe=True)
+@fused("mla_kv_write", kv_layouts=BOTH)
 def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> None:
     """npu_scatter_pa_kv_cache: the latent goes where a key would, the rotated key where a value would."""
     npu.npu_scatter_pa_kv_cache(
@@ -71,12 +71,7 @@ def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: B
     )
 
 
-@fused(
-    "mla_absorbed",
-    when=OnNpu(HALF, kv_layouts=BOTH, features=("fused-infer",), needs=(ABSORBED,)),
-    capture_safe=True,
-    needs_host_lens=True,
-)
+@fused("mla_absorbed", ABSORBED, kv_layouts=BOTH, needs_host_lens=True)
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """Fold kv_b into the query, attend to the latents, unfold: three calls."""
     return _attend_absorbed(view, q_nope, even_first(q_rope), batch, kv)
@@ -121,11 +116,14 @@ def _attend_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
     return _unfold(view, mid)
 
 
-@KERNELS(
+@fused(
     "mla_absorbed",
-    "atb",
+    ABSORBED,
+    provider="atb",
+    features=("fused-infer", "atb"),
+    kv_layouts=(LATENT_ND_128,),
     rank=RANK_ALTERNATIVE,
-    when=OnNpu(HALF, kv_layouts=(LATENT_ND_128,), features=("fused-infer", "atb"), needs=(ABSORBED,)),
+    capture_safe=False,
     needs_host_lens=True,
 )
 def mla_absorbed_atb(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
@@ -150,11 +148,7 @@ def mla_absorbed_atb(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
     return _unfold(view, mid.transpose(0, 1).contiguous())
 
 
-@fused(
-    "mla_expanded",
-    when=OnNpu(HALF, kv_layouts=(LATENT_ND_128,), features=("fused-infer",), needs=(EXPANDED, PLAIN_KV_B)),
-    needs_host_lens=True,
-)
+@fused("mla_expanded", EXPANDED, PLAIN_KV_B, kv_layouts=(LATENT_ND_128,), capture_safe=False, needs_host_lens=True)
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:
     """Gather the latents, expand them, attend to dense keys and values."""
     return _attend_expanded(view, q_nope, even_first(q_rope), batch, kv)
@@ -187,21 +181,14 @@ def _attend_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batc
 
 @fused(
     "mla_block",
-    when=OnNpu(
-        HALF,
-        kv_layouts=(LATENT_ND_128,),
-        features=("fused-infer",),
-        needs=(
-            ("one rank", lambda op: op.reduce is None),
-            ("neighbours as pairs", lambda op: op.rope.interleaved),
-            ("plain products", _has_plain_block),
-            ("a norm in the plan's dtype", lambda op: op.enter.kv_a_norm.weight.dtype is None),
-            (ABSORBED[0], lambda op: _has_absorbed_dims(op.absorbed)),
-            (EXPANDED[0], lambda op: _has_expanded_dims(op.expanded)),
-        ),
-    ),
+    ("one rank", lambda op: op.reduce is None),
+    ("neighbours as pairs", lambda op: op.rope.interleaved),
+    ("plain products", _has_plain_block),
+    ("a norm in the plan's dtype", lambda op: op.enter.kv_a_norm.weight.dtype is None),
+    (ABSORBED[0], lambda op: _has_absorbed_dims(op.absorbed)),
+    (EXPANDED[0], lambda op: _has_expanded_dims(op.expanded)),
+    kv_layouts=(LATENT_ND_128,),
     packs={"rope.table": ROPE_HALF, "enter.rope.table": ROPE_HALF},
-    capture_safe=True,
     needs_host_lens=True,
 )
 def mla_block(view: Any, x: torch.Tensor, batch: Batch, kv: NpuKV) -> torch.Tensor:

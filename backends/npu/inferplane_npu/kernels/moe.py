@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, HALF, PLAIN_SOFTMAX_ROUTING, RANK_FUSED
+from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, PLAIN_SOFTMAX_ROUTING, declare_fused
 from inferplane.kernels.fused.packings import FLOAT32, INT4_GROUPS
 from inferplane.plugin import Kernels, Packing
 from inferplane_npu.kernels.quant import INT4_EXPERTS, INT4_FORMATS, INT8_EXPERTS, Packed
@@ -20,7 +20,7 @@ from inferplane_npu.kernels.when import OnNpu
 
 npu = torch.ops.npu
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="torch_npu", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="torch_npu", when=OnNpu, features=("fused-infer",))
 
 SOFTMAX, SIGMOID = 0, 1
 """Values of `norm_type`."""
@@ -53,17 +53,11 @@ def _has_renormalized_sigmoid(op: Any) -> bool:
 
 @fused(
     "moe_route",
-    when=OnNpu(
-        FLOATS,
-        features=("fused-infer",),
-        needs=(
-            ("a bias, groups, or sigmoid scores", lambda op: not PLAIN_SOFTMAX_ROUTING[1](op)),
-            ("sigmoid scores to be renormalized", _has_renormalized_sigmoid),
-            ("more than two experts a group", _has_supported_groups),
-        ),
-    ),
+    ("a bias, groups, or sigmoid scores", lambda op: not PLAIN_SOFTMAX_ROUTING[1](op)),
+    ("sigmoid scores to be renormalized", _has_renormalized_sigmoid),
+    ("more than two experts a group", _has_supported_groups),
+    dtypes=FLOATS,
     packs={"bias": FLOAT32},
-    capture_safe=True,
 )
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_moe_gating_top_k, which renormalizes sigmoid scores always and softmax scores never; ids are int32."""
@@ -81,15 +75,7 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return (_renormalize(weights, view.factor) if again else weights), ids
 
 
-@fused(
-    "moe_route",
-    when=OnNpu(
-        FLOATS,
-        features=("fused-infer",),
-        needs=(PLAIN_SOFTMAX_ROUTING, ("at most 1024 chosen", lambda op: op.top_k <= 1024)),
-    ),
-    capture_safe=True,
-)
+@fused("moe_route", PLAIN_SOFTMAX_ROUTING, ("at most 1024 chosen", lambda op: op.top_k <= 1024), dtypes=FLOATS)
 def moe_route_softmax(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_moe_gating_top_k_softmax; ids are int32."""
     weights, ids, _ = npu.npu_moe_gating_top_k_softmax(logits, None, view.top_k)
@@ -108,12 +94,7 @@ def _has_supported_inner_dims(op: Any) -> bool:
 SIZES = ("2 to 1024 experts with fewer than 65536 rows and columns", _has_supported_inner_dims)
 
 
-@fused(
-    "moe_experts",
-    when=OnNpu(FLOATS, features=("fused-infer",), needs=(SIZES, ALL_EXPERTS_LOCAL)),
-    packs={"gate_up": COLUMNS, "down": COLUMNS},
-    capture_safe=True,
-)
+@fused("moe_experts", SIZES, ALL_EXPERTS_LOCAL, dtypes=FLOATS, packs={"gate_up": COLUMNS, "down": COLUMNS})
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Five calls; how many rows an expert has is known to the device alone."""
     rows, places, counts = _sort_pairs(view.gate_up.shape[0], x, ids)
@@ -154,9 +135,10 @@ def _run_quantized_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, id
 
 @fused(
     "moe_experts",
-    when=OnNpu(HALF, formats=("int8_row",), features=("fused-infer",), needs=(SIZES, ALL_EXPERTS_LOCAL)),
+    SIZES,
+    ALL_EXPERTS_LOCAL,
+    formats=("int8_row",),
     packs={"gate_up": INT8_EXPERTS, "down": INT8_EXPERTS},
-    capture_safe=True,
 )
 def moe_experts_int8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in int8, expanded within the grouped product."""
@@ -173,19 +155,12 @@ def _has_whole_groups(op: Any) -> bool:
 
 @fused(
     "moe_experts",
-    when=OnNpu(
-        HALF,
-        formats=INT4_FORMATS,
-        features=("fused-infer",),
-        needs=(
-            SIZES,
-            ALL_EXPERTS_LOCAL,
-            ("rows in eights", _has_int4_dims),
-            ("whole groups of columns", _has_whole_groups),
-        ),
-    ),
+    SIZES,
+    ALL_EXPERTS_LOCAL,
+    ("rows in eights", _has_int4_dims),
+    ("whole groups of columns", _has_whole_groups),
+    formats=INT4_FORMATS,
     packs={"gate_up": INT4_EXPERTS, "down": INT4_EXPERTS},
-    capture_safe=True,
 )
 def moe_experts_int4(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in int4, eight to an int32, expanded within the grouped product."""

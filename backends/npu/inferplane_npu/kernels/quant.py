@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from inferplane.kernels.fused.needs import (
-    HALF,
     INT8_PER_TOKEN_LINEAR,
     INT8_PER_TOKEN_QUANTIZE,
     PLAIN_ACTIVATIONS,
-    RANK_FUSED,
+    declare_fused,
 )
 from inferplane.kernels.fused.packings import INT4_GROUPS
 from inferplane.plugin import Kernels, Packing, QTensor
@@ -28,7 +27,7 @@ from inferplane_npu.kvcache import FRACTAL_NZ
 
 npu = torch.ops.npu
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="torch_npu", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="torch_npu", when=OnNpu, features=("fused-infer",))
 INT4_FORMATS = (*INT4_GROUPS, "int4_row")
 LARGEST = 65535
 """Of a dimension of a quantized product."""
@@ -116,7 +115,7 @@ def _multiply(view: Any, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-@fused("linear", when=OnNpu(HALF, formats=("int8_row",), needs=NEEDS), packs={"weight": INT8}, capture_safe=True)
+@fused("linear", *NEEDS, features=(), formats=("int8_row",), packs={"weight": INT8})
 def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights in int8, expanded within the product."""
     return _multiply(view, x)
@@ -124,14 +123,10 @@ def linear_w8a16(view: Any, x: torch.Tensor) -> torch.Tensor:
 
 @fused(
     "linear",
-    when=OnNpu(
-        HALF,
-        formats=INT4_FORMATS,
-        features=("fused-infer",),
-        needs=(*NEEDS, ("rows in eights", lambda op: op.weight.shape[0] % 8 == 0)),
-    ),
+    *NEEDS,
+    ("rows in eights", lambda op: op.weight.shape[0] % 8 == 0),
+    formats=INT4_FORMATS,
     packs={"weight": INT4},
-    capture_safe=True,
 )
 def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Weights in int4, eight to an int32, expanded within the product."""
@@ -140,9 +135,11 @@ def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
 
 @fused(
     "linear",
-    when=OnNpu(HALF, formats=("int8_row",), features=("fused-infer", "int8-dot"), needs=(INT8_PER_TOKEN_LINEAR, FITS)),
+    INT8_PER_TOKEN_LINEAR,
+    FITS,
+    features=("fused-infer", "int8-dot"),
+    formats=("int8_row",),
     packs={"weight": INT8_NZ},
-    capture_safe=True,
 )
 def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Both sides in int8. Without `output_dtype` the result would be int8 as well."""
@@ -159,14 +156,11 @@ def _has_fp8_tokens(op: Any) -> bool:
 
 @fused(
     "linear",
-    when=OnNpu(
-        HALF,
-        formats=("fp8_row",),
-        features=("fused-infer", "fp8"),
-        needs=(("activations in FP8, a scale a token", _has_fp8_tokens), FITS),
-    ),
+    ("activations in FP8, a scale a token", _has_fp8_tokens),
+    FITS,
+    features=("fused-infer", "fp8"),
+    formats=("fp8_row",),
     packs={"weight": FP8},
-    capture_safe=True,
 )
 def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """Both sides in FP8. The bias is added behind: vllm-ascend says that the product is wrong with one. What a token of
@@ -178,7 +172,7 @@ def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     return y if view.bias is None else y + view.bias
 
 
-@fused("quantize", when=OnNpu(HALF, features=("fused-infer",), needs=(INT8_PER_TOKEN_QUANTIZE,)), capture_safe=True)
+@fused("quantize", INT8_PER_TOKEN_QUANTIZE)
 def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_dynamic_quant; a token of zeros has scale 0 there, and 1 here."""
     data, scale = npu.npu_dynamic_quant(x)

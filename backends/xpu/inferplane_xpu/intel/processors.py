@@ -9,17 +9,19 @@ Source: schemas of torch_ipex::rmsnorm and add_rmsnorm as the dispatcher states 
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT
-from inferplane.plugin import Kernel, Kernels, When
+from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, FLOATS, NORM_WEIGHT, declare_fused
+from inferplane.plugin import Kernel, Kernels
 from inferplane_xpu.intel import ipex
 from inferplane_xpu.intel.kernels.when import RANK_LEGACY
 
 torch_ipex = torch.ops.torch_ipex
 KERNELS = Kernels()
+fused = partial(declare_fused, KERNELS, provider="ipex", dtypes=FLOATS, rank=RANK_LEGACY, capture_safe=False)
 
 
 def kernels() -> list[Kernel]:
@@ -30,24 +32,14 @@ def kernels() -> list[Kernel]:
     return list(KERNELS)
 
 
-@KERNELS(
-    "rms_norm",
-    "ipex",
-    rank=RANK_LEGACY,
-    when=When(FLOATS, needs=(NORM_WEIGHT,)),
-)
+@fused("rms_norm", NORM_WEIGHT)
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch_ipex::rmsnorm."""
     out: torch.Tensor = torch_ipex.rmsnorm(x.contiguous(), view.weight, view.eps)
     return out
 
 
-@KERNELS(
-    "add_rms_norm",
-    "ipex",
-    rank=RANK_LEGACY,
-    when=When(FLOATS, needs=(ADD_NORM_WEIGHT,)),
-)
+@fused("add_rms_norm", ADD_NORM_WEIGHT)
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """torch_ipex::add_rmsnorm, whose second argument becomes the sum; the first layer has no sum."""
     if residual is None:

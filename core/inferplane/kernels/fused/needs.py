@@ -1,19 +1,49 @@
-"""Rank of kernels that call vendors' operators, and conditions that several of them set: a sentence and a predicate.
+"""How kernels that call vendors' operators are declared: their rank, and conditions that several of them set.
 
-A condition is an entry of `When.needs`: explain shows the sentence where the predicate on the op is False.
+A condition is an entry of `When.needs`, a sentence and a predicate: explain shows the sentence where the predicate on
+the op is False.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from inferplane.plugin import PLAIN, Kernels, When
 
 RANK_FUSED = 70
 """Rank of a vendor's fused operator: below the band of measured kernels, since it was not measured here."""
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALF)
+
+
+def declare_fused(
+    kernels: Kernels,
+    op: str,
+    *needs: tuple[str, Callable[[Any], bool]],
+    provider: str,
+    dtypes: tuple[torch.dtype, ...] = HALF,
+    formats: tuple[str, ...] = (PLAIN,),
+    kv_layouts: tuple[str, ...] = (),
+    features: tuple[str, ...] = (),
+    when: type[When] = When,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that declares a function as a kernel; a module binds what its kernels share with `functools.partial`.
+
+    Args:
+        kernels: the list that it joins.
+        op: the op's name.
+        needs, dtypes, formats, kv_layouts, features: fields of `When`.
+        provider: the kernel's provider.
+        when: the class of its conditions.
+        options: other fields of `Kernel`; unless they say otherwise, it has `RANK_FUSED` and is capture safe.
+    """
+    conditions = when(dtypes, formats, kv_layouts, features=features, needs=needs)
+    return kernels(op, provider, when=conditions, **{"rank": RANK_FUSED, "capture_safe": True, **options})
 
 
 def is_plain_linear(linear: Any) -> bool:

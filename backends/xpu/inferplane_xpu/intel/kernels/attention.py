@@ -11,18 +11,20 @@ flash_attn_interface.py of its wheel 0.1.16.2.
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import HALF, RANK_FUSED
-from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane.kernels.fused.needs import declare_fused
+from inferplane.plugin import Batch, Kernels, LayerKV
 from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
 from inferplane_xpu.intel.kernels.when import MATRIX, is_decode_compiled, is_prefill_compiled
 from inferplane_xpu.intel.kvcache import PAGED
 
 flash = torch.ops._vllm_fa2_C
 KERNELS = Kernels()
+fused = partial(declare_fused, KERNELS, provider="vllm_xpu", kv_layouts=(PAGED,), features=MATRIX)
 NO_WINDOW = (-1, -1)
 
 
@@ -74,17 +76,8 @@ def _has_many_queries(op: Any) -> bool:
     return op.queries == "many" and _has_one_width(op) and is_prefill_compiled(op.kv.dim, op.kv.window)
 
 
-@KERNELS(
-    "attention",
-    "vllm_xpu",
-    rank=RANK_FUSED,
-    when=When(
-        HALF,
-        kv_layouts=(PAGED,),
-        features=MATRIX,
-        needs=(("few query tokens, and a head size, group and window that were compiled for them", _has_few_queries),),
-    ),
-    capture_safe=True,
+@fused(
+    "attention", ("few query tokens, and a head size, group and window that were compiled for them", _has_few_queries)
 )
 def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The kernels for single tokens."""
@@ -92,18 +85,7 @@ def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torc
     return varlen(q.contiguous(), keys, values, single_tokens(batch), view.scale, window=view.kv.window)
 
 
-@KERNELS(
-    "attention",
-    "vllm_xpu",
-    rank=RANK_FUSED,
-    when=When(
-        HALF,
-        kv_layouts=(PAGED,),
-        features=MATRIX,
-        needs=(("many query tokens, and a head size and window that were compiled for them", _has_many_queries),),
-    ),
-    capture_safe=True,
-)
+@fused("attention", ("many query tokens, and a head size and window that were compiled for them", _has_many_queries))
 def attention_many(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The kernels for many query tokens; a largest size of 1 would send the call to the others."""
     keys, values = kv.blocked()  # type: ignore[attr-defined]

@@ -7,12 +7,13 @@ Source: vllm-project/vllm, vllm/_ipex_ops.py as of its last release with that ex
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, HALF, NORM_WEIGHT
-from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane.kernels.fused.needs import ADD_NORM_WEIGHT, NORM_WEIGHT, declare_fused
+from inferplane.plugin import Batch, Kernels, LayerKV
 from inferplane_xpu.intel.kernels.when import RANK_LEGACY
 from inferplane_xpu.intel.kvcache import PAGED
 from inferplane_xpu.library import Library
@@ -20,27 +21,17 @@ from inferplane_xpu.library import Library
 functional = Library("intel_extension_for_pytorch.llm.functional")
 paged = Library("intel_extension_for_pytorch.llm.modules.PagedAttention")
 KERNELS = Kernels()
-FEATURES = ("ipex",)
+fused = partial(declare_fused, KERNELS, provider="ipex", features=("ipex",), rank=RANK_LEGACY, capture_safe=False)
 
 
-@KERNELS(
-    "rms_norm",
-    "ipex",
-    rank=RANK_LEGACY,
-    when=When(HALF, features=FEATURES, needs=(NORM_WEIGHT,)),
-)
+@fused("rms_norm", NORM_WEIGHT)
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """llm.functional.rms_norm."""
     out: torch.Tensor = functional.rms_norm(x.contiguous(), view.weight, view.eps)
     return out
 
 
-@KERNELS(
-    "add_rms_norm",
-    "ipex",
-    rank=RANK_LEGACY,
-    when=When(HALF, features=FEATURES, needs=(ADD_NORM_WEIGHT,)),
-)
+@fused("add_rms_norm", ADD_NORM_WEIGHT)
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """llm.functional.add_rms_norm, whose first argument becomes the sum; the first layer has no sum."""
     if residual is None:
@@ -49,7 +40,7 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return functional.add_rms_norm(total, x.contiguous(), view.norm.weight, None, view.norm.eps, True), total
 
 
-@KERNELS("silu_mul", "ipex", rank=RANK_LEGACY, when=When(HALF, features=FEATURES))
+@fused("silu_mul")
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """llm.functional.silu_mul of the two halves."""
     gate, up = (half.contiguous() for half in x.chunk(2, -1))
@@ -57,7 +48,7 @@ def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@KERNELS("kv_write", "ipex", rank=RANK_LEGACY, when=When(HALF, kv_layouts=(PAGED,), features=FEATURES))
+@fused("kv_write", kv_layouts=(PAGED,))
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """llm.modules.PagedAttention.reshape_and_cache_flash."""
     keys, values = kv.blocked()  # type: ignore[attr-defined]
@@ -68,17 +59,7 @@ def _has_one_width(op: Any) -> bool:
     return op.kv.dim == op.kv.v_dim and op.kv.dim in (64, 96, 128, 192, 256)
 
 
-@KERNELS(
-    "attention",
-    "ipex",
-    rank=RANK_LEGACY,
-    when=When(
-        HALF,
-        kv_layouts=(PAGED,),
-        features=FEATURES,
-        needs=(("heads of 64, 96, 128, 192 or 256 entries", _has_one_width),),
-    ),
-)
+@fused("attention", ("heads of 64, 96, 128, 192 or 256 entries", _has_one_width), kv_layouts=(PAGED,))
 def attention(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """llm.modules.PagedAttention.flash_attn_varlen_func, causal, all sequences in one call."""
     keys, values = kv.blocked()  # type: ignore[attr-defined]

@@ -6,14 +6,15 @@ csrc/flash_attn/flash_api.cpp for its limit of query heads, csrc/cache.cpp for w
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from inferplane.kernels.fused.latents import expand_latents, fold_query, unfold_result
-from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED
+from inferplane.kernels.fused.needs import PLAIN_KV_B, declare_fused
 from inferplane.kernels.fused.operands import cumulative_lengths
-from inferplane.plugin import Batch, Kernels, LayerKV, When, latents
+from inferplane.plugin import Batch, Kernels, LayerKV, latents
 from inferplane_xpu.intel.kernels.attention import varlen
 from inferplane_xpu.intel.kernels.lengths import Sequences, single_tokens
 from inferplane_xpu.intel.kernels.when import LATENT_HEADS, MATRIX
@@ -21,6 +22,7 @@ from inferplane_xpu.intel.kvcache import PAGED
 
 cache_ops = torch.ops._C_cache_ops
 KERNELS = Kernels()
+fused = partial(declare_fused, KERNELS, provider="vllm_xpu", kv_layouts=(PAGED,), features=MATRIX)
 LATENT, ROTATED = 512, 64
 """Entries of a latent and of its rotated part, for which the kernel was compiled."""
 
@@ -33,20 +35,10 @@ def _has_full_head_groups(op: Any) -> bool:
     return op.dims.heads <= LATENT_HEADS or op.dims.heads % LATENT_HEADS == 0
 
 
-@KERNELS(
+@fused(
     "mla_absorbed",
-    "vllm_xpu",
-    rank=RANK_FUSED,
-    when=When(
-        HALF,
-        kv_layouts=(PAGED,),
-        features=MATRIX,
-        needs=(
-            ("latents of 512 + 64 entries", _has_supported_latents),
-            ("query heads in eights, or fewer", _has_full_head_groups),
-        ),
-    ),
-    capture_safe=True,
+    ("latents of 512 + 64 entries", _has_supported_latents),
+    ("query heads in eights, or fewer", _has_full_head_groups),
 )
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """varlen_fwd with the latents as keys and their first 512 entries as values. It takes eight query heads a sequence:
@@ -69,19 +61,11 @@ def _has_expanded_width(op: Any) -> bool:
     return op.dims.value <= width and width in EXPANDED_WIDTHS
 
 
-@KERNELS(
+@fused(
     "mla_expanded",
-    "vllm_xpu",
-    rank=RANK_FUSED,
-    when=When(
-        HALF,
-        kv_layouts=(PAGED,),
-        features=MATRIX,
-        needs=(
-            ("heads of 64, 128, 192 or 256 entries, and no wider values", _has_expanded_width),
-            PLAIN_KV_B,
-        ),
-    ),
+    ("heads of 64, 128, 192 or 256 entries, and no wider values", _has_expanded_width),
+    PLAIN_KV_B,
+    capture_safe=False,
     needs_host_lens=True,
 )
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import FLOATS, HALF, RANK_FUSED
-from inferplane.plugin import Kernels, Packing, QTensor, When
+from inferplane.kernels.fused.needs import FLOATS, declare_fused
+from inferplane.plugin import Kernels, Packing, QTensor
 from inferplane_xpu.intel.kernels.when import MATRIX, OPERATORS
 
 vllm, moe, xpu = torch.ops._C, torch.ops._moe_C, torch.ops._xpu_C
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="vllm_xpu", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="vllm_xpu", features=MATRIX)
 SCORED_ALREADY, SIGMOID = 0, 1
 """Values of grouped_topk's `scoring_func`."""
 TOP_K = (1, 2, 4, 6, 7, 8, 10, 16)
@@ -35,11 +35,7 @@ def _has_supported_groups(op: Any) -> bool:
     return 1 < op.groups <= MOST_GROUPS and op.top_k <= MOST_CHOSEN and op.group_score == "top2"
 
 
-@fused(
-    "moe_route",
-    when=When(FLOATS, features=OPERATORS, needs=(("no groups, and a bias to sigmoid scores only", _is_ungrouped),)),
-    capture_safe=True,
-)
+@fused("moe_route", ("no groups, and a bias to sigmoid scores only", _is_ungrouped), dtypes=FLOATS, features=OPERATORS)
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_moe_C::topk_softmax or topk_sigmoid; the third tensor is a buffer that both need."""
     weights = logits.new_empty(logits.shape[0], view.top_k, dtype=torch.float32)
@@ -55,12 +51,9 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 @fused(
     "moe_route",
-    when=When(
-        FLOATS,
-        features=OPERATORS,
-        needs=(("at most 32 groups, each judged by its best two experts", _has_supported_groups),),
-    ),
-    capture_safe=True,
+    ("at most 32 groups, each judged by its best two experts", _has_supported_groups),
+    dtypes=FLOATS,
+    features=OPERATORS,
 )
 def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """_moe_C::grouped_topk, which knows sigmoid alone: others are scored before; zeros stand for no bias."""
@@ -166,12 +159,7 @@ def _pad_to_compiled(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Te
     return torch.nn.functional.pad(weights, (0, more)), torch.cat((ids, ids[:, :1].expand(-1, more)), 1)
 
 
-@fused(
-    "moe_experts",
-    when=When(HALF, features=MATRIX, needs=NEEDS),
-    packs={"gate_up": EXPERTS, "down": EXPERTS},
-    capture_safe=True,
-)
+@fused("moe_experts", *NEEDS, packs={"gate_up": EXPERTS, "down": EXPERTS})
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Experts in the activations' dtype."""
     return _run_experts(view, x, weights, ids)
@@ -179,14 +167,10 @@ def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
 
 @fused(
     "moe_experts",
-    when=When(
-        HALF,
-        formats=INT4,
-        features=MATRIX,
-        needs=(*NEEDS, ("hidden and expert sizes in whole groups", _has_whole_groups)),
-    ),
+    *NEEDS,
+    ("hidden and expert sizes in whole groups", _has_whole_groups),
+    formats=INT4,
     packs={"gate_up": INT4_EXPERTS, "down": INT4_EXPERTS},
-    capture_safe=True,
 )
 def moe_experts_int4(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in int4, expanded within the product."""
@@ -195,14 +179,10 @@ def moe_experts_int4(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: tor
 
 @fused(
     "moe_experts",
-    when=When(
-        HALF,
-        formats=("fp8_block",),
-        features=MATRIX,
-        needs=(*NEEDS, ("sizes in whole blocks of 128", _has_whole_blocks)),
-    ),
+    *NEEDS,
+    ("sizes in whole blocks of 128", _has_whole_blocks),
+    formats=("fp8_block",),
     packs={"gate_up": FP8_EXPERTS, "down": FP8_EXPERTS},
-    capture_safe=True,
 )
 def moe_experts_fp8(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Weights in FP8 with a scale a block of 128 x 128, expanded within the product."""

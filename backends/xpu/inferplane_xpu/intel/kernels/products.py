@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import FLOATS, HALF, PLAIN_ACTIVATIONS, RANK_FUSED
+from inferplane.kernels.fused.needs import FLOATS, PLAIN_ACTIVATIONS, declare_fused
 from inferplane.kernels.fused.packings import Int8Rows
-from inferplane.plugin import Kernels, Packing, QTensor, When
+from inferplane.plugin import Kernels, Packing, QTensor
 from inferplane_xpu.intel.kernels.when import MATRIX, RANK_TORCH_PACKED
 
 vllm, xpu, aten = torch.ops._C, torch.ops._xpu_C, torch.ops.aten
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="vllm_xpu", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="vllm_xpu", features=MATRIX)
 INT4 = ("int4_group", "int4_group64", "int4_group32", "int4_row")
 OFFSET = 8
 """What is added to an int4 so that it is stored without a sign."""
@@ -135,12 +135,7 @@ WHOLE_WORDS = ("rows in eights and columns in groups of 128", _has_whole_words)
 WHOLE_BLOCKS = ("a scale a row, or whole blocks of 128 and more than one of them along a row", _has_whole_blocks)
 
 
-@fused(
-    "linear",
-    when=When(HALF, formats=INT4, features=MATRIX, needs=(PLAIN_ACTIVATIONS, WHOLE_WORDS)),
-    packs={"weight": ONEDNN},
-    capture_safe=True,
-)
+@fused("linear", PLAIN_ACTIVATIONS, WHOLE_WORDS, formats=INT4, packs={"weight": ONEDNN})
 def linear_int4(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_xpu_C::int4_gemm_w4a16."""
     w: Int4 = view.weight
@@ -148,13 +143,15 @@ def linear_int4(view: Any, x: torch.Tensor) -> torch.Tensor:
     return w.subtract_zero_points(y, x)
 
 
-@KERNELS(
+@fused(
     "linear",
-    "torch_xpu",
+    PLAIN_ACTIVATIONS,
+    WHOLE_WORDS,
+    provider="torch_xpu",
+    features=("int4-product",),
+    formats=INT4,
     rank=RANK_TORCH_PACKED,
-    when=When(HALF, formats=INT4, features=("int4-product",), needs=(PLAIN_ACTIVATIONS, WHOLE_WORDS)),
     packs={"weight": TORCH_XPU},
-    capture_safe=True,
 )
 def linear_int4pack(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's _weight_int4pack_mm_with_scales_and_zeros."""
@@ -164,13 +161,15 @@ def linear_int4pack(view: Any, x: torch.Tensor) -> torch.Tensor:
     return y if view.bias is None else y + view.bias
 
 
-@KERNELS(
+@fused(
     "linear",
-    "torch_xpu",
+    PLAIN_ACTIVATIONS,
+    provider="torch_xpu",
+    dtypes=FLOATS,
+    features=("int8-product",),
+    formats=("int8_row",),
     rank=RANK_TORCH_PACKED,
-    when=When(FLOATS, formats=("int8_row",), features=("int8-product",), needs=(PLAIN_ACTIVATIONS,)),
     packs={"weight": INT8_ROWS},
-    capture_safe=True,
 )
 def linear_int8pack(view: Any, x: torch.Tensor) -> torch.Tensor:
     """torch's _weight_int8pack_mm: weights in int8, a scale a row."""
@@ -180,12 +179,7 @@ def linear_int8pack(view: Any, x: torch.Tensor) -> torch.Tensor:
     return y if view.bias is None else y + view.bias
 
 
-@fused(
-    "linear",
-    when=When(HALF, formats=("fp8_row", "fp8_block"), features=MATRIX, needs=(PLAIN_ACTIVATIONS, WHOLE_BLOCKS)),
-    packs={"weight": FP8_WEIGHT},
-    capture_safe=True,
-)
+@fused("linear", PLAIN_ACTIVATIONS, WHOLE_BLOCKS, formats=("fp8_row", "fp8_block"), packs={"weight": FP8_WEIGHT})
 def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_xpu_C::fp8_gemm_w8a16: weights in FP8, activations as they are. One block along a row would read as rows."""
     w: Fp8 = view.weight
@@ -195,14 +189,10 @@ def linear_fp8(view: Any, x: torch.Tensor) -> torch.Tensor:
 
 @fused(
     "linear",
-    when=When(
-        HALF,
-        formats=("fp8_row", "fp8_block"),
-        features=MATRIX,
-        needs=(("activations in FP8, by rows or by 128 as the weight is", _has_fp8_activations), WHOLE_BLOCKS),
-    ),
+    ("activations in FP8, by rows or by 128 as the weight is", _has_fp8_activations),
+    WHOLE_BLOCKS,
+    formats=("fp8_row", "fp8_block"),
     packs={"weight": FP8_WEIGHT},
-    capture_safe=True,
 )
 def linear_fp8_act(view: Any, x: torch.Tensor) -> torch.Tensor:
     """_xpu_C::fp8_gemm on activations that the extension quantizes, by rows or by groups of 128."""

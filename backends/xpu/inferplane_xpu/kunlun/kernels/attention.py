@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import HALF, RANK_FUSED
-from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane.kernels.fused.needs import declare_fused
+from inferplane.plugin import Batch, Kernels, LayerKV
 from inferplane_xpu.kunlun.kernels.lengths import lods, sequence_per_token
 from inferplane_xpu.kunlun.kernels.when import KUNLUN
 from inferplane_xpu.kunlun.kvcache import BHLD
@@ -21,13 +21,13 @@ from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="kunlun_ops", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="kunlun_ops", kv_layouts=(BHLD,), features=KUNLUN)
 HEAD_SIZES = (32, 64, 80, 96, 112, 120, 128, 192, 256, 512)
 MOST_SEQUENCES = 1023
 """speculative_attention fails with 1024 and more."""
 
 
-@fused("kv_write", when=When(HALF, kv_layouts=(BHLD,), features=KUNLUN), capture_safe=True)
+@fused("kv_write")
 def kv_write(view: Any, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """kunlun_ops.reshape_and_cache_flash into blocks with heads before tokens."""
     keys, values = kv.parts  # type: ignore[attr-defined]
@@ -42,11 +42,7 @@ NEEDS = (
 
 
 @fused(
-    "attention",
-    when=When(
-        HALF, kv_layouts=(BHLD,), features=KUNLUN, needs=(*NEEDS, ("few query tokens", lambda op: op.queries == "few"))
-    ),
-    needs_host_lens=True,
+    "attention", *NEEDS, ("few query tokens", lambda op: op.queries == "few"), capture_safe=False, needs_host_lens=True
 )
 def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """kunlun_ops.speculative_attention, each token as a sequence that ends with it; at most 1023 in a call."""
@@ -77,12 +73,9 @@ def attention_few(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torc
 
 @fused(
     "attention",
-    when=When(
-        HALF,
-        kv_layouts=(BHLD,),
-        features=KUNLUN,
-        needs=(*NEEDS, ("many query tokens", lambda op: op.queries == "many")),
-    ),
+    *NEEDS,
+    ("many query tokens", lambda op: op.queries == "many"),
+    capture_safe=False,
     needs_host_lens=True,
 )
 def attention_many(view: Any, q: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:

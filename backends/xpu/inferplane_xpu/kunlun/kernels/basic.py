@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from inferplane.kernels.fused.needs import HALF, RANK_FUSED
+from inferplane.kernels.fused.needs import declare_fused
 from inferplane.kernels.fused.operands import rotate_last_head_as_key
 from inferplane.kernels.fused.packings import FLOAT32, RopeTable
-from inferplane.plugin import Batch, Kernels, Packing, When
+from inferplane.plugin import Batch, Kernels, Packing
 from inferplane_xpu.kunlun.kernels.when import KUNLUN, RANK_IN_PARTS
 from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="kunlun_ops", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="kunlun_ops", features=KUNLUN)
 WIDEST_HALF = 65536
 """Rows of a float16 weight that F.linear is given at once; 248320 are known to give wrong sums."""
 
@@ -28,7 +28,7 @@ WIDEST_HALF = 65536
 TABLE = Packing("kunlun_ops.rope_table", RopeTable)
 
 
-@fused("rms_norm", when=When(HALF, features=KUNLUN), packs={"weight": FLOAT32}, capture_safe=True)
+@fused("rms_norm", packs={"weight": FLOAT32})
 def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.rmsnorm over contiguous rows, with its weight in float32."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -37,7 +37,7 @@ def rms_norm(view: Any, x: torch.Tensor) -> torch.Tensor:
     return out.view(x.shape)
 
 
-@fused("add_rms_norm", when=When(HALF, features=KUNLUN), packs={"norm.weight": FLOAT32}, capture_safe=True)
+@fused("add_rms_norm", packs={"norm.weight": FLOAT32})
 def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.add_rmsnorm, which writes the norm and the sum into tensors of their own; the first layer has none."""
     if residual is None:
@@ -54,7 +54,7 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return out, total
 
 
-@fused("rope", when=When(HALF, features=KUNLUN), packs={"table": TABLE}, capture_safe=True)
+@fused("rope", packs={"table": TABLE})
 def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.rotary_embedding, in place, of queries and keys at once: the last head goes as the key."""
 
@@ -71,7 +71,7 @@ def rope(view: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return rotate_last_head_as_key(x, rotate)
 
 
-@fused("silu_mul", when=When(HALF, features=KUNLUN), capture_safe=True)
+@fused("silu_mul")
 def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.swiglu: SiLU of the first half times the second."""
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
@@ -79,7 +79,7 @@ def silu_mul(view: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@KERNELS("lm_head", "torch", rank=RANK_IN_PARTS, when=When((torch.float16,)), capture_safe=True)
+@fused("lm_head", provider="torch", dtypes=(torch.float16,), features=(), rank=RANK_IN_PARTS)
 def lm_head_in_parts(view: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """F.linear some rows of the weight at a time: in float16 its sums are wrong where there are very many."""
     rows = x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from inferplane.kernels.fused.latents import expand_latents, fold_query, unfold_result
-from inferplane.kernels.fused.needs import HALF, PLAIN_KV_B, RANK_FUSED
-from inferplane.plugin import Batch, Kernels, LayerKV, When
+from inferplane.kernels.fused.needs import PLAIN_KV_B, declare_fused
+from inferplane.plugin import Batch, Kernels, LayerKV
 from inferplane_xpu.kunlun.kernels.attention import HEAD_SIZES, prefill
 from inferplane_xpu.kunlun.kernels.lengths import sequence_per_token
 from inferplane_xpu.kunlun.kernels.when import KUNLUN
@@ -22,14 +22,14 @@ from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="kunlun_ops", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="kunlun_ops", kv_layouts=(LATENT,), features=KUNLUN)
 LATENT_ENTRIES, ROTATED = 512, 64
 """The sizes that FlashMLA knows, and with it the vendor's operator."""
 VALUES_ARE_LATENTS = -1
 """Value of `vo_head_dim`: the latent's size is an argument of its own."""
 
 
-@fused("mla_kv_write", when=When(HALF, kv_layouts=(LATENT,), features=KUNLUN), capture_safe=True)
+@fused("mla_kv_write")
 def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> None:
     """kunlun_ops.concat_and_cache_mla."""
     kunlun.concat_and_cache_mla(
@@ -42,12 +42,8 @@ def mla_kv_write(view: Any, latent: torch.Tensor, k_rope: torch.Tensor, batch: B
 
 @fused(
     "mla_absorbed",
-    when=When(
-        HALF,
-        kv_layouts=(LATENT,),
-        features=KUNLUN,
-        needs=(("latents of 512 + 64", lambda op: (op.dims.latent, op.dims.rope) == (LATENT_ENTRIES, ROTATED)),),
-    ),
+    ("latents of 512 + 64", lambda op: (op.dims.latent, op.dims.rope) == (LATENT_ENTRIES, ROTATED)),
+    capture_safe=False,
     needs_host_lens=True,
 )
 def mla_absorbed(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
@@ -96,12 +92,9 @@ def _has_expanded_dims(op: Any) -> bool:
 
 @fused(
     "mla_expanded",
-    when=When(
-        HALF,
-        kv_layouts=(LATENT,),
-        features=KUNLUN,
-        needs=(("heads of a size that the vendor lists, and no wider values", _has_expanded_dims), PLAIN_KV_B),
-    ),
+    ("heads of a size that the vendor lists, and no wider values", _has_expanded_dims),
+    PLAIN_KV_B,
+    capture_safe=False,
     needs_host_lens=True,
 )
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:

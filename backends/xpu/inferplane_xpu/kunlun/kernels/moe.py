@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, HALF, PLAIN_SOFTMAX_ROUTING, RANK_FUSED
+from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL, FLOATS, PLAIN_SOFTMAX_ROUTING, declare_fused
 from inferplane.kernels.fused.operands import allocate_routing
 from inferplane.kernels.fused.packings import FLOAT32
-from inferplane.plugin import Kernels, When
+from inferplane.plugin import Kernels
 from inferplane_xpu.kunlun.kernels.when import GROUP_TOPK, KUNLUN, SPEEDGATE
 from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 speedgate = torch.ops.xspeedgate_ops
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="kunlun_ops", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="kunlun_ops", features=KUNLUN)
 CLUSTERS = 12
 """Rows of `block_statistic`: counts by cluster of the card."""
 FEW_PAIRS = 768
@@ -49,7 +49,7 @@ def _statistic(experts: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(CLUSTERS, experts, dtype=torch.int32, device=device)
 
 
-@fused("moe_route", when=When(FLOATS, features=KUNLUN, needs=(PLAIN_SOFTMAX_ROUTING,)), capture_safe=True)
+@fused("moe_route", PLAIN_SOFTMAX_ROUTING, dtypes=FLOATS)
 def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_softmax_topk_norm, or moe_softmax_topk, which does not renormalize; ids are int32."""
     weights, ids = allocate_routing(logits, view.top_k)
@@ -62,15 +62,9 @@ def moe_route(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 @fused(
     "moe_route",
-    when=When(
-        FLOATS,
-        features=KUNLUN,
-        needs=(
-            ("sigmoid scores with a bias, groups judged by two experts, weights renormalized", _has_sigmoid_groups),
-        ),
-    ),
+    ("sigmoid scores with a bias, groups judged by two experts, weights renormalized", _has_sigmoid_groups),
+    dtypes=FLOATS,
     packs={"bias": FLOAT32},
-    capture_safe=True,
 )
 def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_sigmoid_group_topk_norm, which renormalizes and scales."""
@@ -90,12 +84,9 @@ def moe_route_grouped(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, to
 
 @fused(
     "moe_route",
-    when=When(
-        FLOATS,
-        features=(*KUNLUN, *GROUP_TOPK),
-        needs=(("groups judged by one expert, without a bias", _has_best_groups),),
-    ),
-    capture_safe=True,
+    ("groups judged by one expert, without a bias", _has_best_groups),
+    dtypes=FLOATS,
+    features=(*KUNLUN, *GROUP_TOPK),
 )
 def moe_route_best_groups(view: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.moe_group_topk chooses by scores that it is given, and returns them as they are."""
@@ -129,7 +120,7 @@ def _multiply(
     kunlun.moe_fc(x=x, weight=weight, sorted_tokens_num_lod=starts, sorted_tokens_idx=places, moe_topk=y.shape[1], y=y)
 
 
-@fused("moe_experts", when=When(HALF, features=(*KUNLUN, *SPEEDGATE), needs=(ALL_EXPERTS_LOCAL,)), capture_safe=True)
+@fused("moe_experts", ALL_EXPERTS_LOCAL, features=(*KUNLUN, *SPEEDGATE))
 def moe_experts(view: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Rows stay in the order of experts from the sorting to the sum, which is given the position of each pair."""
     experts, columns, _ = view.gate_up.shape

@@ -14,20 +14,19 @@ from typing import Any
 import torch
 
 from inferplane.kernels.fused.needs import (
-    HALF,
     INT8_PER_TOKEN_LINEAR,
     INT8_PER_TOKEN_QUANTIZE,
     PLAIN_ACTIVATIONS,
-    RANK_FUSED,
+    declare_fused,
 )
 from inferplane.kernels.fused.packings import INT4_GROUPS
-from inferplane.plugin import Kernels, Packing, QTensor, UsageError, When
+from inferplane.plugin import Kernels, Packing, QTensor, UsageError
 from inferplane_xpu.kunlun.kernels.when import KUNLUN
 from inferplane_xpu.library import Library
 
 kunlun = Library("kunlun_ops")
 KERNELS = Kernels()
-fused = partial(KERNELS, provider="kunlun_ops", rank=RANK_FUSED)
+fused = partial(declare_fused, KERNELS, provider="kunlun_ops", features=KUNLUN)
 LARGEST = 127.0
 """Entry of int8 that stands for a row's maximum."""
 MANY_TOKENS = 256
@@ -61,10 +60,7 @@ INT8_ROWS = Packing("kunlun_ops.int8_rows", Rows)
 
 
 @fused(
-    "linear",
-    when=When(HALF, formats=("int8_row",), features=(*KUNLUN, "int8-dot"), needs=(INT8_PER_TOKEN_LINEAR,)),
-    packs={"weight": INT8_ROWS},
-    capture_safe=True,
+    "linear", INT8_PER_TOKEN_LINEAR, features=(*KUNLUN, "int8-dot"), formats=("int8_row",), packs={"weight": INT8_ROWS}
 )
 def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.quant2d and matmul; the bias goes in float32. What a token of zeros becomes in int8 is written
@@ -93,7 +89,7 @@ def linear_w8a8(view: Any, x: torch.Tensor) -> torch.Tensor:
     return (out.float() - sums * w.shift).to(x.dtype)
 
 
-@fused("quantize", when=When(HALF, features=KUNLUN, needs=(INT8_PER_TOKEN_QUANTIZE,)), capture_safe=True)
+@fused("quantize", INT8_PER_TOKEN_QUANTIZE)
 def quantize(view: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """kunlun_ops.quant2d; a token of zeros has maximum 0 there, and zeros with scale 1 here."""
     data, largest = quantize_rows(x)
@@ -132,14 +128,11 @@ def _has_whole_groups(op: Any) -> bool:
 
 @fused(
     "linear",
-    when=When(
-        (torch.float16,),
-        formats=tuple(INT4_GROUPS),
-        features=KUNLUN,
-        needs=(PLAIN_ACTIVATIONS, ("rows in eights and whole groups", _has_whole_groups)),
-    ),
+    PLAIN_ACTIVATIONS,
+    ("rows in eights and whole groups", _has_whole_groups),
+    dtypes=(torch.float16,),
+    formats=tuple(INT4_GROUPS),
     packs={"weight": INT4_WORDS},
-    capture_safe=True,
 )
 def linear_w4a16(view: Any, x: torch.Tensor) -> torch.Tensor:
     """kunlun_ops.awq_gemm, which multiplies in float16 alone; with many tokens awq_dequantize and torch's product."""
