@@ -2,7 +2,7 @@
 
 | module | holds |
 |---|---|
-| `needs` | how they are declared (`declare_fused`): rank, dtypes, and conditions: a sentence and a predicate on the op |
+| `needs` | how they are declared (`declare_fused`), and conditions: a sentence and a predicate on the op |
 | `vllm_calls` | ops by operators that have the call form of vLLM's, which several vendors' libraries took over |
 | `operands` | arguments that such operators take: lengths, block tables, scales, unwritten results |
 | `packings` | weights and rotary tables in the layouts that such operators read |
