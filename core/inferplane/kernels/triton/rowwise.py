@@ -12,7 +12,6 @@ from inferplane.kernels.triton.dependent_launch import is_dependent, launch_opti
 from inferplane.kernels.triton.quantized_results import QuantizedActivation, find_quantized, keep_quantized
 
 FP8_MAX = 448.0
-INT8_MAX = 127.0
 MAX_QUANTIZED_COLUMNS = 16384
 """Widest row of a gated MLP that one program can hold in registers, gate and up, to quantize it with one scale."""
 
