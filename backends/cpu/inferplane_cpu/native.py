@@ -32,19 +32,18 @@ KINDS = BF16, INT8, INT4, FP8, W8A8, BF16_REORDERABLE = range(6)
 """Kinds of `Matrix`, as in csrc/inferplane_cpu.h."""
 
 
+def _of(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Fields of one type."""
+    return [(name, kind) for name in names]
+
+
 class Matrix(Structure):
     """`ip_matrix`: a weight `[n, k]` of one of `KINDS`."""
 
     _fields_ = [
-        ("kind", c_int32),
-        ("group", c_int32),
-        ("n", c_int64),
-        ("k", c_int64),
-        ("ld", c_int64),
-        ("data", c_void_p),
-        ("scale", c_void_p),
-        ("scale_f16", c_void_p),
-        ("bias", c_void_p),
+        *_of(c_int32, "kind", "group"),
+        *_of(c_int64, "n", "k", "ld"),
+        *_of(c_void_p, "data", "scale", "scale_f16", "bias"),
     ]
 
 
@@ -52,14 +51,10 @@ class Cache(Structure):
     """`ip_cache`: one layer's paged KV cache; slot s begins at `s * stride`, its scales at `s * groups`."""
 
     _fields_ = [
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("k_stride", c_int64),
-        ("v_stride", c_int64),
-        ("k_scale", c_void_p),
-        ("v_scale", c_void_p),
-        ("k_groups", c_int64),
-        ("v_groups", c_int64),
+        *_of(c_void_p, "k", "v"),
+        *_of(c_int64, "k_stride", "v_stride"),
+        *_of(c_void_p, "k_scale", "v_scale"),
+        *_of(c_int64, "k_groups", "v_groups"),
         ("block", c_int32),
     ]
 
@@ -67,23 +62,17 @@ class Cache(Structure):
 class RaggedBatch(Structure):
     """`ip_batch`: query tokens, lengths and block tables of a ragged batch."""
 
-    _fields_ = [
-        ("start", c_void_p),
-        ("lens", c_void_p),
-        ("tables", c_void_p),
-        ("sequences", c_int64),
-        ("table_width", c_int64),
-    ]
+    _fields_ = [*_of(c_void_p, "start", "lens", "tables"), *_of(c_int64, "sequences", "table_width")]
 
 
 class Latent(Structure):
     """`ip_latent`: weights and sizes of latent attention."""
 
     _fields_ = [
-        *((name, Matrix) for name in ("q_a", "q_b", "kv_a", "kv_b")),
-        *((name, c_void_p) for name in ("q_a_norm", "kv_a_norm")),
-        *((name, c_int64) for name in ("nope", "rope", "value", "latent")),
-        *((name, c_float) for name in ("q_a_eps", "kv_a_eps")),
+        *_of(Matrix, "q_a", "q_b", "kv_a", "kv_b"),
+        *_of(c_void_p, "q_a_norm", "kv_a_norm"),
+        *_of(c_int64, "nope", "rope", "value", "latent"),
+        *_of(c_float, "q_a_eps", "kv_a_eps"),
     ]
 
 
@@ -92,10 +81,10 @@ class Experts(Structure):
 
     _fields_ = [
         ("router", Matrix),
-        *((name, c_void_p) for name in ("bias", "gate_up", "down")),
-        *((name, c_int64) for name in ("experts", "top", "groups", "top_groups")),
+        *_of(c_void_p, "bias", "gate_up", "down"),
+        *_of(c_int64, "experts", "top", "groups", "top_groups"),
         ("factor", c_float),
-        *((name, c_int32) for name in ("sigmoid", "best_two", "renormalize")),
+        *_of(c_int32, "sigmoid", "best_two", "renormalize"),
     ]
 
 
@@ -103,14 +92,12 @@ class Layer(Structure):
     """`ip_layer`: weights and sizes of a decoder layer."""
 
     _fields_ = [
-        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, c_void_p) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "rope")),
-        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "window")),
-        *((name, c_float) for name in ("attn_eps", "mlp_eps", "q_eps", "k_eps", "scale")),
-        ("interleaved", c_int32),
-        ("rounded", c_int32),
-        ("latent", c_void_p),
-        ("routed", c_void_p),
+        *_of(Matrix, "qkv", "o", "gate_up", "down"),
+        *_of(c_void_p, "attn_norm", "mlp_norm", "q_norm", "k_norm", "rope"),
+        *_of(c_int64, "heads", "kv_heads", "head_dim", "window"),
+        *_of(c_float, "attn_eps", "mlp_eps", "q_eps", "k_eps", "scale"),
+        *_of(c_int32, "interleaved", "rounded"),
+        *_of(c_void_p, "latent", "routed"),
     ]
 
 
@@ -120,8 +107,7 @@ class Step(Structure):
     _fields_ = [
         ("batch", RaggedBatch),
         ("cache", Cache),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
+        *_of(c_void_p, "positions", "slots"),
         ("tokens", c_int64),
     ]
 
@@ -132,8 +118,8 @@ class Sampling(Structure):
     _fields_ = [
         ("logits", c_void_p),
         ("is_bf16", c_int32),
-        *((name, c_int64) for name in ("ld", "rows", "vocab")),
-        *((name, c_void_p) for name in ("temperature", "top_p", "min_p", "uniform", "top_k")),
+        *_of(c_int64, "ld", "rows", "vocab"),
+        *_of(c_void_p, "temperature", "top_p", "min_p", "uniform", "top_k"),
     ]
 
 
@@ -143,8 +129,7 @@ class Model(Structure):
     _fields_ = [
         ("layers", c_void_p),
         ("count", c_int64),
-        ("embed", Matrix),
-        ("head", Matrix),
+        *_of(Matrix, "embed", "head"),
         ("norm", c_void_p),
         ("eps", c_float),
     ]
@@ -154,12 +139,9 @@ class ModelIO(Structure):
     """`ip_model_io`: inputs and outputs of a model's step."""
 
     _fields_ = [
-        ("ids", c_void_p),
-        ("rows", c_void_p),
+        *_of(c_void_p, "ids", "rows"),
         ("num_rows", c_int64),
-        ("logits", c_void_p),
-        ("argmax", c_void_p),
-        ("hidden", c_void_p),
+        *_of(c_void_p, "logits", "argmax", "hidden"),
     ]
 
 
