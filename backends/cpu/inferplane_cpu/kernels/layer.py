@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,27 +82,28 @@ def _has_all_experts(op: Any) -> bool:
 
 
 def _has_stored_kv_b(op: Any) -> bool:
-    stored = not _has_latent_attention(op) or op.attn.absorbed.kv_b.format in (PLAIN, "fp8_block")
-    return stored and (not _has_latent_attention(op) or op.attn.expanded.kv_b.bias is None)
+    return not _has_latent_attention(op) or _has_kv_b_in(op, (PLAIN, "fp8_block"))
 
 
 def _has_packed_kv_b(op: Any) -> bool:
-    return (
-        _has_latent_attention(op)
-        and op.attn.absorbed.kv_b.format in PANEL_FORMATS
-        and op.attn.expanded.kv_b.bias is None
-    )
+    return _has_latent_attention(op) and _has_kv_b_in(op, PANEL_FORMATS)
+
+
+def _has_kv_b_in(op: Any, formats: tuple[str, ...]) -> bool:
+    return op.attn.absorbed.kv_b.format in formats and op.attn.expanded.kv_b.bias is None
+
+
+def _packed_weights(op: Any) -> list[Any]:
+    """Weights that kernels for quantized ones read in panels."""
+    return [*(x.weight for x in _linear_ops(op)), *_expert_weights(op)]
 
 
 def _has_packed_weights(op: Any) -> bool:
-    return all(w.format in PANEL_FORMATS for w in (*(x.weight for x in _linear_ops(op)), *_expert_weights(op)))
+    return all(w.format in PANEL_FORMATS for w in _packed_weights(op))
 
 
 def _has_int8_row_weights(op: Any) -> bool:
-    return all(
-        w.format in INT8_ROW_FORMATS and fits_int8_sums(w)
-        for w in (*(x.weight for x in _linear_ops(op)), *_expert_weights(op))
-    )
+    return all(w.format in INT8_ROW_FORMATS and fits_int8_sums(w) for w in _packed_weights(op))
 
 
 def _if_native(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -155,90 +155,49 @@ PACKS |= {"mlp.experts.gate_up": PACKING, "mlp.experts.down": PACKING}
 PACKS_KV_B = {**PACKS, "attn.absorbed.kv_b": PACKING, "attn.expanded.kv_b.weight": PACKING}
 
 
-def _run(
-    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV, rounded: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    layer, step = native_layer(view, rounded), native_step(batch)
-    step.cache = native_cache(kv)
-    x = x.contiguous()
-    out, summed = torch.empty_like(x), torch.empty_like(x)
-    other = None if residual is None else (residual := residual.contiguous()).data_ptr()
-    library().ip_decoder_layer(
-        ctypes.byref(layer), ctypes.byref(step), x.data_ptr(), other, out.data_ptr(), summed.data_ptr()
-    )
-    return out, summed
+def _declare(name: str, when: When, **options: Any) -> None:
+    """Declare a kernel: norms, projections, rotation, cache write, attention and MLP by one team of threads, without
+    leaving the call. Products of many tokens are on tiles (csrc/products/tile_products.h); weights of 8 and 4 bits are
+    expanded there while they are multiplied.
+
+    Args:
+        name: ends with the weights' kind: `_panels` of 8 and 4 bits, `_w8a8` with activations in 8 bits before every
+            product; `_many` before that is for many tokens.
+        when: its conditions.
+        options: further fields of `Kernel`.
+    """
+    rounded = when.step_kinds == ("mixed",)
+
+    def decoder_layer(
+        view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer, step = native_layer(view, rounded), native_step(batch)
+        step.cache = native_cache(kv)
+        x = x.contiguous()
+        out, summed = torch.empty_like(x), torch.empty_like(x)
+        other = None if residual is None else (residual := residual.contiguous()).data_ptr()
+        library().ip_decoder_layer(
+            ctypes.byref(layer), ctypes.byref(step), x.data_ptr(), other, out.data_ptr(), summed.data_ptr()
+        )
+        return out, summed
+
+    decoder_layer.__name__ = name
+    KERNELS("decoder_layer", "native", when=when, **{"rank": RANK_PORTABLE, **options})(decoder_layer)
 
 
-_decode_kernel = partial(KERNELS, "decoder_layer", "native", rank=RANK_PORTABLE, batch_invariant=True)
-
-
-@_decode_kernel(when=_when(("fp8_block",), "decode"), rank=RANK_BATCH_INVARIANT)
-def decoder_layer_batch_invariant(
-    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms, projections, rotation, cache write, attention and MLP by one team of threads, without leaving the call."""
-    return _run(view, x, residual, batch, kv, False)
-
-
-@_decode_kernel(when=_when(("fp8_block",), "decode"), batch_invariant=False, prepare=prepare_any_order)
-def decoder_layer(
-    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_batch_invariant`; on AMX one token and two have other last bits than more: bfloat16 weights are
-    read row after row, as they lie in memory."""
-    return _run(view, x, residual, batch, kv, False)
-
-
-@_decode_kernel(when=_when(PANEL_FORMATS, "decode", PACKED_WEIGHTS), packs=PACKS)
-def decoder_layer_panels(
-    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_batch_invariant`, for weights of 8 and 4 bits."""
-    return _run(view, x, residual, batch, kv, False)
-
-
-@_decode_kernel(when=_when(PANEL_FORMATS, "decode", PACKED_WEIGHTS, kv_b=PACKED_KV_B), packs=PACKS_KV_B)
-def decoder_layer_latent_panels(
-    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_panels`, for a `kv_b` of 8 or 4 bits too."""
-    return _run(view, x, residual, batch, kv, False)
-
-
-@KERNELS("decoder_layer", "native", when=_when(("fp8_block",), "mixed"), rank=RANK_PORTABLE)
-def decoder_layer_many(
-    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer`, for many tokens on tiles (csrc/products/tile_products.h)."""
-    return _run(view, x, residual, batch, kv, True)
-
-
-@KERNELS("decoder_layer", "native", when=_when(PANEL_FORMATS, "mixed", PACKED_WEIGHTS), rank=RANK_PORTABLE, packs=PACKS)
-def decoder_layer_many_panels(
-    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_many`, for weights of 8 and 4 bits, which are expanded while they are multiplied."""
-    return _run(view, x, residual, batch, kv, True)
-
-
-@_decode_kernel(when=_when(INT8_ROW_FORMATS, "decode", INT8_ROW_WEIGHTS), packs=PACKS, **INT8_ACTIVATIONS)
-def decoder_layer_w8a8(
-    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_panels`, with activations in 8 bits before every product."""
-    return _run(view, x, residual, batch, kv, False)
-
-
-@KERNELS(
-    "decoder_layer",
-    "native",
-    when=_when(INT8_ROW_FORMATS, "mixed", INT8_ROW_WEIGHTS),
-    rank=RANK_PORTABLE,
-    packs=PACKS,
-    **INT8_ACTIVATIONS,
+INVARIANT = {"batch_invariant": True}
+_declare("decoder_layer_batch_invariant", _when(("fp8_block",), "decode"), rank=RANK_BATCH_INVARIANT, **INVARIANT)
+# Not invariant: on AMX one token and two have other last bits than more, since bfloat16 weights are read row by row.
+_declare("decoder_layer", _when(("fp8_block",), "decode"), prepare=prepare_any_order)
+_declare("decoder_layer_panels", _when(PANEL_FORMATS, "decode", PACKED_WEIGHTS), packs=PACKS, **INVARIANT)
+_declare(
+    "decoder_layer_latent_panels",
+    _when(PANEL_FORMATS, "decode", PACKED_WEIGHTS, kv_b=PACKED_KV_B),
+    packs=PACKS_KV_B,
+    **INVARIANT,
 )
-def decoder_layer_many_w8a8(
-    view: Any, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: LayerKV
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `decoder_layer_w8a8`, for many tokens on tiles (csrc/products/tile_products.h)."""
-    return _run(view, x, residual, batch, kv, True)
+_declare("decoder_layer_many", _when(("fp8_block",), "mixed"))
+_declare("decoder_layer_many_panels", _when(PANEL_FORMATS, "mixed", PACKED_WEIGHTS), packs=PACKS)
+W8A8 = {"packs": PACKS, **INT8_ACTIVATIONS}
+_declare("decoder_layer_w8a8", _when(INT8_ROW_FORMATS, "decode", INT8_ROW_WEIGHTS), **W8A8, **INVARIANT)
+_declare("decoder_layer_many_w8a8", _when(INT8_ROW_FORMATS, "mixed", INT8_ROW_WEIGHTS), **W8A8)
