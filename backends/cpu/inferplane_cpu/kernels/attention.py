@@ -39,7 +39,7 @@ def _has_many_queries(op: Any) -> bool:
 
 def _has_bf16_kv_b(op: Any) -> bool:
     weight = getattr(op.kv_b, "weight", op.kv_b)
-    return weight.dtype in (None, torch.bfloat16) and getattr(op.kv_b, "bias", None) is None
+    return weight.dtype in (None, torch.bfloat16) and _has_no_kv_b_bias(op)
 
 
 def _has_no_kv_b_bias(op: Any) -> bool:
@@ -47,27 +47,16 @@ def _has_no_kv_b_bias(op: Any) -> bool:
 
 
 PAGED = When(dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",))
-FEW = When(
-    dtypes=(torch.bfloat16,), kv_layouts=LAYOUTS, features=("native",), needs=(("few query tokens", _has_few_queries),)
-)
-MANY = When(
-    dtypes=(torch.bfloat16,),
-    kv_layouts=LAYOUTS,
+FEW = replace(PAGED, needs=(("few query tokens", _has_few_queries),))
+MANY = replace(
+    PAGED,
     features=("native", "tiles"),
     needs=(("many query tokens, heads of a multiple of 32 up to 256", _has_many_queries),),
 )
-LATENT = When(
-    dtypes=(torch.bfloat16,),
-    formats=(PLAIN, "fp8_block"),
-    kv_layouts=LAYOUTS,
-    features=("native",),
-    needs=(("a kv_b in bfloat16 or FP8 without bias", _has_bf16_kv_b),),
+LATENT = replace(
+    PAGED, formats=(PLAIN, "fp8_block"), needs=(("a kv_b in bfloat16 or FP8 without bias", _has_bf16_kv_b),)
 )
-LATENT_PANELS = replace(
-    LATENT,
-    formats=PANEL_FORMATS,
-    needs=(("a kv_b without bias", _has_no_kv_b_bias),),
-)
+LATENT_PANELS = replace(LATENT, formats=PANEL_FORMATS, needs=(("a kv_b without bias", _has_no_kv_b_bias),))
 EXPANDED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native", "tiles"), needs=LATENT.needs)
 KV_B, KV_B_ROWS = {"kv_b": PACKING}, {"kv_b.weight": PACKING}
 LATENT_FP8 = replace(LATENT, formats=("fp8_block",))

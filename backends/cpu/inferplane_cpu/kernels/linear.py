@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,22 +59,15 @@ def fits_int8_sums(weight: Any) -> bool:
     return bool(weight.shape[-1] <= MAX_INT8_COLUMNS)
 
 
-def _fits_int8_sums(op: Any) -> bool:
-    return fits_int8_sums(op.weight)
-
-
 def _has_int8_activations(op: Any) -> bool:
     act, wide = op.act, op.out_dtype not in (None, torch.bfloat16, torch.float32)
     return act is not None and act.format == "int8" and act.group == 0 and not wide
 
 
-FEW_COLUMNS = (f"at most {MAX_INT8_COLUMNS} columns", _fits_int8_sums)
+FEW_COLUMNS = (f"at most {MAX_INT8_COLUMNS} columns", lambda op: fits_int8_sums(op.weight))
 INT8_ROW_WEIGHT = When((torch.bfloat16,), INT8_ROW_FORMATS, features=("native",), needs=(*NEEDS, FEW_COLUMNS))
-INT8_INPUT = When(
-    (torch.bfloat16,),
-    INT8_ROW_FORMATS,
-    features=("native",),
-    needs=(("activations in int8, a scale a token", _has_int8_activations), NEEDS[1], FEW_COLUMNS),
+INT8_INPUT = replace(
+    INT8_ROW_WEIGHT, needs=(("activations in int8, a scale a token", _has_int8_activations), NEEDS[1], FEW_COLUMNS)
 )
 HEAD = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS[1:])
 PACKED_HEAD = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS[1:])

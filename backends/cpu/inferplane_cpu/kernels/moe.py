@@ -8,6 +8,7 @@ import torch
 
 from inferplane.kernels.composed.moe import moe_experts as moe_experts_torch
 from inferplane.kernels.composed.moe import moe_route as moe_route_torch
+from inferplane.kernels.fused.needs import ALL_EXPERTS_LOCAL
 from inferplane.plugin import PLAIN, RANK_PORTABLE, KernelError, Kernels, When
 from inferplane_cpu.kernels.linear import INT8_ACTIVATIONS, RANK_BATCH_INVARIANT, fits_int8_sums
 from inferplane_cpu.kernels.packing import (
@@ -31,10 +32,6 @@ def _has_bf16_weights(op: Any) -> bool:
     return all(w.dtype in (None, torch.bfloat16) for w in (op.gate_up, op.down))
 
 
-def _has_every_expert(op: Any) -> bool:
-    return not op.partial
-
-
 MAX_EXPERTS = 1024
 """csrc/model/expert_routing.h."""
 
@@ -47,7 +44,7 @@ def _has_routing_bias(op: Any) -> bool:
 ROUTE = When(
     (torch.bfloat16,), features=("native",), needs=(("a float32 bias of at most 1,024 experts", _has_routing_bias),)
 )
-NEEDS = (("bfloat16 weights", _has_bf16_weights), ("every expert on this rank", _has_every_expert))
+NEEDS = (("bfloat16 weights", _has_bf16_weights), ALL_EXPERTS_LOCAL)
 STORED = When((torch.bfloat16,), (PLAIN, "fp8_block"), features=("native",), needs=NEEDS)
 PACKED = When((torch.bfloat16,), PANEL_FORMATS, features=("native",), needs=NEEDS)
 INT8_ROW_WEIGHTS = When(
