@@ -4,11 +4,10 @@ from inferplane.ops.attention import Attention, GQABlock, KVWrite, NormRopeWrite
 from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm, Rope
 from inferplane.ops.collective import AllGather, AllReduce
 from inferplane.ops.draw import Draw
-from inferplane.ops.eagle import EagleLayer
 from inferplane.ops.formats import FORMATS, dequantize_rows, encode
 from inferplane.ops.linear import GatedMLP, Linear, LMHead, SiluMul
 from inferplane.ops.mla import MLAAbsorbed, MLABlock, MLADims, MLAExpanded, MLAKVWrite, MLANormRopeWrite
-from inferplane.ops.model import CausalLM, DecoderLayer, DecoderStack, MTPLayer
+from inferplane.ops.model import CausalLM, DecoderLayer, DecoderStack, EagleLayer, MTPLayer
 from inferplane.ops.moe import MoE, MoEExperts, MoERoute
 from inferplane.ops.op import OPS, Comparison, Cost, Op, Sample, Workload, placeholder, values
 from inferplane.ops.quantize import Quantize

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from inferplane.ops.basic import RMSNorm, Rope
+from inferplane.ops.basic import RMSNorm, Rope, rope_table
 from inferplane.ops.collective import AllReduce
-from inferplane.ops.draw import Draw
+from inferplane.ops.draw import Sequences, step_inputs
 from inferplane.ops.linear import Linear
 from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Op, Sample, Workload, placeholder
-from inferplane.types import Batch, KVRequest, LayerKV, Weight
+from inferplane.types import Batch, KVRequest, LayerKV, StepKind
 
 Queries = Literal["few", "many"]
 
@@ -94,18 +94,11 @@ class KVWrite(Op, name="kv_write"):
         """Empty caches and caches with history, strided V."""
         request = KVRequest("gqa", 2, 64, 64)
 
-        def inputs(sequences: list[tuple[int, int]]) -> Callable[[Draw], tuple[Any, ...]]:
-            def draw_inputs(d: Draw) -> tuple[Any, ...]:
-                batch, kv = d.step(request, sequences)
-                wide = d.normal(batch.tokens, 2, 160)
-                return d.normal(batch.tokens, 2, 64), wide[..., 96:], batch, kv
+        def sample(label: StepKind, sequences: Sequences) -> Sample:
+            inputs = step_inputs(request, sequences, lambda d, t: (d.normal(t, 2, 64), d.normal(t, 2, 160)[..., 96:]))
+            return Sample(label, KVWrite(request), inputs, label)
 
-            return draw_inputs
-
-        return [
-            Sample("decode", KVWrite(request), inputs([(1, 5), (2, 70)]), "decode"),
-            Sample("mixed", KVWrite(request), inputs([(1, 130), (50, 0), (9, 63)])),
-        ]
+        return [sample("decode", [(1, 5), (2, 70)]), sample("mixed", [(1, 130), (50, 0), (9, 63)])]
 
 
 class Attention(Op, name="attention", hot=True):
@@ -168,20 +161,11 @@ class Attention(Op, name="attention", hot=True):
         window = KVRequest("gqa", 2, 64, 64, window=20)
 
         def sample(
-            label: str,
-            request: KVRequest,
-            heads: int,
-            sequences: list[tuple[int, int]],
-            queries: Queries,
-            factor: float = 1.0,
+            label: str, request: KVRequest, heads: int, sequences: Sequences, queries: Queries, factor: float = 1.0
         ) -> Sample:
-            def inputs(d: Draw) -> tuple[Any, ...]:
-                batch, kv = d.step(request, sequences, written=True)
-                return d.normal(batch.tokens, heads, request.dim), batch, kv
-
-            kind = "decode" if queries == "few" else "mixed"
+            inputs = step_inputs(request, sequences, lambda d, t: (d.normal(t, heads, request.dim),), written=True)
             op = Attention(heads, factor * request.dim**-0.5, request, queries)
-            return Sample(label, op, inputs, kind)  # type: ignore[arg-type]
+            return Sample(label, op, inputs, "decode" if queries == "few" else "mixed")
 
         return [
             sample("decode", g2, 4, [(1, 5), (1, 90)], "few"),
@@ -234,17 +218,12 @@ class NormRopeWrite(Op, name="norm_rope_write"):
         """With and without norms, both orders of pairs, decode and mixed steps; heads of 128."""
 
         def sample(
-            label: str, dim: int, sequences: list[tuple[int, int]], kind: Any, *, norms: bool, pairs: bool = False
+            label: str, dim: int, sequences: Sequences, kind: StepKind, *, norms: bool, pairs: bool = False
         ) -> Sample:
             request = KVRequest("gqa", 2, dim, dim)
             norm = lambda: RMSNorm(placeholder(dim), 1e-6) if norms else None  # noqa: E731
-            op = NormRopeWrite(Rope(_rope_table(dim, 512), pairs), KVWrite(request), norm(), norm())
-
-            def inputs(d: Draw) -> tuple[Any, ...]:
-                batch, kv = d.step(request, sequences)
-                q, k, v = d.normal(batch.tokens, 8, dim).split((4, 2, 2), 1)
-                return q, k, v, batch, kv
-
+            op = NormRopeWrite(Rope(rope_table(dim), pairs), KVWrite(request), norm(), norm())
+            inputs = step_inputs(request, sequences, lambda d, t: d.normal(t, 8, dim).split((4, 2, 2), 1))
             return Sample(label, op, inputs, kind)
 
         return [
@@ -292,10 +271,7 @@ class GQABlock(Op, name="gqa_block"):
 
     def cost(self, load: Workload) -> Cost:
         """The sum over the children; `few` and `many` share the sequences and cost the same, so one of them counts."""
-        total = Cost()
-        for path, child in self.children():
-            total = total if path == "few" else total + child.cost(load)
-        return total
+        return sum((child.cost(load) for path, child in self.children() if path != "few"), Cost())
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
@@ -307,19 +283,15 @@ class GQABlock(Op, name="gqa_block"):
             return GQABlock(
                 qkv=Linear(placeholder((4 + 4) * 32, 64)),
                 o=Linear(placeholder(64, 128)),
-                enter=NormRopeWrite(Rope(_rope_table(32, 512)), KVWrite(request), norm(), norm()),
+                enter=NormRopeWrite(Rope(rope_table(32)), KVWrite(request), norm(), norm()),
                 few=Attention(4, 32**-0.5, request, "few"),
                 many=Attention(4, 32**-0.5, request, "many"),
                 heads=(4, 2),
                 head_dim=32,
             )
 
-        def sample(label: str, op: GQABlock, sequences: list[tuple[int, int]], kind: Any) -> Sample:
-            def inputs(d: Draw) -> tuple[Any, ...]:
-                batch, kv = d.step(request, sequences)
-                return d.normal(batch.tokens, 64), batch, kv
-
-            return Sample(label, op, inputs, kind)
+        def sample(label: str, op: GQABlock, sequences: Sequences, kind: StepKind) -> Sample:
+            return Sample(label, op, step_inputs(request, sequences, lambda d, t: (d.normal(t, 64),)), kind)
 
         return [
             sample("decode", block(False), [(1, 9), (3, 70)], "decode"),
@@ -327,11 +299,3 @@ class GQABlock(Op, name="gqa_block"):
             sample("mixed", block(False), [(1, 100), (2, 47), (40, 0), (11, 60)], "mixed"),
             sample("qk_norm", block(True), [(1, 10), (17, 5)], "mixed"),
         ]
-
-
-def _rope_table(dim: int, positions: int) -> Weight:
-    def make() -> torch.Tensor:
-        angle = torch.arange(float(positions))[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
-        return torch.stack((angle.cos(), angle.sin()), 1)
-
-    return Weight((), (positions, 2, dim // 2), torch.float32, make=make)

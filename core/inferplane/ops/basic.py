@@ -178,7 +178,7 @@ class Rope(Op, name="rope"):
     """Rotate pairs of entries by an angle that grows with the position: `(a, b) -> (a cos - b sin, b cos + a sin)`.
 
     Pairs are `(x[i], x[i + D/2])`, or `(x[2i], x[2i+1])` when interleaved; each result takes the place of its input.
-    Computed in float32, rounded once.
+    Computed in float32, rounded once. The cost is not counted: the op is fused into neighbours wherever speed matters.
 
     Args of the call:
         x: `[T, H, D]`, possibly strided.
@@ -206,23 +206,21 @@ class Rope(Op, name="rope"):
         a, b = h.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
-    def cost(self, load: Workload) -> Cost:
-        """Not counted: fused into neighbouring ops wherever speed matters."""
-        return Cost()
-
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """Both pairings, one and several heads, large positions, strided input."""
-
-        def table(dim: int) -> Weight:
-            def make() -> torch.Tensor:
-                angle = torch.arange(512.0)[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
-                return torch.stack((angle.cos(), angle.sin()), 1)
-
-            return Weight((), (512, 2, dim // 2), torch.float32, make=make)
-
         return [
-            Sample("half", Rope(table(64)), lambda d: (d.normal(3, 2, 64), d.ints(3, below=512))),
-            Sample("interleaved", Rope(table(64), True), lambda d: (d.normal(7, 1, 64), d.ints(7, below=512))),
-            Sample("strided", Rope(table(128)), lambda d: (d.normal(5, 6, 160)[..., :128], d.ints(5, below=512))),
+            Sample("half", Rope(rope_table(64)), lambda d: (d.normal(3, 2, 64), d.ints(3, below=512))),
+            Sample("interleaved", Rope(rope_table(64), True), lambda d: (d.normal(7, 1, 64), d.ints(7, below=512))),
+            Sample("strided", Rope(rope_table(128)), lambda d: (d.normal(5, 6, 160)[..., :128], d.ints(5, below=512))),
         ]
+
+
+def rope_table(dim: int) -> Weight:
+    """A plain rotary table of 512 positions for samples, float32 `[512, 2, dim / 2]`."""
+
+    def make() -> torch.Tensor:
+        angle = torch.arange(512.0)[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
+        return torch.stack((angle.cos(), angle.sin()), 1)
+
+    return Weight((), (512, 2, dim // 2), torch.float32, make=make)

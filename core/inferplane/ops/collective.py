@@ -1,4 +1,7 @@
-"""Collectives as ops: children of the layers whose parts they join. They use torch.distributed's default group."""
+"""Collectives as ops: children of the layers whose parts they join. They use torch.distributed's default group.
+
+Their cost is not counted: they are bound by the links, not by the device.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from inferplane.errors import DeviceError
-from inferplane.ops.op import EXACT, Cost, Op, Sample, Workload
+from inferplane.ops.op import EXACT, Op, Sample
 
 
 @contextmanager
@@ -52,10 +55,6 @@ class AllReduce(Op, name="all_reduce"):
                 dist.all_reduce(x)
         return x
 
-    def cost(self, load: Workload) -> Cost:
-        """Not counted: it is bound by the links, not by the device."""
-        return Cost()
-
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """One rank; several ranks are tested end to end."""
@@ -91,10 +90,6 @@ class AllGather(Op, name="all_gather"):
         with rank_errors():
             dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1)
-
-    def cost(self, load: Workload) -> Cost:
-        """Not counted: it is bound by the links, not by the device."""
-        return Cost()
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:

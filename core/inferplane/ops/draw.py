@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -12,6 +13,8 @@ from inferplane.types import HOST, PLAIN, Batch, KVRequest, LayerKV, QTensor, We
 from inferplane.types.batch import Query, make_batch
 
 BuildKV = Callable[[KVRequest, int], LayerKV]
+Sequences = Sequence[tuple[int, int]]
+"""`(query tokens, tokens before)` of each sequence of a step, those with few query tokens first."""
 
 
 class Draw:
@@ -51,13 +54,13 @@ class Draw:
     # -- batches and caches
 
     def step(
-        self, request: KVRequest, sequences: Sequence[tuple[int, int]], *, written: bool = False, vocab: int = 97
+        self, request: KVRequest, sequences: Sequences, *, written: bool = False, vocab: int = 97
     ) -> tuple[Batch, LayerKV]:
         """A ragged step over a cache that already holds each sequence's history.
 
         Args:
             request: the layer's cache request.
-            sequences: `(query tokens, tokens before)` of each sequence, those with few query tokens first.
+            sequences: of the step.
             written: also write the query tokens' own entries, for ops that read but do not write them (attention).
             vocab: token ids are drawn below this.
 
@@ -111,3 +114,19 @@ class Draw:
         if weight.format == PLAIN:
             return values.to(dtype)
         return encode(values, weight.format)
+
+
+StepTensors = Callable[[Draw, int], tuple[torch.Tensor | None, ...]]
+"""`(draw, tokens of the step)` -> the tensors among the arguments of an op's call."""
+
+
+def step_inputs(
+    request: KVRequest, sequences: Sequences, tensors: StepTensors, *, written: bool = False
+) -> Callable[[Draw], tuple[Any, ...]]:
+    """`Sample.inputs` of an op that is called with `(*tensors, batch, kv)`; the other arguments as of `Draw.step`."""
+
+    def inputs(draw: Draw) -> tuple[Any, ...]:
+        batch, kv = draw.step(request, sequences, written=written)
+        return *tensors(draw, batch.tokens), batch, kv
+
+    return inputs

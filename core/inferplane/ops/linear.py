@@ -142,6 +142,8 @@ class LMHead(Op, name="lm_head", hot=True):
 class SiluMul(Op, name="silu_mul"):
     """`y = silu(gate) * up` with `gate, up = x[..., :I], x[..., I:]`, in float32, rounded once.
 
+    Its cost is not counted: it is fused into neighbouring ops wherever speed matters.
+
     Args of the call:
         x: `[T, 2 I]`.
 
@@ -156,10 +158,6 @@ class SiluMul(Op, name="silu_mul"):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.float().chunk(2, -1)
         return (F.silu(gate) * up).to(x.dtype)
-
-    def cost(self, load: Workload) -> Cost:
-        """Not counted: fused into neighbouring ops wherever speed matters."""
-        return Cost()
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:

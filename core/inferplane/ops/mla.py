@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from inferplane.ops.attention import OTHER_SCALE, _rope_table, each_range, hidden_pairs
-from inferplane.ops.basic import RMSNorm, Rope
+from inferplane.ops.attention import OTHER_SCALE, each_range, hidden_pairs
+from inferplane.ops.basic import RMSNorm, Rope, rope_table
 from inferplane.ops.collective import AllReduce
-from inferplane.ops.draw import Draw
+from inferplane.ops.draw import Draw, Sequences, step_inputs
 from inferplane.ops.linear import Linear
 from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Op, Sample, Workload, placeholder, values
-from inferplane.types import ActivationQuant, Batch, KVRequest, LayerKV, Weight
+from inferplane.types import ActivationQuant, Batch, KVRequest, LayerKV, StepKind, Weight
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,10 @@ class MLAKVWrite(Op, name="mla_kv_write"):
     def samples(cls) -> Sequence[Sample]:
         """Decode and mixed steps over caches with history; V3's own dims."""
 
-        def sample(label: str, latent: int, rope: int, sequences: list[tuple[int, int]], kind: Any) -> Sample:
+        def sample(label: str, latent: int, rope: int, sequences: Sequences, kind: StepKind) -> Sample:
             request = KVRequest("mla", 1, latent + rope)
-
-            def inputs(d: Draw) -> tuple[Any, ...]:
-                batch, kv = d.step(request, sequences)
-                return d.normal(batch.tokens, latent), d.normal(batch.tokens, rope + 16)[:, :rope], batch, kv
-
-            return Sample(label, MLAKVWrite(request), inputs, kind)
+            tensors = lambda d, t: (d.normal(t, latent), d.normal(t, rope + 16)[:, :rope])  # noqa: E731
+            return Sample(label, MLAKVWrite(request), step_inputs(request, sequences, tensors), kind)
 
         return [
             sample("decode", 64, 32, [(1, 5), (2, 70)], "decode"),
@@ -261,18 +257,17 @@ class MLANormRopeWrite(Op, name="mla_norm_rope_write"):
         """With and without a low-rank query, decode and mixed steps; V3's own sizes."""
 
         def sample(
-            label: str, q_rank: int, d: MLADims, sequences: list[tuple[int, int]], kind: Any, *, pairs: bool = True
+            label: str, q_rank: int, d: MLADims, sequences: Sequences, kind: StepKind, *, pairs: bool = True
         ) -> Sample:
             norm = RMSNorm(placeholder(q_rank), 1e-6) if q_rank else None
-            rope, write = Rope(_rope_table(d.rope, 512), pairs), MLAKVWrite(d.request)
+            rope, write = Rope(rope_table(d.rope), pairs), MLAKVWrite(d.request)
             op = MLANormRopeWrite(norm, RMSNorm(placeholder(d.latent), 1e-6), rope, write, d)
 
-            def inputs(draw: Draw) -> tuple[Any, ...]:
-                batch, kv = draw.step(d.request, sequences)
-                down = draw.normal(batch.tokens, q_rank + d.latent + d.rope)
-                return down[:, :q_rank] if q_rank else None, down[:, q_rank:], batch, kv
+            def tensors(draw: Draw, tokens: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+                down = draw.normal(tokens, q_rank + d.latent + d.rope)
+                return down[:, :q_rank] if q_rank else None, down[:, q_rank:]
 
-            return Sample(label, op, inputs, kind)
+            return Sample(label, op, step_inputs(d.request, sequences, tensors), kind)
 
         small, real = MLADims(2, 32, 16, 24, 48), MLADims(2, 128, 64, 128, 512)
         return [
@@ -317,10 +312,9 @@ class MLABlock(Op, name="mla_block"):
 
     def cost(self, load: Workload) -> Cost:
         """The sum over the children, with the form of attention that needs fewer operations for this load."""
-        total = min(self.absorbed.cost(load), self.expanded.cost(load), key=lambda c: c.flops)
-        for path, child in self.children():
-            total = total if path in ("absorbed", "expanded") else total + child.cost(load)
-        return total
+        attend = min(self.absorbed.cost(load), self.expanded.cost(load), key=lambda c: c.flops)
+        forms = ("absorbed", "expanded")
+        return sum((child.cost(load) for path, child in self.children() if path not in forms), attend)
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
@@ -330,7 +324,7 @@ class MLABlock(Op, name="mla_block"):
         def block(q_lora: int, d: MLADims = small) -> MLABlock:
             width = 64
             kv_b = placeholder(d.heads * (d.nope + d.value), d.latent)
-            scale, rope = (d.nope + d.rope) ** -0.5, Rope(_rope_table(d.rope, 512), True)
+            scale, rope = (d.nope + d.rope) ** -0.5, Rope(rope_table(d.rope), True)
             norm = RMSNorm(placeholder(q_lora), 1e-6) if q_lora else None
             latent_norm = RMSNorm(placeholder(d.latent), 1e-6)
             return MLABlock(
@@ -345,12 +339,8 @@ class MLABlock(Op, name="mla_block"):
                 dims=d,
             )
 
-        def sample(label: str, op: MLABlock, sequences: list[tuple[int, int]], kind: Any) -> Sample:
-            def inputs(draw: Draw) -> tuple[Any, ...]:
-                batch, kv = draw.step(op.dims.request, sequences)
-                return draw.normal(batch.tokens, 64), batch, kv
-
-            return Sample(label, op, inputs, kind)
+        def sample(label: str, op: MLABlock, sequences: Sequences, kind: StepKind) -> Sample:
+            return Sample(label, op, step_inputs(op.dims.request, sequences, lambda d, t: (d.normal(t, 64),)), kind)
 
         return [
             sample("decode", block(40), [(1, 9), (3, 70)], "decode"),
@@ -381,10 +371,9 @@ def _expanded_only(self: Any, x: torch.Tensor, batch: Batch, kv: LayerKV) -> tor
 MLABlock.variants = {"absorbed": _absorbed_only, "expanded": _expanded_only}
 
 
-def _queries(dims: MLADims, sequences: list[tuple[int, int]]) -> Any:
-    def inputs(draw: Draw) -> tuple[Any, ...]:
-        batch, kv = draw.step(dims.request, sequences, written=True)
-        wide = draw.normal(batch.tokens, dims.heads, dims.nope + dims.rope)
-        return wide[..., : dims.nope], draw.normal(batch.tokens, dims.heads, dims.rope), batch, kv
+def _queries(dims: MLADims, sequences: Sequences) -> Any:
+    def tensors(draw: Draw, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = draw.normal(tokens, dims.heads, dims.nope + dims.rope)
+        return wide[..., : dims.nope], draw.normal(tokens, dims.heads, dims.rope)
 
-    return inputs
+    return step_inputs(dims.request, sequences, tensors, written=True)

@@ -1,4 +1,4 @@
-"""Whole models and their layers: decoder layer, decoder stack, multi-token-prediction layer, causal language model."""
+"""Whole models and their layers: decoder layer, decoder stack, draft layers (MTP, EAGLE), causal language model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from inferplane.ops.attention import GQABlock
 from inferplane.ops.basic import AddRMSNorm, Embedding, RMSNorm
 from inferplane.ops.collective import AllGather
 from inferplane.ops.draw import Draw
-from inferplane.ops.eagle import EagleLayer
 from inferplane.ops.linear import GatedMLP, Linear, LMHead
 from inferplane.ops.mla import MLABlock
 from inferplane.ops.moe import MoE
@@ -206,7 +205,7 @@ class MTPLayer(Op, name="mtp_layer"):
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """One sample around the smallest decoder layer."""
-        inner = DecoderLayer.samples()[0]
+        block, layer = GQABlock.samples()[0], DecoderLayer.samples()[0].op
         rms = lambda: RMSNorm(placeholder(64), 1e-6)  # noqa: E731
         vocab = placeholder(97, 64)
         op = MTPLayer(
@@ -214,16 +213,59 @@ class MTPLayer(Op, name="mtp_layer"):
             rms(),
             rms(),
             Linear(placeholder(64, 128)),
-            inner.op,  # type: ignore[arg-type]
+            layer,  # type: ignore[arg-type]
             AddRMSNorm(rms()),
             LMHead(vocab),
         )
+        return [replace(block, label="gqa", op=op)]
 
-        def inputs(d: Draw) -> tuple[Any, ...]:
-            x, _, batch, kv = inner.inputs(d)
-            return x, batch, kv
 
-        return [Sample("gqa", op, inputs, inner.step_kind)]
+class EagleLayer(Op, name="eagle_layer"):
+    """EAGLE-1: from the hidden state at i and token i+1, the hidden state at i+1, which predicts token i+2.
+
+    `x = fc([embed(ids) | hidden]); x = x + attn(x); x = x + mlp(mlp_norm(x)); logits = head(x)`. Row i has the id
+    of token i+1, the target's hidden state of token i after its final norm, and position i. No norm precedes the
+    attention or the head: the result approximates the target's hidden state after the target's final norm.
+
+    Args of the call:
+        hidden: `[T, D]`, the target's hidden states, or this layer's results of the previous draft.
+        batch: the step; `ids` are shifted by one. kv: this layer's own cache, changed.
+
+    Returns:
+        logits float32 `[R, V]` and the next hidden states `[T, D]`.
+
+    Source: EAGLE, arXiv 2401.15077.
+    """
+
+    tolerance = BLOCK
+
+    embed: Embedding
+    fc: Linear
+    attn: GQABlock
+    mlp_norm: AddRMSNorm
+    mlp: GatedMLP
+    head: LMHead
+
+    def __call__(self, hidden: torch.Tensor, batch: Batch, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.fc(torch.cat((self.embed(batch.ids), hidden), -1))
+        h, residual = self.mlp_norm(self.attn(x, batch, kv), x)
+        x = self.mlp(h) + residual
+        return self.head(x, batch), x
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """One sample around the smallest attention block."""
+        inner = GQABlock.samples()[0]
+        vocab = placeholder(97, 64)
+        op = EagleLayer(
+            Embedding(vocab),
+            Linear(placeholder(64, 128)),
+            inner.op,  # type: ignore[arg-type]
+            AddRMSNorm(RMSNorm(placeholder(64), 1e-6)),
+            GatedMLP.samples()[0].op,  # type: ignore[arg-type]
+            LMHead(vocab),
+        )
+        return [replace(inner, label="gqa", op=op)]
 
 
 class CausalLM(Op, name="causal_lm"):
@@ -270,10 +312,7 @@ class CausalLM(Op, name="causal_lm"):
 
     def cost(self, load: Workload) -> Cost:
         """The sum over the ops that a call runs; the engine calls and counts the draft layers."""
-        total = Cost()
-        for path, child in self.children():
-            total = total if path.startswith("mtp.") else total + child.cost(load)
-        return total
+        return sum((child.cost(load) for path, child in self.children() if not path.startswith("mtp.")), Cost())
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:

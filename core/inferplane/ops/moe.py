@@ -26,6 +26,7 @@ class MoERoute(Op, name="moe_route"):
     groups, only the best `top_groups` groups remain; a group's score is the sum of its two best choices ("top2") or
     its best one ("max").
     `ids = topk(choice)`; `weights = score[ids]`, divided by their sum when `renormalize`, times `factor`.
+    The cost is not counted: it is small beside the experts.
 
     Args of the call:
         logits: float32 `[T, E]`.
@@ -66,10 +67,6 @@ class MoERoute(Op, name="moe_route"):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.factor, ids
 
-    def cost(self, load: Workload) -> Cost:
-        """Not counted: small beside the experts."""
-        return Cost()
-
     @classmethod
     def compare(cls, got: Any, want: Any) -> Comparison:
         """As dense `[T, E]` matrices of weights, so that the order of the chosen experts does not matter."""
@@ -106,7 +103,7 @@ class MoEExperts(Op, name="moe_experts", hot=True):
     """The chosen experts' gated MLPs: `y[t] = sum_j weights[t, j] down_e(silu(gate_e(x)) * up_e(x))`, `e = ids[t, j]`.
 
     Sums in float32, rounded once. Only chosen experts are read; counts stay on the device. With `partial`, an id of -1
-    is an expert on another rank and adds nothing.
+    is an expert on another rank and adds nothing. `MoE`, which knows the number of experts per token, counts the cost.
 
     Args of the call:
         x: `[T, D]`. weights: float32 `[T, k]`. ids: int64 `[T, k]`.
@@ -143,10 +140,6 @@ class MoEExperts(Op, name="moe_experts", hot=True):
         count, width = self.gate_up.shape[0], self.gate_up.shape[-1]
         ids = torch.stack([torch.tensor(draw.permutation(count)[:TUNING_EXPERTS]) for _ in range(rows)])
         return draw.normal(rows, width), draw.uniform(*ids.shape, low=0.1), ids.to(draw.device)
-
-    def cost(self, load: Workload) -> Cost:
-        """Not counted here: `MoE`, which knows the number of experts per token, counts them."""
-        return Cost()
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:

@@ -38,9 +38,13 @@ class OracleKV(LayerKV):
 
     def read(self, table: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
         """See `LayerKV.read`."""
-        place = torch.arange(tokens)
-        slots = table.long()[place // self.block_tokens] * self.block_tokens + place % self.block_tokens
+        slots = self.slots_of(table, tokens)
         return tuple(entry[slots] for entry in self.entries)
+
+    def slots_of(self, table: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Slots of a sequence's tokens, int64 `[tokens]`, by its block table."""
+        place = torch.arange(tokens)
+        return table.long()[place // self.block_tokens] * self.block_tokens + place % self.block_tokens
 
 
 def to_host(value: Any, *, widen: bool = False) -> Any:
@@ -66,29 +70,20 @@ def oracle_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Call it before the kernel runs, because the kernel changes the caches.
     """
-    hosts = [to_host(a, widen=True) for a in args]
-    batch = next((a for a in hosts if isinstance(a, Batch)), None)
+    batch = next((a for a in args if isinstance(a, Batch)), None)
 
     def mirror(kv: LayerKV) -> OracleKV:
         assert batch is not None, "a cache without a batch"
-        top = int(batch.block_tables.max()) + 1
-        twin = OracleKV(kv.request, kv.block_tokens, top * kv.block_tokens)
-        lens = batch.lens()
-        for i, n in enumerate(lens.seq_lens):
-            if not n:
-                continue
-            original = next(a for a in args if isinstance(a, Batch))
-            held = to_host(kv.read(original.block_tables[i], n), widen=True)
-            place = torch.arange(n)
-            slots = batch.block_tables[i].long()[place // kv.block_tokens] * kv.block_tokens + place % kv.block_tokens
-            twin.write(slots, *held)
+        tables = to_host(batch.block_tables)
+        twin = OracleKV(kv.request, kv.block_tokens, (int(tables.max()) + 1) * kv.block_tokens)
+        for i, n in enumerate(batch.lens().seq_lens):
+            if n:
+                twin.write(twin.slots_of(tables[i], n), *to_host(kv.read(batch.block_tables[i], n), widen=True))
         return twin
 
-    out = []
-    for arg, host in zip(args, hosts):
-        if isinstance(arg, LayerKV):
-            host = mirror(arg)
-        elif isinstance(arg, KVCache):
-            host = KVCache(tuple(mirror(kv) for kv in arg.layers), arg.blocks, arg.block_tokens)
-        out.append(host)
-    return tuple(out)
+    def to_oracle(arg: Any) -> Any:
+        if isinstance(arg, KVCache):
+            return replace(arg, layers=tuple(map(mirror, arg.layers)))
+        return mirror(arg) if isinstance(arg, LayerKV) else to_host(arg, widen=True)
+
+    return tuple(map(to_oracle, args))

@@ -9,12 +9,14 @@ import torch
 
 from inferplane.ops.draw import Draw
 from inferplane.ops.formats import FORMATS, FP8, limit, scales
-from inferplane.ops.op import Comparison, Cost, Op, Sample, Workload, relative_error
+from inferplane.ops.op import Comparison, Op, Sample, relative_error
 from inferplane.types.qtensor import scale_shape
 
 
 class Quantize(Op, name="quantize"):
     """Quantize activations while running: `scale = amax / limit` per token and group, `data = round(x / scale)`.
+
+    Its cost is not counted: it is fused into neighbouring ops wherever speed matters.
 
     Args of the call:
         x: `[T, K]` in the plan's dtype.
@@ -55,10 +57,6 @@ class Quantize(Op, name="quantize"):
         step = (data0.float().abs() / 8 + 2**-9) if data0.dtype is FP8 else torch.ones_like(data0, dtype=torch.float32)
         far = ((data.float() - data0.float()).abs() > step * 1.001).float().mean().item()
         return Comparison(max(error, far), "share of data more than one step away" if far > error else "scale")
-
-    def cost(self, load: Workload) -> Cost:
-        """Not counted: fused into neighbouring ops wherever speed matters."""
-        return Cost()
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from inferplane.ops.draw import Draw
-from inferplane.ops.op import Comparison, Cost, Op, Sample, Workload
+from inferplane.ops.op import Comparison, Op, Sample
 from inferplane.types import HOST
 
 WEIGHT_BITS = 40
@@ -161,6 +161,7 @@ class SampleTokens(Op, name="sample"):
 
     An argument that no row needs may be None, and then costs nothing. Without top-k, top-p and min-p nothing is sorted:
     tokens are in the order of their ids, so a `uniform` selects another token, with the same distribution.
+    The cost is not counted: it is small beside the output head.
 
     Args of the call:
         logits: float32 `[R, V]`. temperature: float32 `[R]`. top_k: int64 `[R]`, 0 for all. top_p: float32 `[R]`.
@@ -191,10 +192,6 @@ class SampleTokens(Op, name="sample"):
         weights, ids = filtered_weights(logits, temperature.masked_fill(greedy, 1.0), top_k, top_p, min_p)
         chosen = invert(weights, uniform)
         return torch.where(greedy, best, chosen if ids is None else ids.gather(1, chosen[:, None])[:, 0])
-
-    def cost(self, load: Workload) -> Cost:
-        """Zero: small compared with the output head."""
-        return Cost()
 
     @classmethod
     def compare(cls, got: Any, want: Any) -> Comparison:
