@@ -168,7 +168,11 @@ class Build:
         """Declare a gated MLP of `gate_proj`, `up_proj` and `down_proj`.
 
         `inner` is the inner size over all ranks; `entry` is its config entry, for errors.
+
+        Raises:
+            UnsupportedModelError: the config names another activation than SiLU.
         """
+        self.config.refuse(hidden_act=("silu",))
         mine = self.local_size(entry, inner)
         return GatedMLP(
             gate_up=self.linear(f"{name}.gate_proj", f"{name}.up_proj", rows=2 * mine, columns=width, axis=0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inferplane.models.build import Build
-from inferplane.models.parts import decoder_model, dense_mlp, expert_counts, latent_attention, mixture_of_experts
+from inferplane.models.parts import decoder_model, dense_mlp, experts_per_token, latent_attention, mixture_of_experts
 from inferplane.models.registry import architecture
 from inferplane.ops import CausalLM, GatedMLP, MoE, MoERoute
 
@@ -27,7 +27,6 @@ def deepseek_v2(build: Build) -> CausalLM:
     """
     config = build.config
     config.refuse(
-        hidden_act=("silu",),
         scoring_func=("softmax",),
         topk_method=("greedy", "group_limited_greedy"),
         norm_topk_prob=(False,),
@@ -37,19 +36,14 @@ def deepseek_v2(build: Build) -> CausalLM:
     )
     grouped = config.get("topk_method") == "group_limited_greedy"
     groups, top_groups = (config.size("n_group"), config.size("topk_group")) if grouped else (1, 1)
-    total, chosen = expert_counts(config, "n_routed_experts", groups, top_groups)
+    chosen = experts_per_token(config, "n_routed_experts", groups, top_groups)
     factor = config.number("routed_scaling_factor", 1.0)
     route = MoERoute(None, chosen, "softmax", groups, top_groups, "max", False, factor)
-    attention, mlp, size = latent_attention(build), dense_mlp(build), config.size("moe_intermediate_size")
-    inner = ("moe_intermediate_size", size)
-    first, shared = config.count("first_k_dense_replace"), config.count("n_shared_experts")
+    mlp, first, shared = dense_mlp(build), config.count("first_k_dense_replace"), config.count("n_shared_experts")
 
     def feed_forward(i: int, name: str) -> GatedMLP | MoE:
         if i < first:
             return mlp(i, name)
-        both = (
-            build.mlp(f"{name}.shared_experts", shared * size, config.size("hidden_size"), inner[0]) if shared else None
-        )
-        return mixture_of_experts(build, name, route, count=("n_routed_experts", total), inner=inner, shared=both)
+        return mixture_of_experts(build, name, route, count="n_routed_experts", shared=shared)
 
-    return decoder_model(build, lambda i, name: attention(name), feed_forward)
+    return decoder_model(build, latent_attention(build), feed_forward)

@@ -12,7 +12,7 @@ from inferplane.models.parts import (
     decoder_layer,
     decoder_model,
     dense_mlp,
-    expert_counts,
+    experts_per_token,
     latent_attention,
     mixture_of_experts,
 )
@@ -41,28 +41,23 @@ def deepseek_v3(build: Build) -> CausalLM:
     """
     config = build.config
     config.refuse(
-        hidden_act=("silu",),
         scoring_func=("sigmoid",),
         topk_method=("noaux_tc",),
         moe_layer_freq=(1,),
         attention_bias=(False,),
     )
     width, layers = config.size("hidden_size"), config.size("num_hidden_layers")
-    first = config.count("first_k_dense_replace")
-    attention, mlp, size = latent_attention(build), dense_mlp(build), config.size("moe_intermediate_size")
-    route, inner = _shared_routing(build), ("moe_intermediate_size", size)
-    total, shared = config.size("n_routed_experts"), config.count("n_shared_experts")
+    first, shared = config.count("first_k_dense_replace"), config.count("n_shared_experts")
+    attention, mlp, route = latent_attention(build), dense_mlp(build), _shared_routing(build)
+    total = config.size("n_routed_experts")
 
     def feed_forward(i: int, name: str) -> GatedMLP | MoE:
         if i < first:
             return mlp(i, name)
         bias = Weight((f"{name}.gate.e_score_correction_bias",), (total,), torch.float32)
-        both = build.mlp(f"{name}.shared_experts", shared * size, width, inner[0]) if shared else None
-        return mixture_of_experts(
-            build, name, replace(route, bias=bias), count=("n_routed_experts", total), inner=inner, shared=both
-        )
+        return mixture_of_experts(build, name, replace(route, bias=bias), count="n_routed_experts", shared=shared)
 
-    model = decoder_model(build, lambda i, name: attention(name), feed_forward)
+    model = decoder_model(build, attention, feed_forward)
 
     def mtp(i: int) -> MTPLayer:
         prefix = f"model.layers.{i}"
@@ -71,7 +66,7 @@ def deepseek_v3(build: Build) -> CausalLM:
             enorm=build.rms_norm(f"{prefix}.enorm", width),
             hnorm=build.rms_norm(f"{prefix}.hnorm", width),
             eh_proj=build.linear(f"{prefix}.eh_proj", rows=width, columns=2 * width),
-            layer=decoder_layer(build, i, attention(f"{prefix}.self_attn"), feed_forward(i, f"{prefix}.mlp")),
+            layer=decoder_layer(build, i, attention(i, f"{prefix}.self_attn"), feed_forward(i, f"{prefix}.mlp")),
             norm=build.add_rms_norm(f"{prefix}.shared_head.norm", width),
             head=LMHead(model.head.weight),
         )
@@ -87,7 +82,7 @@ def _shared_routing(build: Build) -> MoERoute:
     """Build the routing that all layers share; each layer adds its own correction bias."""
     config = build.config
     groups, top_groups = config.size("n_group", 1), config.size("topk_group", 1)
-    total, chosen = expert_counts(config, "n_routed_experts", groups, top_groups)
+    total, chosen = config.size("n_routed_experts"), experts_per_token(config, "n_routed_experts", groups, top_groups)
     if groups > 1 and total // groups < 2:
         raise CheckpointError(
             f"{config.name}: n_group = {groups} leaves {total // groups} expert per group, and a group is scored by "

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from inferplane.binding import TensorSource
 from inferplane.errors import UnsupportedModelError, UsageError
 from inferplane.models.build import Build
 from inferplane.models.families.llama import llama
@@ -118,11 +119,7 @@ def _rename_weights(op: Any, rename: Callable[[str], str]) -> Any:
     return visit(op)
 
 
-class _Source(Protocol):
-    def names(self) -> Iterable[str]: ...
-    def shape(self, name: str) -> tuple[int, ...] | None: ...
-    def dtype(self, name: str) -> torch.dtype | None: ...
-    def read_into(self, name: str, out: torch.Tensor, shard: Shard) -> None: ...
+class _Source(TensorSource, Protocol):
     def close(self) -> None: ...
 
 

@@ -24,10 +24,8 @@ def llama(build: Build) -> CausalLM:
 
     Source: arXiv 2302.13971, arXiv 2407.21783.
     """
-    config = build.config
-    config.refuse(hidden_act=("silu",), mlp_bias=(False,))
-    bias = config.flag("attention_bias")
-    attention = grouped_query_attention(build, bias=bias, out_bias=bias)
+    build.config.refuse(mlp_bias=(False,))
     # Older exports wrote this table; the config implies it.
     build.ignore("model.layers.*.self_attn.rotary_emb.inv_freq")
-    return decoder_model(build, lambda i, name: attention(name, None), dense_mlp(build))
+    bias = build.config.flag("attention_bias")
+    return decoder_model(build, grouped_query_attention(build, bias=bias, out_bias=bias), dense_mlp(build))

@@ -24,7 +24,6 @@ def mistral(build: Build) -> CausalLM:
 
     Source: arXiv 2310.06825.
     """
-    config = build.config
-    config.refuse(hidden_act=("silu",), layer_types=())
-    attention, window = grouped_query_attention(build), sliding_window(config)
-    return decoder_model(build, lambda i, name: attention(name, window), dense_mlp(build))
+    build.config.refuse(layer_types=())
+    attention = grouped_query_attention(build, windows=sliding_window(build.config))
+    return decoder_model(build, attention, dense_mlp(build))

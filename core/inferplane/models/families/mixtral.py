@@ -5,7 +5,7 @@ from __future__ import annotations
 from inferplane.models.build import Build
 from inferplane.models.parts import (
     decoder_model,
-    expert_counts,
+    experts_per_token,
     grouped_query_attention,
     mixture_of_experts,
     sliding_window,
@@ -30,17 +30,12 @@ def mixtral(build: Build) -> CausalLM:
 
     Source: arXiv 2401.04088.
     """
-    config = build.config
-    config.refuse(hidden_act=("silu",))
-    window = sliding_window(config)
-    total, chosen = expert_counts(config, "num_local_experts")
-    attention, route = grouped_query_attention(build, theta=1e6), MoERoute(None, chosen, "softmax")
-    inner = ("intermediate_size", config.size("intermediate_size"))
+    count, inner, parts = "num_local_experts", "intermediate_size", ("w1", "w3", "w2")
+    route = MoERoute(None, experts_per_token(build.config, count), "softmax")
 
     def mlp(i: int, name: str) -> MoE:
         name = name.removesuffix("mlp") + "block_sparse_moe"
-        return mixture_of_experts(
-            build, name, route, count=("num_local_experts", total), inner=inner, parts=("w1", "w3", "w2")
-        )
+        return mixture_of_experts(build, name, route, count=count, inner=inner, parts=parts)
 
-    return decoder_model(build, lambda i, name: attention(name, window), mlp)
+    attention = grouped_query_attention(build, windows=sliding_window(build.config), theta=1e6)
+    return decoder_model(build, attention, mlp)

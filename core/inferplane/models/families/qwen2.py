@@ -24,6 +24,6 @@ def qwen2(build: Build) -> CausalLM:
 
     Source: arXiv 2407.10671, arXiv 2412.15115.
     """
-    build.config.refuse(hidden_act=("silu",), use_mrope=(False,))
-    attention, windows = grouped_query_attention(build, bias=True), layer_windows(build.config)
-    return decoder_model(build, lambda i, name: attention(name, windows[i]), dense_mlp(build))
+    build.config.refuse(use_mrope=(False,))
+    attention = grouped_query_attention(build, bias=True, windows=layer_windows(build.config))
+    return decoder_model(build, attention, dense_mlp(build))

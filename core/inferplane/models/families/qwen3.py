@@ -24,11 +24,7 @@ def qwen3(build: Build) -> CausalLM:
 
     Source: arXiv 2505.09388.
     """
-    build.config.refuse(hidden_act=("silu",))
     build.config.need("head_dim")  # heads are wider than hidden_size / heads in the published models: never guess
-    bias = build.config.flag("attention_bias")
-    attention, windows = (
-        grouped_query_attention(build, bias=bias, out_bias=bias, norms=True),
-        layer_windows(build.config),
-    )
-    return decoder_model(build, lambda i, name: attention(name, windows[i]), dense_mlp(build))
+    bias, windows = build.config.flag("attention_bias"), layer_windows(build.config)
+    attention = grouped_query_attention(build, bias=bias, out_bias=bias, norms=True, windows=windows)
+    return decoder_model(build, attention, dense_mlp(build))
