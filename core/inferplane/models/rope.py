@@ -88,12 +88,8 @@ def _check_settings(rope: dict[str, Any], dim: int) -> None:
     for key in (*needed, *known):
         if not is_number(rope.get(key)) or not MIN_ENTRY <= rope[key] <= MAX_ENTRY:
             raise _wrong_entry(rope, key, f"a number from {MIN_ENTRY:g} to {MAX_ENTRY:g}")
-    for key in ("mscale", "mscale_all_dim"):
-        if (
-            kind != "default"
-            and rope.get(key) is not None
-            and not (is_number(rope[key]) and 0 <= rope[key] <= MAX_ENTRY)
-        ):
+    for key in ("mscale", "mscale_all_dim") if kind != "default" else ():
+        if rope.get(key) is not None and not (is_number(rope[key]) and 0 <= rope[key] <= MAX_ENTRY):
             raise _wrong_entry(rope, key, f"a number from 0 to {MAX_ENTRY:g}")
     if kind == "dynamic" and dim < 4:
         raise CheckpointError(f"Rotary scaling of type 'dynamic' needs more than {dim} rotated entries a head.")

@@ -15,6 +15,8 @@ from inferplane.ops.op import ACCUMULATED, BLOCK, EXACT, Cost, Op, Sample, Workl
 from inferplane.types import Batch, KVRequest, LayerKV, StepKind
 
 Queries = Literal["few", "many"]
+Attend = Callable[..., torch.Tensor]
+"""A bound op of attention: `(*q, batch, kv) -> [T, ...]`."""
 
 OTHER_SCALE = 0.7
 """Factor on the default scale in some samples: they fail for kernels that ignore `scale`."""
@@ -38,19 +40,13 @@ def hidden_pairs(query_tokens: int, tokens: int, window: int | None, device: tor
     return future if window is None else future | (key <= query - window)
 
 
-def each_range(
-    batch: Batch,
-    q: tuple[torch.Tensor, ...],
-    few: Callable[..., torch.Tensor],
-    many: Callable[..., torch.Tensor],
-    kv: LayerKV,
-) -> torch.Tensor:
+def each_range(batch: Batch, q: tuple[torch.Tensor, ...], few: Attend, many: Attend, kv: LayerKV) -> torch.Tensor:
     """Run `few` on the sequences with few query tokens and `many` on the others; the result's rows are in order.
 
     Args:
         batch: the step.
         q: tensors whose dim 0 is tokens; each call gets its slice.
-        few: attention bound for few query tokens: `(*q, batch, kv) -> [t, ...]`.
+        few: attention bound for few query tokens.
         many: attention bound for many query tokens.
         kv: the layer's cache.
     """

@@ -10,17 +10,7 @@ import torch.nn.functional as F
 
 from inferplane.ops.collective import AllReduce
 from inferplane.ops.draw import Draw
-from inferplane.ops.op import (
-    EXACT,
-    ROUNDED,
-    Comparison,
-    Cost,
-    Op,
-    Sample,
-    Workload,
-    placeholder,
-    values,
-)
+from inferplane.ops.op import EXACT, ROUNDED, Comparison, Cost, Op, Sample, Workload, placeholder, values
 from inferplane.types import ActivationQuant, Weight
 
 

@@ -64,28 +64,24 @@ class Linear(Op, name="linear", hot=True):
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """One row and many, odd sizes, bias, float32 result, each weight format, quantized activations."""
-        plain = lambda n, k, **kw: Linear(placeholder(n, k), **kw)  # noqa: E731
+        of = lambda n, k, format="plain", **kw: Linear(placeholder(n, k, format=format), **kw)  # noqa: E731
         rows = lambda t, k: lambda d: (d.normal(t, k),)  # noqa: E731
         quantized = [
-            Sample(f, Linear(placeholder(160, 256, format=f)), rows(5, 256))
+            Sample(f, of(160, 256, f), rows(5, 256))
             for f in ("int8_row", "int8_group", "int4_group", "int4_group32", "fp8_block", "fp8_row")
         ]
         return [
-            Sample("m1", plain(96, 64), rows(1, 64)),
-            Sample("m5_bias", plain(48, 80, bias=placeholder(48)), rows(5, 80)),
-            Sample("m33", plain(130, 192), rows(33, 192)),
-            Sample("m64_k1024", plain(256, 1024), rows(64, 1024)),
-            Sample("float32_out", plain(16, 128, out_dtype=torch.float32), rows(6, 128)),
+            Sample("m1", of(96, 64), rows(1, 64)),
+            Sample("m5_bias", of(48, 80, bias=placeholder(48)), rows(5, 80)),
+            Sample("m33", of(130, 192), rows(33, 192)),
+            Sample("m64_k1024", of(256, 1024), rows(64, 1024)),
+            Sample("float32_out", of(16, 128, out_dtype=torch.float32), rows(6, 128)),
             *quantized,
-            Sample("fp8_blocks", Linear(placeholder(256, 384, format="fp8_block")), rows(9, 384)),
-            Sample("fp8_ragged", Linear(placeholder(200, 320, format="fp8_block")), rows(3, 320)),
-            Sample(
-                "fp8_act",
-                Linear(placeholder(128, 256, format="fp8_block"), act=Quantize("fp8", 128), act_group=128),
-                rows(4, 256),
-            ),
-            Sample("fp8_row_act", Linear(placeholder(96, 256, format="fp8_row"), act=Quantize("fp8", 0)), rows(5, 256)),
-            Sample("int8_act", Linear(placeholder(96, 256, format="int8_row"), act=Quantize("int8", 0)), rows(5, 256)),
+            Sample("fp8_blocks", of(256, 384, "fp8_block"), rows(9, 384)),
+            Sample("fp8_ragged", of(200, 320, "fp8_block"), rows(3, 320)),
+            Sample("fp8_act", of(128, 256, "fp8_block", act=Quantize("fp8", 128), act_group=128), rows(4, 256)),
+            Sample("fp8_row_act", of(96, 256, "fp8_row", act=Quantize("fp8", 0)), rows(5, 256)),
+            Sample("int8_act", of(96, 256, "int8_row", act=Quantize("int8", 0)), rows(5, 256)),
         ]
 
 

@@ -82,20 +82,17 @@ class MoERoute(Op, name="moe_route"):
     def samples(cls) -> Sequence[Sample]:
         """Routings of the families, V3, V2, Mixtral; V2's with weights divided by their sum; other combinations of
         fields."""
+        logits = lambda t, e: lambda d: (d.normal(t, e, dtype=torch.float32),)  # noqa: E731
         v3 = MoERoute(placeholder(16), 4, "sigmoid", 4, 2, "top2", True, 2.5)
         v2 = MoERoute(None, 3, "softmax", 4, 2, "max", False, 16.0)
         mixtral = MoERoute(None, 2, "softmax")
         return [
-            Sample("v3", v3, lambda d: (d.normal(5, 16, dtype=torch.float32),)),
-            Sample("v2", v2, lambda d: (d.normal(9, 16, dtype=torch.float32),)),
-            Sample("mixtral", mixtral, lambda d: (d.normal(3, 8, dtype=torch.float32),)),
-            Sample(
-                "v2_renormalized",
-                replace(v2, top_k=5, renormalize=True),
-                lambda d: (d.normal(4, 16, dtype=torch.float32),),
-            ),
-            Sample("softmax_factor", replace(mixtral, factor=2.5), lambda d: (d.normal(6, 8, dtype=torch.float32),)),
-            Sample("softmax_top2", replace(v2, group_score="top2"), lambda d: (d.normal(33, 16, dtype=torch.float32),)),
+            Sample("v3", v3, logits(5, 16)),
+            Sample("v2", v2, logits(9, 16)),
+            Sample("mixtral", mixtral, logits(3, 8)),
+            Sample("v2_renormalized", replace(v2, top_k=5, renormalize=True), logits(4, 16)),
+            Sample("softmax_factor", replace(mixtral, factor=2.5), logits(6, 8)),
+            Sample("softmax_top2", replace(v2, group_score="top2"), logits(33, 16)),
         ]
 
 
@@ -152,35 +149,23 @@ class MoEExperts(Op, name="moe_experts", hot=True):
 
             return draw_inputs
 
-        plain = MoEExperts(placeholder(6, 96, 64), placeholder(6, 64, 48))
-        fp8 = MoEExperts(placeholder(6, 256, 64, format="fp8_block"), placeholder(6, 64, 128, format="fp8_block"))
-        blocks = lambda *shape: placeholder(*shape, format="fp8_block")  # noqa: E731
-        stacked = lambda f: MoEExperts(placeholder(6, 96, 64, format=f), placeholder(6, 64, 48, format=f))  # noqa: E731
+        def experts(format: str = "plain", inner: int = 48, width: int = 64) -> MoEExperts:
+            gate_up, down = (6, 2 * inner, width), (6, width, inner)
+            return MoEExperts(placeholder(*gate_up, format=format), placeholder(*down, format=format))
+
+        plain = experts()
         return [
             Sample("t1", plain, inputs(1, 2), "decode"),
             Sample("t13", plain, inputs(13, 3)),
             Sample(
                 "one_expert", plain, lambda d: (d.normal(9, 64), d.uniform(9, 1, low=0.1), d.ints(9, 1, below=1) + 4)
             ),
-            Sample("fp8_block", fp8, inputs(7, 2)),
-            Sample("fp8_blocks", MoEExperts(blocks(6, 256, 256), blocks(6, 256, 128)), inputs(7, 2, 256)),
-            *(
-                Sample(
-                    f,
-                    MoEExperts(placeholder(6, 96, 128, format=f), placeholder(6, 128, 48, format=f)),
-                    inputs(7, 2, 128),
-                )
-                for f in ("int8_row", "int4_row", "fp8_row")
-            ),
-            Sample(
-                "int4_group",
-                MoEExperts(
-                    placeholder(6, 512, 256, format="int4_group"), placeholder(6, 256, 256, format="int4_group")
-                ),
-                inputs(7, 2, 256),
-            ),
-            Sample("int8_group", stacked("int8_group"), inputs(5, 2)),
-            Sample("int4_group32", stacked("int4_group32"), inputs(4, 3)),
+            Sample("fp8_block", experts("fp8_block", 128), inputs(7, 2)),
+            Sample("fp8_blocks", experts("fp8_block", 128, 256), inputs(7, 2, 256)),
+            *(Sample(f, experts(f, 48, 128), inputs(7, 2, 128)) for f in ("int8_row", "int4_row", "fp8_row")),
+            Sample("int4_group", experts("int4_group", 256, 256), inputs(7, 2, 256)),
+            Sample("int8_group", experts("int8_group"), inputs(5, 2)),
+            Sample("int4_group32", experts("int4_group32"), inputs(4, 3)),
             Sample("partial_t1", replace(plain, partial=True), inputs(1, 2, first=4), "decode"),
             Sample("partial", replace(plain, partial=True), inputs(9, 3, first=4)),
         ]

@@ -36,7 +36,8 @@ def read_fp8_block(source: TensorSource, name: str, shard: Shard) -> QTensor:
     shape, scales = _shape_and_scales(source, name)
     dtype, bits, block = FORMATS["fp8_block"]
     have, want = source.shape(scales), scale_shape(shape, block)
-    _check(source, name, scales, have == want, f"in blocks of {block}", f"floating-point scales {want}")
+    what = f"FP8 weight in blocks of {block}"
+    _check(source, name, scales, dtype, have == want, what, f"floating-point scales {want}")
     q = QTensor(_read_fully(source, name, shape, dtype), _read_fully(source, scales, want), block=block, bits=bits)
     if shard.size == 1:
         return q
@@ -65,7 +66,7 @@ def read_fp8_row(source: TensorSource, name: str, shard: Shard) -> QTensor:
     have, rows = source.shape(scales), shape[0]
     one, each = ((), (1,), (1, 1)), ((rows,), (rows, 1))
     want = f"one floating-point scale, or {rows}"
-    _check(source, name, scales, have in (*one, *each), "with a scale per row or a single one", want)
+    _check(source, name, scales, dtype, have in (*one, *each), "FP8 weight with a scale per row or a single one", want)
     scale = _read_fully(source, scales, have or ())
     scale = scale.reshape(-1, 1).expand(rows, 1).contiguous()
     q = QTensor(_read_fully(source, name, shape, dtype), scale, block=(1, shape[1]), bits=bits)
@@ -118,15 +119,11 @@ def read_integers(source: TensorSource, name: str, shard: Shard, *, format: str)
     """
     shape, scales = _shape_and_scales(source, name)
     dtype, bits, (rows, columns) = FORMATS[format]
-    have, kind, numbers = source.shape(scales), source.dtype(scales), source.dtype(name)
+    have = source.shape(scales)
     want = scale_shape(shape, (rows, columns or shape[-1]))
     fits = have == want or (not columns and have in ((), (1,), (1, 1), (shape[0],)))
-    if len(shape) != 2 or numbers not in (dtype, None) or not fits or not (kind is None or kind.is_floating_point):
-        raise CheckpointError(
-            f"{name} {shape} {numbers} with {scales} {have} {kind} is no weight of {bits} bits as the config says.",
-            there_is=f"a reader for {dtype} with floating-point scales {want}",
-            remedy="fetch or export the checkpoint again",
-        )
+    what = f"weight of {bits} bits as the config says"
+    _check(source, name, scales, dtype, fits, what, f"floating-point scales {want}")
     data, scale = _read_fully(source, name, shape, dtype), _read_fully(source, scales, have or ())
     low, high = (int(x) for x in data.aminmax()) if data.numel() else (0, 0)
     if max(-low - 1, high) > limit(dtype, bits):
@@ -168,18 +165,13 @@ def _shape_and_scales(source: TensorSource, name: str) -> tuple[tuple[int, ...],
     return shape, (*there, name + SUFFIXES[0])[0]
 
 
-def _check(source: TensorSource, name: str, scales: str, fits: bool, what: str, want: str) -> None:
-    shape, kind = source.shape(name) or (), source.dtype(scales)
-    fp8 = FORMATS["fp8_block"][0]
-    if (
-        len(shape) != 2
-        or source.dtype(name) not in (fp8, None)
-        or not fits
-        or not (kind is None or kind.is_floating_point)
-    ):
+def _check(source: TensorSource, name: str, scales: str, dtype: torch.dtype, fits: bool, what: str, want: str) -> None:
+    shape, have, kind = source.shape(name) or (), source.dtype(name), source.dtype(scales)
+    numbers = have in (dtype, None) and (kind is None or kind.is_floating_point)
+    if len(shape) != 2 or not numbers or not fits:
         raise CheckpointError(
-            f"{name} {shape} {source.dtype(name)} with {scales} {source.shape(scales)} {kind} is no FP8 weight {what}.",
-            there_is=f"a reader for {fp8} with {want}",
+            f"{name} {shape} {have} with {scales} {source.shape(scales)} {kind} is no {what}.",
+            there_is=f"a reader for {dtype} with {want}",
             remedy="fetch or export the checkpoint again",
         )
 
