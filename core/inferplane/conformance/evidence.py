@@ -44,15 +44,8 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """An entry of `results` in the file; its first key is `op` or `feature`."""
         about = {"op": self.op} if self.op else {"feature": self.group}
-        detail = {"detail": self.detail} if self.detail else {}
-        return {
-            **about,
-            "case": self.case,
-            "status": self.status,
-            "error": self.error,
-            "tolerance": self.tolerance,
-            **detail,
-        }
+        shown = ("case", "status", "error", "tolerance", *(["detail"] if self.detail else []))
+        return {**about, **{name: getattr(self, name) for name in shown}}
 
 
 def level(results: Iterable[Result], *, complete: bool, emulated: bool = False) -> str:

@@ -28,8 +28,26 @@ MEASURED = "inferplane_measured"
 HARDWARE = "inferplane_hardware"
 EMULATED = "inferplane_emulated"
 NEEDS_NO_DEVICE = "test_hygiene"
+FILE = {"metavar": "FILE"}
 NOT_RUN_STATUS = 5
 """pytest's own status for "no tests ran"."""
+
+OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("device", "the device to test, as in LLM(device=)", {"metavar": "NAME"}),
+    (
+        "dtype",
+        "dtypes of activations, separated by commas (default: %(default)s)",
+        {"metavar": "LIST", "default": "float32,bfloat16"},
+    ),
+    ("xfails", "expected failures, strict (default: xfails.txt in the backend's folder, if it exists)", FILE),
+    (
+        "slow",
+        "two layers at true sizes also in host memory (5 GB); accelerators always run them",
+        {"action": "store_true"},
+    ),
+    ("evidence", "write the results as JSON; in a folder, choose the name of the file", FILE),
+)
+"""The suite's options: name, help, and further settings of pytest's `addoption`."""
 
 SUBJECT: pytest.StashKey[Subject] = pytest.StashKey()
 EXPECTED: pytest.StashKey[list[Expected]] = pytest.StashKey()
@@ -47,28 +65,8 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Non
     if not _runs_suite(args):
         return
     group = parser.getgroup("inferplane", "Inferplane's conformance suite")
-    group.addoption("--device", dest="inferplane_device", metavar="NAME", help="the device to test, as in LLM(device=)")
-    group.addoption(
-        "--dtype",
-        dest="inferplane_dtype",
-        metavar="LIST",
-        default="float32,bfloat16",
-        help="dtypes of activations, separated by commas (default: %(default)s)",
-    )
-    group.addoption(
-        "--xfails",
-        dest="inferplane_xfails",
-        metavar="FILE",
-        help="expected failures, strict (default: xfails.txt in the backend's folder, if it exists)",
-    )
-    group.addoption(
-        "--slow",
-        dest="inferplane_slow",
-        action="store_true",
-        help="two layers at true sizes also in host memory (5 GB); accelerators always run them",
-    )
-    words = "write the results as JSON; in a folder, choose the name of the file"
-    group.addoption("--evidence", dest="inferplane_evidence", metavar="FILE", help=words)
+    for name, words, settings in OPTIONS:
+        group.addoption(f"--{name}", dest=f"inferplane_{name}", help=words, **settings)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,6 +18,7 @@ from inferplane.binding import explain
 from inferplane.conformance import stepping
 from inferplane.conformance.configs import SLICES, TINY, model
 from inferplane.conformance.plugin import SUBJECT
+from inferplane.conformance.subject import Subject
 from inferplane.engine.runner.options import DTYPES
 from inferplane.ops import CausalLM
 
@@ -45,26 +46,26 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("case", made, ids=lambda c: c.id)
 
 
+def bind_twice(case: Case, device: Subject, lengths: tuple[int, ...], *, steady_routes: bool) -> tuple[Any, ...]:
+    """The model on references and on the device, with the same weights, and random prompts of these lengths."""
+    tree, dtype = model(case.config), DTYPES[case.dtype]
+    weights = stepping.draw_weights(tree, dtype, steady_routes=steady_routes)
+    reference = stepping.on_references(tree, weights, max(lengths))
+    bound = stepping.on_device(device, tree, dtype, weights, max(lengths))
+    return reference, bound, draw_prompts(lengths, case.config["vocab_size"])
+
+
 def test_tiny_model(case, device, measured):
     """A few layers, three sequences in one batch."""
-    tree = model(case.config)
-    weights = stepping.draw_weights(tree, DTYPES[case.dtype], steady_routes=case.dtype != "float32")
-    prompts = draw_prompts(LENGTHS, case.config["vocab_size"])
-    want = stepping.run(
-        stepping.on_references(tree, weights, max(LENGTHS)), prompts, stepping.SCHEDULES["whole_prompt"]
-    )
-    bound = stepping.on_device(device, tree, DTYPES[case.dtype], weights, max(LENGTHS))
+    reference, bound, prompts = bind_twice(case, device, LENGTHS, steady_routes=case.dtype != "float32")
+    want = stepping.run(reference, prompts, stepping.SCHEDULES["whole_prompt"])
     got = stepping.run(bound, prompts, stepping.SCHEDULES[case.schedule])
     compare(case, bound, got, want, measured)
 
 
 def test_results_of_a_step(case, device, measured):
     """A step of few tokens returns the hidden states of all rows, and logits of the requested rows."""
-    tree = model(case.config)
-    weights = stepping.draw_weights(tree, DTYPES[case.dtype], steady_routes=True)
-    prompts = draw_prompts(SLICE_LENGTHS, case.config["vocab_size"])
-    reference = stepping.on_references(tree, weights, max(SLICE_LENGTHS))
-    bound = stepping.on_device(device, tree, DTYPES[case.dtype], weights, max(SLICE_LENGTHS))
+    reference, bound, prompts = bind_twice(case, device, SLICE_LENGTHS, steady_routes=True)
     for one in (reference, bound):
         stepping.run(one, prompts, stepping.SCHEDULES["whole_prompt"])
     logits, hidden = stepping.last_step(reference, prompts, LAST_COUNTS, (None, None, None))
@@ -77,13 +78,8 @@ def test_results_of_a_step(case, device, measured):
 @pytest.mark.slow
 def test_two_layers_at_true_sizes(case, device, measured):
     """Widths of real models, with full tiles and large workspaces: a prompt, then single tokens."""
-    tree = model(case.config)
-    weights = stepping.draw_weights(tree, DTYPES[case.dtype], steady_routes=True)
-    prompts = draw_prompts(SLICE_LENGTHS, case.config["vocab_size"])
-    want = stepping.run(
-        stepping.on_references(tree, weights, max(SLICE_LENGTHS)), prompts, stepping.SCHEDULES["whole_prompt"]
-    )
-    bound = stepping.on_device(device, tree, DTYPES[case.dtype], weights, max(SLICE_LENGTHS))
+    reference, bound, prompts = bind_twice(case, device, SLICE_LENGTHS, steady_routes=True)
+    want = stepping.run(reference, prompts, stepping.SCHEDULES["whole_prompt"])
     got = stepping.run(bound, prompts, lambda sequence, done, total: 1 if done else total - 2)
     compare(case, bound, got, want, measured)
 
