@@ -17,13 +17,20 @@ ANY = When(dtypes=FLOATS)
 FLOAT32 = Packing("float32", lambda w: w.float())
 
 
-@KERNELS(
-    "embedding",
-    "torch",
-    when=When(FLOATS, needs=(("one rank", lambda op: op.reduce is None),)),
-    capture_safe=True,
-    batch_invariant=True,
-)
+def _is_plain(op: Any) -> bool:
+    return op.out_dtype is None and op.act is None
+
+
+def _has_float32_result(op: Any) -> bool:
+    return op.out_dtype is torch.float32 and op.act is None
+
+
+ONE_RANK = When(FLOATS, needs=(("one rank", lambda op: op.reduce is None),))
+PLAIN = When(FLOATS, needs=(("activations and result in the plan's dtype", _is_plain),))
+FLOAT32_RESULT = When(FLOATS, needs=(("a float32 result", _has_float32_result),))
+
+
+@KERNELS("embedding", "torch", when=ONE_RANK, capture_safe=True, batch_invariant=True)
 def embedding(view: Any, ids: torch.Tensor) -> torch.Tensor:
     """The op `embedding`: gather rows of the weight."""
     return F.embedding(ids, view.weight)
@@ -44,32 +51,13 @@ def add_rms_norm(view: Any, x: torch.Tensor, residual: torch.Tensor | None) -> t
     return F.rms_norm(s, view.norm.weight.shape, view.norm.weight, view.norm.eps), s
 
 
-def _is_plain(op: Any) -> bool:
-    return op.out_dtype is None and op.act is None
-
-
-@KERNELS(
-    "linear",
-    "torch",
-    when=When(FLOATS, needs=(("activations and result in the plan's dtype", _is_plain),)),
-    capture_safe=True,
-)
+@KERNELS("linear", "torch", when=PLAIN, capture_safe=True)
 def linear(view: Any, x: torch.Tensor) -> torch.Tensor:
     """The op `linear` by torch's own matrix product, in the plan's dtype."""
     return F.linear(x, view.weight, view.bias)
 
 
-def _has_float32_result(op: Any) -> bool:
-    return op.out_dtype is torch.float32 and op.act is None
-
-
-@KERNELS(
-    "linear",
-    "torch",
-    when=When(FLOATS, needs=(("a float32 result", _has_float32_result),)),
-    packs={"weight": FLOAT32, "bias": FLOAT32},
-    capture_safe=True,
-)
+@KERNELS("linear", "torch", when=FLOAT32_RESULT, packs={"weight": FLOAT32, "bias": FLOAT32}, capture_safe=True)
 def linear_float32(view: Any, x: torch.Tensor) -> torch.Tensor:
     """The op `linear` with a float32 result, for routers: weight and product are in float32 throughout."""
     return F.linear(x.float(), view.weight, view.bias)

@@ -10,23 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from inferplane.kernels.triton.matmul_kernels import matrix_kernels
+from inferplane.kernels.triton.matmul_kernels import FLOATS, FOLDER, HALF, matrix_kernels
 from inferplane.kernels.triton.tiles import Launch, Product, Products, Tiles
 from inferplane.types import RANK_PORTABLE, Context, Kernel, When
 
 FEATURE = "triton"
 """The feature that these kernels need: a Triton that compiles for the device."""
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-HALF = (torch.bfloat16, torch.float16)
 SMALL = Tiles()
 EIGHT_BIT_ERROR = 0.08
 """Error of `mla_expanded` in 8 bits: where one key outweighs the others, a result is one weight times one value, both
 in FP8, and each may be off by 1/16.
 """
-FOLDER = "inferplane.kernels.triton"
 
 
 def triton_kernels(kv_layouts: Sequence[str], tiles: Callable[[Any, Context], Tiles] = SMALL.prepare) -> list[Kernel]:

@@ -50,8 +50,8 @@ def slot_in_block(tables, key, BLOCK_TOKENS: tl.constexpr):
     """Slot of the key number `key` (one number) of a sequence whose block table `tables` points to. Keys that follow in
     the same block have the slots that follow.
     """
-    padded_width = tl.load(tables + key // BLOCK_TOKENS).to(tl.int64)
-    return padded_width * BLOCK_TOKENS + key % BLOCK_TOKENS
+    block = tl.load(tables + key // BLOCK_TOKENS).to(tl.int64)
+    return block * BLOCK_TOKENS + key % BLOCK_TOKENS
 
 
 @triton.jit
@@ -59,8 +59,8 @@ def slots_of_keys(tables, keys, inside, BLOCK_TOKENS: tl.constexpr):
     """Slots of the keys `keys` (a vector of numbers, also of several blocks) of the sequence whose block table `tables`
     points to; keys that are not `inside` get slots of block 0.
     """
-    padded_width = tl.load(tables + keys // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
-    return padded_width * BLOCK_TOKENS + keys % BLOCK_TOKENS
+    block = tl.load(tables + keys // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
+    return block * BLOCK_TOKENS + keys % BLOCK_TOKENS
 
 
 @triton.jit
@@ -221,9 +221,9 @@ def _attend(
     tl.store(out + place[:, None] * V_DIM + value_dim[None, :], acc.to(out.dtype.element_ty), mask=out_mask)
 
 
-def padded_width(dim: int) -> int:
-    """Width of the tile that holds `dim` entries: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(dim))
+def padded_width(dim: int, least: int = 16) -> int:
+    """Width of the tile that holds `dim` entries: a power of two, at least the `least` that a product takes."""
+    return max(least, triton.next_power_of_2(dim))
 
 
 def count_splits(batch: Batch, launch: Launch, tiles: Tiles) -> int:

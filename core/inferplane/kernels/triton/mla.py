@@ -7,6 +7,7 @@ ordinary keys and values; the rotated part is shared by all heads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -279,6 +280,19 @@ def gather_latents(view: Any, like: torch.Tensor, batch: Batch, kv: LayerKV) -> 
     return out, before
 
 
+def expand_latents(view: Any, latents: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Expand gathered latents to keys and values, as many heads at a time as `EXPANDED_BYTES` hold: yields the first
+    head, the number of heads, and their keys and values, `[N, heads (nope + value)]`.
+    """
+    d, width = view.dims, view.dims.nope + view.dims.value
+    weight = view.kv_b.weight.view(d.heads, width, d.latent)
+    bytes_a_head = latents.shape[0] * width * latents.element_size()
+    at_once = max(1, min(d.heads, EXPANDED_BYTES // max(1, bytes_a_head)))
+    for head in range(0, d.heads, at_once):
+        heads = min(at_once, d.heads - head)
+        yield head, heads, F.linear(latents[:, : d.latent], weight[head : head + heads].flatten(0, 1))
+
+
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The op `mla_expanded`: gather the latents, then expand and attend, as many heads at a time as `EXPANDED_BYTES` of
     expanded keys and values hold.
@@ -287,14 +301,8 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     launch, d = tiles.prefill.for_dtype(q_nope.dtype), view.dims
     q_nope, q_rope = with_contiguous_rows(q_nope), with_contiguous_rows(q_rope)
     latents, before = gather_latents(view, q_nope, batch, kv)
-    width = d.nope + d.value
-    weight = view.kv_b.weight.view(d.heads, width, d.latent)
-    bytes_a_head = latents.shape[0] * width * latents.element_size()
-    at_once = max(1, min(d.heads, EXPANDED_BYTES // max(1, bytes_a_head)))
     out = q_nope.new_empty(q_nope.shape[0], d.heads, d.value)
-    for head in range(0, d.heads, at_once):
-        heads = min(at_once, d.heads - head)
-        expanded = F.linear(latents[:, : d.latent], weight[head : head + heads].flatten(0, 1))
+    for head, heads, expanded in expand_latents(view, latents):
         grid = (triton.cdiv(batch.max_query_tokens, launch.rows), heads, len(batch.seq_lens))
         _expanded[grid](
             q_nope, q_rope, expanded, latents, out, batch.query_start, batch.seq_lens, before, view.scale * LOG2_E,

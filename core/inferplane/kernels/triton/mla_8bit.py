@@ -14,16 +14,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from inferplane.kernels.triton.attention import LOG2_E, sequence_extent, softmax_step
+from inferplane.kernels.triton.attention import LOG2_E, padded_width, sequence_extent, softmax_step
 from inferplane.kernels.triton.kv_write import with_contiguous_rows
-from inferplane.kernels.triton.mla import EXPANDED_BYTES, gather_latents
+from inferplane.kernels.triton.mla import expand_latents, gather_latents
 from inferplane.kernels.triton.rowwise import quant_scale, quantize_entries, round_half_even
 from inferplane.types import Batch, LayerKV
 
+MIN_WIDTH = 32
+"""Fewest entries that 8-bit products take."""
 KEY_TILE = 128
 """Tokens of a head's keys that share a scale."""
 QUERY_ROWS = tl.constexpr(16)
@@ -161,11 +162,6 @@ def _attend_8bit(
     tl.store(target, acc.to(out.dtype.element_ty), mask=real & (channel < VALUE)[None, :])
 
 
-def _padded_width(dim: int) -> int:
-    """Width of the tile that holds `dim` entries: a power of two, at least the 32 that 8-bit products take."""
-    return max(32, triton.next_power_of_2(dim))
-
-
 def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: Batch, kv: LayerKV) -> torch.Tensor:
     """The op `mla_expanded` with 8-bit products, less exact than the plain one: gather, expand, quantize and attend, as
     many heads at a time as `EXPANDED_BYTES` hold.
@@ -174,16 +170,13 @@ def mla_expanded(view: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, batch: B
     launch = replace(tiles.prefill, rows=min(64, tiles.prefill.rows))  # queries are held in float32 and in int8
     q_nope, q_rope = with_contiguous_rows(q_nope), with_contiguous_rows(q_rope)
     latents, before = gather_latents(view, q_nope, batch, kv)
-    tokens, sequences, width = latents.shape[0], len(batch.seq_lens), d.nope + d.value
-    weight = view.kv_b.weight.view(d.heads, width, d.latent)
-    at_once = max(1, min(d.heads, EXPANDED_BYTES // max(1, tokens * width * latents.element_size())))
+    tokens, sequences = latents.shape[0], len(batch.seq_lens)
     key_tiles = triton.cdiv(max(batch.lens().seq_lens), KEY_TILE)
     out = q_nope.new_empty(q_nope.shape[0], d.heads, d.value)
     sizes = {"NOPE": d.nope, "ROPE": d.rope, "VALUE": d.value, "TILE": KEY_TILE}
-    blocks = {"BLOCK_N": _padded_width(d.nope), "BLOCK_R": _padded_width(d.rope), "BLOCK_V": _padded_width(d.value)}
-    for head in range(0, d.heads, at_once):
-        n = min(at_once, d.heads - head)
-        expanded = F.linear(latents[:, : d.latent], weight[head : head + n].flatten(0, 1))
+    entries = {"BLOCK_N": d.nope, "BLOCK_R": d.rope, "BLOCK_V": d.value}
+    blocks = {name: padded_width(count, MIN_WIDTH) for name, count in entries.items()}
+    for head, n, expanded in expand_latents(view, latents):
         means, peaks, scales = (
             expanded.new_empty(sequences, n, size, dtype=torch.float32)
             for size in (d.nope + d.rope, d.value, key_tiles)
