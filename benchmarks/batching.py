@@ -41,9 +41,9 @@ def padded(jobs):
 def turn(engine, jobs, order, clock):
     """Output tokens a second of each way, and how many steps it took; only tokens that were asked for count."""
     ways = {
-        "continuous": lambda: job_runner.run_continuous(engine, jobs, GREEDY, lambda: None, clock=clock),
-        "static": lambda: job_runner.run_static(engine, jobs, GREEDY, lambda: None, BATCH, clock),
-        "padded": lambda: job_runner.run_static(engine, padded(jobs), GREEDY, lambda: None, BATCH, clock),
+        "continuous": lambda: job_runner.run_jobs(engine, jobs, GREEDY, lambda: None, clock=clock),
+        "static": lambda: job_runner.run_jobs(engine, jobs, GREEDY, lambda: None, BATCH, clock),
+        "padded": lambda: job_runner.run_jobs(engine, padded(jobs), GREEDY, lambda: None, BATCH, clock),
     }
     asked = sum(job.output_tokens for job in jobs)
     found = {}

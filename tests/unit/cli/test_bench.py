@@ -15,7 +15,7 @@ import pytest
 from inferplane.cli.main import verb_parser
 from inferplane.cli.screen import Screen, plural
 from inferplane.cli.verbs.bench import check, measurements, plots, report, startup, statistics, workload
-from inferplane.cli.verbs.bench.job_runner import JobTiming, StepTiming, Trace, run_continuous, run_static
+from inferplane.cli.verbs.bench.job_runner import JobTiming, StepTiming, Trace, run_jobs
 from inferplane.cli.verbs.bench.length_distribution import Lengths, parse_lengths
 from inferplane.engine import SamplingParams
 from inferplane.errors import CapacityError, DeviceError, GenerationError, UsageError
@@ -146,8 +146,8 @@ def jobs_of(*outputs, due=0.0):
 def test_both_ways_give_every_job_its_tokens():
     engine, ended = engine_of(max_num_seqs=3), []
     jobs = jobs_of(4, 30, 2, 9, 1, 17, 5)
-    joined = run_continuous(engine, jobs, GREEDY, lambda: ended.append(1))
-    batches = run_static(engine, jobs, GREEDY, lambda: ended.append(1), batch=3)
+    joined = run_jobs(engine, jobs, GREEDY, lambda: ended.append(1))
+    batches = run_jobs(engine, jobs, GREEDY, lambda: ended.append(1), batch=3)
     assert len(ended) == 14 and joined.ids == batches.ids
     for trace in (joined, batches):
         assert [s.output_tokens for s in trace.sequences] == [4, 30, 2, 9, 1, 17, 5]
@@ -159,7 +159,7 @@ def test_both_ways_give_every_job_its_tokens():
 
 
 def test_nobody_runs_before_it_arrives():
-    trace = run_continuous(engine_of(), jobs_of(3, 3, 3, due=0.03), GREEDY, lambda: None)
+    trace = run_jobs(engine_of(), jobs_of(3, 3, 3, due=0.03), GREEDY, lambda: None)
     assert [s.due_s for s in trace.sequences] == [0.0, 0.03, 0.06]
     assert all(s.ttft_s > 0 and s.e2e_s >= s.ttft_s for s in trace.sequences) and trace.duration_s > 0.06
 
@@ -167,7 +167,7 @@ def test_nobody_runs_before_it_arrives():
 def test_a_job_that_cannot_run_stops_all_before_they_begin():
     engine = engine_of(blocks=8)
     with pytest.raises(CapacityError):
-        run_continuous(engine, jobs_of(2, 500), GREEDY, lambda: None)
+        run_jobs(engine, jobs_of(2, 500), GREEDY, lambda: None)
     assert engine.stats().get("steps_total", 0) == 0 and not engine.busy
 
 
@@ -178,7 +178,7 @@ def test_a_failing_job_is_no_measurement():
     engine = engine_of()
     engine.fail_for = fail
     with pytest.raises(GenerationError, match="broken kernel"):
-        run_continuous(engine, jobs_of(4, 4), GREEDY, lambda: None)
+        run_jobs(engine, jobs_of(4, 4), GREEDY, lambda: None)
     assert not engine.busy and engine.allocator.used == 0
 
 

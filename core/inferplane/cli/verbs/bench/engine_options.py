@@ -10,16 +10,9 @@ from inferplane.cli.model_loading import model_options
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `LLM` for a benchmark, JSON-ready."""
-    chosen = {
-        **model_options(args),
-        "max_num_seqs": args.max_num_seqs,
-        "enable_prefix_caching": args.enable_prefix_caching,
-    }
-    return (
-        chosen
-        if args.max_num_batched_tokens is None
-        else {**chosen, "max_num_batched_tokens": args.max_num_batched_tokens}
-    )
+    names = ("max_num_seqs", "enable_prefix_caching", "max_num_batched_tokens")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return {**model_options(args), **given}
 
 
 def requested_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from inferplane.cli.verbs.bench.workload import BenchJob
 from inferplane.engine import SamplingParams
@@ -93,46 +93,32 @@ class Trace:
         return max(s.arrivals[-1][0] for s in self.sequences)
 
 
-def run_continuous(
+def run_jobs(
     engine: Engine,
     jobs: Sequence[BenchJob],
     params: SamplingParams,
     on_done: OnDone,
+    batch: int | None = None,
     clock: Clock = time.perf_counter,
 ) -> Trace:
     """Run jobs with continuous batching: a job joins when it has arrived and blocks are free, and leaves when it ends.
+
+    Or run them in fixed batches in order of arrival: a batch starts when the longest job of the last one has ended. A
+    job that has ended only leaves its position empty; a padded batch would also compute its rows.
 
     Args:
         engine: an idle engine.
         jobs: in order of arrival.
         params: sampling parameters; each job sets its own length and seed.
         on_done: called when a job has ended.
+        batch: number of jobs in a fixed batch; None for continuous batching.
         clock: returns seconds; it must advance while nothing runs if jobs arrive later.
 
     Raises:
         CapacityError: a job can never run; no job has started.
         GenerationError: a job failed while it ran.
     """
-    return _Run(engine, jobs, params, on_done, clock).all([len(jobs)])
-
-
-def run_static(
-    engine: Engine,
-    jobs: Sequence[BenchJob],
-    params: SamplingParams,
-    on_done: OnDone,
-    batch: int,
-    clock: Clock = time.perf_counter,
-) -> Trace:
-    """Run jobs in fixed batches in order of arrival; a batch starts when the longest job of the last one has ended.
-
-    A job that has ended only leaves its position empty; a padded batch would also compute its rows.
-
-    Args and errors: as `run_continuous`; `batch` is the number of jobs in a batch.
-    """
-    return _Run(engine, jobs, params, on_done, clock).all(
-        [min(batch, len(jobs) - i) for i in range(0, len(jobs), batch)]
-    )
+    return _Run(engine, jobs, params, on_done, clock).all(batch or len(jobs))
 
 
 class _Run:
@@ -146,15 +132,15 @@ class _Run:
         self.seen: list[int] = [0] * len(jobs)
         self.requests: list[Request] = []
 
-    def all(self, groups: list[int]) -> Trace:
+    def all(self, batch: int) -> Trace:
         for job in self.jobs:
             self.engine.check(job.prompt)
             self.engine.scheduler.check(len(job.prompt), job.output_tokens)
         self.begun = self.clock()
-        waiting_jobs = deque(enumerate(self.jobs))
+        numbered = list(enumerate(self.jobs))
         try:
-            for group in groups:
-                self._group([waiting_jobs.popleft() for _ in range(group)])
+            for start in range(0, len(numbered), batch):
+                self._group(deque(numbered[start : start + batch]))
         finally:
             for request in self.requests:
                 self.engine.end(request, "abort")
@@ -163,8 +149,7 @@ class _Run:
     def _now(self) -> float:
         return self.clock() - self.begun
 
-    def _group(self, jobs: list[tuple[int, BenchJob]]) -> None:
-        waiting = deque(jobs)
+    def _group(self, waiting: deque[tuple[int, BenchJob]]) -> None:
         while waiting or self.engine.busy:
             while waiting and waiting[0][1].due_s <= self._now():
                 self._add(*waiting.popleft())
@@ -174,7 +159,8 @@ class _Run:
                 time.sleep(min(max(0.0, waiting[0][1].due_s - self._now()), MAX_SLEEP_S))
 
     def _add(self, index: int, job: BenchJob) -> None:
-        params = _with(self.params, job.output_tokens, index)
+        seed = None if self.params.seed is None else self.params.seed + index
+        params = replace(self.params, max_tokens=job.output_tokens, ignore_eos=True, seed=seed)
         request = self.engine.add(job.prompt, params, frozenset())
         self.index_of[id(request)] = index
         self.requests.append(request)
@@ -200,10 +186,3 @@ class _Run:
         running = len(self.engine.scheduler.running) + ended_jobs
         used = self.engine.allocator.used
         self.steps.append(StepTiming(ended - self.begun, ended - begun, running, used, new_tokens))
-
-
-def _with(params: SamplingParams, tokens: int, index: int) -> SamplingParams:
-    from dataclasses import replace
-
-    seed = None if params.seed is None else params.seed + index
-    return replace(params, max_tokens=tokens, ignore_eos=True, seed=seed)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from inferplane.cli.screen import Screen
-from inferplane.cli.verbs.bench import job_runner, startup, statistics, workload
+from inferplane.cli.verbs.bench import REQUESTS, startup, statistics, workload
 from inferplane.cli.verbs.bench.engine_options import engine_options, requested_options
 from inferplane.cli.verbs.bench.environment import environment
-from inferplane.cli.verbs.bench.job_runner import Trace
+from inferplane.cli.verbs.bench.job_runner import Trace, run_jobs
 from inferplane.cli.verbs.bench.workload import BenchJob
 from inferplane.errors import UsageError
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from inferplane.engine import LLM, SamplingParams
 
 SHOWN = {"latency": ("prefill_tokens", "output_tokens"), "throughput": ("requests", "output_tokens", "total_tokens")}
-REQUESTS = 64
 
 
 @dataclass
@@ -58,26 +56,23 @@ def measure_engine(args: argparse.Namespace, screen: Screen) -> Measurement:
         llm = LLM(**engine_options(args), progress=loading.bar)
     with llm:
         jobs, params = _jobs(args, llm), _sampling(args)
-        ways: dict[str, Callable[..., Trace]] = {"continuous": job_runner.run_continuous}
-        if args.compare:
-            ways["static"] = partial(job_runner.run_static, batch=args.max_num_seqs)
-        with screen.progress_counter(args.kind, (args.warmup + args.repeats) * len(jobs) * len(ways)) as on_done:
+        batches = {"continuous": None, "static": args.max_num_seqs} if args.compare else {"continuous": None}
+        with screen.progress_counter(args.kind, (args.warmup + args.repeats) * len(jobs) * len(batches)) as on_done:
             for _ in range(args.warmup):
-                for way in ways.values():
-                    way(llm.engine, jobs, params, on_done)
+                for batch in batches.values():
+                    run_jobs(llm.engine, jobs, params, on_done, batch)
             before = llm.engine.stats()
-            found: dict[str, list[Trace]] = {name: [] for name in ways}
+            found: dict[str, list[Trace]] = {name: [] for name in batches}
             for repeat in range(args.repeats):
-                for name in list(ways) if repeat % 2 == 0 else reversed(list(ways)):
-                    found[name].append(ways[name](llm.engine, jobs, params, on_done))
+                for name in list(batches) if repeat % 2 == 0 else reversed(list(batches)):
+                    found[name].append(run_jobs(llm.engine, jobs, params, on_done, batches[name]))
         traces, compared = found["continuous"], found.get("static", [])
         return Measurement(
             args.kind,
             environment(llm),
             requested_options(args) | {"requests": len(jobs)},
             {name: statistics.summary(values) for name, values in statistics.latencies(traces).items()},
-            statistics.over_repeats(traces, SHOWN[args.kind])
-            | ({"static_output_tokens": _output(compared)} if compared else {}),
+            statistics.over_repeats(traces, SHOWN[args.kind]) | _static_rates(compared),
             traces,
             compared,
             statistics.ratio(traces, compared) if compared else None,
@@ -85,9 +80,9 @@ def measure_engine(args: argparse.Namespace, screen: Screen) -> Measurement:
         )
 
 
-def _output(traces: list[Trace]) -> dict[str, Any]:
-    found: dict[str, Any] = statistics.over_repeats(traces, ["output_tokens"])["output_tokens"]
-    return found
+def _static_rates(traces: list[Trace]) -> dict[str, Any]:
+    names = ["output_tokens"] if traces else []
+    return {f"static_{name}": s for name, s in statistics.over_repeats(traces, names).items()}
 
 
 def measure_startup(args: argparse.Namespace, screen: Screen) -> Measurement:

@@ -20,6 +20,8 @@ LATENCIES = {
     "e2e": "end to end",
 }
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+REQUEST_FIELDS = ("prompt_tokens", "output_tokens", "due_s", "ttft_s", "tpot_s", "e2e_s")
+STEP_FIELDS = ("end_s", "spent_s", "batch", "used_blocks", "tokens")
 RATES = {
     "requests": "requests",
     "output_tokens": "output tokens",
@@ -49,19 +51,8 @@ def data(measurement: Measurement) -> dict[str, Any]:
 
 
 def _run(trace: Trace) -> dict[str, Any]:
-    requests = [
-        {
-            "prompt_tokens": s.prompt_tokens,
-            "output_tokens": s.output_tokens,
-            "due_s": s.due_s,
-            "ttft_s": s.ttft_s,
-            "tpot_s": s.tpot_s,
-            "e2e_s": s.e2e_s,
-        }
-        for s in trace.sequences
-    ]
-    names = ("end_s", "spent_s", "batch", "used_blocks", "tokens")
-    steps = {name: [getattr(step, name) for step in trace.steps] for name in names}
+    requests = [{name: getattr(s, name) for name in REQUEST_FIELDS} for s in trace.sequences]
+    steps = {name: [getattr(step, name) for step in trace.steps] for name in STEP_FIELDS}
     return {"duration_s": trace.duration_s, "total_blocks": trace.total_blocks, "requests": requests, "steps": steps}
 
 

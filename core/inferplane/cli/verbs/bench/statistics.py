@@ -81,9 +81,6 @@ def ratio(faster: Sequence[Trace], slower: Sequence[Trace]) -> dict[str, Any]:
 def speculation(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any] | None:
     """Drafted and accepted tokens between two `Engine.stats()`; None without drafts."""
 
-    def grown(name: str) -> int:
-        return int(after.get(name, 0) - before.get(name, 0))
-
     def grown_list(name: str) -> list[int]:
         old = list(before.get(name, ()))
         return [n - (old[i] if i < len(old) else 0) for i, n in enumerate(after.get(name, ()))]
@@ -92,9 +89,10 @@ def speculation(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     if not any(drafted):
         return None
     accepted = grown_list("spec_decode_num_accepted_tokens_per_pos")
+    drafts = "spec_decode_num_drafts_total"
     return {
         "drafted": drafted,
         "accepted": accepted,
         "acceptance": [a / d if d else 0.0 for a, d in zip(accepted, drafted)],
-        "tokens_per_verification": 1 + sum(accepted) / max(1, grown("spec_decode_num_drafts_total")),
+        "tokens_per_verification": 1 + sum(accepted) / max(1, after.get(drafts, 0) - before.get(drafts, 0)),
     }
