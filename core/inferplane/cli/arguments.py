@@ -7,7 +7,7 @@ import copy
 import difflib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +21,8 @@ PROGRAM = "inferplane"
 AUTO = "auto"
 MOST_COLUMNS = 100
 DRAFTS = 3
+BINDING = ("dtype", "kv_cache_dtype", "quantization", "max_model_len")
+"""Options of the engine that decide which kernels are bound, beside the device and pins."""
 # `inferplane.plugins` knows both, but importing it imports torch.
 PLUGIN_GROUP = "inferplane.plugins"
 PLUGIN_VARIABLE = "INFERPLANE_PLUGINS"
@@ -125,11 +127,6 @@ def check_device(device: str | None, *, indexed: bool, name: str = "--device") -
         )
 
 
-def add_index(group: argparse._ArgumentGroup) -> None:
-    """`--index`, for verbs that open the device."""
-    add_option(group, "index")
-
-
 def add_option(group: argparse._ActionsContainer, name: str, **more: Any) -> None:
     """Add the flags of an option of the engine as its record describes it; help shows the first of them alone.
 
@@ -175,7 +172,7 @@ def add_binding(parser: Parser) -> argparse._ArgumentGroup:
     """What decides which kernels are bound: device, dtypes, pins."""
     group = parser.add_argument_group("where and how it runs")
     add_device(group)
-    for name in ("dtype", "kv_cache_dtype", "quantization", "max_model_len"):
+    for name in BINDING:
         add_option(group, name)
     group.add_argument(
         "--op", metavar="WHAT=PROVIDER", action="append", default=[], dest="ops", help=f"{help_text('ops')}; repeatable"
@@ -188,16 +185,14 @@ def binding_options(args: argparse.Namespace, **more: Any) -> RunnerOptions:
     """The words of `add_binding` for a plan without weights; `more` are further fields."""
     from inferplane.engine import RunnerOptions
 
-    names = ("dtype", "kv_cache_dtype", "quantization", "max_model_len", "strict")
-    return RunnerOptions(**{name: getattr(args, name) for name in names}, ops=pins(args.ops), **more)
+    return RunnerOptions(**{name: getattr(args, name) for name in (*BINDING, "strict")}, ops=pins(args.ops), **more)
 
 
 def add_running(parser: Parser) -> None:
     """As `add_binding`, and how weights are read."""
     group = add_binding(parser)
-    add_index(group)
-    add_option(group, "lock")
-    add_option(group, "load_format")
+    for name in ("index", "lock", "load_format"):
+        add_option(group, name)
     group = parser.add_argument_group("drafting several tokens a step (left out: none; the text stays as it is)")
     add_option(group, "speculative_method")
     drafts = f"{help_text('num_speculative_tokens')}; left out: {DRAFTS} with a method"
@@ -220,8 +215,8 @@ def speculation(args: argparse.Namespace) -> dict[str, Any] | None:
     return SpeculativeOptions(args.speculative_method, DRAFTS if drafts is None else drafts, model).config()
 
 
-def add_sampling(parser: Parser, *, max_tokens: int) -> None:
-    """How tokens are chosen. What is left out is taken from the checkpoint's generation_config.json, see `sampling`."""
+def add_generating(parser: Parser, *, max_tokens: int) -> None:
+    """As `add_running`, and how tokens are chosen; what is left out is as `sampling_defaults` says."""
     group = parser.add_argument_group("how tokens are chosen (left out: as the checkpoint recommends, else greedily)")
     group.add_argument(
         "--max-tokens", metavar="N", type=int, help=f"most tokens to generate; left out: {max_tokens}, or what has room"
@@ -235,6 +230,13 @@ def add_sampling(parser: Parser, *, max_tokens: int) -> None:
     group.add_argument("--seed", metavar="N", type=int, help="equal seeds give equal text; left out: drawn and told")
     group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     group.set_defaults(default_max_tokens=max_tokens)
+    add_running(parser)
+
+
+def suggest(word: str, known: Iterable[str], otherwise: str, form: str = "{}") -> str:
+    """The remedy for an unknown word: the known one that it resembles, in some form; without one, `otherwise`."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"perhaps {form.format(close[0])} was meant" if close else otherwise
 
 
 def pins(words: Sequence[str]) -> dict[str, str]:

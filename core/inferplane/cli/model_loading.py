@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from inferplane.cli.arguments import pins, speculation
+from inferplane.cli.arguments import BINDING, pins, speculation
 from inferplane.cli.screen import Screen, plural
 from inferplane.errors import CheckpointError
 
@@ -19,18 +19,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: a pin is malformed, or drafts have no method.
     """
-    names = [
-        "model",
-        "device",
-        "index",
-        "dtype",
-        "kv_cache_dtype",
-        "quantization",
-        "max_model_len",
-        "strict",
-        "lock",
-        "load_format",
-    ]
+    names = ("model", "device", "index", *BINDING, "strict", "lock", "load_format")
     chosen = {name: getattr(args, name) for name in names}
     return {**chosen, "ops": pins(args.ops), "speculative_config": speculation(args)}
 

@@ -74,9 +74,8 @@ class Interrupt:
 
     def __init__(self, *, patient: bool = True) -> None:
         self.seen = False
-        self._patient = (
-            patient and signal.getsignal(signal.SIGINT) is not None
-        )  # None: a handler outside Python, which cannot be restored
+        # None: a handler outside Python, which cannot be restored.
+        self._patient = patient and signal.getsignal(signal.SIGINT) is not None
         self._raise, self._raise_next = False, False
         self._previous: Any = None
 

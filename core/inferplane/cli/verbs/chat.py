@@ -7,13 +7,12 @@ is one message.
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, cast
 
-from inferplane.cli.arguments import PROGRAM, Parser, add_examples, add_model, add_running, add_sampling, as_text
+from inferplane.cli.arguments import PROGRAM, Parser, add_examples, add_generating, add_model, as_text, suggest
 from inferplane.cli.screen import Screen
 from inferplane.cli.signals import Interrupt
 from inferplane.errors import InferplaneError, UsageError
@@ -32,8 +31,7 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = f"{parser.prog} [MODEL] [options]"
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system prompt, before the first message")
-    add_sampling(parser, max_tokens=MAX_TOKENS)
-    add_running(parser)
+    add_generating(parser, max_tokens=MAX_TOKENS)
     add_examples(parser, "path/to/model --device {X} --system 'Be brief.'")
 
 
@@ -172,8 +170,7 @@ def _command(words: str, conversation: Conversation, screen: Screen) -> bool:
         screen.print_remark("Ctrl-C   stop the reply")
         screen.print_remark("a line that begins with a space is sent even if a / follows")
     else:
-        close = difflib.get_close_matches(words, COMMANDS, n=1)
-        remedy = f"perhaps {close[0]} was meant" if close else "begin the line with a space to send it as it is"
+        remedy = suggest(words, COMMANDS, "begin the line with a space to send it as it is")
         raise UsageError(f"There is no command {words!r}.", there_is=", ".join(COMMANDS), remedy=remedy)
     return True
 

@@ -52,16 +52,8 @@ def probe_data(probe: Probe) -> dict[str, Any]:
 
 
 def _entry_data(entry: DeviceEntry) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        **probe_data(entry.probe),
-        "distribution": entry.distribution,
-        "version": entry.version,
-        "in_tree": entry.in_tree,
-        "variant_of": entry.variant_of,
-        "torch_device": entry.torch_device,
-        "auto_rank": entry.auto_rank,
-    }
+    names = ("distribution", "version", "in_tree", "variant_of", "torch_device", "auto_rank")
+    return {"name": entry.name, **probe_data(entry.probe), **{name: getattr(entry, name) for name in names}}
 
 
 def _show(host: PluginHost, screen: Screen) -> None:

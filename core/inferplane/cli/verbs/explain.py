@@ -7,12 +7,11 @@ first one that the backend knows, with the features that the backend assumes for
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, binding_options
+from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, binding_options, suggest
 from inferplane.cli.screen import Screen
 from inferplane.errors import CheckpointError, UsageError
 
@@ -38,7 +37,6 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Plan and print."""
     from inferplane.binding import explain
-    from inferplane.cli.verbs.plan_display import show
     from inferplane.engine import Runner, captured_steps
     from inferplane.plugins import host
 
@@ -56,7 +54,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
         screen.facts({**data, "probe": probe_data(entry.probe)})
     else:
-        show(data, entry, sorted(runner.backend.architectures), screen, verbose=args.verbose)
+        _show(data, entry, sorted(runner.backend.architectures), screen, verbose=args.verbose)
     return 0
 
 
@@ -97,14 +95,28 @@ def check_arch(host: PluginHost, device: str, arch: str | None) -> None:
     known = list(backend.architectures)
     if arch in known or len(backend.features(arch)) or not known:
         return
-    close = difflib.get_close_matches(arch, known, n=1)
     raise UsageError(
         f"Device {backend.name!r} knows nothing of architecture {arch!r}.",
         there_is=", ".join(known),
-        remedy=f"perhaps {close[0]!r} was meant" if close else "name one of these",
+        remedy=suggest(arch, known, "name one of these", "{!r}"),
     )
 
 
 def entry_of(host: PluginHost, runner: Runner) -> DeviceEntry:
     """The plugin host's entry of the runner's device."""
     return next(entry for entry in host.devices() if entry.name == runner.backend.name)
+
+
+def _show(data: dict[str, Any], entry: DeviceEntry, architectures: list[str], screen: Screen, *, verbose: bool) -> None:
+    """Print the device and the plan that `binding.explain` returned; `verbose` adds the kernels that lost."""
+    from rich.text import Text
+
+    from inferplane.binding import plan_lines
+
+    probe = entry.probe
+    style = "bold green" if probe.available else "bold yellow"
+    screen.show(Text.assemble((entry.name, "bold"), " is ", (probe.presence.value, style), f" here: {probe.reason}"))
+    if probe.remedy:
+        screen.show(Text.assemble(("to do: ", "bold"), probe.remedy))
+    lines = plan_lines(data, screen.out.width, verbose=verbose, architectures=architectures)
+    screen.show("", *(Text.assemble(*line) for line in lines))

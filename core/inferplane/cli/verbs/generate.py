@@ -11,21 +11,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferplane.cli.arguments import (
-    PROGRAM,
-    Parser,
-    add_examples,
-    add_json,
-    add_model,
-    add_running,
-    add_sampling,
-    as_text,
-)
+from inferplane.cli.arguments import PROGRAM, Parser, add_examples, add_generating, add_json, add_model, as_text
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
 
 if TYPE_CHECKING:
-    from inferplane.engine import LLM, SamplingParams, Timings
+    from inferplane.engine import LLM, SamplingParams
 
 SCHEMA = 1
 MAX_TOKENS = 128
@@ -37,8 +28,7 @@ def add_arguments(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue; left out: standard input")
     add_json(parser)
-    add_sampling(parser, max_tokens=MAX_TOKENS)
-    add_running(parser)
+    add_generating(parser, max_tokens=MAX_TOKENS)
     add_examples(
         parser,
         "-p 'def main():' --max-tokens 64",
@@ -96,6 +86,7 @@ def _generate(llm: LLM, prompt: str, params: SamplingParams, args: argparse.Name
         if terminal:
             screen.stream("\n")
         raise
+    assert timings is not None, "a stream ends with its timings"
     text = "".join(pieces)
     if args.json:
         screen.facts(
@@ -107,7 +98,7 @@ def _generate(llm: LLM, prompt: str, params: SamplingParams, args: argparse.Name
                 "text": text,
                 "token_ids": tokens,
                 "finish_reason": reason,
-                "timings": timings_data(_required(timings)),
+                "timings": timings_data(timings),
                 "sampling": sampling_data(params),
             }
         )
@@ -115,10 +106,5 @@ def _generate(llm: LLM, prompt: str, params: SamplingParams, args: argparse.Name
     if not text.endswith("\n"):
         screen.stream("\n")
     drawn = params.seed if args.seed is None else None
-    screen.print_remark(summary_line(_required(timings), llm.device, reason, drawn))
+    screen.print_remark(summary_line(timings, llm.device, reason, drawn))
     return 0
-
-
-def _required(timings: Timings | None) -> Timings:
-    assert timings is not None, "a stream ends with its timings"
-    return timings

@@ -7,12 +7,11 @@ first; an op without kernels runs as its parts or its reference. With a NAME, pr
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from inferplane.cli.arguments import Parser, add_device, add_examples, add_json
+from inferplane.cli.arguments import Parser, add_device, add_examples, add_json, suggest
 from inferplane.cli.screen import Screen
 from inferplane.errors import PluginError, UsageError
 
@@ -70,8 +69,7 @@ def ops_data(host: PluginHost, device: str | None, names: Sequence[str] | None =
 
     for name in names or ():
         if name not in OPS:
-            close = difflib.get_close_matches(name, OPS, n=1)
-            remedy = f"perhaps {close[0]!r} was meant" if close else "name one of these"
+            remedy = suggest(name, OPS, "name one of these", "{!r}")
             raise UsageError(f"There is no op {name!r}.", there_is=", ".join(sorted(OPS)), remedy=remedy)
     if device is not None:
         backends = [host.backend_for_explain(device)]

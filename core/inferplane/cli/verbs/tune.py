@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferplane.cli.arguments import Parser, add_binding, add_examples, add_index, add_json, add_model, binding_options
+from inferplane.cli.arguments import Parser, add_binding, add_examples, add_json, add_model, add_option, binding_options
 from inferplane.cli.screen import Screen
 from inferplane.errors import UsageError
 
@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
     add_model(parser, config=True)
     parser.add_argument("--out", metavar="FILE", required=True, help="the lock file to write")
     add_json(parser)
-    add_index(add_binding(parser))
+    add_option(add_binding(parser), "index")
     add_examples(parser, "--device {X} --out lock.json", "path/to/config.json --device {X} --out lock.json")
 
 
