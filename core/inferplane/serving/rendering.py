@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from inferplane.serving.generation import Generation, Piece
 
 if TYPE_CHECKING:
     from inferplane.engine.request.results import TokenLogprob
+    from inferplane.serving.model import ServedModel
+    from inferplane.serving.wire import SamplingFields
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -124,14 +127,48 @@ class Frames:
         return found[0] + _encode(text) + found[1]
 
 
-def count_usage(generation: Generation) -> dict[str, Any]:
-    """Return the numbers of tokens in and out, as OpenAI counts them."""
-    return {
-        "prompt_tokens": generation.prompt_tokens,
-        "completion_tokens": generation.completion_tokens,
-        "total_tokens": generation.prompt_tokens + generation.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-    }
+class OpenAIRendering(Rendering):
+    """What the answers of OpenAI's formats for generated text have in common.
+
+    Args:
+        request: the request.
+        model: spells tokens.
+        name: the model's name for the client.
+        answer_id: the answer's id.
+        kind: `object` of a stream's chunks.
+    """
+
+    def __init__(self, request: SamplingFields, model: ServedModel, name: str, answer_id: str, kind: str) -> None:
+        self._model, self._includes_usage = model, request.includes_usage
+        self._head = {
+            "id": answer_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": name,
+            "system_fingerprint": model.fingerprint,
+        }
+        self._frames = Frames()
+
+    def chunk(self, choice: Mapping[str, Any]) -> bytes:
+        """Return one choice's part of a stream."""
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._includes_usage:
+            chunk["usage"] = None
+        return encode_event(chunk)
+
+    def closing(self, generation: Generation) -> bytes:
+        if not self._includes_usage:
+            return DONE
+        return encode_event({**self._head, "choices": [], "usage": self.usage(generation)}) + DONE
+
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        """Return the numbers of tokens in and out, as OpenAI counts them."""
+        return {
+            "prompt_tokens": generation.prompt_tokens,
+            "completion_tokens": generation.completion_tokens,
+            "total_tokens": generation.prompt_tokens + generation.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        }
 
 
 def finite_logprob(logprob: float) -> float:

@@ -123,6 +123,16 @@ class Usage(JsonObject):
     prompt_tokens_details: dict[str, int] | None = None
 
 
+class GeneratedResponse(JsonObject):
+    """What all of OpenAI's answers with generated text contain."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+
+
 class ErrorObject(JsonObject):
     """An error: a message, a code for programs, and the field."""
 

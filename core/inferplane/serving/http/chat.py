@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -14,15 +13,7 @@ from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.http import constraints
 from inferplane.serving.http.chat_wire import ChatRequest, Message, NamedTool, Tool
 from inferplane.serving.http.tools import Call, ToolPlan, ToolReader, describe_tools, new_call_id
-from inferplane.serving.rendering import (
-    DONE,
-    Frames,
-    GeneratedChoice,
-    Rendering,
-    count_usage,
-    encode_event,
-    finite_logprob,
-)
+from inferplane.serving.rendering import GeneratedChoice, OpenAIRendering, finite_logprob
 
 if TYPE_CHECKING:
     from inferplane.engine.request.results import TokenLogprob
@@ -140,7 +131,7 @@ def _to_plain(message: Message, empty: str | None, *, parse: bool) -> dict[str, 
     return out
 
 
-class ChatRendering(Rendering):
+class ChatRendering(OpenAIRendering):
     """The answer to one `ChatRequest`.
 
     Args:
@@ -152,20 +143,10 @@ class ChatRendering(Rendering):
     """
 
     def __init__(self, request: ChatRequest, plan: ToolPlan, model: ServedModel, name: str, request_id: str) -> None:
-        self._request, self._plan, self._model = request, plan, model
-        self._id, self._created, self._name = f"chatcmpl-{request_id}", int(time.time()), name
+        super().__init__(request, model, name, f"chatcmpl-{request_id}", "chat.completion.chunk")
+        self._request, self._plan = request, plan
         self._readers: dict[int, ToolReader] = {}
         self._named: set[int] = set()
-        self._frames = Frames()
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._name,
-            "system_fingerprint": self._model.fingerprint,
-        }
 
     # -- a stream
 
@@ -215,22 +196,13 @@ class ChatRendering(Rendering):
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         if ids is not None:
             choice["token_ids"] = ids
-        chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        if self._request.includes_usage:
-            chunk["usage"] = None
-        return encode_event(chunk)
-
-    def closing(self, generation: Generation) -> bytes:
-        if not self._request.includes_usage:
-            return DONE
-        usage = {"choices": [], "usage": count_usage(generation)}
-        return encode_event({**self._head("chat.completion.chunk"), **usage}) + DONE
+        return self.chunk(choice)
 
     # -- without a stream
 
     def full_response(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
         found = [self._choice(i, choice) for i, choice in enumerate(choices)]
-        return {**self._head("chat.completion"), "choices": found, "usage": count_usage(generation)}
+        return {**self._head, "object": "chat.completion", "choices": found, "usage": self.usage(generation)}
 
     def _choice(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
         reader = ToolReader(self._plan)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from inferplane.serving.http.constraints import Constrained
-from inferplane.serving.wire import Alternatives, Count, FunctionName, JsonObject, Usage
+from inferplane.serving.wire import Alternatives, Count, FunctionName, GeneratedResponse, JsonObject
 
 MAX_MESSAGES, MAX_TOOLS, MAX_PARTS = 2048, 128, 1024
 
@@ -22,10 +22,15 @@ class TextPart(JsonObject):
     text: str
 
 
-class CalledFunction(JsonObject):
-    """A function that an earlier answer called."""
+class NamedFunction(JsonObject):
+    """The name of a function, which may be one that must be called."""
 
     name: FunctionName
+
+
+class CalledFunction(NamedFunction):
+    """A function that an earlier answer called."""
+
     arguments: str
 
 
@@ -47,10 +52,9 @@ class Message(JsonObject):
     tool_call_id: str | None = Field(None, max_length=256)
 
 
-class Function(JsonObject):
+class Function(NamedFunction):
     """A function that may be called."""
 
-    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -61,12 +65,6 @@ class Tool(JsonObject):
 
     type: Literal["function"]
     function: Function
-
-
-class NamedFunction(JsonObject):
-    """The function that must be called."""
-
-    name: FunctionName
 
 
 class NamedTool(JsonObject):
@@ -133,13 +131,8 @@ class ChatChoice(JsonObject):
     token_ids: list[int] | None = None
 
 
-class ChatResponse(JsonObject):
+class ChatResponse(GeneratedResponse):
     """The answer to a conversation."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage

@@ -5,19 +5,17 @@ Source: https://platform.openai.com/docs/api-reference/completions.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from inferplane.serving import rendering
 from inferplane.serving.admission import GenerateCall
 from inferplane.serving.errors import invalid
 from inferplane.serving.generation import Generation, Piece
 from inferplane.serving.http.constraints import WORDS, Constrained
-from inferplane.serving.rendering import DONE, Frames, GeneratedChoice, Rendering, encode_event, finite_logprob
-from inferplane.serving.wire import MAX_TOKENS, Alternatives, JsonObject, TokenId, Usage
+from inferplane.serving.rendering import GeneratedChoice, OpenAIRendering, finite_logprob, top_with_own
+from inferplane.serving.wire import MAX_TOKENS, Alternatives, GeneratedResponse, JsonObject, TokenId
 
 if TYPE_CHECKING:
     from inferplane.engine.request.results import TokenLogprob
@@ -91,19 +89,14 @@ class CompletionChoice(JsonObject):
     token_ids: list[int] | None = None
 
 
-class CompletionResponse(JsonObject):
+class CompletionResponse(GeneratedResponse):
     """The answer to a completion."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage
 
 
-class CompletionRendering(Rendering):
+class CompletionRendering(OpenAIRendering):
     """The answer to one `CompletionRequest`.
 
     Args:
@@ -114,51 +107,30 @@ class CompletionRendering(Rendering):
     """
 
     def __init__(self, request: CompletionRequest, model: ServedModel, name: str, request_id: str) -> None:
-        self._request, self._model = request, model
+        super().__init__(request, model, name, f"cmpl-{request_id}", "text_completion")
+        self._request = request
         self._prompt_only = request.max_tokens == 0
-        self._head = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": name,
-            "system_fingerprint": model.fingerprint,
-        }
         self._offsets: dict[int, int] = {}
         self._plain = request.logprobs is None and not request.return_token_ids and not self._prompt_only
-        self._frames = Frames()
 
     def piece(self, generation: Generation, piece: Piece) -> bytes:
-        delta = piece.delta
-        first = piece.choice not in self._offsets
+        delta, index = piece.delta, piece.choice
+        first = index not in self._offsets
         if self._plain and not first and delta.finish_reason is None:
-            return self._text_chunk(generation, piece.choice, delta.text) if delta.text else b""
+            encode_piece = lambda text: self.chunk(self._choice(generation, index, GeneratedChoice(text), False))  # noqa: E731
+            return self._frames.encode(index, delta.text, encode_piece) if delta.text else b""
         if not (delta.text or delta.finish_reason or delta.logprobs or first or self._request.return_token_ids):
             return b""
         choice = GeneratedChoice()
         choice.add(delta)
-        return self._chunk(generation, piece.choice, choice, first)
-
-    def _text_chunk(self, generation: Generation, index: int, text: str) -> bytes:
-        encode_piece = lambda text: self._chunk(generation, index, GeneratedChoice(text), False)  # noqa: E731
-        return self._frames.encode(index, text, encode_piece)
-
-    def _chunk(self, generation: Generation, index: int, choice: GeneratedChoice, first: bool) -> bytes:
-        chunk: dict[str, Any] = {**self._head, "choices": [self._choice(generation, index, choice, first)]}
-        if self._request.includes_usage:
-            chunk["usage"] = None
-        return encode_event(chunk)
-
-    def closing(self, generation: Generation) -> bytes:
-        if not self._request.includes_usage:
-            return DONE
-        return encode_event({**self._head, "choices": [], "usage": self._usage(generation)}) + DONE
+        return self.chunk(self._choice(generation, index, choice, first))
 
     def full_response(self, generation: Generation, choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
         found = [self._choice(generation, i, choice, True) for i, choice in enumerate(choices)]
-        return {**self._head, "choices": found, "usage": self._usage(generation)}
+        return {**self._head, "choices": found, "usage": self.usage(generation)}
 
-    def _usage(self, generation: Generation) -> dict[str, Any]:
-        usage = rendering.count_usage(generation)
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        usage = super().usage(generation)
         if self._prompt_only:
             usage.update(completion_tokens=0, total_tokens=generation.prompt_tokens)
         return usage
@@ -210,7 +182,7 @@ class CompletionRendering(Rendering):
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token_id, logprob in rendering.top_with_own(token):
+        for token_id, logprob in top_with_own(token):
             top.setdefault(self._name(token_id), finite_logprob(logprob))  # the likelier of two that look alike
         return top
 
