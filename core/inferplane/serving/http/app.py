@@ -29,6 +29,7 @@ class _Routes(FastAPI):
     their other methods.
     """
 
+    service: Service
     direct_handlers: Mapping[str, Handler] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,13 +37,14 @@ class _Routes(FastAPI):
         if handler is None:
             await super().__call__(scope, receive, send)
         else:
-            await run_handler(handler, scope, receive, send)
+            await run_handler(self.service, handler, scope, receive, send)
 
 
 def full_app(service: Service) -> FastAPI:
     """Make the application with every route."""
     routers = [generate.routes(service), text.routes(service), operation.health_routes(service)]
-    routers += [operation.metrics_routes(service), operation.version_routes(), page.routes(service)]
+    routers += [operation.metrics_routes(service), operation.version_routes()]
+    routers.append(page.routes(service, openai_error_response))
     app = _app(service, routers)
     app.direct_handlers = generate.handlers(service)
     return app
@@ -75,17 +77,15 @@ def add_gate(app: FastAPI, service: Service, keys: Keys) -> tuple[App, Gate]:
 
 
 def _app(service: Service, routers: Iterable[APIRouter]) -> _Routes:
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        return _no_route(service, error)
-
     app = _Routes(
         title="Inferplane",
         version=__version__,
         docs_url=None,  # FastAPI's pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers={ApiError: _on_api_error, HTTPException: on_http_error, Exception: _on_fault},
+        exception_handlers={ApiError: _on_api_error, HTTPException: _no_route, Exception: _on_fault},
     )
+    app.service = service
     for router in routers:
         app.router.routes.extend(router.routes)  # flat, so that the routes can be listed
     describe_routes(app)
@@ -94,14 +94,15 @@ def _app(service: Service, routers: Iterable[APIRouter]) -> _Routes:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    request.app.service.count_refusal(error)
     return openai_error_response(error, request.scope)
 
 
-def _no_route(service: Service, error: Exception) -> Response:
+async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     messages = {404: "There is no such route.", 405: "This route has no such method."}
     api_error = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), code="http_error")
-    service.count_refusal(api_error)
+    request.app.service.count_refusal(api_error)
     response = error_response(api_error, api_error.body())
     response.headers.update(error.headers or {})
     return response

@@ -101,6 +101,7 @@ class GatedRequest:
         """Check the request, reserve a slot if it generates, and answer it."""
         gate, scope = self._gate, self._scope
         generates = gate.fast_path.applies_to(scope["method"], scope["path"])
+        body = None
         try:
             page = scope["path"] in PAGE
             if gate.keys and not self._is_open() and not gate.keys.admit(scope["headers"], browser=page):
@@ -110,19 +111,16 @@ class GatedRequest:
             if generates and self._declared_bytes() > MAX_REFUSED_BODY_BYTES:
                 gate.fast_path.reserve().release()
             body = await self._read_body()
-        except ApiError as error:
-            self._count_refusal(error)
-            await self._refuse(error)
-            return
-        if body is None:
-            return
-        if generates:
-            try:
-                self._context.reservation = gate.fast_path.reserve()
-            except ApiError as error:
-                self._count_refusal(error)
-                await self._refuse(error, gate.fast_path.error_body(error, scope["path"], body), close=False)
+            if body is None:
                 return
+            if generates:
+                self._context.reservation = gate.fast_path.reserve()
+        except ApiError as error:
+            self._context.facts["error"] = error.code
+            gate.fast_path.count_refusal(error)
+            shown = None if body is None else gate.fast_path.error_body(error, scope["path"], body)
+            await self._refuse(error, shown, close=body is None)
+            return
         await self._run_route(body)
 
     def finish(self) -> None:
@@ -140,10 +138,6 @@ class GatedRequest:
         self._gate.held_bytes -= self._held_bytes
         if context.reservation is not None:
             context.reservation.release()
-
-    def _count_refusal(self, error: ApiError) -> None:
-        self._context.facts["error"] = error.code
-        self._gate.fast_path.count_refusal(error)
 
     # -- the head
 

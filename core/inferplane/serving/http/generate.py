@@ -32,7 +32,7 @@ Dialect = Callable[[dict[str, Any], str], Awaitable[GenerateResponse]]
 
 
 def handlers(service: Service) -> dict[str, Handler]:
-    """Return what answers a POST, by path."""
+    """Return what answers a POST, by path. An ApiError that one raises is counted where it is answered."""
     found: dict[str, Handler] = {
         COMPLETIONS: _either_dialect(service, lambda data, request_id: _completion(service, data, request_id)),
         CHAT: _either_dialect(service, lambda data, request_id: _chat(service, data, request_id)),
@@ -66,16 +66,14 @@ def _either_dialect(service: Service, openai: Dialect) -> Handler:
     """Return a handler for bodies in OpenAI's dialect or in the native one."""
 
     async def handle(scope: Scope, body: bytes) -> Response:
-        with service.count_refusals():
-            data = parse(body)
+        data = parse(body)
         request_id = context_of(scope).request_id
         if not native.is_native(data):
-            with service.count_refusals():
-                return await openai(data, request_id)
+            return await openai(data, request_id)
         try:
-            with service.count_refusals():
-                return await _native(service, data, request_id)
+            return await _native(service, data, request_id)
         except ApiError as error:
+            service.count_refusal(error)
             return error_response(error, native.error_body_for(error, data))
 
     return handle
@@ -102,11 +100,10 @@ async def _chat(service: Service, data: dict[str, Any], request_id: str) -> Gene
 
 
 async def _embeddings(service: Service, body: bytes) -> GenerateResponse:
-    with service.count_refusals():
-        request = validate(EmbeddingRequest, parse(body))
-        model = service.ready_model
-        rendering = EmbeddingRendering(request, model.resolve_name(request.model), model.info.width)
-        call = request.to_call(service.settings.pooling)
+    request = validate(EmbeddingRequest, parse(body))
+    model = service.ready_model
+    rendering = EmbeddingRendering(request, model.resolve_name(request.model), model.info.width)
+    call = request.to_call(service.settings.pooling)
     return GenerateResponse(service, call, rendering, stream=False, ignored=unknown_fields(request))
 
 

@@ -190,11 +190,12 @@ def openai_error_response(error: ApiError, scope: Scope) -> Response:
     return error_response(error, error.body())
 
 
-async def run_handler(handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+async def run_handler(service: Service, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request whose body arrives in one piece, as a framework would."""
     try:
         response = await handler(scope, (await receive())["body"])
     except ApiError as error:
+        service.count_refusal(error)
         response = openai_error_response(error, scope)
     except Exception:
         await openai_error_response(internal(), scope)(scope, receive, send)

@@ -88,27 +88,21 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        with service.count_refusals():
-            return JSONResponse({"object": "list", "data": [_card(service, name) for name in _names(service)]})
+        return JSONResponse({"object": "list", "data": [_card(service, name) for name in _names(service)]})
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
-        with service.count_refusals():
-            if model not in _names(service):
-                service.ready_model.resolve_name(model)
-            return JSONResponse(_card(service, model))
+        if model not in _names(service):
+            service.ready_model.resolve_name(model)
+        return JSONResponse(_card(service, model))
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await request.body()
-        with service.count_refusals():
-            return await _tokenize(service, parse(body))
+        return await _tokenize(service, parse(await request.body()))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = await request.body()
-        with service.count_refusals():
-            return _detokenize(service, parse(body))
+        return _detokenize(service, parse(await request.body()))
 
     return router
 

@@ -7,11 +7,12 @@ A browser cannot send a bearer key. If keys are set, it asks for a name and a pa
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from inferplane import __version__
@@ -33,8 +34,13 @@ HEADERS = {
 }
 
 
-def routes(service: Service) -> APIRouter:
-    """Return the routes of the page, its parts, and its data."""
+def routes(service: Service, error_response: Callable[[ApiError, MutableMapping[str, Any]], Response]) -> APIRouter:
+    """Return the routes of the page, its parts, and its data.
+
+    Args:
+        service: what the page shows.
+        error_response: makes the response with an error to the request of a scope.
+    """
     router = APIRouter(include_in_schema=False)
     for path, (name, kind) in FILES.items():
         content = (FOLDER / name).read_bytes()
@@ -51,9 +57,10 @@ def routes(service: Service) -> APIRouter:
         return JSONResponse({"server": {**server, "version": __version__}, "info": info, "stats": stats})
 
     @router.get("/status/kernels")
-    async def kernels() -> Response:
+    async def kernels(request: Request) -> Response:
         if service.engine is None or service.state not in ("serving", "draining"):
-            raise ApiError(503, "There is no model that runs.", code="loading", retry_after_s=2)
+            error = ApiError(503, "There is no model that runs.", code="loading", retry_after_s=2)
+            return error_response(error, request.scope)  # not counted: the page asks until there is one
         return JSONResponse(summarize_plan(await service.engine.explain()))
 
     return router
