@@ -9,19 +9,14 @@ from typing import Any
 from inferplane.errors import CapacityError, EngineError, InferplaneError, UsageError
 
 KINDS = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 405, 413, 415, 431), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
     409: "conflict_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     503: "unavailable_error",
-    504: "timeout_error",
+    **dict.fromkeys((408, 504), "timeout_error"),
 }
 """HTTP status -> `type` of OpenAI's error object; all others are "server_error"."""
 MAX_MESSAGE_CHARACTERS = 1000

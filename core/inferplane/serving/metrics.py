@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -50,15 +50,19 @@ def _own(service: Service) -> Iterator[Metric]:
     yield _gauge("admitted_sequences", "Sequences that run or wait.", service.slots.in_use)
     yield _gauge("max_admitted_sequences", "Sequences that can run and wait.", service.slots.max_sequences)
     for name, (label, words) in OWN.items():
-        family = CounterMetricFamily(PREFIX + name, words, labels=[label])
-        for (counter, value), number in sorted(service.counters.items()):
-            if counter == name:
-                family.add_metric([value], number)
-        yield family
+        numbers = [(value, n) for (counter, value), n in sorted(service.counters.items()) if counter == name]
+        yield _counters(name, words, label, numbers)
 
 
 def _gauge(name: str, words: str, value: float) -> Metric:
     return GaugeMetricFamily(PREFIX + name, words, value=value)
+
+
+def _counters(name: str, words: str, label: str, numbers: Iterable[tuple[object, float]]) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, words, labels=[label])
+    for value, number in numbers:
+        family.add_metric([str(value)], number)
+    return family
 
 
 def _engine(stats: Mapping[str, Any]) -> Iterator[Metric]:
@@ -67,17 +71,10 @@ def _engine(stats: Mapping[str, Any]) -> Iterator[Metric]:
         if isinstance(value, Mapping) and "bounds" in value:
             yield _histogram(name, words, value)
         elif isinstance(value, Mapping):
-            if name in OWN:
-                continue  # the server sees refusals before the engine does
-            family = CounterMetricFamily(PREFIX + name, words, labels=[LABELS.get(name, "kind")])
-            for label, number in sorted(value.items()):
-                family.add_metric([str(label)], number)
-            yield family
+            if name not in OWN:  # the server sees refusals before the engine does
+                yield _counters(name, words, LABELS.get(name, "kind"), sorted(value.items()))
         elif isinstance(value, list):
-            family = CounterMetricFamily(PREFIX + name, words, labels=["position"])
-            for position, number in enumerate(value):
-                family.add_metric([str(position)], number)
-            yield family
+            yield _counters(name, words, "position", enumerate(value))
         elif name.endswith("_total") and not name.endswith("blocks_total"):
             yield CounterMetricFamily(PREFIX + name, words, value=value)
         elif isinstance(value, (int, float)):

@@ -89,6 +89,10 @@ class ServedModel:
             return str(tokenizer.fast.decode(list(ids), clean_up_tokenization_spaces=False))
         return str(tokenizer.decode(ids))
 
+    def token_name(self, token: int) -> str:
+        """Return a token's text for people; its number without a tokenizer."""
+        return self.token_text.name_of(token) if self.token_text is not None else str(token)
+
     async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """Render a conversation with the model's chat template, ready for the reply.
 

@@ -42,6 +42,8 @@ WORDS = {
     "seed": "infer_seed",
     "request_id": "req_id",
 }
+RENAMED = ("repetition_penalty", "frequency_penalty", "presence_penalty", "stop_token_ids")
+"""Fields of `SamplingParams` that differ from this dialect's in the name only."""
 _ONE_OF: Any = [{"required": [name]} for name in ("text", "input_ids", "messages")]
 
 
@@ -154,15 +156,9 @@ def _sampling(request: NativeRequest) -> dict[str, Any]:
         "temperature": DEFAULT_TEMPERATURE if request.temperature is None else request.temperature,
         "min_tokens": request.min_dec_len or 1,
     }
-    seed = request.infer_seed if request.infer_seed is not None else request.seed
-    given = {
-        "repetition_penalty": request.penalty_score,
-        "frequency_penalty": request.frequency_score,
-        "presence_penalty": request.presence_score,
-        "stop_token_ids": request.eos_token_ids,
-        "stop": request.stop_sequences,
-        "seed": seed,
-    }
+    given = {name: getattr(request, WORDS[name]) for name in RENAMED}
+    given["stop"] = request.stop_sequences
+    given["seed"] = request.infer_seed if request.infer_seed is not None else request.seed
     return {**out, **{name: value for name, value in given.items() if value is not None}}
 
 

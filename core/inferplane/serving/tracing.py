@@ -50,9 +50,10 @@ class Tracer:
     """
 
     def __init__(self, provider: Any) -> None:
+        from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = provider
+        self._provider, self._kind = provider, SpanKind.SERVER
         self._tracer = provider.get_tracer(PROVIDER, __version__)
         self._propagator = TraceContextTextMapPropagator()
 
@@ -67,14 +68,8 @@ class Tracer:
             model_name: the name of the served model.
             admitted: the context in which `Service.admit` runs it.
         """
-        from opentelemetry.trace import SpanKind
-
-        span = self._tracer.start_span(
-            f"{call.operation} {call.model or model_name}",
-            context=self._propagator.extract(dict(call.trace)),
-            kind=SpanKind.SERVER,
-            attributes=call_attributes(call, model_name),
-        )
+        name = f"{call.operation} {call.model or model_name}"
+        span = self._start_span(name, call_attributes(call, model_name), call.trace)
         failure = ""
         try:
             async with admitted as generation:
@@ -105,18 +100,16 @@ class Tracer:
             reason: the error's code.
             took_s: seconds since the request's arrival.
         """
-        from opentelemetry.trace import SpanKind
-
         now = time.time_ns()
-        span = self._tracer.start_span(
-            name,
-            context=self._propagator.extract(dict(trace)),
-            kind=SpanKind.SERVER,
-            attributes=dict(attributes),
-            start_time=now - int(took_s * 1e9),
-        )
+        span = self._start_span(name, attributes, trace, now - int(took_s * 1e9))
         _mark_failed(span, reason)
         span.end(now)
+
+    def _start_span(
+        self, name: str, attributes: Mapping[str, Any], trace: Mapping[str, str], start_ns: int | None = None
+    ) -> Any:
+        parent = self._propagator.extract(dict(trace))
+        return self._tracer.start_span(name, parent, self._kind, dict(attributes), start_time=start_ns)
 
     def close(self) -> None:
         """Send the remaining spans, if the collector accepts them in time."""

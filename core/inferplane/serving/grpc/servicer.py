@@ -26,15 +26,13 @@ VERSION = "1"
 TRITON_NAME = "model"
 """The source system's name of every model."""
 STATUS = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
+    **dict.fromkeys((400, 413), grpc.StatusCode.INVALID_ARGUMENT),
     401: grpc.StatusCode.UNAUTHENTICATED,
     404: grpc.StatusCode.NOT_FOUND,
-    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    **dict.fromkeys((408, 504), grpc.StatusCode.DEADLINE_EXCEEDED),
     409: grpc.StatusCode.ALREADY_EXISTS,
-    413: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """HTTP status -> gRPC's; all others are INTERNAL."""
 MAX_CONCURRENT_REQUESTS = 256

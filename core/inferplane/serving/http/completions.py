@@ -171,7 +171,7 @@ class CompletionRendering(OpenAIRendering):
             ids += [t.token_id for t in choice.logprobs or []]
         out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, token in zip(ids, tokens):
-            name = self._name(token_id)
+            name = self._model.token_name(token_id)
             out["tokens"].append(name)
             out["token_logprobs"].append(None if token is None else finite_logprob(token.logprob))
             out["top_logprobs"].append(None if token is None else self._top(token))
@@ -183,8 +183,6 @@ class CompletionRendering(OpenAIRendering):
     def _top(self, token: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
         for token_id, logprob in top_with_own(token):
-            top.setdefault(self._name(token_id), finite_logprob(logprob))  # the likelier of two that look alike
+            # The likelier of two that look alike stays.
+            top.setdefault(self._model.token_name(token_id), finite_logprob(logprob))
         return top
-
-    def _name(self, token: int) -> str:
-        return self._model.token_text.name_of(token) if self._model.token_text is not None else str(token)

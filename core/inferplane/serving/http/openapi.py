@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,26 +20,18 @@ from inferplane.serving.wire import ErrorBody
 REF = "#/components/schemas/"
 Models = tuple[type[BaseModel], ...]
 
-REQUESTS: dict[str, Models] = {
-    "/v1/completions": (CompletionRequest, NativeRequest),
-    "/v1/chat/completions": (ChatRequest, NativeRequest),
-    "/v1/embeddings": (EmbeddingRequest,),
-    "/tokenize": (text.TokenizeRequest,),
-    "/detokenize": (text.DetokenizeRequest,),
+BODIES: dict[str, tuple[Models, Models]] = {
+    "/v1/completions": ((CompletionRequest, NativeRequest), (CompletionResponse, NativeResponse)),
+    "/v1/chat/completions": ((ChatRequest, NativeRequest), (ChatResponse, NativeResponse)),
+    "/v1/embeddings": ((EmbeddingRequest,), (EmbeddingResponse,)),
+    "/v1/models": ((), (text.ModelList,)),
+    "/v1/models/{model}": ((), (text.ModelCard,)),
+    "/tokenize": ((text.TokenizeRequest,), (text.TokenizeResponse,)),
+    "/detokenize": ((text.DetokenizeRequest,), (text.DetokenizeResponse,)),
+    **dict.fromkeys(("/health", "/v2/health/live", "/v2/health/ready"), ((), (operation.HealthBody,))),
+    "/version": ((), (operation.VersionBody,)),
 }
-ANSWERS: dict[str, Models] = {
-    "/v1/completions": (CompletionResponse, NativeResponse),
-    "/v1/chat/completions": (ChatResponse, NativeResponse),
-    "/v1/embeddings": (EmbeddingResponse,),
-    "/v1/models": (text.ModelList,),
-    "/v1/models/{model}": (text.ModelCard,),
-    "/tokenize": (text.TokenizeResponse,),
-    "/detokenize": (text.DetokenizeResponse,),
-    "/health": (operation.HealthBody,),
-    "/v2/health/live": (operation.HealthBody,),
-    "/v2/health/ready": (operation.HealthBody,),
-    "/version": (operation.VersionBody,),
-}
+"""Path -> the models of its requests and of its answers."""
 NATIVE = ("/v1/completions", "/v1/chat/completions")
 ERRORS = {
     "400": "the request is invalid; `param` names the field",
@@ -69,7 +62,7 @@ def describe_routes(app: FastAPI) -> None:
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     models: set[type[BaseModel]] = {ErrorBody, NativeError}
-    models.update(*REQUESTS.values(), *ANSWERS.values())
+    models.update(*chain(*BODIES.values()))
     modes: list[Any] = [(m, "validation") for m in sorted(models, key=lambda m: m.__name__)]
     _, schemas = models_json_schema(modes, ref_template=REF + "{model}")
     document.setdefault("components", {})["schemas"] = schemas["$defs"]
@@ -81,12 +74,13 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 
 def _fill(path: str, operation_: dict[str, Any]) -> None:
-    if path in REQUESTS:
-        content = {"application/json": {"schema": _one_of(REQUESTS[path])}}
+    requests, answers = BODIES.get(path, ((), ()))
+    if requests:
+        content = {"application/json": {"schema": _one_of(requests)}}
         operation_["requestBody"] = {"required": True, "content": content}
     if "health" not in path:
         operation_["security"] = [{"key": []}]
-    answer: dict[str, Any] = {"application/json": {"schema": _one_of(ANSWERS[path])}} if path in ANSWERS else {}
+    answer: dict[str, Any] = {"application/json": {"schema": _one_of(answers)}} if answers else {}
     if path in NATIVE:
         answer["text/event-stream"] = {"schema": {"type": "string"}}
     if path == "/metrics":

@@ -131,8 +131,7 @@ async def _tokenize(service: Service, data: dict[str, Any]) -> Response:
     ids = await service.encode(text, special=special)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": model.info.max_model_len, "tokens": ids}
     if request.return_token_strs:
-        spelled = model.token_text
-        out["token_strs"] = [spelled.name_of(i) if spelled is not None else str(i) for i in ids]
+        out["token_strs"] = [model.token_name(i) for i in ids]
     return JSONResponse(out, headers=ignored_header(unknown_fields(request)))
 
 
