@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from inferplane.errors import UsageError
 from inferplane.types import HOST, LayerKV
 
 
@@ -35,13 +34,6 @@ class BlockedKV(LayerKV):
     def load(self, blocks: torch.Tensor, stored: tuple[torch.Tensor, ...]) -> None:
         """See `LayerKV.load`; each tensor is `[n, ...]`. All shapes are checked before anything is written."""
         own = self.stored()
-        want = [(len(blocks), *part.shape[1:]) for part in own]
-        have = [tuple(t.shape) for t in stored]
-        if have != want:
-            raise UsageError(
-                f"KV layout {self.layout} cannot load tensors of shapes {have}.",
-                there_is=f"tensors of shapes {want}",
-                remedy="load only what the same layout exported",
-            )
+        self._check_shapes(stored, [(len(blocks), *part.shape[1:]) for part in own])
         for part, t in zip(own, stored, strict=True):
             part[blocks.long()] = t.to(part.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -157,7 +157,11 @@ class LayerKV(Scratch, ABC):
         Raises:
             UsageError: the shapes do not fit this layout.
         """
-        want = [(len(blocks), self.block_tokens, *shape) for shape in self.request.entry_shapes]
+        self._check_shapes(stored, [(len(blocks), self.block_tokens, *shape) for shape in self.request.entry_shapes])
+        self.write(self._slots_of(blocks), *(value.flatten(0, 1).to(blocks.device) for value in stored))
+
+    def _check_shapes(self, stored: Sequence[torch.Tensor], want: Sequence[tuple[int, ...]]) -> None:
+        """Raise UsageError if tensors to load have other shapes than those of this layout's blocks."""
         have = [tuple(value.shape) for value in stored]
         if have != want:
             raise UsageError(
@@ -165,7 +169,6 @@ class LayerKV(Scratch, ABC):
                 there_is=f"room for {want}",
                 remedy="load only what the same layout exported",
             )
-        self.write(self._slots_of(blocks), *(value.flatten(0, 1).to(blocks.device) for value in stored))
 
     def _slots_of(self, blocks: torch.Tensor) -> torch.Tensor:
         """Every slot of `[n]` blocks in order, int64 `[n * block_tokens]`."""

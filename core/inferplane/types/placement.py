@@ -53,12 +53,7 @@ class Placement:
         Raises:
             UsageError: `size` is not divisible by `tp_size`; the message names the dimension.
         """
-        if size % self.tp_size:
-            raise UsageError(
-                f"{name} = {size} cannot be shared equally by {self.tp_size} ranks.",
-                remedy=f"choose a tensor-parallel size that divides {size}",
-            )
-        return size // self.tp_size
+        return _equal_share(f"{name} = {size}", size, self.tp_size)
 
     def heads(self, name: str, count: int) -> tuple[int, Shard]:
         """This rank's KV heads: an equal share, or one head if there are more ranks than heads.
@@ -83,12 +78,7 @@ class Placement:
         Raises:
             UsageError: `count` is not divisible by `ep_size`; the message names the dimension.
         """
-        if count % self.ep_size:
-            raise UsageError(
-                f"{name} = {count} cannot be shared equally by {self.ep_size} ranks.",
-                remedy=f"choose a number of ranks that divides {count}",
-            )
-        each = count // self.ep_size
+        each = _equal_share(f"{name} = {count}", count, self.ep_size, "number of ranks")
         return range(self.ep_rank * each, (self.ep_rank + 1) * each)
 
 
@@ -112,13 +102,19 @@ class Shard:
         Raises:
             UsageError: `length` is not divisible by the number of ranks.
         """
-        if length % self.size:
-            raise UsageError(
-                f"A dimension of {length} entries cannot be shared equally by {self.size} ranks.",
-                remedy=f"choose a tensor-parallel size that divides {length}",
-            )
-        step = length // self.size
+        step = _equal_share(f"A dimension of {length} entries", length, self.size)
         return self.rank * step, (self.rank + 1) * step
 
 
 WHOLE = Shard()
+
+
+def _equal_share(what: str, size: int, ranks: int, choice: str = "tensor-parallel size") -> int:
+    """Each rank's share of the `size` entries of `what`; UsageError if they cannot be shared equally. `choice` names
+    the number of ranks, for the remedy.
+    """
+    if size % ranks:
+        raise UsageError(
+            f"{what} cannot be shared equally by {ranks} ranks.", remedy=f"choose a {choice} that divides {size}"
+        )
+    return size // ranks

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -72,8 +75,7 @@ class QTensor:
         if self.data.ndim > 2:
             out = torch.empty(self.shape, dtype=dtype, device=self.data.device)
             for i in range(self.shape[0]):
-                zero = None if self.zero is None else self.zero[i]
-                out[i] = replace(self, data=self.data[i], scale=self.scale[i], zero=zero).dequantize(dtype)
+                out[i] = self._with(itemgetter(i), itemgetter(i)).dequantize(dtype)
             return out
         value = self.data.float()
         if self.zero is not None:
@@ -92,12 +94,7 @@ class QTensor:
         def grow(t: torch.Tensor) -> torch.Tensor:
             return t.repeat_interleave(have // rows, -2)[..., :n, :].contiguous()
 
-        return replace(
-            self,
-            scale=grow(self.scale),
-            zero=None if self.zero is None else grow(self.zero),
-            block=(rows, self.block[1]),
-        )
+        return self._with(lambda t: t, grow, block=(rows, self.block[1]))
 
     @staticmethod
     def cat(parts: list[QTensor]) -> QTensor:
@@ -140,12 +137,7 @@ class QTensor:
             fine = self.refine(math.gcd(self.block[0], start)) if start else self
             b = fine.block[0]
             blocks = slice(start // b, math.ceil(stop / b))
-            return replace(
-                fine,
-                data=_own(fine.data[..., start:stop, :]),
-                scale=_own(fine.scale[..., blocks, :]),
-                zero=None if fine.zero is None else _own(fine.zero[..., blocks, :]),
-            )
+            return fine._with(lambda t: _own(t[..., start:stop, :]), lambda t: _own(t[..., blocks, :]))
         b = self.block[1]
         one_block = b >= self.shape[-1]
         if not one_block and (start % b or (stop % b and stop != self.shape[-1])):
@@ -154,19 +146,23 @@ class QTensor:
                 remedy=f"choose a tensor-parallel size whose share is a multiple of {b} columns",
             )
         blocks = slice(0, None) if one_block else slice(start // b, math.ceil(stop / b))
-        return replace(
-            self,
-            data=_own(self.data[..., start:stop]),
-            scale=_own(self.scale[..., blocks]),
-            zero=None if self.zero is None else _own(self.zero[..., blocks]),
-            block=(self.block[0], stop - start) if one_block else self.block,
-        )
+        block = (self.block[0], stop - start) if one_block else self.block
+        return self._with(lambda t: _own(t[..., start:stop]), lambda t: _own(t[..., blocks]), block=block)
 
     def to(self, device: torch.device | str) -> QTensor:
         """A copy of every part on `device`."""
-        zero = None if self.zero is None else self.zero.to(device)
         act = None if self.act_scale is None else self.act_scale.to(device)
-        return replace(self, data=self.data.to(device), scale=self.scale.to(device), zero=zero, act_scale=act)
+        return self._with(lambda t: t.to(device), lambda t: t.to(device), act_scale=act)
+
+    def _with(
+        self,
+        of_data: Callable[[torch.Tensor], torch.Tensor],
+        of_scale: Callable[[torch.Tensor], torch.Tensor],
+        **changes: Any,
+    ) -> QTensor:
+        """A copy with `of_data` applied to the entries, `of_scale` to scales and zero points, and other changes."""
+        zero = None if self.zero is None else of_scale(self.zero)
+        return replace(self, data=of_data(self.data), scale=of_scale(self.scale), zero=zero, **changes)
 
 
 def largest(scales: list[torch.Tensor | None]) -> torch.Tensor | None:
