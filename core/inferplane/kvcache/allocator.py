@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -117,10 +118,7 @@ class BlockAllocator:
         Raises:
             UsageError: a block has no user; no block is released.
         """
-        counts: dict[int, int] = {}
-        for block in blocks:
-            counts[block] = counts.get(block, 0) + 1
-        for block, count in counts.items():
+        for block, count in Counter(blocks).items():
             if self._users.get(block, 0) < count:
                 raise UsageError(f"KV block {block} is released twice.")
         # Last blocks first, so that the tail of a cached prefix is reused before its head.
@@ -154,12 +152,7 @@ class BlockAllocator:
         Args:
             contents: hashes of a sequence's full blocks, in order.
         """
-        blocks = []
-        for content in contents:
-            block = self._by_hash.get(content)
-            if block is None:
-                break
-            blocks.append(block)
+        blocks = [self._by_hash[content] for content in contents[: self.count_prefix(contents)]]
         for block in blocks:
             self._cached.pop(block, None)
             self._users[block] = self._users.get(block, 0) + 1

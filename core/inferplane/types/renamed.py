@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from inferplane.errors import UsageError
+
 C = TypeVar("C")
 
 
@@ -46,8 +48,11 @@ def old_names(renamed: Mapping[str, str | NewName]) -> Callable[[type[C]], type[
         def accept_old_names(self: C, *args: Any, **options: Any) -> None:
             if not by_old.keys().isdisjoint(options):
                 for old in by_old.keys() & options.keys():
-                    _warn(cls, old, by_old[old].name)
-                    options[by_old[old].name] = by_old[old].to_new(options.pop(old))
+                    new = by_old[old]
+                    _warn(cls, old, new.name)
+                    if new.name in options:
+                        raise UsageError(f"{old} and {new.name} are the same.", remedy=f"pass {new.name} alone")
+                    options[new.name] = new.to_new(options.pop(old))
             init(self, *args, **options)
 
         cls.__init__ = accept_old_names  # type: ignore[assignment]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, ParamSpec, get_args
+from typing import Any, Literal, get_args
 
 from inferplane.engine.request.arguments import as_integer, current_names
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import Draft, RunnerOptions
 from inferplane.errors import UsageError
+from inferplane.types.renamed import old_names
 
 Method = Literal["ngram", "draft_model", "mtp", "eagle"]
 VerifyStrategy = Literal["rejection", "target_match", "greedy", "topp"]
 AcceptPolicy = Literal["normal", "accept_all", "reject_all"]
-P = ParamSpec("P")
 
 MAX_SPECULATIVE_TOKENS = 7
 """A sequence with a decode token and this many drafts still counts as one with few query tokens."""
@@ -35,6 +34,7 @@ OLD_NAMES = {
 """Names of the fields until 0.2, which are the source system's (`serving/source_names.py`); they go with 0.3."""
 
 
+@old_names(OLD_NAMES)
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """Drafting and verifying several tokens per step.
@@ -95,11 +95,6 @@ class SpeculativeConfig:
                 remedy="name its folder, or 'demo-draft' or 'demo-eagle' for the demo model",
             )
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in OLD_NAMES:
-            raise AttributeError(f"SpeculativeConfig has no field {name!r}")
-        return getattr(self, OLD_NAMES[name])
-
     @classmethod
     def of(cls, value: Any) -> SpeculativeConfig | None:
         """The config itself, or made from a mapping with its fields; None stays None.
@@ -130,19 +125,6 @@ class SpeculativeConfig:
         depend on it, as those of draft layers do.
         """
         return self.method in ("mtp", "eagle")
-
-
-def _taking_old_names(init: Callable[P, None]) -> Callable[P, None]:
-    """Let a record's `__init__` take `OLD_NAMES`, each with a DeprecationWarning."""
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **more: P.kwargs) -> None:
-        init(*args, **current_names(more, OLD_NAMES))
-
-    return checked
-
-
-SpeculativeConfig.__init__ = _taking_old_names(SpeculativeConfig.__init__)  # type: ignore[method-assign]
 
 
 def with_draft(options: RunnerOptions, config: SpeculativeConfig | None) -> RunnerOptions:
