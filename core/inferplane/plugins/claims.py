@@ -53,12 +53,8 @@ def settle(claims: Sequence[Claim], choice: PluginSelection, *, devices: bool) -
 def _settle_one(
     name: str, parties: dict[str, list[Claim]], chosen: str | None, devices: bool, outcome: Settlement
 ) -> None:
-    if chosen is not None:
-        winner = chosen
-    elif OURS in parties:
-        winner = OURS
-    else:
-        winner = next(iter(parties)) if len(parties) == 1 else ""
+    default = next(iter(parties)) if len(parties) == 1 else OURS  # which may not be among them: then none is chosen
+    winner = default if chosen is None else chosen
     claims = [claim for party in parties.values() for claim in party]
     own = parties.get(winner, [])
     exact = [claim for claim in own if claim.name == name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 from collections.abc import Iterable, Mapping
@@ -60,13 +61,7 @@ class Devices:
 
     def entries(self) -> list[DeviceEntry]:
         """Every device that loads, probed, sorted by name."""
-        found = []
-        for name in self.names:
-            try:
-                found.append(self._entry(name))
-            except PluginError:
-                continue  # it is quarantined now
-        return found
+        return self._loaded(self.names)
 
     def choose(self, device: str) -> DeviceEntry:
         """Return the available device that `device` names.
@@ -121,6 +116,14 @@ class Devices:
         return record.error(f"device {name!r}")
 
     # -- one device
+
+    def _loaded(self, names: Iterable[str]) -> list[DeviceEntry]:
+        """The entries of these devices, without those that fail to load."""
+        found = []
+        for name in names:
+            with contextlib.suppress(PluginError):  # it is quarantined now
+                found.append(self._entry(name))
+        return found
 
     def _entry(self, name: str) -> DeviceEntry:
         if name in self._failed:
@@ -190,12 +193,7 @@ class Devices:
         return [name for name in names if same_distribution(self._claims[name].origin.distribution, chosen)]
 
     def _variant(self, device: str, *, explain: bool) -> DeviceEntry:
-        entries = []
-        for name in self._variants(device):
-            try:
-                entries.append(self._entry(name))
-            except PluginError:
-                continue  # it is quarantined now
+        entries = self._loaded(self._variants(device))
         available = [entry for entry in entries if entry.probe.available]
         if len(available) == 1:
             return available[0]

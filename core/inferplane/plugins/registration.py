@@ -74,14 +74,17 @@ class Registrations:
         self._add(self.kernels, "", device, kernels)
 
     def _quantization(self, name: str, target: str | Callable[..., Any]) -> None:
-        _check(name, _WORD, "quantization", "letters, digits, '_', '.', '-'")
-        _check_target(target, f"quantization {name!r}")
-        self._add(self.quantization, "quantization", name, target)
+        self._named(self.quantization, "quantization", name, target)
 
     def _model(self, architecture: str, target: str | Callable[..., Any]) -> None:
-        _check(architecture, _WORD, "architecture", "letters, digits, '_', '.', '-'")
-        _check_target(target, f"architecture {architecture!r}")
-        self._add(self.models, "architecture", architecture, target)
+        self._named(self.models, "architecture", architecture, target)
+
+    def _named(self, into: list[Claim], what: str, name: str, target: str | Callable[..., Any]) -> None:
+        _check(name, _WORD, what, "letters, digits, '_', '.', '-'")
+        if not (callable(target) or (isinstance(target, str) and _DOTTED.fullmatch(target))):
+            wrong = f'target {target!r} is neither callable nor a dotted name "module:name"'
+            raise PluginError(f"{what} {name!r}: {wrong}.")
+        self._add(into, what, name, target)
 
     def _add(self, into: list[Claim], unique: str, name: str, target: Any) -> None:
         if not self._open:
@@ -124,8 +127,3 @@ def unfit(name: str, target: Any) -> str:
 def _check(name: Any, pattern: re.Pattern[str], what: str, form: str) -> None:
     if not (isinstance(name, str) and pattern.fullmatch(name)):
         raise PluginError(f"{what} name {name!r} is malformed.", remedy=f"write {form}")
-
-
-def _check_target(target: Any, what: str) -> None:
-    if not (callable(target) or (isinstance(target, str) and _DOTTED.fullmatch(target))):
-        raise PluginError(f'{what}: target {target!r} is neither callable nor a dotted name "module:name".')

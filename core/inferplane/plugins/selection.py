@@ -35,10 +35,7 @@ class PluginSelection:
 
     def excludes(self, name: str) -> str | None:
         """The item that excludes this entry point or device, or None. The name of a family covers its variants."""
-        for candidate in (name, family(name)):
-            if candidate in self.excluded:
-                return candidate
-        return None
+        return next((item for item in (name, family(name)) if item in self.excluded), None)
 
 
 def parse(spec: str | None) -> PluginSelection:

@@ -13,10 +13,6 @@ from inferplane.errors import UsageError
 C = TypeVar("C")
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True)
 class NewName:
     """The present name of a field or method.
@@ -29,8 +25,8 @@ class NewName:
     """
 
     name: str
-    to_new: Callable[[Any], Any] = _same
-    to_old: Callable[[Any], Any] = _same
+    to_new: Callable[[Any], Any] = lambda value: value
+    to_old: Callable[[Any], Any] = lambda value: value
 
 
 def old_names(renamed: Mapping[str, str | NewName]) -> Callable[[type[C]], type[C]]:
