@@ -141,7 +141,7 @@ class SamplingParams:
             self._set("json_schema", _json_text, self.json_schema)
         for name, holds, rule in _CHECKS:
             try:
-                ok = holds(self)
+                ok = holds(getattr(self, name), self)
             except TypeError:  # a word where a number belongs, and the like
                 ok = False
             if not ok:
@@ -265,50 +265,43 @@ def _are_biases(biases: Mapping[Any, Any]) -> bool:
     )
 
 
-def _between(name: str, low: float, high: float) -> Callable[[Any], bool]:
+def _between(low: float, high: float) -> Callable[[Any, Any], bool]:
     """A check that a field is a number from `low` to `high`."""
-    return lambda p: _is_number(getattr(p, name)) and low <= getattr(p, name) <= high
+    return lambda value, p: _is_number(value) and low <= value <= high
 
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "timeout_s")
 _ABOVE_0 = math.ulp(0.0)
 _STOPS = f"of at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} characters"
 
-# A value of another type makes its check raise TypeError, which counts as out of range.
-_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("max_tokens", lambda p: _is_int(p.max_tokens, 1), "at least 1"),
-    ("temperature", _between("temperature", 0, sys.float_info.max), "0 or more"),
-    ("top_p", _between("top_p", _ABOVE_0, 1), "above 0 and at most 1"),
-    ("top_k", lambda p: _is_int(p.top_k, 0), "0 (all) or more"),
-    ("min_p", _between("min_p", 0, 1), "from 0 to 1"),
-    ("ignore_eos", lambda p: isinstance(p.ignore_eos, bool), "True and False"),
-    ("min_tokens", lambda p: _is_int(p.min_tokens, 0, p.max_tokens), "from 0 to max_tokens"),
-    ("seed", lambda p: p.seed is None or _is_int(p.seed), "of whole numbers, or None"),
-    ("stop", lambda p: all(isinstance(s, str) and s for s in p.stop), "of non-empty strings"),
-    ("stop", lambda p: len(p.stop) <= MAX_STOPS and max(map(len, p.stop), default=0) <= MAX_STOP_CHARACTERS, _STOPS),
-    ("stop_token_ids", lambda p: all(_is_int(i, 0) for i in p.stop_token_ids), "of token ids"),
-    (
-        "stop_token_ids",
-        lambda p: len(p.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-        f"of at most {MAX_STOP_TOKEN_IDS} token ids",
-    ),
-    ("repetition_penalty", _between("repetition_penalty", _ABOVE_0, sys.float_info.max), "above 0 (1 changes nothing)"),
-    ("frequency_penalty", _between("frequency_penalty", -2, 2), "from -2 to 2"),
-    ("presence_penalty", _between("presence_penalty", -2, 2), "from -2 to 2"),
-    ("logit_bias", lambda p: _are_biases(p.logit_bias), f"of at most {MAX_BIASES} entries, token id -> -100 to 100"),
-    ("logprobs", lambda p: _is_count(p.logprobs), f"None, or 0 to {MAX_LOGPROBS}"),
-    ("prompt_logprobs", lambda p: _is_count(p.prompt_logprobs), f"None, or 0 to {MAX_LOGPROBS}"),
-    ("pooling", lambda p: p.pooling in (None, *POOLINGS), f"of None, {', '.join(POOLINGS)}"),
-    ("n", lambda p: _is_int(p.n, 1, MAX_SEQUENCES), f"from 1 to {MAX_SEQUENCES}"),
+# Field; `(value, params) -> bool`; what there is. A value of another type makes its check raise TypeError, which counts
+# as out of range.
+_CHECKS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
+    ("max_tokens", lambda n, p: _is_int(n, 1), "at least 1"),
+    ("temperature", _between(0, sys.float_info.max), "0 or more"),
+    ("top_p", _between(_ABOVE_0, 1), "above 0 and at most 1"),
+    ("top_k", lambda n, p: _is_int(n, 0), "0 (all) or more"),
+    ("min_p", _between(0, 1), "from 0 to 1"),
+    ("ignore_eos", lambda flag, p: isinstance(flag, bool), "True and False"),
+    ("min_tokens", lambda n, p: _is_int(n, 0, p.max_tokens), "from 0 to max_tokens"),
+    ("seed", lambda n, p: n is None or _is_int(n), "of whole numbers, or None"),
+    ("stop", lambda stops, p: all(isinstance(s, str) and s for s in stops), "of non-empty strings"),
+    ("stop", lambda stops, p: len(stops) <= MAX_STOPS and all(len(s) <= MAX_STOP_CHARACTERS for s in stops), _STOPS),
+    ("stop_token_ids", lambda ids, p: all(_is_int(i, 0) for i in ids), "of token ids"),
+    ("stop_token_ids", lambda ids, p: len(ids) <= MAX_STOP_TOKEN_IDS, f"of at most {MAX_STOP_TOKEN_IDS} token ids"),
+    ("repetition_penalty", _between(_ABOVE_0, sys.float_info.max), "above 0 (1 changes nothing)"),
+    ("frequency_penalty", _between(-2, 2), "from -2 to 2"),
+    ("presence_penalty", _between(-2, 2), "from -2 to 2"),
+    ("logit_bias", lambda biases, p: _are_biases(biases), f"of at most {MAX_BIASES} entries, token id -> -100 to 100"),
+    ("logprobs", lambda n, p: _is_count(n), f"None, or 0 to {MAX_LOGPROBS}"),
+    ("prompt_logprobs", lambda n, p: _is_count(n), f"None, or 0 to {MAX_LOGPROBS}"),
+    ("pooling", lambda word, p: word in (None, *POOLINGS), f"of None, {', '.join(POOLINGS)}"),
+    ("n", lambda n, p: _is_int(n, 1, MAX_SEQUENCES), f"from 1 to {MAX_SEQUENCES}"),
     *(
-        (name, lambda p, name=name, most=most: _is_text(getattr(p, name), most), f"of 1 to {most} bytes of text")
+        (name, lambda text, p, most=most: _is_text(text, most), f"of 1 to {most} bytes of text")
         for name, most in MAX_GRAMMAR_BYTES.items()
     ),
-    (
-        "timeout_s",
-        lambda p: p.timeout_s is None or (_is_number(p.timeout_s) and p.timeout_s > 0),
-        "None, or above 0 seconds",
-    ),
+    ("timeout_s", lambda s, p: s is None or (_is_number(s) and s > 0), "None, or above 0 seconds"),
 )
 
 
