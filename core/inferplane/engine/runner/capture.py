@@ -134,6 +134,15 @@ def bucket_rows(batch: Batch, tokens: int) -> torch.Tensor | None:
     return torch.tensor(rows, dtype=torch.int64).to(batch.ids.device, non_blocking=True)
 
 
+def capture(backend: Backend, step: Callable[[Batch], Any], bucket: Batch) -> tuple[Any, str]:
+    """What `Backend.capture` returns, and ""; if that is nothing, None and the reason in words."""
+    try:
+        graph = backend.capture(step, bucket)
+    except Exception as error:
+        return None, f"capturing {bucket.seq_lens.shape[0]} sequences failed: {type(error).__name__}: {error}"
+    return graph, "the device captures no steps" if graph is None else ""
+
+
 class DecodeSteps:
     """Runs decode steps, by replaying a capture where there is one or one can be made.
 
@@ -197,13 +206,8 @@ class DecodeSteps:
             more = tuple(r.new_zeros(size.sequences * size.tokens, *r.shape[1:]) for r in rows)
             # Capturing may run the step first: then on the real batch, where that does no harm.
             copy_into(static, batch, at, list(zip(more, rows)))
-            try:
-                graph = self.backend.capture(lambda b: self.step(b, *more), static)
-            except Exception as error:
-                graph = None
-                self.disabled_reason = f"capturing {size.sequences} sequences failed: {type(error).__name__}: {error}"
+            graph, self.disabled_reason = capture(self.backend, lambda b: self.step(b, *more), static)
             if graph is None:
-                self.disabled_reason = self.disabled_reason or "the device captures no steps"
                 return None
             found = self.buckets[size] = CapturedStep(static, more, graph)
         return found

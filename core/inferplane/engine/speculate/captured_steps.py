@@ -6,7 +6,6 @@ the step runs by itself, then the draft layer (`CapturedSteps.fallbacks` counts 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +15,14 @@ import numpy as np
 import torch
 
 from inferplane.engine.request.state import Request
-from inferplane.engine.runner.buckets import Buckets, Size
-from inferplane.engine.runner.capture import padding_batch
+from inferplane.engine.runner.buckets import Size
+from inferplane.engine.runner.capture import DecodeSteps, capture, padding_batch
 from inferplane.engine.sampling.batch_rows import GREEDY, sampling_kind
 from inferplane.engine.sampling.sampler import NOT_FINITE
 from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler
 from inferplane.engine.speculate.adaptive import AdaptiveLength
 from inferplane.engine.speculate.verify_and_draft import CaptureForm, StepTensors, VerifyAndDraft
-from inferplane.types import HOST, Backend
+from inferplane.types import HOST
 
 NUMBERS = ("rows", "drafts_if_accepted", "drafts_if_rejected", "max_new_rows", "kind", "seed", "generated", "top_k")
 SHARES = ("temperature", "top_p", "min_p")
@@ -70,12 +69,10 @@ class CapturedSteps:
     """Runs decode steps together with the drafting for the next step, by replaying a capture where one can be made.
 
     Args:
-        backend: captures steps, or does not.
+        decode: of the model's own steps; here the same sizes are captured on the same device.
         function: what is captured.
         scheduler: gives blocks for the drafts.
         lengths: how many drafts sequences get.
-        sizes: the sizes to capture.
-        max_model_len: tokens of the longest sequence, which the block tables of a bucket must hold.
         disabled_reason: why nothing is captured, in words; empty to capture.
 
     Attributes: `disabled_reason`; `replayed`, the number of replayed steps; `fallbacks`, the number of others, by the
@@ -84,17 +81,14 @@ class CapturedSteps:
 
     def __init__(
         self,
-        backend: Backend,
+        decode: DecodeSteps,
         function: VerifyAndDraft,
         scheduler: Scheduler,
         lengths: AdaptiveLength,
-        sizes: Buckets,
-        max_model_len: int,
         disabled_reason: str = "",
     ) -> None:
-        self.backend, self.function, self.scheduler, self.lengths = backend, function, scheduler, lengths
-        self.sizes = sizes
-        self.width = math.ceil(max_model_len / function.block_tokens)
+        self.function, self.scheduler, self.lengths = function, scheduler, lengths
+        self.backend, self.sizes, self.width = decode.backend, decode.sizes, decode.width
         self.disabled_reason = disabled_reason
         self.buckets: dict[Size, InputBucket] = {}
         self.replayed = 0
@@ -137,14 +131,10 @@ class CapturedSteps:
         graph = bucket.graphs.get(form)
         if graph is None:
             inputs = bucket.inputs
-            try:
-                graph = self.backend.capture(lambda b: (self.function(replace(inputs, batch=b), form),), inputs.batch)
-            except Exception as error:
-                self.disabled_reason = f"capturing {size.sequences} sequences failed: {type(error).__name__}: {error}"
-                self.buckets.clear()
-                return None
+            graph, self.disabled_reason = capture(
+                self.backend, lambda b: (self.function(replace(inputs, batch=b), form),), inputs.batch
+            )
             if graph is None:
-                self.disabled_reason = "the device captures no steps"
                 self.buckets.clear()
                 return None
             bucket.graphs[form] = graph

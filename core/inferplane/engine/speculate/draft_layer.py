@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 
+from inferplane.engine.runner.capture import DecodeSteps, why_not_captured
+from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.speculate.network import Forward, ForwardInput, NetworkProposer, Reserve
 from inferplane.engine.speculate.proposer import VerifiedChunk
-from inferplane.types import Batch, KVCache
+from inferplane.types import Batch
 from inferplane.types.batch import Query
 
 
@@ -24,27 +23,19 @@ class DraftLayerProposer(NetworkProposer):
     have written itself, up to the block's end: no hidden state from before is needed.
 
     Args:
-        layers: the bound layer for each step kind: `(hidden, batch, kv) -> (logits, hidden)`.
-        cache: the model's cache.
-        index: index of the layer's own cache in it.
-        device: torch device of batches.
+        runner: the model, bound and loaded. Steps of the layer are captured in the sizes of the model's own steps.
+        index: of the draft layer (`Runner.draft_layer`).
         reserve: see `Reserve`.
-        captured: turns a step `(batch, hidden) -> (logits, hidden)` into one that is captured where possible.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[str, Callable[..., Any]],
-        cache: KVCache,
-        index: int,
-        device: str,
-        reserve: Reserve,
-        captured: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
-    ) -> None:
-        super().__init__(cache.block_tokens, device, reserve)
-        self.kv = kv = cache.layers[index]
+    def __init__(self, runner: Runner, index: int, reserve: Reserve) -> None:
+        cache, decode = runner.cache, runner.decode
+        assert cache is not None and decode is not None, "the runner was not opened"
+        super().__init__(cache.block_tokens, runner.backend.torch_device_indexed, reserve)
+        layers, kv = runner.draft_layer(index), cache.layers[len(runner.model.layers) + index]
         self.layer: Forward = lambda batch, hidden: layers[batch.kind](hidden, batch, kv)
-        self.steps = captured(self.layer)
+        reason = why_not_captured(runner.plan, runner.options, "mtp")
+        self.steps = DecodeSteps(runner.backend, self.layer, cache, runner.max_model_len, decode.sizes, reason)
 
     def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput:
         """All accepted rows of the sequence, with the token after each: the layer's entries for them were computed from
@@ -56,5 +47,4 @@ class DraftLayerProposer(NetworkProposer):
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `NetworkProposer.forward`: the draft layer, captured where possible."""
-        logits, states = self.steps(batch, hidden)
-        return logits, states
+        return self.steps(batch, hidden)

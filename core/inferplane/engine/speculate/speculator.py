@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from inferplane.engine.request.state import Request
-from inferplane.engine.runner.capture import DecodeSteps, Step, why_not_captured, why_not_captured_together
+from inferplane.engine.runner.capture import why_not_captured_together
 from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler
@@ -43,7 +42,12 @@ class Speculator:
         self.proposer = make_proposer(config, runner, scheduler)
         self.captured_steps: CapturedSteps | None = None
         if isinstance(self.proposer, DraftLayerProposer):
-            self.captured_steps = _captured_steps(config, runner, scheduler, self.lengths, self.proposer)
+            assert runner.decode is not None
+            sampler = Sampler(runner.sample, runner.model.vocab, runner.backend.torch_device_indexed)
+            layer, block_tokens = self.proposer.layer, self.proposer.block_tokens
+            function = VerifyAndDraft(runner.run_eagerly, layer, sampler, config, block_tokens)
+            reason = runner.decode.disabled_reason or why_not_captured_together(runner.plan, runner.options)
+            self.captured_steps = CapturedSteps(runner.decode, function, scheduler, self.lengths, reason)
             runner.captured_speculation = self.captured_steps
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> DraftedStep | None:
@@ -115,34 +119,4 @@ def make_proposer(config: SpeculativeConfig, runner: Runner, scheduler: Schedule
             remedy="load a checkpoint that has one",
         )
     index = 0 if config.method == "mtp" else len(runner.model.mtp) - 1  # an EAGLE head comes after them
-    assert runner.cache is not None
-    kv_index, device = len(runner.model.layers) + index, runner.backend.torch_device_indexed
-    captured = partial(_capture_steps, runner)
-    return DraftLayerProposer(runner.draft_layer(index), runner.cache, kv_index, device, scheduler.extend, captured)
-
-
-def _capture_steps(runner: Runner, step: Step) -> DecodeSteps:
-    """Make the object that runs a draft layer's steps (`step`), captured in the sizes of the model's own steps where
-    that is possible.
-    """
-    assert runner.cache is not None and runner.decode is not None
-    reason = why_not_captured(runner.plan, runner.options, "mtp")
-    return DecodeSteps(runner.backend, step, runner.cache, runner.max_model_len, runner.decode.sizes, reason)
-
-
-def _captured_steps(
-    config: SpeculativeConfig,
-    runner: Runner,
-    scheduler: Scheduler,
-    lengths: AdaptiveLength,
-    proposer: DraftLayerProposer,
-) -> CapturedSteps:
-    """Make the object that runs the model's steps together with its draft layer's as one capture, in the sizes of the
-    model's own steps.
-    """
-    assert runner.decode is not None
-    sampler = Sampler(runner.sample, runner.model.vocab, runner.backend.torch_device_indexed)
-    function = VerifyAndDraft(runner.run_eagerly, proposer.layer, sampler, config, proposer.block_tokens)
-    reason = runner.decode.disabled_reason or why_not_captured_together(runner.plan, runner.options)
-    sizes, max_model_len = runner.decode.sizes, runner.max_model_len
-    return CapturedSteps(runner.backend, function, scheduler, lengths, sizes, max_model_len, reason)
+    return DraftLayerProposer(runner, index, scheduler.extend)
