@@ -104,17 +104,14 @@ class Metrics:
         """All numbers as JSON-ready data by name; `gauges`, values as of now which the engine passes, are included
         unchanged.
         """
+        positions = range(max(self.drafts_per_position, default=-1) + 1)
         return {
             **gauges,
             **self.counters,
             "request_success_total": dict(self.finished),
             "requests_rejected_total": dict(self.rejected),
-            "spec_decode_num_accepted_tokens_per_pos": [
-                self.accepted_per_position[i] for i in range(max(self.drafts_per_position, default=-1) + 1)
-            ],
-            "spec_decode_num_draft_tokens_per_pos": [
-                self.drafts_per_position[i] for i in range(max(self.drafts_per_position, default=-1) + 1)
-            ],
+            "spec_decode_num_accepted_tokens_per_pos": [self.accepted_per_position[i] for i in positions],
+            "spec_decode_num_draft_tokens_per_pos": [self.drafts_per_position[i] for i in positions],
             **{
                 name: {"bounds": list(h.bounds), "counts": list(h.counts), "sum": h.total, "count": h.count}
                 for name, h in self.histograms.items()

@@ -35,6 +35,11 @@ def max_rows_at_once(vocab: int, device: Any) -> int:
     return max(1, entries // vocab)
 
 
+def row_slices(rows: int, max_rows: int) -> list[slice]:
+    """Slices that divide `rows` rows into runs of at most `max_rows`."""
+    return [slice(start, min(start + max_rows, rows)) for start in range(0, rows, max_rows)]
+
+
 @dataclass(frozen=True)
 class BatchRow:
     """A position of a sequence whose next token is to be chosen.
@@ -152,8 +157,7 @@ def greedy_inputs(rows: int, vocab: int, device: Any) -> SamplerInputs:
     """The inputs for `rows` plain greedy rows, made on the device; they hold nothing of a step, so every step can use
     them.
     """
-    max_rows = max(1, DEVICE_ENTRIES // vocab)
-    slices = [slice(i, min(i + max_rows, rows)) for i in range(0, rows, max_rows)]
+    slices = row_slices(rows, max(1, DEVICE_ENTRIES // vocab))
     zeros = torch.zeros(rows, dtype=torch.float32, device=device)
     groups = tuple(RowGroup(GREEDY, at, zeros[at], None, None, None, None, 0) for at in slices)
     return SamplerInputs(None, None, groups, None, None, None, None, None, ())
@@ -196,18 +200,16 @@ def _groups(rows: Sequence[BatchRow], vocab: int, seeds: np.ndarray, positions: 
 
 def _penalties(rows: Sequence[BatchRow]) -> tuple[np.ndarray, ...] | None:
     """The field `penalties` of `SamplerInputs`: the tokens of the rows with penalties; None if there are none."""
-    at, ids, counts = [], [], []
+    found = []
     for i, r in enumerate(rows):
         if r.params.penalizes:
             assert r.history is not None, "a row with penalties needs its history"
             tokens, times = r.history.counts(r.drafts)
-            at.append(np.full(len(tokens), i, np.int64))
-            ids.append(tokens)
-            counts.append(times)
-    if not at:
+            found.append((np.full(len(tokens), i, np.int64), tokens, times))
+    if not found:
         return None
     columns = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in (r.params for r in rows)]
-    return (*(np.concatenate(x) for x in (at, ids, counts)), *np.array(columns, np.float32).T)
+    return (*map(np.concatenate, zip(*found)), *np.array(columns, np.float32).T)
 
 
 def _bias(rows: Sequence[BatchRow]) -> tuple[np.ndarray, ...] | None:

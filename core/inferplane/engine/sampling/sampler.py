@@ -29,6 +29,7 @@ from inferplane.engine.sampling.batch_rows import (
     SamplerInputs,
     greedy_inputs,
     max_rows_at_once,
+    row_slices,
     sampler_inputs,
 )
 from inferplane.engine.sampling.logprobs import Logprobs, score
@@ -149,7 +150,7 @@ class Sampler:
                 result[group.rows] = torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
                 continue
             max_rows = max_rows_at_once(self.vocab, x.device)
-            parts = [_distribution(x[at], _rows_of_group(group, at)) for at in _slices(x.shape[0], max_rows)]
+            parts = [_distribution(x[at], _rows_of_group(group, at)) for at in row_slices(x.shape[0], max_rows)]
             result[group.rows] = torch.cat(parts)
         return result
 
@@ -167,11 +168,6 @@ class Sampler:
         every = step.logprobs.shape[0] == logits.shape[0]
         some = logits if every else logits.index_select(0, step.logprobs)
         return score(some, tokens.index_select(0, step.logprobs), max(step.alternatives))
-
-
-def _slices(rows: int, max_rows: int) -> list[slice]:
-    """Slices that divide `rows` rows into runs of at most `max_rows`."""
-    return [slice(i, i + max_rows) for i in range(0, rows, max_rows)]
 
 
 def _rows_of_group(group: RowGroup, at: slice) -> RowGroup:

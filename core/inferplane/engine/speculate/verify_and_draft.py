@@ -21,6 +21,7 @@ from inferplane.engine.sampling.batch_rows import (
     SHORTLIST_TOKENS,
     RowGroup,
     SamplerInputs,
+    row_slices,
 )
 from inferplane.engine.sampling.sampler import Sampler
 from inferplane.engine.speculate.config import SpeculativeConfig
@@ -191,8 +192,7 @@ def _groups(
     """All rows as groups that are sampled in the way `kind`, each of as many rows as a device's kernel should process
     at once. `uniform` `[B * tokens]`: their random numbers; None if all are greedy.
     """
-    rows, max_rows = tokens * inputs.rows.shape[0], max(1, DEVICE_ENTRIES // vocab)
-    parts = [slice(start, min(start + max_rows, rows)) for start in range(0, rows, max_rows)]
+    parts = row_slices(tokens * inputs.rows.shape[0], max(1, DEVICE_ENTRIES // vocab))
     return tuple(_group(kind, inputs, tokens, uniform, vocab, part) for part in parts)
 
 
