@@ -9,31 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inferplane.engine.clients.async_llm import AsyncLLM
-    from inferplane.engine.clients.llm import LLM
-    from inferplane.engine.request.params import SamplingParams
-    from inferplane.engine.request.results import Delta, Result, Timings
-    from inferplane.engine.runner.model_files import ModelFiles
-    from inferplane.engine.runner.model_runner import Runner
-    from inferplane.engine.runner.options import RunnerOptions
-    from inferplane.engine.runner.planned_model import captured_steps
-    from inferplane.engine.speculate import SpeculativeConfig
-    from inferplane.errors import InferplaneWarning
-
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "Delta",
-    "InferplaneWarning",
-    "ModelFiles",
-    "Result",
-    "Runner",
-    "RunnerOptions",
-    "SamplingParams",
-    "SpeculativeConfig",
-    "Timings",
-    "captured_steps",
-]
+    from inferplane.engine.clients.async_llm import AsyncLLM as AsyncLLM
+    from inferplane.engine.clients.llm import LLM as LLM
+    from inferplane.engine.request.params import SamplingParams as SamplingParams
+    from inferplane.engine.request.results import Delta as Delta
+    from inferplane.engine.request.results import Result as Result
+    from inferplane.engine.request.results import Timings as Timings
+    from inferplane.engine.runner.model_files import ModelFiles as ModelFiles
+    from inferplane.engine.runner.model_runner import Runner as Runner
+    from inferplane.engine.runner.options import RunnerOptions as RunnerOptions
+    from inferplane.engine.runner.planned_model import captured_steps as captured_steps
+    from inferplane.engine.speculate import SpeculativeConfig as SpeculativeConfig
+    from inferplane.errors import InferplaneWarning as InferplaneWarning
 
 _WHERE = {
     "AsyncLLM": "inferplane.engine.clients.async_llm",
@@ -51,6 +38,9 @@ _WHERE = {
 }
 
 
+__all__ = sorted(_WHERE)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -58,4 +48,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
