@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from inferplane.errors import DeviceError, InferplaneError, PluginError, UsageError
+from inferplane.plugins.claims import Settlement
 from inferplane.plugins.records import (
-    Claim,
     DeviceEntry,
     Quarantined,
     Stage,
@@ -35,20 +35,13 @@ class Devices:
     """Every device that a plugin serves.
 
     Args:
-        claims: device name -> the claim of the plugin that serves it.
-        vacant: device name -> why no plugin serves it.
+        settled: which plugin serves each device, and why none serves some.
         choice: the user's choice.
         quarantined: the host's list, to which this object adds failures.
     """
 
-    def __init__(
-        self,
-        claims: Mapping[str, Claim],
-        vacant: Mapping[str, str],
-        choice: PluginSelection,
-        quarantined: list[Quarantined],
-    ) -> None:
-        self._claims, self._vacant, self._choice = dict(claims), dict(vacant), choice
+    def __init__(self, settled: Settlement, choice: PluginSelection, quarantined: list[Quarantined]) -> None:
+        self._claims, self._vacant, self._choice = dict(settled.winners), dict(settled.vacant), choice
         self._quarantined = quarantined
         self._classes: dict[str, type[Backend]] = {}
         self._entries: dict[str, DeviceEntry] = {}

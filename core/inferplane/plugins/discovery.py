@@ -70,8 +70,7 @@ def find(
             else:
                 sources.append((_origin_of(point), partial(_load_point, point)))
     sources.sort(key=lambda source: (normalized(source[0].distribution), source[0].entry_point, source[0].module))
-    for item in choice.modules:
-        sources.append((_origin_of_module(item), partial(_load_module, item)))
+    sources += [(_origin_of_module(item), partial(_load_module, item)) for item in choice.modules]
     seen: list[tuple[Any, str]] = []
     for origin, load in sources:
         plugin, error = guarded(load)

@@ -71,7 +71,7 @@ class PluginHost:
         claimed |= {claim.name.partition(":")[0] for claim in claims}
         for name in sorted((choice.claims.keys() - claimed) | (choice.claims.keys() & devices.vacant.keys())):
             devices.vacant[name] = self._unserved(name, choice.claims[name])
-        self._devices = Devices(devices.winners, devices.vacant, choice, self._quarantined)
+        self._devices = Devices(devices, choice, self._quarantined)
         self._models = {name: claim.target for name, claim in models.winners.items()}
         self._quantization = {name: claim.target for name, claim in quantization.winners.items()}
         self._extra_kernels: list[Claim] = [claim for r in registered for claim in r.kernels]

@@ -54,8 +54,7 @@ class Registrations:
         if name.partition(":")[0] == AUTO:
             raise PluginError(f"device {name!r} cannot be registered: {AUTO!r} means the preferred device.")
         if isinstance(target, type) and issubclass(target, Backend):
-            problem = unfit(name, target)
-            if problem:
+            if problem := unfit(name, target):
                 raise PluginError(f"device {name!r}: {problem}.")
         elif not (isinstance(target, str) and _DOTTED.fullmatch(target)):
             raise PluginError(

@@ -85,12 +85,10 @@ class When:
         out += ctx.features.lacking(self.features)
         for words, predicate in self.needs:
             try:
-                accepts = predicate(op)
+                if not predicate(op):
+                    out.append(f"needs {words}")
             except Exception as error:
                 out.append(f"its predicate {words!r} raised {type(error).__name__}: {error}")
-                continue
-            if not accepts:
-                out.append(f"needs {words}")
         return out
 
 
