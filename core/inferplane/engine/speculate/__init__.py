@@ -2,8 +2,7 @@
 
 from inferplane.engine.speculate.adaptive import AdaptiveLength
 from inferplane.engine.speculate.config import METHODS, SpeculativeConfig, with_draft
-from inferplane.engine.speculate.draft_layer import DraftLayerProposer
-from inferplane.engine.speculate.draft_model import DraftModelProposer
+from inferplane.engine.speculate.network import DraftLayerProposer, DraftModelProposer
 from inferplane.engine.speculate.ngram import NgramProposer, ngram_drafts
 from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
 from inferplane.engine.speculate.speculator import Speculator

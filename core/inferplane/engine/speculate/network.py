@@ -1,8 +1,8 @@
-"""Drafting with a network: one forward over the accepted rows, then one for each further draft.
+"""Drafting with a network: a layer behind the model (MTP, EAGLE), or a smaller model of the same vocabulary.
 
-How many drafts each sequence gets, and their blocks, are decided before the first forward. The further forwards follow
-each other on the device (`draft_tokens`), with one row per sequence. The host reads the drafted tokens once, at the
-end.
+It runs one forward over the accepted rows, then one for each further draft. How many drafts each sequence gets, and
+their blocks, are decided before the first forward. The further forwards follow each other on the device
+(`draft_tokens`), with one row per sequence. The host reads the drafted tokens once, at the end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from itertools import accumulate
 import torch
 
 from inferplane.engine.request.state import Request
+from inferplane.engine.runner.capture import DecodeSteps, why_not_captured
+from inferplane.engine.runner.model_runner import Runner
 from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
 from inferplane.types import FEW_TOKENS, HOST, Batch
 from inferplane.types.batch import HostLens, Query, make_batch
@@ -73,7 +75,7 @@ class NetworkProposer(Proposer):
         """See `Proposer.complete`. Only blocks that became full in this step lack entries that could be read."""
         n = self.block_tokens
         filled = [c for c in ended if (c.first + c.rows) // n > c.first // n]
-        self._first_forward([f for i, c in enumerate(filled) if (f := self.first_input(i, c, 0)) is not None], hidden)
+        self._first_forward(filled, [0] * len(filled), hidden)
 
     def propose(
         self, chunks: Sequence[VerifiedChunk], max_drafts: Sequence[int], hidden: torch.Tensor
@@ -85,8 +87,7 @@ class NetworkProposer(Proposer):
             n if n and self.reserve(c.request, c.request.computed + self.own_tokens) else 0
             for c, n in zip(chunks, max_drafts)
         ]
-        inputs = [f for i, c in enumerate(chunks) if (f := self.first_input(i, c, limits[i])) is not None]
-        first = self._first_forward(inputs, hidden)
+        first = self._first_forward(chunks, limits, hidden)
         if first is None:
             return [[] for _ in chunks]
         logits, hidden, last_rows = first
@@ -145,11 +146,13 @@ class NetworkProposer(Proposer):
             return draft_tokens(self.forward, tokens, hidden, batch, counts, longest, self.block_tokens, lens)
 
     def _first_forward(
-        self, inputs: list[ForwardInput], hidden: torch.Tensor
+        self, chunks: Sequence[VerifiedChunk], limits: Sequence[int], hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[int, int]] | None:
-        """Run the first forward over all inputs at once; returns logits, hidden states, and the last row of each
-        sequence, by its index. None without inputs. `hidden` `[rows of the step, D]` are the model's.
+        """Run the first forward over all inputs of the sequences at once; returns logits, hidden states, and the last
+        row of each sequence, by its index. None without inputs. `limits` are the maximum numbers of drafts; `hidden`
+        `[rows of the step, D]` are the model's.
         """
+        inputs = [f for i, c in enumerate(chunks) if (f := self.first_input(i, c, limits[i])) is not None]
         if not inputs:
             return None
         order = sorted(inputs, key=lambda f: len(f.query.ids) > FEW_TOKENS)
@@ -168,6 +171,83 @@ class NetworkProposer(Proposer):
         `tokens` tokens; all of them if there are fewer. Nothing is allocated.
         """
         return blocks[: -(-tokens // self.block_tokens)]
+
+
+class DraftLayerProposer(NetworkProposer):
+    """A draft layer behind the model: its multi-token-prediction layer, or an EAGLE head.
+
+    Entry i of the layer's cache belongs to token i's hidden state and token i + 1, and lies in the sequence's own
+    blocks. The layer runs on the accepted rows, then once more for each further draft, on its own hidden states.
+
+    So the entries of a block depend on its tokens and on the token after them. While such a layer drafts, the hash of a
+    block covers both (`Scheduler`'s `lookahead`), so a prefix hit finds exactly the entries that the sequence would
+    have written itself, up to the block's end: no hidden state from before is needed.
+
+    Args:
+        runner: the model, bound and loaded. Steps of the layer are captured in the sizes of the model's own steps.
+        index: of the draft layer (`Runner.draft_layer`).
+        reserve: see `Reserve`.
+    """
+
+    def __init__(self, runner: Runner, index: int, reserve: Reserve) -> None:
+        cache, decode = runner.cache, runner.decode
+        assert cache is not None and decode is not None, "the runner was not opened"
+        super().__init__(cache.block_tokens, runner.backend.torch_device_indexed, reserve)
+        layers, kv = runner.draft_layer(index), cache.layers[len(runner.model.layers) + index]
+        self.layer: Forward = lambda batch, hidden: layers[batch.kind](hidden, batch, kv)
+        reason = why_not_captured(runner.plan, runner.options, "mtp")
+        self.steps = DecodeSteps(runner.backend, self.layer, cache, runner.max_model_len, decode.sizes, reason)
+
+    def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput:
+        """All accepted rows of the sequence, with the token after each: the layer's entries for them were computed from
+        drafted hidden states, or not at all. `index` and `max_drafts`: see `NetworkProposer.first_input`.
+        """
+        ids = chunk.request.slice(chunk.first + 1, chunk.first + chunk.rows + 1)
+        blocks = self.blocks(chunk.blocks, chunk.first + chunk.rows)
+        return ForwardInput(index, Query(ids, chunk.first, blocks, 1 if max_drafts else 0), chunk.row)
+
+    def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `NetworkProposer.forward`: the draft layer, captured where possible."""
+        return self.steps(batch, hidden)
+
+
+class DraftModelProposer(NetworkProposer):
+    """A draft model with a plan, weights and a cache of its own.
+
+    Its cache has as many blocks of the same size as the target's, and both use a sequence's block table. So a block
+    that is found again by its content holds the draft model's entries too, and preemption frees them with the others.
+
+    Each step it runs on the tokens that have no entries yet: the newest token, and the tokens of the last step except
+    for accepted drafts, on which it ran when it made them.
+
+    Args:
+        runner: the draft model, bound and loaded.
+        reserve: see `Reserve`.
+    """
+
+    uses_hidden = False
+    own_tokens = 1  # the newest token, which the target reads in the next step
+
+    def __init__(self, runner: Runner, reserve: Reserve) -> None:
+        assert runner.cache is not None, "the runner was not opened"
+        super().__init__(runner.cache.block_tokens, runner.backend.torch_device_indexed, reserve)
+        self.runner = runner
+
+    def first_input(self, index: int, chunk: VerifiedChunk, max_drafts: int) -> ForwardInput | None:
+        """The known tokens of the sequence that have no entries in the draft model's cache, and the newest token too if
+        there are to be drafts; None if that is no token. See `NetworkProposer.first_input`.
+        """
+        stop = chunk.first + chunk.rows + (1 if max_drafts else 0)
+        # It ran on the token before the drafts and on all drafts but the last; the accepted ones have right entries.
+        start = chunk.first + (1 + min(chunk.num_accepted, chunk.num_drafts - 1) if chunk.num_drafts else 0)
+        if start >= stop:
+            return None
+        query = Query(chunk.request.slice(start, stop), start, self.blocks(chunk.blocks, stop), 1 if max_drafts else 0)
+        return ForwardInput(index, query, chunk.row)
+
+    def forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `NetworkProposer.forward`: a step of the draft model. The target's `hidden` states are not read."""
+        return self.runner.run(batch)
 
 
 def next_token_batch(batch: Batch, tokens: torch.Tensor, live: torch.Tensor, block_tokens: int) -> Batch:

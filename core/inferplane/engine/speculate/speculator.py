@@ -14,8 +14,7 @@ from inferplane.engine.schedule.scheduler import ScheduledChunk, Scheduler
 from inferplane.engine.speculate.adaptive import AdaptiveLength
 from inferplane.engine.speculate.captured_steps import CapturedSteps, DraftedStep
 from inferplane.engine.speculate.config import SpeculativeConfig
-from inferplane.engine.speculate.draft_layer import DraftLayerProposer
-from inferplane.engine.speculate.draft_model import DraftModelProposer
+from inferplane.engine.speculate.network import DraftLayerProposer, DraftModelProposer
 from inferplane.engine.speculate.ngram import NgramProposer
 from inferplane.engine.speculate.proposer import Proposer, VerifiedChunk
 from inferplane.engine.speculate.verify_and_draft import VerifyAndDraft
