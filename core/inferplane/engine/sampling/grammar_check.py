@@ -10,6 +10,7 @@ for each grammar; standard output: a line for each, the error or "". All lines a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -21,12 +22,10 @@ MEMORY_BYTES = 4 * 2**30
 
 def _limit_memory() -> None:
     """Limit this process to `MEMORY_BYTES` of address space, where the platform can."""
-    try:
+    with contextlib.suppress(ImportError, ValueError, OSError):  # the time limit remains
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    except (ImportError, ValueError, OSError):
-        pass  # the time limit remains
 
 
 def _serve() -> None:
