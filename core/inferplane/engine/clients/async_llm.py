@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inferplane.engine.clients.client import EngineClient, Health, ModelInfo, Question, RequestId, Submission
@@ -198,9 +197,7 @@ class AsyncLLM:
         """
         with self._loading:
             if self._tokenizer is None:
-                if self.info.folder is None:
-                    raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
-                self._tokenizer = Tokenizer(Path(self.info.folder), self.info.tokenizer)
+                self._tokenizer = Tokenizer(self.info.folder, self.info.tokenizer)
             return self._tokenizer
 
     @property

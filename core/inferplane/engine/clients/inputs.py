@@ -11,7 +11,6 @@ from inferplane.engine.request.params import SamplingParams
 from inferplane.engine.request.text import Detokenizer, Tokenizer, end_ids
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.sampling.grammars import Grammars
-from inferplane.errors import UsageError
 
 
 class InputProcessor:
@@ -37,8 +36,6 @@ class InputProcessor:
         """
         with self._loading:
             if self._tokenizer is None:
-                if self._files.folder is None:
-                    raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
                 self._tokenizer = Tokenizer(self._files.folder)
             return self._tokenizer
 

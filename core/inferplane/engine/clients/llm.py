@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from inferplane.engine.request.embedding import check_dimensions, embedding_para
 from inferplane.engine.request.params import SamplingParams, known_keywords
 from inferplane.engine.request.results import Delta, Result
 from inferplane.engine.request.seeds import as_int64, child_seed
-from inferplane.engine.request.state import SEE_EXPLAIN, Request, report_failures, result_of
+from inferplane.engine.request.state import SEE_EXPLAIN, PieceReader, Request, report_failures, result_of
 from inferplane.engine.request.text import Tokenizer
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.model_runner import Runner
@@ -172,24 +171,17 @@ class LLM:
             raise UsageError(f"stream with n = {params.n}.", remedy="use generate, or one stream per sequence")
         with self._lock:
             request = self.add(prompt, params)
-        text, sent, before = request.text, 0, None
+        pieces, reason = PieceReader(request), None
         try:
-            while True:
+            while reason is None:
                 with self._lock:
                     # Other streams and calls step this request too, between two pieces.
-                    while request.finish_reason is None and sent == len(request.generated):
+                    while (piece := pieces.next_piece()) is None:
                         self._lock.step()
-                    reason, new = request.finish_reason, request.generated[sent:]
-                    before = request.prompt_logprobs if sent == 0 else None
-                    sent += len(new)
-                    piece = text.take(end=reason is not None) if text else ""
-                    scored = None if request.logprobs is None else request.logprobs[sent - len(new) : sent]
+                reason = piece.finish_reason
                 if reason == "error":
-                    raise GenerationError(f"The request failed while it ran: {request.error}.", remedy=SEE_EXPLAIN)
-                if reason is not None:
-                    yield Delta(piece, new, reason, request.timings(), "", scored, before, request.embedding)
-                    return
-                yield Delta(piece, new, logprobs=scored, prompt_logprobs=before)
+                    raise GenerationError(f"The request failed while it ran: {piece.error}.", remedy=SEE_EXPLAIN)
+                yield piece
         finally:
             self._lock.abandon(request)
 
@@ -205,9 +197,8 @@ class LLM:
         Raises:
             UsageError: no chat template, or it refuses the messages. Otherwise as `generate`.
         """
-        return self.generate(
-            [self.tokenizer.chat(arguments.as_messages(messages))], arguments.as_sampling_params(params)
-        )[0]
+        prompt = self.tokenizer.chat(arguments.as_messages(messages))
+        return self.generate([prompt], arguments.as_sampling_params(params))[0]
 
     @known_keywords
     def stream_chat(
@@ -288,9 +279,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         self.close()
 
 

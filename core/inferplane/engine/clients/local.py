@@ -15,7 +15,7 @@ from inferplane.engine.clients.client import Health, ModelInfo, Question, Reques
 from inferplane.engine.clients.llm import LLM
 from inferplane.engine.request.constraint import Constraint
 from inferplane.engine.request.results import Delta, FinishReason
-from inferplane.engine.request.state import Request
+from inferplane.engine.request.state import PieceReader, Request
 from inferplane.errors import EngineError, UsageError
 
 _Key = tuple[Sink, RequestId]
@@ -24,13 +24,11 @@ IDLE_S = 0.2
 
 
 @dataclass
-class _Stream:
+class _Stream(PieceReader):
     """A request, and where its pieces go."""
 
-    request: Request
     submission: Submission
     sink: Sink
-    sent: int = 0
 
 
 class LocalEngine:
@@ -67,15 +65,13 @@ class LocalEngine:
         on; the request's `timeout_s` counts from this call.
         """
         answer, arrived = Future[None](), time.monotonic()
-        if submission.params.constraint is None:
-            self._post(lambda: self._add(submission, sink, None, arrived), answer)
-            return answer
-        with self._lock:
-            self._compiling[sink, submission.request_id] = False
-        try:
-            self._compilers.submit(self._compile, submission, sink, arrived, answer)
-        except RuntimeError:  # closed; the engine's own error says so
-            self._post(lambda: self._add(submission, sink, None, arrived), answer)
+        if submission.params.constraint is not None:
+            with self._lock:
+                self._compiling[sink, submission.request_id] = False
+            with contextlib.suppress(RuntimeError):  # closed; the engine's own error says so
+                self._compilers.submit(self._compile, submission, sink, arrived, answer)
+                return answer
+        self._post(lambda: self._add(submission, sink, None, arrived), answer)
         return answer
 
     def abort(self, request_id: RequestId, sink: Sink) -> None:
@@ -214,9 +210,10 @@ class LocalEngine:
         """End a request in the engine with a reason and an error text, and deliver its stream's last piece."""
         self.llm.engine.end(stream.request, reason, error)
         try:
-            piece = self._next_piece(stream)
+            piece = stream.next_piece()
         except Exception as failure:
             piece = self._fail_stream(stream, f"{error} {type(failure).__name__}: {failure}".strip())
+        self._forget(stream)
         if piece is not None:
             self._deliver(stream.sink, [(stream.submission.request_id, piece)])
 
@@ -240,23 +237,6 @@ class LocalEngine:
                     self._fail_stream(stream, message)
             sink.deliver([(request_id, Delta("", [], "error", None, message)) for request_id, _ in pieces])
 
-    def _next_piece(self, stream: _Stream) -> Delta | None:
-        """The text, tokens and log-probabilities since the stream's last piece; None if there are none and the request
-        goes on. If the request has ended, this is its last piece, and the stream is dropped.
-        """
-        request = stream.request
-        reason, new = request.finish_reason, request.generated[stream.sent :]
-        if reason is None and not new:
-            return None
-        logprobs = None if request.logprobs is None else request.logprobs[stream.sent :]
-        prompt = request.prompt_logprobs if stream.sent == 0 else None
-        stream.sent += len(new)
-        text = request.text.take(end=reason is not None) if request.text is not None else ""
-        timings = request.timings() if reason is not None else None
-        if reason is not None:
-            self._forget(stream)
-        return Delta(text, new, reason, timings, request.error, logprobs, prompt, request.embedding)
-
     def _step(self) -> None:
         """Run one step of the engine, and deliver all new pieces of each caller at once."""
         pieces: dict[Sink, list[tuple[RequestId, Delta]]] = {}
@@ -265,10 +245,12 @@ class LocalEngine:
             if stream is None:
                 continue
             try:
-                piece = self._next_piece(stream)
+                piece = stream.next_piece()
             except Exception as error:
                 piece = self._fail_stream(stream, f"{type(error).__name__}: {error}")
             if piece is not None:
+                if piece.finish_reason is not None:
+                    self._forget(stream)
                 pieces.setdefault(stream.sink, []).append((stream.submission.request_id, piece))
         for sink, found in pieces.items():
             self._deliver(sink, found)
@@ -318,13 +300,11 @@ class LocalEngine:
 
     def _run_remaining_work(self) -> None:
         """Run what still waits in the queue; `_add` rejects requests once the engine has ended."""
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 work = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            if work is not None:
-                work()
+                if work is not None:
+                    work()
 
 
 def model_info(llm: LLM) -> ModelInfo:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from inferplane.engine.request.constraint import Constraint
 from inferplane.engine.request.history import History
 from inferplane.engine.request.params import SamplingParams
-from inferplane.engine.request.results import FinishReason, Result, Timings, TokenLogprob
+from inferplane.engine.request.results import Delta, FinishReason, Result, Timings, TokenLogprob
 from inferplane.engine.request.seeds import as_int64, fresh_seed
 from inferplane.engine.request.text import Detokenizer
 from inferplane.errors import GenerationError, warn
@@ -157,6 +157,29 @@ class Request:
             self.prompt_logprobs,
             embedding=self.embedding,
         )
+
+
+@dataclass
+class PieceReader:
+    """Reads what a request has generated, piece by piece; `sent` counts the tokens of the pieces so far."""
+
+    request: Request
+    sent: int = field(default=0, init=False)
+
+    def next_piece(self) -> Delta | None:
+        """The text, tokens and log-probabilities since the last piece; None if there are none and the request goes on.
+        If the request has ended, this is its last piece.
+        """
+        request, sent = self.request, self.sent
+        reason, new = request.finish_reason, request.generated[sent:]
+        if reason is None and not new:
+            return None
+        logprobs = None if request.logprobs is None else request.logprobs[sent:]
+        prompt = request.prompt_logprobs if sent == 0 else None
+        self.sent += len(new)
+        text = request.text.take(end=reason is not None) if request.text is not None else ""
+        timings = request.timings() if reason is not None else None
+        return Delta(text, new, reason, timings, request.error, logprobs, prompt, request.embedding)
 
 
 def report_failures(requests: list[Request]) -> None:

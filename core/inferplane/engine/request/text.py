@@ -41,14 +41,18 @@ class Tokenizer:
     """A checkpoint's tokenizer and chat template, through transformers. Code inside a checkpoint is never run.
 
     Args:
-        folder: holds `tokenizer.json` or what transformers needs instead.
+        folder: holds `tokenizer.json` or what transformers needs instead; None: of a model given as a config.
         kind: `kind` of the folder's tokenizer in a process that has loaded it; "": transformers finds out.
 
     Raises:
+        UsageError: there is no folder.
         CheckpointError: there is no tokenizer that transformers can load without running the checkpoint's code.
     """
 
-    def __init__(self, folder: Path, kind: str = "") -> None:
+    def __init__(self, folder: str | Path | None, kind: str = "") -> None:
+        if folder is None:
+            raise UsageError("A model given as a config has no tokenizer.", remedy="pass prompts as token ids")
+        folder = Path(folder)
         for name in _FILES:
             if os.path.lexists(folder / name) and file_size(folder / name) > MAX_FILE_BYTES:
                 raise CheckpointError(f"{folder / name} has more than {MAX_FILE_BYTES} bytes.", remedy=AGAIN)

@@ -59,7 +59,7 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Queue a request; answered by `Accepted` or `Refused` with the same number."""
+    """Queue a request; answered by `Reply` or `Refused` with the same number."""
 
     number: int
     submission: Submission
@@ -72,7 +72,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Request the counters, the health or the plan; answered by `InspectReply` or `Refused` with the same number."""
+    """Request the counters, the health or the plan; answered by `Reply` or `Refused` with the same number."""
 
     number: int
     question: Question
@@ -112,12 +112,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     fault: Fault
 
 
-class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """A request is queued."""
-
-    number: int
-
-
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """A request, or an inspection, was refused."""
 
@@ -125,11 +119,11 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     fault: Fault
 
 
-class InspectReply(msgspec.Struct, frozen=True, tag=True):
-    """The requested counters, health or plan."""
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    """The requested counters, health or plan; None: a request is queued."""
 
     number: int
-    value: dict[str, Any]
+    value: dict[str, Any] | None
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
@@ -143,7 +137,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
 
 
 FromCaller = LoadModel | Submit | Abort | Inspect | Close
-FromEngine = Progress | Warned | Ready | Failed | Accepted | Refused | InspectReply | Pieces | Closed
+FromEngine = Progress | Warned | Ready | Failed | Refused | Reply | Pieces | Closed
 
 _encoder = msgspec.msgpack.Encoder()
 read_caller = msgspec.msgpack.Decoder(FromCaller).decode

@@ -135,12 +135,7 @@ class RemoteEngine:
         """
         process = EngineProcess(model, options)
         engine = cls(process.socket, process.address, process)
-        try:
-            process.load_model()
-            engine._await_ready(options.get("progress"), on_warning)
-        except BaseException:
-            engine._dispose()
-            raise
+        engine._await_ready(options.get("progress"), on_warning)
         return engine
 
     @classmethod
@@ -153,11 +148,7 @@ class RemoteEngine:
             sock.close()
             raise EngineError(f"No engine at {address!r}: {error}.", remedy="start one first") from error
         engine = cls(sock, address)
-        try:
-            engine._await_ready()
-        except BaseException:
-            engine._dispose()
-            raise
+        engine._await_ready()
         return engine
 
     # -- for callers
@@ -172,10 +163,9 @@ class RemoteEngine:
         try:
             # Sinks of this process may use equal ids; in the other process they are one caller.
             data = _framed(messages.Submit(number, replace(submission, request_id=number, params=params)))
+            refusal = self._send(number, answer, data, (sink, submission.request_id))
         except UsageError as error:
-            answer.set_exception(error)
-            return answer
-        refusal = self._send(number, answer, data, (sink, submission.request_id))
+            refusal = error
         if refusal is not None:
             answer.set_exception(refusal)
         return answer
@@ -240,19 +230,24 @@ class RemoteEngine:
     def _await_ready(
         self, progress: Callable[[int, int], None] | None = None, on_warning: Callable[[str], None] | None = None
     ) -> None:
-        """Read messages until the model is loaded, passing on progress and warnings, then start the threads."""
-        while True:
-            message = self._receive()
-            if message is None:
-                raise EngineError(f"The engine's process ended while it was starting{self._exit_reason()}.")
-            if isinstance(message, messages.Failed):
-                raise message.fault.error()
-            if isinstance(message, messages.Ready):
-                break
-            if isinstance(message, messages.Progress) and progress is not None:
-                progress(message.done, message.total)
-            if isinstance(message, messages.Warned):
-                (on_warning or warn)(message.text)
+        """Read messages until the model is loaded, passing on progress and warnings, then start the threads. After a
+        failure nothing remains open.
+        """
+        try:
+            if self._process is not None:
+                self._process.load_model()
+            while not isinstance(message := self._receive(), messages.Ready):
+                if message is None:
+                    raise EngineError(f"The engine's process ended while it was starting{self._exit_reason()}.")
+                if isinstance(message, messages.Failed):
+                    raise message.fault.error()
+                if isinstance(message, messages.Progress) and progress is not None:
+                    progress(message.done, message.total)
+                if isinstance(message, messages.Warned):
+                    (on_warning or warn)(message.text)
+        except BaseException:
+            self._dispose()
+            raise
         self.info = message.info
         self._reader.start()
         self._writer.start()
@@ -292,9 +287,7 @@ class RemoteEngine:
         """Pass one message of the engine to the sinks or to the future that it answers."""
         if isinstance(message, messages.Pieces):
             self._deliver(message.pieces)
-        elif isinstance(message, messages.Accepted):
-            self._settle(message.number, None)
-        elif isinstance(message, messages.InspectReply):
+        elif isinstance(message, messages.Reply):
             self._settle(message.number, message.value)
         elif isinstance(message, messages.Refused):
             self._forget(message.number)

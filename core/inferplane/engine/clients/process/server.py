@@ -120,18 +120,14 @@ class Connection:
             engine.abort_all(self)
 
     def _answer(self, answer: Future[Any], number: int) -> None:
-        """Send the result of a future under a message's number when it is done: `Accepted`, `InspectReply` or
-        `Refused`.
-        """
+        """Send the result of a future under a message's number when it is done: `Reply` or `Refused`."""
 
         def done(answer: Future[Any]) -> None:
             error = answer.exception()
             if error is not None:
                 self.post(messages.Refused(number, Fault.of(error)))
-            elif answer.result() is None:
-                self.post(messages.Accepted(number))
             else:
-                self.post(messages.InspectReply(number, answer.result()))
+                self.post(messages.Reply(number, answer.result()))
 
         answer.add_done_callback(done)
 
@@ -188,7 +184,7 @@ def _load(message: messages.LoadModel, owner: Connection) -> LocalEngine:
 
 async def _run(sock: socket.socket) -> None:
     """The life of the process: receive the owner's `LoadModel`, load, serve. If the owner leaves while the model is
-    loading, the process exits at once.
+    loading, the process exits at once; a failed loading is reported to the owner.
     """
     owner = Connection(*await asyncio.open_unix_connection(sock=sock))
     first = await owner.receive()
@@ -201,27 +197,20 @@ async def _run(sock: socket.socket) -> None:
         _remove(first.address)
         os._exit(0)
     try:
-        await _live(owner, first, loading, second)
+        if (error := loading.exception()) is not None:
+            owner.send(messages.Failed(Fault.of(error)))
+            await owner.leave()
+        else:
+            await _live(owner, loading.result(), first.address, second)
     finally:
         _remove(first.address)
 
 
-async def _live(
-    owner: Connection,
-    first: messages.LoadModel,
-    loading: asyncio.Future[LocalEngine],
-    second: asyncio.Future[FromCaller | None],
-) -> None:
-    """Serve the owner and later callers until the owner sends `Close` or leaves; then close the engine and all
-    connections. A failed loading is reported to the owner instead.
+async def _live(owner: Connection, engine: LocalEngine, address: str, second: Awaitable[FromCaller | None]) -> None:
+    """Serve the owner, whose `second` message is being received, and later callers until the owner sends `Close` or
+    leaves; then close the engine and all connections.
     """
-    try:
-        engine = loading.result()
-    except BaseException as error:
-        owner.send(messages.Failed(Fault.of(error)))
-        await owner.leave()
-        return
-    others = await _listen(engine, first.address)
+    others = await _listen(engine, address)
     owner.send(messages.Ready(engine.info))
     closing: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
