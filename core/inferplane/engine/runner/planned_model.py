@@ -10,13 +10,14 @@ from typing import Any, Protocol
 import torch
 
 from inferplane.binding import Options, Plan, PlanSettings, Verdict, bind, explain, explain_text, read_lock, run_canary
+from inferplane.binding.layout_canary import check_layout
 from inferplane.engine.runner.buckets import bucket_sizes
 from inferplane.engine.runner.capture import DecodeSteps, why_not_captured, why_not_captured_together
 from inferplane.engine.runner.kv_cache import kv_layouts_for
 from inferplane.engine.runner.model_files import ModelFiles
 from inferplane.engine.runner.options import RunnerOptions, resolve_dtype
 from inferplane.engine.runner.ranks import Ranks
-from inferplane.errors import UsageError, warn
+from inferplane.errors import BindError, UsageError, warn
 from inferplane.models import Build, build
 from inferplane.models.families.eagle import with_eagle
 from inferplane.ops import CausalLM
@@ -56,6 +57,7 @@ class PlannedModel:
         self.verdicts: list[Verdict] = []
         self.spent_s: dict[str, float] = {}
         self.demoted: dict[Kernel, str] = {}
+        self.wrong_layouts: dict[tuple[KVRequest, str], str] = {}
         limit = files.config.positions
         if options.max_model_len is not None:
             if options.max_model_len < 1 or (limit and options.max_model_len > limit):
@@ -76,12 +78,13 @@ class PlannedModel:
     # -- binding
 
     def bind_and_check(self) -> None:
-        """Bind, then run the chosen kernels on small samples on the opened device (the canary) and replace those that
-        are wrong. No weights are read. Warns about hot ops without a fast kernel; emits the event "plan.bound".
+        """Bind, then try the chosen KV layouts and kernels on the opened device (the canary) and replace those that are
+        wrong. No weights are read. Warns about hot ops without a fast kernel; emits the event "plan.bound".
         """
         with self.timed("bind"):
             self.bind(assumed=False)
         with self.timed("canary"):
+            self._check_layouts()
             self._run_canary()
         if left := self.plan.hot_references():
             ops = sorted({op for _, _, op in left})
@@ -159,6 +162,26 @@ class PlannedModel:
             "torch": torch.__version__,
         }
 
+    def _check_layouts(self) -> None:
+        """Check the chosen KV layouts before any kernel is judged on them. Wrong ones are left out, with a warning and
+        an event, and others are chosen, until all chosen ones are right.
+
+        Raises:
+            BindError: no layout of a layer's cache is right.
+        """
+        checked: set[tuple[KVRequest, str]] = set()
+        while new := {(r, x.name): x for r, x in self.plan.layouts.items() if (r, x.name) not in checked}:
+            checked |= new.keys()
+            device = self.backend.torch_device_indexed
+            found = {key: check_layout(layout, key[0], self.dtype, device) for key, layout in new.items()}
+            wrong = {key: reason for key, reason in found.items() if reason}
+            for (request, name), reason in wrong.items():
+                warn(f"KV layout {name} of device {self.backend.name!r} is wrong and is not used: {reason}.")
+                self.host.emit(Event("layout.refused", {"layout": name, "kind": request.kind, "reason": reason}))
+            if wrong:
+                self.wrong_layouts |= wrong
+                self._choose_kernels(assumed=False)
+
     def _run_canary(self) -> None:
         """Run the chosen kernels on small samples; those that give wrong results are demoted, with a warning and an
         event, and others are chosen, until all chosen ones are right.
@@ -190,8 +213,21 @@ class PlannedModel:
     # -- the cache that it needs
 
     def kv_layouts(self, request: KVRequest) -> Sequence[KVLayout]:
-        """Layouts that the cache of one kind of layer may have, in the KV dtype of the options (`kv_layouts_for`)."""
-        return kv_layouts_for(self.backend, request, self.dtype, self.options, self.files.name)
+        """Layouts that the cache of one kind of layer may have, in the KV dtype of the options (`kv_layouts_for`), but
+        for those that were found wrong.
+
+        Raises:
+            BindError: all of them were.
+        """
+        fitting = kv_layouts_for(self.backend, request, self.dtype, self.options, self.files.name)
+        if right := [x for x in fitting if (request, x.name) not in self.wrong_layouts]:
+            return right
+        reasons = [f"{x.name}: {self.wrong_layouts[request, x.name]}" for x in fitting]
+        raise BindError(
+            f"Device {self.backend.name!r} has no KV layout for {request.kind!r} that works: {'; '.join(reasons)}.",
+            remedy=f"set another kv_cache_dtype; its author finds more with `inferplane conform --device "
+            f"{self.backend.name}`",
+        )
 
     @property
     def block_tokens(self) -> int:
