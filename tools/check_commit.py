@@ -28,7 +28,7 @@ VERBS = frozenset(
     Condense Configure Connect Consolidate Convert Copy Correct Count Cover Create Cut Cycle Deal Decide Declare
     Decode Decouple Default Defer Define Delay Delete Deliver Demote Deprecate Derive Describe Detect Disable
     Discard Divide Document Download Drain Draw Drop Dump Eliminate Embed Emit Emulate Enable Encode End Enforce
-    Ensure Evict Exclude Expand Explain Export Expose Extend Extract Factor Fall Feed Fetch File Fill Filter Find
+    Ensure Evict Exclude Expand Expect Explain Export Expose Extend Extract Factor Fall Feed Fetch File Fill Filter Find
     Finish Fit Fix Flatten Fold Follow Forbid Force Format Forward Free Freeze Fuse Gather Generalize Generate Get Give
     Group Guard Handle Harden Hide Hoist Hold Honor Honour Ignore Implement Import Improve Include Increase Index
     Infer Inherit Inline Insert Inspect Install Introduce Isolate Join Judge Keep Label Launch Lay Leave Let Lift
