@@ -46,18 +46,18 @@ class _Check:
             for got, want in zip(self._read(table), rows):
                 if wrong := self._rounding(got, want[slots], slots):
                     return wrong
-        return self._ends_and_padding() or self._short_table() or self._moved_blocks() or self._nan()
+        return self._boundaries_and_padding() or self._short_table() or self._moved_blocks() or self._nan()
 
-    def _ends_and_padding(self) -> str:
-        ends = torch.tensor([self.size - 1, self.size, self.slots - 1])
+    def _boundaries_and_padding(self) -> str:
+        boundaries = torch.tensor([self.size - 1, self.size, self.slots - 1])
         kept, rows = self._read_all(), self._draw(5)
-        self._write(torch.cat((torch.tensor([-1]), ends, torch.tensor([-1]))), rows)
+        self._write(torch.cat((torch.tensor([-1]), boundaries, torch.tensor([-1]))), rows)
         stored = self._read_all()
         for got, want in zip(stored, rows):
-            if wrong := self._rounding(got[ends], want[1:4], ends):
+            if wrong := self._rounding(got[boundaries], want[1:4], boundaries):
                 return wrong
         others = torch.ones(self.slots, dtype=torch.bool)
-        others[ends] = False
+        others[boundaries] = False
         return self._same(stored, kept, others, "writing to the ends of blocks, with padded rows (slot -1), changed")
 
     def _short_table(self) -> str:
