@@ -61,7 +61,7 @@ def test_explain():
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda d: d.update(schema=2),
+        lambda d: d.update(schema=3),
         lambda d: d.pop("arch"),
         lambda d: d.update(more=1),
         lambda d: d.update(sites=[]),

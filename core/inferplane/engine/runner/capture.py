@@ -18,9 +18,7 @@ import torch
 
 from inferplane.binding import Plan
 from inferplane.engine.runner.buckets import Buckets, Size
-from inferplane.engine.runner.capture_check import check_capture
 from inferplane.engine.runner.options import RunnerOptions
-from inferplane.errors import warn
 from inferplane.types import Backend, Batch, KVCache
 
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -136,27 +134,12 @@ def bucket_rows(batch: Batch, tokens: int) -> torch.Tensor | None:
     return torch.tensor(rows, dtype=torch.int64).to(batch.ids.device, non_blocking=True)
 
 
-def capture(
-    backend: Backend,
-    step: Callable[[Batch], Any],
-    bucket: Batch,
-    cache: KVCache,
-    sequences: int,
-    more_blocks: Sequence[int] = (),
-) -> tuple[Any, str]:
-    """What `Backend.capture` returns, and ""; if that is nothing, or replays it wrongly (`check_capture`, which has the
-    same arguments), None and the reason in words. A wrong capture is a warning too.
-    """
-    size = bucket.seq_lens.shape[0]
+def capture(backend: Backend, step: Callable[[Batch], Any], bucket: Batch) -> tuple[Any, str]:
+    """What `Backend.capture` returns, and ""; if that is nothing, None and the reason in words."""
     try:
         graph = backend.capture(step, bucket)
-        wrong = "" if graph is None else check_capture(step, graph.replay, bucket, cache, sequences, more_blocks)
     except Exception as error:
-        return None, f"capturing {size} sequences failed: {type(error).__name__}: {error}"
-    if wrong:
-        reason = f"device {backend.name!r} replays a captured step of {size} sequences wrongly: {wrong}"
-        warn(f"{reason}. All steps run eagerly.")
-        return None, reason
+        return None, f"capturing {bucket.seq_lens.shape[0]} sequences failed: {type(error).__name__}: {error}"
     return graph, "the device captures no steps" if graph is None else ""
 
 
@@ -184,7 +167,7 @@ class DecodeSteps:
         disabled_reason: str = "",
     ) -> None:
         self.backend, self.step, self.sizes = backend, step, sizes
-        self.cache, self.block_tokens = cache, cache.block_tokens
+        self.block_tokens = cache.block_tokens
         self.width = math.ceil(max_model_len / cache.block_tokens)
         self.buckets: dict[Size, CapturedStep] = {}
         self.disabled_reason = disabled_reason
@@ -223,10 +206,7 @@ class DecodeSteps:
             more = tuple(r.new_zeros(size.sequences * size.tokens, *r.shape[1:]) for r in rows)
             # Capturing may run the step first: then on the real batch, where that does no harm.
             copy_into(static, batch, at, list(zip(more, rows)))
-            sequences = batch.seq_lens.shape[0]
-            graph, self.disabled_reason = capture(
-                self.backend, lambda b: self.step(b, *more), static, self.cache, sequences
-            )
+            graph, self.disabled_reason = capture(self.backend, lambda b: self.step(b, *more), static)
             if graph is None:
                 return None
             found = self.buckets[size] = CapturedStep(static, more, graph)

@@ -88,7 +88,7 @@ class CapturedSteps:
         disabled_reason: str = "",
     ) -> None:
         self.function, self.scheduler, self.lengths = function, scheduler, lengths
-        self.backend, self.sizes, self.width, self.cache = decode.backend, decode.sizes, decode.width, decode.cache
+        self.backend, self.sizes, self.width = decode.backend, decode.sizes, decode.width
         self.disabled_reason = disabled_reason
         self.buckets: dict[Size, InputBucket] = {}
         self.replayed = 0
@@ -132,12 +132,7 @@ class CapturedSteps:
         if graph is None:
             inputs = bucket.inputs
             graph, self.disabled_reason = capture(
-                self.backend,
-                lambda b: (self.function(replace(inputs, batch=b), form),),
-                inputs.batch,
-                self.cache,
-                len(chosen),
-                [block for s in chosen for block in s.request.blocks[s.request.computed // self.cache.block_tokens :]],
+                self.backend, lambda b: (self.function(replace(inputs, batch=b), form),), inputs.batch
             )
             if graph is None:
                 self.buckets.clear()
