@@ -193,7 +193,8 @@ class DraftLayerProposer(NetworkProposer):
         cache, decode = runner.cache, runner.decode
         assert cache is not None and decode is not None, "the runner was not opened"
         super().__init__(cache.block_tokens, runner.backend.torch_device_indexed, reserve)
-        layers, kv = runner.draft_layer(index), cache.layers[len(runner.model.layers) + index]
+        layers = runner.draft_layer(index)
+        self.kv = kv = cache.layers[len(runner.model.layers) + index]
         self.layer: Forward = lambda batch, hidden: layers[batch.kind](hidden, batch, kv)
         reason = why_not_captured(runner.plan, runner.options, "mtp")
         self.steps = DecodeSteps(runner.backend, self.layer, cache, runner.max_model_len, decode.sizes, reason)
