@@ -4,7 +4,8 @@
     python tools/rename.py engine serving  # these tables only
 
 Copy this file and tools/renames/ into a checkout of the old names, run it there, commit, and merge: what both sides
-renamed is then the same text. Running it again changes nothing. It stays for one minor release. A table is a text file with a row a line; `#` begins a comment:
+renamed is then the same text. Running it again changes nothing. It stays for one minor release. A table is a text file
+with a row a line; `#` begins a comment:
 
     move OLD NEW             a file or folder; imports, dotted names and paths that name it follow
     name OLD NEW [in GLOB…]  an identifier: in Python code, braces of f-strings, between backticks, Markdown's code
@@ -30,7 +31,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLES = "tools/renames"
 TEXT = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".h", ".cpp", ".cfg", ".sh", ".html", ".js", ""}
-KEPT = ("tools/rename.py", f"{TABLES}/*", "tests/compat/plugin_v1_0.py", "backends/*/evidence/*", "CHANGELOG.md", "LICENSE")
+FROZEN = ("tests/compat/plugin_v1_0.py", "backends/*/evidence/*", "CHANGELOG.md", "LICENSE")
+KEPT = ("tools/rename.py", f"{TABLES}/*", *FROZEN)
 """What is never rewritten: this file and its tables, the frozen plugin, dated evidence, and what speaks of the past."""
 SOURCE_ROOTS = ("core/", *(f"backends/{path.name}/" for path in (REPOSITORY / "backends").iterdir()))
 

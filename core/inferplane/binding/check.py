@@ -130,7 +130,7 @@ def run_case(
     writes = any(o.writes_cache for _, o in op.sites())
     if writes:  # rounding of a block's K and V may move an entry to the next value of the stored format
         steps = 1 if op.writes_cache else 2
-        tolerance += steps * max((_stored_error(x, bench.dtype) for x in layouts.values()), default=0.0)
+        tolerance += steps * max((stored_error(x, bench.dtype) for x in layouts.values()), default=0.0)
 
     caches = Caches(layouts, bench.dtype, bench.torch_device, seed)
     draw = Draw(seed, bench.dtype, bench.torch_device, caches.build)
@@ -239,7 +239,7 @@ def bound_case(
     return _bound(sample.op, kernel, packed, bench, sample.step_kind), sample.inputs(draw)
 
 
-def _stored_error(layout: KVLayout, dtype: torch.dtype) -> float:
+def stored_error(layout: KVLayout, dtype: torch.dtype) -> float:
     """Largest relative error of an entry written and read: the layout's, and one rounding to the plan's dtype."""
     return layout.tolerance + torch.finfo(dtype).eps / 2 if layout.tolerance else 0.0
 

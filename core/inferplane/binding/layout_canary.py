@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from inferplane.binding.check import stored_error
 from inferplane.types import HOST, KVLayout, KVRequest, LayerKV
 
 BLOCKS = 4
@@ -107,9 +108,8 @@ class _Check:
     def _rounding(self, got: torch.Tensor, want: torch.Tensor, slots: torch.Tensor) -> str:
         if got.shape != want.shape:
             return f"reading gives {list(got.shape)} instead of {list(want.shape)}"
-        share = self.layout.tolerance + torch.finfo(self.dtype).eps / 2 if self.layout.tolerance else 0.0
         error = (got - want.float()).abs().flatten(1).amax(1)
-        bad = ~(error <= share * want.float().abs().flatten(1).amax(1))
+        bad = ~(error <= stored_error(self.layout, self.dtype) * want.float().abs().flatten(1).amax(1))
         if not bad.any():
             return ""
         i = int(bad.int().argmax())

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from inferplane.binding.check import stored_error
 from inferplane.conformance.plugin import SUBJECT
 from inferplane.conformance.subject import Subject
 from inferplane.ops.oracle import to_host
@@ -114,9 +115,8 @@ class KVMachine(RuleBasedStateMachine):
             model[at] = stored[at]
 
     def check_rounding(self, slot: int, written: torch.Tensor, stored: torch.Tensor) -> None:
-        layout = self.case.layout
-        share = layout.tolerance + torch.finfo(self.case.dtype).eps / 2 if layout.tolerance else 0.0
         assert torch.isfinite(stored).all(), f"slot {slot} holds NaN or infinity after it was written"
+        share = stored_error(self.case.layout, self.case.dtype)
         error, allowed = (written - stored).abs().max().item(), share * written.abs().max().item()
         assert error <= allowed, f"slot {slot}: written and read differ by {error:.3g}, allowed {allowed:.3g}"
 
